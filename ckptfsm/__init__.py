@@ -1,0 +1,63 @@
+"""Every training checkpoint as an explicit state machine that drives Megatron-core's async saves.
+
+Importing this imports neither torch nor megatron-core: ``CheckpointManager`` and ``ForeignRequest``
+are loaded when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ckptfsm.config import CheckpointConfig, load_config
+from ckptfsm.documents import TransitionRecord
+from ckptfsm.handle import Restored, SaveHandle
+from ckptfsm.lifecycle import State
+from ckptfsm.retention import (
+    AllOf,
+    AnyOf,
+    BestN,
+    CheckpointInfo,
+    EveryNSeconds,
+    EveryNSteps,
+    KeepAll,
+    LatestN,
+    Policy,
+    Steps,
+)
+
+if TYPE_CHECKING:
+    from ckptfsm.megatron.foreign import ForeignRequest
+    from ckptfsm.megatron.manager import CheckpointManager
+
+__all__ = [
+    "CheckpointManager",
+    "CheckpointConfig",
+    "load_config",
+    "SaveHandle",
+    "Restored",
+    "State",
+    "TransitionRecord",
+    "ForeignRequest",
+    "Policy",
+    "CheckpointInfo",
+    "LatestN",
+    "EveryNSteps",
+    "EveryNSeconds",
+    "BestN",
+    "Steps",
+    "KeepAll",
+    "AnyOf",
+    "AllOf",
+]
+
+logging.getLogger("ckptfsm").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CheckpointManager":
+        return import_module("ckptfsm.megatron.manager").CheckpointManager
+    if name == "ForeignRequest":
+        return import_module("ckptfsm.megatron.foreign").ForeignRequest
+    raise AttributeError(f"module 'ckptfsm' has no attribute {name!r}")

@@ -1,0 +1,121 @@
+"""Everything a manager can be told, in one frozen model.
+
+Rules: buildable from keyword arguments, a dict or TOML; an unknown key is an error that names the
+nearest known one; nothing reads the environment. Times are in seconds and end in ``_s``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ckptfsm.documents import first_problem
+from ckptfsm.errors import ConfigError
+from ckptfsm.recovery import Resume
+from ckptfsm.retention import KeepAll, Policy, parse_policy
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Steps = Annotated[int, Field(ge=1)]
+
+
+class CheckpointConfig(BaseModel):
+    """The configuration of a ``CheckpointManager``.
+
+    When to save: ``save_interval_steps``, ``save_steps``, ``save_interval_s`` (decided by the
+    coordinator's clock), ``preemption_signals`` (names; no handler is installed unasked).
+    What to keep: ``retention``. What a failed save does: ``on_failure`` is ``raise``, ``warn``, or
+    the number of times to save again at the next step. What a save does while one is in flight:
+    ``on_busy``. What to resume from: ``resume``. How deep ``restore`` verifies: ``verify``.
+    Raises ``ConfigError`` for anything else.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    retention: Policy = Field(default_factory=KeepAll)
+    save_interval_steps: Steps | None = None
+    save_steps: frozenset[int] = frozenset()
+    save_interval_s: Seconds | None = None
+    preemption_signals: tuple[str, ...] = ()
+    sync: bool = False
+    on_failure: Literal["raise", "warn"] | Annotated[int, Field(ge=1, le=1000)] = "raise"
+    on_busy: Literal["wait", "skip", "raise"] = "wait"
+    resume: Resume = "fallback"
+    takeover: bool = False
+    verify: Literal["none", "sizes", "digests"] = "digests"
+    writer_files: Annotated[int, Field(ge=1, le=64)] = 2
+    reshard_drops: tuple[str, ...] = ("rng_state",)
+    exchange_every: Steps = 10
+    poll_warning_steps: Steps = 50
+    writer_timeout_s: Seconds = 1800.0
+    busy_timeout_s: Seconds = 1800.0
+    close_timeout_s: Seconds = 1800.0
+    exit_timeout_s: Seconds = 10.0
+    effect_timeout_s: Seconds = 300.0
+    exchange_timeout_s: Seconds = 600.0
+    visibility_timeout_s: Seconds = 10.0
+    reader_timeout_s: Seconds = 600.0
+
+    @field_validator("retention", mode="before")
+    @classmethod
+    def _read_retention(cls, value: Any) -> Policy:
+        return parse_policy(value)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _suggest(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            for key in values:
+                if key not in cls.model_fields:
+                    near = difflib.get_close_matches(str(key), cls.model_fields, n=1)
+                    hint = f"; did you mean {near[0]!r}?" if near else ""
+                    raise ConfigError(f"unknown configuration key {key!r}{hint}", key=key)
+        return values
+
+    @model_validator(mode="after")
+    def _check_deadlines(self) -> CheckpointConfig:
+        if self.effect_timeout_s >= self.exchange_timeout_s:
+            raise ConfigError(
+                "effect_timeout_s must be shorter than exchange_timeout_s: the other ranks wait in "
+                "an exchange while the coordinator works"
+            )
+        return self
+
+    @property
+    def saves_again(self) -> int:
+        """How often a failed save is tried again at a later step."""
+        return self.on_failure if isinstance(self.on_failure, int) else 0
+
+    @property
+    def needs_agreement(self) -> bool:
+        """True if a policy must be agreed among ranks while nothing is in flight."""
+        return self.save_interval_s is not None or bool(self.preemption_signals)
+
+
+def make_config(values: Mapping[str, Any]) -> CheckpointConfig:
+    """A configuration from plain values. Raises ``ConfigError``."""
+    try:
+        return CheckpointConfig(**values)
+    except ValidationError as error:
+        raise ConfigError(f"configuration: {first_problem(error)}") from error
+
+
+def load_config(path: str | Path, table: str = "ckptfsm") -> CheckpointConfig:
+    """A configuration from a TOML file: its ``[ckptfsm]`` table, or the whole file without one.
+
+    Raises ``ConfigError``, which names the file.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", file=str(path)) from error
+    return make_config(values.get(table, values))

@@ -1,0 +1,302 @@
+"""Everything the library writes to disk, as pydantic models: journal records, receipts, manifests.
+
+Rules: frozen, strict, no unknown fields. ``schema_version`` is checked before the rest, so that a
+document of a newer version is refused with ``NewerSchema`` and never rewritten. Reading never trusts
+a size: callers read with a bound. Names of files inside a document must be plain relative names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+
+from ckptfsm.errors import DamagedRoot, NewerSchema
+from ckptfsm.lifecycle import Checkpoint, State
+from ckptfsm.messages import MAX_STEP, AttemptId, PartSpec
+
+SCHEMA_VERSION = 1
+MAX_DOCUMENT_BYTES = 1 << 30
+
+Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
+Count = Annotated[int, Field(ge=0, le=1 << 62)]
+Number = Annotated[int, Field(ge=1, le=10**9)]
+FileName = Annotated[
+    str,
+    StringConstraints(min_length=1, max_length=1024, pattern=r"^[^/\x00]+(/[^/\x00]+)*$"),
+]
+
+
+class Document(BaseModel):
+    """Base: frozen, strict, no unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class FileEntry(Document):
+    """A file of a checkpoint; ``digest`` is ``xxh3_128:<hex>`` of its content."""
+
+    name: FileName
+    bytes: Count
+    digest: str | None = None
+
+
+class Part(Document):
+    """A declared part, see ``messages.PartSpec``."""
+
+    name: str
+    kind: Literal["torch_dist", "foreign", "file", "report"] = "torch_dist"
+    directory: str = ""
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+
+    def spec(self) -> PartSpec:
+        return PartSpec(self.name, self.kind, self.directory, self.ranks)
+
+
+class Receipt(Document):
+    """What one rank wrote for one part: every file, fsynced, and its write results.
+
+    ``files`` are named relative to the step's directory. ``results`` are the part's own rows: for
+    ``torch_dist`` one ``[key, offset or null, index or null, file, offset, length]`` per item.
+    """
+
+    schema_version: Literal[1] = 1
+    step: Step
+    epoch: Number
+    attempt: Number
+    part: str
+    rank: Annotated[int, Field(ge=0)]
+    world_size: Number
+    files: tuple[FileEntry, ...]
+    results: tuple[tuple[Any, ...], ...] = ()
+
+    @property
+    def of(self) -> AttemptId:
+        return AttemptId(self.step, self.epoch, self.attempt)
+
+
+class Manifest(Document):
+    """The commit record inside a published directory: a directory that carries it is complete.
+
+    ``receipts_digest`` covers the receipts' own contents through ``files``; ``provenance`` says what
+    wrote it (library versions), for people.
+    """
+
+    schema_version: Literal[1] = 1
+    step: Step
+    epoch: Number
+    attempt: Number
+    world_size: Number
+    parts: tuple[Part, ...]
+    files: tuple[FileEntry, ...]
+    metrics: dict[str, float] = {}
+    run_seconds: float = 0.0
+    provenance: dict[str, str] = {}
+    written_at: str = ""
+
+    @property
+    def of(self) -> AttemptId:
+        return AttemptId(self.step, self.epoch, self.attempt)
+
+
+class Holder(Document):
+    """Who took an epoch. ``released`` once it was closed in order."""
+
+    schema_version: Literal[1] = 1
+    epoch: Number
+    host: str
+    pid: int
+    started: str
+    nonce: str
+    released: bool = False
+
+
+class Pin(Document):
+    """A pin or a reader's lease on a step, and why."""
+
+    schema_version: Literal[1] = 1
+    step: Step
+    reason: str = ""
+    nonce: str = ""
+
+
+class CheckpointRecord(Document):
+    """A checkpoint as a snapshot or a creating transition carries it."""
+
+    step: Step
+    epoch: Number
+    attempt: Number
+    state: State
+    parts: tuple[Part, ...]
+    world_size: Number
+    in_place: bool = False
+    provenance: Literal["saved", "adopted"] = "saved"
+    metrics: dict[str, float] = {}
+    run_seconds: float = 0.0
+    shard_bytes: Count = 0
+    reason: str = ""
+    detail: str = ""
+
+
+class Seal(Document):
+    """An older segment as it was when a newer epoch began; later bytes of it do not count."""
+
+    epoch: Number
+    bytes: Count
+    crc32: Count
+
+
+class SegmentOpened(Document):
+    """First record of a segment: who, what came before, and the ledger as it stood."""
+
+    type: Literal["segment_opened"] = "segment_opened"
+    schema_version: Literal[1] = 1
+    epoch: Number
+    host: str
+    pid: int
+    at: str
+    seals: tuple[Seal, ...]
+    run_seconds: float
+    rolling_back: bool = False
+    rolling_back_to: Step | None = None
+    checkpoints: tuple[CheckpointRecord, ...]
+
+
+class TransitionRecord(Document):
+    """One transition, as journaled and as hooks receive it. ``at`` is for people, never decisions.
+
+    ``created`` is filled by the events that begin a checkpoint.
+    """
+
+    type: Literal["transition"] = "transition"
+    seq: Count
+    step: Step
+    epoch: Number
+    attempt: Number
+    event: str
+    source: State
+    dest: State
+    reason: str = ""
+    detail: str = ""
+    shard_bytes: Count = 0
+    run_seconds: float = 0.0
+    at: str = ""
+    created: CheckpointRecord | None = None
+
+    @property
+    def of(self) -> AttemptId:
+        return AttemptId(self.step, self.epoch, self.attempt)
+
+
+class RollbackStarted(Document):
+    """The intent to make ``to_step`` the latest; None means to begin afresh."""
+
+    type: Literal["rollback_started"] = "rollback_started"
+    to_step: Step | None
+    at: str = ""
+
+
+class RollbackFinished(Document):
+    """Tracker and directories are as the intent said."""
+
+    type: Literal["rollback_finished"] = "rollback_finished"
+    at: str = ""
+
+
+class SegmentClosed(Document):
+    """The manager was closed in order."""
+
+    type: Literal["segment_closed"] = "segment_closed"
+    run_seconds: float
+    at: str = ""
+
+
+Record = Annotated[
+    SegmentOpened | TransitionRecord | RollbackStarted | RollbackFinished | SegmentClosed,
+    Field(discriminator="type"),
+]
+RECORD: TypeAdapter[Record] = TypeAdapter(Record)
+
+D = TypeVar("D", bound=Document)
+
+
+def encode(document: BaseModel) -> bytes:
+    """Canonical bytes of a document: one line of JSON."""
+    return document.model_dump_json(exclude_defaults=False).encode()
+
+
+def decode(model: type[D], data: bytes, file: str) -> D:
+    """Parse ``data``, read from ``file``.
+
+    Raises ``NewerSchema`` for a newer ``schema_version``, ``DamagedRoot`` for anything else.
+    """
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        raise_newer(data, file)
+        raise DamagedRoot(
+            f"{model.__name__.lower()} is damaged: {first_problem(error)}", file=file
+        ) from error
+
+
+def raise_newer(data: bytes, file: str) -> None:
+    """Raise ``NewerSchema`` if ``data`` says it has a newer schema than this library knows."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    version = value.get("schema_version") if isinstance(value, Mapping) else None
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise NewerSchema(
+            f"schema version {version} is newer than {SCHEMA_VERSION}",
+            file=file,
+            schema_version=version,
+        )
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first thing a validation complained about, in one line."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(piece) for piece in problem["loc"])
+    return f"{where}: {problem['msg']}" if where else str(problem["msg"])
+
+
+def checkpoint_record(checkpoint: Checkpoint) -> CheckpointRecord:
+    """A checkpoint as its record. Which ranks reported is not kept: receipts on disk say so."""
+    return CheckpointRecord(
+        step=checkpoint.id.step,
+        epoch=checkpoint.id.epoch,
+        attempt=checkpoint.id.attempt,
+        state=checkpoint.state,
+        parts=tuple(
+            Part(name=p.name, kind=p.kind, directory=p.directory, ranks=p.ranks)
+            for p in checkpoint.parts
+        ),
+        world_size=checkpoint.world_size,
+        in_place=checkpoint.in_place,
+        provenance=checkpoint.provenance,
+        metrics=dict(checkpoint.metrics),
+        run_seconds=checkpoint.run_seconds,
+        shard_bytes=checkpoint.shard_bytes,
+        reason=checkpoint.reason,
+        detail=checkpoint.detail,
+    )
+
+
+def checkpoint_of(record: CheckpointRecord) -> Checkpoint:
+    """The inverse of ``checkpoint_record``."""
+    return Checkpoint(
+        id=AttemptId(record.step, record.epoch, record.attempt),
+        state=record.state,
+        parts=tuple(part.spec() for part in record.parts),
+        world_size=record.world_size,
+        in_place=record.in_place,
+        provenance=record.provenance,
+        metrics=tuple(sorted(record.metrics.items())),
+        run_seconds=record.run_seconds,
+        shard_bytes=record.shard_bytes,
+        reason=record.reason,
+        detail=record.detail,
+    )

@@ -1,0 +1,194 @@
+"""Every error the library raises, with a stable ``kind`` and the facts a caller needs.
+
+Rules: an error carries attributes, not only text; it survives pickling (ranks exchange errors); and
+its ``advice`` says what the caller can do: fix the call, skip this save, retry, page someone, or
+report a bug of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class CkptFsmError(Exception):
+    """Base of all errors of this library.
+
+    Attributes: ``kind`` (stable identifier), ``advice`` (what the caller can do), ``facts`` (the
+    keyword arguments: file, step, rank, ... as far as they are known).
+    """
+
+    kind = "ckptfsm"
+    advice = "see the message"
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.facts = facts
+
+    def __getattr__(self, name: str) -> Any:
+        facts = self.__dict__.get("facts", {})
+        if name in facts:
+            return facts[name]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, self.facts))
+
+    def __str__(self) -> str:
+        where = ", ".join(f"{k}={v!r}" for k, v in self.facts.items() if v is not None)
+        return f"{self.message} [{self.kind}{': ' if where else ''}{where}] ({self.advice})"
+
+
+def _rebuild(cls: type[CkptFsmError], message: str, facts: dict[str, Any]) -> CkptFsmError:
+    return cls(message, **facts)
+
+
+class ConfigError(CkptFsmError, ValueError):
+    """The configuration or an argument cannot work."""
+
+    kind = "config"
+    advice = "fix the call"
+
+
+class IllegalTransition(CkptFsmError):
+    """An event has no row in the transition table for the checkpoint's state."""
+
+    kind = "illegal_transition"
+    advice = "a bug in ckptfsm: please report it with the journal"
+
+
+class RootBusy(CkptFsmError):
+    """Another manager owns the root (``host``, ``pid``)."""
+
+    kind = "root_busy"
+    advice = "stop the other job, or pass takeover=True once it is certainly gone"
+
+
+class Fenced(CkptFsmError):
+    """A newer manager took the root over; this one must stop (``epoch``, ``newer_epoch``)."""
+
+    kind = "fenced"
+    advice = "stop this job; the newer one owns the root"
+
+
+class SaveRefused(CkptFsmError):
+    """A save was not accepted; nothing was written, training can go on (``step``)."""
+
+    kind = "save_refused"
+    advice = "skip this save or fix the call"
+
+
+class StepExistsError(SaveRefused, FileExistsError):
+    """The step, or a later one, is already saved (``step``, ``latest``)."""
+
+    kind = "step_exists"
+
+
+class SaveFailed(CkptFsmError):
+    """An accepted save failed; its space is given back, training can go on (``step``, ``attempt``)."""
+
+    kind = "save_failed"
+    advice = "save again at a later step"
+
+
+class WriterDied(SaveFailed):
+    """A writer process ended without a complete result (``rank``, ``exitcode``)."""
+
+    kind = "writer_died"
+
+
+class ShardMissing(SaveFailed):
+    """Ranks did not report what the checkpoint declared (``ranks``)."""
+
+    kind = "shard_missing"
+
+
+class RestoreFailed(CkptFsmError):
+    """A verified checkpoint could not be loaded into the given state (``step``, ``file``)."""
+
+    kind = "restore_failed"
+    advice = "fix the state's shape, or restore another step"
+
+
+class StepNotFoundError(CkptFsmError, FileNotFoundError):
+    """No such tracked checkpoint (``step``, ``available``)."""
+
+    kind = "step_not_found"
+    advice = "choose one of all_steps()"
+
+
+class DamagedRoot(CkptFsmError):
+    """What is on disk contradicts itself; nothing was changed (``file``)."""
+
+    kind = "damaged_root"
+    advice = "page someone: look at the named file; `ckptfsm` changed nothing"
+
+
+class JournalCorrupt(DamagedRoot):
+    """A journal segment is damaged before its end (``file``, ``offset``)."""
+
+    kind = "journal_corrupt"
+
+
+class NewerSchema(DamagedRoot):
+    """A document was written by a newer version of the library (``file``, ``schema_version``)."""
+
+    kind = "newer_schema"
+    advice = "upgrade ckptfsm; the document was not touched"
+
+
+class DeadlineExceeded(CkptFsmError, TimeoutError):
+    """A bounded wait ran out (``timeout_s``, ``waiting_for``)."""
+
+    kind = "deadline_exceeded"
+    advice = "retry, or raise the deadline in the configuration"
+
+
+class RankFailed(CkptFsmError):
+    """A rank could not be reached in an exchange (``ranks``)."""
+
+    kind = "rank_failed"
+    advice = "restart the job; recovery decides from disk"
+
+
+class StorageError(CkptFsmError, OSError):
+    """A storage call failed (``file``, ``call``, ``errno_name``)."""
+
+    kind = "storage"
+    advice = "look at the disk; retry once it is mended"
+
+
+class OutcomeUnknown(StorageError):
+    """A durable change could neither be completed nor undone with certainty."""
+
+    kind = "outcome_unknown"
+    advice = "restart the job; recovery decides from disk"
+
+
+def describe(error: BaseException, limit: int = 500) -> str:
+    """One bounded line about ``error``, for journals and reports."""
+    text = f"{type(error).__name__}: {error}".replace("\n", " ")
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def first_os_error(error: BaseException) -> OSError | None:
+    """The first real operating-system error in the chain of ``error``, or None.
+
+    torch masks a full disk as "unexpected pos"; the OSError that caused it sits deeper in the chain.
+    """
+    found: OSError | None = None
+    current: BaseException | None = error
+    for _ in range(20):
+        if current is None:
+            break
+        if isinstance(current, OSError) and current.errno is not None:
+            found = current
+        current = current.__cause__ or current.__context__
+    return found
+
+
+def name_ranks(ranks: Sequence[int], limit: int = 8) -> str:
+    """``ranks`` as short text: ``0, 3, 5 and 12 more``."""
+    shown = ", ".join(str(r) for r in sorted(ranks)[:limit])
+    return shown if len(ranks) <= limit else f"{shown} and {len(ranks) - limit} more"

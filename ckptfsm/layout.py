@@ -1,0 +1,137 @@
+"""Names on disk, in the Megatron-LM layout. Pure: builds and parses names, touches nothing.
+
+Rules: a name is accepted only if building it again gives the same text, so that ``iter_5``,
+``iter_+0000005`` or a step of a thousand digits is not taken for a checkpoint. Paths are relative
+to the root (see ``ports``).
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckptfsm.messages import MAX_STEP, AttemptId
+
+TRACKER = "latest_checkpointed_iteration.txt"
+PRIVATE = ".ckptfsm"
+LOCK = f"{PRIVATE}/lock"
+LEASE = f"{PRIVATE}/lease"
+JOURNAL = f"{PRIVATE}/journal"
+STAGING = f"{PRIVATE}/staging"
+PINS = f"{PRIVATE}/pins"
+READERS = f"{PRIVATE}/leases"
+TRASH = f"{PRIVATE}/trash"
+QUARANTINE = f"{PRIVATE}/quarantine"
+DIRECTORIES = (PRIVATE, LEASE, JOURNAL, STAGING, PINS, READERS, TRASH, QUARANTINE)
+
+MANIFEST = f"{PRIVATE}/manifest.json"  # inside a step's directory
+RECEIPTS = f"{PRIVATE}/receipts"
+PLANNED = f"{PRIVATE}/planned"
+
+_ATTEMPT = re.compile(r"(\d{1,16})\.e(\d{1,9})\.a(\d{1,9})\Z")
+_EPOCH = re.compile(r"epoch-(\d{6,9})\Z")
+_SEGMENT = re.compile(r"(\d{6,9})\.ndjson\Z")
+
+
+def published_name(step: int) -> str:
+    """``iter_0000100``: the name a stock Megatron-LM reader looks for."""
+    return f"iter_{step:07d}"
+
+
+def parse_published(name: str) -> int | None:
+    """The step of a published name, or None."""
+    digits = name.removeprefix("iter_")
+    if digits == name or not digits.isascii() or not digits.isdigit() or len(digits) > 16:
+        return None
+    step = int(digits)
+    return step if step <= MAX_STEP and published_name(step) == name else None
+
+
+def attempt_name(of: AttemptId) -> str:
+    return f"{of.step}.e{of.epoch}.a{of.attempt}"
+
+
+def parse_attempt(name: str) -> AttemptId | None:
+    """The attempt of a staging, trash or quarantine name, or None."""
+    found = _ATTEMPT.match(name)
+    if not found:
+        return None
+    of = AttemptId(int(found[1]), int(found[2]), int(found[3]))
+    return of if of.step <= MAX_STEP and attempt_name(of) == name else None
+
+
+def staging_dir(of: AttemptId) -> str:
+    return f"{STAGING}/{attempt_name(of)}"
+
+
+def trash_dir(of: AttemptId) -> str:
+    return f"{TRASH}/{attempt_name(of)}"
+
+
+def quarantine_dir(of: AttemptId) -> str:
+    return f"{QUARANTINE}/{attempt_name(of)}"
+
+
+def working_dir(of: AttemptId, in_place: bool) -> str:
+    """Where an attempt is written: staging, or its final name where the trainer fixed the path."""
+    return published_name(of.step) if in_place else staging_dir(of)
+
+
+def receipt_name(part: str, rank: int) -> str:
+    """Inside a step's directory."""
+    return f"{RECEIPTS}/{part}/{rank}.json"
+
+
+def planned_name(part: str) -> str:
+    """Inside a step's directory: what is needed to write ``.metadata`` after a restart."""
+    return f"{PLANNED}/{part}.bin"
+
+
+def join(*pieces: str) -> str:
+    """Relative path of the non-empty pieces."""
+    return "/".join(p for p in pieces if p)
+
+
+def epoch_name(epoch: int) -> str:
+    return f"epoch-{epoch:06d}"
+
+
+def parse_epoch(name: str) -> int | None:
+    found = _EPOCH.match(name)
+    return int(found[1]) if found and epoch_name(int(found[1])) == name else None
+
+
+def segment_name(epoch: int) -> str:
+    return f"{epoch:06d}.ndjson"
+
+
+def parse_segment(name: str) -> int | None:
+    found = _SEGMENT.match(name)
+    return int(found[1]) if found and segment_name(int(found[1])) == name else None
+
+
+def pin_name(step: int) -> str:
+    return f"{PINS}/{step}.json"
+
+
+def parse_pin(name: str) -> int | None:
+    digits = name.removesuffix(".json")
+    ok = digits != name and digits.isascii() and digits.isdigit() and len(digits) <= 16
+    return int(digits) if ok else None
+
+
+def parse_reader(name: str) -> int | None:
+    """The step of a reader's lease ``<step>.<nonce>.json``, or None."""
+    return parse_pin(name.split(".", 1)[0] + ".json") if name.endswith(".json") else None
+
+
+def parse_tracker(text: bytes) -> int | str | None:
+    """The tracker's content: a step, ``"release"``, or None when it is neither."""
+    try:
+        word = text.decode("ascii").strip()
+    except UnicodeDecodeError:
+        return None
+    if word == "release":
+        return word
+    if not word.isdigit() or len(word) > 16 or int(word) > MAX_STEP:
+        return None
+    return int(word)

@@ -1,0 +1,179 @@
+"""All checkpoints of one root together: the pure core that the coordinator drives.
+
+Rules: frozen; every method returns a new ledger or raises and changes nothing. It only ever moves a
+checkpoint through ``lifecycle.apply``. What concerns more than one checkpoint is decided here: one
+in flight per root, steps only grow, what is kept from retention, and whether a report from a rank
+belongs to a living attempt (I5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from ckptfsm.errors import IllegalTransition, SaveRefused, StepExistsError
+from ckptfsm.lifecycle import FORGOTTEN, IN_FLIGHT, Checkpoint, State, absent, apply, find_row
+from ckptfsm.messages import (
+    MAX_STEP,
+    AttemptId,
+    Command,
+    Event,
+    SaveRequested,
+    ShardReported,
+    Superseded,
+    WriterForked,
+    check_parts,
+)
+
+
+def _nothing() -> Mapping[AttemptId, Checkpoint]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """One move that was made. ``checkpoint`` is the checkpoint after it."""
+
+    source: State
+    event: Event
+    dest: State
+    checkpoint: Checkpoint
+
+    @property
+    def of(self) -> AttemptId:
+        return self.event.of
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A report that does not count, and why (I5). ``wrong_world_size`` condemns the attempt."""
+
+    event: Event
+    why: str
+    wrong_world_size: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The checkpoints that still have files to look after, and what protects them.
+
+    ``pins`` and ``readers`` are steps: pinned by a person (or adopted), and leased by a reader.
+    """
+
+    checkpoints: Mapping[AttemptId, Checkpoint] = field(default_factory=_nothing)
+    pins: frozenset[int] = frozenset()
+    readers: frozenset[int] = frozenset()
+
+    # ------------------------------------------------------------------------------- questions
+
+    def in_state(self, *states: State) -> list[Checkpoint]:
+        """The checkpoints in these states, oldest step first."""
+        return sorted((c for c in self.checkpoints.values() if c.state in states), key=_by_id)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest tracked checkpoint: the one the tracker names."""
+        tracked = self.in_state(State.TRACKED)
+        return tracked[-1] if tracked else None
+
+    def in_flight(self) -> Checkpoint | None:
+        """The one checkpoint between ``requested`` and ``tracked``, or None."""
+        found = self.in_state(*IN_FLIGHT)
+        return found[0] if found else None
+
+    def at(self, step: int) -> Checkpoint | None:
+        """The tracked checkpoint of ``step``."""
+        return next((c for c in self.in_state(State.TRACKED) if c.step == step), None)
+
+    def kept_by(self, checkpoint: Checkpoint, preserved: Collection[int]) -> tuple[str, ...]:
+        """Everything that keeps a tracked checkpoint, by name (I7). ``preserved`` are steps."""
+        latest = self.latest()
+        reasons = {
+            "latest": latest is None or latest.step <= checkpoint.step,
+            "pin": checkpoint.step in self.pins,
+            "reader": checkpoint.step in self.readers,
+            "retention": checkpoint.step in preserved,
+        }
+        return tuple(name for name, holds in reasons.items() if holds)
+
+    def superseded(self, checkpoint: Checkpoint, preserved: Collection[int]) -> Superseded:
+        """The event that offers ``checkpoint`` for pruning, with everything that speaks against."""
+        latest = self.latest()
+        newer = latest.step if latest is not None and latest.step > checkpoint.step else None
+        return Superseded(checkpoint.id, newer, self.kept_by(checkpoint, preserved))
+
+    def prunable(self, preserved: Collection[int]) -> list[Superseded]:
+        """One event per tracked checkpoint that nothing keeps, oldest first."""
+        offers = (self.superseded(c, preserved) for c in self.in_state(State.TRACKED))
+        return [offer for offer in offers if offer.newer_step is not None and not offer.kept_by]
+
+    # ----------------------------------------------------------------------------------- moves
+
+    def post(self, event: Event) -> tuple[Ledger, Transition, Command | None]:
+        """Apply an event of our own. Raises ``IllegalTransition`` if the table has no row."""
+        before = self.checkpoints.get(event.of)
+        if before is None:
+            before = absent(event.of)
+        after, command = apply(before, event)
+        checkpoints = dict(self.checkpoints)
+        if after.state in FORGOTTEN:
+            checkpoints.pop(event.of, None)
+        else:
+            checkpoints[event.of] = after
+        moved = Transition(before.state, event, after.state, after)
+        return replace(self, checkpoints=MappingProxyType(checkpoints)), moved, command
+
+    def refuse(self, event: SaveRequested) -> None:
+        """Raise unless the save may begin: the step grows, nothing is in flight, parts fit."""
+        step = event.of.step
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
+            raise SaveRefused(f"step must be a whole number from 0 to {MAX_STEP}", step=step)
+        busy = self.in_flight()
+        if busy is not None:
+            raise SaveRefused(
+                f"step {busy.step} is still in flight ({busy.state.value})",
+                step=step,
+                in_flight=busy.step,
+            )
+        latest = self.latest()
+        if latest is not None and step <= latest.step:
+            raise StepExistsError(
+                f"step {step} is not after the latest saved step {latest.step}; to go back, "
+                "use rollback()",
+                step=step,
+                latest=latest.step,
+            )
+        check_parts(event.parts, event.world_size)
+
+    def report(self, event: Event) -> tuple[Ledger, Transition, Command | None] | Rejected:
+        """Apply a report from a rank. What does not fit a living attempt is rejected (I5)."""
+        living = self.checkpoints.get(event.of)
+        if living is None:
+            return Rejected(event, f"no living attempt {event.of}")
+        if isinstance(event, (WriterForked, ShardReported)) and (
+            event.world_size != living.world_size
+        ):
+            why = (
+                f"rank {event.rank} reports a world size of {event.world_size}, the request had "
+                f"{living.world_size}"
+            )
+            return Rejected(event, why, wrong_world_size=living.state in IN_FLIGHT)
+        if find_row(living, event) is None:
+            return Rejected(event, f"{event.name} does not fit {living.state.value}")
+        return self.post(event)
+
+    def restore(self, checkpoint: Checkpoint) -> Ledger:
+        """Put back a checkpoint as a snapshot had it."""
+        if checkpoint.id in self.checkpoints:
+            raise IllegalTransition("a snapshot names an attempt twice", attempt=str(checkpoint.id))
+        return replace(
+            self, checkpoints=MappingProxyType({**self.checkpoints, checkpoint.id: checkpoint})
+        )
+
+    def protected(self, pins: Collection[int], readers: Collection[int]) -> Ledger:
+        """The same ledger with what protects from pruning as it was just read from disk."""
+        return replace(self, pins=frozenset(pins), readers=frozenset(readers))
+
+
+def _by_id(checkpoint: Checkpoint) -> AttemptId:
+    return checkpoint.id

@@ -1,0 +1,382 @@
+"""The life of a checkpoint, as one table.
+
+A checkpoint is asked for, its ranks' writers take an immutable copy, the shards become durable, the
+directory is completed and published, the tracker names it, and one day a newer one makes it
+removable. Everything the library does to a checkpoint is a row of ``TABLE`` below; what is not a row
+cannot happen. Read the rows from top to bottom and you have read the product.
+
+    requested -> forked -> shards_written -> finalized -> tracked -> prunable -> pruned
+
+Rules of this module:
+
+* ``apply(checkpoint, event)`` is pure: it returns the new checkpoint and the command to run, or
+  raises ``IllegalTransition`` and changes nothing.
+* A row is (source, event, guard, dest, command). For one (source, event) at most one guard is true;
+  no guard true means the event is illegal there. Guards are named functions of (checkpoint, event).
+* The same rows are compiled to a ``transitions.Machine``, which executes the moves, and are what the
+  diagrams, the test matrix and the checkers are made from.
+* A command runs only after the transition that asks for it is in the journal.
+
+Why a throwaway cursor: ``transitions`` sets attributes on its model, and an exception in a callback
+leaves the model moved. The cursor lives for one move, carries no callbacks, and is then dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache
+from typing import Any, Literal
+
+from transitions import Machine
+
+from ckptfsm.errors import IllegalTransition
+from ckptfsm.messages import (
+    Adopted,
+    AttemptId,
+    Cleaned,
+    CleanUp,
+    Command,
+    CreateStaging,
+    Event,
+    Failed,
+    Finalize,
+    FoundPublished,
+    PartSpec,
+    Prune,
+    Published,
+    Quarantine,
+    Removed,
+    Reprieved,
+    SaveRequested,
+    ShardReported,
+    Superseded,
+    TrackerWritten,
+    Withdrawn,
+    WriterForked,
+    WriterGone,
+    WritersLost,
+    WriteTracker,
+)
+
+
+class State(str, Enum):
+    """Where a checkpoint is in its life. ``ABSENT`` is the source of the rows that create one."""
+
+    ABSENT = "absent"
+    REQUESTED = "requested"
+    FORKED = "forked"
+    SHARDS_WRITTEN = "shards_written"
+    FINALIZED = "finalized"
+    TRACKED = "tracked"
+    PRUNABLE = "prunable"
+    PRUNED = "pruned"
+    FAILED = "failed"
+    DISCARDED = "discarded"
+    QUARANTINED = "quarantined"
+
+
+IN_FLIGHT = frozenset({State.REQUESTED, State.FORKED, State.SHARDS_WRITTEN, State.FINALIZED})
+UNSETTLED = IN_FLIGHT | {State.FAILED}  # something is still to be done for it
+ENDED = frozenset({State.PRUNED, State.DISCARDED, State.QUARANTINED})
+FORGOTTEN = frozenset({State.PRUNED, State.DISCARDED})  # nothing of them is left to look after
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One attempt at a checkpoint, frozen. ``shard_bytes`` counts what its ranks wrote, in bytes.
+
+    ``run_seconds`` is the training time accumulated when it was requested, over all restarts.
+    """
+
+    id: AttemptId
+    state: State
+    parts: tuple[PartSpec, ...] = ()
+    world_size: int = 1
+    in_place: bool = False
+    provenance: Literal["saved", "adopted"] = "saved"
+    metrics: tuple[tuple[str, float], ...] = ()
+    run_seconds: float = 0.0
+    forked: frozenset[int] = frozenset()
+    reported: frozenset[tuple[str, int]] = frozenset()
+    gone: frozenset[int] = frozenset()
+    shard_bytes: int = 0
+    reason: str = ""
+    detail: str = ""
+
+    @property
+    def step(self) -> int:
+        return self.id.step
+
+
+def expected_reports(checkpoint: Checkpoint) -> frozenset[tuple[str, int]]:
+    """Every (part, rank) that must be durable before the checkpoint may be finalized (I3)."""
+    everyone = range(checkpoint.world_size)
+    return frozenset(
+        (part.name, rank)
+        for part in checkpoint.parts
+        for rank in (everyone if part.ranks is None else part.ranks)
+    )
+
+
+def writing_ranks(checkpoint: Checkpoint) -> frozenset[int]:
+    """The ranks that own a writer for this checkpoint."""
+    return frozenset(rank for _, rank in expected_reports(checkpoint))
+
+
+# ---------------------------------------------------------------------------------------- guards
+
+
+def another_writer_is_awaited(checkpoint: Checkpoint, event: WriterForked) -> bool:
+    """A declared rank that had not forked has; others have not."""
+    return _is_news_of_a_fork(checkpoint, event) and not _forks_complete(checkpoint, event)
+
+
+def every_writer_has_forked(checkpoint: Checkpoint, event: WriterForked) -> bool:
+    """The last declared rank has forked."""
+    return _is_news_of_a_fork(checkpoint, event) and _forks_complete(checkpoint, event)
+
+
+def another_shard_is_awaited(checkpoint: Checkpoint, event: ShardReported) -> bool:
+    """A declared shard that had not been reported is durable; others are not (I3)."""
+    return _is_news_of_a_shard(checkpoint, event) and not _shards_complete(checkpoint, event)
+
+
+def every_shard_is_durable(checkpoint: Checkpoint, event: ShardReported) -> bool:
+    """The last declared shard is durable: all parts of all ranks (I3)."""
+    return _is_news_of_a_shard(checkpoint, event) and _shards_complete(checkpoint, event)
+
+
+def a_newer_one_is_tracked_and_nothing_keeps_it(checkpoint: Checkpoint, event: Superseded) -> bool:
+    """Retention may take it: I7 leaves no other way to ``prunable``."""
+    return event.newer_step is not None and event.newer_step > checkpoint.step and not event.kept_by
+
+
+def never_published_and_writers_gone(checkpoint: Checkpoint, event: Cleaned) -> bool:
+    """Nothing of it has its published name, and no writer of it can still write (I1)."""
+    return not event.published and checkpoint.gone == writing_ranks(checkpoint)
+
+
+def another_writer_may_live(checkpoint: Checkpoint, event: WriterGone) -> bool:
+    """A writer that was not known to be gone is; others may still write."""
+    return _is_news_of_an_end(checkpoint, event) and not _all_gone(checkpoint, event)
+
+
+def every_writer_is_gone(checkpoint: Checkpoint, event: WriterGone) -> bool:
+    """The last writer is gone: the files can be moved without a late write into them."""
+    return _is_news_of_an_end(checkpoint, event) and _all_gone(checkpoint, event)
+
+
+def writers_may_live(checkpoint: Checkpoint, event: WritersLost) -> bool:
+    """Not all writers were known to be gone yet."""
+    return checkpoint.gone != writing_ranks(checkpoint)
+
+
+def the_attempt_is_new(checkpoint: Checkpoint, event: Event) -> bool:
+    """The cursor stands for no checkpoint yet, of exactly this attempt."""
+    return checkpoint.id == event.of and not checkpoint.parts
+
+
+def _is_news_of_a_fork(checkpoint: Checkpoint, event: WriterForked) -> bool:
+    awaited = writing_ranks(checkpoint) - checkpoint.forked
+    return event.rank in awaited and event.world_size == checkpoint.world_size
+
+
+def _forks_complete(checkpoint: Checkpoint, event: WriterForked) -> bool:
+    return checkpoint.forked | {event.rank} == writing_ranks(checkpoint)
+
+
+def _is_news_of_a_shard(checkpoint: Checkpoint, event: ShardReported) -> bool:
+    awaited = expected_reports(checkpoint) - checkpoint.reported
+    return (
+        (event.part, event.rank) in awaited
+        and event.rank in checkpoint.forked
+        and event.world_size == checkpoint.world_size
+    )
+
+
+def _shards_complete(checkpoint: Checkpoint, event: ShardReported) -> bool:
+    return checkpoint.reported | {(event.part, event.rank)} == expected_reports(checkpoint)
+
+
+def _is_news_of_an_end(checkpoint: Checkpoint, event: WriterGone) -> bool:
+    return event.rank in writing_ranks(checkpoint) - checkpoint.gone
+
+
+def _all_gone(checkpoint: Checkpoint, event: WriterGone) -> bool:
+    return checkpoint.gone | {event.rank} == writing_ranks(checkpoint)
+
+
+Guard = Callable[[Checkpoint, Any], bool]
+
+
+# ----------------------------------------------------------------------------------------- table
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One legal move."""
+
+    source: State
+    event: type[Event]
+    guard: Guard | None
+    dest: State
+    command: type[Command] | None = None
+
+
+S = State
+TABLE: tuple[Row, ...] = (
+    # The way of every good checkpoint.
+    Row(S.ABSENT, SaveRequested, the_attempt_is_new, S.REQUESTED, CreateStaging),
+    Row(S.REQUESTED, WriterForked, another_writer_is_awaited, S.REQUESTED),
+    Row(S.REQUESTED, WriterForked, every_writer_has_forked, S.FORKED),
+    Row(S.REQUESTED, ShardReported, another_shard_is_awaited, S.REQUESTED),
+    Row(S.FORKED, ShardReported, another_shard_is_awaited, S.FORKED),
+    Row(S.FORKED, ShardReported, every_shard_is_durable, S.SHARDS_WRITTEN, Finalize),
+    Row(S.SHARDS_WRITTEN, Published, None, S.FINALIZED, WriteTracker),
+    Row(S.FINALIZED, TrackerWritten, None, S.TRACKED),
+    # The end of a good checkpoint: only from tracked, only when a newer one is tracked (I1, I7).
+    Row(S.TRACKED, Superseded, a_newer_one_is_tracked_and_nothing_keeps_it, S.PRUNABLE, Prune),
+    Row(S.PRUNABLE, Reprieved, None, S.TRACKED),
+    Row(S.PRUNABLE, Removed, None, S.PRUNED),
+    # What goes wrong before publishing.
+    Row(S.REQUESTED, Failed, None, S.FAILED),
+    Row(S.FORKED, Failed, None, S.FAILED),
+    Row(S.SHARDS_WRITTEN, Failed, None, S.FAILED),
+    Row(S.FAILED, WriterGone, another_writer_may_live, S.FAILED),
+    Row(S.FAILED, WriterGone, every_writer_is_gone, S.FAILED, CleanUp),
+    Row(S.FAILED, WritersLost, writers_may_live, S.FAILED, CleanUp),
+    Row(S.FAILED, Cleaned, never_published_and_writers_gone, S.DISCARDED),
+    # What a restart finds (I8).
+    Row(S.REQUESTED, FoundPublished, None, S.FINALIZED, WriteTracker),
+    Row(S.FORKED, FoundPublished, None, S.FINALIZED, WriteTracker),
+    Row(S.SHARDS_WRITTEN, FoundPublished, None, S.FINALIZED, WriteTracker),
+    Row(S.ABSENT, Adopted, the_attempt_is_new, S.TRACKED),
+    # What a person or damage takes out of service; moved aside, never deleted.
+    Row(S.TRACKED, Withdrawn, None, S.QUARANTINED, Quarantine),
+    Row(S.FINALIZED, Withdrawn, None, S.QUARANTINED, Quarantine),
+)
+
+EVENTS: tuple[type[Event], ...] = tuple(dict.fromkeys(row.event for row in TABLE))
+
+
+# ----------------------------------------------------------------------------------------- moves
+
+
+class _Cursor:
+    """The model of one move: never registered with the machine, dropped after it."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.state: State | str = checkpoint.state
+
+
+class _RowCondition:
+    """A row's guard in the shape ``transitions`` calls: (event data) -> bool."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.guard = guard
+        self.__name__ = guard.__name__
+
+    def __call__(self, data: Any) -> bool:
+        return self.guard(data.model.checkpoint, data.args[0])
+
+
+@cache
+def compile_machine() -> Machine:
+    """The table as a ``transitions.Machine`` without a model of its own.
+
+    ``auto_transitions=False``: the generated ``to_<state>()`` would bypass the table.
+    """
+    machine = Machine(
+        model=None,
+        states=list(State),
+        initial=State.ABSENT,
+        auto_transitions=False,
+        send_event=True,
+    )
+    for row in TABLE:
+        machine.add_transition(
+            row.event.name,
+            row.source,
+            row.dest,
+            conditions=[_RowCondition(row.guard)] if row.guard else None,
+        )
+    return machine
+
+
+def find_row(checkpoint: Checkpoint, event: Event) -> Row | None:
+    """The row that ``event`` takes from here, or None. The table read directly, for searches."""
+    for row in TABLE:
+        here = row.source is checkpoint.state and row.event is type(event)
+        if here and (row.guard is None or row.guard(checkpoint, event)):
+            return row
+    return None
+
+
+def absent(of: AttemptId) -> Checkpoint:
+    """The checkpoint that is not there yet: the source of the creating rows."""
+    return Checkpoint(of, State.ABSENT)
+
+
+def apply(checkpoint: Checkpoint, event: Event) -> tuple[Checkpoint, Command | None]:
+    """Move ``checkpoint`` by ``event``.
+
+    Returns the moved checkpoint and the command to run once the move is journaled (or None).
+    Raises ``IllegalTransition`` if the table has no row for it; nothing changes then.
+    """
+    if event.of != checkpoint.id:
+        raise IllegalTransition(
+            f"{event.name} of {event.of} was posted to {checkpoint.id}", step=checkpoint.step
+        )
+    machine = compile_machine()
+    cursor = _Cursor(checkpoint)
+    known = event.name in machine.get_triggers(checkpoint.state)
+    if not known or not machine.events[event.name].trigger(cursor, event):
+        raise IllegalTransition(
+            f"no row for event {event.name} in state {checkpoint.state.value}",
+            step=checkpoint.step,
+            attempt=str(checkpoint.id),
+            state=checkpoint.state.value,
+            event=event.name,
+        )
+    row = find_row(checkpoint, event)
+    if row is None or cursor.state != row.dest:
+        raise IllegalTransition(
+            "the compiled machine disagrees with the table", step=checkpoint.step
+        )
+    command = row.command(checkpoint.id) if row.command else None
+    return replace(_absorb(checkpoint, event), state=row.dest), command
+
+
+def _absorb(checkpoint: Checkpoint, event: Event) -> Checkpoint:
+    """What the checkpoint remembers of an event, besides its state."""
+    match event:
+        case SaveRequested():
+            return replace(
+                checkpoint,
+                parts=event.parts,
+                world_size=event.world_size,
+                in_place=event.in_place,
+                metrics=event.metrics,
+                run_seconds=event.run_seconds,
+            )
+        case WriterForked():
+            return replace(checkpoint, forked=checkpoint.forked | {event.rank})
+        case ShardReported():
+            return replace(
+                checkpoint,
+                reported=checkpoint.reported | {(event.part, event.rank)},
+                shard_bytes=checkpoint.shard_bytes + event.shard_bytes,
+            )
+        case WriterGone():
+            return replace(checkpoint, gone=checkpoint.gone | {event.rank})
+        case WritersLost():
+            return replace(checkpoint, gone=writing_ranks(checkpoint))
+        case Failed() | Withdrawn():
+            return replace(checkpoint, reason=event.reason, detail=event.detail)
+        case Adopted():
+            return replace(checkpoint, provenance="adopted", run_seconds=event.run_seconds)
+        case _:
+            return checkpoint

@@ -1,0 +1,249 @@
+"""The ports: what the library needs from a disk, a clock, other ranks and a part's format.
+
+Rules: protocols only, no behaviour. Every port has at least two implementations (the real one and
+one in ``ckptfsm.testing``), and the same production code runs on both. Storage is at the granularity
+of system calls so that a simulation can crash between any two of them.
+
+Paths are relative to the store's root, with ``/`` between components; a component is never empty,
+``.`` or ``..``. The empty string is the root itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+from ckptfsm.documents import FileEntry
+from ckptfsm.messages import PartSpec
+
+FileKind = Literal["file", "dir", "symlink", "other"]
+
+
+class FileStat(NamedTuple):
+    """What ``lstat`` says: the kind, the size in bytes, and the device the entry is on."""
+
+    kind: FileKind
+    size: int
+    device: int
+
+
+class Storage(Protocol):
+    """System calls on one store. Every method may raise ``OSError`` with ``errno`` set.
+
+    No call follows a symbolic link, in any component. A ``handle`` is an opaque integer.
+    ``root`` is the absolute path of the store, for foreign code and for messages.
+    """
+
+    root: str
+
+    def open_exclusive(self, path: str) -> int:
+        """Create ``path`` for writing; ``FileExistsError`` if there is anything at that name."""
+        ...
+
+    def open_existing(self, path: str) -> int:
+        """Open a regular file that another program wrote, to fsync it."""
+        ...
+
+    def write(self, handle: int, data: bytes | memoryview) -> int:
+        """Write at the handle's position; returns how many bytes were taken (maybe fewer)."""
+        ...
+
+    def pwrite(self, handle: int, data: bytes | memoryview, offset: int) -> int:
+        """Write at ``offset`` without moving the position; may be short too."""
+        ...
+
+    def fsync(self, handle: int) -> None: ...
+
+    def close(self, handle: int) -> None: ...
+
+    def rename(self, src: str, dst: str) -> None:
+        """Rename; replaces a file at ``dst``, fails on a non-empty directory there."""
+        ...
+
+    def link(self, src: str, dst: str) -> None:
+        """Hard link; ``FileExistsError`` if ``dst`` exists. The one atomic test-and-set we use."""
+        ...
+
+    def mkdir(self, path: str) -> None: ...
+
+    def rmdir(self, path: str) -> None: ...
+
+    def unlink(self, path: str) -> None: ...
+
+    def fsync_dir(self, path: str) -> None: ...
+
+    def listdir(self, path: str) -> list[str]:
+        """Names in a directory, sorted."""
+        ...
+
+    def stat(self, path: str) -> FileStat: ...
+
+    def read(self, path: str, limit: int) -> bytes:
+        """The content of a regular file, at most ``limit`` bytes of it."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Free space for this user, in bytes."""
+        ...
+
+    def digest(self, path: str) -> str:
+        """Digest of a regular file's whole content, as ``xxh3_128:<32 hex digits>``."""
+        ...
+
+    def try_lock(self, path: str) -> int | None:
+        """Take the liveness lock; a handle, or None if a living process holds it.
+
+        The lock ends with the process, and a forked child does not have it.
+        """
+        ...
+
+    def unlock(self, handle: int) -> None: ...
+
+    def descriptors(self) -> tuple[int, ...]:
+        """File descriptors that a forked writer must keep to use this storage."""
+        ...
+
+
+class Clock(Protocol):
+    """Time is passed in. No decision may use ``wall``: it is for people to read."""
+
+    def monotonic(self) -> float:
+        """Seconds from an arbitrary origin; never goes back."""
+        ...
+
+    def wall(self) -> str:
+        """UTC time in ISO 8601, for journals and tables."""
+        ...
+
+    def sleep(self, seconds: float) -> None: ...
+
+
+class Identity(NamedTuple):
+    """Who holds a root: enough to tell a living process from a later one with the same pid."""
+
+    host: str
+    pid: int
+    started: str
+    nonce: str
+
+
+T = TypeVar("T")
+
+
+class Executor(Protocol):
+    """Runs the coordinator's work in order, on one thread (or inline in a simulation)."""
+
+    def submit(self, work: Callable[[], T]) -> Future[T]: ...
+
+    def shutdown(self) -> None: ...
+
+
+class Transport(Protocol):
+    """Talks to the other ranks. Every call is collective; all may raise ``RankFailed``."""
+
+    rank: int
+    world_size: int
+
+    def any_flags(self, flags: Sequence[bool]) -> list[bool]:
+        """Element-wise OR over all ranks: the one cheap exchange."""
+        ...
+
+    def gather(self, item: Any) -> list[Any] | None:
+        """Every rank's item at rank 0, in rank order; None elsewhere."""
+        ...
+
+    def broadcast(self, item: Any) -> Any:
+        """Rank 0's item on every rank."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PartFinisher(Protocol):
+    """Completes a part from what its ranks wrote; pure, so that a restart can do it too.
+
+    Args: the planned metadata the writer of rank 0 left, each rank's write results, and the absolute
+    path the part will have. Returns the files to put into the part's directory, in writing order.
+    """
+
+    def __call__(
+        self, planned: bytes, results: Sequence[Sequence[Any]], location: str
+    ) -> Mapping[str, bytes]: ...
+
+
+class Written(NamedTuple):
+    """What a part wrote: its files (relative to the step's directory), its result rows, its payload.
+
+    ``payload`` goes back to the rank that forked the writer (foreign parts need it to finalize).
+    """
+
+    files: tuple[FileEntry, ...]
+    results: tuple[tuple[Any, ...], ...] = ()
+    payload: Any = None
+
+
+class PartJob(Protocol):
+    """One part of one rank, ready to be written by a child that owns a copy of its data."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def directory(self) -> str: ...
+
+    def write(self, storage: Storage, location: str) -> Written:
+        """Write the part below ``location``, the step's directory; every file fsynced."""
+        ...
+
+
+class Draft(Protocol):
+    """A save as one rank prepared it, before anything was accepted or copied."""
+
+    specs: tuple[PartSpec, ...]
+    in_place: bool
+    summary: Any
+    expected_bytes: int
+
+    def stage(self, location: str, planned: Mapping[str, bytes]) -> tuple[PartJob, ...]:
+        """Bring the data to where a forked child owns it. ``location`` is absolute.
+
+        ``planned`` is what ``Driver.merge`` returned, on rank 0; empty elsewhere.
+        """
+        ...
+
+    def run_finalizers(self, payloads: Mapping[str, Any]) -> None:
+        """Run the foreign finalizers, once, on the training thread (collective)."""
+        ...
+
+
+class Driver(Protocol):
+    """Turns a trainer's state into parts that can be written, and back. Only megatron/ has torch."""
+
+    finishers: Mapping[str, PartFinisher]
+
+    def provenance(self) -> Mapping[str, str]:
+        """Versions of what writes, for the manifest."""
+        ...
+
+    def draft(self, parts: Mapping[str, Any]) -> Draft:
+        """Plan a save of named parts. Local: no collective, no effect; may raise."""
+        ...
+
+    def merge(self, summaries: Sequence[Any]) -> Mapping[str, bytes]:
+        """At rank 0: check the drafts of all ranks together; planned metadata for each part."""
+        ...
+
+    def accept(self) -> None:
+        """The last draft was accepted by everyone: what it planned may be reused."""
+        ...
+
+    def missing(self, parts: Mapping[str, Any], directories: Mapping[str, str]) -> set[str]:
+        """Keys of sharded objects that the checkpoint does not have in this sharding."""
+        ...
+
+    def load(
+        self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]
+    ) -> Mapping[str, Any]:
+        """Load each part from its absolute directory, without the keys to drop (collective)."""
+        ...

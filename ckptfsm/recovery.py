@@ -1,0 +1,318 @@
+"""What a restart decides, from the journal and from what is on disk. Pure.
+
+``plan`` looks at (ledger x evidence x tracker) and returns decisions; the coordinator carries them
+out through the same table and the same commands as a living save. Nothing is changed before the plan
+is complete, so a root that cannot be decided is left as it was.
+
+The rules, by the last journaled state of an attempt:
+
+| last | evidence | decision |
+|---|---|---|
+| requested, forked | not published | failed(process_lost) |
+| shards_written | receipts and planned metadata valid | finalize: roll forward |
+| shards_written | otherwise | failed(process_lost) |
+| any before finalized | published with its own valid manifest | finalized |
+| finalized | there, newer than every tracked one | track |
+| finalized | otherwise | withdrawn |
+| tracked | missing or damaged | withdrawn(damaged); the newest valid one is next |
+| prunable | still at its name | reprieved; retention looks at every guard again |
+| prunable | gone from its name | removed |
+| failed | - | files to the trash |
+| quarantined | still at its name | moved aside |
+| none | complete, and not newer than the tracker | adopted, pinned |
+| none | anything else | reported, never touched |
+
+Rules of this module: evidence is never explained away. If there is any and no checkpoint to resume
+from comes out, ``DamagedRoot`` is raised (I8); only ``resume="fresh"`` may begin again, after moving
+the evidence to quarantine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckptfsm.errors import DamagedRoot
+from ckptfsm.layout import published_name
+from ckptfsm.ledger import Ledger
+from ckptfsm.lifecycle import Checkpoint, State
+from ckptfsm.messages import (
+    Adopted,
+    AttemptId,
+    Command,
+    Event,
+    Failed,
+    Finalize,
+    FoundPublished,
+    Quarantine,
+    Removed,
+    Reprieved,
+    Withdrawn,
+    WritersLost,
+    WriteTracker,
+)
+
+Resume = Literal["strict", "fallback", "fresh"]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedEvidence:
+    """A directory under a published name.
+
+    ``manifest``: carries our manifest and every file of it; ``stock``: none, but a stock loader would
+    accept it; ``damaged``: our manifest does not hold; ``unexplained``: neither, or not a directory.
+    """
+
+    step: int
+    found: Literal["manifest", "stock", "damaged", "unexplained"]
+    of: AttemptId | None = None
+    run_seconds: float = 0.0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StagingEvidence:
+    """An attempt's staging directory; ``complete`` if it could be finalized as it is."""
+
+    complete: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerEvidence:
+    """What the tracker file says: a step, ``release``, nothing, or something else (torn)."""
+
+    found: Literal["missing", "step", "release", "torn"]
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Everything on disk that recovery looks at. ``strays`` are names it cannot explain."""
+
+    tracker: TrackerEvidence
+    published: Mapping[int, PublishedEvidence] = field(default_factory=dict)
+    staging: Mapping[AttemptId, StagingEvidence] = field(default_factory=dict)
+    strays: tuple[str, ...] = ()
+    release: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One thing recovery decided about one attempt (or name), and why.
+
+    ``actions`` are carried out in order: events through the table, commands as the table would emit
+    them. A decision without actions is a report.
+    """
+
+    subject: str
+    last: str
+    found: str
+    result: str
+    why: str
+    actions: tuple[Event | Command, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The decisions in the order to carry them out. ``warnings`` are for people."""
+
+    decisions: tuple[Decision, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def plan(
+    ledger: Ledger, evidence: Evidence, epoch: int, resume: Resume, *, expect_none: bool = False
+) -> Plan:
+    """Decide. ``epoch`` is the new run's; ``expect_none``: an unfinished fresh start goes on.
+
+    Raises ``DamagedRoot`` when there is evidence of a checkpoint and none to resume from, or, with
+    ``strict``, when the newest one is not what tracker and journal say.
+    """
+    decisions = [_decide(c, ledger, evidence) for c in _all(ledger)]
+    everything = resume == "fresh"
+    decisions += _unknown(ledger, evidence, epoch, everything)
+    decisions += [
+        Decision(name, "none", "unknown name", "reported", "not ours to touch")
+        for name in evidence.strays
+    ]
+    found = [d for d in decisions if d.actions or d.result == "reported"]
+    survivors = _survivors(ledger, decisions)
+    _refuse_hopeless(evidence, survivors, resume, decisions, expect_none)
+    warnings = _warnings(evidence, survivors, decisions)
+    if resume == "strict" and warnings:
+        raise DamagedRoot(f"resume='strict': {warnings[0]}", warnings=warnings)
+    return Plan(tuple(found), warnings)
+
+
+def _all(ledger: Ledger) -> list[Checkpoint]:
+    return sorted(ledger.checkpoints.values(), key=_by_id)
+
+
+def _by_id(checkpoint: Checkpoint) -> AttemptId:
+    return checkpoint.id
+
+
+def _decide(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> Decision:
+    """The row of the module's table for one checkpoint of the journal."""
+    of, state = checkpoint.id, checkpoint.state
+    there = evidence.published.get(of.step)
+    ours = there is not None and there.of == of
+    whole = there is not None and (
+        (ours and there.found == "manifest")
+        or (checkpoint.provenance == "adopted" and there.found in ("stock", "manifest"))
+    )
+    found = there.found if there is not None else "not published"
+    if state in (State.REQUESTED, State.FORKED, State.SHARDS_WRITTEN):
+        return _decide_unpublished(checkpoint, whole, there is not None, evidence)
+    if state is State.FINALIZED:
+        latest = ledger.latest()
+        newer = latest is None or of.step > latest.step
+        if whole and newer:
+            why = "complete under its published name"
+            return _decision(checkpoint, found, "tracked", why, WriteTracker(of))
+        why = there.detail if there is not None and not whole else "not newer than the tracked one"
+        gone = Withdrawn(of, "damaged", why or "its directory is missing")
+        return _decision(checkpoint, found, "withdrawn", gone.detail, gone)
+    if state is State.TRACKED:
+        if whole:
+            return _decision(checkpoint, found, "kept", "complete")
+        why = there.detail if there is not None else "its directory is missing"
+        gone = Withdrawn(of, "damaged", why or "another checkpoint stands at its name")
+        return _decision(checkpoint, found, "withdrawn(damaged)", gone.detail, gone)
+    if state is State.QUARANTINED:
+        if ours or whole:
+            return _decision(checkpoint, found, "quarantined", "withdrawn before", Quarantine(of))
+        return _decision(checkpoint, found, "forgotten", "moved aside before")
+    if state is State.PRUNABLE:
+        if there is not None:
+            why = "still at its name: every guard is looked at again"
+            return _decision(checkpoint, found, "tracked", why, Reprieved(of, "restart"))
+        return _decision(checkpoint, found, "pruned", "gone from its name", Removed(of))
+    return _decision(checkpoint, found, "discarded", "it had failed", WritersLost(of))
+
+
+def _decide_unpublished(
+    checkpoint: Checkpoint, whole: bool, taken: bool, evidence: Evidence
+) -> Decision:
+    of = checkpoint.id
+    if whole:
+        why = "published with its own manifest; only the journal lagged"
+        return _decision(checkpoint, "manifest", "finalized", why, FoundPublished(of))
+    staging = evidence.staging.get(of)
+    complete = staging is not None and staging.complete and (checkpoint.in_place or not taken)
+    if checkpoint.state is State.SHARDS_WRITTEN and complete:
+        why = "every shard has a valid receipt: rolled forward"
+        return _decision(checkpoint, "receipts complete", "finalized", why, Finalize(of))
+    why = "the processes writing it are gone"
+    if checkpoint.state is State.SHARDS_WRITTEN:
+        why = staging.detail if staging is not None else "its staging directory is gone"
+    failed = Failed(of, "process_lost", why)
+    return _decision(checkpoint, "not published", "failed", why, failed, WritersLost(of))
+
+
+def _decision(
+    checkpoint: Checkpoint, found: str, result: str, why: str, *actions: Event | Command
+) -> Decision:
+    subject = f"step {checkpoint.step} ({checkpoint.id})"
+    return Decision(subject, checkpoint.state.value, found, result, why, actions)
+
+
+def _unknown(ledger: Ledger, evidence: Evidence, epoch: int, everything: bool) -> list[Decision]:
+    """Directories that the journal does not explain."""
+    explained = {c.step for c in ledger.checkpoints.values()}
+    tracker = evidence.tracker.step
+    decisions = []
+    for step, there in sorted(evidence.published.items()):
+        if step in explained:
+            continue
+        name = published_name(step)
+        complete = there.found in ("manifest", "stock")
+        newer = tracker is not None and step > tracker
+        if complete and (everything or not newer):
+            of = there.of or AttemptId(step, epoch, 1)
+            why = "complete, and no journal explains it: adopted in place and pinned"
+            adopt = Adopted(of, there.run_seconds)
+            decisions.append(Decision(name, "none", there.found, "adopted", why, (adopt,)))
+        else:
+            why = "newer than the tracker: never resumed from unasked" if newer else there.detail
+            decisions.append(Decision(name, "none", there.found, "reported", why))
+    for of, staged in sorted(evidence.staging.items()):
+        if of not in ledger.checkpoints:
+            why = staged.detail or "no journal explains it"
+            decisions.append(Decision(f"staging {of}", "none", "staging", "reported", why))
+    return decisions
+
+
+def _survivors(ledger: Ledger, decisions: list[Decision]) -> set[int]:
+    """The steps that will be tracked once the decisions are carried out."""
+    steps = {c.step for c in ledger.in_state(State.TRACKED)}
+    for decision in decisions:
+        for action in decision.actions:
+            if isinstance(action, Withdrawn):
+                steps.discard(action.of.step)
+            elif isinstance(action, (Adopted, FoundPublished, WriteTracker, Finalize, Reprieved)):
+                steps.add(action.of.step)
+    return steps
+
+
+def _refuse_hopeless(
+    evidence: Evidence,
+    survivors: set[int],
+    resume: Resume,
+    decisions: list[Decision],
+    expect_none: bool,
+) -> None:
+    """Never begin from scratch while there is evidence of a checkpoint (I8)."""
+    published = [
+        d for d in decisions if d.result in ("reported", "withdrawn(damaged)", "withdrawn")
+    ]
+    published = [d for d in published if not d.subject.startswith("staging ")]
+    if resume == "fresh":
+        stuck = [d.subject for d in published if d.result == "reported"]
+        if stuck:
+            raise DamagedRoot(
+                f"resume='fresh' would leave {', '.join(stuck[:5])} behind: move it away first",
+                evidence=tuple(stuck),
+            )
+        return
+    named = evidence.tracker.found in ("step", "torn")
+    if survivors or evidence.release or not (published or named) or (expect_none and not published):
+        return
+    reasons = [f"{d.subject}: {d.why}" for d in published]
+    if named:
+        reasons.append(f"the tracker says {evidence.tracker.step or 'something unreadable'}")
+    raise DamagedRoot(
+        "there is evidence of a checkpoint but none to resume from: "
+        + "; ".join(reasons[:5])
+        + ". Repair it, or pass resume='fresh' to move it to quarantine and begin again",
+        evidence=tuple(reasons),
+    )
+
+
+def _warnings(
+    evidence: Evidence, survivors: set[int], decisions: list[Decision]
+) -> tuple[str, ...]:
+    """What a person should know before the run goes on."""
+    warnings = [
+        f"{d.subject} is {d.result}: {d.why}" for d in decisions if d.result.startswith("withdrawn")
+    ]
+    tracker = evidence.tracker
+    newest = max(survivors, default=None)
+    if tracker.found == "torn":
+        warnings.append(f"the tracker is unreadable; rebuilt from the journal as {newest}")
+    elif tracker.found == "step" and tracker.step not in survivors:
+        warnings.append(
+            f"the tracker names step {tracker.step}, which is not a complete checkpoint; "
+            f"falling back to {newest}"
+        )
+    elif tracker.found == "step" and newest is not None and tracker.step != newest:
+        rolled = any("rolled forward" in d.why or "journal lagged" in d.why for d in decisions)
+        lagging = any(d.last == "finalized" and d.result == "tracked" for d in decisions)
+        if not rolled and not lagging:
+            warnings.append(
+                f"the tracker names step {tracker.step}, the journal's latest is {newest}; the "
+                "tracker is rewritten. To go back on purpose, use rollback()"
+            )
+    return tuple(warnings)

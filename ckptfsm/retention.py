@@ -1,0 +1,212 @@
+"""Which checkpoints to keep: policies, and how they combine.
+
+A policy looks at the tracked checkpoints, oldest first, and returns the steps to preserve. Policies
+are pure and may be wrong: the ledger keeps the latest, the pinned and the leased whatever a policy
+says (I7), and a policy that raises keeps everything.
+
+Rules: no policy reads a clock or a file. ``EveryNSeconds`` counts accumulated run time, which the
+journal carries over restarts, never wall time or mtime.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from ckptfsm.errors import ConfigError
+from ckptfsm.ledger import Ledger
+from ckptfsm.lifecycle import State
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What a policy may look at. ``run_seconds`` is accumulated training time, in seconds."""
+
+    step: int
+    run_seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Policy:
+    """Base of all policies. Subclass it and return the steps to keep from ``preserve``."""
+
+    def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
+        """The steps to keep, of ``checkpoints`` (oldest first, all tracked)."""
+        raise TypeError(f"{type(self).__name__} does not define preserve()")
+
+    def __or__(self, other: Policy) -> Policy:
+        return AnyOf((self, other))
+
+    def __and__(self, other: Policy) -> Policy:
+        return AllOf((self, other))
+
+
+@dataclass(frozen=True)
+class KeepAll(Policy):
+    """Keep everything: the default."""
+
+    def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
+        return {c.step for c in checkpoints}
+
+
+@dataclass(frozen=True)
+class LatestN(Policy):
+    """Keep the ``n`` newest. ``n=0`` still leaves the tracked one: the ledger sees to it."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _whole("LatestN", self.n, at_least=0)
+
+    def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
+        return {c.step for c in checkpoints[-self.n :]} if self.n else set()
+
+
+@dataclass(frozen=True)
+class EveryNSteps(Policy):
+    """Keep every checkpoint whose step is a multiple of ``n``."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _whole("EveryNSteps", self.n, at_least=1)
+
+    def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
+        return {c.step for c in checkpoints if c.step % self.n == 0}
+
+
+@dataclass(frozen=True)
+class EveryNSeconds(Policy):
+    """Keep checkpoints at least ``seconds`` of run time apart, beginning with the oldest."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise ConfigError("EveryNSeconds needs a positive number of seconds")
+
+    def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
+        kept: set[int] = set()
+        due = -math.inf
+        for info in checkpoints:
+            if info.run_seconds >= due:
+                kept.add(info.step)
+                due = info.run_seconds + self.seconds
+        return kept
+
+
+@dataclass(frozen=True)
+class BestN(Policy):
+    """Keep the ``n`` best by ``metric``; ties go to the newer. A missing or NaN metric is worst."""
+
+    metric: str
+    n: int = 1
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        _whole("BestN", self.n, at_least=0)
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f"BestN mode must be 'min' or 'max', not {self.mode!r}")
+
+    def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
+        sign = 1.0 if self.mode == "min" else -1.0
+        scored = [
+            (sign * info.metrics[self.metric], -info.step)
+            for info in checkpoints
+            if not math.isnan(info.metrics.get(self.metric, math.nan))
+        ]
+        return {-negated for _, negated in sorted(scored)[: self.n]}
+
+
+@dataclass(frozen=True)
+class Steps(Policy):
+    """Keep these steps."""
+
+    steps: frozenset[int]
+
+    def __init__(self, steps: Collection[int]) -> None:
+        object.__setattr__(self, "steps", frozenset(steps))
+
+    def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
+        return self.steps & {c.step for c in checkpoints}
+
+
+@dataclass(frozen=True)
+class AnyOf(Policy):
+    """Keep what at least one policy keeps (``a | b``)."""
+
+    policies: tuple[Policy, ...]
+
+    def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
+        return {step for policy in self.policies for step in policy.preserve(checkpoints)}
+
+
+@dataclass(frozen=True)
+class AllOf(Policy):
+    """Keep what every policy keeps (``a & b``)."""
+
+    policies: tuple[Policy, ...]
+
+    def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
+        kept = {c.step for c in checkpoints}
+        for policy in self.policies:
+            kept &= set(policy.preserve(checkpoints))
+        return kept
+
+
+def _whole(name: str, value: Any, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ConfigError(f"{name} needs a whole number of at least {at_least}, not {value!r}")
+
+
+def describe_tracked(ledger: Ledger) -> list[CheckpointInfo]:
+    """The tracked checkpoints as policies see them, oldest first."""
+    return [
+        CheckpointInfo(c.step, c.run_seconds, dict(c.metrics))
+        for c in ledger.in_state(State.TRACKED)
+    ]
+
+
+POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
+    {
+        "latest_n": LatestN,
+        "every_n_steps": EveryNSteps,
+        "every_n_seconds": EveryNSeconds,
+        "best_n": BestN,
+        "steps": Steps,
+        "keep_all": KeepAll,
+    }
+)
+
+
+def parse_policy(value: Any) -> Policy:
+    """A policy from plain data, as TOML or a dict has it.
+
+    ``{"latest_n": 2}``; ``{"best_n": {"metric": "loss", "n": 3}}``; several keys in one table, or
+    ``{"any_of": [...]}``, mean ``|``; ``{"all_of": [...]}`` means ``&``.
+    """
+    if isinstance(value, Policy):
+        return value
+    if not isinstance(value, Mapping) or not value:
+        raise ConfigError(f"a retention policy is a Policy or a table, not {value!r}")
+    built = [_parse_one(str(name), argument) for name, argument in value.items()]
+    return built[0] if len(built) == 1 else AnyOf(tuple(built))
+
+
+def _parse_one(name: str, argument: Any) -> Policy:
+    if name in ("any_of", "all_of"):
+        if not isinstance(argument, Sequence) or isinstance(argument, str) or not argument:
+            raise ConfigError(f"{name} needs a list of policies")
+        policies = tuple(parse_policy(a) for a in argument)
+        return AnyOf(policies) if name == "any_of" else AllOf(policies)
+    if name not in POLICIES:
+        raise ConfigError(f"unknown retention policy {name!r}; known: {', '.join(POLICIES)}")
+    try:
+        if isinstance(argument, Mapping):
+            return POLICIES[name](**argument)
+        return POLICIES[name]() if name == "keep_all" else POLICIES[name](argument)  # type: ignore[call-arg]
+    except TypeError as error:
+        raise ConfigError(f"retention policy {name}: {error}") from error

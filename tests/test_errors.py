@@ -1,0 +1,140 @@
+"""Errors cross process borders between ranks: they must survive pickling with all their facts."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import pickle
+
+import pytest
+
+from ckptfsm import errors
+from ckptfsm.errors import CkptFsmError, OutcomeUnknown, StepExistsError, StorageError
+
+CLASSES = sorted(
+    (
+        thing
+        for thing in vars(errors).values()
+        if isinstance(thing, type) and issubclass(thing, CkptFsmError)
+    ),
+    key=lambda cls: cls.__name__,
+)
+BUILTIN_BASES = {
+    "ConfigError": ValueError,
+    "StepExistsError": FileExistsError,
+    "StepNotFoundError": FileNotFoundError,
+    "DeadlineExceeded": TimeoutError,
+    "StorageError": OSError,
+    "OutcomeUnknown": OSError,
+}
+FAMILY = {
+    "StepExistsError": "SaveRefused",
+    "WriterDied": "SaveFailed",
+    "ShardMissing": "SaveFailed",
+    "JournalCorrupt": "DamagedRoot",
+    "NewerSchema": "DamagedRoot",
+    "OutcomeUnknown": "StorageError",
+}
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_every_error_survives_pickling(cls, protocol):
+    """Catches: an error of a rank that arrives at rank 0 as a TypeError, or without its facts."""
+    error = cls("it broke", step=7, ranks=(1, 2), file="iter_0000007", exitcode=-9)
+    for again in (pickle.loads(pickle.dumps(error, protocol)), copy.copy(error)):
+        assert type(again) is cls
+        assert again.facts == error.facts and again.message == "it broke"
+        assert str(again) == str(error)
+        assert (again.step, again.ranks, again.exitcode) == (7, (1, 2), -9)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_every_error_says_what_it_is_and_what_to_do(cls):
+    """Catches: an error without a kind, advice, doc or facts in its text."""
+    error = cls("it broke", step=7, file=None)
+    assert error.advice and error.kind and cls.__doc__
+    assert str(error) == f"it broke [{cls.kind}: step=7] ({cls.advice})"
+    assert str(cls("bare")) == f"bare [{cls.kind}] ({cls.advice})"
+
+
+def test_kinds_are_unique():
+    """Catches: two errors that a caller cannot tell apart by kind."""
+    assert len({cls.kind for cls in CLASSES}) == len(CLASSES)
+
+
+def test_families_and_builtin_bases():
+    """Catches: ``except FileExistsError`` or ``except SaveRefused`` that stops working."""
+    by_name = {cls.__name__: cls for cls in CLASSES}
+    for name, base in BUILTIN_BASES.items():
+        assert issubclass(by_name[name], base)
+        with pytest.raises(base):
+            raise by_name[name]("x", step=1)
+    for name, parent in FAMILY.items():
+        assert issubclass(by_name[name], by_name[parent])
+    assert not issubclass(errors.DamagedRoot, OSError), "damage is never retried as a disk error"
+    assert not issubclass(errors.Fenced, OSError)
+
+
+def test_an_unknown_attribute_is_an_attribute_error():
+    """Catches: a typo in a fact's name that silently reads as None, or endless recursion."""
+    error = CkptFsmError("x", step=1)
+    with pytest.raises(AttributeError, match="no attribute 'stepp'"):
+        _ = error.stepp
+    assert not hasattr(CkptFsmError.__new__(CkptFsmError), "facts")
+
+
+def test_an_os_error_of_ours_has_no_errno_of_its_own():
+    """Catches: facts read as OSError's own fields."""
+    error = StorageError("disk", file="a", errno_name="ENOSPC", call="write")
+    assert error.errno is None and error.errno_name == "ENOSPC" and error.call == "write"
+    assert error.filename is None and error.file == "a"
+
+
+def test_describe_is_one_bounded_line():
+    """Catches: a journal record or a report blown up by an error's text."""
+    assert errors.describe(ValueError("a\nb")) == "ValueError: a b"
+    text = errors.describe(ValueError("x" * 9999))
+    assert len(text) == 500 and text.endswith("...")
+    assert len(errors.describe(ValueError("x" * 9999), limit=20)) == 20
+    assert errors.describe(ValueError("x" * 488)) == "ValueError: " + "x" * 488
+
+
+def test_F5_the_first_os_error_of_a_chain_is_found():
+    """Catches: a full disk reported as torch's "unexpected pos"."""
+    try:
+        try:
+            try:
+                raise OSError(errno.ENOSPC, "no space left")
+            except OSError as full:
+                raise RuntimeError("unexpected pos 64 vs 0") from full
+        except RuntimeError:
+            raise ValueError("writer failed")
+    except ValueError as error:
+        assert errors.first_os_error(error).errno == errno.ENOSPC
+
+
+def test_first_os_error_ignores_errors_without_errno_and_ends():
+    """Catches: our own StorageError taken for the cause, and an endless chain."""
+    assert errors.first_os_error(ValueError("x")) is None
+    assert errors.first_os_error(OutcomeUnknown("x", file="a")) is None
+    one, two = ValueError("1"), ValueError("2")
+    one.__cause__, two.__cause__ = two, one
+    assert errors.first_os_error(one) is None
+    top = OSError(errno.EIO, "top")
+    top.__cause__ = OSError(errno.ENOSPC, "deepest")
+    assert errors.first_os_error(top).errno == errno.ENOSPC
+
+
+def test_F10_name_ranks():
+    """Catches: an error that names the wrong ranks, or ten thousand of them."""
+    assert errors.name_ranks([3, 0]) == "0, 3"
+    assert errors.name_ranks(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
+    assert errors.name_ranks(range(20)) == "0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+    assert errors.name_ranks(range(20), limit=1) == "0 and 19 more"
+
+
+def test_a_refused_step_says_what_is_there():
+    """Catches: a refusal that does not tell the caller the latest step."""
+    error = StepExistsError("taken", step=5, latest=9)
+    assert (error.step, error.latest) == (5, 9) and "latest=9" in str(error)

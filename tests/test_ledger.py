@@ -1,0 +1,277 @@
+"""The ledger: one in flight, growing steps, protection from pruning, and reports that do not count."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from ckptfsm import messages as m
+from ckptfsm.errors import ConfigError, IllegalTransition, SaveRefused, StepExistsError
+from ckptfsm.ledger import Ledger, Rejected
+from ckptfsm.lifecycle import Checkpoint, State
+from ckptfsm.messages import MAX_STEP, AttemptId, PartSpec, check_parts
+
+S = State
+PARTS = (PartSpec("state"),)
+
+
+def at(step: int, attempt: int = 1, epoch: int = 1) -> AttemptId:
+    return AttemptId(step, epoch, attempt)
+
+
+def tracked(*steps: int) -> Ledger:
+    ledger = Ledger()
+    for step in steps:
+        ledger = ledger.restore(Checkpoint(at(step), S.TRACKED, PARTS))
+    return ledger
+
+
+def flying(state: State, step: int = 300, n: int = 2, base: Ledger | None = None) -> Ledger:
+    everyone = frozenset(range(n))
+    reported = frozenset(("state", r) for r in everyone)
+    whole = state in (S.SHARDS_WRITTEN, S.FINALIZED)
+    c = Checkpoint(
+        at(step), state, PARTS, n, forked=everyone, reported=reported if whole else frozenset()
+    )
+    return (base or Ledger()).restore(c)
+
+
+def requested(step: object, parts: tuple[PartSpec, ...] = PARTS, n: int = 1) -> m.SaveRequested:
+    return m.SaveRequested(AttemptId(step, 1, 9), parts, n)  # type: ignore[arg-type]
+
+
+def test_questions_of_an_empty_ledger():
+    """Catches: an error or a wrong answer where there is nothing yet."""
+    ledger = Ledger()
+    assert ledger.latest() is None and ledger.in_flight() is None and ledger.at(1) is None
+    assert ledger.prunable(()) == [] and ledger.in_state(*State) == []
+
+
+def test_latest_is_the_newest_tracked_not_the_newest():
+    """Catches: an unacknowledged, prunable or quarantined checkpoint named as the latest."""
+    ledger = flying(S.FINALIZED, base=tracked(100, 200))
+    ledger = ledger.restore(Checkpoint(at(250), S.QUARANTINED, PARTS))
+    assert ledger.latest().step == 200
+    assert ledger.in_flight().step == 300
+    assert ledger.at(100).id == at(100) and ledger.at(300) is None
+    assert [c.step for c in ledger.in_state(S.TRACKED)] == [100, 200]
+
+
+@pytest.mark.parametrize("step", [-1, MAX_STEP + 1, True, "7", 1.0, None])
+def test_F30_refuse_steps_that_are_no_steps(step):
+    """Catches: a step that cannot be named on disk, or a bool taken for 1."""
+    with pytest.raises(SaveRefused) as caught:
+        Ledger().refuse(requested(step))
+    assert not isinstance(caught.value, StepExistsError)
+    assert caught.value.step == step
+
+
+@pytest.mark.parametrize("step", [0, 1, MAX_STEP])
+def test_refuse_accepts_the_whole_range(step):
+    """Catches: an off-by-one at the ends of the range."""
+    Ledger().refuse(requested(step))
+
+
+@pytest.mark.parametrize("state", [S.REQUESTED, S.FORKED, S.SHARDS_WRITTEN, S.FINALIZED])
+def test_F22_refuse_while_one_is_in_flight(state):
+    """Catches: two checkpoints in flight on one root."""
+    with pytest.raises(SaveRefused) as caught:
+        flying(state).refuse(requested(400))
+    assert caught.value.in_flight == 300 and state.value in str(caught.value)
+
+
+@pytest.mark.parametrize("step", [50, 100, 199, 200])
+def test_F15_refuse_a_step_that_is_not_after_the_latest(step):
+    """Catches: saving over an acknowledged step."""
+    with pytest.raises(StepExistsError) as caught:
+        tracked(100, 200).refuse(requested(step))
+    assert (caught.value.step, caught.value.latest) == (step, 200)
+    assert isinstance(caught.value, FileExistsError)
+    tracked(100, 200).refuse(requested(201))
+
+
+def test_a_failed_attempt_does_not_block_its_step():
+    """Catches: a failed attempt occupying the step or the flight slot."""
+    tracked(100).restore(Checkpoint(at(200), S.FAILED, PARTS)).refuse(requested(200))
+
+
+@pytest.mark.parametrize(
+    ("parts", "n", "text"),
+    [
+        ((), 1, "at least one part"),
+        ((PartSpec("../x"),), 1, "not a plain name"),
+        ((PartSpec(""),), 1, "not a plain name"),
+        ((PartSpec("a\n"),), 1, "not a plain name"),
+        ((PartSpec(".hidden"),), 1, "not a plain name"),
+        ((PartSpec("x" * 65),), 1, "not a plain name"),
+        ((PartSpec("a"), PartSpec("a", "file")), 1, "declared twice"),
+        ((PartSpec("a", directory="/x"),), 1, "not allowed"),
+        ((PartSpec("a", directory="x/../y"),), 1, "not allowed"),
+        ((PartSpec("a", directory="x/"),), 1, "not allowed"),
+        ((PartSpec("a", directory="."),), 1, "not allowed"),
+        ((PartSpec("a", directory=".ckptfsm/receipts"),), 1, "not allowed"),
+        ((PartSpec("a", ranks=(0, 2)),), 2, "outside the job"),
+        ((PartSpec("a", ranks=(-1,)),), 2, "outside the job"),
+        ((PartSpec("a"), PartSpec("b")), 1, "share directory"),
+        ((PartSpec("a", "foreign", "d"), PartSpec("b", "torch_dist", "d")), 1, "share directory"),
+    ],
+)
+def test_F30_parts_that_cannot_live_together(parts, n, text):
+    """Catches: two saves into one directory, names that leave it, ranks that do not exist."""
+    with pytest.raises(ConfigError, match=text):
+        check_parts(parts, n)
+    with pytest.raises(ConfigError, match=text):
+        Ledger().refuse(requested(1, parts, n))
+
+
+def test_parts_that_can_live_together():
+    """Catches: a check that is too strict."""
+    check_parts(
+        (
+            PartSpec("state"),
+            PartSpec("note", "file"),
+            PartSpec("elsewhere", "report", ranks=(1,)),
+            PartSpec("critic.v2", "torch_dist", "critic/model/dist_ckpt", (0, 1)),
+        ),
+        2,
+    )
+
+
+def test_I7_kept_by_names_everything_that_keeps():
+    """Catches: a protection that is not looked at, or is not named to people."""
+    ledger = tracked(100, 200, 300).protected(pins=[100], readers=[100, 200])
+    one, two, three = ledger.in_state(S.TRACKED)
+    assert ledger.kept_by(one, [100]) == ("pin", "reader", "retention")
+    assert ledger.kept_by(two, ()) == ("reader",)
+    assert ledger.kept_by(three, ()) == ("latest",)
+    assert Ledger().kept_by(one, ()) == ("latest",)
+
+
+def test_I7_prunable_offers_only_what_nothing_keeps():
+    """Catches: the latest, pinned, leased or preserved offered for pruning."""
+    ledger = tracked(100, 200, 300, 400, 500).protected(pins=[200], readers=[300])
+    offers = ledger.prunable([400])
+    assert offers == [m.Superseded(at(100), 500, ())]
+    assert tracked(100).prunable(()) == []
+    assert ledger.superseded(ledger.at(500), ()) == m.Superseded(at(500), None, ("latest",))
+
+
+def test_I7_keep_zero_leaves_the_latest():
+    """Catches: a policy that keeps nothing emptying the store."""
+    ledger = tracked(100, 200, 300)
+    for offer in ledger.prunable(()):
+        ledger, moved, _ = ledger.post(offer)
+        ledger, moved, _ = ledger.post(m.Removed(moved.of))
+        assert moved.dest is S.PRUNED
+    assert [c.step for c in ledger.checkpoints.values()] == [300]
+    assert ledger.prunable(()) == []
+
+
+def test_post_moves_one_and_leaves_the_old_ledger_alone():
+    """Catches: a ledger that is changed in place."""
+    before = tracked(100)
+    after, moved, command = before.post(requested(200))
+    assert (moved.source, moved.dest, moved.of) == (S.ABSENT, S.REQUESTED, AttemptId(200, 1, 9))
+    assert moved.checkpoint is after.checkpoints[moved.of]
+    assert isinstance(command, m.CreateStaging)
+    assert list(before.checkpoints) == [at(100)]
+    with pytest.raises(TypeError):
+        after.checkpoints[at(1)] = moved.checkpoint  # type: ignore[index]
+    with pytest.raises(FrozenInstanceError):
+        after.pins = frozenset()  # type: ignore[misc]
+
+
+def test_post_of_an_illegal_event_raises_and_changes_nothing():
+    """Catches: a partial change before the error."""
+    ledger = tracked(100)
+    for event in (m.Published(at(100)), m.TrackerWritten(at(999))):
+        with pytest.raises(IllegalTransition):
+            ledger.post(event)
+    assert ledger == tracked(100)
+
+
+def test_pruned_and_discarded_are_forgotten_quarantined_is_not():
+    """Catches: forgotten attempts growing the journal, or a quarantined one lost from sight."""
+    ledger = flying(S.FORKED, base=tracked(100, 200))
+    for event in (m.Failed(at(300), "x"), m.WritersLost(at(300)), m.Cleaned(at(300))):
+        ledger, _, _ = ledger.post(event)
+    assert at(300) not in ledger.checkpoints
+    ledger, moved, command = ledger.post(m.Withdrawn(at(200), "rollback"))
+    assert ledger.checkpoints[at(200)].state is S.QUARANTINED
+    assert command == m.Quarantine(at(200))
+
+
+# ------------------------------------------------------------------------------- reports (I5)
+
+
+def rejected(ledger: Ledger, event: m.Event) -> Rejected:
+    outcome = ledger.report(event)
+    assert isinstance(outcome, Rejected), outcome
+    assert outcome.event is event
+    return outcome
+
+
+@pytest.mark.parametrize(
+    "of", [at(300, attempt=2), at(300, epoch=2), at(301)], ids=["attempt", "epoch", "step"]
+)
+def test_F11_a_report_of_another_attempt_is_rejected(of):
+    """Catches: a late completion of an earlier attempt counted for this one."""
+    event = m.ShardReported(of, "state", 0, 2, 1)
+    outcome = rejected(flying(S.FORKED), event)
+    assert "no living attempt" in outcome.why and str(of) in outcome.why
+    assert not outcome.wrong_world_size
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        m.ShardReported(at(300), "ghost", 0, 2, 1),
+        m.ShardReported(at(300), "state", 2, 2, 1),
+        m.WriterForked(at(300), 0, 2),
+        m.WriterGone(at(300), 0),
+        m.TrackerWritten(at(300)),
+    ],
+    ids=lambda e: type(e).__name__,
+)
+def test_I5_what_does_not_fit_the_state_is_rejected(event):
+    """Catches: a cross-wired, duplicate or premature report that counts or raises."""
+    outcome = rejected(flying(S.FORKED), event)
+    assert outcome.why == f"{event.name} does not fit forked"
+    assert not outcome.wrong_world_size
+
+
+def test_F10_a_wrong_world_size_is_rejected_and_says_so():
+    """Catches: ranks of another job size completing a checkpoint, and an error without numbers."""
+    for event in (m.WriterForked(at(300), 0, 4), m.ShardReported(at(300), "state", 0, 4, 1)):
+        outcome = rejected(flying(S.FORKED), event)
+        assert outcome.wrong_world_size
+        assert "4" in outcome.why and "2" in outcome.why and "rank 0" in outcome.why
+        late = rejected(flying(S.FAILED), event)
+        assert not late.wrong_world_size, "a failed attempt must not be failed again"
+
+
+def test_I5_a_duplicate_shard_is_rejected_and_bytes_count_once():
+    """Catches: the same shard reported twice completing the checkpoint or doubling its size."""
+    ledger = flying(S.FORKED)
+    event = m.ShardReported(at(300), "state", 0, 2, 10)
+    outcome = ledger.report(event)
+    assert not isinstance(outcome, Rejected)
+    ledger, moved, command = outcome
+    assert moved.source is moved.dest is S.FORKED and command is None
+    rejected(ledger, event)
+    ledger, moved, command = ledger.report(m.ShardReported(at(300), "state", 1, 2, 5))
+    assert moved.dest is S.SHARDS_WRITTEN and command == m.Finalize(at(300))
+    assert moved.checkpoint.shard_bytes == 15
+
+
+def test_restore_refuses_an_attempt_twice():
+    """Catches: a snapshot that silently replaces a checkpoint."""
+    with pytest.raises(IllegalTransition, match="twice"):
+        tracked(100).restore(Checkpoint(at(100), S.FAILED, PARTS))
+
+
+def test_protected_replaces_what_was_read_before():
+    """Catches: a released pin or lease that protects for ever."""
+    ledger = tracked(1, 2).protected([1], [1]).protected([2], [])
+    assert ledger.pins == {2} and ledger.readers == frozenset()

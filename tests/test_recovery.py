@@ -1,0 +1,559 @@
+"""What a restart decides: every row of the table in ``ckptfsm.recovery``, faults, idempotence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckptfsm import messages as m
+from ckptfsm.errors import DamagedRoot
+from ckptfsm.ledger import Ledger
+from ckptfsm.lifecycle import Checkpoint, State
+from ckptfsm.messages import AttemptId, PartSpec
+from ckptfsm.recovery import (
+    Decision,
+    Evidence,
+    Plan,
+    PublishedEvidence,
+    StagingEvidence,
+    TrackerEvidence,
+    plan,
+)
+
+S = State
+PARTS = (PartSpec("state"),)
+EPOCH = 9
+MISSING = TrackerEvidence("missing")
+TORN = TrackerEvidence("torn")
+
+
+def at(step: int, epoch: int = 1, attempt: int = 1) -> AttemptId:
+    return AttemptId(step, epoch, attempt)
+
+
+def ck(step: int, state: State, **fields) -> Checkpoint:
+    return Checkpoint(at(step), state, PARTS, 2, **fields)
+
+
+def led(*checkpoints: Checkpoint) -> Ledger:
+    ledger = Ledger()
+    for c in checkpoints:
+        ledger = ledger.restore(c)
+    return ledger
+
+
+def names(step: int) -> TrackerEvidence:
+    return TrackerEvidence("step", step)
+
+
+def whole(step: int, of: AttemptId | None = None) -> PublishedEvidence:
+    return PublishedEvidence(step, "manifest", of or at(step), run_seconds=step * 1.0)
+
+
+def stock(step: int) -> PublishedEvidence:
+    return PublishedEvidence(step, "stock")
+
+
+def damaged(step: int) -> PublishedEvidence:
+    return PublishedEvidence(step, "damaged", at(step), detail=f"shard of {step} is gutted")
+
+
+def unexplained(step: int) -> PublishedEvidence:
+    return PublishedEvidence(step, "unexplained", detail="no metadata")
+
+
+def evidence(
+    tracker: TrackerEvidence,
+    *published: PublishedEvidence,
+    staging: dict[AttemptId, StagingEvidence] | None = None,
+    **fields,
+) -> Evidence:
+    return Evidence(tracker, {p.step: p for p in published}, staging or {}, **fields)
+
+
+def decide(ledger: Ledger, ev: Evidence, resume="fallback", **fields) -> Plan:
+    return plan(ledger, ev, EPOCH, resume, **fields)
+
+
+def only(found: Plan) -> Decision:
+    assert len(found.decisions) == 1, found.decisions
+    return found.decisions[0]
+
+
+def about(found: Plan, step: int) -> Decision:
+    of = [d for d in found.decisions if f"step {step} " in d.subject]
+    assert len(of) == 1, found.decisions
+    return of[0]
+
+
+BASE = ck(100, S.TRACKED)  # an acknowledged checkpoint that is whole
+COMPLETE = StagingEvidence(True)
+PARTIAL = StagingEvidence(False, "receipt of rank 1 is missing")
+
+
+# ------------------------------------------------------------------- the rows, one by one
+
+
+@pytest.mark.parametrize("state", [S.REQUESTED, S.FORKED])
+@pytest.mark.parametrize("staged", [COMPLETE, PARTIAL, None])
+def test_F2_requested_and_forked_and_not_published_fail(state, staged):
+    """Catches: a save resumed whose shards nobody acknowledged, even if staging looks complete."""
+    staging = {at(200): staged} if staged else {}
+    found = decide(led(BASE, ck(200, state)), evidence(names(100), whole(100), staging=staging))
+    lost = m.Failed(at(200), "process_lost", "the processes writing it are gone")
+    assert only(found).actions == (lost, m.WritersLost(at(200)))
+    assert (only(found).last, only(found).result) == (state.value, "failed")
+    assert found.warnings == ()
+
+
+def test_F3_shards_written_and_complete_is_rolled_forward():
+    """Catches: a written checkpoint thrown away at a restart."""
+    ev = evidence(names(100), whole(100), staging={at(200): COMPLETE})
+    found = decide(led(BASE, ck(200, S.SHARDS_WRITTEN)), ev)
+    assert only(found).actions == (m.Finalize(at(200)),)
+    assert found.warnings == ()
+
+
+@pytest.mark.parametrize("staged", [PARTIAL, None], ids=["partial", "gone"])
+def test_I3_shards_written_and_not_complete_fails(staged):
+    """Catches: a checkpoint finalized with a receipt missing; a failure without its reason."""
+    ev = evidence(names(100), whole(100), staging={at(200): staged} if staged else {})
+    decision = only(decide(led(BASE, ck(200, S.SHARDS_WRITTEN)), ev))
+    assert [type(a) for a in decision.actions] == [m.Failed, m.WritersLost]
+    assert decision.actions[0].reason == "process_lost"
+    expected = staged.detail if staged else "its staging directory is gone"
+    assert decision.actions[0].detail == decision.why == expected
+
+
+def test_I4_shards_written_is_not_published_over_something_else():
+    """Catches: a roll-forward whose name is taken by another directory."""
+    ev = evidence(names(100), whole(100), unexplained(200), staging={at(200): COMPLETE})
+    decision = only(decide(led(BASE, ck(200, S.SHARDS_WRITTEN)), ev))
+    assert decision.result == "failed"
+
+
+def test_shards_written_in_place_is_rolled_forward_under_its_name():
+    """Catches: a foreign in-place save lost because its directory already has its name."""
+    c = ck(200, S.SHARDS_WRITTEN, in_place=True)
+    ev = evidence(names(100), whole(100), unexplained(200), staging={at(200): COMPLETE})
+    assert only(decide(led(BASE, c), ev)).actions == (m.Finalize(at(200)),)
+
+
+@pytest.mark.parametrize("state", [S.REQUESTED, S.FORKED, S.SHARDS_WRITTEN])
+def test_F3_published_with_its_own_manifest_is_finalized(state):
+    """Catches: a published checkpoint failed because the journal lagged behind the rename."""
+    found = decide(led(BASE, ck(200, state)), evidence(names(100), whole(100), whole(200)))
+    assert only(found).actions == (m.FoundPublished(at(200)),)
+    assert found.warnings == ()
+
+
+def test_I5_a_manifest_of_another_attempt_does_not_finalize_this_one():
+    """Catches: an earlier attempt's directory taken for this attempt's."""
+    other = whole(200, at(200, epoch=1, attempt=7))
+    ev = evidence(names(100), whole(100), other)
+    assert only(decide(led(BASE, ck(200, S.FORKED)), ev)).result == "failed"
+
+
+@pytest.mark.parametrize("tracker", [names(100), names(200), MISSING])
+def test_F3_finalized_is_tracked(tracker):
+    """Catches: a crash between manifest and tracker that loses the checkpoint."""
+    found = decide(led(BASE, ck(200, S.FINALIZED)), evidence(tracker, whole(100), whole(200)))
+    assert only(found).actions == (m.WriteTracker(at(200)),)
+    assert only(found).result == "tracked" and found.warnings == ()
+
+
+def test_F33_finalized_as_the_first_one_is_tracked():
+    """Catches: the very first save needing an older one to be rolled forward."""
+    found = decide(led(ck(200, S.FINALIZED)), evidence(MISSING, whole(200)))
+    assert only(found).actions == (m.WriteTracker(at(200)),)
+
+
+@pytest.mark.parametrize(
+    "there",
+    [None, damaged(200), whole(200, at(200, 1, 7)), stock(200)],
+    ids=["missing", "damaged", "another", "stock"],
+)
+def test_finalized_and_not_there_is_withdrawn(there):
+    """Catches: a tracker written for a checkpoint that cannot be loaded."""
+    published = [whole(100)] + ([there] if there else [])
+    found = decide(led(BASE, ck(200, S.FINALIZED)), evidence(names(100), *published))
+    (action,) = only(found).actions
+    assert isinstance(action, m.Withdrawn) and action.reason == "damaged" and action.detail
+    assert found.warnings and "200" in found.warnings[0]
+
+
+def test_finalized_and_not_newer_is_withdrawn():
+    """Catches: a tracker that goes back by itself."""
+    ledger = led(ck(300, S.TRACKED), ck(200, S.FINALIZED))
+    found = decide(ledger, evidence(names(300), whole(300), whole(200)))
+    (action,) = about(found, 200).actions
+    assert action == m.Withdrawn(at(200), "damaged", "not newer than the tracked one")
+
+
+def test_tracked_and_whole_is_kept():
+    """Catches: a restart that does something to a healthy root."""
+    assert decide(led(BASE), evidence(names(100), whole(100))) == Plan((), ())
+
+
+@pytest.mark.parametrize("found_as", ["stock", "manifest"])
+def test_tracked_and_adopted_needs_no_manifest(found_as):
+    """Catches: an adopted stock checkpoint withdrawn at the next restart."""
+    c = ck(100, S.TRACKED, provenance="adopted")
+    ev = evidence(names(100), PublishedEvidence(100, found_as))
+    assert decide(led(c), ev) == Plan((), ())
+    with pytest.raises(DamagedRoot):  # one of ours does need its manifest
+        decide(led(BASE), ev)
+
+
+@pytest.mark.parametrize(
+    ("there", "why"),
+    [
+        (None, "its directory is missing"),
+        (damaged(200), "shard of 200 is gutted"),
+        (unexplained(200), "no metadata"),
+        (whole(200, at(200, 1, 7)), "another checkpoint stands at its name"),
+    ],
+    ids=["missing", "damaged", "unexplained", "another"],
+)
+def test_F19_tracked_and_not_there_falls_back(there, why):
+    """Catches: a tracker that goes on naming a gutted directory; a silent fallback."""
+    published = [whole(100)] + ([there] if there else [])
+    ledger = led(BASE, ck(200, S.TRACKED))
+    found = decide(ledger, evidence(names(200), *published))
+    assert only(found).actions == (m.Withdrawn(at(200), "damaged", why),)
+    assert only(found).result == "withdrawn(damaged)"
+    assert any("falling back to 100" in w for w in found.warnings)
+
+
+@pytest.mark.parametrize("there", [whole(100), unexplained(100)])
+def test_F17_prunable_and_still_there_is_reprieved(there):
+    """Catches: a deletion that goes on under a new policy or pin without looking again."""
+    ledger = led(ck(100, S.PRUNABLE), ck(200, S.TRACKED))
+    decision = about(decide(ledger, evidence(names(200), there, whole(200))), 100)
+    assert decision.actions[0] == m.Reprieved(at(100), "restart")
+
+
+def test_F17_prunable_and_gone_is_pruned():
+    """Catches: a moved-away checkpoint that comes back to life, or is asked for again."""
+    ledger = led(ck(100, S.PRUNABLE), ck(200, S.TRACKED))
+    found = decide(ledger, evidence(names(200), whole(200)))
+    assert only(found).actions == (m.Removed(at(100)),)
+    assert found.warnings == ()
+
+
+def test_failed_is_cleaned():
+    """Catches: space of a failed attempt never given back; its dead writers waited for."""
+    found = decide(led(BASE, ck(200, S.FAILED)), evidence(names(100), whole(100)))
+    assert only(found).actions == (m.WritersLost(at(200)),)
+
+
+def test_quarantined_and_still_at_its_name_is_moved_aside():
+    """Catches: a rollback interrupted between journal and rename, resumed from by a stock loader."""
+    ledger = led(BASE, ck(200, S.QUARANTINED))
+    found = decide(ledger, evidence(names(100), whole(100), whole(200)))
+    assert only(found).actions == (m.Quarantine(at(200)),)
+    adopted = led(BASE, ck(200, S.QUARANTINED, provenance="adopted"))
+    found = decide(adopted, evidence(names(100), whole(100), stock(200)))
+    assert only(found).actions == (m.Quarantine(at(200)),)
+
+
+def test_quarantined_and_moved_aside_needs_nothing():
+    """Catches: a newer attempt at the same step quarantined in the old one's place."""
+    old, new = ck(200, S.QUARANTINED), Checkpoint(at(200, 2), S.TRACKED, PARTS, 2)
+    ev = evidence(names(200), whole(200, at(200, 2)))
+    assert decide(led(old, new), ev) == Plan((), ())
+    assert decide(led(BASE, old), evidence(names(100), whole(100))) == Plan((), ())
+
+
+@pytest.mark.parametrize("there", [whole(100), stock(100)], ids=["manifest", "stock"])
+@pytest.mark.parametrize("tracker", [names(100), names(300), MISSING, TORN])
+def test_I8_unknown_and_complete_is_adopted(there, tracker):
+    """Catches: beginning from scratch although a stock run, or a copied root, left a checkpoint."""
+    found = decide(Ledger(), evidence(tracker, there, unexplained(50)))
+    adopt = next(d for d in found.decisions if d.result == "adopted")
+    of = there.of or AttemptId(100, EPOCH, 1)
+    assert adopt.actions == (m.Adopted(of, there.run_seconds),)
+    assert adopt.subject == "iter_0000100" and adopt.last == "none"
+
+
+def test_unknown_and_newer_than_the_tracker_is_reported_only():
+    """Catches: a stock save whose tracker was never written, resumed from unasked."""
+    found = decide(led(BASE), evidence(names(100), whole(100), stock(200)))
+    assert (only(found).result, only(found).actions) == ("reported", ())
+    assert "newer than the tracker" in only(found).why
+
+
+def test_unknown_and_anything_else_is_reported_never_touched():
+    """Catches: recovery that moves or deletes what it cannot explain."""
+    ev = evidence(
+        names(100),
+        whole(100),
+        unexplained(50),
+        damaged(60),
+        staging={at(70): StagingEvidence(False)},
+        strays=(".ckptfsm/staging/notes",),
+    )
+    found = decide(led(BASE), ev)
+    assert [d.subject for d in found.decisions] == [
+        "iter_0000050",
+        "iter_0000060",
+        "staging 70.e1.a1",
+        ".ckptfsm/staging/notes",
+    ]
+    assert all(d.result == "reported" and not d.actions for d in found.decisions)
+    assert all(d.why for d in found.decisions)
+
+
+# ---------------------------------------------------------------- faults over the whole root
+
+
+def test_F33_a_crash_in_the_very_first_save_begins_at_zero():
+    """Catches: an unfinished first save that stops every later start (it is no evidence)."""
+    for state in (S.REQUESTED, S.FORKED, S.SHARDS_WRITTEN, S.FAILED):
+        found = decide(led(ck(100, state)), evidence(MISSING))
+        assert only(found).result in ("failed", "discarded") and found.warnings == ()
+    assert decide(Ledger(), evidence(MISSING)) == Plan((), ())
+    unknown = decide(Ledger(), evidence(MISSING, staging={at(1): PARTIAL}))
+    assert [d.result for d in unknown.decisions] == ["reported"]
+
+
+@pytest.mark.parametrize(
+    ("ledger", "ev"),
+    [
+        (Ledger(), evidence(names(100))),
+        (Ledger(), evidence(TORN)),
+        (Ledger(), evidence(MISSING, unexplained(100))),
+        (Ledger(), evidence(MISSING, damaged(100))),
+        (Ledger(), evidence(names(100), stock(200))),
+        (led(BASE), evidence(names(100))),
+        (led(BASE), evidence(MISSING)),
+        (led(BASE), evidence(names(100), damaged(100))),
+        (led(ck(100, S.FINALIZED)), evidence(MISSING)),
+        (led(ck(100, S.FINALIZED)), evidence(MISSING, damaged(100))),
+        (led(ck(100, S.PRUNABLE), ck(200, S.TRACKED)), evidence(names(200))),
+        (led(ck(100, S.FORKED)), evidence(names(100))),
+        (led(ck(100, S.QUARANTINED)), evidence(names(100))),
+    ],
+)
+@pytest.mark.parametrize("resume", ["fallback", "strict"])
+def test_I8_hopeless_is_damaged_root_never_scratch(ledger, ev, resume):
+    """Catches: "start from scratch" while there is evidence of a checkpoint (F18, F19)."""
+    with pytest.raises(DamagedRoot) as caught:
+        decide(ledger, ev, resume)
+    assert caught.value.evidence and "resume='fresh'" in str(caught.value)
+
+
+def test_F18_a_torn_tracker_is_rebuilt_with_a_warning():
+    """Catches: a torn tracker that stops the run, or is repaired in silence."""
+    found = decide(led(BASE), evidence(TORN, whole(100)))
+    assert found.warnings == ("the tracker is unreadable; rebuilt from the journal as 100",)
+
+
+def test_F18_a_release_directory_is_a_place_to_resume_from():
+    """Catches: a stock ``release`` root refused, or one whose directory is gone accepted."""
+    release = TrackerEvidence("release")
+    found = decide(Ledger(), evidence(release, unexplained(5), release=True))
+    assert [d.result for d in found.decisions] == ["reported"]
+    with pytest.raises(DamagedRoot):
+        decide(Ledger(), evidence(release, unexplained(5)))
+
+
+def test_F17_a_hand_edited_tracker_is_rewritten_with_a_warning():
+    """Catches: an acknowledged step that regresses without a rollback (I2)."""
+    ledger = led(BASE, ck(200, S.TRACKED))
+    found = decide(ledger, evidence(names(100), whole(100), whole(200)))
+    assert found.decisions == () and len(found.warnings) == 1
+    assert "rollback()" in found.warnings[0] and "200" in found.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("ledger", "ev"),
+    [
+        (led(BASE, ck(200, S.FINALIZED)), evidence(names(100), whole(100), whole(200))),
+        (led(BASE, ck(200, S.FORKED)), evidence(names(100), whole(100), whole(200))),
+        (
+            led(BASE, ck(200, S.SHARDS_WRITTEN)),
+            evidence(names(100), whole(100), staging={at(200): COMPLETE}),
+        ),
+        (led(BASE), evidence(names(100), whole(100), stock(50))),
+    ],
+    ids=["finalized", "found", "rolled", "older-adopted"],
+)
+def test_strict_accepts_an_ordinary_crash(ledger, ev):
+    """Catches: strict refusing what is no contradiction at all."""
+    assert decide(ledger, ev, "strict") == decide(ledger, ev)
+
+
+@pytest.mark.parametrize(
+    ("ledger", "ev"),
+    [
+        (led(BASE, ck(200, S.TRACKED)), evidence(names(200), whole(100))),
+        (led(BASE), evidence(TORN, whole(100))),
+        (led(BASE, ck(200, S.TRACKED)), evidence(names(100), whole(100), whole(200))),
+        (led(BASE, ck(200, S.FINALIZED)), evidence(names(100), whole(100))),
+    ],
+    ids=["gutted", "torn", "edited", "lost"],
+)
+def test_strict_refuses_what_fallback_only_warns_of(ledger, ev):
+    """Catches: strict that falls back."""
+    warnings = decide(ledger, ev).warnings
+    assert warnings
+    with pytest.raises(DamagedRoot, match="strict") as caught:
+        decide(ledger, ev, "strict")
+    assert caught.value.warnings == warnings
+
+
+def test_fresh_adopts_everything_so_that_it_can_be_set_aside():
+    """Catches: a fresh start that forgets a checkpoint newer than the tracker."""
+    found = decide(led(BASE), evidence(names(100), whole(100), stock(200)), "fresh")
+    assert only(found).actions == (m.Adopted(AttemptId(200, EPOCH, 1), 0.0),)
+
+
+def test_fresh_refuses_to_leave_behind_what_it_cannot_move():
+    """Catches: a fresh run whose first save meets an unexplained directory."""
+    with pytest.raises(DamagedRoot, match="would leave") as caught:
+        decide(led(BASE), evidence(names(100), whole(100), unexplained(200)), "fresh")
+    assert caught.value.evidence == ("iter_0000200",)
+
+
+@pytest.mark.parametrize(
+    ("ledger", "ev"),
+    [
+        (Ledger(), evidence(names(100))),
+        (Ledger(), evidence(TORN)),
+        (led(BASE), evidence(names(100), damaged(100))),
+        (led(BASE), evidence(MISSING)),
+    ],
+)
+def test_fresh_is_the_way_out_of_a_hopeless_root(ledger, ev):
+    """Catches: no way at all to begin again."""
+    decide(ledger, ev, "fresh")
+
+
+def test_an_unfinished_fresh_start_goes_on():
+    """Catches: a crash in the middle of a fresh start that makes the root hopeless."""
+    ledger = led(ck(100, S.QUARANTINED))
+    decide(ledger, evidence(names(100)), expect_none=True)
+    with pytest.raises(DamagedRoot):
+        decide(ledger, evidence(names(100), unexplained(5)), expect_none=True)
+
+
+# ---------------------------------------------------------------------------- idempotence (I8)
+
+
+class World:
+    """Ledger and disk together: carries a plan out as the coordinator would, through the table."""
+
+    def __init__(self, ledger: Ledger, ev: Evidence) -> None:
+        self.ledger, self.ev = ledger, ev
+
+    def carry_out(self, found: Plan) -> None:
+        for decision in found.decisions:
+            for action in decision.actions:
+                if isinstance(action, m.Command):
+                    self.run(action)
+                else:
+                    self.post(action)
+        latest = self.ledger.latest()
+        if latest is not None:
+            self.ev = replace(self.ev, tracker=names(latest.step))
+
+    def post(self, event: m.Event) -> None:
+        self.ledger, _, command = self.ledger.post(event)
+        if command is not None:
+            self.run(command)
+
+    def run(self, command: m.Command) -> None:
+        of, published = command.of, dict(self.ev.published)
+        match command:
+            case m.Finalize():
+                staging = {k: v for k, v in self.ev.staging.items() if k != of}
+                published[of.step] = whole(of.step, of)
+                self.ev = replace(self.ev, published=published, staging=staging)
+                self.post(m.Published(of))
+            case m.WriteTracker():
+                self.ev = replace(self.ev, tracker=names(of.step))
+                self.post(m.TrackerWritten(of))
+            case m.CleanUp():
+                staging = {k: v for k, v in self.ev.staging.items() if k != of}
+                self.ev = replace(self.ev, staging=staging)
+                self.post(m.Cleaned(of))
+            case m.Quarantine():
+                published.pop(of.step, None)
+                self.ev = replace(self.ev, published=published)
+            case _:
+                raise AssertionError(f"recovery never asks for {command}")
+
+
+def possible(step: int, state: State | None) -> list[PublishedEvidence | None]:
+    """What may lie at a step's name. A failed or unpublished attempt left nothing there itself."""
+    if state is S.FAILED:
+        return [None]
+    if state in (S.REQUESTED, S.FORKED, S.SHARDS_WRITTEN, S.PRUNABLE):
+        return [None, whole(step)]
+    if state is S.QUARANTINED:
+        return [None, whole(step), damaged(step)]
+    return [None, whole(step), stock(step), unexplained(step), damaged(step)]
+
+
+@st.composite
+def worlds(draw) -> World:
+    """Any history that one coordinator at a time can leave, on a disk that people were at."""
+    tracker = draw(st.sampled_from([MISSING, TORN, *(names(s) for s in (10, 20, 30, 40, 50))]))
+    ledger, published, staging = Ledger(), {}, {}
+    settled = [None, S.TRACKED, S.TRACKED, S.QUARANTINED, S.FAILED]
+    flying = [None, S.REQUESTED, S.FORKED, S.SHARDS_WRITTEN, S.FINALIZED, S.FAILED, S.TRACKED]
+    for step in (10, 20, 30, 40, 50):
+        state = draw(st.sampled_from(flying if step == 40 else settled))
+        if step == 50:
+            state = None  # whatever lies there, no journal explains it
+        if state is S.TRACKED and step < 30 and draw(st.booleans()):
+            state = S.PRUNABLE
+        if state is not None:
+            provenance = "adopted" if state is S.TRACKED and draw(st.booleans()) else "saved"
+            ledger = ledger.restore(ck(step, state, provenance=provenance))
+        there = draw(st.sampled_from(possible(step, state)))
+        if there is not None:
+            published[step] = there
+        if state is S.SHARDS_WRITTEN:
+            staging[at(step)] = draw(st.sampled_from([COMPLETE, PARTIAL]))
+    return World(ledger, Evidence(tracker, published, staging))
+
+
+@given(worlds())
+@settings(
+    max_examples=400,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+def test_I8_recovery_is_idempotent_and_ends_at_a_complete_checkpoint(world):
+    """Catches: a second restart that decides otherwise; a plan that the table forbids; a resume
+    from something that is not complete (I2)."""
+    before = (world.ledger, world.ev)
+    try:
+        found = decide(world.ledger, world.ev)
+    except DamagedRoot:
+        assert (world.ledger, world.ev) == before
+        return
+    assert (world.ledger, world.ev) == before, "plan is pure"
+    world.carry_out(found)
+    latest = world.ledger.latest()
+    if latest is None:
+        assert not [p for p in world.ev.published.values() if p.found != "manifest"]
+    else:
+        there = world.ev.published[latest.step]
+        assert there.found == "manifest" or latest.provenance == "adopted", "I2"
+        assert there.found in ("manifest", "stock"), "I2"
+    assert world.ledger.in_flight() is None
+    # The tracker may have moved past something that was "newer than the tracker": adopted now.
+    again = decide(world.ledger, world.ev)
+    world.carry_out(again)
+    assert {d.result for d in again.decisions if d.actions} <= {"adopted"}
+    assert again.warnings == () and world.ledger.latest() == latest
+    third = decide(world.ledger, world.ev)
+    assert [d for d in third.decisions if d.actions] == [] and third.warnings == ()
