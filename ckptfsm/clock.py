@@ -1,0 +1,19 @@
+"""The real clock. Passed in wherever time is needed; nothing else imports ``time`` for decisions."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, timezone
+
+
+class SystemClock:
+    """Monotonic seconds for decisions, UTC text for people."""
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def wall(self) -> str:
+        return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)

@@ -1,0 +1,793 @@
+"""The coordinator: events go through the ledger into the journal, then their commands are run.
+
+One coordinator owns a root: ledger, journal, lease, tracker and every change of a directory's name.
+Its methods are called in order on one thread (an executor), never concurrently, and may block on the
+disk; nothing else in the library does.
+
+Rules:
+* A transition is journaled before its command is run. If the journal cannot take it, it did not
+  happen: the ledger stays, and what is idempotent is tried again at the next ``tick``.
+* A command that fails is either a failure of the attempt (before publishing) or pending (after it):
+  a published checkpoint is never failed, its next step is retried.
+* ``Fenced``, an unknown outcome and a lost journal are fatal: every later call raises the same error
+  and touches nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar
+
+from ckptfsm.documents import (
+    FileEntry,
+    Pin,
+    RollbackFinished,
+    RollbackStarted,
+    SegmentClosed,
+    SegmentOpened,
+    TransitionRecord,
+    checkpoint_record,
+    encode,
+)
+from ckptfsm.durable import fsync_existing, lookup, move, put, storage_error
+from ckptfsm.effects import Effects
+from ckptfsm.errors import (
+    CkptFsmError,
+    DamagedRoot,
+    Fenced,
+    IllegalTransition,
+    OutcomeUnknown,
+    SaveRefused,
+    StepExistsError,
+    StepNotFoundError,
+    StorageError,
+    describe,
+)
+from ckptfsm.evidence import gather_evidence, inspect_published, read_manifest, read_tracker
+from ckptfsm.journal import History, JournalWriter, newest_segment, read_history
+from ckptfsm.layout import JOURNAL, QUARANTINE, READERS, pin_name, published_name, segment_name
+from ckptfsm.lease import RootLease, open_root
+from ckptfsm.ledger import Ledger, Rejected, Transition
+from ckptfsm.lifecycle import UNSETTLED, Checkpoint, State, writing_ranks
+from ckptfsm.messages import (
+    Adopted,
+    AttemptId,
+    Cleaned,
+    CleanUp,
+    Command,
+    CreateStaging,
+    Event,
+    Failed,
+    Finalize,
+    FinalizersRan,
+    PartSpec,
+    Prune,
+    Published,
+    Quarantine,
+    Removed,
+    Reprieved,
+    SaveRequested,
+    TrackerWritten,
+    Withdrawn,
+    WritersLost,
+    WriteTracker,
+)
+from ckptfsm.ports import Clock, Identity, PartFinisher, Storage
+from ckptfsm.recovery import Decision, Resume, plan
+from ckptfsm.retention import KeepAll, Policy, describe_tracked
+from ckptfsm.trash import remove_marker, remove_some, sweep_temporaries
+
+log = logging.getLogger("ckptfsm")
+T = TypeVar("T")
+_TRASH_SLICE = 256
+
+
+@dataclass(frozen=True)
+class CoordinatorOptions:
+    """What a coordinator is told at construction. Times are in seconds of monotonic time."""
+
+    retention: Policy = field(default_factory=KeepAll)
+    resume: Resume = "fallback"
+    takeover: bool = False
+    visibility_timeout_s: float = 10.0
+    reader_timeout_s: float = 600.0
+    retry_interval_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryReport:
+    """What opening a root found and decided. ``seconds`` is how long it took."""
+
+    epoch: int
+    latest_step: int | None
+    decisions: tuple[Decision, ...]
+    warnings: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """A proposed save: ``expected_bytes`` is what its ranks will write, as far as known."""
+
+    step: int
+    parts: tuple[PartSpec, ...]
+    world_size: int
+    in_place: bool = False
+    metrics: tuple[tuple[str, float], ...] = ()
+    expected_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A checkpoint to read, held by a reader's lease named ``lease`` until ``release``.
+
+    ``files`` is empty where there is no manifest (adopted from a stock run).
+    """
+
+    step: int
+    directory: str
+    lease: str
+    files: tuple[FileEntry, ...]
+    world_size: int
+    parts: tuple[PartSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinalizersDue:
+    """Asks every rank to run the foreign finalizers of an attempt now, on its training thread."""
+
+    of: AttemptId
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Nothing is in flight any more and retention has had its turn."""
+
+
+News = TransitionRecord | FinalizersDue | Settled
+
+
+class Coordinator:
+    """See the module. ``open`` first; ``close`` or ``abandon`` last."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        clock: Clock,
+        identity: Identity,
+        options: CoordinatorOptions,
+        finishers: Mapping[str, PartFinisher],
+        provenance: Mapping[str, str],
+    ) -> None:
+        self.fatal: CkptFsmError | None = None
+        self._storage = storage
+        self._clock = clock
+        self._identity = identity
+        self._options = options
+        self._finishers = finishers
+        self._provenance = provenance
+        self._ledger = Ledger()
+        self._lease: RootLease | None = None
+        self._journal: JournalWriter | None = None
+        self._seq = 0
+        self._requests = 0
+        self._run_base = 0.0
+        self._opened_at = 0.0
+        self._tick_at = 0.0
+        self._pending: list[Command] = []
+        self._news: deque[News] = deque()
+        self._finalizers: dict[AttemptId, set[int]] = {}
+        self._readers: dict[str, tuple[bytes, float]] = {}
+
+    # ------------------------------------------------------------------------------ open and close
+
+    def open(self) -> RecoveryReport:
+        """Take the root, decide from disk, carry the decisions out. See ``recovery``."""
+        began = self._clock.monotonic()
+        lease = open_root(
+            self._storage,
+            self._identity,
+            above=newest_segment(self._storage),
+            takeover=self._options.takeover,
+        )
+        self._lease = lease
+        try:
+            report = self._recover(lease, began)
+        except BaseException:
+            self.abandon()
+            raise
+        return report
+
+    def _recover(self, lease: RootLease, began: float) -> RecoveryReport:
+        history = read_history(self._storage)
+        evidence = gather_evidence(self._storage, history.ledger)
+        fresh = history.rolling_back and history.rolling_back_to is None
+        decided = plan(
+            history.ledger, evidence, lease.epoch, self._options.resume, expect_none=fresh
+        )
+        self._begin(_forget_moved(history, decided.decisions), lease)
+        sweep_temporaries(self._storage)
+        self._reread_protection()
+        for decision in decided.decisions:
+            for action in decision.actions:
+                self._carry_out(action)
+        self._finish_rollback(history)
+        self._repair_tracker()
+        self._retire()
+        for warning in decided.warnings:
+            log.warning("recovery_warning", extra={"root": self._storage.root, "what": warning})
+        latest = self._ledger.latest()
+        return RecoveryReport(
+            lease.epoch,
+            latest.step if latest else None,
+            decided.decisions,
+            decided.warnings,
+            self._clock.monotonic() - began,
+        )
+
+    def _begin(self, history: History, lease: RootLease) -> None:
+        """Open this epoch's segment: seals of the older ones and the ledger as it stands.
+
+        What is sealed must be durable first: a killed process may have left its last record unsynced.
+        """
+        if history.seals:
+            newest = history.seals[-1].epoch
+            fsync_existing(self._storage, f"{JOURNAL}/{segment_name(newest)}")
+        self._ledger = history.ledger
+        self._run_base, self._opened_at = history.run_seconds, self._clock.monotonic()
+        journal = JournalWriter(self._storage, lease.epoch)
+        checkpoints = sorted(history.ledger.checkpoints.values(), key=_by_id)
+        journal.open(
+            SegmentOpened(
+                epoch=lease.epoch,
+                host=self._identity.host,
+                pid=self._identity.pid,
+                at=self._clock.wall(),
+                seals=history.seals,
+                run_seconds=history.run_seconds,
+                rolling_back=history.rolling_back,
+                rolling_back_to=history.rolling_back_to,
+                checkpoints=tuple(checkpoint_record(c) for c in checkpoints),
+            )
+        )
+        self._journal = journal
+
+    def _carry_out(self, action: Event | Command) -> None:
+        if isinstance(action, Command):
+            self._run(action)
+            return
+        if isinstance(action, Adopted):
+            self._effects().pin(action.of.step, "adopted")
+            self._reread_protection()
+        self._post(action)
+
+    def _finish_rollback(self, history: History) -> None:
+        """Complete an intent that a crash interrupted, or a fresh start asked for now."""
+        if history.rolling_back:
+            self._roll_back_to(history.rolling_back_to)
+        elif self._options.resume == "fresh" and self._ledger.latest() is not None:
+            self._append(RollbackStarted(to_step=None, at=self._clock.wall()))
+            self._roll_back_to(None)
+
+    def _repair_tracker(self) -> None:
+        latest = self._ledger.latest()
+        if latest is not None and read_tracker(self._storage).step != latest.step:
+            self._run(WriteTracker(latest.id))
+
+    def close(self) -> None:
+        """Journal the end and give the root back in order."""
+        if self._journal is not None and self.fatal is None:
+            self._append(SegmentClosed(run_seconds=self.run_seconds(), at=self._clock.wall()))
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Give the root back without journaling an end: recovery decides at the next open."""
+        if self._journal is not None:
+            journal, self._journal = self._journal, None
+            journal.close()
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            lease.release()
+
+    # ----------------------------------------------------------------------------------- questions
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._ledger
+
+    @property
+    def epoch(self) -> int:
+        assert self._lease is not None
+        return self._lease.epoch
+
+    @property
+    def busy(self) -> bool:
+        """True while a command waits to be tried again."""
+        return bool(self._pending)
+
+    def run_seconds(self) -> float:
+        """Training time accumulated over all runs on this root, in seconds."""
+        return self._run_base + (self._clock.monotonic() - self._opened_at)
+
+    @property
+    def has_news(self) -> bool:
+        """Safe to ask from another thread."""
+        return bool(self._news)
+
+    def take_news(self) -> list[News]:
+        """What has happened since the last call, in order. Safe from another thread."""
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+    def wants_tick(self) -> bool:
+        """True if ``tick`` would have something to do by now. Safe from another thread."""
+        return self._clock.monotonic() >= self._tick_at
+
+    # ----------------------------------------------------------------------------------- a save
+
+    def request(self, request: SaveRequest) -> AttemptId:
+        """Accept a save: journal it, make its directory. Raises ``SaveRefused`` or a fatal error."""
+        return self._guarded(self._request, request)
+
+    def _request(self, request: SaveRequest) -> AttemptId:
+        self._check_epoch()
+        of = AttemptId(request.step, self.epoch, self._requests + 1)
+        event = SaveRequested(
+            of,
+            request.parts,
+            request.world_size,
+            request.in_place,
+            request.metrics,
+            self.run_seconds(),
+        )
+        self._ledger.refuse(event)
+        self._clear_the_name(request)
+        self._check_space(request)
+        self._requests += 1
+        try:
+            self._post(event)
+        except StorageError as error:
+            raise SaveRefused(f"cannot journal the save: {error}", step=request.step) from error
+        except OSError as error:
+            self._post(Failed(of, "staging", describe(error)))
+            raise SaveRefused(
+                f"cannot make the staging directory: {storage_error(error, 'mkdir')}",
+                step=request.step,
+            ) from error
+        return of
+
+    def _clear_the_name(self, request: SaveRequest) -> None:
+        """What already stands at the published name: complete -> refuse, partial -> quarantine."""
+        name = published_name(request.step)
+        if request.in_place or lookup(self._storage, name) is None:
+            return
+        there = inspect_published(self._storage, request.step)
+        if there.found in ("manifest", "stock"):
+            raise StepExistsError(
+                f"{name} holds a complete checkpoint that is not in use; move it away or adopt it",
+                step=request.step,
+                latest=_step_of(self._ledger.latest()),
+            )
+        aside = f"{QUARANTINE}/{name}.{self._effects().tag}.{self._requests}"
+        log.warning("partial_directory_quarantined", extra={"file": name, "to": aside})
+        move(self._storage, name, aside)
+
+    def _check_space(self, request: SaveRequest) -> None:
+        free = self._storage.free_bytes()
+        while free < request.expected_bytes and remove_some(self._storage, _TRASH_SLICE):
+            free = self._storage.free_bytes()
+        if free < request.expected_bytes:
+            raise SaveRefused(
+                f"the checkpoint needs about {request.expected_bytes} bytes, {free} are free",
+                step=request.step,
+                file=self._storage.root,
+            )
+
+    def forget_request(self) -> None:
+        """Fail a request that was accepted after nobody waited for it any more."""
+        busy = self._ledger.in_flight()
+        if busy is not None and busy.state is State.REQUESTED:
+            late = [Failed(busy.id, "request_timed_out"), WritersLost(busy.id)]
+            self._guarded(self._report, late)
+
+    def report(self, events: Sequence[Event]) -> None:
+        """Take the reports of the ranks. What belongs to no living attempt is logged and dropped."""
+        self._guarded(self._report, events)
+
+    def _report(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, FinalizersRan):
+                self._finalizers_ran(event)
+                continue
+            before = self._ledger
+            outcome = before.report(event)
+            if isinstance(outcome, Rejected):
+                self._reject(outcome)
+            else:
+                self._commit(*outcome)
+        if not self._ledger.in_state(*UNSETTLED):
+            self._news.append(Settled())
+
+    def _reject(self, rejected: Rejected) -> None:
+        log.warning("report_rejected", extra={"event": rejected.event.name, "why": rejected.why})
+        if rejected.wrong_world_size:
+            self._post(Failed(rejected.event.of, "wrong_world_size", rejected.why))
+
+    def _finalizers_ran(self, event: FinalizersRan) -> None:
+        waiting = self._finalizers.get(event.of)
+        checkpoint = self._ledger.checkpoints.get(event.of)
+        if waiting is None or checkpoint is None or event.rank not in waiting:
+            self._reject(Rejected(event, "no finalizers are awaited from this rank"))
+            return
+        waiting.discard(event.rank)
+        if event.error:
+            del self._finalizers[event.of]
+            detail = f"rank {event.rank}: {event.error}"
+            self._post(Failed(event.of, "finalizers", detail))
+        elif not waiting:
+            self._finalize(checkpoint)
+
+    def tick(self) -> None:
+        """Retry what is pending, look at retention again, delete a slice of the trash."""
+        self._guarded(self._tick)
+
+    def _tick(self) -> None:
+        interval = self._options.retry_interval_s
+        pending, self._pending = self._pending, []
+        for command in pending:
+            self._run(command)
+        removed = 0
+        if self._ledger.in_flight() is None:
+            self._expire_readers()
+            try:
+                removed = remove_some(self._storage, _TRASH_SLICE)
+            except OSError as error:
+                log.warning("trash_not_emptied", extra={"error": describe(error)})
+        self._tick_at = self._clock.monotonic() + (0.0 if removed else interval)
+
+    # ------------------------------------------------------------------------- what people ask for
+
+    def pin(self, step: int, reason: str) -> None:
+        """Keep ``step`` from retention until ``unpin``. Raises ``StepNotFoundError``."""
+        self._guarded(self._pin, step, reason)
+
+    def _pin(self, step: int, reason: str) -> None:
+        self._tracked(step)
+        self._effects().pin(step, reason)
+        self._reread_protection()
+        self._tracked(step)
+
+    def unpin(self, step: int) -> None:
+        """Release a pin; retention decides anew."""
+        self._guarded(self._unpin, step)
+
+    def _unpin(self, step: int) -> None:
+        self._check_epoch()
+        remove_marker(self._storage, pin_name(step))
+        self._retire()
+
+    def delete(self, step: int) -> None:
+        """Delete ``step`` through the machine. Raises ``SaveRefused`` if anything keeps it (I7)."""
+        self._guarded(self._delete, step)
+
+    def _delete(self, step: int) -> None:
+        self._reread_protection()
+        checkpoint = self._tracked(step)
+        offer = self._ledger.superseded(checkpoint, ())
+        if offer.kept_by or offer.newer_step is None:
+            raise SaveRefused(
+                f"step {step} is kept by: {', '.join(offer.kept_by)}",
+                step=step,
+                kept_by=offer.kept_by,
+            )
+        self._post(offer)
+        if self._ledger.at(step) is not None:
+            raise SaveRefused(f"step {step} was taken into use meanwhile", step=step)
+
+    def rollback(self, step: int) -> None:
+        """Make ``step`` the latest again; later steps go to quarantine. Journaled intent first."""
+        self._guarded(self._rollback, step)
+
+    def _rollback(self, step: int) -> None:
+        busy = self._ledger.in_flight()
+        if busy is not None:
+            raise SaveRefused(
+                f"step {busy.step} is in flight; wait for it before going back", step=step
+            )
+        self._tracked(step)
+        self._check_epoch()
+        self._append(RollbackStarted(to_step=step, at=self._clock.wall()))
+        self._roll_back_to(step)
+
+    def _roll_back_to(self, target: int | None) -> None:
+        """Tracker first, so that it never names what is being moved; then the later steps."""
+        if target is None:
+            self._effects().put_aside_tracker()
+        else:
+            self._effects().write_tracker(target)
+        reason: Literal["fresh", "rollback"] = "fresh" if target is None else "rollback"
+        for checkpoint in reversed(self._ledger.in_state(State.TRACKED)):
+            if target is None or checkpoint.step > target:
+                self._post(Withdrawn(checkpoint.id, reason, f"to {target}"))
+        self._append(RollbackFinished(at=self._clock.wall()))
+
+    # ------------------------------------------------------------------------------------- readers
+
+    def locate(self, step: int | None) -> Located | None:
+        """Choose what to restore and take a lease on it; None if there is no checkpoint at all.
+
+        Raises ``StepNotFoundError`` if ``step`` is given and not tracked.
+        """
+        return self._guarded(self._locate, step)
+
+    def _locate(self, step: int | None) -> Located | None:
+        latest = self._ledger.latest()
+        if step is None and latest is None:
+            released = read_tracker(self._storage).found == "release"
+            return Located(0, "release", "", (), 0, ()) if released else None
+        checkpoint = self._tracked(step) if step is not None else latest
+        assert checkpoint is not None
+        lease = f"{READERS}/{checkpoint.step}.{self._effects().tag}.json"
+        mark = Pin(step=checkpoint.step, reason="restore", nonce=self._identity.nonce)
+        self._check_epoch()
+        put(self._storage, lease, encode(mark), tag=self._effects().tag)
+        self._reread_protection()
+        directory = published_name(checkpoint.step)
+        manifest = read_manifest(self._storage, directory)
+        return Located(
+            checkpoint.step,
+            directory,
+            lease,
+            manifest.files if manifest else (),
+            manifest.world_size if manifest else 0,
+            tuple(p.spec() for p in manifest.parts) if manifest else (),
+        )
+
+    def release(self, lease: str) -> None:
+        """Give a reader's lease back."""
+        if lease:
+            remove_marker(self._storage, lease)
+            self._reread_protection()
+
+    def withdraw_damaged(self, step: int, detail: str) -> None:
+        """Take a damaged checkpoint out of service. Raises ``DamagedRoot`` if none would be left."""
+        self._guarded(self._withdraw_damaged, step, detail)
+
+    def _withdraw_damaged(self, step: int, detail: str) -> None:
+        checkpoint = self._tracked(step)
+        others = [c for c in self._ledger.in_state(State.TRACKED) if c.step != step]
+        if not others or self._options.resume == "strict":
+            raise DamagedRoot(
+                f"step {step} is damaged ({detail}) and "
+                + ("resume='strict'" if others else "there is no other checkpoint"),
+                step=step,
+                file=published_name(step),
+            )
+        self._post(Withdrawn(checkpoint.id, "damaged", detail))
+
+    # ----------------------------------------------------------------------------- the inner engine
+
+    def _post(self, event: Event) -> None:
+        self._commit(*self._ledger.post(event))
+
+    def _commit(self, ledger: Ledger, moved: Transition, command: Command | None) -> None:
+        """Journal a move, make it so, then run its command. Moves within a state are not journaled."""
+        if moved.source is not moved.dest:
+            record = self._record(moved)
+            self._append(record, essential=moved.dest is State.FAILED)
+            self._seq += 1
+            self._news.append(record)
+            log.info("transition", extra={"record": record})
+        self._ledger = ledger
+        if command is not None:
+            self._run(command)
+
+    def _record(self, moved: Transition) -> TransitionRecord:
+        checkpoint = moved.checkpoint
+        creates = moved.source is State.ABSENT
+        return TransitionRecord(
+            seq=self._seq,
+            step=moved.of.step,
+            epoch=moved.of.epoch,
+            attempt=moved.of.attempt,
+            event=moved.event.name,
+            source=moved.source,
+            dest=moved.dest,
+            reason=getattr(moved.event, "reason", ""),
+            detail=getattr(moved.event, "detail", ""),
+            shard_bytes=checkpoint.shard_bytes,
+            run_seconds=self.run_seconds(),
+            at=self._clock.wall(),
+            created=checkpoint_record(checkpoint) if creates else None,
+        )
+
+    def _run(self, command: Command) -> None:
+        """Run a command. What fails after publishing is pending; before it, the attempt fails."""
+        checkpoint = self._ledger.checkpoints.get(command.of)
+        if isinstance(command, Quarantine):
+            self._retriable(command, self._run_quarantine, command)
+            return
+        if checkpoint is None:
+            return
+        match command:
+            case CreateStaging():
+                self._effects().create_staging(checkpoint)
+            case Finalize():
+                self._run_finalize(checkpoint)
+            case WriteTracker():
+                self._retriable(command, self._run_tracker, checkpoint)
+            case Prune():
+                self._retriable(command, self._run_prune, checkpoint)
+            case CleanUp():
+                self._retriable(command, self._run_clean_up, checkpoint)
+
+    def _retriable(self, command: Command, run: Callable[[T], None], subject: T) -> None:
+        try:
+            run(subject)
+        except (Fenced, OutcomeUnknown, IllegalTransition):
+            raise
+        except (CkptFsmError, OSError) as error:
+            log.warning(
+                "command_pending",
+                extra={"command": type(command).__name__, "error": describe(error)},
+            )
+            self._pending.append(command)
+
+    def _run_finalize(self, checkpoint: Checkpoint) -> None:
+        foreign = any(part.kind == "foreign" for part in checkpoint.parts)
+        if foreign and checkpoint.id not in self._finalizers:
+            self._finalizers[checkpoint.id] = set(writing_ranks(checkpoint))
+            self._news.append(FinalizersDue(checkpoint.id))
+        else:
+            self._finalize(checkpoint)
+
+    def _finalize(self, checkpoint: Checkpoint) -> None:
+        self._finalizers.pop(checkpoint.id, None)
+        try:
+            self._effects().finalize(checkpoint)
+        except (Fenced, OutcomeUnknown):
+            raise
+        except (CkptFsmError, OSError) as error:
+            self._post(Failed(checkpoint.id, "finalize", describe(error)))
+            return
+        self._retriable(Finalize(checkpoint.id), self._post, Published(checkpoint.id))
+
+    def _run_tracker(self, checkpoint: Checkpoint) -> None:
+        self._effects().write_tracker(checkpoint.step)
+        if checkpoint.state is State.FINALIZED:
+            self._post(TrackerWritten(checkpoint.id))
+            self._retire()
+
+    def _run_prune(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.state is not State.PRUNABLE:
+            return
+        latest = self._ledger.latest()
+        newer = latest.step if latest is not None else -1
+        kept = self._effects().prune(checkpoint, newer)
+        self._post(Reprieved(checkpoint.id, kept) if kept else Removed(checkpoint.id))
+
+    def _run_clean_up(self, checkpoint: Checkpoint) -> None:
+        published = self._effects().clean_up(checkpoint)
+        if published:
+            log.error("failed_attempt_is_published", extra={"attempt": str(checkpoint.id)})
+            return
+        self._post(Cleaned(checkpoint.id))
+
+    def _run_quarantine(self, command: Quarantine) -> None:
+        """If the tracker names it, the tracker goes to the newest that is left first (I2)."""
+        latest = self._ledger.latest()
+        if latest is not None and read_tracker(self._storage).step == command.of.step:
+            self._effects().write_tracker(latest.step)
+        self._effects().quarantine(Checkpoint(command.of, State.QUARANTINED))
+
+    def _retire(self) -> None:
+        """Offer for pruning what no policy, pin or reader keeps. A policy that raises keeps all."""
+        self._reread_protection()
+        try:
+            preserved: Collection[int] = self._options.retention.preserve(
+                describe_tracked(self._ledger)
+            )
+            preserved = frozenset(preserved)
+        except Exception as error:  # a user's policy: whatever it raises, nothing is deleted
+            log.exception("retention_policy_failed", extra={"error": describe(error)})
+            return
+        for offer in self._ledger.prunable(preserved):
+            self._post(offer)
+
+    def _reread_protection(self) -> None:
+        leases = self._effects().reader_leases()
+        self._ledger = self._ledger.protected(self._effects().pinned_steps(), leases.values())
+
+    def _expire_readers(self) -> None:
+        """Drop leases that have not changed for long, by our own monotonic time (F14)."""
+        now = self._clock.monotonic()
+        seen: dict[str, tuple[bytes, float]] = {}
+        for name in self._effects().reader_leases():
+            path = f"{READERS}/{name}"
+            content = self._storage.read(path, 1 << 16) if lookup(self._storage, path) else b""
+            known = self._readers.get(name)
+            since = known[1] if known is not None and known[0] == content else now
+            if now - since > self._options.reader_timeout_s:
+                log.warning("reader_lease_expired", extra={"file": path})
+                remove_marker(self._storage, path)
+            else:
+                seen[name] = (content, since)
+        self._readers = seen
+
+    def _tracked(self, step: int) -> Checkpoint:
+        checkpoint = self._ledger.at(step)
+        if checkpoint is None:
+            available = tuple(c.step for c in self._ledger.in_state(State.TRACKED))
+            raise StepNotFoundError(
+                f"there is no checkpoint of step {step}", step=step, available=available[-20:]
+            )
+        return checkpoint
+
+    def _effects(self) -> Effects:
+        assert self._lease is not None
+        return Effects(
+            self._storage,
+            self._clock,
+            self._lease.tag,
+            self._lease.check,
+            self._finishers,
+            self._provenance,
+            self._options.visibility_timeout_s,
+        )
+
+    def _check_epoch(self) -> None:
+        assert self._lease is not None
+        self._lease.check()
+
+    def _append(
+        self,
+        record: TransitionRecord | RollbackStarted | RollbackFinished | SegmentClosed,
+        *,
+        essential: bool = False,
+    ) -> None:
+        if self._journal is None:
+            raise StorageError("the journal is closed", file=self._storage.root)
+        try:
+            self._journal.append(record, essential=essential)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise storage_error(error, "journal", self._journal.file) from error
+
+    def _guarded(self, work: Callable[..., T], *arguments: object) -> T:
+        """Run a method's body; a fatal error stops this coordinator for good."""
+        if self.fatal is not None:
+            raise self.fatal
+        if self._journal is None:
+            raise StorageError("the coordinator is not open", file=self._storage.root)
+        try:
+            return work(*arguments)
+        except (Fenced, OutcomeUnknown) as error:
+            self.fatal = error
+            raise
+        except OSError as error:
+            if isinstance(error, CkptFsmError):
+                raise
+            raise storage_error(error, work.__name__.strip("_")) from error
+
+
+def _forget_moved(history: History, decisions: Sequence[Decision]) -> History:
+    """Leave out of the snapshot what was moved to quarantine by an earlier run."""
+    moving = {a.of for d in decisions for a in d.actions if isinstance(a, Quarantine)}
+    living = {
+        of: c
+        for of, c in history.ledger.checkpoints.items()
+        if c.state is not State.QUARANTINED or of in moving
+    }
+    return replace(history, ledger=replace(history.ledger, checkpoints=living))
+
+
+def _step_of(checkpoint: Checkpoint | None) -> int | None:
+    return checkpoint.step if checkpoint is not None else None
+
+
+def _by_id(checkpoint: Checkpoint) -> AttemptId:
+    return checkpoint.id

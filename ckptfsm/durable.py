@@ -1,0 +1,162 @@
+"""The two durable moves everything on disk is made of: ``put`` a file, ``move`` a directory.
+
+``put``: unique temporary name -> write all of it -> fsync -> checked close -> rename -> fsync of the
+directory. A crash before the rename leaves the old content and a temporary file; after it, the new
+content. A reader never sees a part of it.
+
+``move``: rename -> look at both names -> fsync both directories. A rename whose outcome is unknown
+(``ESTALE`` on a network file system) is decided by looking, never by assuming.
+
+Rules: after a failed fsync the file is lost and never fsynced again; a retry writes a new file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from ckptfsm.errors import StorageError
+from ckptfsm.ports import FileStat, Storage
+
+TEMPORARY = ".tmp-"
+
+
+def parent_of(path: str) -> str:
+    """The directory of ``path``; "" is the root."""
+    return path.rpartition("/")[0]
+
+
+def write_all(storage: Storage, handle: int, data: bytes | memoryview) -> None:
+    """Write every byte of ``data`` at the handle's position. A short write is not an end."""
+    view = memoryview(data)
+    while len(view):
+        taken = storage.write(handle, view)
+        if taken <= 0:
+            raise OSError(errno.EIO, f"a write took {taken} of {len(view)} bytes")
+        view = view[taken:]
+
+
+def write_new(storage: Storage, path: str, data: bytes) -> None:
+    """Create ``path`` with ``data`` and fsync it. The name itself is not durable yet."""
+    handle = storage.open_exclusive(path)
+    try:
+        write_all(storage, handle, data)
+        storage.fsync(handle)
+    finally:
+        storage.close(handle)
+
+
+def put(storage: Storage, path: str, data: bytes, *, tag: str) -> None:
+    """Make ``path`` hold ``data``, atomically and durably.
+
+    ``tag`` is unique to the writing process (epoch, pid, nonce), so that two never share a temporary
+    name. A temporary file left by a crash is swept when the root is opened.
+    """
+    temporary = f"{path}{TEMPORARY}{tag}"
+    write_new(storage, temporary, data)
+    try:
+        storage.rename(temporary, path)
+    except OSError:
+        if not _content_is(storage, path, data):
+            raise
+    storage.fsync_dir(parent_of(path))
+
+
+def fsync_existing(storage: Storage, path: str) -> None:
+    """Make a file durable that somebody else wrote."""
+    handle = storage.open_existing(path)
+    try:
+        storage.fsync(handle)
+    finally:
+        storage.close(handle)
+
+
+def move(storage: Storage, src: str, dst: str) -> None:
+    """Rename a directory (or file) durably. If it was moved already, only make that durable."""
+    try:
+        storage.rename(src, dst)
+    except OSError:
+        if lookup(storage, src) is not None or lookup(storage, dst) is None:
+            raise
+    if lookup(storage, src) is not None or lookup(storage, dst) is None:
+        raise StorageError(f"rename of {src} to {dst} did not happen", file=src, call="rename")
+    storage.fsync_dir(parent_of(dst))
+    storage.fsync_dir(parent_of(src))
+
+
+def lookup(storage: Storage, path: str) -> FileStat | None:
+    """``stat``, with None where there is nothing."""
+    try:
+        return storage.stat(path)
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError:
+        return None
+
+
+def make_dirs(storage: Storage, path: str, *, base: str = "") -> None:
+    """Create ``path`` below ``base``, each directory made durable in its own parent.
+
+    ``base`` must be there already: a late writer must not bring a directory back that was moved away.
+    """
+    made = base
+    for piece in path.split("/"):
+        parent, made = made, f"{made}/{piece}" if made else piece
+        try:
+            storage.mkdir(made)
+        except FileExistsError:
+            if storage.stat(made).kind != "dir":
+                raise
+        storage.fsync_dir(parent)  # also when it was there: a crash may have come before its fsync
+
+
+def list_names(storage: Storage, path: str) -> list[str]:
+    """Names in a directory; nothing where there is no directory."""
+    try:
+        return storage.listdir(path)
+    except FileNotFoundError:
+        return []
+
+
+def walk_files(
+    storage: Storage, directory: str, limit: int = 5_000_000
+) -> list[tuple[str, FileStat]]:
+    """Everything below ``directory`` that is not a directory: (name relative to it, stat)."""
+    found: list[tuple[str, FileStat]] = []
+    pending = [""]
+    while pending:
+        inner = pending.pop()
+        base = f"{directory}/{inner}" if inner else directory
+        for name in storage.listdir(base):
+            relative = f"{inner}/{name}" if inner else name
+            stat = storage.stat(f"{directory}/{relative}")
+            if stat.kind == "dir":
+                pending.append(relative)
+            else:
+                found.append((relative, stat))
+            if len(found) + len(pending) > limit:
+                raise StorageError("more files than can be right", file=directory)
+    return sorted(found)
+
+
+def fsync_tree_dirs(storage: Storage, directory: str) -> None:
+    """fsync ``directory`` and every directory below it, deepest first."""
+    for name in storage.listdir(directory):
+        path = f"{directory}/{name}"
+        if storage.stat(path).kind == "dir":
+            fsync_tree_dirs(storage, path)
+    storage.fsync_dir(directory)
+
+
+def storage_error(error: OSError, what: str, path: str | None = None) -> StorageError:
+    """``error`` as a typed one that names the file, what was being done, and the errno."""
+    name = errno.errorcode.get(error.errno or 0)
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return StorageError(
+        f"{what}: {reason}", file=path or error.filename, errno_name=name, call=what
+    )
+
+
+def _content_is(storage: Storage, path: str, data: bytes) -> bool:
+    found = lookup(storage, path)
+    return found is not None and found.kind == "file" and storage.read(path, len(data) + 1) == data

@@ -1,0 +1,332 @@
+"""What the commands do to the disk: the place where a checkpoint's directory changes its name.
+
+Rules: every effect checks the epoch first (I9), is idempotent, and either happened durably when it
+returns or raises. Deletion is not here but in ``trash``; here things are only renamed aside.
+``OutcomeUnknown`` says that the disk may or may not show the effect: the coordinator stops then, and
+a restart decides from what is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, Part, Pin, Receipt, encode
+from ckptfsm.durable import (
+    fsync_existing,
+    fsync_tree_dirs,
+    list_names,
+    lookup,
+    move,
+    put,
+    walk_files,
+)
+from ckptfsm.errors import OutcomeUnknown, SaveFailed, ShardMissing, StorageError, name_ranks
+from ckptfsm.evidence import check_sizes, read_manifest, read_receipt, read_tracker
+from ckptfsm.layout import (
+    MANIFEST,
+    PINS,
+    QUARANTINE,
+    READERS,
+    TRACKER,
+    join,
+    parse_pin,
+    parse_reader,
+    pin_name,
+    planned_name,
+    published_name,
+    quarantine_dir,
+    receipt_name,
+    staging_dir,
+    trash_dir,
+    working_dir,
+)
+from ckptfsm.lifecycle import Checkpoint, expected_reports
+from ckptfsm.messages import PartSpec
+from ckptfsm.ports import Clock, PartFinisher, Storage
+from ckptfsm.trash import sweep_attempt
+
+_POLL_S = 0.05
+_NAMES = 100
+_FOREIGN_METADATA = (".metadata", "metadata.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """The effects of one epoch. ``check_epoch`` raises ``Fenced``; ``tag`` names our temporaries."""
+
+    storage: Storage
+    clock: Clock
+    tag: str
+    check_epoch: Callable[[], None]
+    finishers: Mapping[str, PartFinisher]
+    provenance: Mapping[str, str]
+    visibility_timeout_s: float
+
+    # ----------------------------------------------------------------------------------- staging
+
+    def create_staging(self, checkpoint: Checkpoint) -> None:
+        """Make the attempt's directory. In place, a stock trainer may have made it already."""
+        self.check_epoch()
+        directory = working_dir(checkpoint.id, checkpoint.in_place)
+        if checkpoint.in_place and lookup(self.storage, directory) is not None:
+            if read_manifest(self.storage, directory) is not None:
+                raise SaveFailed("the directory holds a complete checkpoint", file=directory)
+            return
+        self.storage.mkdir(directory)
+        self.storage.fsync_dir(directory.rpartition("/")[0])
+
+    # ---------------------------------------------------------------------------------- finalize
+
+    def finalize(self, checkpoint: Checkpoint) -> None:
+        """Check every receipt, write metadata and manifest, publish by one rename (I3, I4)."""
+        self.check_epoch()
+        target = published_name(checkpoint.step)
+        if not checkpoint.in_place and self._is_published(checkpoint, target):
+            self._fsync_names(checkpoint, target)
+            return
+        directory = working_dir(checkpoint.id, checkpoint.in_place)
+        sweep_attempt(self.storage, directory)
+        receipts = self._read_receipts(checkpoint, directory)
+        files = self._listed_files(checkpoint, directory, receipts)
+        for part in checkpoint.parts:
+            files += self._finish_part(checkpoint, part, directory, receipts)
+        self._refuse_unlisted(directory, files)
+        manifest = self._manifest(checkpoint, files)
+        fsync_tree_dirs(self.storage, directory)
+        put(self.storage, f"{directory}/{MANIFEST}", encode(manifest), tag=self.tag)
+        if not checkpoint.in_place:
+            self._publish(checkpoint, directory, target)
+
+    def _is_published(self, checkpoint: Checkpoint, target: str) -> bool:
+        """True if this very attempt has its name already; another one there is an error."""
+        if lookup(self.storage, target) is None:
+            return False
+        manifest = read_manifest(self.storage, target)
+        if manifest is not None and manifest.of == checkpoint.id:
+            return True
+        raise SaveFailed(f"{target} is taken by something else", file=target, step=checkpoint.step)
+
+    def _publish(self, checkpoint: Checkpoint, directory: str, target: str) -> None:
+        self.check_epoch()
+        try:
+            self.storage.rename(directory, target)
+        except OSError:
+            if lookup(self.storage, target) is None and lookup(self.storage, directory) is not None:
+                raise  # it certainly did not happen
+        self._fsync_names(checkpoint, target)
+
+    def _fsync_names(self, checkpoint: Checkpoint, target: str) -> None:
+        """The rename is done: from here an error leaves an outcome that only a restart decides."""
+        try:
+            self.storage.fsync_dir("")
+            self.storage.fsync_dir(staging_dir(checkpoint.id).rpartition("/")[0])
+            if lookup(self.storage, target) is None:
+                raise StorageError("the published name is not there", file=target)
+        except OSError as error:
+            raise OutcomeUnknown(
+                f"{target} was renamed but is not known to be durable: {error}",
+                file=target,
+                step=checkpoint.step,
+            ) from error
+
+    def _read_receipts(self, checkpoint: Checkpoint, directory: str) -> list[Receipt]:
+        """Every receipt, opened again until a deadline: network file systems show names late (F9)."""
+        deadline = self.clock.monotonic() + self.visibility_timeout_s
+        receipts: list[Receipt] = []
+        for part, rank in sorted(expected_reports(checkpoint)):
+            while True:
+                try:
+                    receipt = read_receipt(self.storage, checkpoint, part, rank)
+                    problem = check_sizes(self.storage, directory, receipt.files)
+                except FileNotFoundError:
+                    problem = f"{receipt_name(part, rank)} is missing"
+                if not problem:
+                    receipts.append(receipt)
+                    break
+                if self.clock.monotonic() >= deadline:
+                    raise ShardMissing(
+                        f"part {part!r} of rank {name_ranks([rank])}: {problem}",
+                        step=checkpoint.step,
+                        attempt=str(checkpoint.id),
+                        part=part,
+                        ranks=(rank,),
+                    )
+                self.clock.sleep(_POLL_S)
+        return receipts
+
+    def _listed_files(
+        self, checkpoint: Checkpoint, directory: str, receipts: list[Receipt]
+    ) -> list[FileEntry]:
+        """The files of all receipts and the receipts themselves; a name may be claimed once."""
+        files: dict[str, FileEntry] = {}
+        for receipt in receipts:
+            own = receipt_name(receipt.part, receipt.rank)
+            size = self.storage.stat(f"{directory}/{own}").size
+            digest = self.storage.digest(f"{directory}/{own}")
+            for entry in (*receipt.files, FileEntry(name=own, bytes=size, digest=digest)):
+                if entry.name in files:
+                    raise SaveFailed(
+                        f"{entry.name} is claimed by two receipts",
+                        file=entry.name,
+                        step=checkpoint.step,
+                        rank=receipt.rank,
+                    )
+                files[entry.name] = entry
+        return list(files.values())
+
+    def _finish_part(
+        self, checkpoint: Checkpoint, part: PartSpec, directory: str, receipts: list[Receipt]
+    ) -> list[FileEntry]:
+        """Write what completes a part (``.metadata``, ``metadata.json``) from its receipts."""
+        location = join(directory, part.directory)
+        if part.kind == "foreign":
+            return [self._entry_of(location, part, name) for name in _FOREIGN_METADATA]
+        finisher = self.finishers.get(part.kind)
+        if finisher is None:
+            return []
+        planned = f"{directory}/{planned_name(part.name)}"
+        data = b""
+        if lookup(self.storage, planned) is not None:
+            data = self.storage.read(planned, MAX_DOCUMENT_BYTES)
+        results = [r.results for r in receipts if r.part == part.name]
+        final = join(published_name(checkpoint.step), part.directory)
+        entries = []
+        for name, content in finisher(data, results, f"{self.storage.root}/{final}").items():
+            put(self.storage, join(location, name), content, tag=self.tag)
+            entries.append(
+                FileEntry(
+                    name=join(part.directory, name),
+                    bytes=len(content),
+                    digest=self.storage.digest(join(location, name)),
+                )
+            )
+        return entries
+
+    def _entry_of(self, location: str, part: PartSpec, name: str) -> FileEntry:
+        """What a foreign finalizer left, which megatron-core does not fsync."""
+        path = join(location, name)
+        if lookup(self.storage, path) is None:
+            raise SaveFailed(f"the finalizers of {part.name} left no {name}", file=path)
+        fsync_existing(self.storage, path)
+        size = self.storage.stat(path).size
+        if size == 0:
+            raise SaveFailed(f"the finalizers of {part.name} left an empty {name}", file=path)
+        digest = self.storage.digest(path)
+        return FileEntry(name=join(part.directory, name), bytes=size, digest=digest)
+
+    def _refuse_unlisted(self, directory: str, files: list[FileEntry]) -> None:
+        """A file nobody claims may be a late writer's: such a checkpoint is not committed."""
+        listed = {entry.name for entry in files} | {MANIFEST}
+        for name, stat in walk_files(self.storage, directory):
+            if name not in listed or stat.kind != "file":
+                raise SaveFailed(f"{name} is in no receipt", file=f"{directory}/{name}")
+
+    def _manifest(self, checkpoint: Checkpoint, files: list[FileEntry]) -> Manifest:
+        return Manifest(
+            step=checkpoint.id.step,
+            epoch=checkpoint.id.epoch,
+            attempt=checkpoint.id.attempt,
+            world_size=checkpoint.world_size,
+            parts=tuple(
+                Part(name=p.name, kind=p.kind, directory=p.directory, ranks=p.ranks)
+                for p in checkpoint.parts
+            ),
+            files=tuple(sorted(files, key=_by_name)),
+            metrics=dict(checkpoint.metrics),
+            run_seconds=checkpoint.run_seconds,
+            provenance=dict(self.provenance),
+            written_at=self.clock.wall(),
+        )
+
+    # ----------------------------------------------------------------------------------- tracker
+
+    def write_tracker(self, step: int) -> None:
+        """Make the tracker name ``step``, durably, and read it back (I2)."""
+        self.check_epoch()
+        put(self.storage, TRACKER, b"%d" % step, tag=self.tag)
+        seen = read_tracker(self.storage)
+        if seen.step != step:
+            raise OutcomeUnknown(
+                f"the tracker was written as {step} but reads as {seen.step}", file=TRACKER
+            )
+
+    def put_aside_tracker(self) -> None:
+        """Move the tracker to quarantine: only a fresh start does this."""
+        self.check_epoch()
+        if lookup(self.storage, TRACKER) is not None:
+            move(self.storage, TRACKER, f"{QUARANTINE}/tracker.{self.tag}")
+
+    # ------------------------------------------------------------------------------ out of the way
+
+    def prune(self, checkpoint: Checkpoint, newer_step: int) -> str:
+        """Move a prunable checkpoint to the trash. Returns "" or what keeps it after all (I7).
+
+        Every guard is looked at again on disk: pins, leases, the tracker, and that the newer one,
+        which makes this one removable, is really there.
+        """
+        self.check_epoch()
+        step, source = checkpoint.step, published_name(checkpoint.step)
+        if step in self.pinned_steps():
+            return "pin"
+        if any(step == leased for leased in self.reader_leases().values()):
+            return "reader"
+        tracker = read_tracker(self.storage)
+        if tracker.step is None or tracker.step <= step:
+            return f"the tracker says {tracker.step}"
+        newer = lookup(self.storage, published_name(newer_step))
+        if newer is None or newer.kind != "dir":
+            return f"step {newer_step} is not there"
+        found = lookup(self.storage, source)
+        if found is not None and (found.kind != "dir" or found.device != newer.device):
+            return "not a directory of this file system"
+        if found is not None:
+            self._move_aside(source, trash_dir(checkpoint.id))
+        return ""
+
+    def clean_up(self, checkpoint: Checkpoint) -> bool:
+        """Move a failed attempt's files to the trash. True if its published name was found."""
+        self.check_epoch()
+        directory = working_dir(checkpoint.id, checkpoint.in_place)
+        published = lookup(self.storage, published_name(checkpoint.step)) is not None
+        if published:
+            manifest = read_manifest(self.storage, published_name(checkpoint.step))
+            if manifest is not None and manifest.of == checkpoint.id:
+                return True
+        if lookup(self.storage, directory) is not None:
+            self._move_aside(directory, trash_dir(checkpoint.id))
+        return False
+
+    def quarantine(self, checkpoint: Checkpoint) -> None:
+        """Move a withdrawn checkpoint aside, for a person to look at. It is never deleted."""
+        self.check_epoch()
+        source = published_name(checkpoint.step)
+        if lookup(self.storage, source) is not None:
+            self._move_aside(source, quarantine_dir(checkpoint.id))
+
+    def _move_aside(self, source: str, target: str) -> None:
+        """Move to ``target``, or beside it: a power loss can leave a rename at both of its names."""
+        for suffix in ("", *(f".{n}" for n in range(1, _NAMES))):
+            if lookup(self.storage, target + suffix) is None:
+                move(self.storage, source, target + suffix)
+                return
+        raise StorageError(f"{_NAMES} directories stand at {target}", file=target)
+
+    # ------------------------------------------------------------------------------ pins and leases
+
+    def pinned_steps(self) -> set[int]:
+        names = list_names(self.storage, PINS)
+        return {step for name in names if (step := parse_pin(name)) is not None}
+
+    def reader_leases(self) -> dict[str, int]:
+        """Lease file name -> the step it holds."""
+        names = list_names(self.storage, READERS)
+        return {name: step for name in names if (step := parse_reader(name)) is not None}
+
+    def pin(self, step: int, reason: str) -> None:
+        self.check_epoch()
+        put(self.storage, pin_name(step), encode(Pin(step=step, reason=reason)), tag=self.tag)
+
+
+def _by_name(entry: FileEntry) -> str:
+    return entry.name

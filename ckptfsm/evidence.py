@@ -1,0 +1,184 @@
+"""Looks at a root and says what is there, for recovery and for verification. Changes nothing.
+
+Rules: reads only; follows no symbolic link (the storage does not); bounded; a damaged document is a
+finding, not an error, except that a document of a newer version stops everything (F34).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import MappingProxyType
+
+from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, Receipt, decode
+from ckptfsm.durable import list_names, lookup
+from ckptfsm.errors import DamagedRoot, NewerSchema
+from ckptfsm.layout import (
+    MANIFEST,
+    STAGING,
+    TRACKER,
+    parse_attempt,
+    parse_published,
+    parse_tracker,
+    planned_name,
+    published_name,
+    receipt_name,
+    working_dir,
+)
+from ckptfsm.ledger import Ledger
+from ckptfsm.lifecycle import Checkpoint, State, expected_reports
+from ckptfsm.messages import AttemptId
+from ckptfsm.ports import Storage
+from ckptfsm.recovery import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
+from ckptfsm.stock import inspect_stock
+
+
+def read_tracker(storage: Storage) -> TrackerEvidence:
+    """What the tracker says. A tracker that is not a regular file counts as torn."""
+    found = lookup(storage, TRACKER)
+    if found is None:
+        return TrackerEvidence("missing")
+    value = parse_tracker(storage.read(TRACKER, 256)) if found.kind == "file" else None
+    if value is None:
+        return TrackerEvidence("torn")
+    return TrackerEvidence("release") if isinstance(value, str) else TrackerEvidence("step", value)
+
+
+def read_manifest(storage: Storage, directory: str) -> Manifest | None:
+    """The manifest of a directory; None where there is none. Raises ``DamagedRoot``."""
+    path = f"{directory}/{MANIFEST}"
+    found = lookup(storage, path)
+    if found is None:
+        return None
+    if found.kind != "file":
+        raise DamagedRoot("the manifest is not a regular file", file=path)
+    return decode(Manifest, storage.read(path, MAX_DOCUMENT_BYTES), path)
+
+
+def check_sizes(storage: Storage, directory: str, files: Iterable[FileEntry]) -> str:
+    """The first listed file that is missing, not a regular file, or of another size; "" if none."""
+    for entry in files:
+        if ".." in entry.name.split("/"):
+            return f"{entry.name}: not a name inside the checkpoint"
+        found = lookup(storage, f"{directory}/{entry.name}")
+        if found is None:
+            return f"{entry.name} is missing"
+        if found.kind != "file" or found.size != entry.bytes:
+            return f"{entry.name} is a {found.kind} of {found.size} bytes, not {entry.bytes}"
+    return ""
+
+
+def check_digests(storage: Storage, directory: str, files: Iterable[FileEntry]) -> str:
+    """The first listed file whose content has another digest; "" if none.
+
+    A warm re-read proves memory, not disk.
+    """
+    for entry in files:
+        if entry.digest is not None and storage.digest(f"{directory}/{entry.name}") != entry.digest:
+            return f"{entry.name} has another content than was written"
+    return ""
+
+
+def check_extra_shards(storage: Storage, directory: str, files: Sequence[FileEntry]) -> str:
+    """The first shard file that the manifest does not list; "" if none."""
+    listed = {entry.name for entry in files}
+    directories = {name.rpartition("/")[0] for name in listed if ".ckptfsm/" not in name}
+    for inner in sorted(directories):
+        base = f"{directory}/{inner}" if inner else directory
+        for name in list_names(storage, base):
+            relative = f"{inner}/{name}" if inner else name
+            if name.endswith(".distcp") and relative not in listed:
+                return f"{relative} is not of this checkpoint"
+    return ""
+
+
+def inspect_published(storage: Storage, step: int) -> PublishedEvidence:
+    """Judge the directory at the published name of ``step``, by names and sizes."""
+    directory = published_name(step)
+    found = lookup(storage, directory)
+    if found is None or found.kind != "dir":
+        kind = found.kind if found else "nothing"
+        return PublishedEvidence(step, "unexplained", detail=f"{directory} is a {kind}")
+    try:
+        manifest = read_manifest(storage, directory)
+    except NewerSchema:
+        raise
+    except (DamagedRoot, OSError) as error:
+        return PublishedEvidence(step, "damaged", detail=f"{directory}: {error}")
+    if manifest is None:
+        verdict = inspect_stock(storage, directory)
+        if verdict.acceptable:
+            return PublishedEvidence(step, "stock")
+        return PublishedEvidence(step, "unexplained", detail=f"{directory}: {verdict.reason}")
+    problem = "" if manifest.step == step else f"its manifest is of step {manifest.step}"
+    problem = problem or check_sizes(storage, directory, manifest.files)
+    problem = problem or check_extra_shards(storage, directory, manifest.files)
+    if problem:
+        return PublishedEvidence(step, "damaged", manifest.of, detail=f"{directory}: {problem}")
+    return PublishedEvidence(step, "manifest", manifest.of, manifest.run_seconds)
+
+
+def read_receipt(storage: Storage, checkpoint: Checkpoint, part: str, rank: int) -> Receipt:
+    """The receipt of one (part, rank). Raises ``DamagedRoot`` if it is not of this attempt (I5)."""
+    directory = working_dir(checkpoint.id, checkpoint.in_place)
+    path = f"{directory}/{receipt_name(part, rank)}"
+    receipt = decode(Receipt, storage.read(path, MAX_DOCUMENT_BYTES), path)
+    expected = (checkpoint.id, part, rank, checkpoint.world_size)
+    actual = (receipt.of, receipt.part, receipt.rank, receipt.world_size)
+    if actual != expected:
+        raise DamagedRoot(
+            f"the receipt is of {actual}, not of {expected}",
+            file=path,
+            rank=rank,
+            step=checkpoint.step,
+        )
+    return receipt
+
+
+def inspect_staging(storage: Storage, checkpoint: Checkpoint) -> StagingEvidence:
+    """Could this attempt be finalized as it lies there?"""
+    directory = working_dir(checkpoint.id, checkpoint.in_place)
+    if lookup(storage, directory) is None:
+        return StagingEvidence(False, "its directory is gone")
+    if any(part.kind == "foreign" for part in checkpoint.parts):
+        return StagingEvidence(False, "a foreign part's finalizers ended with its process")
+    try:
+        for part, rank in sorted(expected_reports(checkpoint)):
+            receipt = read_receipt(storage, checkpoint, part, rank)
+            problem = check_sizes(storage, directory, receipt.files)
+            if problem:
+                return StagingEvidence(False, problem)
+        for spec in checkpoint.parts:
+            if spec.kind == "torch_dist" and not lookup(
+                storage, f"{directory}/{planned_name(spec.name)}"
+            ):
+                return StagingEvidence(False, f"no planned metadata of part {spec.name}")
+    except NewerSchema:
+        raise
+    except (DamagedRoot, OSError) as error:
+        return StagingEvidence(False, str(error))
+    return StagingEvidence(True)
+
+
+def gather_evidence(storage: Storage, ledger: Ledger) -> Evidence:
+    """Everything recovery needs to know about the root, in one pass."""
+    published: dict[int, PublishedEvidence] = {}
+    for name in list_names(storage, ""):
+        step = parse_published(name)
+        if step is not None:
+            published[step] = inspect_published(storage, step)
+    staging: dict[AttemptId, StagingEvidence] = {}
+    strays: list[str] = []
+    for name in list_names(storage, STAGING):
+        of = parse_attempt(name)
+        if of is None:
+            strays.append(f"{STAGING}/{name}")
+        elif of not in ledger.checkpoints:
+            staging[of] = StagingEvidence(False, "no journal explains it")
+    for checkpoint in ledger.checkpoints.values():
+        if checkpoint.state is State.SHARDS_WRITTEN:
+            staging[checkpoint.id] = inspect_staging(storage, checkpoint)
+    tracker = read_tracker(storage)
+    release = tracker.found == "release" and inspect_stock(storage, "release").acceptable
+    return Evidence(
+        tracker, MappingProxyType(published), MappingProxyType(staging), tuple(strays), release
+    )

@@ -1,0 +1,332 @@
+"""The journal: one segment per epoch, one checksummed line per record.
+
+A line is ``{"crc":"xxxxxxxx","record":{...}}``; the crc32 covers the bytes of the record. A segment
+is allocated ahead in blocks of newlines, so that a failure can be journaled on a full disk and the
+file stays plain text: blank lines are padding. Records are overwritten into the padding in place and
+fsynced one by one.
+
+Rules:
+* A segment belongs to one epoch and is written by nobody else. Opening a root writes a new segment
+  whose first record seals the older ones (length, crc) and carries the whole ledger. Bytes after a
+  seal are a zombie's and do not count.
+* A damaged line with no valid record after it is a torn tail: the crash came there, it is ignored.
+  A damaged line with a valid record after it is corruption: ``JournalCorrupt``, nothing is changed.
+* After a failed fsync the segment is lost: nothing more is written to it.
+"""
+
+from __future__ import annotations
+
+import errno
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from ckptfsm.documents import (
+    MAX_DOCUMENT_BYTES,
+    RECORD,
+    Record,
+    RollbackFinished,
+    RollbackStarted,
+    Seal,
+    SegmentClosed,
+    SegmentOpened,
+    TransitionRecord,
+    checkpoint_of,
+    encode,
+    first_problem,
+    raise_newer,
+)
+from ckptfsm.durable import list_names
+from ckptfsm.errors import JournalCorrupt, OutcomeUnknown, StorageError
+from ckptfsm.layout import JOURNAL, parse_segment, segment_name
+from ckptfsm.ledger import Ledger
+from ckptfsm.lifecycle import FORGOTTEN, TABLE, Checkpoint, State, writing_ranks
+from ckptfsm.messages import AttemptId
+from ckptfsm.ports import Storage
+
+BLOCK_BYTES = 16 * 1024
+RESERVE_BYTES = 4 * 1024  # of the last block, kept for records that must fit on a full disk
+_PREFIX = b'{"crc":"'
+_MIDDLE = b'","record":'
+_HEAD = len(_PREFIX) + 8 + len(_MIDDLE)
+_LEGAL = frozenset((row.source, row.event.name, row.dest) for row in TABLE)
+
+
+def encode_line(record: Record) -> bytes:
+    """A record as its line, newline included."""
+    body = encode(record)
+    return _PREFIX + b"%08x" % zlib.crc32(body) + _MIDDLE + body + b"}\n"
+
+
+def decode_line(line: bytes) -> bytes | None:
+    """The record bytes of a line without its newline, or None if it is not an intact line."""
+    if not line.startswith(_PREFIX) or not line.endswith(b"}"):
+        return None
+    if line[len(_PREFIX) + 8 : _HEAD] != _MIDDLE:
+        return None
+    body = line[_HEAD:-1]
+    return body if line[len(_PREFIX) : len(_PREFIX) + 8] == b"%08x" % zlib.crc32(body) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A parsed segment: its records, and the length up to and including the last one."""
+
+    epoch: int
+    records: tuple[Record, ...]
+    end: int
+    crc32: int
+
+
+def parse_segment_bytes(epoch: int, data: bytes, file: str) -> Segment:
+    """Parse a segment. Raises ``JournalCorrupt`` with the offset of damage before its end."""
+    records: list[Record] = []
+    end = offset = 0
+    torn_at: int | None = None
+    for line in data.split(b"\n"):
+        body = decode_line(line) if line else None
+        if body is not None:
+            if torn_at is not None:
+                raise JournalCorrupt(
+                    "journal damaged before its last record", file=file, offset=torn_at
+                )
+            records.append(_decode_record(body, file, offset))
+            end = min(offset + len(line) + 1, len(data))
+        elif line and torn_at is None:
+            torn_at = offset
+        offset += len(line) + 1
+    return Segment(epoch, tuple(records), end, zlib.crc32(data[:end]))
+
+
+def _decode_record(body: bytes, file: str, offset: int) -> Record:
+    try:
+        return RECORD.validate_json(body)
+    except ValidationError as error:
+        raise_newer(body, file)
+        raise JournalCorrupt(
+            f"journal record is not one of ours: {first_problem(error)}", file=file, offset=offset
+        ) from error
+
+
+# --------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What the journal of a root says. ``rolling_back``: an intent that was not finished."""
+
+    ledger: Ledger
+    run_seconds: float
+    seals: tuple[Seal, ...]
+    newest_epoch: int
+    rolling_back: bool = False
+    rolling_back_to: int | None = None
+    known: frozenset[AttemptId] = frozenset()
+
+
+def _segment_epochs(storage: Storage) -> list[int]:
+    epochs = (parse_segment(name) for name in list_names(storage, JOURNAL))
+    return sorted(epoch for epoch in epochs if epoch is not None)
+
+
+def newest_segment(storage: Storage) -> int:
+    """The greatest epoch that has a segment, begun or not; 0 if none."""
+    return max(_segment_epochs(storage), default=0)
+
+
+def read_segments(storage: Storage) -> list[Segment]:
+    """Every segment of a root, oldest first, as parsed. Seals are not applied."""
+    return [_read_segment(storage, epoch) for epoch in _segment_epochs(storage)]
+
+
+def _read_segment(storage: Storage, epoch: int) -> Segment:
+    file = f"{JOURNAL}/{segment_name(epoch)}"
+    return parse_segment_bytes(epoch, storage.read(file, MAX_DOCUMENT_BYTES), file)
+
+
+def read_history(storage: Storage) -> History:
+    """Rebuild the ledger: the newest segment that began, its snapshot, then its transitions.
+
+    Raises ``JournalCorrupt`` if a record is damaged before the end, a seal does not match, or a
+    transition is not a row of the table.
+    """
+    epochs = _segment_epochs(storage)
+    seals: list[Seal] = []
+    newest: Segment | None = None
+    for epoch in reversed(epochs):
+        segment = _read_segment(storage, epoch)
+        if segment.records:
+            newest = segment
+            break
+    if newest is None:
+        return History(Ledger(), 0.0, (), max(epochs, default=0))
+    opened = newest.records[0]
+    file = f"{JOURNAL}/{segment_name(newest.epoch)}"
+    if not isinstance(opened, SegmentOpened) or opened.epoch != newest.epoch:
+        raise JournalCorrupt("a segment does not begin with its own opening", file=file, offset=0)
+    _check_seals(storage, opened.seals)
+    seals = [*opened.seals, Seal(epoch=newest.epoch, bytes=newest.end, crc32=newest.crc32)]
+    return _replay(newest, opened, tuple(seals), max(epochs), file)
+
+
+def _check_seals(storage: Storage, seals: Sequence[Seal]) -> None:
+    for seal in seals:
+        file = f"{JOURNAL}/{segment_name(seal.epoch)}"
+        try:
+            data = storage.read(file, seal.bytes)
+        except FileNotFoundError:
+            raise JournalCorrupt("a sealed segment is missing", file=file, offset=0) from None
+        if len(data) < seal.bytes or zlib.crc32(data[: seal.bytes]) != seal.crc32:
+            raise JournalCorrupt("a sealed segment has changed", file=file, offset=0)
+
+
+def _replay(
+    segment: Segment, opened: SegmentOpened, seals: tuple[Seal, ...], newest: int, file: str
+) -> History:
+    checkpoints = {c.id: c for c in map(checkpoint_of, opened.checkpoints)}
+    known = set(checkpoints)
+    run_seconds = opened.run_seconds
+    rolling_back, target = opened.rolling_back, opened.rolling_back_to
+    for index, record in enumerate(segment.records[1:], start=1):
+        match record:
+            case TransitionRecord():
+                _replay_transition(checkpoints, record, file, index)
+                known.add(record.of)
+                run_seconds = max(run_seconds, record.run_seconds)
+            case RollbackStarted():
+                rolling_back, target = True, record.to_step
+            case RollbackFinished():
+                rolling_back, target = False, None
+            case SegmentClosed():
+                run_seconds = max(run_seconds, record.run_seconds)
+            case _:
+                raise JournalCorrupt("a segment is opened twice", file=file, offset=0, record=index)
+    ledger = Ledger()
+    for checkpoint in checkpoints.values():
+        ledger = ledger.restore(checkpoint)
+    return History(ledger, run_seconds, seals, newest, rolling_back, target, frozenset(known))
+
+
+def _replay_transition(
+    checkpoints: dict[AttemptId, Checkpoint], record: TransitionRecord, file: str, index: int
+) -> None:
+    """Replay one transition at the journal's level: the move must be a row of the table (I11)."""
+    current = checkpoints.get(record.of)
+    source = current.state if current is not None else State.ABSENT
+    legal = (record.source, record.event, record.dest) in _LEGAL and record.source is source
+    created = record.source is State.ABSENT
+    if not legal or created != (record.created is not None):
+        raise JournalCorrupt(
+            f"record {index}: {record.source.value} -{record.event}-> {record.dest.value} of "
+            f"{record.of} is not a legal move from {source.value}",
+            file=file,
+            offset=0,
+            step=record.step,
+        )
+    if record.dest in FORGOTTEN:
+        checkpoints.pop(record.of, None)
+        return
+    base = checkpoint_of(record.created) if record.created is not None else current
+    assert base is not None
+    checkpoints[record.of] = _moved(base, record)
+
+
+def _moved(base: Checkpoint, record: TransitionRecord) -> Checkpoint:
+    forked = writing_ranks(base) if record.dest is not State.REQUESTED else base.forked
+    return Checkpoint(
+        id=base.id,
+        state=record.dest,
+        parts=base.parts,
+        world_size=base.world_size,
+        in_place=base.in_place,
+        provenance=base.provenance,
+        metrics=base.metrics,
+        run_seconds=base.run_seconds,
+        forked=forked,
+        shard_bytes=record.shard_bytes or base.shard_bytes,
+        reason=record.reason or base.reason,
+        detail=record.detail or base.detail,
+    )
+
+
+# --------------------------------------------------------------------------------------- writing
+
+
+class JournalWriter:
+    """Appends records to this epoch's segment. Not thread-safe: the coordinator's thread only."""
+
+    def __init__(self, storage: Storage, epoch: int) -> None:
+        self.file = f"{JOURNAL}/{segment_name(epoch)}"
+        self._storage = storage
+        self._handle: int | None = None
+        self._end = 0
+        self._allocated = 0
+
+    def open(self, opened: SegmentOpened) -> None:
+        """Create the segment with its first record, padded and durable."""
+        self._handle = self._storage.open_exclusive(self.file)
+        line = encode_line(opened)
+        self._extend(len(line))
+        self._write(line)
+        self._storage.fsync(self._handle)
+        self._storage.fsync_dir(JOURNAL)
+
+    def append(self, record: Record, *, essential: bool = False) -> None:
+        """Append durably. ``essential`` records may use the reserve of a full disk.
+
+        Raises ``StorageError``; after a failed fsync for every later call too.
+        """
+        if self._handle is None:
+            raise StorageError("the journal segment is lost or closed", file=self.file)
+        line = encode_line(record)
+        needed = len(line) if essential else len(line) + RESERVE_BYTES
+        if self._end + needed > self._allocated:
+            self._make_room(len(line), essential)
+        self._write(line)
+        try:
+            self._storage.fsync(self._handle)
+        except OSError as error:
+            self._give_up()
+            raise OutcomeUnknown(
+                f"the journal could not be made durable: {error}", file=self.file
+            ) from error
+
+    def close(self) -> None:
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            self._storage.close(handle)
+
+    def _make_room(self, length: int, essential: bool) -> None:
+        try:
+            self._extend(length)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not (full and essential and self._end + length <= self._allocated):
+                raise
+
+    def _extend(self, length: int) -> None:
+        """Allocate blocks of padding until ``length`` and the reserve fit."""
+        while self._end + length + RESERVE_BYTES > self._allocated:
+            self._pwrite(b"\n" * BLOCK_BYTES, self._allocated)
+            self._allocated += BLOCK_BYTES
+
+    def _write(self, line: bytes) -> None:
+        self._pwrite(line, self._end)
+        self._end += len(line)
+
+    def _pwrite(self, data: bytes, offset: int) -> None:
+        assert self._handle is not None
+        view = memoryview(data)
+        while len(view):
+            taken = self._storage.pwrite(self._handle, view, offset)
+            if taken <= 0:
+                raise OSError(errno.EIO, f"a write took {taken} of {len(view)} bytes")
+            view, offset = view[taken:], offset + taken
+
+    def _give_up(self) -> None:
+        """After a failed fsync nobody knows what is on disk: never touch this segment again."""
+        handle, self._handle = self._handle, None
+        assert handle is not None
+        self._storage.close(handle)

@@ -1,0 +1,159 @@
+"""Who owns a root: a liveness lock that dies with its process, and an epoch that fences zombies.
+
+Rules: the lock (a POSIX record lock: dropped at death, not inherited by fork) tells living from
+dead on one host. The epoch, a file created by ``link``, tells old from new even when the lock
+cannot: on a file system without locks, after a takeover, or when a paused process wakes up. Every
+effect is preceded by ``check`` (I9).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from pathlib import Path
+
+from ckptfsm.documents import Holder, decode, encode
+from ckptfsm.durable import list_names, make_dirs, put, write_new
+from ckptfsm.errors import Fenced, RootBusy
+from ckptfsm.layout import DIRECTORIES, LEASE, LOCK, epoch_name, parse_epoch
+from ckptfsm.ports import Identity, Storage
+
+_HOLDER_BYTES = 1 << 16
+_ATTEMPTS = 16
+
+
+def this_process() -> Identity:
+    """The running process: its start time tells it from an earlier one with the same pid."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    started = f"{boot}:{fields[19]}"
+    return Identity(socket.gethostname(), os.getpid(), started, uuid.uuid4().hex)
+
+
+class RootLease:
+    """The right to change a root. ``epoch`` is this run's generation."""
+
+    def __init__(self, storage: Storage, identity: Identity, epoch: int, lock: int | None) -> None:
+        self.epoch = epoch
+        self._storage = storage
+        self._identity = identity
+        self._lock = lock
+
+    @property
+    def tag(self) -> str:
+        """Unique to this process on this root: for temporary names."""
+        return f"{self.epoch}-{self._identity.pid}-{self._identity.nonce[:12]}"
+
+    def check(self) -> None:
+        """Raise ``Fenced`` if a newer epoch exists."""
+        newest = newest_epoch(self._storage)
+        if newest != self.epoch:
+            raise Fenced(
+                "a newer manager took this root over", epoch=self.epoch, newer_epoch=newest
+            )
+
+    def release(self) -> None:
+        """Give the root back in order."""
+        if newest_epoch(self._storage) == self.epoch:
+            holder = _holder(self._identity, self.epoch, released=True)
+            put(self._storage, _epoch_path(self.epoch), encode(holder), tag=self.tag)
+        self.drop()
+
+    def drop(self) -> None:
+        """Give up the lock only, as death would."""
+        if self._lock is not None:
+            lock, self._lock = self._lock, None
+            self._storage.unlock(lock)
+
+
+def newest_epoch(storage: Storage) -> int:
+    epochs = (parse_epoch(name) for name in list_names(storage, LEASE))
+    return max((e for e in epochs if e is not None), default=0)
+
+
+def read_holder(storage: Storage, epoch: int) -> Holder | None:
+    """Who took ``epoch``; None when there is no such epoch."""
+    path = _epoch_path(epoch)
+    try:
+        return decode(Holder, storage.read(path, _HOLDER_BYTES), path)
+    except FileNotFoundError:
+        return None
+
+
+def open_root(
+    storage: Storage, identity: Identity, *, above: int = 0, takeover: bool = False
+) -> RootLease:
+    """Take the root: lock, then a new epoch (greater than ``above`` and than any other).
+
+    Raises ``RootBusy`` with host and pid of the living owner, unless ``takeover``.
+    """
+    for directory in DIRECTORIES:
+        make_dirs(storage, directory)
+        storage.fsync_dir(directory)  # a killed process may have left names that are not durable
+    epoch = newest_epoch(storage)
+    lock = storage.try_lock(LOCK)
+    try:
+        holder = read_holder(storage, epoch)
+        if not takeover:
+            _refuse_if_busy(lock, holder, identity, storage.root)
+        taken = _take_epoch(storage, identity, max(epoch, above))
+    except BaseException:
+        if lock is not None:
+            storage.unlock(lock)
+        raise
+    _forget_older(storage, taken)
+    return RootLease(storage, identity, taken, lock)
+
+
+def _refuse_if_busy(lock: int | None, holder: Holder | None, identity: Identity, root: str) -> None:
+    """The lock does not tell two managers of one process apart; the holder's identity does."""
+    same_process = (
+        holder is not None
+        and not holder.released
+        and (holder.host, holder.pid, holder.started)
+        == (identity.host, identity.pid, identity.started)
+    )
+    if lock is None or same_process:
+        host, pid = (holder.host, holder.pid) if holder else ("unknown", None)
+        raise RootBusy(
+            f"root {root} is owned by pid {pid} on {host}", root=root, host=host, pid=pid
+        )
+
+
+def _take_epoch(storage: Storage, identity: Identity, newest: int) -> int:
+    for epoch in range(newest + 1, newest + 1 + _ATTEMPTS):
+        temporary = f"{LEASE}/take-{identity.pid}-{identity.nonce}-{epoch}"
+        write_new(storage, temporary, encode(_holder(identity, epoch)))
+        try:
+            storage.link(temporary, _epoch_path(epoch))
+        except FileExistsError:
+            continue
+        finally:
+            storage.unlink(temporary)
+        storage.fsync_dir(LEASE)
+        return epoch
+    raise RootBusy("others take this root again and again", root=storage.root)
+
+
+def _forget_older(storage: Storage, epoch: int) -> None:
+    """Remove the epochs below ours; a zombie sees ours and stops either way."""
+    for name in list_names(storage, LEASE):
+        older = parse_epoch(name)
+        if older is not None and older < epoch:
+            storage.unlink(f"{LEASE}/{name}")
+
+
+def _holder(identity: Identity, epoch: int, *, released: bool = False) -> Holder:
+    return Holder(
+        epoch=epoch,
+        host=identity.host,
+        pid=identity.pid,
+        started=identity.started,
+        nonce=identity.nonce,
+        released=released,
+    )
+
+
+def _epoch_path(epoch: int) -> str:
+    return f"{LEASE}/{epoch_name(epoch)}"

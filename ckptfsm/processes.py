@@ -1,0 +1,268 @@
+"""Forked children that own a copy of the trainer's memory, and their supervision. No torch here.
+
+A child owns an immutable copy of everything from the moment of the fork. It must hold nothing else
+of its parent's: no listening socket (a restarted job needs the port), no lock, no lease, no journal.
+It dies with its parent, and its parent never takes "not alive" for "succeeded".
+
+Rules:
+* Success is exit code 0 *and* a complete payload. Everything else is a failure with a reason.
+* A child closes every inherited descriptor it was not told to keep, resets signal handlers, and
+  leaves only through ``os._exit``: it never returns into its parent's frames.
+* The kernel kills a child when the *thread* that forked it ends. Forked from another thread than the
+  main one, a child watches for its parent instead.
+* The garbage collector stays off from before the fork: collecting the parent's CUDA tensors in a
+  child crashes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import pickle
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptfsm.errors import describe, first_os_error
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+_HEAD = struct.Struct("!BQ")
+_RESULT, _ERROR = 1, 2
+_WATCH_S = 0.2
+_KILL_WAIT_S = 5.0
+_ORPHANED = 77
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ChildError:
+    """Why a child failed, as far as it could say. ``os_error`` is the first real one, if any."""
+
+    text: str
+    os_error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a child ended. ``exitcode`` is negative for a signal, None if it could not be learned."""
+
+    exitcode: int | None
+    payload: Any = None
+    error: ChildError | None = None
+    complete: bool = False
+
+    @property
+    def succeeded(self) -> bool:
+        return self.exitcode == 0 and self.complete and self.error is None
+
+    def explain(self) -> str:
+        """One line for people: the child's own words first, then how it ended."""
+        if self.error is not None:
+            first = f" (first system error: {self.error.os_error})" if self.error.os_error else ""
+            return f"{self.error.text}{first}"
+        if self.exitcode is None:
+            return "its exit status is unknown: SIGCHLD is ignored or somebody else reaped it"
+        if self.exitcode < 0:
+            return f"killed by {_signal_name(-self.exitcode)}"
+        return f"exit code {self.exitcode} without a complete result"
+
+
+class Child:
+    """A forked child, seen from its parent."""
+
+    def __init__(self, pid: int, pipe: int, *, group: bool) -> None:
+        self.pid = pid
+        self._pipe: int | None = pipe
+        self._group = group
+        self._data = bytearray()
+        self._outcome: Outcome | None = None
+        os.set_blocking(pipe, False)
+
+    def poll(self) -> Outcome | None:
+        """The outcome, or None while the child runs. Never blocks."""
+        if self._outcome is None:
+            self._drain()
+            status = self._reap()
+            if status is not None:
+                self._drain()
+                self._finish(status[0])
+        return self._outcome
+
+    def wait(self, timeout_s: float | None = None) -> Outcome | None:
+        """Wait for the end, at most ``timeout_s``; None if the child still runs then."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        pause = 0.0005
+        while (outcome := self.poll()) is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                return None
+            time.sleep(pause)
+            pause = min(pause * 2, 0.02)
+        return outcome
+
+    def kill(self) -> bool:
+        """Kill the child and its whole group. True once it is certainly gone."""
+        if self._outcome is not None:
+            return True
+        with contextlib.suppress(ProcessLookupError):
+            if self._group:
+                os.killpg(self.pid, signal.SIGKILL)
+            else:
+                os.kill(self.pid, signal.SIGKILL)
+        return self.wait(_KILL_WAIT_S) is not None
+
+    def _drain(self) -> None:
+        while self._pipe is not None:
+            try:
+                piece = os.read(self._pipe, _READ_BYTES)
+            except BlockingIOError:
+                return
+            if not piece:
+                os.close(self._pipe)
+                self._pipe = None
+            self._data += piece
+
+    def _reap(self) -> tuple[int | None] | None:
+        try:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+        except ChildProcessError:
+            return (None,)
+        return (os.waitstatus_to_exitcode(status),) if pid else None
+
+    def _finish(self, exitcode: int | None) -> None:
+        if self._pipe is not None:
+            os.close(self._pipe)
+            self._pipe = None
+        self._kill_group()
+        self._outcome = _read_outcome(exitcode, bytes(self._data))
+        self._data.clear()
+
+    def _kill_group(self) -> None:
+        """Workers that outlived their writer must not write on."""
+        if self._group:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+def fork_child(job: Callable[[], Any], *, keep: Sequence[int], group: bool) -> Child:
+    """Fork a child that runs ``job`` and reports its (picklable) result or its error.
+
+    ``keep``: descriptors the child may keep. ``group``: give it a process group of its own, so that
+    it can be killed with everything it forks, and a Ctrl-C at the terminal does not reach it.
+    """
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    parent = os.getpid()
+    main_thread = threading.current_thread() is threading.main_thread()
+    with _collector_off():
+        pid = os.fork()
+        if pid == 0:
+            _run_child(job, write_end, keep, group, parent if main_thread else -parent)
+    os.close(write_end)
+    if group:
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.setpgid(pid, pid)  # both sides do it: neither may wait for the other
+    return Child(pid, read_end, group=group)
+
+
+def _run_child(
+    job: Callable[[], Any], pipe: int, keep: Sequence[int], group: bool, parent: int
+) -> None:
+    """The child's whole life. Does not return."""
+    code = 1
+    try:
+        gc.disable()
+        if group:
+            os.setpgid(0, 0)
+        _die_with(abs(parent), by_kernel=parent > 0)
+        _reset_signals()
+        _close_all_but({0, 1, 2, pipe, *keep})
+        try:
+            frame = _frame(_RESULT, job())
+            code = 0
+        except BaseException as error:  # whatever it is, the parent must hear of it
+            cause = first_os_error(error)
+            frame = _frame(_ERROR, ChildError(describe(error), describe(cause) if cause else ""))
+        _send(pipe, frame)
+    finally:
+        os._exit(code)
+
+
+def _die_with(parent: int, *, by_kernel: bool) -> None:
+    """End when the parent ends, however it ends."""
+    if by_kernel:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # it died between the fork and now
+        os._exit(_ORPHANED)
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_WATCH_S)
+    os._exit(_ORPHANED)
+
+
+def _reset_signals() -> None:
+    """The trainer's handlers must not run here; Ctrl-C is the trainer's business."""
+    with contextlib.suppress(ValueError):  # not in a main thread: no handler can be set
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _close_all_but(keep: set[int]) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd not in keep:
+            with contextlib.suppress(OSError):  # the listing's own descriptor is gone by now
+                os.close(fd)
+
+
+def _frame(kind: int, value: Any) -> bytes:
+    body = pickle.dumps(value)
+    return _HEAD.pack(kind, len(body)) + body
+
+
+def _send(pipe: int, frame: bytes) -> None:
+    view = memoryview(frame)
+    while len(view):
+        view = view[os.write(pipe, view) :]
+
+
+def _read_outcome(exitcode: int | None, data: bytes) -> Outcome:
+    """The frame comes from our own fork; a torn one is no result."""
+    if len(data) < _HEAD.size:
+        return Outcome(exitcode)
+    kind, length = _HEAD.unpack_from(data)
+    body = data[_HEAD.size :]
+    if len(body) != length:
+        return Outcome(exitcode)
+    value = pickle.loads(body)
+    if kind == _ERROR:
+        return Outcome(exitcode, error=value)
+    return Outcome(exitcode, payload=value, complete=True)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

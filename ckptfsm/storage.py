@@ -1,0 +1,416 @@
+"""The real disk: ``PosixStorage``, the ``Storage`` port on Linux system calls.
+
+Rules:
+
+- Every call is relative to a descriptor of the root. Parents are walked one component at a time with
+  ``O_NOFOLLOW``, so no symbolic link is followed in any component, also not one that was swapped in
+  a moment ago, and nothing outside the root can be touched.
+- Nothing is changed through a directory on another device than the root (a mount point inside it):
+  ``EXDEV``. A bind mount of the same device cannot be told apart this way.
+- Only regular files are opened, never blocking: a FIFO or a device in the store hangs nothing.
+- Errors are ``OSError`` with ``errno``; ``filename`` is the path relative to the root. A path that no
+  caller may pass (absolute, ``..``, NUL) is a ``ConfigError``.
+- POSIX record locks belong to the process: closing *any* descriptor of the locked file drops the
+  lock. So the locked files of this process are known here, by inode, and never opened again while
+  held: ``try_lock`` says None, any other opening fails with ``EBUSY``.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import os
+import stat as modes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import xxhash
+
+from ckptfsm.errors import ConfigError
+from ckptfsm.ports import FileKind, FileStat
+
+DIGEST_PREFIX = "xxh3_128:"
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_EXCLUSIVE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_REGULAR = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_READ_BYTES = 1 << 20  # one read; the limit of a document may be far larger than the document
+_DIGEST_BYTES = 4 << 20
+
+_Inode = tuple[int, int]  # st_dev, st_ino
+
+
+class _ProcessLocks:
+    """The inodes this process holds a record lock on. Process-wide, because the locks are."""
+
+    def __init__(self) -> None:
+        self.mutex = threading.Lock()
+        self.held: set[_Inode] = set()
+
+    def forget(self) -> None:
+        """In a forked child: it has none of the locks, and nobody to release the mutex."""
+        self.mutex = threading.Lock()
+        self.held = set()
+
+
+_locks = _ProcessLocks()
+os.register_at_fork(after_in_child=_locks.forget)
+
+
+@functools.lru_cache(maxsize=4096)
+def split_path(path: str) -> tuple[str, ...]:
+    """The components of a path relative to the root; none for the root itself.
+
+    Raises ``ConfigError`` (a ``ValueError``) for an absolute path, an empty, ``.`` or ``..``
+    component, or a NUL.
+    """
+    if path == "":
+        return ()
+    pieces = tuple(path.split("/"))
+    if "\0" in path or any(piece in ("", ".", "..") for piece in pieces):
+        raise ConfigError("not a path inside the store", path=path)
+    return pieces
+
+
+def split_entry(path: str) -> tuple[str, ...]:
+    """As ``split_path``, for calls that cannot be made on the root itself."""
+    pieces = split_path(path)
+    if not pieces:
+        raise ConfigError("the root itself is not an entry of the store", path=path)
+    return pieces
+
+
+class PosixStorage:
+    """``Storage`` on a directory of a Linux file system. Usable from several threads.
+
+    Handles are file descriptors, all close-on-exec. A forked writer keeps using the instance (it
+    must not close ``fileno_of_root()``), but it does not have the locks.
+    """
+
+    root: str
+
+    def __init__(self, root: str | os.PathLike[str], *, create: bool = True) -> None:
+        """Open ``root``; with ``create``, make it and its missing parents, durably.
+
+        Raises ``ConfigError`` (``root``, ``reason``) where the root is a symbolic link, is not a
+        directory, or is missing and ``create`` is False.
+        """
+        text = os.fspath(root)
+        if not text or "\0" in text:
+            raise ConfigError("the root is not a path", root=text, reason="not_a_path")
+        self.root = os.path.abspath(text)
+        if create:
+            _make_durable_dirs(self.root)
+        self._root_fd = _open_root(self.root)
+        self._device = os.fstat(self._root_fd).st_dev
+        self._open: dict[int, str] = {}  # handle -> path, for messages
+        self._lock_inodes: dict[int, _Inode] = {}
+
+    def fileno_of_root(self) -> int:
+        """The descriptor every call is relative to; -1 once closed."""
+        return self._root_fd
+
+    def descriptors(self) -> tuple[int, ...]:
+        """The root only: a forked writer opens its own files and does not have the locks."""
+        return () if self._root_fd < 0 else (self._root_fd,)
+
+    def close_root(self) -> None:
+        """Close the root's descriptor; every later call fails with ``EBADF``. Idempotent."""
+        fd, self._root_fd = self._root_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    # -- files ---------------------------------------------------------------------------------
+
+    def open_exclusive(self, path: str) -> int:
+        with self._entry(path, changes=True) as (parent, name):
+            return self._opened(os.open(name, _EXCLUSIVE, 0o644, dir_fd=parent), path)
+
+    def open_existing(self, path: str) -> int:
+        with self._entry(path) as (parent, name):
+            return self._opened(_open_regular(parent, name), path)
+
+    def write(self, handle: int, data: bytes | memoryview) -> int:
+        with _named(self._path_of(handle)):
+            return os.write(handle, data)
+
+    def pwrite(self, handle: int, data: bytes | memoryview, offset: int) -> int:
+        with _named(self._path_of(handle)):
+            return os.pwrite(handle, data, offset)
+
+    def fsync(self, handle: int) -> None:
+        with _named(self._path_of(handle)):
+            os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        with _named(self._path_of(handle)):
+            # Forgotten first: Linux releases the descriptor even when close fails, and a second
+            # close could hit a file that somebody else opened in between.
+            del self._open[handle]
+            os.close(handle)
+
+    def read(self, path: str, limit: int) -> bytes:
+        with self._entry(path) as (parent, name):
+            fd = _open_regular(parent, name)
+            try:
+                return _read_up_to(fd, limit)
+            finally:
+                os.close(fd)
+
+    def digest(self, path: str) -> str:
+        with self._entry(path) as (parent, name):
+            fd = _open_regular(parent, name)
+            try:
+                return _digest(fd)
+            finally:
+                os.close(fd)
+
+    # -- names ---------------------------------------------------------------------------------
+
+    def rename(self, src: str, dst: str) -> None:
+        with self._entries(src, dst) as (at, old, to, new):
+            os.rename(old, new, src_dir_fd=at, dst_dir_fd=to)
+
+    def link(self, src: str, dst: str) -> None:
+        with self._entries(src, dst) as (at, old, to, new):
+            os.link(old, new, src_dir_fd=at, dst_dir_fd=to, follow_symlinks=False)
+
+    def mkdir(self, path: str) -> None:
+        with self._entry(path, changes=True) as (parent, name):
+            os.mkdir(name, 0o755, dir_fd=parent)
+
+    def rmdir(self, path: str) -> None:
+        with self._entry(path, changes=True) as (parent, name):
+            os.rmdir(name, dir_fd=parent)
+
+    def unlink(self, path: str) -> None:
+        with self._entry(path, changes=True) as (parent, name):
+            os.unlink(name, dir_fd=parent)
+
+    def fsync_dir(self, path: str) -> None:
+        with self._directory(path, split_path(path), changes=False) as fd:
+            os.fsync(fd)
+
+    def listdir(self, path: str) -> list[str]:
+        with self._directory(path, split_path(path), changes=False) as fd:
+            return sorted(os.listdir(fd))
+
+    def stat(self, path: str) -> FileStat:
+        if not split_path(path):
+            with self._directory(path, (), changes=False) as fd:
+                return _file_stat(os.fstat(fd))
+        with self._entry(path) as (parent, name):
+            return _file_stat(os.stat(name, dir_fd=parent, follow_symlinks=False))
+
+    def free_bytes(self) -> int:
+        found = os.fstatvfs(self._root_fd)
+        return found.f_bavail * found.f_frsize
+
+    # -- the liveness lock ---------------------------------------------------------------------
+
+    def try_lock(self, path: str) -> int | None:
+        with self._entry(path, changes=True) as (parent, name), _locks.mutex:
+            if _regular_inode(parent, name) in _locks.held:
+                return None  # opening it, and closing that again, would drop the lock we have
+            fd = os.open(name, _LOCK, 0o644, dir_fd=parent)
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                inode = _inode(os.fstat(fd))
+                if _regular_inode(parent, name) != inode:  # two could each lock "the" file
+                    raise OSError(errno.ESTALE, "the lock file was replaced")
+            except BaseException as error:
+                os.close(fd)
+                if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EAGAIN):
+                    return None
+                raise
+            _locks.held.add(inode)
+            self._lock_inodes[fd] = inode
+            return fd
+
+    def unlock(self, handle: int) -> None:
+        with _locks.mutex:
+            inode = self._lock_inodes.pop(handle, None)
+            if inode is None:
+                raise OSError(errno.EBADF, "not a lock of this storage")
+            _locks.held.discard(inode)
+            os.close(handle)  # releases the lock; in a forked child it only closes the copy
+
+    # -- the walk ------------------------------------------------------------------------------
+
+    def _opened(self, fd: int, path: str) -> int:
+        self._open[fd] = path
+        return fd
+
+    def _path_of(self, handle: int) -> str:
+        path = self._open.get(handle)
+        if path is None:
+            raise OSError(errno.EBADF, "not an open handle of this storage")
+        return path
+
+    @contextmanager
+    def _entry(self, path: str, *, changes: bool = False) -> Iterator[tuple[int, str]]:
+        """The opened directory that holds ``path``, and the name in it."""
+        pieces = split_entry(path)
+        with self._directory(path, pieces[:-1], changes=changes) as fd:
+            yield fd, pieces[-1]
+
+    @contextmanager
+    def _entries(self, src: str, dst: str) -> Iterator[tuple[int, str, int, str]]:
+        """Both directories of a rename or link, with the names in them."""
+        with (
+            _named(src, dst),
+            self._entry(src, changes=True) as (at, old),
+            self._entry(dst, changes=True) as (to, new),
+        ):
+            yield at, old, to, new
+
+    @contextmanager
+    def _directory(self, path: str, pieces: tuple[str, ...], *, changes: bool) -> Iterator[int]:
+        """The directory ``pieces`` opened; errors inside are named after ``path``."""
+        root = fd = self._root_fd
+        try:
+            with _named(path):
+                if root < 0:  # os.listdir(-1) would list the working directory
+                    raise OSError(errno.EBADF, "the storage is closed")
+                for piece in pieces:
+                    outer, fd = fd, _open_directory(fd, piece)
+                    if outer != root:
+                        os.close(outer)
+                    if changes and os.fstat(fd).st_dev != self._device:
+                        raise OSError(errno.EXDEV, "on another device than the root")
+                yield fd
+        finally:
+            if fd != root:
+                os.close(fd)
+
+
+@contextmanager
+def _named(path: str, other: str | None = None) -> Iterator[None]:
+    """Errors inside carry the path relative to the root, not the last component alone."""
+    try:
+        yield
+    except OSError as error:
+        error.filename, error.filename2 = path, other
+        raise
+
+
+def _open_directory(parent: int, name: str) -> int:
+    """Open a subdirectory, never through a symbolic link."""
+    try:
+        return os.open(name, _DIRECTORY, dir_fd=parent)
+    except NotADirectoryError:
+        # The kernel says ENOTDIR for a link too, and callers take that for "nothing there".
+        if modes.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from None
+        raise
+
+
+def _inode(found: os.stat_result) -> _Inode:
+    return (found.st_dev, found.st_ino)
+
+
+def _regular_inode(parent: int, name: str) -> _Inode | None:
+    """The inode at ``name``, None where there is nothing; raises if it is no regular file."""
+    try:
+        found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    if modes.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    if not modes.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    return _inode(found)
+
+
+def _open_regular(parent: int, name: str) -> int:
+    """Open a regular file for reading. Looks first: opening some devices has effects."""
+    if _regular_inode(parent, name) in _locks.held:
+        raise OSError(errno.EBUSY, "locked by this process: closing it again would drop the lock")
+    fd = os.open(name, _REGULAR, dir_fd=parent)
+    if not modes.S_ISREG(os.fstat(fd).st_mode):  # swapped since we looked
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return fd
+
+
+def _read_up_to(fd: int, limit: int) -> bytes:
+    chunks: list[bytes] = []
+    left = limit
+    while left > 0 and (chunk := os.read(fd, min(left, _READ_BYTES))):
+        chunks.append(chunk)
+        left -= len(chunk)
+    return b"".join(chunks)
+
+
+def _digest(fd: int) -> str:
+    """Digest by reading, not by mmap: a file truncated under an mmap kills the process (SIGBUS)."""
+    size = os.fstat(fd).st_size
+    hasher = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(max(1, min(size + 1, _DIGEST_BYTES))))
+    total = 0
+    while taken := os.preadv(fd, [buffer], total):
+        total += taken
+        if total > size:
+            raise OSError(errno.EBUSY, "the file grows while it is digested")
+        hasher.update(buffer[:taken])
+    return DIGEST_PREFIX + hasher.hexdigest()
+
+
+def _file_stat(found: os.stat_result) -> FileStat:
+    kind: FileKind = "other"
+    if modes.S_ISREG(found.st_mode):
+        kind = "file"
+    elif modes.S_ISDIR(found.st_mode):
+        kind = "dir"
+    elif modes.S_ISLNK(found.st_mode):
+        kind = "symlink"
+    return FileStat(kind, found.st_size, found.st_dev)
+
+
+def _make_durable_dirs(root: str) -> None:
+    """Create ``root`` and its missing parents, each fsynced in its own parent."""
+    missing: list[str] = []
+    path = root
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for made in reversed(missing):
+        try:
+            os.mkdir(made, 0o755)
+        except FileExistsError:
+            pass  # somebody else was first; it may not be durable yet
+        except NotADirectoryError:
+            raise ConfigError(
+                "a parent of the root is not a directory", root=root, reason="not_a_directory"
+            ) from None
+        _fsync_path(os.path.dirname(made))
+
+
+def _fsync_path(directory: str) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _open_root(root: str) -> int:
+    """Open the root itself; its parents may be symbolic links, it may not."""
+    try:
+        return os.open(root, _DIRECTORY)
+    except FileNotFoundError:
+        raise ConfigError("the root does not exist", root=root, reason="missing") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+    if os.path.islink(root):
+        target = os.path.realpath(root)
+        raise ConfigError(
+            f"the root is a symbolic link; pass its target {target!r} instead",
+            root=root,
+            reason="symlink",
+        )
+    raise ConfigError("the root is not a directory", root=root, reason="not_a_directory")

@@ -1,0 +1,421 @@
+"""A trainer without torch: driver, transport and clock for a real ``Manager`` on any storage.
+
+Rules: only what a trainer or a network would do is made up here; the writers are really forked, and
+everything that reaches the disk is the library's own code. Every wait is bounded.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ckptfsm.clock import SystemClock
+from ckptfsm.errors import RankFailed, SaveRefused
+from ckptfsm.executor import ThreadExecutor
+from ckptfsm.lease import this_process
+from ckptfsm.manager import Ports
+from ckptfsm.messages import PartSpec
+from ckptfsm.ports import (
+    Clock,
+    Executor,
+    Identity,
+    PartFinisher,
+    PartJob,
+    Storage,
+    Transport,
+    Written,
+)
+from ckptfsm.storage import PosixStorage
+from ckptfsm.testing.harness import FINISHERS, FakePart
+from ckptfsm.transport import LocalTransport
+from ckptfsm.writer import FilePart, ShardFile
+
+T = TypeVar("T")
+State = Mapping[str, Any]
+_DIGEST_CHARS = 64
+_WAIT_S = 20.0
+
+
+# ---------------------------------------------------------------------------------- the trainer
+
+
+def encode_state(state: State) -> bytes:
+    """A rank's state as its shard; what ``harness.fake_finisher`` takes for planned metadata."""
+    body = pickle.dumps(dict(state))
+    return body + hashlib.sha256(body).hexdigest().encode()
+
+
+def decode_state(data: bytes) -> dict[str, Any]:
+    """The inverse of ``encode_state``. Raises ``ValueError`` for anything else."""
+    body, digest = data[:-_DIGEST_CHARS], data[-_DIGEST_CHARS:]
+    if hashlib.sha256(body).hexdigest().encode() != digest:
+        raise ValueError("the shard is torn")
+    value = pickle.loads(body)
+    assert isinstance(value, dict)
+    return value
+
+
+@dataclass(frozen=True)
+class FakeRequest:
+    """A foreign request: written in place, complete once ``finalize(directory, payload)`` ran.
+
+    Without a ``finalize`` its finalizer leaves the two files that Megatron's leaves.
+    """
+
+    content: bytes
+    finalize: Callable[[Path, Any], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FakeShard:
+    """One rank's live state: encoded by the child that writes it, so only a fork freezes it."""
+
+    name: str
+    directory: str
+    rank: int
+    state: State
+    before: Callable[[str, int], None] | None
+
+    def write(self, storage: Storage, location: str) -> Written:
+        if self.before is not None:
+            self.before(self.name, self.rank)
+        content = encode_state(self.state)
+        return FakePart(self.name, self.directory, self.rank, content).write(storage, location)
+
+
+@dataclass(frozen=True, slots=True)
+class FakeForeignPart:
+    """A rank's share of a foreign request; its payload comes back to the rank that forked."""
+
+    name: str
+    directory: str
+    rank: int
+    request: FakeRequest
+
+    def write(self, storage: Storage, location: str) -> Written:
+        file = f"__{self.rank}_0.distcp"
+        shard = ShardFile(storage, f"{location}/{file}")
+        shard.write(self.request.content)
+        return Written((shard.close_durably(file),), payload={"bucket": len(self.request.content)})
+
+
+@dataclass(slots=True)
+class FakeDraft:
+    """See ``ports.Draft``."""
+
+    specs: tuple[PartSpec, ...]
+    in_place: bool
+    summary: Any
+    expected_bytes: int
+    driver: FakeDriver
+    values: Mapping[str, Any]
+    location: str = ""
+
+    def stage(self, location: str, planned: Mapping[str, bytes]) -> tuple[PartJob, ...]:
+        self.driver.maybe_fail("stage")
+        self.location = location
+        rank = self.driver.rank
+        jobs: list[PartJob] = []
+        for spec in self.specs:
+            value = self.values[spec.name]
+            if isinstance(value, FakeRequest):
+                jobs.append(FakeForeignPart(spec.name, spec.directory, rank, value))
+            elif spec.kind == "file":
+                jobs += [FilePart(spec.name, spec.name, bytes(value))] if rank == 0 else []
+            else:
+                jobs.append(
+                    FakeShard(spec.name, spec.directory, rank, value, self.driver.before_write)
+                )
+        return tuple(jobs)
+
+    def run_finalizers(self, payloads: Mapping[str, Any]) -> None:
+        self.driver.finalized.append(dict(payloads))
+        self.driver.maybe_fail("finalize")
+        for name, value in self.values.items():
+            if not isinstance(value, FakeRequest):
+                continue
+            if value.finalize is not None:
+                value.finalize(Path(self.location), payloads.get(name))
+            elif self.driver.rank == 0:
+                (Path(self.location) / ".metadata").write_bytes(b"metadata")
+                (Path(self.location) / "metadata.json").write_bytes(b"{}")
+
+
+@dataclass
+class FakeDriver:
+    """``ports.Driver`` whose state is a dict, one shard per rank.
+
+    Attributes: ``failures`` maps ``draft``, ``merge``, ``stage``, ``finalize``, ``missing`` or
+    ``load`` to what that call raises; ``before_write(part, rank)`` runs in the forked child before
+    it writes; ``expected_bytes`` overrides what a draft announces; ``finalized`` has the payloads of
+    every run of the foreign finalizers; ``loads`` the directories that were loaded.
+    """
+
+    rank: int = 0
+    failures: dict[str, BaseException] = field(default_factory=dict)
+    before_write: Callable[[str, int], None] | None = None
+    expected_bytes: int | None = None
+    finalized: list[dict[str, Any]] = field(default_factory=list)
+    loads: list[dict[str, str]] = field(default_factory=list)
+    accepted: int = 0
+    finishers: Mapping[str, PartFinisher] = FINISHERS
+
+    def maybe_fail(self, call: str) -> None:
+        if call in self.failures:
+            raise self.failures[call]
+
+    def provenance(self) -> Mapping[str, str]:
+        return {"trainer": "fake"}
+
+    def draft(self, parts: Mapping[str, Any]) -> FakeDraft:
+        self.maybe_fail("draft")
+        specs = tuple(_spec_of(name, value, len(parts)) for name, value in parts.items())
+        size = sum(len(encode_state(v)) for v in parts.values() if isinstance(v, Mapping))
+        if self.expected_bytes is not None:
+            size = self.expected_bytes
+        in_place = any(isinstance(v, FakeRequest) for v in parts.values())
+        keys = {name: sorted(v) for name, v in parts.items() if isinstance(v, Mapping)}
+        return FakeDraft(specs, in_place, keys, size, self, dict(parts))
+
+    def merge(self, summaries: Sequence[Any]) -> Mapping[str, bytes]:
+        self.maybe_fail("merge")
+        if any(summary != summaries[0] for summary in summaries):
+            raise SaveRefused("the ranks' states have different keys")
+        return {}
+
+    def accept(self) -> None:
+        self.accepted += 1
+
+    def missing(self, parts: Mapping[str, Any], directories: Mapping[str, str]) -> set[str]:
+        """Keys of the given states that the shard of this rank does not have."""
+        self.maybe_fail("missing")
+        absent: set[str] = set()
+        for name, value in parts.items():
+            if isinstance(value, Mapping):
+                absent |= set(value) - set(self._shard(directories[name]))
+        return absent
+
+    def load(
+        self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]
+    ) -> Mapping[str, Any]:
+        """Raises ``KeyError`` for a key that is neither there nor to be dropped."""
+        self.maybe_fail("load")
+        self.loads.append(dict(directories))
+        loaded: dict[str, Any] = {}
+        for name, value in parts.items():
+            if isinstance(value, Mapping):
+                stored = self._shard(directories[name])
+                loaded[name] = {key: stored[key] for key in value if key not in drop}
+            else:
+                loaded[name] = (Path(directories[name]) / name).read_bytes()
+        return loaded
+
+    def _shard(self, directory: str) -> dict[str, Any]:
+        return decode_state((Path(directory) / f"__{self.rank}_0.distcp").read_bytes())
+
+
+def _spec_of(name: str, value: Any, count: int) -> PartSpec:
+    """As the Megatron driver lays parts out: ``state`` at the root, others in their own place."""
+    if isinstance(value, FakeRequest):
+        return PartSpec(name, "foreign")
+    if isinstance(value, (bytes, bytearray)):
+        return PartSpec(name, "file", ranks=(0,))
+    if isinstance(value, Mapping):
+        return PartSpec(name, directory="" if name == "state" or count == 1 else name)
+    raise TypeError(f"part {name!r} is a {type(value).__name__}")
+
+
+# ------------------------------------------------------------------------------- the other ranks
+
+
+class ThreadGroup:
+    """The ranks of a job as threads of one process: numbered exchanges with a bounded wait.
+
+    What is exchanged is pickled, as on a network: no two ranks ever share an object.
+    """
+
+    def __init__(self, world_size: int, timeout_s: float = _WAIT_S) -> None:
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._rounds: dict[int, dict[int, bytes]] = {}
+        self._reached = [0] * world_size
+        self._read: dict[int, int] = {}
+        self._gone: set[int] = set()
+
+    def transport(self, rank: int) -> ThreadTransport:
+        return ThreadTransport(self, rank)
+
+    def leave(self, rank: int) -> None:
+        """``rank`` takes part in no later exchange: whoever waits for it gets ``RankFailed``."""
+        with self._changed:
+            self._gone.add(rank)
+            self._changed.notify_all()
+
+    def exchange(self, rank: int, item: Any) -> list[Any]:
+        """Every rank's item, in rank order. Raises ``RankFailed`` with the ranks that are missing."""
+        data = pickle.dumps(item)
+        with self._changed:
+            number = self._reached[rank]
+            self._reached[rank] += 1
+            items = self._rounds.setdefault(number, {})
+            items[rank] = data
+            self._changed.notify_all()
+            self._changed.wait_for(partial(self._decided, items), self.timeout_s)
+            if len(items) < self.world_size:
+                missing = tuple(sorted(set(range(self.world_size)) - set(items)))
+                raise RankFailed("a rank did not come to the exchange", ranks=missing)
+            self._read[number] = self._read.get(number, 0) + 1
+            if self._read[number] == self.world_size:
+                del self._rounds[number], self._read[number]
+        return [pickle.loads(items[r]) for r in range(self.world_size)]
+
+    def _decided(self, items: Mapping[int, bytes]) -> bool:
+        return len(items) == self.world_size or bool(self._gone - set(items))
+
+
+class ThreadTransport:
+    """One rank's ``ports.Transport`` in a ``ThreadGroup``. ``exchanges`` counts its calls."""
+
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self.rank = rank
+        self.world_size = group.world_size
+        self.exchanges = 0
+        self._group = group
+
+    def any_flags(self, flags: Sequence[bool]) -> list[bool]:
+        return [any(column) for column in zip(*self._exchange(list(flags)), strict=True)]
+
+    def gather(self, item: Any) -> list[Any] | None:
+        everyone = self._exchange(item)
+        return everyone if self.rank == 0 else None
+
+    def broadcast(self, item: Any) -> Any:
+        return self._exchange(item if self.rank == 0 else None)[0]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _exchange(self, item: Any) -> list[Any]:
+        self.exchanges += 1
+        return self._group.exchange(self.rank, item)
+
+
+def run_ranks(
+    world_size: int, work: Callable[[ThreadTransport], T], timeout_s: float = 60.0
+) -> list[T | BaseException]:
+    """Run ``work`` once per rank, each on its own thread; what it returned or raised, by rank.
+
+    A rank that ends leaves the group. Raises ``TimeoutError`` if one is still running at the end.
+    """
+    group = ThreadGroup(world_size)
+    results: list[Any] = [None] * world_size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(group.transport(rank))
+        except BaseException as error:  # handed to the caller, whatever it is
+            results[rank] = error
+        finally:
+            group.leave(rank)
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for rank, thread in enumerate(threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            raise TimeoutError(f"rank {rank} did not end")
+    return results
+
+
+# -------------------------------------------------------------------------------- time and gates
+
+
+class ShiftedClock(SystemClock):
+    """The real clock, which a test can put forward: no deadline has to be waited for."""
+
+    def __init__(self) -> None:
+        self._shift_s = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self._shift_s
+
+    def advance(self, seconds: float) -> None:
+        self._shift_s += seconds
+
+
+class Gate:
+    """Holds another process at a point until it is let go, by a FIFO: no sleeps, no descriptors.
+
+    ``hold`` in the child, ``open`` in the test; an ``open`` that nobody waits for is an error.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        os.mkfifo(self.path)
+
+    def hold(self, *ignored: object) -> None:
+        with Path(self.path).open("rb", buffering=0) as fifo:
+            fifo.read(1)
+
+    def open(self, timeout_s: float = _WAIT_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                descriptor = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
+                break
+            except OSError as error:
+                if error.errno != errno.ENXIO or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.001)  # bounded by the deadline: the child is on its way to hold()
+        try:
+            os.write(descriptor, b".")
+        finally:
+            os.close(descriptor)
+
+
+# -------------------------------------------------------------------------------------- assembly
+
+
+def fake_ports(
+    storage: str | os.PathLike[str] | Callable[[bool], Storage],
+    *,
+    driver: FakeDriver | None = None,
+    transport: Transport | None = None,
+    clock: Clock | None = None,
+    executor: Callable[[], Executor] = ThreadExecutor,
+    identity: Callable[[], Identity] = this_process,
+) -> Ports:
+    """Ports of a ``Manager`` without torch.
+
+    ``storage`` is the directory of a root, or ``open_storage(create)``. Default: one rank, forked
+    writers, the real clock.
+    """
+    transport = transport or LocalTransport()
+    if not callable(storage):
+        storage = partial(_open_posix, os.fspath(storage))
+    return Ports(
+        transport,
+        driver or FakeDriver(transport.rank),
+        clock or SystemClock(),
+        executor,
+        storage,
+        identity,
+    )
+
+
+def _open_posix(root: str, create: bool) -> Storage:
+    return PosixStorage(root, create=create)

@@ -1,0 +1,213 @@
+"""A job without torch: the production coordinator and writer code on any storage, step by step.
+
+Used by the simulation of crashes. Nothing of the protocol is written again here: shards, receipts,
+finalize, tracker and recovery are the library's own code; only the tensors are made up.
+
+``check_root`` is the judge, and shares no code with what it judges beyond the document models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import xxhash
+
+from ckptfsm.coordinator import Coordinator, CoordinatorOptions, RecoveryReport, SaveRequest
+from ckptfsm.documents import FileEntry, TransitionRecord
+from ckptfsm.durable import make_dirs
+from ckptfsm.layout import PLANNED, join, planned_name, working_dir
+from ckptfsm.lifecycle import State
+from ckptfsm.messages import AttemptId, Failed, PartSpec, ShardReported, WriterForked, WriterGone
+from ckptfsm.ports import Identity, PartFinisher, Storage, Written
+from ckptfsm.retention import KeepAll, Policy
+from ckptfsm.writer import RankJob, ShardFile, write_rank
+
+PARTS = (PartSpec("state"),)
+FIRST = Identity("sim", 1, "boot:1", "nonce-1")
+
+
+class SimClock:
+    """Time that passes only when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> str:
+        return f"sim+{self.now:.3f}"
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass(frozen=True, slots=True)
+class FakePart:
+    """A rank's shard of made-up content: as real on disk as a torch_dist part."""
+
+    name: str
+    directory: str
+    rank: int
+    content: bytes
+
+    def write(self, storage: Storage, location: str) -> Written:
+        files = [self._file(storage, location, join(self.directory, f"__{self.rank}_0.distcp"))]
+        if self.rank == 0:
+            make_dirs(storage, PLANNED, base=location)
+            files.append(self._file(storage, location, planned_name(self.name)))
+            storage.fsync_dir(join(location, PLANNED))
+        return Written(tuple(files), ((self.rank, len(self.content)),))
+
+    def _file(self, storage: Storage, location: str, name: str) -> FileEntry:
+        shard = ShardFile(storage, join(location, name))
+        shard.write(self.content)
+        return shard.close_durably(name)
+
+
+def fake_finisher(
+    planned: bytes, results: Sequence[Sequence[Any]], location: str
+) -> Mapping[str, bytes]:
+    """Stands for the metadata of a torch_dist part; refuses torn planned metadata, as that does."""
+    if hashlib.sha256(planned[:-64]).hexdigest().encode() != planned[-64:]:
+        raise ValueError("planned metadata is torn")
+    return {".metadata": json.dumps([list(r) for r in results]).encode(), "metadata.json": b"{}"}
+
+
+def fake_content(of: AttemptId, rank: int) -> bytes:
+    """Content that names its attempt and rank and carries its own checksum."""
+    body = f"{of} rank {rank} ".encode() * 40
+    return body + hashlib.sha256(body).hexdigest().encode()
+
+
+FINISHERS: Mapping[str, PartFinisher] = MappingProxyType({"torch_dist": fake_finisher})
+
+
+@dataclass
+class FakeJob:
+    """One run of a trainer: a coordinator and the writers of ``ranks`` ranks, all on one thread.
+
+    ``acknowledged`` collects the steps that were reported as tracked to the trainer.
+    """
+
+    storage: Storage
+    ranks: int = 2
+    retention: Policy = field(default_factory=KeepAll)
+    resume: Any = "fallback"
+    takeover: bool = False
+    identity: Identity = FIRST
+    clock: SimClock = field(default_factory=SimClock)
+    acknowledged: list[int] = field(default_factory=list)
+    records: list[TransitionRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.coordinator = Coordinator(
+            self.storage,
+            clock=self.clock,
+            identity=self.identity,
+            options=CoordinatorOptions(self.retention, self.resume, self.takeover),
+            finishers=FINISHERS,
+            provenance={"ckptfsm": "test"},
+        )
+
+    def open(self) -> RecoveryReport:
+        report = self.coordinator.open()
+        self._listen()
+        return report
+
+    def request(self, step: int, parts: tuple[PartSpec, ...] = PARTS) -> AttemptId:
+        of = self.coordinator.request(SaveRequest(step, parts, self.ranks, expected_bytes=100))
+        self._listen()
+        return of
+
+    def fork(self, of: AttemptId) -> None:
+        self.coordinator.report([WriterForked(of, rank, self.ranks) for rank in range(self.ranks)])
+        self._listen()
+
+    def write(self, of: AttemptId, rank: int, parts: tuple[PartSpec, ...] = PARTS) -> None:
+        """Write and report one rank's shards."""
+        location = working_dir(of, False)
+        fakes = tuple(FakePart(p.name, p.directory, rank, fake_content(of, rank)) for p in parts)
+        job = RankJob(of, rank, self.ranks, location, fakes)
+        written = write_rank(self.storage, job)
+        self.coordinator.report(
+            [ShardReported(of, name, rank, self.ranks, size) for name, size, _ in written]
+        )
+        self._listen()
+
+    def save(self, step: int, parts: tuple[PartSpec, ...] = PARTS) -> AttemptId:
+        """A whole save of all ranks."""
+        of = self.request(step, parts)
+        self.fork(of)
+        for rank in range(self.ranks):
+            self.write(of, rank, parts)
+        return of
+
+    def fail(self, of: AttemptId, reason: str = "writer_died") -> None:
+        gone = [WriterGone(of, rank) for rank in range(self.ranks)]
+        self.coordinator.report([Failed(of, reason), *gone])
+        self._listen()
+
+    def close(self) -> None:
+        self.coordinator.close()
+        self._listen()
+
+    def _listen(self) -> None:
+        for record in self.coordinator.take_news():
+            if isinstance(record, TransitionRecord):
+                self.records.append(record)
+                if record.dest is State.TRACKED and record.source is State.FINALIZED:
+                    self.acknowledged.append(record.step)
+
+
+class RootBroken(AssertionError):
+    """A promise does not hold on disk."""
+
+
+def check_root(storage: Storage, acknowledged: int | None) -> int | None:
+    """Judge a root as a stock reader and as a sceptic. Returns the step the tracker names.
+
+    Raises ``RootBroken`` if an acknowledged step regressed, if the tracker names nothing complete
+    once a step was acknowledged (I2), or if any published directory is not complete (I4).
+    """
+    names = storage.listdir("")
+    for name in names:
+        if name.startswith("iter_"):
+            _check_directory(storage, name)
+    tracked: int | None = None
+    if "latest_checkpointed_iteration.txt" in names:
+        tracked = int(storage.read("latest_checkpointed_iteration.txt", 100))
+        if f"iter_{tracked:07d}" not in names:
+            raise RootBroken(f"I2: the tracker names {tracked}, which is not there")
+    if acknowledged is not None and (tracked is None or tracked < acknowledged):
+        raise RootBroken(f"I2: step {acknowledged} was acknowledged, the tracker says {tracked}")
+    return tracked
+
+
+def _check_directory(storage: Storage, name: str) -> None:
+    """Every file that the manifest lists is there with its content, and every rank has a shard."""
+    try:
+        manifest = json.loads(storage.read(f"{name}/.ckptfsm/manifest.json", 1 << 24))
+    except (OSError, ValueError) as error:
+        raise RootBroken(f"I4: {name} is published without a whole manifest: {error}") from error
+    listed = {entry["name"]: entry for entry in manifest["files"]}
+    for rank in range(manifest["world_size"]):
+        if not any(file.endswith(f"__{rank}_0.distcp") for file in listed):
+            raise RootBroken(f"I3: {name} lists no shard of rank {rank}")
+    for file, entry in listed.items():
+        try:
+            data = storage.read(f"{name}/{file}", 1 << 24)
+        except OSError as error:
+            raise RootBroken(f"I4: {name}/{file} is not there: {error}") from error
+        digest = f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
+        if len(data) != entry["bytes"] or digest != entry["digest"]:
+            raise RootBroken(f"I3: {name}/{file} has not the content that was written")
+        if file.endswith(".distcp"):
+            expected = f"{manifest['step']}.e{manifest['epoch']}.a{manifest['attempt']} rank"
+            if not data.startswith(expected.encode()):
+                raise RootBroken(f"I5: {name}/{file} is of another attempt: {data[:40]!r}")

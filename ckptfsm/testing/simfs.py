@@ -1,0 +1,744 @@
+"""An adversarial file system in memory: the ``Storage`` port where power can fail at any call.
+
+``SimDisk`` is the disk, shared by several ``SimStorage``, one per simulated process.
+
+Rules of the disk, as weak as POSIX and Linux file systems allow:
+
+- A write is volatile until *its file* is fsynced. At a power loss each unsynced write is kept, lost,
+  cut short, or kept with some 512-byte blocks read back as zeros.
+- A name (created, removed, renamed) is volatile until *its directory* is fsynced. At a power loss
+  every name shows any of the states it had since then, independently of every other name: fsync of
+  a file does not make its name durable, and directories do not wait for each other.
+- A rename may be seen at its source, at its target, or at both; never at neither if the entry was
+  durable before. A directory seen twice is two directories that share their files.
+- A failed fsync drops the unsynced data and calls the file clean ("fsyncgate"): a second fsync
+  succeeds and makes nothing durable.
+- SIGKILL of a process (``kill``) loses nothing but its handles and locks.
+
+A chooser decides; 0 always is the mildest choice, so that a shrunk counterexample loses only what it
+must. Not for threads.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+import xxhash
+
+from ckptfsm.ports import FileStat
+from ckptfsm.storage import DIGEST_PREFIX, split_entry, split_path
+
+BLOCK_BYTES = 512  # what a disk writes at once
+_DEVICE = 1
+_NAME_BYTES = 255
+_UNLIMITED_BYTES = 1 << 50
+
+
+class ProcessDead(BaseException):
+    """The simulated process is gone. Not an ``Exception``: no handler may survive its own death."""
+
+
+class Chooser(Protocol):
+    """Decides what a power loss keeps; ``random.Random`` is one."""
+
+    def randrange(self, stop: int, /) -> int:
+        """A number from 0 (the mildest choice) to ``stop - 1``."""
+        ...
+
+
+Crash = Chooser | Literal["all_lost", "all_kept"]
+
+
+class _File:
+    """``base`` is the durable content while there are ``writes`` since the last fsync."""
+
+    __slots__ = ("anchored", "base", "data", "links", "opens", "writes")
+
+    def __init__(self, data: bytes | bytearray = b"") -> None:
+        self.data = bytearray(data)
+        self.base: bytes | None = None
+        self.writes: list[tuple[int, bytes]] = []
+        self.links = 0
+        self.opens = 0
+        self.anchored = False
+
+    def put(self, offset: int, data: bytes) -> None:
+        if self.base is None:
+            self.base = bytes(self.data)
+        self.writes.append((offset, data))
+        _overlay(self.data, offset, data)
+
+    def settle(self) -> None:
+        """All of it is durable."""
+        self.base = None
+        self.writes.clear()
+
+    def revert(self) -> None:
+        """All unsynced data is gone."""
+        if self.base is not None:
+            self.data[:] = self.base
+            self.settle()
+
+    def lose_power(self, choose: Chooser) -> None:
+        if self.base is None:
+            return
+        survived = bytearray(self.base)
+        for offset, data in self.writes:
+            _survive(survived, offset, data, choose)
+        self.data[:] = survived
+        self.settle()
+
+
+class _Dir:
+    """``history`` has the states of each name since the directory's last fsync, oldest first."""
+
+    __slots__ = ("anchored", "device", "entries", "history", "links")
+
+    def __init__(self, device: int = _DEVICE) -> None:
+        self.entries: dict[str, _Node] = {}
+        self.history: dict[str, list[_Node | None]] = {}
+        self.device = device
+        self.links = 0
+        self.anchored = False  # ever durable under a durable name
+
+    def durable_entries(self) -> Iterator[_Node]:
+        for name, node in self.entries.items():
+            if name not in self.history:
+                yield node
+        for states in self.history.values():
+            if states[0] is not None:
+                yield states[0]
+
+
+class _Symlink:
+    __slots__ = ("anchored", "links", "target")
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.links = 0
+        self.anchored = False
+
+
+_Node = _File | _Dir | _Symlink
+
+
+class _Handle:
+    __slots__ = ("node", "path", "position", "writable")
+
+    def __init__(self, node: _File, path: str, *, writable: bool) -> None:
+        self.node = node
+        self.path = path
+        self.position = 0
+        self.writable = writable
+
+
+class _Process:
+    def __init__(self) -> None:
+        self.alive = True
+        self.handles: dict[int, _Handle] = {}
+        self.locks: dict[int, _File] = {}
+
+
+class SimDisk:
+    """A disk with volatile and durable state. See the module's rules.
+
+    Attributes: ``capacity`` (bytes of content, None for no limit), ``short_writes`` (the most bytes
+    one write takes, None for all), ``used`` (bytes of content now).
+    """
+
+    def __init__(self, *, capacity: int | None = None, short_writes: int | None = None) -> None:
+        self.capacity = capacity
+        self.short_writes = short_writes
+        self.used = 0
+        self.root = _Dir()
+        self.root.anchored = True
+        self.processes: dict[str, _Process] = {}
+        self.locked: dict[_File, _Process] = {}
+        self._dirty_dirs: dict[_Dir, None] = {}  # in the order they became dirty
+        self._dirty_files: dict[_File, None] = {}
+        self._next_handle = 3
+        self._failing_fsync: tuple[str | None, int, int] | None = None
+
+    # -- for tests -----------------------------------------------------------------------------
+
+    def crash(self, choose: Crash) -> None:
+        """Power loss: every process dies; unsynced writes and names survive as chosen."""
+        chooser: Chooser = _Always(choose) if isinstance(choose, str) else choose
+        for process in list(self.processes):
+            self.kill(process)
+        for file in self._dirty_files:
+            file.lose_power(chooser)
+        self._dirty_files.clear()
+        if self._dirty_dirs:
+            _lose_names(self.root, list(self._dirty_dirs), chooser)
+            self._dirty_dirs.clear()
+        self._recount()
+
+    def kill(self, process: str) -> None:
+        """SIGKILL of one process: its handles and locks go, what it did stays."""
+        found = self.processes.pop(process, None)
+        if found is None:
+            return
+        found.alive = False
+        for handle in found.handles.values():
+            self._release(handle.node)
+        for lock in found.locks.values():
+            self.locked.pop(lock, None)
+        found.handles.clear()
+        found.locks.clear()
+
+    def fail_fsync(self, code: int = errno.EIO, *, path: str | None = None, count: int = 1) -> None:
+        """Make the next ``count`` fsyncs of files (of ``path`` only, if given) fail with ``code``."""
+        self._failing_fsync = (path, code, count)
+
+    def plant_symlink(self, path: str, target: str) -> None:
+        """A durable symbolic link, made by somebody else. Its directory must exist."""
+        self._plant(path, _Symlink(target))
+
+    def plant_file(self, path: str, data: bytes) -> None:
+        """A durable file, made by somebody else. Its directory must exist."""
+        self._plant(path, _File(data))
+        self.used += len(data)
+
+    def plant_mount(self, path: str, device: int = 2) -> None:
+        """A mount point: an empty directory on another device. Its parent must exist."""
+        self._plant(path, _Dir(device))
+
+    def snapshot(self) -> dict[str, bytes | str | None]:
+        """What a reader sees now: path -> content, ``-> target`` of a link, None for a directory."""
+        return {path: _shown(node) for path, node in _walk(self.root)}
+
+    def fork(self) -> SimDisk:
+        """An independent copy, volatile state included, on which no process runs."""
+        other = SimDisk(capacity=self.capacity, short_writes=self.short_writes)
+        copies: dict[_Node, _Node] = {}
+        root = _copy(self.root, copies)
+        assert isinstance(root, _Dir)
+        other.root = root
+        other._dirty_dirs = dict.fromkeys(
+            copy for d in self._dirty_dirs if isinstance(copy := copies.get(d), _Dir)
+        )
+        other._dirty_files = dict.fromkeys(
+            copy for f in self._dirty_files if isinstance(copy := copies.get(f), _File)
+        )
+        other._recount()
+        return other
+
+    # -- for SimStorage ------------------------------------------------------------------------
+
+    def new_handle(self) -> int:
+        self._next_handle += 1  # never reused: a stale handle is EBADF, not somebody's file
+        return self._next_handle
+
+    def assign(self, directory: _Dir, name: str, node: _Node | None) -> None:
+        """Let ``name`` be ``node`` (None: absent), volatile."""
+        old = directory.entries.get(name)
+        states = directory.history.get(name)
+        if states is None:
+            directory.history[name] = [old, node]
+            self._dirty_dirs[directory] = None
+        else:
+            states.append(node)
+        if node is None:
+            del directory.entries[name]
+        else:
+            directory.entries[name] = node
+            node.links += 1
+        if old is not None:
+            old.links -= 1
+            if isinstance(old, _File):
+                self._free_if_orphan(old)
+
+    def write(self, handle: _Handle, data: bytes, offset: int) -> int:
+        """Takes what ``short_writes`` and ``capacity`` allow; ENOSPC if that is nothing."""
+        file = handle.node
+        taken = len(data) if self.short_writes is None else min(len(data), self.short_writes)
+        if not taken:
+            return 0
+        if self.capacity is not None:
+            # Overwriting is free; so are preallocated bytes.
+            room = max(len(file.data) - offset, 0) + self.capacity - self.used
+            if offset > len(file.data):
+                room -= offset - len(file.data)
+            if room <= 0:
+                raise _error(errno.ENOSPC, handle.path)
+            taken = min(taken, room)
+        before = len(file.data)
+        file.put(offset, data[:taken])
+        self.used += len(file.data) - before
+        self._dirty_files[file] = None
+        return taken
+
+    def sync_file(self, handle: _Handle) -> None:
+        failing = self._failing_fsync
+        if failing is not None and failing[0] in (None, handle.path):
+            path, code, count = failing
+            self._failing_fsync = (path, code, count - 1) if count > 1 else None
+            self.lose_dirty(handle.node)
+            raise _error(code, handle.path)
+        handle.node.settle()
+        self._dirty_files.pop(handle.node, None)
+
+    def lose_dirty(self, file: _File) -> None:
+        """What a failed fsync does: the unsynced data is gone and the file counts as clean."""
+        before = len(file.data)
+        file.revert()
+        self.used += len(file.data) - before
+        self._dirty_files.pop(file, None)
+
+    def sync_dir(self, directory: _Dir) -> None:
+        directory.history.clear()
+        self._dirty_dirs.pop(directory, None)
+        if directory.anchored:
+            _anchor(directory)
+
+    def close(self, handle: _Handle) -> None:
+        self._release(handle.node)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _release(self, file: _File) -> None:
+        file.opens -= 1
+        self._free_if_orphan(file)
+
+    def _free_if_orphan(self, file: _File) -> None:
+        if file.links == 0 and file.opens == 0:
+            self.used -= len(file.data)
+
+    def _plant(self, path: str, node: _Node) -> None:
+        pieces = split_entry(path)
+        directory = self.root
+        for piece in pieces[:-1]:
+            inner = directory.entries[piece]
+            assert isinstance(inner, _Dir), f"no directory above {path}"
+            directory = inner
+        assert pieces[-1] not in directory.entries, f"{path} exists"
+        directory.entries[pieces[-1]] = node
+        node.links = 1
+        node.anchored = directory.anchored
+
+    def _recount(self) -> None:
+        """After a crash or copy: links, space in use; everything there is durable or dirty."""
+        found = {self.root: 0} | dict.fromkeys((node for _, node in _walk(self.root)), 0)
+        for node in found:
+            if isinstance(node, _Dir):
+                for inner in node.entries.values():
+                    found[inner] += 1
+        for node, links in found.items():
+            node.links = links
+            if isinstance(node, _File):
+                node.opens = 0
+        self.used = sum(len(node.data) for node in found if isinstance(node, _File))
+
+
+class SimStorage:
+    """``Storage`` of one simulated process on a ``SimDisk``.
+
+    Two instances with the same process name are the same process. Once it was killed (or the power
+    failed), every call of an older instance raises ``ProcessDead``; a new instance is a new process.
+    """
+
+    root: str
+
+    def __init__(self, disk: SimDisk, process: str = "p1") -> None:
+        self.root = "/sim"
+        self.disk = disk
+        self.process = process
+        self._process = disk.processes.setdefault(process, _Process())
+
+    # -- files ---------------------------------------------------------------------------------
+
+    def open_exclusive(self, path: str) -> int:
+        directory, name = self._entry(path, changes=True)
+        if name in directory.entries:
+            raise _error(errno.EEXIST, path)
+        file = _File()
+        self.disk.assign(directory, name, file)
+        return self._opened(file, path, writable=True)
+
+    def open_existing(self, path: str) -> int:
+        return self._opened(self._regular(path), path, writable=False)
+
+    def write(self, handle: int, data: bytes | memoryview) -> int:
+        found = self._handle(handle, writable=True)
+        taken = self.disk.write(found, bytes(data), found.position)
+        found.position += taken
+        return taken
+
+    def pwrite(self, handle: int, data: bytes | memoryview, offset: int) -> int:
+        if offset < 0:
+            raise OSError(errno.EINVAL, "negative offset")
+        return self.disk.write(self._handle(handle, writable=True), bytes(data), offset)
+
+    def fsync(self, handle: int) -> None:
+        self.disk.sync_file(self._handle(handle))
+
+    def lose_dirty(self, handle: int) -> None:
+        """Not of the port: what a failed fsync does, for fault injection around this storage."""
+        self.disk.lose_dirty(self._handle(handle).node)
+
+    def close(self, handle: int) -> None:
+        found = self._handle(handle)
+        del self._process.handles[handle]
+        self.disk.close(found)
+
+    def read(self, path: str, limit: int) -> bytes:
+        return bytes(self._regular(path).data[: max(limit, 0)])
+
+    def digest(self, path: str) -> str:
+        return DIGEST_PREFIX + xxhash.xxh3_128_hexdigest(bytes(self._regular(path).data))
+
+    # -- names ---------------------------------------------------------------------------------
+
+    def rename(self, src: str, dst: str) -> None:
+        src_dir, src_name = self._entry(src, changes=True)
+        dst_dir, dst_name = self._entry(dst, changes=True)
+        node = src_dir.entries.get(src_name)
+        if node is None:
+            raise _error(errno.ENOENT, src, dst)
+        if isinstance(node, _Dir) and dst_dir in _inside(node):
+            raise _error(errno.EINVAL, src, dst)
+        old = dst_dir.entries.get(dst_name)
+        if old is node:
+            return
+        if isinstance(old, _Dir) and src_dir in _inside(old):
+            raise _error(errno.ENOTEMPTY, src, dst)
+        if old is not None and (code := _replace_error(node, old)):
+            raise _error(code, src, dst)
+        if _is_mount(node) or _is_mount(old):
+            raise _error(errno.EBUSY, src, dst)
+        self.disk.assign(dst_dir, dst_name, node)
+        self.disk.assign(src_dir, src_name, None)
+
+    def link(self, src: str, dst: str) -> None:
+        src_dir, src_name = self._entry(src, changes=True)
+        dst_dir, dst_name = self._entry(dst, changes=True)
+        node = src_dir.entries.get(src_name)
+        if node is None:
+            raise _error(errno.ENOENT, src, dst)
+        if dst_name in dst_dir.entries:
+            raise _error(errno.EEXIST, src, dst)
+        if isinstance(node, _Dir):
+            raise _error(errno.EPERM, src, dst)
+        self.disk.assign(dst_dir, dst_name, node)
+
+    def mkdir(self, path: str) -> None:
+        directory, name = self._entry(path, changes=True)
+        if name in directory.entries:
+            raise _error(errno.EEXIST, path)
+        self.disk.assign(directory, name, _Dir())
+
+    def rmdir(self, path: str) -> None:
+        directory, name = self._entry(path, changes=True)
+        node = _existing(directory, name, path)
+        if not isinstance(node, _Dir):
+            raise _error(errno.ENOTDIR, path)
+        if _is_mount(node):
+            raise _error(errno.EBUSY, path)
+        if node.entries:
+            raise _error(errno.ENOTEMPTY, path)
+        self.disk.assign(directory, name, None)
+
+    def unlink(self, path: str) -> None:
+        directory, name = self._entry(path, changes=True)
+        if isinstance(_existing(directory, name, path), _Dir):
+            raise _error(errno.EISDIR, path)
+        self.disk.assign(directory, name, None)
+
+    def fsync_dir(self, path: str) -> None:
+        self.disk.sync_dir(self._directory(path, split_path(path)))
+
+    def listdir(self, path: str) -> list[str]:
+        return sorted(self._directory(path, split_path(path)).entries)
+
+    def stat(self, path: str) -> FileStat:
+        if not split_path(path):
+            return _file_stat(self._directory(path, ()))
+        directory, name = self._entry(path)
+        return _file_stat(_existing(directory, name, path))
+
+    def free_bytes(self) -> int:
+        self._directory("", ())
+        capacity = self.disk.capacity
+        return _UNLIMITED_BYTES if capacity is None else max(capacity - self.disk.used, 0)
+
+    # -- the liveness lock ---------------------------------------------------------------------
+
+    def try_lock(self, path: str) -> int | None:
+        directory, name = self._entry(path, changes=True)
+        if name not in directory.entries:
+            self.disk.assign(directory, name, _File())
+        node = _existing(directory, name, path)
+        if not isinstance(node, _File):
+            raise _error(_not_regular(node), path)
+        if node in self.disk.locked:
+            return None
+        self.disk.locked[node] = self._process
+        handle = self.disk.new_handle()
+        self._process.locks[handle] = node
+        return handle
+
+    def unlock(self, handle: int) -> None:
+        self._alive()
+        file = self._process.locks.pop(handle, None)
+        if file is None:
+            raise _error(errno.EBADF)
+        self.disk.locked.pop(file, None)
+
+    def descriptors(self) -> tuple[int, ...]:
+        return ()
+
+    # -- the walk ------------------------------------------------------------------------------
+
+    def _alive(self) -> None:
+        if not self._process.alive:
+            raise ProcessDead(self.process)
+
+    def _entry(self, path: str, *, changes: bool = False) -> tuple[_Dir, str]:
+        pieces = split_entry(path)
+        return self._directory(path, pieces[:-1], changes=changes), _checked_name(pieces[-1])
+
+    def _directory(self, path: str, pieces: tuple[str, ...], *, changes: bool = False) -> _Dir:
+        self._alive()
+        here = self.disk.root
+        for piece in pieces:
+            node = here.entries.get(_checked_name(piece))
+            if not isinstance(node, _Dir):
+                raise _error(_not_a_directory(node), path)
+            if changes and node.device != self.disk.root.device:
+                raise _error(errno.EXDEV, path)
+            here = node
+        return here
+
+    def _regular(self, path: str) -> _File:
+        directory, name = self._entry(path)
+        node = _existing(directory, name, path)
+        if not isinstance(node, _File):
+            raise _error(_not_regular(node), path)
+        if self.disk.locked.get(node) is self._process:
+            raise _error(errno.EBUSY, path)  # as PosixStorage: closing it would drop the lock
+        return node
+
+    def _opened(self, file: _File, path: str, *, writable: bool) -> int:
+        file.opens += 1
+        handle = self.disk.new_handle()
+        self._process.handles[handle] = _Handle(file, path, writable=writable)
+        return handle
+
+    def _handle(self, handle: int, *, writable: bool = False) -> _Handle:
+        self._alive()
+        found = self._process.handles.get(handle)
+        if found is None or (writable and not found.writable):
+            raise _error(errno.EBADF)
+        return found
+
+
+class _Always:
+    """The two extreme choosers."""
+
+    def __init__(self, mode: str) -> None:
+        if mode not in ("all_lost", "all_kept"):
+            raise ValueError(f"unknown crash mode {mode!r}")
+        self._kept = mode == "all_kept"
+
+    def randrange(self, stop: int, /) -> int:
+        return 0 if self._kept else stop - 1
+
+
+# -- power loss ------------------------------------------------------------------------------------
+
+
+def _overlay(content: bytearray, offset: int, data: bytes) -> None:
+    if offset > len(content):
+        content.extend(bytes(offset - len(content)))
+    content[offset : offset + len(data)] = data
+
+
+def _survive(content: bytearray, offset: int, data: bytes, choose: Chooser) -> None:
+    """Apply one unsynced write: kept, zeroed in part, cut short, or lost."""
+    fate = choose.randrange(4)
+    if fate == 0:
+        _overlay(content, offset, data)
+    elif fate == 1:
+        zeroed = bytearray(data)
+        blocks = -(-len(data) // BLOCK_BYTES)
+        first = choose.randrange(blocks)
+        last = first + choose.randrange(blocks - first)
+        until = min((last + 1) * BLOCK_BYTES, len(data))
+        zeroed[first * BLOCK_BYTES : until] = bytes(until - first * BLOCK_BYTES)
+        _overlay(content, offset, bytes(zeroed))
+    elif fate == 2:
+        _overlay(content, offset, data[: len(data) - 1 - choose.randrange(len(data))])
+
+
+def _lose_names(root: _Dir, dirty: list[_Dir], choose: Chooser) -> None:
+    """Give every name of a dirty directory one of the states it had.
+
+    Then keep the promise about renames: what was durable and was not removed is somewhere.
+    """
+    places = _places(root)  # where everything is now, before anything is chosen
+    current = {directory: directory.entries for directory in dirty}
+    for directory in dirty:
+        chosen = dict(directory.entries)
+        for name, states in directory.history.items():
+            _let(chosen, name, states[len(states) - 1 - choose.randrange(len(states))])
+        directory.entries = chosen
+    while lost := _lost(root, places):
+        node = lost
+        while node is not root:  # its present name, and those of the directories above it
+            parent, name = places[node]
+            _let(parent.entries, name, current.get(parent, parent.entries)[name])
+            node = parent
+    for directory in dirty:
+        directory.history.clear()
+    _separate(root, set(), ())
+    for _, node in _walk(root):
+        node.anchored = True
+
+
+def _let(entries: dict[str, _Node], name: str, node: _Node | None) -> None:
+    if node is None:
+        entries.pop(name, None)
+    else:
+        entries[name] = node
+
+
+def _places(root: _Dir) -> dict[_Node, tuple[_Dir, str]]:
+    """For everything below ``root``: a directory that holds it, and its name there."""
+    places: dict[_Node, tuple[_Dir, str]] = {}
+    pending = [root]
+    while pending:
+        directory = pending.pop()
+        for name, node in directory.entries.items():
+            if node not in places:
+                places[node] = (directory, name)
+                if isinstance(node, _Dir):
+                    pending.append(node)
+    return places
+
+
+def _lost(root: _Dir, places: dict[_Node, tuple[_Dir, str]]) -> _Node | None:
+    """Something that was durable, was never removed, and cannot be reached."""
+    reachable = _places(root)
+    return next((n for n in places if n.anchored and n not in reachable), None)
+
+
+def _separate(directory: _Dir, seen: set[_Dir], above: tuple[_Dir, ...]) -> None:
+    """Give a directory that is reached twice a copy of its own; cut cycles."""
+    for name, node in list(directory.entries.items()):
+        if not isinstance(node, _Dir):
+            continue
+        if node is directory or node in above:
+            del directory.entries[name]
+            continue
+        if node in seen:
+            copy = _Dir(node.device)
+            copy.entries = dict(node.entries)
+            directory.entries[name] = node = copy
+        seen.add(node)
+        _separate(node, seen, (*above, directory))
+
+
+def _anchor(directory: _Dir) -> None:
+    """Everything durable below a directory that is durable itself is durable."""
+    directory.anchored = True
+    for node in directory.durable_entries():
+        if not node.anchored:
+            node.anchored = True
+            if isinstance(node, _Dir):
+                _anchor(node)
+
+
+# -- small things ----------------------------------------------------------------------------------
+
+
+def _error(code: int, path: str | None = None, other: str | None = None) -> OSError:
+    return OSError(code, os.strerror(code), path, None, other)
+
+
+@functools.lru_cache(maxsize=4096)
+def _checked_name(name: str) -> str:
+    if len(os.fsencode(name)) > _NAME_BYTES:
+        raise _error(errno.ENAMETOOLONG, name)
+    return name
+
+
+def _existing(directory: _Dir, name: str, path: str) -> _Node:
+    node = directory.entries.get(name)
+    if node is None:
+        raise _error(errno.ENOENT, path)
+    return node
+
+
+def _not_a_directory(node: _Node | None) -> int:
+    if node is None:
+        return errno.ENOENT
+    return errno.ELOOP if isinstance(node, _Symlink) else errno.ENOTDIR
+
+
+def _not_regular(node: _Node) -> int:
+    return errno.ELOOP if isinstance(node, _Symlink) else errno.EINVAL
+
+
+def _replace_error(node: _Node, old: _Node) -> int:
+    """Why ``node`` cannot replace ``old`` in a rename; 0 if it can."""
+    if not isinstance(old, _Dir):
+        return errno.ENOTDIR if isinstance(node, _Dir) else 0
+    if not isinstance(node, _Dir):
+        return errno.EISDIR
+    return errno.ENOTEMPTY if old.entries else 0
+
+
+def _is_mount(node: _Node | None) -> bool:
+    return isinstance(node, _Dir) and node.device != _DEVICE
+
+
+def _inside(directory: _Dir) -> set[_Dir]:
+    """``directory`` and every directory below it."""
+    return {directory} | {node for _, node in _walk(directory) if isinstance(node, _Dir)}
+
+
+def _walk(directory: _Dir, prefix: str = "") -> Iterator[tuple[str, _Node]]:
+    for name, node in directory.entries.items():
+        yield prefix + name, node
+        if isinstance(node, _Dir):
+            yield from _walk(node, f"{prefix}{name}/")
+
+
+def _shown(node: _Node) -> bytes | str | None:
+    if isinstance(node, _File):
+        return bytes(node.data)
+    return f"-> {node.target}" if isinstance(node, _Symlink) else None
+
+
+def _file_stat(node: _Node) -> FileStat:
+    if isinstance(node, _File):
+        return FileStat("file", len(node.data), _DEVICE)
+    if isinstance(node, _Dir):
+        return FileStat("dir", 0, node.device)
+    return FileStat("symlink", len(os.fsencode(node.target)), _DEVICE)
+
+
+def _copy(node: _Node, copies: dict[_Node, _Node]) -> _Node:
+    """A deep copy that keeps hard links, histories and unsynced writes."""
+    if node in copies:
+        return copies[node]
+    copy: _Node
+    if isinstance(node, _Symlink):
+        copy = copies[node] = _Symlink(node.target)
+    elif isinstance(node, _File):
+        copy = copies[node] = _File(node.data)
+        copy.base, copy.writes = node.base, list(node.writes)
+    else:
+        copy = copies[node] = _Dir(node.device)
+        copy.entries = {name: _copy(inner, copies) for name, inner in node.entries.items()}
+        copy.history = {
+            name: [state and _copy(state, copies) for state in states]
+            for name, states in node.history.items()
+        }
+    copy.anchored = node.anchored
+    return copy

@@ -1,0 +1,71 @@
+"""The one place where anything is deleted.
+
+Rules: only what lies in the trash, a temporary file of our own, or a pin or lease that was released,
+is ever unlinked. A checkpoint gets into the trash by one durable rename (``effects``), never by
+deletion of its files in place. Removal goes in bounded slices, never follows a link, and an error
+leaves the rest for the next slice.
+"""
+
+from __future__ import annotations
+
+from ckptfsm.durable import TEMPORARY, list_names, lookup, walk_files
+from ckptfsm.layout import LEASE, PINS, READERS, TRASH
+from ckptfsm.ports import Storage
+
+_DEPTH = 64
+
+
+def remove_some(storage: Storage, limit: int) -> int:
+    """Delete up to ``limit`` entries of the trash, deepest first. Returns how many were deleted."""
+    removed = 0
+    for name in list_names(storage, TRASH):
+        if removed >= limit:
+            break
+        removed += _remove(storage, f"{TRASH}/{name}", limit - removed, _DEPTH)
+    return removed
+
+
+def _remove(storage: Storage, path: str, limit: int, depth: int) -> int:
+    found = lookup(storage, path)
+    if found is None or depth == 0:
+        return 0
+    if found.kind != "dir":
+        storage.unlink(path)
+        return 1
+    removed = 0
+    for name in storage.listdir(path):
+        if removed >= limit:
+            return removed
+        removed += _remove(storage, f"{path}/{name}", limit - removed, depth - 1)
+    if removed < limit and not storage.listdir(path):
+        storage.rmdir(path)
+        removed += 1
+    return removed
+
+
+def sweep_temporaries(storage: Storage) -> int:
+    """Delete temporary files that a crash left beside the tracker, pins, leases and epochs."""
+    swept = 0
+    for directory in ("", PINS, READERS, LEASE):
+        for name in list_names(storage, directory):
+            ours = TEMPORARY in name or (directory == LEASE and name.startswith("take-"))
+            path = f"{directory}/{name}" if directory else name
+            if ours and storage.stat(path).kind == "file":
+                storage.unlink(path)
+                swept += 1
+    return swept
+
+
+def sweep_attempt(storage: Storage, directory: str) -> None:
+    """Delete what a crash in the middle of a ``put`` left inside an unpublished attempt."""
+    for name, stat in walk_files(storage, directory):
+        if TEMPORARY in name and stat.kind == "file":
+            storage.unlink(f"{directory}/{name}")
+
+
+def remove_marker(storage: Storage, path: str) -> None:
+    """Delete a pin or a reader's lease durably; nothing if it is gone already."""
+    if lookup(storage, path) is None:
+        return
+    storage.unlink(path)
+    storage.fsync_dir(path.rpartition("/")[0])

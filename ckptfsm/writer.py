@@ -1,0 +1,226 @@
+"""One rank's writer: a forked child that writes all parts of the rank, and a receipt for each.
+
+Order inside the child: shards -> fsync each (digest meanwhile) -> fsync of directories -> receipt.
+The receipt comes last and is durable before the child says so; it lists every file the rank made.
+
+Rules: the directory of the attempt is the coordinator's: a writer makes directories only below it,
+so that a late one cannot bring back what was moved away. Every file is created exclusively, so that
+two writers can never share one. Everything goes through the storage port.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptfsm.documents import FileEntry, Receipt, encode
+from ckptfsm.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error, write_all
+from ckptfsm.errors import StorageError
+from ckptfsm.layout import RECEIPTS, join, receipt_name
+from ckptfsm.messages import AttemptId, Event, Failed, ShardReported
+from ckptfsm.ports import PartJob, Storage, Written
+from ckptfsm.processes import Child, Outcome, fork_child
+
+_OVERLAP_BYTES = 1 << 20  # below this a thread costs more than the digest
+
+
+@dataclass(frozen=True, slots=True)
+class RankJob:
+    """All parts of one rank for one attempt. ``location`` is where the attempt is written."""
+
+    of: AttemptId
+    rank: int
+    world_size: int
+    location: str
+    parts: tuple[PartJob, ...]
+
+
+class ShardFile:
+    """A new file of a checkpoint, as ``torch.save`` wants one: ``write``, ``tell``, ``flush``.
+
+    ``error`` keeps the first OSError: torch reports a full disk as "unexpected pos".
+    """
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        self.error: OSError | None = None
+        self._storage = storage
+        self.path = path
+        self._position = 0
+        self._handle = storage.open_exclusive(path)
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            write_all(self._storage, self._handle, view)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self._position += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self._position
+
+    def flush(self) -> None:
+        """Nothing is buffered here."""
+
+    def close_durably(self, name: str) -> FileEntry:
+        """fsync, digest, close. The digest is free while the disk is busy with the fsync."""
+        digest = _Digest(self._storage, self.path)
+        overlapped = self._position >= _OVERLAP_BYTES
+        if overlapped:
+            digest.start()
+        try:
+            self._storage.fsync(self._handle)
+        finally:
+            self._storage.close(self._handle)
+            if overlapped:
+                digest.join()
+        if not overlapped:
+            digest.run()
+        return FileEntry(name=name, bytes=self._position, digest=digest.result())
+
+
+class _Digest(threading.Thread):
+    """Digests a file, beside the fsync of the same file."""
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        super().__init__(daemon=True)
+        self._storage = storage
+        self.path = path
+        self._result: str | None = None
+        self._error: OSError | None = None
+
+    def run(self) -> None:
+        try:
+            self._result = self._storage.digest(self.path)
+        except OSError as error:
+            self._error = error
+
+    def result(self) -> str:
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """A part that is one plain file, made of bytes that are there already."""
+
+    name: str
+    file: str
+    data: bytes
+    directory: str = ""
+
+    def write(self, storage: Storage, location: str) -> Written:
+        relative = join(self.directory, self.file)
+        shard = ShardFile(storage, join(location, relative))
+        shard.write(self.data)
+        return Written((shard.close_durably(relative),))
+
+
+def write_rank(storage: Storage, job: RankJob) -> list[tuple[str, int, Any]]:
+    """Write every part of a rank and its receipt, in order: (part, bytes, payload) for each."""
+    written = []
+    for part in job.parts:
+        if part.directory:
+            make_dirs(storage, part.directory, base=job.location)
+        result = part.write(storage, job.location)
+        put_receipt(storage, job, part, result)
+        written.append((part.name, sum(f.bytes for f in result.files), result.payload))
+    return written
+
+
+def put_receipt(storage: Storage, job: RankJob, part: PartJob, result: Written) -> None:
+    """Make the part's names durable, then its receipt: from here on the shard counts (I3)."""
+    if part.directory:
+        fsync_tree_dirs(storage, join(job.location, part.directory))
+    storage.fsync_dir(job.location)
+    make_dirs(storage, f"{RECEIPTS}/{part.name}", base=job.location)
+    receipt = Receipt(
+        step=job.of.step,
+        epoch=job.of.epoch,
+        attempt=job.of.attempt,
+        part=part.name,
+        rank=job.rank,
+        world_size=job.world_size,
+        files=result.files,
+        results=result.results,
+    )
+    path = f"{job.location}/{receipt_name(part.name, job.rank)}"
+    put(storage, path, encode(receipt), tag=str(job.of))
+
+
+class RankWriter:
+    """A rank's writer as its trainer sees it: forked once, polled, killed at its deadline."""
+
+    def __init__(
+        self, storage: Storage, job: RankJob, *, keep: Sequence[int], deadline: float
+    ) -> None:
+        self.of = job.of
+        self.payloads: dict[str, Any] = {}
+        self._storage = storage
+        self._job = job
+        self._deadline = deadline
+        self.child: Child = fork_child(_BoundJob(storage, job), keep=keep, group=True)
+        self._reported = False
+
+    def poll(self, now: float) -> list[Event]:
+        """The events of this rank since the last call: its shards, or why there are none."""
+        if self._reported:
+            return []
+        outcome = self.child.poll()
+        if outcome is None and now < self._deadline:
+            return []
+        self._reported = True
+        if outcome is None:
+            gone = self.child.kill()
+            detail = f"rank {self._job.rank}: its writer missed its deadline"
+            return [Failed(self.of, "writer_hung", detail if gone else f"{detail} and lives on")]
+        return self._judge(outcome)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the child's end, at most ``timeout_s``; True if it ended."""
+        return self.child.wait(timeout_s) is not None
+
+    def kill(self) -> bool:
+        """End the writer and everything it forked; True once it is certainly gone."""
+        self._reported = True
+        return self.child.kill()
+
+    def _judge(self, outcome: Outcome) -> list[Event]:
+        """Exit code, payload and the attempt's own receipts: all three, or it failed."""
+        rank, problem = self._job.rank, ""
+        if not outcome.succeeded:
+            reason = "writer_failed" if outcome.error else "writer_died"
+            return [Failed(self.of, reason, f"rank {rank}: {outcome.explain()}")]
+        if [name for name, _, _ in outcome.payload] != [part.name for part in self._job.parts]:
+            problem = "its result is not of its parts"
+        for part in self._job.parts:
+            path = f"{self._job.location}/{receipt_name(part.name, rank)}"
+            if lookup(self._storage, path) is None:
+                problem = f"no receipt {path}"
+        if problem:
+            return [Failed(self.of, "receipt_missing", f"rank {rank}: {problem}")]
+        size = self._job.world_size
+        self.payloads = {name: payload for name, _, payload in outcome.payload}
+        return [
+            ShardReported(self.of, name, rank, size, count) for name, count, _ in outcome.payload
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _BoundJob:
+    storage: Storage
+    job: RankJob
+
+    def __call__(self) -> list[tuple[str, int, Any]]:
+        try:
+            return write_rank(self.storage, self.job)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise storage_error(error, "write", error.filename) from error

@@ -1,0 +1,178 @@
+"""Crash at every storage call of a job, lose power in several ways, recover, and judge the root.
+
+The job is the production coordinator and writer code on a simulated disk. Each test says what it
+would catch; the disk is adversarial: what was not fsynced may be lost, torn or reordered.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from ckptfsm.errors import CkptFsmError
+from ckptfsm.journal import read_history
+from ckptfsm.lifecycle import State
+from ckptfsm.ports import Identity
+from ckptfsm.retention import LatestN
+from ckptfsm.testing.faults import FaultStorage, crash_at
+from ckptfsm.testing.harness import FakeJob, check_root
+from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+
+Script = Callable[[FakeJob], None]
+
+
+def save_track_prune(job: FakeJob) -> None:
+    """Three saves under LatestN(1): request, write, finalize, track, prune, all of it."""
+    job.open()
+    for step in (1, 2, 3):
+        job.save(step)
+    job.close()
+
+
+def fail_and_retry(job: FakeJob) -> None:
+    """A save, a failed attempt that is cleaned up, the same step again."""
+    job.open()
+    job.save(1)
+    of = job.request(2)
+    job.fork(of)
+    job.write(of, 0)
+    job.fail(of)
+    job.save(2)
+    job.coordinator.tick()
+    job.close()
+
+
+def roll_back(job: FakeJob) -> None:
+    """Three saves, back to the first, and on from there."""
+    job.open()
+    for step in (1, 2, 3):
+        job.save(step)
+    job.acknowledged.clear()  # what is promised from here on is the target
+    job.coordinator.rollback(1)
+    job.save(2)
+    job.close()
+
+
+SCRIPTS = {
+    "save_track_prune": (save_track_prune, LatestN(1)),
+    "fail_and_retry": (fail_and_retry, LatestN(2)),
+    "roll_back": (roll_back, LatestN(5)),
+}
+LOSSES = ("all_lost", "all_kept", 1, 2, 3)
+
+
+def start(disk: SimDisk, name: str, retention: object, crash: int | None = None) -> FakeJob:
+    storage = SimStorage(disk, name)
+    hook = crash_at(crash) if crash is not None else None
+    faulty = FaultStorage(storage, before=hook)
+    return FakeJob(faulty, retention=retention, identity=Identity("sim", len(name), name, name))
+
+
+def count_calls(script: Script, retention: object) -> int:
+    job = start(SimDisk(), "count", retention)
+    script(job)
+    return len(job.storage.calls)
+
+
+def lose_power(disk: SimDisk, loss: object) -> None:
+    disk.crash(random.Random(loss) if isinstance(loss, int) else loss)
+
+
+def run_until(script: Script, job: FakeJob) -> None:
+    try:
+        script(job)
+    except ProcessDead:
+        pass
+
+
+def recover_and_judge(disk: SimDisk, acknowledged: int | None, what: str) -> None:
+    """Recover twice; nothing acknowledged is lost, and the second time nothing is left to do."""
+    check_root(SimStorage(disk, "judge0"), acknowledged)
+    job = start(disk, "second", LatestN(1))
+    report = job.open()
+    tracked = check_root(SimStorage(disk, "judge1"), acknowledged)
+    assert report.latest_step == tracked, what
+    assert not job.coordinator.ledger.in_state(*(State.REQUESTED, State.FORKED, State.FAILED)), what
+    lose_power(disk, "all_lost")
+    again = start(disk, "third", LatestN(1))
+    report = again.open()
+    assert [d for d in report.decisions if d.actions] == [], what
+    assert report.latest_step == tracked, what
+    next_step = (tracked or 0) + 10
+    again.save(next_step)
+    assert again.acknowledged == [next_step], what
+    again.close()
+    check_root(SimStorage(disk, "judge2"), next_step)
+    read_history(SimStorage(disk, "judge3"))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_I2_I4_I8_power_loss_at_every_storage_call(name: str, loss: object) -> None:
+    """F2, F3, F4, F33: catches a missing fsync, a tracker before its directory, a lost intent."""
+    script, retention = SCRIPTS[name]
+    total = count_calls(script, retention)
+    assert total > 60
+    for index in range(total):
+        disk = SimDisk()
+        job = start(disk, "first", retention, crash=index)
+        run_until(script, job)
+        lose_power(disk, loss)
+        recover_and_judge(disk, max(job.acknowledged, default=None), f"{name} call {index}")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_I8_crash_in_the_middle_of_recovery(name: str) -> None:
+    """F2, F17: recovery itself may be killed at any call and be done again."""
+    script, retention = SCRIPTS[name]
+    total = count_calls(script, retention)
+    for index in range(0, total, 5):
+        base = SimDisk()
+        job = start(base, "first", retention, crash=index)
+        run_until(script, job)
+        lose_power(base, index)
+        acknowledged = max(job.acknowledged, default=None)
+        for inner in range(0, 200, 3):
+            disk = base.fork()
+            again = start(disk, "recover", LatestN(1), crash=inner)
+            run_until(lambda j: j.open(), again)
+            finished = len(again.storage.calls) < inner
+            lose_power(disk, inner)
+            recover_and_judge(disk, acknowledged, f"{name} call {index}, recovery call {inner}")
+            if finished:
+                break
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_I2_sigkill_at_every_storage_call(name: str) -> None:
+    """F2: SIGKILL keeps what was written; the next start decides from it, also right after."""
+    script, retention = SCRIPTS[name]
+    for index in range(count_calls(script, retention)):
+        disk = SimDisk()
+        job = start(disk, "first", retention, crash=index)
+        run_until(script, job)
+        disk.kill("first")
+        recover_and_judge(disk, max(job.acknowledged, default=None), f"{name} call {index}")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("code", ["EIO", "ENOSPC", "ESTALE"])
+def test_F5_F6_F8_an_error_at_every_storage_call(name: str, code: str) -> None:
+    """An error at any call ends in a typed error or a failed attempt, and loses nothing."""
+    import errno
+
+    from ckptfsm.testing.faults import fail_at
+
+    script, retention = SCRIPTS[name]
+    for index in range(count_calls(script, retention)):
+        disk = SimDisk()
+        storage = FaultStorage(SimStorage(disk, "first"), before=fail_at(index, getattr(errno, code)))
+        job = FakeJob(storage, retention=retention, identity=Identity("sim", 5, "first", "first"))
+        try:
+            script(job)
+        except (CkptFsmError, OSError):
+            pass
+        disk.kill("first")
+        recover_and_judge(disk, max(job.acknowledged, default=None), f"{name} {code} at {index}")

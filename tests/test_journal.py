@@ -1,0 +1,584 @@
+"""The journal: torn tails, damage, seals, zombies, full disks and lost fsyncs (F4, F5, F6, F20)."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import zlib
+
+import pytest
+
+from ckptfsm import documents as d
+from ckptfsm.errors import JournalCorrupt, NewerSchema, OutcomeUnknown, StorageError
+from ckptfsm.journal import (
+    BLOCK_BYTES,
+    RESERVE_BYTES,
+    JournalWriter,
+    decode_line,
+    encode_line,
+    newest_segment,
+    parse_segment_bytes,
+    read_history,
+    read_segments,
+)
+from ckptfsm.layout import JOURNAL, PRIVATE
+from ckptfsm.lifecycle import State
+from ckptfsm.messages import AttemptId
+from ckptfsm.storage import PosixStorage
+from ckptfsm.testing.faults import FaultStorage, crash_at
+from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+
+S = State
+ONE = f"{JOURNAL}/000001.ndjson"
+LIFE = (
+    (S.ABSENT, "save_requested", S.REQUESTED),
+    (S.REQUESTED, "writer_forked", S.FORKED),
+    (S.FORKED, "shard_reported", S.SHARDS_WRITTEN),
+    (S.SHARDS_WRITTEN, "published", S.FINALIZED),
+    (S.FINALIZED, "tracker_written", S.TRACKED),
+    (S.TRACKED, "superseded", S.PRUNABLE),
+    (S.PRUNABLE, "removed", S.PRUNED),
+)
+
+
+def opened(epoch: int = 1, **fields) -> d.SegmentOpened:
+    values = {"seals": (), "run_seconds": 0.0, "checkpoints": ()} | fields
+    return d.SegmentOpened(epoch=epoch, host="h", pid=1, at="", **values)
+
+
+def created(step: int, state: State = S.REQUESTED, **fields) -> d.CheckpointRecord:
+    return d.CheckpointRecord(
+        step=step,
+        epoch=1,
+        attempt=1,
+        state=state,
+        parts=(d.Part(name="state"),),
+        world_size=2,
+        **fields,
+    )
+
+
+def move(
+    source: State, event: str, dest: State, step: int = 100, seq: int = 0, **fields
+) -> d.TransitionRecord:
+    if source is S.ABSENT:
+        fields.setdefault("created", created(step, dest))
+    return d.TransitionRecord(
+        seq=seq, step=step, epoch=1, attempt=1, event=event, source=source, dest=dest, **fields
+    )
+
+
+def life(upto: int, step: int = 100) -> list[d.TransitionRecord]:
+    return [move(*row, step=step, seq=i) for i, row in enumerate(LIFE[:upto])]
+
+
+def lines(*records: d.Record) -> bytes:
+    return b"".join(encode_line(r) for r in records)
+
+
+def corrupt(data: bytes) -> JournalCorrupt:
+    with pytest.raises(JournalCorrupt) as caught:
+        parse_segment_bytes(1, data, "f")
+    assert caught.value.file == "f"
+    return caught.value
+
+
+def sim(disk: SimDisk | None = None, process: str = "p1") -> SimStorage:
+    storage = SimStorage(disk or SimDisk(), process)
+    for name in (PRIVATE, JOURNAL):
+        if name not in storage.disk.snapshot():
+            storage.mkdir(name)
+            storage.fsync_dir(name.rpartition("/")[0])
+    return storage
+
+
+def plant(data: bytes, epoch: int = 1, storage: SimStorage | None = None) -> SimStorage:
+    storage = storage or sim()
+    storage.disk.plant_file(f"{JOURNAL}/{epoch:06d}.ndjson", data)
+    return storage
+
+
+def write(storage, records, epoch: int = 1, first: d.SegmentOpened | None = None) -> JournalWriter:
+    writer = JournalWriter(storage, epoch)
+    writer.open(first or opened(epoch))
+    for record in records:
+        writer.append(record)
+    return writer
+
+
+# --------------------------------------------------------------------------- lines and segments
+
+
+def test_a_line_is_plain_json_and_its_crc_is_of_the_record():
+    """Catches: a format that other tools cannot read or check."""
+    line = encode_line(d.SegmentClosed(run_seconds=1.0))
+    value = json.loads(line)
+    body = decode_line(line[:-1])
+    assert json.loads(body) == value["record"]
+    assert value["crc"] == f"{zlib.crc32(body):08x}"
+    assert line.endswith(b"}\n") and line.count(b"\n") == 1
+
+
+def test_F20_every_single_byte_error_of_a_line_is_noticed():
+    """Catches: a byte of a line that no check covers."""
+    line = encode_line(move(*LIFE[0]))[:-1]
+    assert decode_line(line) is not None
+    for at in range(len(line)):
+        for flip in (0x01, 0x80):
+            bad = line[:at] + bytes([line[at] ^ flip]) + line[at + 1 :]
+            assert decode_line(bad) is None, at
+    for end in range(len(line)):
+        assert decode_line(line[:end]) is None
+
+
+@pytest.mark.parametrize("storage_kind", ["posix", "sim"])
+def test_records_round_trip(storage_kind, tmp_path):
+    """Catches: a record lost, changed or reordered between writing and reading."""
+    storage = PosixStorage(tmp_path) if storage_kind == "posix" else sim()
+    if storage_kind == "posix":
+        storage.mkdir(PRIVATE)
+        storage.mkdir(JOURNAL)
+    records = [*life(7), d.RollbackStarted(to_step=5), d.SegmentClosed(run_seconds=3.0)]
+    write(storage, records).close()
+    (segment,) = read_segments(storage)
+    assert list(segment.records) == [opened(), *records]
+    data = storage.read(ONE, 1 << 20)
+    assert segment.end == len(lines(*segment.records))
+    assert segment.crc32 == zlib.crc32(data[: segment.end])
+    assert len(data) % BLOCK_BYTES == 0 and set(data[segment.end :]) == {0x0A}
+
+
+def test_padding_grows_and_always_leaves_the_reserve():
+    """Catches: a segment whose last block is used up by ordinary records."""
+    storage = sim()
+    writer = JournalWriter(storage, 1)
+    writer.open(opened())
+    for step in range(60):
+        for record in life(7, step):
+            writer.append(record)
+        (segment,) = read_segments(storage)
+        size = storage.stat(ONE).size
+        assert size % BLOCK_BYTES == 0
+        assert RESERVE_BYTES <= size - segment.end <= BLOCK_BYTES + RESERVE_BYTES
+    assert len(segment.records) == 421
+
+
+@pytest.mark.parametrize("after", ["eof", "padding", "zeros"])
+def test_F20_a_torn_tail_at_every_byte_is_ignored(after):
+    """Catches: a crash inside the last record that loses an earlier one, or stops the restart."""
+    first, last = lines(opened(), *life(3)), encode_line(move(*LIFE[3]))
+    for cut in range(len(last)):
+        tail = {"eof": b"", "padding": b"\n" * 600, "zeros": b"\x00" * 400 + b"\n" * 200}[after]
+        segment = parse_segment_bytes(1, first + last[:cut] + tail, "f")
+        whole = after != "zeros" and cut == len(last) - 1  # only the newline is missing
+        assert len(segment.records) == (5 if whole else 4), cut
+        if not whole:
+            assert (segment.end, segment.crc32) == (len(first), zlib.crc32(first))
+    everything = parse_segment_bytes(1, first + last, "f")
+    assert len(everything.records) == 5 and everything.end == len(first + last)
+
+
+def test_F20_a_torn_tail_leaves_the_earlier_state():
+    """Catches: a half-written transition that counts."""
+    storage = plant(lines(opened(), *life(4)) + encode_line(move(*LIFE[4]))[:-9] + b"\n" * 99)
+    history = read_history(storage)
+    assert history.ledger.in_flight().state is S.FINALIZED
+
+
+def test_F20_damage_in_the_middle_is_corruption_at_its_offset():
+    """Catches: a record in the middle silently skipped."""
+    records = [opened(), *life(4)]
+    data = lines(*records)
+    starts = [len(lines(*records[:i])) for i in range(len(records))]
+    for index in range(len(records) - 1):
+        start, length = starts[index], len(encode_line(records[index]))
+        for at in range(0, length - 1, 7):
+            bad = data[: start + at] + bytes([data[start + at] ^ 0x04]) + data[start + at + 1 :]
+            assert corrupt(bad).offset == start
+        error = corrupt(data[:start] + b"\x00" * (length - 1) + data[start + length - 1 :])
+        assert error.offset == start
+        assert corrupt(data[:start] + b"x\n" + data[start:]).offset == start
+
+
+def test_F20_two_lines_run_together_are_corruption():
+    """Catches: a lost newline that hides two records."""
+    data = lines(opened()) + lines(*life(2)).replace(b"}\n", b"}", 1) + lines(move(*LIFE[2]))
+    assert corrupt(data).offset == len(lines(opened()))
+
+
+def test_an_empty_or_blank_segment_has_no_records():
+    """Catches: a crash right after the creation of a segment that stops the restart."""
+    for data in (b"", b"\n" * BLOCK_BYTES, b'{"crc":"00'):
+        assert parse_segment_bytes(1, data, "f").records == ()
+    history = read_history(plant(b"\n" * BLOCK_BYTES, epoch=4))
+    assert history.ledger.checkpoints == {} and history.newest_epoch == 4
+    assert history.seals == () and newest_segment(sim()) == 0
+    assert read_history(SimStorage(SimDisk())).newest_epoch == 0
+
+
+def signed(record: dict) -> bytes:
+    body = json.dumps(record).encode()
+    return b'{"crc":"%08x","record":%s}\n' % (zlib.crc32(body), body)
+
+
+def test_F30_an_intact_line_that_is_not_ours_is_corruption():
+    """Catches: a record with a valid checksum taken for torn, or guessed at."""
+    error = corrupt(lines(opened()) + signed({"type": "melted"}))
+    assert error.offset == len(lines(opened())) and "not one of ours" in str(error)
+    corrupt(signed({"type": "segment_closed", "run_seconds": "1"}))
+    corrupt(signed({"type": "segment_closed", "run_seconds": 1.0, "surprise": 1}))
+
+
+def test_F34_a_segment_of_a_newer_version_is_refused_as_newer():
+    """Catches: a newer journal called corrupt, or read half."""
+    record = json.loads(d.encode(opened())) | {"schema_version": 2, "shiny": True}
+    with pytest.raises(NewerSchema) as caught:
+        read_history(plant(signed(record)))
+    assert caught.value.schema_version == 2 and caught.value.file == ONE
+
+
+# ------------------------------------------------------------------------------------- history
+
+
+def test_F26_history_rebuilds_the_ledger():
+    """Catches: a restart that forgets a checkpoint or what it was made of."""
+    snapshot = created(50, S.TRACKED, metrics={"loss": 2.5}, run_seconds=7.0, provenance="adopted")
+    records = [
+        *life(2),
+        move(*LIFE[2], shard_bytes=77, run_seconds=9.0),
+        *life(7, 60),
+        move(S.ABSENT, "save_requested", S.REQUESTED, 70, created=created(70)),
+        move(S.REQUESTED, "failed", S.FAILED, 70, reason="writer_died", detail="rank 1"),
+        d.SegmentClosed(run_seconds=8.0),
+    ]
+    data = lines(opened(checkpoints=(snapshot,), run_seconds=3.0), *records)
+    history = read_history(plant(data))
+    found = {c.step: c for c in history.ledger.checkpoints.values()}
+    assert sorted(found) == [50, 70, 100]
+    assert found[50].metrics == (("loss", 2.5),) and found[50].provenance == "adopted"
+    assert found[100].state is S.SHARDS_WRITTEN and found[100].shard_bytes == 77
+    assert found[100].forked == {0, 1} and found[100].world_size == 2
+    assert (found[70].state, found[70].reason, found[70].detail) == (
+        S.FAILED,
+        "writer_died",
+        "rank 1",
+    )
+    assert history.run_seconds == 9.0
+    assert history.known == {AttemptId(s, 1, 1) for s in (50, 60, 70, 100)}
+    assert history.seals == (d.Seal(epoch=1, bytes=len(data), crc32=zlib.crc32(data)),)
+
+
+def test_requested_has_no_forks_after_a_restart():
+    """Catches: in-memory forks believed after a restart."""
+    history = read_history(plant(lines(opened(), *life(1))))
+    assert history.ledger.in_flight().forked == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([], (False, None)),
+        ([d.RollbackStarted(to_step=50)], (True, 50)),
+        ([d.RollbackStarted(to_step=None)], (True, None)),
+        ([d.RollbackStarted(to_step=50), d.RollbackFinished()], (False, None)),
+        ([d.RollbackStarted(to_step=50), d.RollbackStarted(to_step=40)], (True, 40)),
+    ],
+)
+def test_a_rollback_intent_survives_a_crash(records, expected):
+    """Catches: a rollback half done and forgotten, or done again after it was finished."""
+    history = read_history(plant(lines(opened(), *records)))
+    assert (history.rolling_back, history.rolling_back_to) == expected
+    if expected[0]:
+        carried = opened(rolling_back=True, rolling_back_to=expected[1])
+        again = read_history(plant(lines(carried)))
+        assert (again.rolling_back, again.rolling_back_to) == expected
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [move(S.SHARDS_WRITTEN, "published", S.FINALIZED)],
+        [*life(1), move(S.REQUESTED, "tracker_written", S.TRACKED)],
+        [*life(1), move(S.FORKED, "shard_reported", S.SHARDS_WRITTEN)],
+        [*life(5), move(S.TRACKED, "failed", S.FAILED)],
+        [*life(5), move(S.TRACKED, "removed", S.PRUNED)],
+        [*life(1), *life(1)],
+        [*life(7), move(S.PRUNED, "reprieved", S.TRACKED)],
+        [move(*LIFE[0], created=None)],
+        [*life(1), move(*LIFE[1], created=created(100))],
+        [move(S.ABSENT, "to_tracked", S.TRACKED)],
+    ],
+)
+def test_I11_a_move_that_is_no_row_is_corruption(records):
+    """Catches: a journal that is not a trace of the specification, read as if it were."""
+    with pytest.raises(JournalCorrupt, match="not a legal move") as caught:
+        read_history(plant(lines(opened(), *records)))
+    assert caught.value.file == ONE and caught.value.step == 100
+
+
+@pytest.mark.parametrize(
+    "data",
+    [lines(*life(1)), lines(opened(epoch=2)), lines(opened(), opened())],
+    ids=["no opening", "another epoch", "opened twice"],
+)
+def test_F20_a_segment_must_begin_with_its_own_opening(data):
+    """Catches: a segment copied from elsewhere or begun by two."""
+    with pytest.raises(JournalCorrupt):
+        read_history(plant(data))
+
+
+# --------------------------------------------------------------------------------------- seals
+
+
+def sealed() -> tuple[SimStorage, JournalWriter]:
+    """Epoch 1 left step 100 tracked and step 110 requested; epoch 2 sealed it and failed 110."""
+    storage = sim()
+    zombie = write(storage, [*life(5), *life(1, 110)])
+    history = read_history(storage)
+    snapshot = tuple(d.checkpoint_record(c) for c in history.ledger.checkpoints.values())
+    first = opened(2, seals=history.seals, checkpoints=snapshot)
+    write(storage, [move(S.REQUESTED, "failed", S.FAILED, 110)], 2, first).close()
+    return storage, zombie
+
+
+def test_F13_what_a_zombie_writes_after_the_seal_is_ignored():
+    """Catches: a paused old trainer that changes history after it was fenced."""
+    storage, zombie = sealed()
+    before = read_history(storage)
+    assert [c.state for c in before.ledger.in_state(*State)] == [S.TRACKED, S.FAILED]
+    zombie.append(move(*LIFE[1], step=110))
+    for _ in range(60):
+        zombie.append(d.RollbackStarted(to_step=1))
+    zombie.close()
+    assert read_history(storage) == before
+    assert [s.epoch for s in before.seals] == [1, 2]
+    assert len(read_segments(storage)) == 2 and newest_segment(storage) == 2
+
+
+@pytest.mark.parametrize("how", ["changed", "shortened", "missing"])
+def test_F20_a_sealed_segment_that_changed_is_corruption(how):
+    """Catches: lost or rewritten history that nobody notices."""
+    storage, zombie = sealed()
+    zombie.close()
+    end = read_segments(storage)[0].end
+    data = storage.read(ONE, 1 << 20)
+    storage.unlink(ONE)
+    if how == "changed":
+        storage.disk.plant_file(ONE, data[: end - 9] + b"#" + data[end - 8 :])
+    elif how == "shortened":
+        storage.disk.plant_file(ONE, data[: end - 1])
+    with pytest.raises(JournalCorrupt, match="sealed segment") as caught:
+        read_history(storage)
+    assert caught.value.file == ONE and caught.value.offset == 0
+
+
+def test_F2_a_segment_that_was_created_but_not_begun_is_passed_over():
+    """Catches: a crash while taking the root that loses the ledger, or reuses the epoch."""
+    storage, zombie = sealed()
+    zombie.close()
+    before = read_history(storage)
+    plant(b"\n" * BLOCK_BYTES, 3, storage)
+    plant(encode_line(opened(4))[:40], 4, storage)
+    after = read_history(storage)
+    assert after.ledger == before.ledger and after.seals == before.seals
+    assert after.newest_epoch == newest_segment(storage) == 4
+
+
+def test_names_beside_the_segments_are_no_segments():
+    """Catches: a temporary or a person's copy read as history."""
+    storage, zombie = sealed()
+    zombie.close()
+    before = read_history(storage)
+    for name in ("000009.ndjson.bak", "9.ndjson", "notes"):
+        storage.disk.plant_file(f"{JOURNAL}/{name}", b"junk")
+    assert read_history(storage) == before
+
+
+# ------------------------------------------------------------------------ full and failing disks
+
+
+def records_on(storage) -> list[d.Record]:
+    return list(read_segments(storage)[-1].records)
+
+
+def test_F5_on_a_full_disk_a_failure_can_still_be_journaled():
+    """Catches: a full disk on which the failure of the save cannot even be recorded."""
+    disk = SimDisk()
+    storage = sim(disk)
+    writer = write(storage, life(1))
+    disk.capacity = disk.used
+    with pytest.raises(OSError) as caught:
+        for step in range(200, 300):
+            writer.append(move(S.ABSENT, "adopted", S.TRACKED, step))
+    assert caught.value.errno == errno.ENOSPC
+    before = records_on(storage)
+    writer.append(move(S.REQUESTED, "failed", S.FAILED, detail="x" * 500), essential=True)
+    assert len(records_on(storage)) == len(before) + 1
+    with pytest.raises(OSError):
+        writer.append(d.RollbackFinished())
+    for _ in range(3):
+        writer.append(d.SegmentClosed(run_seconds=1.0), essential=True)
+    disk.capacity = None
+    writer.append(d.RollbackFinished())
+    found = records_on(storage)
+    assert found[: len(before)] == before and len(found) == len(before) + 5
+    assert read_history(storage).ledger.in_state(S.FAILED)
+
+
+def test_F5_the_reserve_is_not_endless_and_its_end_is_an_error():
+    """Catches: an essential record written beyond what is allocated, or dropped in silence."""
+    disk = SimDisk()
+    storage = sim(disk)
+    writer = write(storage, [])
+    disk.capacity = disk.used
+    count = 0
+    with pytest.raises(OSError) as caught:
+        while count < 1000:
+            writer.append(d.SegmentClosed(run_seconds=1.0), essential=True)
+            count += 1
+    assert caught.value.errno == errno.ENOSPC and count > 100
+    assert len(records_on(storage)) == count + 1
+    assert storage.stat(ONE).size == BLOCK_BYTES
+
+
+@pytest.mark.parametrize("tried_before", [False, True])
+def test_F5_an_essential_record_fits_when_only_the_reserve_cannot_be_renewed(tried_before):
+    """Catches: an essential record refused because the *next* block cannot be allocated."""
+    disk = SimDisk()
+    storage = sim(disk)
+    writer = write(storage, [])
+    big = move(*LIFE[0], created=created(100, detail="x" * (2 * BLOCK_BYTES - 2000)))
+    disk.capacity = disk.used + BLOCK_BYTES  # one block more, but not the reserve behind it
+    if tried_before:
+        with pytest.raises(OSError):
+            writer.append(big)
+    writer.append(big, essential=True)
+    assert records_on(storage)[-1] == big
+
+
+def test_an_error_that_is_not_a_full_disk_is_never_swallowed():
+    """Catches: EIO while extending taken for a full disk."""
+
+    def broken(index: int, method: str, path: str) -> None:
+        if method == "pwrite" and armed:
+            raise OSError(errno.EIO, "broken", path)
+
+    armed = False
+    storage = FaultStorage(sim(), before=broken)
+    writer = write(storage, [])
+    armed = True
+    with pytest.raises(OSError) as caught:
+        writer.append(
+            move(*LIFE[0], created=created(100, detail="x" * BLOCK_BYTES)), essential=True
+        )
+    assert caught.value.errno == errno.EIO
+
+
+def test_F6_after_a_failed_fsync_nothing_more_is_written():
+    """Catches: a second fsync of a file whose first failed (it would succeed, and lie)."""
+    storage = FaultStorage(sim())
+    writer = write(storage, life(1))
+    storage.inner.disk.fail_fsync(errno.EIO, path=ONE)
+    with pytest.raises(OutcomeUnknown) as caught:
+        writer.append(move(*LIFE[1]))
+    assert caught.value.file == ONE and isinstance(caught.value.__cause__, OSError)
+    after = len(storage.calls)
+    assert storage.calls[-1] == ("close", ONE), "the handle is given back"
+    for essential in (False, True):
+        with pytest.raises(StorageError, match="lost or closed"):
+            writer.append(move(*LIFE[2]), essential=essential)
+    writer.close()
+    assert len(storage.calls) == after
+    storage.inner.disk.crash("all_lost")
+    history = read_history(sim(storage.inner.disk))
+    assert history.ledger.in_flight().state is S.REQUESTED
+
+
+def test_append_after_close_is_refused():
+    """Catches: a record written through a handle that belongs to somebody else by now."""
+    writer = write(sim(), [])
+    writer.close()
+    writer.close()
+    with pytest.raises(StorageError):
+        writer.append(d.RollbackFinished())
+    with pytest.raises(StorageError):
+        JournalWriter(sim(), 1).append(d.RollbackFinished())
+
+
+def test_I9_a_segment_is_never_opened_twice():
+    """Catches: two writers in one segment."""
+    storage = sim()
+    write(storage, life(2))
+    with pytest.raises(FileExistsError):
+        JournalWriter(storage, 1).open(opened())
+    assert len(records_on(storage)) == 3
+
+
+@pytest.mark.parametrize("short", [1, 7, 100])
+def test_F7_short_writes_are_continued(short):
+    """Catches: a record cut off by a short write."""
+    storage = sim(SimDisk(short_writes=short))
+    write(storage, life(7)).close()
+    assert records_on(storage) == [opened(), *life(7)]
+
+
+def test_F7_a_write_that_takes_nothing_is_an_error():
+    """Catches: an endless loop on a device that takes no bytes."""
+    storage = sim()
+    writer = write(storage, [])
+    storage.pwrite = lambda handle, data, offset: 0
+    with pytest.raises(OSError) as caught:
+        writer.append(d.RollbackFinished())
+    assert caught.value.errno == errno.EIO
+
+
+def test_F5_a_write_that_failed_half_way_is_overwritten_by_the_next():
+    """Catches: the rest of a failed longer record that makes later ones unreadable."""
+    storage = sim()
+    writer = write(storage, life(1))
+    real, calls = storage.pwrite, []
+
+    def half(handle: int, data, offset: int) -> int:
+        calls.append(offset)
+        if len(calls) > 1:
+            raise OSError(errno.EIO, "half way")
+        return real(handle, bytes(data)[: len(data) * 9 // 10], offset)
+
+    storage.pwrite = half
+    with pytest.raises(OSError):
+        writer.append(move(S.REQUESTED, "failed", S.FAILED, detail="x" * 900))
+    storage.pwrite = real
+    assert records_on(storage) == [opened(), *life(1)]
+    later = [move(*LIFE[1]), move(*LIFE[2]), d.RollbackFinished()]
+    for count, record in enumerate(later, start=1):
+        writer.append(record)
+        assert records_on(storage) == [opened(), *life(1), *later[:count]]
+
+
+def test_F4_power_loss_at_any_call_loses_only_what_was_not_acknowledged():
+    """Catches: an acknowledged record that a power loss takes, or one that makes it unreadable."""
+    records = life(5)
+    calls = FaultStorage(sim())
+    write(calls, records)
+    for crash_index in range(len(calls.calls)):
+        for how in ("all_lost", "all_kept", *(random.Random(seed) for seed in range(12))):
+            disk = SimDisk()
+            storage = FaultStorage(sim(disk), before=crash_at(crash_index))
+            acknowledged = None
+            writer = JournalWriter(storage, 1)
+            with pytest.raises(ProcessDead):
+                writer.open(opened())
+                acknowledged = 0
+                for record in records:
+                    writer.append(record)
+                    acknowledged += 1
+            disk.crash(how)
+            after = SimStorage(disk, "p2")
+            segments = read_segments(after)
+            found = list(segments[0].records) if segments else []
+            whole = [opened(), *records]
+            assert found == whole[: len(found)], "a prefix of what was written"
+            if acknowledged is not None:
+                assert 1 + acknowledged <= len(found) <= 2 + acknowledged
+            read_history(after)

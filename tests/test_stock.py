@@ -1,0 +1,615 @@
+"""What ``inspect_stock`` promises: real checkpoints in, everything broken or hostile out.
+
+The checkpoint is written once by stock Megatron-core; each test breaks one thing in a copy.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import pickle
+import posix
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from ckptfsm.errors import DamagedRoot
+from ckptfsm.ports import FileStat
+from ckptfsm.stock import ALLOWED_GLOBALS, StockVerdict, Stub, inspect_stock, load_metadata_stub
+from ckptfsm.storage import PosixStorage
+
+pytestmark = pytest.mark.megatron
+
+REPO = Path(__file__).resolve().parent.parent
+STEP = "iter_0000005"
+OBJECTS = {"rng_state/shard_0.0_1.2", "rng_state/shard_0.1_1.2"}
+TENSORS = {"w.whole", "w.half", "w.scalar", "w.split"}
+
+
+def _save_stock(directory: Path) -> None:
+    """A checkpoint by ``megatron.core.dist_checkpointing.save``, in this process, on CPU."""
+    import torch
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    make = ShardedTensor.from_rank_offsets
+    state: dict[str, Any] = {
+        "whole": make("w.whole", torch.arange(12.0).reshape(3, 4)),
+        "half": make("w.half", torch.ones(4, dtype=torch.bfloat16)),
+        "scalar": make("w.scalar", torch.tensor(3)),
+        "split0": make("w.split", torch.ones(4, 2), (0, 0, 2)),
+        "split1": make("w.split", torch.zeros(4, 2), (0, 1, 2)),
+        "rng0": ShardedObject("rng_state", [torch.get_rng_state()], (1, 2), (0, 0)),
+        "rng1": ShardedObject("rng_state", [torch.get_rng_state()], (1, 2), (0, 1)),
+        "iteration": 5,
+        "args": {"lr": 0.1},
+    }
+    dist_checkpointing.save(state, str(directory))
+
+
+@pytest.fixture(scope="module")
+def stock_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A root with one real checkpoint in it; nobody changes it."""
+    import queue
+
+    import torch
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    root = tmp_path_factory.mktemp("stock")
+    (root / STEP).mkdir()
+    mine = not torch.distributed.is_initialized()
+    if mine:
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lambda *args: None)
+        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+        patch.setattr(filesystem_async, "_results_queue", queue.Queue())  # no manager process
+        _save_stock(root / STEP)
+    yield root
+    if mine:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def copy(stock_root: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint's directory, to break."""
+    shutil.copytree(stock_root / STEP, tmp_path / STEP)
+    return tmp_path / STEP
+
+
+def verdict_of(directory: Path) -> StockVerdict:
+    return inspect_stock(PosixStorage(str(directory.parent)), directory.name)
+
+
+def refused(directory: Path, file: str, *words: str) -> None:
+    verdict = verdict_of(directory)
+    assert not verdict.acceptable
+    assert verdict.reason.startswith(f"{file}: "), verdict.reason
+    for word in words:
+        assert word in verdict.reason
+    assert (verdict.files, verdict.total_bytes) == ((), 0)
+    assert not verdict.object_keys
+    assert not verdict.tensor_keys
+
+
+def edit_metadata(directory: Path, change: Callable[[Any], None]) -> None:
+    """Load with the real classes, change, and write back."""
+    path = directory / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def first_shard(directory: Path) -> Path:
+    return sorted(directory.glob("*.distcp"))[0]
+
+
+# --------------------------------------------------------------------------------- accepted
+
+
+def test_a_real_checkpoint_is_accepted_with_its_files_and_keys(stock_root: Path) -> None:
+    # would catch: a global or opcode of real files missing from the tables
+    verdict = verdict_of(stock_root / STEP)
+    assert verdict.acceptable, verdict.reason
+    assert verdict.reason == ""
+    assert verdict.object_keys == OBJECTS
+    assert verdict.tensor_keys == TENSORS
+    on_disk = {p.name: p.stat().st_size for p in (stock_root / STEP).iterdir()}
+    assert dict(verdict.files) == on_disk
+    assert verdict.total_bytes == sum(on_disk.values())
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_binary_pickle_protocol_is_read(copy: Path, protocol: int) -> None:
+    metadata = pickle.loads((copy / ".metadata").read_bytes())
+    (copy / ".metadata").write_bytes(pickle.dumps(metadata, protocol=protocol))
+    assert verdict_of(copy).acceptable, verdict_of(copy).reason
+
+
+def test_the_classes_of_older_megatron_are_accepted(copy: Path) -> None:
+    # 0.15 writes MCoreMetadata, 0.13 to 0.15 write MCoreSavePlan; 0.16 keeps empty classes for them
+    from megatron.core.dist_checkpointing.strategies.torch import MCoreMetadata, MCoreSavePlan
+
+    metadata = pickle.loads((copy / ".metadata").read_bytes())
+    older, plan = MCoreMetadata(), MCoreSavePlan()
+    vars(older).update(vars(metadata))
+    vars(plan).update(vars(metadata.all_local_plans[0]))
+    older.all_local_plans = [plan]
+    older.mcore_data = {"w.whole": {"nd_reformulated_orig_global_shape": (3, 4)}}
+    older.storage_meta.checkpoint_id = Path("/somewhere/else")
+    (copy / ".metadata").write_bytes(pickle.dumps(older))
+    assert verdict_of(copy).acceptable, verdict_of(copy).reason
+
+
+def _text(word: str) -> bytes:
+    return b"\x8c" + bytes([len(word)]) + word.encode()
+
+
+def test_the_stub_gives_the_real_content(stock_root: Path) -> None:
+    top = load_metadata_stub((stock_root / STEP / ".metadata").read_bytes())
+    assert top.name == "Metadata"
+    assert set(top.get("state_dict_metadata")) == OBJECTS | TENSORS
+    whole = top.get("state_dict_metadata")["w.whole"]
+    assert (whole.name, whole.get("size").args) == ("TensorStorageMetadata", ((3, 4),))
+    assert isinstance(top.get("all_local_plans")[0], Stub)
+
+
+class CountingStorage(PosixStorage):
+    """Counts the stats of each path."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.counts: Counter[str] = Counter()
+
+    def stat(self, path: str) -> FileStat:
+        self.counts[path] += 1
+        return super().stat(path)
+
+
+def test_each_file_is_statted_once(stock_root: Path) -> None:
+    storage = CountingStorage(str(stock_root))
+    assert inspect_stock(storage, STEP).acceptable
+    assert len(storage.counts) == 1 + len(list((stock_root / STEP).iterdir()))
+    assert set(storage.counts.values()) == {1}
+
+
+def test_a_thousand_checkpoints_are_inspected_in_time(stock_root: Path) -> None:
+    # 9 entries here; about 3.5 ms for 100 entries, measured: 1,000 of those in 3.5 s
+    started = time.perf_counter()
+    for _ in range(100):
+        assert verdict_of(stock_root / STEP).acceptable
+    assert time.perf_counter() - started < 1.0
+
+
+# ------------------------------------------------------------------------------ broken files
+
+
+def test_F21_missing_shard(copy: Path) -> None:
+    shard = first_shard(copy)
+    shard.unlink()
+    refused(copy, shard.name, "missing")
+
+
+def test_F21_shard_truncated_by_one_byte(copy: Path) -> None:
+    shard = first_shard(copy)
+    os.truncate(shard, shard.stat().st_size - 1)
+    refused(copy, shard.name, "truncated")
+
+
+def test_F21_shard_that_is_longer_is_accepted(copy: Path) -> None:
+    with first_shard(copy).open("ab") as file:
+        file.write(b"more")
+    assert verdict_of(copy).acceptable
+
+
+@pytest.mark.parametrize("name", ["shard", ".metadata", "metadata.json", "common.pt"])
+def test_F16_no_file_may_be_a_symlink(copy: Path, name: str) -> None:
+    path = first_shard(copy) if name == "shard" else copy / name
+    away = copy.parent / "away"
+    path.rename(away)
+    path.symlink_to(away)
+    refused(copy, path.name, "symlink")
+
+
+def test_F16_the_directory_may_not_be_a_symlink(copy: Path) -> None:
+    (copy.parent / "link").symlink_to(copy)
+    refused(copy.parent / "link", "link")
+
+
+def test_F19_missing_directory(copy: Path) -> None:
+    refused(copy.parent / "iter_0000099", "iter_0000099", "missing")
+
+
+@pytest.mark.parametrize("name", [".metadata", "metadata.json", "common.pt"])
+@pytest.mark.parametrize("how", ["missing", "empty", "regular"])
+def test_F19_each_file_must_be_there(copy: Path, name: str, how: str) -> None:
+    (copy / name).unlink()
+    if how == "empty":
+        (copy / name).touch()
+    if how == "regular":
+        (copy / name).mkdir()
+    refused(copy, name, how)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_F21_truncated(copy: Path, name: str, fraction: float) -> None:
+    path = copy / name
+    os.truncate(path, int(path.stat().st_size * fraction))
+    refused(copy, name)
+
+
+def test_F21_a_zip_that_is_no_torch_file_is_not_common_state(copy: Path) -> None:
+    with zipfile.ZipFile(copy / "common.pt", "w") as archive:
+        archive.writestr("x", "y")
+    refused(copy, "common.pt", "torch.save")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"\xff\xfe",
+        b"[" * 50_000,
+        b"[]",
+        b"{}",
+        b"1" * 5000,
+        b'{"sharded_backend": "zarr"}',
+        b'{"sharded_backend": ["torch_dist"]}',
+        b'{"sharded_backend": "torch_dist", "sharded_backend_version": 2}',
+        b'{"sharded_backend": "torch_dist", "sharded_backend_version": true}',
+        b'{"sharded_backend": "torch_dist", "common_backend": "zarr"}',
+        b'{"sharded_backend": "torch_dist", "unheard_of": 1}',
+        b'{"sharded_backend": "torch_dist"}' + b" " * 70_000,
+    ],
+)
+def test_F30_metadata_json_of_another_kind(copy: Path, content: bytes) -> None:
+    (copy / "metadata.json").write_bytes(content)
+    refused(copy, "metadata.json")
+
+
+def test_metadata_json_may_leave_the_defaults_out(copy: Path) -> None:
+    (copy / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    assert verdict_of(copy).acceptable
+
+
+# ---------------------------------------------------------------------- metadata that is wrong
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../outside", "a/../../outside", "/etc/hostname", "", ".", "..", "a//b", "x\0", 7, None],
+)
+def test_F30_relative_path_must_be_plain(copy: Path, name: Any) -> None:
+    (copy.parent / "outside").write_bytes(b"x" * 100_000)
+
+    def change(metadata: Any) -> None:
+        next(iter(metadata.storage_data.values())).relative_path = name
+
+    edit_metadata(copy, change)
+    refused(copy, ".metadata", "not inside")
+
+
+@pytest.mark.parametrize("field", ["offset", "length"])
+@pytest.mark.parametrize("value", [-1, 1 << 63, 1.5, "8", None, True])
+def test_F30_offsets_and_lengths_must_be_sizes(copy: Path, field: str, value: Any) -> None:
+    def change(metadata: Any) -> None:
+        setattr(next(iter(metadata.storage_data.values())), field, value)
+
+    edit_metadata(copy, change)
+    refused(copy, ".metadata")
+
+
+def test_F21_a_huge_length_is_a_truncated_shard(copy: Path) -> None:
+    def change(metadata: Any) -> None:
+        next(iter(metadata.storage_data.values())).length = (1 << 63) - 1
+
+    edit_metadata(copy, change)
+    assert "truncated" in verdict_of(copy).reason
+
+
+@pytest.mark.parametrize("key", sorted(OBJECTS | TENSORS))
+def test_F21_everything_declared_must_be_stored(copy: Path, key: str) -> None:
+    def change(metadata: Any) -> None:
+        gone = [index for index in metadata.storage_data if index.fqn == key][-1]
+        del metadata.storage_data[gone]
+
+    edit_metadata(copy, change)
+    refused(copy, ".metadata", key, "stored in no file")
+
+
+def test_F21_chunks_must_fill_the_tensor(copy: Path) -> None:
+    edit_metadata(copy, lambda m: m.state_dict_metadata["w.split"].chunks.pop())
+    refused(copy, ".metadata", "w.split", "do not fill")
+
+
+def test_F30_chunks_must_lie_inside_the_tensor(copy: Path) -> None:
+    import torch
+
+    def change(metadata: Any) -> None:
+        metadata.state_dict_metadata["w.split"].size = torch.Size([7, 2])
+
+    edit_metadata(copy, change)
+    refused(copy, ".metadata", "w.split", "outside")
+
+
+def test_F30_chunks_must_have_the_dimensions_of_the_tensor(copy: Path) -> None:
+    import torch
+
+    def change(metadata: Any) -> None:
+        metadata.state_dict_metadata["w.split"].chunks[0].sizes = torch.Size([4])
+
+    edit_metadata(copy, change)
+    refused(copy, ".metadata", "w.split", "dimension")
+
+
+@pytest.mark.parametrize("size", [[1] * 65, 7, None, "12"])
+def test_F30_a_size_must_be_a_bounded_torch_size(copy: Path, size: Any) -> None:
+    import torch
+
+    def change(metadata: Any) -> None:
+        real = torch.Size(size) if isinstance(size, list) else size
+        metadata.state_dict_metadata["w.whole"].size = real
+
+    edit_metadata(copy, change)
+    refused(copy, ".metadata", "torch.Size")
+
+
+def test_F30_an_object_of_another_class_is_refused(copy: Path) -> None:
+    def change(metadata: Any) -> None:
+        metadata.state_dict_metadata["w.whole"] = metadata.storage_meta
+
+    edit_metadata(copy, change)
+    refused(copy, ".metadata", "TensorStorageMetadata belongs")
+
+
+@pytest.mark.parametrize("name", ["storage_data", "state_dict_metadata"])
+@pytest.mark.parametrize("value", [None, [], {"a": 1}, 3])
+def test_F30_metadata_with_another_structure(copy: Path, name: str, value: Any) -> None:
+    edit_metadata(copy, lambda m: setattr(m, name, value))
+    refused(copy, ".metadata")
+
+
+@pytest.mark.parametrize("value", [None, {}, [1], "Metadata"])
+def test_F30_a_pickle_of_something_else(copy: Path, value: Any) -> None:
+    (copy / ".metadata").write_bytes(pickle.dumps(value))
+    refused(copy, ".metadata", "no Metadata")
+
+
+# ----------------------------------------------------------------------------------- hostile
+
+
+class Call:
+    """Pickles to a call."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (posix.system, "posix.system"),
+        (builtins.eval, ".eval"),
+        (builtins.getattr, ".getattr"),
+        (subprocess.check_call, ".check_call"),
+    ],
+)
+def test_F30_no_global_is_called(
+    copy: Path, function: Callable[..., Any], name: str, protocol: int
+) -> None:
+    witness = copy.parent / "executed"
+    code = f"__import__('pathlib').Path({str(witness)!r}).touch()"
+    args = (code,) if function is builtins.eval else (f"touch {witness}",)
+    (copy / ".metadata").write_bytes(pickle.dumps(Call(function, *args), protocol=protocol))
+    refused(copy, ".metadata", "global", name)
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize("module", ["os", "posix", "builtins", "torch", "megatron.core"])
+def test_F30_a_hand_made_call_is_not_made(copy: Path, module: str) -> None:
+    witness = copy.parent / "executed"
+    code = f"c{module}\nsystem\n(S'touch {witness}'\ntR."
+    (copy / ".metadata").write_bytes(code.encode())
+    refused(copy, ".metadata", f"global {module}.system")
+    assert not witness.exists()
+
+
+def test_F30_a_call_hidden_in_real_metadata_is_found(copy: Path) -> None:
+    witness = copy.parent / "executed"
+    path = copy / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data = {"x": Call(os.system, f"touch {witness}")}
+    path.write_bytes(pickle.dumps(metadata))
+    refused(copy, ".metadata", "global", "system")
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [("os", "system"), ("torch", "load"), ("torch.serialization", "load"), ("builtins", "eval")],
+)
+def test_F30_the_list_of_globals_is_exact(name: tuple[str, str]) -> None:
+    assert name not in ALLOWED_GLOBALS
+    dotted = b"\x80\x04" + _text("torch") + _text("Size.__class__") + b"\x93."
+    with pytest.raises(DamagedRoot, match=r"torch\.Size\.__class__"):
+        load_metadata_stub(dotted)
+
+
+DEEP = 300_000
+STUB = b"\x80\x04ctorch\nSize\n)R"
+HOSTILE = {  # name: (file, what the reason says)
+    # would overflow the C stack of a standard unpickler: hash of a nested tuple
+    "nested tuple as key": (b"\x80\x04}N" + b"\x85" * DEEP + b"Ns.", "TypeError"),
+    "nested tuples": (b"\x80\x04N" + b"\x85" * DEEP + b".", "no Metadata"),
+    "nested lists": (b"\x80\x04" + b"]" * DEEP + b"a" * (DEEP - 1) + b".", "no Metadata"),
+    "nested marks": (b"\x80\x04" + b"(" * DEEP + b"t" * DEEP + b".", "no Metadata"),
+    "nested stubs": (
+        b"ctorch\nSize\n" * DEEP + b")R" + b"\x85R" * (DEEP - 1) + b".",
+        "no Metadata",
+    ),
+    # would ask a standard unpickler for 64 GiB
+    "memo far away": (b"\x80\x04Nr\xff\xff\xff\xff.", "ValueError"),
+    "memo far away, text": (b"Np4294967295\n.", "opcode 0x70"),
+    "memo never set": (b"\x80\x04h\x00.", "truncated"),
+    "list in itself": (b"\x80\x04]\x94h\x00a.", "no Metadata"),
+    "stub in its own state": (STUB + b"\x94h\x00b.", "no Metadata"),
+    "state twice": (STUB + b"}b}b.", "TypeError"),
+    "state for a class": (b"\x80\x04ctorch\nSize\n}b.", "TypeError"),
+    "state for a dtype": (b"\x80\x04ctorch\nfloat32\n}b.", "TypeError"),
+    "call of a result": (STUB + b")R.", "TypeError"),
+    "item for a stub": (STUB + b"Na.", "TypeError"),
+    "key without a value": (b"\x80\x04}(X\x00\x00\x00\x00u.", "ValueError"),
+    "persistent id": (b"\x80\x04K\x01Q.", "opcode 0x51"),
+    "persistent id, text": (b"Px\n.", "opcode 0x50"),
+    "extension code": (b"\x80\x04\x82\x01.", "opcode 0x82"),
+    "inst": (b"(ios\nsystem\n.", "opcode 0x69"),
+    "global without an end": (b"cos\nsystem", "ValueError"),
+    "huge string": (b"\x80\x04X\xff\xff\xff\xffabc.", "truncated"),
+    "short string": (b"\x80\x04\x8c\x09abc.", "truncated"),
+    "huge bytes": (b"\x80\x05\x8e" + b"\xff" * 8 + b"a.", "opcode 0x8e"),
+    "huge bytearray": (b"\x80\x05\x96" + b"\xff" * 7 + b"\x00.", "opcode 0x96"),
+    "huge number": (b"\x80\x04\x8b\xff\xff\xff\x7f" + b"1" * 100 + b".", "opcode 0x8b"),
+    "number beyond 64 bits": (b"\x80\x04\x8a\x0a" + b"\x01" * 10 + b".", "ValueError"),
+    "cut number": (b"\x80\x04J\x01\x02.", "truncated"),
+    "not utf-8": (b"\x80\x04\x8c\x02\xff\xff.", "UnicodeDecodeError"),
+    "protocol of the future": (b"\x80\x09N.", "ValueError"),
+    "nothing on the stack": (b"\x80\x04.", "ValueError"),
+    "two objects": (b"\x80\x04NN.", "ValueError"),
+    "mark left over": (b"\x80\x04(N.", "ValueError"),
+    "bytes after the end": (b"\x80\x04N.N", "ValueError"),
+    "cut memo": (b"\x80\x04N\x94j\x00", "truncated"),
+    "no stop": (b"\x80\x04N", "truncated"),
+    "garbage": (bytes(range(256)), "opcode 0x00"),
+    "another stub": (STUB + b".", "no Metadata"),
+    "a class": (b"\x80\x04ctorch\nSize\n.", "no Metadata"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(HOSTILE))
+def test_F30_hostile_pickle_gives_a_verdict(copy: Path, case: str) -> None:
+    content, word = HOSTILE[case]
+    (copy / ".metadata").write_bytes(content)
+    refused(copy, ".metadata", word)
+
+
+def test_F30_a_key_that_is_a_tuple_is_refused_before_it_is_hashed(copy: Path) -> None:
+    # doubled 60 times: hashing it takes 2**60 steps
+    nested: Any = ()
+    for _ in range(60):
+        nested = (nested, nested)
+    body = pickle.dumps(nested)
+    (copy / ".metadata").write_bytes(b"\x80\x04}" + body[11:-1] + b"Ns.")
+    started = time.perf_counter()
+    refused(copy, ".metadata", "TypeError")
+    assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize("name", [".metadata", "metadata.json", "common.pt"])
+def test_F30_a_file_beyond_its_bound_is_not_read(copy: Path, name: str) -> None:
+    os.truncate(copy / name, (1 << 30) + 1)  # sparse
+    refused(copy, name, "more than")
+
+
+class ShortStorage(PosixStorage):
+    """A file that shrinks between stat and read."""
+
+    def read(self, path: str, limit: int) -> bytes:
+        return super().read(path, limit)[:-1]
+
+
+def test_a_file_that_shrinks_is_a_reason(stock_root: Path) -> None:
+    verdict = inspect_stock(ShortStorage(str(stock_root)), STEP)
+    assert verdict.reason.startswith("metadata.json: 118 bytes read of 119")
+
+
+class FailingStorage(PosixStorage):
+    """Every read fails."""
+
+    def read(self, path: str, limit: int) -> bytes:
+        raise OSError(5, "Input/output error")
+
+
+def test_a_failing_disk_is_a_reason(stock_root: Path) -> None:
+    verdict = inspect_stock(FailingStorage(str(stock_root)), STEP)
+    assert verdict.reason == "metadata.json: cannot be read (EIO)"
+
+
+# -------------------------------------------------------------------------------------- fuzz
+
+
+@settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    flips=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 255)), max_size=8),
+    keep=st.integers(0, 1 << 20),
+)
+@example(flips=[], keep=0)
+@example(flips=[(0, 255)], keep=1 << 20)
+def test_F30_damaged_metadata_never_raises(
+    stock_root: Path, tmp_path: Path, flips: list[tuple[int, int]], keep: int
+) -> None:
+    directory = tmp_path / STEP
+    if not directory.exists():
+        shutil.copytree(stock_root / STEP, directory)
+    real = (stock_root / STEP / ".metadata").read_bytes()
+    data = bytearray(real[: keep % (2 * len(real))])
+    for at, mask in flips:
+        if data:
+            data[at % len(data)] ^= mask
+    (directory / ".metadata").write_bytes(data)
+    verdict = verdict_of(directory)
+    assert verdict.acceptable == (verdict.reason == "")
+    if len(data) < len(real):
+        assert not verdict.acceptable
+    if bytes(data) == real:
+        assert verdict.acceptable
+
+
+OPCODES = [bytes([c]) for c in b"(NKMJX)]}tuseahjqrcRb.\x85\x86\x87\x93\x94\x81"] + [
+    b"\x80\x04",
+    b"\x8c\x01a",
+    b"ctorch\nSize\n",
+]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.lists(st.sampled_from(OPCODES), max_size=60))
+def test_F30_any_mix_of_opcodes_is_survived(pieces: list[bytes]) -> None:
+    with pytest.raises(DamagedRoot) as caught:
+        load_metadata_stub(b"".join(pieces))
+    assert caught.value.file == ".metadata"
+
+
+# ----------------------------------------------------------------------------------- imports
+
+
+def test_inspecting_imports_neither_torch_nor_megatron(stock_root: Path) -> None:
+    code = (
+        "import sys; from ckptfsm.stock import inspect_stock;"
+        "from ckptfsm.storage import PosixStorage;"
+        f"v = inspect_stock(PosixStorage({str(stock_root)!r}), {STEP!r});"
+        "assert v.acceptable, v.reason;"
+        "bad = {m.partition('.')[0] for m in sys.modules} & {'torch', 'megatron', 'numpy'};"
+        "assert not bad, bad"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)
+    assert done.returncode == 0, done.stderr

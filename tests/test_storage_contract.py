@@ -1,0 +1,629 @@
+"""One contract, two disks: what the library relies on holds on the real and the simulated one.
+
+The first part runs on both, so that a simulation result says something about the real disk. The
+second part needs a real kernel: symbolic links, FIFOs, locks, mounts, a full disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from ckptfsm.durable import put, write_all
+from ckptfsm.errors import ConfigError
+from ckptfsm.ports import Storage
+from ckptfsm.storage import PosixStorage
+from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at, pause_at
+from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+
+
+class Disk:
+    """A storage, and somebody else who plants things on the same disk."""
+
+    def __init__(self, storage: Storage, symlink: Callable[[str, str], None]) -> None:
+        self.storage = storage
+        self.symlink = symlink
+
+
+@pytest.fixture(params=["posix", "sim", "posix+faults", "sim+faults"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
+    kind = request.param
+    if kind.startswith("posix"):
+        real = PosixStorage(tmp_path / "store")
+        wrapped: Storage = FaultStorage(real) if "faults" in kind else real
+        yield Disk(wrapped, lambda path, target: os.symlink(target, f"{real.root}/{path}"))
+        real.close_root()
+    else:
+        simulated = SimDisk()
+        inner = SimStorage(simulated)
+        yield Disk(FaultStorage(inner) if "faults" in kind else inner, simulated.plant_symlink)
+
+
+@pytest.fixture
+def store(disk: Disk) -> Storage:
+    return disk.storage
+
+
+@pytest.fixture
+def posix(tmp_path: Path) -> Iterator[PosixStorage]:
+    storage = PosixStorage(tmp_path / "store")
+    yield storage
+    storage.close_root()
+
+
+def create(store: Storage, path: str, data: bytes = b"x") -> None:
+    handle = store.open_exclusive(path)
+    write_all(store, handle, data)
+    store.close(handle)
+
+
+def fails(code: int, call: Callable[..., object], *args: object) -> OSError:
+    with pytest.raises(OSError) as caught:
+        call(*args)
+    assert errno.errorcode[caught.value.errno or 0] == errno.errorcode[code]
+    return caught.value
+
+
+# -- both disks ------------------------------------------------------------------------------------
+
+
+def test_what_was_written_is_read(store: Storage) -> None:
+    handle = store.open_exclusive("a")
+    write_all(store, handle, b"hello ")
+    write_all(store, handle, memoryview(b"world"))
+    assert store.pwrite(handle, b"J", 0) == 1
+    assert store.pwrite(handle, b"!", 13) == 1  # past the end: the gap is zeros
+    write_all(store, handle, b".")  # pwrite did not move the position
+    assert store.write(handle, b"") == 0
+    store.fsync(handle)
+    store.close(handle)
+    assert store.read("a", 100) == b"Jello world.\0!"
+    assert store.read("a", 5) == b"Jello"
+    assert store.read("a", 0) == b""
+    assert store.stat("a").size == 14
+    create(store, "big", bytes(3 << 20))  # more than one read takes
+    assert store.read("big", 1 << 30) == bytes(3 << 20)
+    assert len(store.read("big", (2 << 20) + 1)) == (2 << 20) + 1
+
+
+def test_open_exclusive_takes_no_name_twice(disk: Disk) -> None:
+    store = disk.storage
+    create(store, "file")
+    store.mkdir("dir")
+    disk.symlink("dangling", "nowhere")
+    for path in ("file", "dir", "dangling"):
+        fails(errno.EEXIST, store.open_exclusive, path)
+        fails(errno.EEXIST, store.mkdir, path)
+        fails(errno.EEXIST, store.link, "file", path)
+    assert store.read("file", 9) == b"x"
+
+
+def test_handles_are_checked(store: Storage) -> None:
+    handle = store.open_exclusive("a")
+    store.close(handle)
+    for call in (store.close, store.fsync, store.unlock):
+        fails(errno.EBADF, call, handle)
+    fails(errno.EBADF, store.write, handle, b"x")
+    fails(errno.EBADF, store.pwrite, handle, b"x", 0)
+    reading = store.open_existing("a")
+    fails(errno.EBADF, store.write, reading, b"x")
+    fails(errno.EBADF, store.pwrite, reading, b"x", 0)
+    store.fsync(reading)
+    store.close(reading)
+
+
+def test_rename_of_files(store: Storage) -> None:
+    create(store, "old", b"old")
+    create(store, "new", b"new")
+    store.rename("new", "old")
+    assert store.listdir("") == ["old"]
+    assert store.read("old", 9) == b"new"
+    store.rename("old", "old")
+    store.mkdir("d")
+    store.rename("old", "d/moved")
+    assert store.read("d/moved", 9) == b"new"
+    fails(errno.ENOENT, store.rename, "old", "older")
+    create(store, "f")
+    fails(errno.EISDIR, store.rename, "f", "d")
+    fails(errno.ENOTEMPTY, store.rename, "d/moved", "d")
+    fails(errno.ENOTDIR, store.rename, "d", "f")
+    error = fails(errno.ENOENT, store.rename, "d/none", "d/other")
+    assert (error.filename, error.filename2) == ("d/none", "d/other")
+
+
+def test_rename_of_directories(store: Storage) -> None:
+    for path in ("a", "a/in", "empty", "full"):
+        store.mkdir(path)
+    create(store, "full/x")
+    fails(errno.ENOTEMPTY, store.rename, "a", "full")
+    fails(errno.EINVAL, store.rename, "a", "a/in/a")
+    fails(errno.EINVAL, store.rename, "a", "a/a")
+    fails(errno.ENOTEMPTY, store.rename, "a/in", "a")
+    store.rename("a", "empty")
+    assert store.listdir("") == ["empty", "full"]
+    assert store.listdir("empty") == ["in"]
+
+
+def test_link_is_a_second_name(store: Storage) -> None:
+    create(store, "a", b"one")
+    store.mkdir("d")
+    store.link("a", "d/b")
+    store.rename("a", "d/b")  # the same file: POSIX does nothing
+    assert store.listdir("") == ["a", "d"]
+    store.unlink("a")
+    assert store.read("d/b", 9) == b"one"
+    fails(errno.ENOENT, store.link, "a", "c")
+    fails(errno.EPERM, store.link, "d", "e")
+
+
+def test_removing(store: Storage) -> None:
+    store.mkdir("d")
+    create(store, "d/f")
+    fails(errno.ENOTEMPTY, store.rmdir, "d")
+    fails(errno.EISDIR, store.unlink, "d")
+    fails(errno.ENOTDIR, store.rmdir, "d/f")
+    handle = store.open_existing("d/f")
+    store.unlink("d/f")
+    store.fsync(handle)  # still open
+    store.close(handle)
+    fails(errno.ENOENT, store.unlink, "d/f")
+    store.rmdir("d")
+    fails(errno.ENOENT, store.rmdir, "d")
+    assert store.listdir("") == []
+
+
+def test_lookups(store: Storage) -> None:
+    create(store, "f", b"abc")
+    store.mkdir("d")
+    assert (store.stat("f").kind, store.stat("f").size) == ("file", 3)
+    assert store.stat("d").kind == "dir"
+    assert store.stat("").kind == "dir"
+    assert store.stat("d").device == store.stat("").device
+    for name in ("c", "a", "b"):
+        create(store, f"d/{name}")
+    assert store.listdir("d") == ["a", "b", "c"]
+    for call in (store.stat, store.listdir, store.fsync_dir, store.open_existing, store.digest):
+        assert fails(errno.ENOENT, call, "d/none").filename == "d/none"
+        fails(errno.ENOENT, call, "none/none")
+        fails(errno.ENOTDIR, call, "f/none")
+    for call in (store.listdir, store.fsync_dir):
+        fails(errno.ENOTDIR, call, "f")
+        call("d")
+        call("")
+    fails(errno.ENAMETOOLONG, store.mkdir, "x" * 256)
+    fails(errno.ENOENT, store.mkdir, "none/d")
+    assert store.free_bytes() > 0
+
+
+def test_only_regular_files_are_opened(store: Storage) -> None:
+    store.mkdir("d")
+    for call in (store.open_existing, store.digest, store.try_lock):
+        fails(errno.EINVAL, call, "d")
+    fails(errno.EINVAL, store.read, "d", 1)
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, (4 << 20) - 1, 4 << 20, (4 << 20) + 1])
+def test_digest_covers_the_whole_file(store: Storage, size: int) -> None:
+    data = bytes(range(256)) * (size // 256 + 1)
+    create(store, "a", data[:size])
+    assert store.digest("a") == "xxh3_128:" + xxhash.xxh3_128_hexdigest(data[:size])
+
+
+def test_F16_symlinks_are_never_followed(disk: Disk) -> None:
+    store = disk.storage
+    store.mkdir("real")
+    create(store, "real/f")
+    disk.symlink("dir_link", "real")
+    disk.symlink("file_link", "real/f")
+    for call in (store.open_existing, store.digest, store.try_lock, store.listdir, store.fsync_dir):
+        fails(errno.ELOOP, call, "dir_link")
+        fails(errno.ELOOP, call, "dir_link/f")
+    fails(errno.ELOOP, store.read, "file_link", 1)
+    for change in (store.open_exclusive, store.mkdir, store.rmdir, store.unlink):
+        fails(errno.ELOOP, change, "dir_link/f")
+    for two in (store.rename, store.link):
+        fails(errno.ELOOP, two, "dir_link/f", "g")
+        fails(errno.ELOOP, two, "real/f", "dir_link/g")
+    fails(errno.ENOTDIR, store.rmdir, "dir_link")
+    assert store.stat("file_link").kind == "symlink"
+    store.link("file_link", "hard")  # the link itself, here and below
+    assert store.stat("hard").kind == "symlink"
+    store.unlink("hard")
+    store.rename("dir_link", "moved_link")
+    store.unlink("moved_link")
+    store.unlink("file_link")
+    assert store.listdir("real") == ["f"]
+
+
+@pytest.mark.parametrize("path", ["/etc", "..", "a/../b", ".", "./a", "a//b", "a/", "/", "a\0b"])
+def test_F30_no_path_leads_outside(store: Storage, path: str) -> None:
+    one = (
+        store.open_exclusive, store.open_existing, store.mkdir, store.rmdir, store.unlink,
+        store.fsync_dir, store.listdir, store.stat, store.digest, store.try_lock,
+    )  # fmt: skip
+    create(store, "ok")
+    for call in one:
+        with pytest.raises(ConfigError):
+            call(path)
+    for two in (store.rename, store.link):
+        with pytest.raises(ValueError):
+            two("ok", path)
+        with pytest.raises(ValueError):
+            two(path, "ok2")
+    assert store.listdir("") == ["ok"]
+
+
+def test_the_root_is_not_an_entry(store: Storage) -> None:
+    for call in (store.open_exclusive, store.mkdir, store.rmdir, store.unlink, store.try_lock):
+        with pytest.raises(ConfigError):
+            call("")
+
+
+def test_F12_one_process_has_the_lock_once(store: Storage) -> None:
+    lock = store.try_lock("lock")
+    assert lock is not None
+    assert store.try_lock("lock") is None
+    fails(errno.EBUSY, store.read, "lock", 1)
+    fails(errno.EBUSY, store.digest, "lock")
+    fails(errno.EBUSY, store.open_existing, "lock")
+    store.unlock(lock)
+    fails(errno.EBADF, store.unlock, lock)
+    assert store.read("lock", 1) == b""
+    again = store.try_lock("lock")
+    assert again is not None
+    store.unlock(again)
+
+
+# -- the real disk only ----------------------------------------------------------------------------
+
+
+def test_the_root_is_created_with_its_parents(tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path / "a" / "b")
+    assert storage.root == str(tmp_path / "a" / "b")
+    assert storage.descriptors() == (storage.fileno_of_root(),)
+    handle = storage.open_exclusive("f")
+    lock = storage.try_lock("lock")
+    assert lock is not None
+    assert not any(os.get_inheritable(fd) for fd in (handle, lock, *storage.descriptors()))
+    storage.unlock(lock)
+    storage.close(handle)
+    storage.close_root()
+    storage.close_root()
+    assert storage.descriptors() == ()
+    for call in (storage.listdir, storage.stat, storage.fsync_dir):
+        fails(errno.EBADF, call, "")
+    fails(errno.EBADF, storage.mkdir, "d")
+    with pytest.raises(ConfigError) as caught:
+        PosixStorage(tmp_path / "none", create=False)
+    assert caught.value.reason == "missing"
+    assert not (tmp_path / "none").exists()
+
+
+def test_F16_a_root_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "file").write_bytes(b"precious")
+    for name, reason in (("link", "symlink"), ("link/", "symlink"), ("dangling", "symlink"),
+                         ("file", "not_a_directory"), ("file/below", "not_a_directory")):  # fmt: skip
+        with pytest.raises(ConfigError) as caught:
+            PosixStorage(f"{tmp_path}/{name}")
+        assert caught.value.reason == reason
+        assert caught.value.root == f"{tmp_path}/{name}".rstrip("/")
+    with pytest.raises(ConfigError, match=str(tmp_path / "real")):
+        PosixStorage(tmp_path / "link")
+    assert not (tmp_path / "nowhere").exists()
+    assert (tmp_path / "file").read_bytes() == b"precious"
+    for bad in ("", "a\0b"):
+        with pytest.raises(ConfigError):
+            PosixStorage(bad)
+
+
+def test_F16_a_directory_swapped_for_a_symlink_is_not_followed(
+    posix: PosixStorage, tmp_path: Path
+) -> None:
+    """The classic race: looked at as a directory, then replaced before the call."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "f").write_bytes(b"precious")
+    posix.mkdir("d")
+    create(posix, "d/f")
+    assert posix.stat("d/f").kind == "file"
+    os.rename(f"{posix.root}/d", f"{posix.root}/away")
+    os.symlink(outside, f"{posix.root}/d")
+    for call in (posix.unlink, posix.mkdir, posix.rmdir, posix.open_exclusive, posix.stat):
+        fails(errno.ELOOP, call, "d/f")
+    fails(errno.ELOOP, posix.rename, "away/f", "d/g")
+    assert [(p.name, p.read_bytes()) for p in outside.iterdir()] == [("f", b"precious")]
+
+
+def test_F13_a_root_swapped_for_a_symlink_is_not_followed(
+    posix: PosixStorage, tmp_path: Path
+) -> None:
+    (tmp_path / "outside").mkdir()
+    os.rename(posix.root, f"{posix.root}.moved")
+    os.symlink(tmp_path / "outside", posix.root)
+    create(posix, "f")
+    assert list((tmp_path / "outside").iterdir()) == []
+    assert os.listdir(f"{posix.root}.moved") == ["f"]
+
+
+def test_a_fifo_hangs_nothing(posix: PosixStorage) -> None:
+    os.mkfifo(f"{posix.root}/pipe")
+    assert posix.stat("pipe").kind == "other"
+    for call in (posix.open_existing, posix.digest, posix.try_lock):
+        fails(errno.EINVAL, call, "pipe")
+    fails(errno.EINVAL, posix.read, "pipe", 1)
+    fails(errno.EEXIST, posix.open_exclusive, "pipe")
+    posix.unlink("pipe")
+
+
+def test_a_second_close_does_not_close_a_stranger(posix: PosixStorage) -> None:
+    handle = posix.open_exclusive("f")
+    posix.close(handle)
+    stranger = os.open("/dev/null", os.O_RDONLY)
+    assert stranger == handle  # the kernel reuses the lowest number
+    fails(errno.EBADF, posix.close, handle)
+    fails(errno.EBADF, posix.fsync, handle)
+    os.close(stranger)
+
+
+def test_a_file_that_grows_is_not_digested_for_ever(
+    posix: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(posix, "f", b"start")
+    real = os.preadv
+
+    def slow(fd: int, buffers: list[memoryview], offset: int) -> int:
+        with open(f"{posix.root}/f", "ab") as file:
+            file.write(b"more")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    fails(errno.EBUSY, posix.digest, "f")
+
+
+def test_F12_a_lock_file_replaced_meanwhile_is_not_the_lock(
+    posix: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: two processes each hold a lock, on two files of one name."""
+    real = fcntl.lockf
+
+    def late(fd: int, how: int) -> None:
+        create(posix, "other")
+        os.rename(f"{posix.root}/other", f"{posix.root}/lock")
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "lockf", late)
+    fails(errno.ESTALE, posix.try_lock, "lock")
+    monkeypatch.undo()
+    lock = posix.try_lock("lock")
+    assert lock is not None
+    posix.unlock(lock)
+
+
+def test_F16_a_file_swapped_for_a_fifo_or_link_is_not_opened(
+    posix: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it was a regular file when looked at. Catches a blocking open, or a missing re-check."""
+    os.mkfifo(f"{posix.root}/pipe")
+    before = sorted(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("ckptfsm.storage._regular_inode", lambda parent, name: None)
+    for call in (posix.open_existing, posix.digest):
+        fails(errno.EINVAL, call, "pipe")
+    os.symlink("/etc/hostname", f"{posix.root}/link")  # the same race with a link
+    for follow in (posix.open_existing, posix.digest, posix.try_lock):
+        fails(errno.ELOOP, follow, "link")
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_F4_a_created_root_is_durable_in_its_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    PosixStorage(tmp_path / "a" / "b").close_root()
+    assert synced == [str(tmp_path), str(tmp_path / "a")]
+    PosixStorage(tmp_path / "a" / "b").close_root()
+    assert len(synced) == 2
+
+
+def test_no_call_leaks_a_descriptor(posix: PosixStorage) -> None:
+    posix.mkdir("d")
+    posix.mkdir("d/e")
+    create(posix, "d/e/f")
+    os.symlink("nowhere", f"{posix.root}/link")
+    before = sorted(os.listdir("/proc/self/fd"))
+    for path in ("d/e/f", "d/e", "d/e/none", "d/none/x", "link/x", "link", "d/e/f/x"):
+        for call in (posix.open_existing, posix.stat, posix.listdir, posix.fsync_dir, posix.digest):
+            try:
+                result = call(path)
+            except OSError:
+                continue
+            if call == posix.open_existing:
+                posix.close(int(str(result)))
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+_HOLDER = """
+import sys
+from ckptfsm.storage import PosixStorage
+storage = PosixStorage(sys.argv[1])
+print(storage.try_lock("lock") is not None, flush=True)
+sys.stdin.read()
+"""
+
+
+def _holder(root: str) -> subprocess.Popen[str]:
+    repository = str(Path(__file__).parents[1])
+    return subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, root],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": repository},
+    )
+
+
+def test_F12_the_lock_ends_with_its_process(posix: PosixStorage) -> None:
+    with _holder(posix.root) as holder:
+        assert holder.stdout and holder.stdout.readline() == "True\n"
+        assert posix.try_lock("lock") is None
+        assert posix.try_lock("lock") is None  # closing the failed descriptor freed nothing
+        holder.send_signal(signal.SIGKILL)
+        holder.wait(timeout=30)
+        assert holder.stdin
+        holder.stdin.close()
+    lock = posix.try_lock("lock")
+    assert lock is not None
+    posix.unlock(lock)
+
+
+def test_F12_two_adapters_of_one_process_share_one_lock(posix: PosixStorage) -> None:
+    """Catches: the second one opens and closes the lock file, which drops the first one's lock."""
+    other = PosixStorage(posix.root)
+    lock = posix.try_lock("lock")
+    assert lock is not None
+    assert other.try_lock("lock") is None
+    fails(errno.EBUSY, other.read, "lock", 1)
+    with _holder(posix.root) as rival:
+        out, _ = rival.communicate(timeout=30)
+    assert out == "False\n"
+    posix.unlock(lock)
+    other.close_root()
+
+
+def _in_child(work: Callable[[], bool]) -> bool:
+    pid = os.fork()
+    if pid == 0:
+        code = 2
+        try:
+            code = 0 if work() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_F29_a_forked_child_does_not_have_the_lock(posix: PosixStorage) -> None:
+    lock = posix.try_lock("lock")
+    assert lock is not None
+    assert _in_child(lambda: posix.try_lock("lock") is None)
+    assert _in_child(lambda: posix.read("lock", 1) == b"")  # not held there: nothing to drop
+
+    def release_its_copy() -> bool:
+        posix.unlock(lock)
+        return True
+
+    assert _in_child(release_its_copy)
+    assert _in_child(lambda: posix.try_lock("lock") is None)  # the parent still has it
+    posix.unlock(lock)
+    assert _in_child(lambda: posix.try_lock("lock") is not None)
+
+
+def test_a_forked_child_writes_through_the_same_root(posix: PosixStorage) -> None:
+    def write() -> bool:
+        create(posix, "from_child", b"hi")
+        return True
+
+    assert _in_child(write)
+    assert posix.read("from_child", 9) == b"hi"
+
+
+@pytest.fixture
+def small_disk(posix: PosixStorage) -> Iterator[str]:
+    """A mounted file system of 64 KiB at ``small`` inside the store."""
+    target = f"{posix.root}/small"
+    os.mkdir(target)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", target], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
+    yield target
+    subprocess.run(["umount", target], check=True)
+
+
+def test_F5_a_full_disk_is_ENOSPC(small_disk: str) -> None:
+    storage = PosixStorage(small_disk)
+    assert 0 < storage.free_bytes() <= 64 << 10
+    handle = storage.open_exclusive("big")
+    fails(errno.ENOSPC, write_all, storage, handle, bytes(128 << 10))
+    assert storage.stat("big").size <= 64 << 10
+    assert storage.free_bytes() == 0
+    storage.close(handle)
+    storage.unlink("big")
+    put(storage, "small", b"fits", tag="t")
+    storage.close_root()
+
+
+def test_F16_nothing_is_changed_on_another_device(posix: PosixStorage, small_disk: str) -> None:
+    Path(small_disk, "f").write_bytes(b"precious")
+    create(posix, "g")
+    for call in (posix.unlink, posix.mkdir, posix.rmdir, posix.open_exclusive, posix.try_lock):
+        fails(errno.EXDEV, call, "small/f")
+    for two in (posix.rename, posix.link):
+        fails(errno.EXDEV, two, "g", "small/g")
+        fails(errno.EXDEV, two, "small/f", "h")
+    for call in (posix.rmdir, lambda path: posix.rename(path, "moved")):
+        fails(errno.EBUSY, call, "small")
+    assert posix.listdir("small") == ["f"]
+    assert posix.read("small/f", 99) == b"precious"
+    assert posix.stat("small").device != posix.stat("").device
+
+
+# -- fault injection -------------------------------------------------------------------------------
+
+
+def test_faults_count_and_fail_each_change() -> None:
+    clean = FaultStorage(SimStorage(SimDisk()))
+    put(clean, "f", b"data", tag="t")
+    methods = [method for method, _ in clean.calls]
+    assert methods == ["open_exclusive", "write", "fsync", "close", "rename", "fsync_dir"]
+    assert clean.calls[4] == ("rename", "f.tmp-t -> f")
+    for index, method in enumerate(methods):
+        disk = SimDisk()
+        storage = FaultStorage(SimStorage(disk), before=fail_at(index, errno.EIO))
+        fails(errno.EIO, lambda on: put(on, "f", b"data", tag="t"), storage)
+        assert storage.calls[index][0] == method
+        if method == "fsync":  # as on a real disk, what was not synced is gone
+            assert disk.snapshot() == {"f.tmp-t": b""}
+
+
+def test_a_dead_process_does_nothing_more() -> None:
+    """Catches: ``finally: close`` or a cleanup running after the simulated crash."""
+    for index in range(6):
+        storage = FaultStorage(SimStorage(SimDisk()), before=crash_at(index))
+        with pytest.raises(ProcessDead):
+            put(storage, "f", b"data", tag="t")
+        assert len(storage.calls) == index + 1
+        with pytest.raises(ProcessDead):
+            storage.listdir("")
+
+
+def test_a_forked_writer_pauses_at_a_known_call(posix: PosixStorage, tmp_path: Path) -> None:
+    reached, go = str(tmp_path / "reached"), str(tmp_path / "go")
+    os.mkfifo(reached)
+    os.mkfifo(go)
+    hook = pause_at(lambda _, method, path: method == "rename", reached, go)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            put(FaultStorage(posix, before=hook), "f", b"data", tag="t")
+            code = 0
+        finally:
+            os._exit(code)
+    assert Path(reached).read_bytes() == b"."
+    assert posix.listdir("") == ["f.tmp-t"]
+    Path(go).write_bytes(b".")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert posix.listdir("") == ["f"]
