@@ -1,0 +1,177 @@
+"""A rank's link to the coordinator: questions asked together, reports sent, news taken.
+
+The coordinator and its thread exist at rank 0 only; every other rank reaches them through the
+transport. What comes back is the same on every rank.
+
+Rules: the training thread never waits for the disk without a deadline. An error of the coordinator
+is part of an answer or an update, so that it comes out on every rank at the same point.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from ckptfsm.coordinator import Coordinator, News
+from ckptfsm.errors import CkptFsmError, DeadlineExceeded, describe
+from ckptfsm.messages import Event
+from ckptfsm.ports import Executor, Transport
+
+log = logging.getLogger("ckptfsm")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What the coordinator tells every rank. ``fatal`` ends it: nothing more will come."""
+
+    news: tuple[News, ...] = ()
+    fatal: CkptFsmError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The coordinator's answer to a question that all ranks asked together."""
+
+    value: Any = None
+    error: CkptFsmError | None = None
+    update: Update = Update()
+
+
+class Link:
+    """See the module. ``start`` gives rank 0 its coordinator; ``stop`` ends its thread."""
+
+    def __init__(self, transport: Transport, effect_timeout_s: float) -> None:
+        self.transport = transport
+        self._effect_timeout_s = effect_timeout_s
+        self._coordinator: Coordinator | None = None
+        self._executor: Executor | None = None
+        self._submitted: list[Future[None]] = []
+
+    def start(self, coordinator: Coordinator, executor: Executor) -> None:
+        self._coordinator, self._executor = coordinator, executor
+
+    def stop(self) -> None:
+        """No more work for the coordinator's thread; what is queued is not waited for."""
+        if self._executor is not None:
+            self._executor.shutdown()
+        self._coordinator = self._executor = None
+
+    def abandon(self, timeout_s: float) -> None:
+        """Give the root back without the other ranks, within ``timeout_s``."""
+        if self._coordinator is None or self._executor is None:
+            return
+        future = self._executor.submit(self._coordinator.abandon)
+        try:
+            future.result(timeout_s)
+        except (FutureTimeout, CkptFsmError, OSError) as error:
+            log.warning("root_not_given_back", extra={"error": describe(error)})
+
+    def ask(
+        self,
+        work: Callable[Concatenate[Coordinator, P], T],
+        *arguments: P.args,
+        **keywords: P.kwargs,
+    ) -> T:
+        """At rank 0: run a coordinator's method on its thread and wait, with a deadline."""
+        assert self._coordinator is not None and self._executor is not None
+        call = _Call(work, (self._coordinator, *arguments), keywords)
+        future: Future[T] = self._executor.submit(call)
+        try:
+            return future.result(self._effect_timeout_s)
+        except FutureTimeout:
+            if future.done():
+                raise
+            raise DeadlineExceeded(
+                f"the disk did not answer within {self._effect_timeout_s} s",
+                timeout_s=self._effect_timeout_s,
+                waiting_for=getattr(work, "__name__", "the coordinator"),
+            ) from None
+
+    def together(
+        self,
+        work: Callable[Concatenate[Coordinator, P], Any],
+        *arguments: P.args,
+        **keywords: P.kwargs,
+    ) -> Answer:
+        """Ask once at rank 0; every rank gets the answer and the news (collective)."""
+        answer = Answer()
+        if self._coordinator is not None:
+            try:
+                value = self.ask(work, *arguments, **keywords)
+                answer = Answer(value, update=self.collect())
+            except (CkptFsmError, OSError) as error:
+                answer = Answer(error=typed(error), update=self.collect())
+        shared: Answer = self.transport.broadcast(answer)
+        return shared
+
+    def exchange(self, outbox: Sequence[Event]) -> Update:
+        """Every rank's reports to the coordinator, its news to every rank (collective)."""
+        gathered = self.transport.gather(list(outbox))
+        update = Update()
+        if gathered is not None:
+            events = [event for events in gathered for event in events]
+            if events:
+                self._submit(Coordinator.report, events)
+            update = self.collect()
+        shared: Update = self.transport.broadcast(update)
+        return shared
+
+    def forget_request(self) -> None:
+        """Fail, when the disk answers again, a request that nobody waited for."""
+        self._submit(Coordinator.forget_request)
+
+    def work_in_background(self) -> None:
+        """Let the coordinator retry, expire and empty the trash while it has nothing else to do."""
+        coordinator = self._coordinator
+        if coordinator is None or self._submitted or coordinator.fatal is not None:
+            return
+        if coordinator.wants_tick():
+            self._submit(Coordinator.tick)
+
+    @property
+    def has_news(self) -> bool:
+        """True at rank 0 if an exchange would tell something."""
+        failed = any(f.done() and f.exception() is not None for f in self._submitted)
+        return failed or (self._coordinator is not None and self._coordinator.has_news)
+
+    def collect(self) -> Update:
+        """At rank 0: the coordinator's news, and what went wrong on its thread."""
+        assert self._coordinator is not None
+        fatal: CkptFsmError | None = None
+        for future in [f for f in self._submitted if f.done()]:
+            self._submitted.remove(future)
+            error = future.exception()
+            if error is not None:
+                fatal = fatal or typed(error)
+        return Update(tuple(self._coordinator.take_news()), fatal)
+
+    def _submit(
+        self,
+        work: Callable[Concatenate[Coordinator, P], None],
+        *arguments: P.args,
+        **keywords: P.kwargs,
+    ) -> None:
+        assert self._coordinator is not None and self._executor is not None
+        call = _Call(work, (self._coordinator, *arguments), keywords)
+        self._submitted.append(self._executor.submit(call))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    work: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    def __call__(self) -> Any:
+        return self.work(*self.arguments, **self.keywords)
+
+
+def typed(error: BaseException) -> CkptFsmError:
+    """``error`` as one of ours, so that it can be sent to every rank."""
+    return error if isinstance(error, CkptFsmError) else CkptFsmError(describe(error))

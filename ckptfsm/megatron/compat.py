@@ -1,0 +1,57 @@
+"""The two places where Megatron-core must be given what it takes for granted. Scoped, here only.
+
+``cpu_devices``: megatron-core calls ``torch.cuda.synchronize()`` and asks
+``torch.cuda.current_device()`` for the device of small tensors, also where there is no CUDA (0.16.1:
+``filesystem_async.preload_tensors``, ``state_dict_saver.save_state_dict_async_finalize``). Without
+CUDA both are replaced for the duration of one foreign call; with CUDA nothing is touched.
+
+``process_group``: planning and loading ask for a rank. A job of one process without
+``torch.distributed`` gets a group of one for the duration of the call, from an in-memory store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@contextlib.contextmanager
+def cpu_devices() -> Iterator[None]:
+    """Let megatron-core run where there is no CUDA."""
+    if torch.cuda.is_available():
+        yield
+        return
+    cuda: Any = torch.cuda
+    synchronize, current_device = cuda.synchronize, cuda.current_device
+    cuda.synchronize, cuda.current_device = _nothing_to_wait_for, _cpu
+    try:
+        yield
+    finally:
+        cuda.synchronize, cuda.current_device = synchronize, current_device
+
+
+def _nothing_to_wait_for(device: object = None) -> None:
+    """Stands for ``torch.cuda.synchronize`` where there is no CUDA."""
+
+
+def _cpu() -> torch.device:
+    """Stands for ``torch.cuda.current_device`` where there is no CUDA."""
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """Make sure there is a default process group for the duration of a call."""
+    if dist.is_initialized():
+        yield
+        return
+    store = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

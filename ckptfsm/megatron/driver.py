@@ -1,0 +1,200 @@
+"""The driver: a trainer's sharded state dicts to parts and back.
+
+Rules: ``draft`` is local and has no effect, so that a bad state dict on one rank becomes a refusal on
+all of them. A rank's plan is sent to rank 0 only when it changed since the last accepted save; its
+digest stands for it otherwise.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
+from typing import Any
+
+import xxhash
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+
+from ckptfsm.errors import ConfigError, SaveRefused
+from ckptfsm.megatron.compat import cpu_devices, process_group
+from ckptfsm.megatron.foreign import ForeignPart, ForeignRequest, stage_foreign
+from ckptfsm.megatron.torch_dist import (
+    PartDraft,
+    PartSummary,
+    draft_part,
+    finish_part,
+    merge_part,
+    stage_part,
+)
+from ckptfsm.messages import PartSpec
+from ckptfsm.ports import PartFinisher, PartJob
+from ckptfsm.writer import FilePart
+
+_ROOT_PART = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A rank's plans, or only their digest when rank 0 has them already."""
+
+    digest: str
+    plans: bytes | None
+
+
+@dataclass(slots=True)
+class MegatronDraft:
+    """One rank's planned save, see ``ports.Draft``."""
+
+    specs: tuple[PartSpec, ...]
+    in_place: bool
+    summary: Summary
+    expected_bytes: int
+    rank: int
+    planned_parts: tuple[PartDraft, ...]
+    values: Mapping[str, Any]
+    foreign: list[ForeignPart]
+
+    def stage(self, location: str, planned: Mapping[str, bytes]) -> tuple[PartJob, ...]:
+        drafts = {part.spec.name: part for part in self.planned_parts}
+        jobs: list[PartJob] = []
+        for spec in self.specs:
+            value = self.values[spec.name]
+            if spec.kind == "torch_dist":
+                jobs.append(stage_part(drafts[spec.name], self.rank, planned.get(spec.name)))
+            elif spec.kind == "file" and self.rank == 0:
+                jobs.append(FilePart(spec.name, spec.name, bytes(value)))
+            elif spec.kind == "foreign":
+                part = stage_foreign(spec, value, self.rank, location)
+                self.foreign.append(part)
+                jobs.append(part)
+        return tuple(jobs)
+
+    def run_finalizers(self, payloads: Mapping[str, Any]) -> None:
+        for part in self.foreign:
+            part.finalize(payloads.get(part.name))
+
+
+class MegatronDriver:
+    """See ``ports.Driver``. ``files`` is how many files (and workers) a rank writes per part."""
+
+    finishers: Mapping[str, PartFinisher] = MappingProxyType({"torch_dist": finish_part})
+
+    def __init__(self, rank: int, files: int) -> None:
+        self._rank = rank
+        self._files = files
+        self._sent = ""
+        self._accepted = ""
+        self._plans: dict[str, bytes] = {}
+        self._merged: tuple[tuple[str, ...], Mapping[str, bytes]] = ((), {})
+
+    def provenance(self) -> Mapping[str, str]:
+        names = ("ckptfsm", "torch", "megatron-core")
+        return {name: _version_of(name) for name in names}
+
+    def draft(self, parts: Mapping[str, Any]) -> MegatronDraft:
+        specs = tuple(_spec_of(name, value, len(parts)) for name, value in parts.items())
+        with process_group():
+            drafts = tuple(
+                draft_part(spec, parts[spec.name], self._rank, self._files)
+                for spec in specs
+                if spec.kind == "torch_dist"
+            )
+        plans = pickle.dumps([(d.spec.name, d.summary) for d in drafts])
+        digest = xxhash.xxh3_128_hexdigest(plans)
+        known = digest == self._accepted
+        self._sent = digest
+        files = sum(len(v) for v in parts.values() if isinstance(v, (bytes, bytearray)))
+        return MegatronDraft(
+            specs,
+            any(isinstance(v, ForeignRequest) and v.request is not None for v in parts.values()),
+            Summary(digest, None if known else plans),
+            sum(d.expected_bytes for d in drafts) + files,
+            self._rank,
+            drafts,
+            parts,
+            [],
+        )
+
+    def accept(self) -> None:
+        self._accepted = self._sent
+
+    def merge(self, summaries: Sequence[Summary]) -> Mapping[str, bytes]:
+        digests = tuple(s.digest for s in summaries)
+        if digests == self._merged[0]:
+            return self._merged[1]
+        for summary in summaries:
+            if summary.plans is not None:
+                self._plans[summary.digest] = summary.plans
+            elif summary.digest not in self._plans:
+                raise SaveRefused("a rank refers to a plan that rank 0 does not have")
+        self._plans = {digest: self._plans[digest] for digest in digests}
+        ranks = [dict(pickle.loads(self._plans[digest])) for digest in digests]
+        with process_group():
+            merged = {name: merge_part(_same_part(ranks, name)) for name in ranks[0]}
+        self._merged = (digests, merged)
+        return merged
+
+    def missing(self, parts: Mapping[str, Any], directories: Mapping[str, str]) -> set[str]:
+        absent: set[str] = set()
+        for name, state in parts.items():
+            wanted = [v for v in nested_values(state) if isinstance(v, ShardedObject)]
+            if wanted:
+                with process_group():
+                    have = load_sharded_metadata(directories[name])
+                absent |= {v.key for v in wanted if v.unique_key not in have}
+        return absent
+
+    def load(
+        self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]
+    ) -> Mapping[str, Any]:
+        with cpu_devices(), process_group():
+            return {
+                name: dist_checkpointing.load(_without(state, drop), directories[name])
+                for name, state in parts.items()
+            }
+
+
+def _version_of(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # used from a source tree that was never installed
+        return "not installed"
+
+
+def _spec_of(name: str, value: Any, count: int) -> PartSpec:
+    """A lone part sits at the root of the step's directory, as Megatron-LM expects it."""
+    if isinstance(value, (bytes, bytearray)):
+        return PartSpec(name, "file", "", (0,))
+    directory = "" if count == 1 or name == _ROOT_PART else name
+    if isinstance(value, ForeignRequest):
+        return PartSpec(name, "foreign", value.directory or directory)
+    if isinstance(value, dict):
+        return PartSpec(name, "torch_dist", directory)
+    raise ConfigError(
+        f"part {name!r} is a {type(value).__name__}; give a sharded state dict, bytes, or a "
+        "ForeignRequest",
+        part=name,
+    )
+
+
+def _same_part(ranks: Sequence[Mapping[str, PartSummary]], name: str) -> list[PartSummary]:
+    return [rank[name] for rank in ranks]
+
+
+def _without(state: Any, drop: set[str]) -> Any:
+    """A copy of a nested state dict without the sharded objects of these keys."""
+    if isinstance(state, dict):
+        return {
+            key: _without(value, drop)
+            for key, value in state.items()
+            if not (isinstance(value, ShardedObject) and value.key in drop)
+        }
+    if isinstance(state, list):
+        kept = [v for v in state if not (isinstance(v, ShardedObject) and v.key in drop)]
+        return [_without(value, drop) for value in kept]
+    return state

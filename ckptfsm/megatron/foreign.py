@@ -1,0 +1,162 @@
+"""Ready-made AsyncRequests of megatron-core (and of anything with the same field names).
+
+A request is used by its field names only, since fields were added over versions. Its writer runs in
+our supervised child with a private results channel in place of the shared queue, so requests in
+flight together cannot swap results; its payload is put into the queue it came from immediately before
+its own finalizers run, which is once, on the training thread of every rank.
+
+Rules: exit code, payload and receipt are all required. An exception as payload is a failure. A write
+worker that dies leaves megatron-core's writer waiting for ever (it never counts down), so the writer
+watches its own children and ends when one of them did not end well.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptfsm.documents import FileEntry
+from ckptfsm.durable import fsync_existing, list_names
+from ckptfsm.errors import ConfigError, SaveFailed
+from ckptfsm.layout import join
+from ckptfsm.megatron.compat import cpu_devices
+from ckptfsm.messages import PartSpec
+from ckptfsm.ports import Storage, Written
+
+_WATCH_S = 0.1
+_WORKER_DIED = 78
+
+
+@dataclass(frozen=True)
+class ForeignRequest:
+    """A part that is an AsyncRequest.
+
+    ``build`` is called on every rank once the save is accepted, with the absolute directory to write
+    into (collective: it may hold megatron-core's own collectives), and returns the request. Where
+    the trainer fixed the path, pass a ready ``request`` made for ``<root>/iter_<step>`` instead: the
+    checkpoint is then written in place. ``directory`` is the part's, inside the step's.
+    """
+
+    build: Callable[[str], Any] | None = None
+    request: Any = None
+    directory: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.build is None) == (self.request is None):
+            raise ConfigError("a foreign part needs either build or request")
+
+
+class PrivateChannel:
+    """Stands for the results queue inside one writer."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+
+    def put(self, item: Any) -> None:
+        self.items.append(item)
+
+
+@dataclass(slots=True)
+class ForeignPart:
+    """One rank's side of a foreign request. ``queue`` is the one its finalizers will read."""
+
+    name: str
+    directory: str
+    rank: int
+    function: Callable[..., None] | None
+    arguments: list[Any]
+    keywords: dict[str, Any]
+    finalizers: list[Callable[[], None]]
+    queue: Any
+
+    def write(self, storage: Storage, location: str) -> Written:
+        """Run the request's own writer, then fsync and digest what it wrote."""
+        payload: Any = None
+        if self.function is not None:
+            payload = self._run()
+        names = _files_of(payload)
+        if self.rank == 0:
+            here = list_names(storage, join(location, self.directory))
+            names |= {name for name in here if name == "common.pt"}
+        files = []
+        for name in sorted(names):
+            path = join(location, self.directory, name)
+            fsync_existing(storage, path)
+            relative = join(self.directory, name)
+            size = storage.stat(path).size
+            files.append(FileEntry(name=relative, bytes=size, digest=storage.digest(path)))
+        return Written(tuple(files), (), payload)
+
+    def _run(self) -> Any:
+        assert self.function is not None
+        channel = PrivateChannel()
+        arguments = [channel if argument is self.queue else argument for argument in self.arguments]
+        threading.Thread(target=_watch_workers, daemon=True).start()
+        with cpu_devices():
+            self.function(*arguments, **self.keywords)
+        if len(channel.items) != 1:
+            raise SaveFailed(f"the writer of {self.name} put {len(channel.items)} results, not one")
+        payload = channel.items[0]
+        if isinstance(payload, BaseException):
+            raise SaveFailed(f"the writer of {self.name} failed: {payload!r}") from payload
+        buckets = self.arguments[1] if len(self.arguments) > 1 else ()
+        if not isinstance(payload, dict) or len(payload) != len(buckets):
+            raise SaveFailed(f"the writer of {self.name} has results for {payload!r:.80} only")
+        return payload
+
+    def finalize(self, payload: Any) -> None:
+        """Give the request its own payload and run its finalizers. Once (I6)."""
+        if self.queue is not None and self.function is not None:
+            self.queue.put(payload)
+        with cpu_devices():
+            for finalizer in self.finalizers:
+                finalizer()
+
+
+def stage_foreign(spec: PartSpec, foreign: ForeignRequest, rank: int, location: str) -> ForeignPart:
+    """Make (or take) the request and stage its tensors to host memory."""
+    directory = join(location, spec.directory)
+    with cpu_devices():
+        request = foreign.request
+        if foreign.build is not None:
+            Path(directory).mkdir(parents=False, exist_ok=True)
+            request = foreign.build(directory)
+        arguments = list(request.async_fn_args or ())
+        preload = getattr(request, "preload_fn", None)
+        if preload is not None:
+            arguments[1] = preload()
+    queue = next((a for a in arguments if hasattr(a, "put") and hasattr(a, "get")), None)
+    return ForeignPart(
+        spec.name,
+        spec.directory,
+        rank,
+        request.async_fn,
+        arguments,
+        dict(getattr(request, "async_fn_kwargs", None) or {}),
+        list(request.finalize_fns),
+        queue,
+    )
+
+
+def _files_of(payload: Any) -> set[str]:
+    """The files that the write results name."""
+    if not isinstance(payload, dict):
+        return set()
+    results: Sequence[Any] = [r for rows in payload.values() for r in rows]
+    return {str(result.storage_data.relative_path) for result in results}
+
+
+def _watch_workers() -> None:
+    """End this writer as soon as one of its workers ended badly: nobody else would notice."""
+    pause = threading.Event()
+    while not pause.wait(_WATCH_S):
+        try:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            continue
+        if found is not None and (found.si_code != os.CLD_EXITED or found.si_status != 0):
+            os._exit(_WORKER_DIED)

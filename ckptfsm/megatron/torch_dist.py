@@ -1,0 +1,313 @@
+"""Own saves in Megatron's torch_dist format: plan, write, finish. Stock loaders read the result.
+
+The save is composed from megatron-core's parts instead of ``dist_checkpointing.save``, because that
+holds collectives in which one failing rank leaves the others, and a queue in a manager process that
+all saves share. Here planning is local (``draft``), the ranks' plans are merged at rank 0 through our
+own transport, and results travel in receipts.
+
+What a stock reader needs is the same, byte for byte in meaning: ``__<rank>_<n>.distcp`` holding one
+``torch.save`` per item, ``common.pt``, ``.metadata``, ``metadata.json``.
+
+Rules: nothing here opens a file except through the storage port. One bucket is one file is one
+worker process; a worker that dies fails the writer at once.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import IO, Any, cast
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.filesystem_async import _split_by_size_and_type
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from ckptfsm.documents import FileEntry
+from ckptfsm.durable import make_dirs, storage_error
+from ckptfsm.errors import DamagedRoot, WriterDied
+from ckptfsm.layout import PLANNED, join, planned_name
+from ckptfsm.messages import PartSpec
+from ckptfsm.ports import Storage, Written
+from ckptfsm.processes import Child, fork_child
+from ckptfsm.writer import ShardFile
+
+_DCP_VERSION = "1.0.0"  # what FileSystemWriter of torch 2.x writes and its reader does not compare
+COMMON = "common.pt"
+Bucket = tuple[tuple[WriteItem, Any], ...]
+Row = tuple[str, "list[int] | None", "int | None", str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PartSummary:
+    """What rank 0 needs of a rank's draft of a part: its plan and its shardings, without data."""
+
+    plan: SavePlan
+    shardings: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PartDraft:
+    """A part as one rank planned it. ``buckets`` still refer to the trainer's own tensors."""
+
+    spec: PartSpec
+    buckets: tuple[Bucket, ...]
+    common: Any
+    summary: PartSummary
+    expected_bytes: int
+
+
+def draft_part(spec: PartSpec, state: Any, rank: int, files: int) -> PartDraft:
+    """Plan one sharded state dict. Local; may raise what megatron-core raises for a bad one."""
+    sharded, common = save_preprocess(state, validate_access_integrity=False)
+    shardings = [value.without_data() for value in nested_values(sharded)]
+    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    planner.set_up_planner(mcore_to_pyt_state_dict(flat, False), is_coordinator=rank == 0)
+    plan = planner.finish_plan(
+        planner.create_decentralized_global_plan(planner.create_local_plan())
+    )
+    resolved = [
+        tuple((item, _resolve(planner, item)) for item in bucket)
+        for bucket in _split_by_size_and_type(files, plan.items)
+    ]
+    buckets = tuple(bucket for bucket in resolved if bucket)
+    size = sum(_size_of(value) for bucket in buckets for _, value in bucket)
+    return PartDraft(
+        spec, buckets, common if rank == 0 else None, PartSummary(plan, shardings), size
+    )
+
+
+def _resolve(planner: MCoreSavePlanner, item: WriteItem) -> Any:
+    """The data of an item. A view is cloned: ``torch.save`` would write its whole storage."""
+    value = planner.resolve_data(item)
+    if item.type == WriteItemType.BYTE_IO:
+        return value
+    value = value.detach()
+    if value.device.type != "cpu":
+        return value
+    is_view = value.untyped_storage().size() != value.numel() * value.itemsize
+    return value.clone() if is_view else value
+
+
+def _size_of(value: Any) -> int:
+    if isinstance(value, io.BytesIO):
+        return value.getbuffer().nbytes
+    return int(value.numel() * value.itemsize)
+
+
+def merge_part(summaries: Sequence[PartSummary]) -> bytes:
+    """At rank 0: check that the shards of all ranks make whole tensors; the planned metadata.
+
+    Raises what megatron-core raises when shards overlap or do not cover a tensor.
+    """
+    validate_sharding_integrity([s.shardings for s in summaries])
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    _, metadata = planner.create_global_plan([s.plan for s in summaries])
+    return pickle.dumps(metadata)
+
+
+def stage_part(draft: PartDraft, rank: int, planned: bytes | None) -> TorchDistPart:
+    """Bring accelerator tensors to host memory. CPU tensors stay: the fork makes them immutable."""
+    buckets = tuple(
+        tuple((item, _to_host(value)) for item, value in bucket) for bucket in draft.buckets
+    )
+    common = _tree_to_host(draft.common)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # the copies above do not wait for each other
+    return TorchDistPart(draft.spec.name, draft.spec.directory, rank, buckets, common, planned)
+
+
+def _to_host(value: Any) -> Any:
+    return value.to("cpu", non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+
+def _tree_to_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", non_blocking=True)
+    if isinstance(value, dict):
+        return type(value)((k, _tree_to_host(v)) for k, v in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_tree_to_host(v) for v in value)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class TorchDistPart:
+    """One rank's shard of a part, ready to be written by a child."""
+
+    name: str
+    directory: str
+    rank: int
+    buckets: tuple[Bucket, ...]
+    common: Any
+    planned: bytes | None
+
+    def write(self, storage: Storage, location: str) -> Written:
+        """Buckets in worker processes side by side; common state and planned metadata meanwhile."""
+        names = [f"__{self.rank}_{i}.distcp" for i in range(len(self.buckets))]
+        workers = [
+            fork_child(
+                _BucketJob(storage, join(location, self.directory), self.directory, name, bucket),
+                keep=storage.descriptors(),
+                group=False,
+            )
+            for name, bucket in zip(names, self.buckets, strict=True)
+        ]
+        try:
+            files = self._write_rank_zero(storage, location)
+            rows: list[tuple[Any, ...]] = []
+            for entry, written in _collect(workers, self.rank):
+                files.append(entry)
+                rows += written
+        finally:
+            for worker in workers:
+                worker.kill()
+        return Written(tuple(files), tuple(rows))
+
+    def _write_rank_zero(self, storage: Storage, location: str) -> list[FileEntry]:
+        files: list[FileEntry] = []
+        if self.common is not None:
+            name = join(self.directory, COMMON)
+            shard = ShardFile(storage, join(location, name))
+            save_into(shard, self.common)
+            files.append(shard.close_durably(name))
+        if self.planned is not None:
+            make_dirs(storage, PLANNED, base=location)
+            name = planned_name(self.name)
+            shard = ShardFile(storage, join(location, name))
+            shard.write(self.planned)
+            files.append(shard.close_durably(name))
+            storage.fsync_dir(join(location, PLANNED))
+        return files
+
+
+@dataclass(frozen=True, slots=True)
+class _BucketJob:
+    """One file of one rank, written by one worker process."""
+
+    storage: Storage
+    path: str
+    directory: str
+    name: str
+    bucket: Bucket
+
+    def __call__(self) -> tuple[FileEntry, list[Row]]:
+        torch.set_num_threads(1)
+        shard = ShardFile(self.storage, join(self.path, self.name))
+        rows: list[Row] = []
+        for item, value in self.bucket:
+            start = shard.tell()
+            save_into(shard, value)
+            index = item.index
+            offset = list(index.offset) if index.offset is not None else None
+            rows.append((index.fqn, offset, index.index, self.name, start, shard.tell() - start))
+        return shard.close_durably(join(self.directory, self.name)), rows
+
+
+def save_into(shard: ShardFile, value: Any) -> None:
+    """Write bytes as they are, anything else with ``torch.save``; report the real disk error."""
+    try:
+        if isinstance(value, io.BytesIO):
+            shard.write(value.getbuffer())
+        else:
+            torch.save(value, cast(IO[bytes], shard))  # it needs write, tell and flush only
+    except Exception as error:
+        if shard.error is not None and error is not shard.error:
+            raise storage_error(shard.error, "write", shard.path) from shard.error
+        raise
+
+
+def _collect(workers: Sequence[Child], rank: int) -> list[tuple[FileEntry, list[Row]]]:
+    """Every worker's result, or the first failure as soon as it is there."""
+    results: dict[int, tuple[FileEntry, list[Row]]] = {}
+    while len(results) < len(workers):
+        for index, worker in enumerate(workers):
+            if index in results:
+                continue
+            outcome = worker.wait(0.01)
+            if outcome is None:
+                continue
+            if not outcome.succeeded:
+                raise WriterDied(
+                    f"write worker {index} of rank {rank}: {outcome.explain()}",
+                    rank=rank,
+                    exitcode=outcome.exitcode,
+                )
+            results[index] = outcome.payload
+    return [results[index] for index in range(len(workers))]
+
+
+# ------------------------------------------------------------------------------------- finishing
+
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_ALLOWED_NAMES = frozenset(
+    {
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
+    }
+)
+
+
+class _PlannedUnpickler(pickle.Unpickler):
+    """Reads planned metadata back after a restart: only the classes it is made of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        plain = (module, name) in _ALLOWED_NAMES or module == _METADATA_MODULE
+        found = super().find_class(module, name) if dtype or plain else None
+        if dtype or (module, name) in _ALLOWED_NAMES or isinstance(found, type):
+            return found
+        raise DamagedRoot(f"planned metadata names {module}.{name}, which is not allowed")
+
+
+def read_planned(data: bytes) -> Metadata:
+    """The planned metadata of a part. Raises ``DamagedRoot`` for anything else."""
+    try:
+        metadata = _PlannedUnpickler(io.BytesIO(data)).load()
+    except DamagedRoot:
+        raise
+    except Exception as error:  # pickle raises almost anything on damaged input
+        raise DamagedRoot(f"planned metadata is damaged: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise DamagedRoot("planned metadata is not metadata")
+    return metadata
+
+
+def finish_part(
+    planned: bytes, results: Sequence[Sequence[Any]], location: str
+) -> Mapping[str, bytes]:
+    """``.metadata`` and ``metadata.json`` from the planned metadata and the ranks' result rows.
+
+    ``location`` is the absolute path the part will be published at.
+    """
+    metadata = read_planned(planned)
+    metadata.storage_data = {
+        MetadataIndex(key, torch.Size(offset) if offset is not None else None, index): (
+            _StorageInfo(file, start, length)
+        )
+        for rows in results
+        for key, offset, index, file, start, length in rows
+    }
+    metadata.storage_meta = StorageMeta(checkpoint_id=location, save_id=uuid.uuid4().hex)
+    metadata.version = _DCP_VERSION
+    config = CheckpointingConfig("torch_dist", 1)
+    return {
+        ".metadata": pickle.dumps(metadata),
+        "metadata.json": json.dumps(asdict(config)).encode(),
+    }

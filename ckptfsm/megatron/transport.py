@@ -1,0 +1,61 @@
+"""The transport over torch.distributed: a gloo group of its own, beside the trainer's groups.
+
+Rules: nothing here uses the default group, so a collective of the trainer's can never be taken for
+one of ours. A collective that fails means that a rank is gone: ``RankFailed``; the job has to be
+restarted, and recovery decides from disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckptfsm.errors import RankFailed, describe
+
+
+class GlooTransport:
+    """Talks to all ranks of the job over CPU tensors. Construction is collective."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._flags = torch.zeros(8, dtype=torch.uint8)
+
+    def any_flags(self, flags: Sequence[bool]) -> list[bool]:
+        """One all-reduce of a few bytes."""
+        count = len(flags)
+        self._flags[:count] = torch.tensor(flags, dtype=torch.uint8)
+        with _named("agree on flags"):
+            dist.all_reduce(self._flags[:count], op=dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in self._flags[:count].tolist()]
+
+    def gather(self, item: Any) -> list[Any] | None:
+        everyone: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        with _named("gather reports"):
+            dist.gather_object(item, everyone, dst=0, group=self._group)
+        return everyone
+
+    def broadcast(self, item: Any) -> Any:
+        box = [item]
+        with _named("broadcast"):
+            dist.broadcast_object_list(box, src=0, group=self._group, device=torch.device("cpu"))
+        return box[0]
+
+    def close(self) -> None:
+        """The group ends with the process group of the job, or now if that lives on."""
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankFailed(f"a rank is gone: could not {what}: {describe(error)}") from error

@@ -1,0 +1,153 @@
+"""Restore: choose, lease, verify, load. Every step is taken on all ranks together.
+
+Rules: nothing is loaded before it was verified, and nothing is verified without a lease on it, so
+that it cannot be pruned meanwhile (F27). A problem of one rank is a problem of all of them, found in
+an exchange, never raised between collectives. What the load itself does is megatron-core's, and holds
+its own collectives: a rank that dies inside it is bounded only by the process group's timeout.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptfsm.config import CheckpointConfig
+from ckptfsm.coordinator import Coordinator, Located
+from ckptfsm.errors import CkptFsmError, ConfigError, DamagedRoot, RestoreFailed, describe
+from ckptfsm.evidence import check_digests, check_extra_shards, check_sizes
+from ckptfsm.handle import Restored, only
+from ckptfsm.layout import join
+from ckptfsm.ports import Driver, Storage, Transport
+
+log = logging.getLogger("ckptfsm")
+
+
+class ReshardWarning(UserWarning):
+    """Part of a checkpoint cannot be loaded under another sharding and was left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restorer:
+    """One restore of one rank. ``agree`` asks the coordinator on behalf of all ranks."""
+
+    transport: Transport
+    storage: Storage
+    driver: Driver
+    config: CheckpointConfig
+    agree: Callable[..., Any]
+
+    def restore(self, named: Mapping[str, Any], step: int | None) -> Restored | None:
+        """See ``Manager.restore``."""
+        while True:
+            located: Located | None = self.agree(Coordinator.locate, step)
+            if located is None:
+                return None
+            try:
+                problem = self._shared(self._verify_share, located)
+                if not problem:
+                    return self._load(located, named)
+            finally:
+                self.agree(Coordinator.release, located.lease)
+            if step is not None:
+                raise DamagedRoot(
+                    f"step {step} is damaged: {problem}", step=step, file=located.directory
+                )
+            self.agree(Coordinator.withdraw_damaged, located.step, problem)
+
+    def _verify_share(self, located: Located) -> str:
+        """Each rank looks at its share of the files, so that verification scales with ranks."""
+        depth = self.config.verify
+        if depth == "none" or not located.files:
+            return ""
+        share = located.files[self.transport.rank :: self.transport.world_size]
+        problem = check_sizes(self.storage, located.directory, share)
+        if not problem and self.transport.rank == 0:
+            problem = check_extra_shards(self.storage, located.directory, located.files)
+        if not problem and depth == "digests":
+            problem = check_digests(self.storage, located.directory, share)
+        return problem
+
+    def _load(self, located: Located, named: Mapping[str, Any]) -> Restored:
+        directories = self._part_directories(located, named)
+        missing: set[str] = set()
+        loaded: dict[str, Any] = {}
+        self._raise_shared(self._find_missing, located, named, directories, missing)
+        dropped = self._agree_on_drops(located, missing)
+        self._raise_shared(self._load_parts, located, named, directories, dropped, loaded)
+        return Restored(located.step, only(loaded.values()), loaded, tuple(sorted(dropped)))
+
+    def _part_directories(self, located: Located, named: Mapping[str, Any]) -> dict[str, str]:
+        known = {spec.name: spec.directory for spec in located.parts}
+        missing = [name for name in named if known and name not in known]
+        if missing:
+            raise ConfigError(
+                f"the checkpoint of step {located.step} has no part {missing[0]!r}; it has "
+                f"{', '.join(known)}",
+                step=located.step,
+                part=missing[0],
+            )
+        base = f"{self.storage.root}/{located.directory}"
+        return {name: join(base, known.get(name, "")) for name in named}
+
+    def _find_missing(
+        self,
+        located: Located,
+        named: Mapping[str, Any],
+        directories: Mapping[str, str],
+        missing: set[str],
+    ) -> str:
+        missing |= self.driver.missing(named, directories)
+        return ""
+
+    def _load_parts(
+        self,
+        located: Located,
+        named: Mapping[str, Any],
+        directories: Mapping[str, str],
+        dropped: set[str],
+        loaded: dict[str, Any],
+    ) -> str:
+        loaded.update(self.driver.load(named, directories, dropped))
+        return ""
+
+    def _agree_on_drops(self, located: Located, missing: set[str]) -> set[str]:
+        """What some rank cannot load in its sharding, restricted to what may be left out."""
+        everyone = self.transport.gather(missing)
+        union: set[str] = set().union(*everyone) if everyone is not None else set()
+        dropped = set(self.transport.broadcast(union)) & set(self.config.reshard_drops)
+        if dropped and self.transport.rank == 0:
+            warnings.warn(
+                f"step {located.step} was saved under another sharding: "
+                f"{', '.join(sorted(dropped))} cannot be resharded and is left out; the run is not "
+                "bit-for-bit the same",
+                ReshardWarning,
+                stacklevel=5,
+            )
+        return dropped
+
+    def _shared(self, work: Callable[..., str], located: Located, *arguments: Any) -> str:
+        """Run ``work`` on every rank; the first problem any of them found, on every rank."""
+        try:
+            problem = work(located, *arguments)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            log.warning(
+                "restore_problem",
+                exc_info=not isinstance(error, CkptFsmError),
+                extra={"step": located.step, "rank": self.transport.rank},
+            )
+            problem = describe(error)
+        gathered = self.transport.gather(problem)
+        found = [f"rank {rank}: {p}" for rank, p in enumerate(gathered or ()) if p]
+        return str(self.transport.broadcast(found[0] if found else ""))
+
+    def _raise_shared(self, work: Callable[..., str], located: Located, *arguments: Any) -> None:
+        problem = self._shared(work, located, *arguments)
+        if problem:
+            raise RestoreFailed(
+                f"step {located.step} could not be loaded: {problem}",
+                step=located.step,
+                file=located.directory,
+            )
