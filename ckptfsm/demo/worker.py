@@ -1,0 +1,147 @@
+"""One rank of the demo's training job, started by torchrun. Also what a user's own loop looks like.
+
+Run as a module: the scripts of a job that forks need a ``__main__`` guard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
+
+import torch.distributed as dist  # noqa: E402  megatron-core warns while it is imported
+
+from ckptfsm import CheckpointManager, EveryNSteps, LatestN  # noqa: E402
+from ckptfsm.coordinator import RecoveryReport  # noqa: E402
+from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel  # noqa: E402
+from ckptfsm.ports import Storage  # noqa: E402
+from ckptfsm.storage import PosixStorage  # noqa: E402
+from ckptfsm.testing.faults import FaultStorage, pause_at  # noqa: E402
+
+BAR = 28
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--tp", type=int, required=True)
+    parser.add_argument("--losses", type=Path, required=True)
+    parser.add_argument("--root", type=Path)
+    parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--keep", type=int, default=2)
+    parser.add_argument("--keep-every", type=int, default=20)
+    parser.add_argument("--pause-step", type=int, default=0)
+    parser.add_argument("--fifos", type=Path)
+    parser.add_argument("--pids", type=Path)
+    return parser.parse_args(argv)
+
+
+def train_uninterrupted(trainer: Trainer, options: argparse.Namespace) -> None:
+    """The reference: the same steps without any checkpoint."""
+    losses = {}
+    for step in range(1, options.steps + 1):
+        losses[step] = trainer.train_step().hex()
+        show(step, options.steps, float.fromhex(losses[step]), "no checkpoints")
+    record(options.losses, losses)
+
+
+def train_with_checkpoints(trainer: Trainer, options: argparse.Namespace) -> bool:
+    """Train, saving every few steps. Returns True if it was asked to stop before the end."""
+    losses: dict[int, str] = {}
+    with CheckpointManager(
+        options.root,
+        retention=LatestN(options.keep) | EveryNSteps(options.keep_every),
+        save_interval_steps=options.save_every,
+        preemption_signals=("SIGINT", "SIGTERM"),
+        exchange_every=1,
+        open_storage=_PausingStorage(options) if options.pause_step else None,
+    ) as checkpoints:
+        if checkpoints.rank == 0 and checkpoints.recovery is not None:
+            print_recovery(checkpoints.recovery)
+        restored = checkpoints.restore(trainer.sharded_state_dict())
+        if restored is not None:
+            trainer.load_state_dict(restored.state)
+        start = restored.step if restored is not None else 0
+        for step in range(start + 1, options.steps + 1):
+            loss = trainer.train_step()
+            losses[step] = loss.hex()
+            if checkpoints.should_save(step):
+                checkpoints.save(step, trainer.sharded_state_dict(), metrics={"loss": loss})
+            checkpoints.poll()
+            record(options.losses, losses)
+            show(step, options.steps, loss, f"tracked: {checkpoints.latest_step()}")
+            if checkpoints.preempted:
+                return True
+    return False
+
+
+def print_recovery(report: RecoveryReport) -> None:
+    """What opening the root decided, and why."""
+    where = f"resumes from step {report.latest_step}" if report.latest_step else "begins at zero"
+    print(f"\nrecovery (epoch {report.epoch}, {report.seconds * 1000:.0f} ms): {where}")
+    for decision in report.decisions:
+        print(f"  {decision.subject}: {decision.last} -> {decision.result}: {decision.why}")
+    for warning in report.warnings:
+        print(f"  warning: {warning}")
+    sys.stdout.flush()
+
+
+def show(step: int, steps: int, loss: float, note: str) -> None:
+    """The progress bar, drawn by rank 0."""
+    if dist.get_rank() != 0:
+        return
+    done = BAR * step // steps
+    end = "\n" if step == steps else ""
+    bar = "#" * done + "." * (BAR - done)
+    print(f"\r  [{bar}] step {step}/{steps}  loss {loss:.4f}  {note}   ", end=end, flush=True)
+
+
+def record(path: Path, losses: dict[int, str]) -> None:
+    """The losses so far, in exact hexadecimal."""
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(losses))
+
+
+class _PausingStorage:
+    """Stops the writer of rank 1 in the middle of a shard, so that the kill hits a known byte."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.root = options.root
+        self.step = options.pause_step
+        self.fifos = options.fifos
+
+    def __call__(self, create: bool) -> Storage:
+        storage = PosixStorage(self.root, create=create)
+        if dist.get_rank() != dist.get_world_size() - 1:
+            return storage
+        reached, go = str(self.fifos / "reached"), str(self.fifos / "go")
+        return FaultStorage(storage, before=pause_at(self.is_the_moment, reached, go))
+
+    def is_the_moment(self, index: int, method: str, path: str) -> bool:
+        shard = f"/{self.step}.e" in path and path.endswith("_1.distcp")
+        return shard and method == "fsync"
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    dist.init_process_group("gloo")
+    if options.pids is not None:
+        (options.pids / str(dist.get_rank())).write_text(str(os.getpid()))
+    initialize_parallel(options.tp)
+    trainer = Trainer(ModelSpec(), options.tp, "cpu")
+    stopped = False
+    if options.root is None:
+        train_uninterrupted(trainer, options)
+    else:
+        stopped = train_with_checkpoints(trainer, options)
+    dist.destroy_process_group()
+    return 130 if stopped else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
