@@ -1,0 +1,22 @@
+"""The lives of a root's checkpoints, for people: read from the journal, as a table, as a picture.
+
+Nothing here decides anything, and nothing is written to the root.
+"""
+
+from __future__ import annotations
+
+from ckptfsm.lives.picture import render_html
+from ckptfsm.lives.reading import Entry, Life, Run, read_lives
+from ckptfsm.lives.table import render_table
+from ckptfsm.lives.timeline import describe_end, format_bytes
+
+__all__ = [
+    "Entry",
+    "Life",
+    "Run",
+    "describe_end",
+    "format_bytes",
+    "read_lives",
+    "render_html",
+    "render_table",
+]

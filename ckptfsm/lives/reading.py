@@ -1,0 +1,185 @@
+"""Reads the lives of a root's checkpoints back from its journal. Changes nothing.
+
+Rules: seals count: of an older segment only the bytes that the newest one sealed are read; a segment
+that is older but not sealed never began. What a zombie appended later is not shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ckptfsm.documents import MAX_DOCUMENT_BYTES, SegmentClosed, SegmentOpened, TransitionRecord
+from ckptfsm.durable import list_names
+from ckptfsm.errors import JournalCorrupt
+from ckptfsm.journal import Segment, parse_segment_bytes
+from ckptfsm.layout import JOURNAL, parse_segment, segment_name
+from ckptfsm.lifecycle import ENDED, State
+from ckptfsm.messages import AttemptId
+from ckptfsm.ports import Storage
+
+S = State
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A state, when it was entered (ISO text as journaled, may be empty), in which epoch."""
+
+    state: State
+    at: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One epoch: its ``SegmentOpened``, its last record, and whether it was closed in order."""
+
+    epoch: int
+    opened: str
+    last: str
+    closed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One attempt at a checkpoint. ``entered`` is never empty and in order.
+
+    ``left`` is when a segment no longer knew of it though it had not ended (somebody moved its
+    directory away), or "". ``resumed`` is every epoch of the root, the same in each life.
+    """
+
+    step: int
+    attempt: str
+    entered: tuple[Entry, ...]
+    shard_bytes: int
+    reason: str
+    detail: str
+    adopted: bool
+    left: str
+    resumed: tuple[Run, ...]
+
+    @property
+    def end(self) -> State:
+        """The state it is in now, or ended in."""
+        return self.entered[-1].state
+
+
+# --------------------------------------------------------------------------------------- reading
+
+
+@dataclass(slots=True)
+class _Draft:
+    of: AttemptId
+    adopted: bool
+    entered: list[Entry] = field(default_factory=list)
+    shard_bytes: int = 0
+    reason: str = ""
+    detail: str = ""
+    left: str = ""
+
+    def enter(self, state: State, at: str, epoch: int) -> None:
+        if not self.entered or self.entered[-1].state is not state:
+            self.entered.append(Entry(state, at, epoch))
+
+    def finish(self, runs: tuple[Run, ...]) -> Life:
+        return Life(
+            step=self.of.step,
+            attempt=str(self.of),
+            entered=tuple(self.entered),
+            shard_bytes=self.shard_bytes,
+            reason=self.reason,
+            detail=self.detail,
+            adopted=self.adopted,
+            left=self.left,
+            resumed=runs,
+        )
+
+
+def read_lives(storage: Storage) -> tuple[Life, ...]:
+    """One life per attempt, in order of request.
+
+    Raises ``JournalCorrupt`` and ``NewerSchema`` like ``journal.read_history``.
+    """
+    drafts: dict[AttemptId, _Draft] = {}
+    runs: list[Run] = []
+    for segment in _sealed_segments(storage):
+        runs.append(_read_run(segment))
+        for record in segment.records:
+            match record:
+                case SegmentOpened():
+                    _take_snapshot(drafts, record)
+                case TransitionRecord():
+                    _take_transition(drafts, record, segment.epoch)
+                case _:
+                    pass
+    shared = tuple(runs)
+    return tuple(draft.finish(shared) for draft in drafts.values())
+
+
+def _sealed_segments(storage: Storage) -> list[Segment]:
+    """The segments that began, oldest first, each of the older ones cut at its seal."""
+    names = (parse_segment(name) for name in list_names(storage, JOURNAL))
+    for epoch in sorted((n for n in names if n is not None), reverse=True):
+        newest = _read_segment(storage, epoch, MAX_DOCUMENT_BYTES)
+        if not newest.records:
+            continue
+        opened = newest.records[0]
+        if not isinstance(opened, SegmentOpened) or opened.epoch != epoch:
+            raise JournalCorrupt(
+                "a segment does not begin with its own opening", file=_file_of(epoch), offset=0
+            )
+        sealed = []
+        for seal in sorted(opened.seals, key=lambda seal: seal.epoch):
+            segment = _read_segment(storage, seal.epoch, seal.bytes)
+            if (segment.end, segment.crc32) != (seal.bytes, seal.crc32):
+                raise JournalCorrupt(
+                    "a sealed segment has changed", file=_file_of(seal.epoch), offset=0
+                )
+            sealed.append(segment)
+        return [*(segment for segment in sealed if segment.records), newest]
+    return []
+
+
+def _file_of(epoch: int) -> str:
+    return f"{JOURNAL}/{segment_name(epoch)}"
+
+
+def _read_segment(storage: Storage, epoch: int, limit: int) -> Segment:
+    file = _file_of(epoch)
+    try:
+        data = storage.read(file, limit)
+    except FileNotFoundError:
+        raise JournalCorrupt("a sealed segment is missing", file=file, offset=0) from None
+    return parse_segment_bytes(epoch, data[:limit], file)
+
+
+def _read_run(segment: Segment) -> Run:
+    times = [record.at for record in segment.records if record.at]
+    opened = times[0] if times else ""
+    closed = isinstance(segment.records[-1], SegmentClosed)
+    return Run(segment.epoch, opened, times[-1] if times else "", closed)
+
+
+def _take_snapshot(drafts: dict[AttemptId, _Draft], opened: SegmentOpened) -> None:
+    """A snapshot normally repeats what is known; whom it no longer has was moved away."""
+    present: set[AttemptId] = set()
+    for record in opened.checkpoints:
+        of = AttemptId(record.step, record.epoch, record.attempt)
+        present.add(of)
+        draft = drafts.setdefault(of, _Draft(of, record.provenance == "adopted"))
+        draft.enter(record.state, opened.at, opened.epoch)
+        draft.shard_bytes = draft.shard_bytes or record.shard_bytes
+        draft.reason, draft.detail = record.reason, record.detail
+    for of, draft in drafts.items():
+        ended = draft.entered[-1].state in ENDED
+        if of not in present and not ended and not draft.left:
+            draft.left = opened.at
+
+
+def _take_transition(drafts: dict[AttemptId, _Draft], record: TransitionRecord, epoch: int) -> None:
+    adopted = record.created is not None and record.created.provenance == "adopted"
+    draft = drafts.setdefault(record.of, _Draft(record.of, adopted))
+    draft.enter(record.dest, record.at, epoch)
+    draft.shard_bytes = record.shard_bytes or draft.shard_bytes
+    draft.reason = record.reason or draft.reason
+    draft.detail = record.detail or draft.detail
+    draft.left = ""

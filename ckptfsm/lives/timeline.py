@@ -1,0 +1,133 @@
+"""Lives placed in time, and the words for what became of them.
+
+Times in a journal are wall clock. They may be missing or step back; then the time before them is used,
+so that no state ever lasts less than nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from ckptfsm.lifecycle import ENDED, IN_FLIGHT, State
+from ckptfsm.lives.reading import Entry, Life, Run
+
+S = State
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A life with the seconds its states were entered, and until when the last one is known."""
+
+    life: Life
+    times: tuple[float, ...]
+    until: float
+
+    def spans(self) -> Iterator[tuple[Entry, float, float]]:
+        """(entry, from, to) of every state that lasts; where a life ended nothing lasts."""
+        stops = (*self.times[1:], self.until)
+        for entry, start, stop in zip(self.life.entered, self.times, stops, strict=True):
+            if entry.state not in ENDED:
+                yield entry, start, stop
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Everything in seconds since the first record, whose wall-clock text is ``origin``."""
+
+    lanes: tuple[Lane, ...]
+    runs: tuple[tuple[Run, float, float], ...]
+    origin: str
+
+    def moments(self) -> list[float]:
+        """Every time something is known to have happened, ascending, without repeats."""
+        moments = {t for _, opened, last in self.runs for t in (opened, last)}
+        for lane in self.lanes:
+            moments.update(lane.times)
+        return sorted(moments)
+
+
+def _parse_time(text: str) -> float | None:
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    if when.tzinfo is None:
+        when = when.replace(tzinfo=timezone.utc)
+    return when.timestamp()
+
+
+def place(lives: Sequence[Life]) -> Placed:
+    runs = lives[0].resumed if lives else ()
+    known = [run.opened for run in runs] + [e.at for life in lives for e in life.entered]
+    origin = next((text for text in known if _parse_time(text) is not None), "")
+    zero = _parse_time(origin) or 0.0
+
+    def seconds(text: str, before: float) -> float:
+        when = _parse_time(text)
+        return before if when is None else max(before, round(when - zero, 6))
+
+    placed_runs: list[tuple[Run, float, float]] = []
+    floor = 0.0
+    for run in runs:
+        opened = seconds(run.opened, floor)
+        floor = seconds(run.last, opened)
+        placed_runs.append((run, opened, floor))
+    began = {run.epoch: opened for run, opened, _ in placed_runs}
+    timed: list[list[float]] = []
+    for life in lives:
+        times: list[float] = []
+        for entry in life.entered:
+            times.append(seconds(entry.at, times[-1] if times else began.get(entry.epoch, 0.0)))
+        timed.append(times)
+    horizon = max([floor, *(times[-1] for times in timed)])
+    lanes = []
+    for life, times in zip(lives, timed, strict=True):
+        until = seconds(life.left, times[-1]) if life.left else horizon
+        lanes.append(Lane(life, tuple(times), times[-1] if life.end in ENDED else until))
+    return Placed(tuple(lanes), tuple(placed_runs), origin)
+
+
+def describe_end(life: Life) -> str:
+    """How it ended or how it stands, in a few words: ``discarded: process_lost``."""
+    adopted = ", adopted" if life.adopted else ""
+    if life.left:
+        return f"{life.end.value}, then moved away{adopted}"
+    if life.end is S.TRACKED:
+        return f"tracked (kept{adopted})"
+    if life.end in IN_FLIGHT:
+        return f"{life.end.value} (in flight)"
+    if life.end is S.PRUNABLE:
+        return f"prunable (not yet removed{adopted})"
+    if life.end is S.PRUNED or not life.reason:
+        return f"{life.end.value}{adopted}"
+    return f"{life.end.value}: {life.reason}{adopted}"
+
+
+def clean(text: str) -> str:
+    """One line, without characters that move a terminal's cursor or that HTML does not allow."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def clip(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def format_bytes(count: int) -> str:
+    """``12.50 MiB``; GiB and TiB for what is larger."""
+    size = count / 2**20
+    for unit in ("MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+def format_duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    for limit, unit, size in ((120, "s", 1), (7200, "min", 60), (172800, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds / 86400:.1f} d"

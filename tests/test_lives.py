@@ -1,0 +1,398 @@
+"""Lives read back from journals, and drawn: what counts, what is shown, and that nothing escapes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from ckptfsm.documents import (
+    CheckpointRecord,
+    Part,
+    Seal,
+    SegmentClosed,
+    SegmentOpened,
+    TransitionRecord,
+)
+from ckptfsm.errors import JournalCorrupt
+from ckptfsm.journal import JournalWriter, encode_line, read_segments
+from ckptfsm.layout import JOURNAL, PRIVATE, segment_name
+from ckptfsm.lifecycle import State
+from ckptfsm.lives import describe_end, format_bytes, read_lives, render_html, render_table
+from ckptfsm.storage import PosixStorage
+
+S = State
+ZERO = datetime(2026, 1, 1, tzinfo=timezone.utc)
+HOSTILE = "</title><script>alert('x')</script>\x1b[31m & \"quoted\""
+GOOD = (
+    (S.REQUESTED, "save_requested", 0.0),
+    (S.FORKED, "writer_forked", 0.25),
+    (S.SHARDS_WRITTEN, "shard_reported", 1.0),
+    (S.FINALIZED, "published", 1.5),
+    (S.TRACKED, "tracker_written", 1.75),
+)
+WORDS = ("step", "attempt", "requested", "forked", "written", "finalized", "tracked")
+GONE = ((S.PRUNABLE, "superseded", 0.0), (S.PRUNED, "removed", 0.5))
+
+
+def at(seconds: float) -> str:
+    return (ZERO + timedelta(seconds=seconds)).isoformat(timespec="milliseconds")
+
+
+class Journal:
+    """Writes the segments of a root as a manager would, at the times it is told."""
+
+    def __init__(self, root: Path) -> None:
+        self.storage = PosixStorage(root)
+        for directory in (PRIVATE, JOURNAL):
+            self.storage.mkdir(directory)
+        self.states: dict[tuple[int, int, int], State] = {}
+        self.seq = 0
+
+    def begin(self, epoch: int, when: float, snapshot: tuple[CheckpointRecord, ...] = ()) -> None:
+        segments = read_segments(self.storage)
+        seals = tuple(Seal(epoch=s.epoch, bytes=s.end, crc32=s.crc32) for s in segments)
+        self.epoch = epoch
+        self.writer = JournalWriter(self.storage, epoch)
+        opened = SegmentOpened(
+            epoch=epoch,
+            host="h",
+            pid=1,
+            at=at(when),
+            seals=seals,
+            run_seconds=0.0,
+            checkpoints=snapshot,
+        )
+        self.writer.open(opened)
+
+    def move(self, of: tuple[int, int, int], dest: State, event: str, when: str, **more) -> None:
+        source = self.states.get(of, S.ABSENT)
+        created = None
+        if source is S.ABSENT:
+            adopted = event == "adopted"
+            created = record(of, dest, provenance="adopted" if adopted else "saved")
+        self.states[of] = dest
+        self.writer.append(
+            TransitionRecord(
+                seq=self.seq,
+                step=of[0],
+                epoch=of[1],
+                attempt=of[2],
+                event=event,
+                source=source,
+                dest=dest,
+                at=when,
+                created=created,
+                **more,
+            )
+        )
+        self.seq += 1
+
+    def walk(self, of: tuple[int, int, int], moves, begin: float, **more) -> None:
+        for dest, event, after in moves:
+            self.move(of, dest, event, at(begin + after), **more)
+
+    def close(self, when: float) -> None:
+        self.writer.append(SegmentClosed(run_seconds=1.0, at=at(when)))
+        self.writer.close()
+
+
+def record(of: tuple[int, int, int], state: State, **more) -> CheckpointRecord:
+    step, epoch, attempt = of
+    return CheckpointRecord(
+        step=step,
+        epoch=epoch,
+        attempt=attempt,
+        state=state,
+        parts=(Part(name="state"),),
+        world_size=1,
+        **more,
+    )
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path / "root")
+
+
+@pytest.fixture
+def crashed(journal: Journal) -> Journal:
+    """Epoch 1: step 10 saved, pruned after step 20; step 30 dies. Epoch 2 discards it, saves 40."""
+    journal.begin(1, 0.0)
+    journal.walk((10, 1, 1), GOOD, 10.0, shard_bytes=3 << 20)
+    journal.walk((20, 1, 2), GOOD, 20.0, shard_bytes=3 << 29)
+    journal.walk((10, 1, 1), GONE, 22.0)
+    journal.walk((30, 1, 3), GOOD[:2], 30.0)
+    left = (record((20, 1, 2), S.TRACKED), record((30, 1, 3), S.FORKED))
+    journal.begin(2, 90.0, left)
+    lost = {"reason": "process_lost", "detail": HOSTILE}
+    journal.walk((30, 1, 3), ((S.FAILED, "failed", 0.0),), 90.25, **lost)
+    journal.walk((30, 1, 3), ((S.DISCARDED, "cleaned", 0.0),), 90.5)
+    journal.walk((40, 2, 1), GOOD, 100.0)
+    journal.close(110.0)
+    return journal
+
+
+class WellFormed(HTMLParser):
+    """Fails on a tag that is closed out of order; keeps texts by element, and every attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data):
+        if data.strip():
+            self.texts.append((self.open[-1], data))
+
+
+def parse(page: str) -> WellFormed:
+    parser = WellFormed()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+def texts(page: str, tag: str) -> list[str]:
+    return [text for element, text in parse(page).texts if element == tag]
+
+
+# ------------------------------------------------------------------------------------------- reading
+
+
+def test_a_whole_life_is_read_with_every_state_and_its_time(crashed):
+    """Catches: a state, time, size or order lost between journal and life."""
+    lives = read_lives(crashed.storage)
+    assert [life.attempt for life in lives] == ["10.e1.a1", "20.e1.a2", "30.e1.a3", "40.e2.a1"]
+    first = lives[0]
+    assert [entry.state for entry in first.entered] == [move[0] for move in (*GOOD, *GONE)]
+    assert [entry.at for entry in first.entered] == [
+        *(at(10.0 + move[2]) for move in GOOD),
+        *(at(22.0 + move[2]) for move in GONE),
+    ]
+    assert (first.step, first.shard_bytes, first.end) == (10, 3 << 20, S.PRUNED)
+    assert describe_end(first) == "pruned"
+    assert describe_end(lives[1]) == "tracked (kept)"
+
+
+def test_a_failed_life_spans_two_epochs_and_says_why(crashed):
+    """Catches: the snapshot of a newer epoch beginning a second life, or a reason lost at the end."""
+    life = read_lives(crashed.storage)[2]
+    entered = [(entry.state, entry.epoch) for entry in life.entered]
+    assert entered == [(S.REQUESTED, 1), (S.FORKED, 1), (S.FAILED, 2), (S.DISCARDED, 2)]
+    assert (life.reason, life.detail) == ("process_lost", HOSTILE)
+    assert describe_end(life) == "discarded: process_lost"
+
+
+def test_runs_say_when_each_epoch_began_and_whether_it_was_closed(crashed):
+    """Catches: a crash shown as an orderly end."""
+    runs = read_lives(crashed.storage)[0].resumed
+    assert [(r.epoch, r.opened, r.last, r.closed) for r in runs] == [
+        (1, at(0.0), at(30.25), False),
+        (2, at(90.0), at(110.0), True),
+    ]
+
+
+def test_what_a_zombie_appended_after_the_seal_is_not_shown(crashed):
+    """Catches: a segment read to its end instead of to its seal."""
+    before = read_lives(crashed.storage)
+    file = Path(crashed.storage.root) / JOURNAL / segment_name(1)
+    data = file.read_bytes()
+    late = TransitionRecord(
+        seq=99,
+        step=30,
+        epoch=1,
+        attempt=3,
+        event="shard_reported",
+        source=S.FORKED,
+        dest=S.SHARDS_WRITTEN,
+        at=at(95.0),
+    )
+    end = len(data.rstrip(b"\n")) + 1
+    file.write_bytes(data[:end] + b"torn, then\n" + encode_line(late))
+    assert read_lives(crashed.storage) == before
+    assert "shards_written (step 30" not in render_html(before)
+
+
+def test_a_change_before_the_seal_is_corruption(crashed):
+    """Catches: a rewritten history drawn as if it were the true one."""
+    file = Path(crashed.storage.root) / JOURNAL / segment_name(1)
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(JournalCorrupt):
+        read_lives(crashed.storage)
+
+
+def test_a_segment_that_never_began_does_not_count(crashed):
+    """Catches: an empty newest segment hiding the history before it."""
+    before = read_lives(crashed.storage)
+    (Path(crashed.storage.root) / JOURNAL / segment_name(3)).write_bytes(b"\n\n")
+    assert read_lives(crashed.storage) == before
+
+
+def test_a_reprieve_an_adoption_and_a_directory_that_was_moved_away(journal):
+    """Catches: a second tracked time lost, an adopted one shown as saved, a vanished one as kept."""
+    journal.begin(1, 0.0)
+    journal.move((5, 1, 1), S.TRACKED, "adopted", at(1.0))
+    journal.move((5, 1, 1), S.PRUNABLE, "superseded", at(2.0))
+    journal.move((5, 1, 1), S.TRACKED, "reprieved", at(3.0))
+    journal.close(4.0)
+    (life,) = read_lives(journal.storage)
+    assert [entry.state for entry in life.entered] == [S.TRACKED, S.PRUNABLE, S.TRACKED]
+    assert describe_end(life) == "tracked (kept, adopted)"
+    journal.begin(2, 9.0)
+    (life,) = read_lives(journal.storage)
+    assert life.left == at(9.0)
+    assert describe_end(life) == "tracked, then moved away, adopted"
+    parse(render_html((life,)))
+
+
+def test_a_life_known_only_from_a_snapshot_is_shown(journal):
+    """Catches: the picture of a root whose first segments are gone leaving out what is kept."""
+    journal.begin(7, 0.0, (record((5, 3, 1), S.TRACKED, shard_bytes=8),))
+    (life,) = read_lives(journal.storage)
+    assert (life.attempt, life.end, life.shard_bytes) == ("5.e3.a1", S.TRACKED, 8)
+    assert life.entered[0].at == at(0.0)
+
+
+# ------------------------------------------------------------------------------------------- drawing
+
+
+def test_the_table_is_this(crashed):
+    """Catches: any change of the table. Golden: look at it when it changes."""
+    rows = render_table(read_lives(crashed.storage)).splitlines()
+    assert rows[0] == f"seconds since {at(0.0)}"
+    assert [row.split() for row in rows[1:3]] == [
+        ["shards_", "prunable", "pruned", "or"],
+        [*WORDS, "or", "failed", "put", "away", "bytes", "end"],
+    ]
+    assert [re.split(r"\s{2,}", row.strip()) for row in rows[4:]] == [
+        ["10", "10.e1.a1", "+10.00", "+10.25", "+11.00", "+11.50", "+11.75", "+22.00", "+22.50"]
+        + ["3.00 MiB", "pruned"],
+        ["20", "20.e1.a2", "+20.00", "+20.25", "+21.00", "+21.50", "+21.75", "-", "-"]
+        + ["1.50 GiB", "tracked (kept)"],
+        ["30", "30.e1.a3", "+30.00", "+30.25", "-", "-", "-", "+90.25", "+90.50"]
+        + ["0.00 MiB", "discarded: process_lost"],
+        ["40", "40.e2.a1", "+100.00", "+100.25", "+101.00", "+101.50", "+101.75", "-", "-"]
+        + ["0.00 MiB", "tracked (kept)"],
+    ]
+
+
+def test_the_table_stays_narrow_and_free_of_control_characters(crashed):
+    """Catches: a long or hostile reason that breaks the terminal."""
+    life = replace(read_lives(crashed.storage)[2], reason="\x1b[2J" + "long " * 50, step=10**6)
+    lines = render_table((life,)).splitlines()
+    assert max(map(len, lines)) <= 130
+    assert all(line.isprintable() for line in lines)
+
+
+def test_the_page_is_well_formed_and_loads_nothing(crashed):
+    """Catches: an unclosed element, a script, or anything fetched from elsewhere."""
+    page = render_html(read_lives(crashed.storage))
+    parser = parse(page)
+    tags = {tag for tag, _ in parser.seen}
+    assert "svg" in tags
+    assert not tags & {"script", "link", "img", "iframe", "image", "use"}
+    assert not {"src", "href", "onload"} & {key for _, attrs in parser.seen for key in attrs}
+    assert "url(" not in page and "@import" not in page
+
+
+def test_hostile_text_is_escaped_everywhere(crashed):
+    """Catches: a reason or detail of the journal that becomes markup."""
+    lives = tuple(
+        replace(life, reason=HOSTILE, detail=HOSTILE, attempt=HOSTILE)
+        for life in read_lives(crashed.storage)
+    )
+    page = render_html(lives)
+    assert "<script" not in page
+    assert "\x1b" not in page
+    assert any("<script>alert('x')</script>" in text for text in texts(page, "title"))
+
+
+def test_the_page_shows_lanes_states_restarts_and_the_crash(crashed):
+    """Catches: a lane, a state's times, an epoch line or the mark of the crash missing."""
+    crashed.begin(3, 110.0, (record((20, 1, 2), S.TRACKED), record((40, 2, 1), S.TRACKED)))
+    page = render_html(read_lives(crashed.storage))
+    shown = texts(page, "text")
+    for wanted in ("step 10", "step 40", "epoch 1", "epoch 2", "discarded: process_lost"):
+        assert wanted in shown
+    titles = texts(page, "title")
+    forked = f"forked (step 10, attempt 10.e1.a1)\nfrom +10.250 s ({at(10.25)}, epoch 1)"
+    assert f"{forked}\nfor 750 ms" in titles
+    assert any(t.startswith("tracked (step 20") and "for 88.2 s so far" in t for t in titles)
+    assert any(t.startswith("epoch 1 ended without closing") for t in titles)
+    assert any(t.startswith("epoch 2 was closed") for t in titles)
+    bad = [a for _, a in parse(page).seen if a.get("class") == "mark bad"]
+    marks = [a for a in bad if ",36)" in str(a["transform"])]
+    assert len(marks) == 1
+
+
+def test_every_bar_lies_inside_its_panel_and_can_be_seen(journal):
+    """Catches: a state too short to see, or one drawn over the text beside the panel."""
+    journal.begin(1, 0.0)
+    journal.walk((1, 1, 1), GOOD, 1.0)
+    journal.walk((2, 1, 2), GOOD, 5000.0)
+    seen = parse(render_html(read_lives(journal.storage))).seen
+    bars = [a for tag, a in seen if tag == "rect" and a.get("class") == "bar" and a["y"] != "1"]
+    edges = [(float(a["x"]), float(a["x"]) + float(a["width"])) for a in bars]
+    whole, alone = (150, 756), (796, 1140)  # the two panels, in pixels
+    for left, right in edges:
+        panel, least = (whole, 2.98) if left < 770 else (alone, 0.98)
+        assert right - left >= least
+        assert left >= panel[0] and right <= panel[1] + 0.02
+    assert len(edges) == 2 * 2 * len(GOOD)
+
+
+def test_a_long_idle_time_is_cut_and_says_how_long_it_was(journal):
+    """Catches: a night between two saves that squeezes the saves into nothing."""
+    journal.begin(1, 0.0)
+    for number, begin in enumerate((10.0, 20.0, 30.0, 36030.0), start=1):
+        journal.walk((number, 1, number), GOOD, begin)
+    page = render_html(read_lives(journal.storage))
+    assert "10.0 h" in texts(page, "text")
+    bars = [a for _, a in parse(page).seen if a.get("class") == "bar" and a["y"] != "1"]
+    starts = [float(a["x"]) for a in bars if a["y"] == bars[0]["y"]]
+    assert max(x for x in starts if x < 757) - min(starts) > 10
+
+
+def test_missing_or_backward_times_never_make_a_negative_width(journal):
+    """Catches: a clock that stepped back, or a record without a time, breaking the page."""
+    journal.begin(1, 100.0)
+    journal.move((1, 1, 1), S.REQUESTED, "save_requested", at(101.0))
+    journal.move((1, 1, 1), S.FORKED, "writer_forked", "")
+    journal.move((1, 1, 1), S.SHARDS_WRITTEN, "shard_reported", at(50.0))
+    lives = read_lives(journal.storage)
+    widths = [float(a["width"]) for tag, a in parse(render_html(lives)).seen if tag == "rect"]
+    assert min(widths) >= 0
+    row = render_table(lives).splitlines()[-1].split()
+    assert row[2:5] == ["+1.00", "+1.00", "+1.00"]
+
+
+def test_no_lives_are_said_in_words(journal):
+    """Catches: a root without checkpoints raising instead of a sentence."""
+    assert read_lives(journal.storage) == ()
+    journal.begin(1, 0.0)
+    assert read_lives(journal.storage) == ()
+    assert "no checkpoints" in render_table(())
+    assert "no checkpoints" in render_html(())
+    parse(render_html(()))
+
+
+def test_sizes_are_in_units_people_read():
+    """Catches: a unit that is off by 1024."""
+    sizes = (0, 1 << 19, 1 << 30, 5 << 40)
+    assert [format_bytes(n) for n in sizes] == ["0.00 MiB", "0.50 MiB", "1.00 GiB", "5.00 TiB"]
