@@ -21,7 +21,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
 specs: $(STAMP)
-	$(BIN)/python -m ckptfsm.cli specs --write specs docs
+	$(BIN)/python -m ckptfsm.specs --write
 
 $(STAMP): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -14,6 +14,7 @@ from ckptfsm.config import CheckpointConfig, load_config
 from ckptfsm.documents import TransitionRecord
 from ckptfsm.handle import Restored, SaveHandle
 from ckptfsm.lifecycle import State
+from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import (
     AllOf,
     AnyOf,
@@ -37,6 +38,7 @@ __all__ = [
     "load_config",
     "SaveHandle",
     "Restored",
+    "ReaderLease",
     "State",
     "TransitionRecord",
     "ForeignRequest",

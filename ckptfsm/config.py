@@ -7,6 +7,7 @@ nearest known one; nothing reads the environment. Times are in seconds and end i
 from __future__ import annotations
 
 import difflib
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +33,8 @@ class CheckpointConfig(BaseModel):
     """The configuration of a ``CheckpointManager``.
 
     When to save: ``save_interval_steps``, ``save_steps``, ``save_interval_s`` (decided by the
-    coordinator's clock), ``preemption_signals`` (names; no handler is installed unasked).
+    coordinator's clock), ``preemption_signals`` (names; no handler is installed unasked);
+    ``agree_when_idle`` lets ``request_save`` work without either of the last two.
     What to keep: ``retention``. What a failed save does: ``on_failure`` is ``raise``, ``warn``, or
     the number of times to save again at the next step. What a save does while one is in flight:
     ``on_busy``. What to resume from: ``resume``. How deep ``restore`` verifies: ``verify``.
@@ -40,6 +42,12 @@ class CheckpointConfig(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _as_config_error(error) from error
 
     retention: Policy = Field(default_factory=KeepAll)
     save_interval_steps: Steps | None = None
@@ -54,6 +62,7 @@ class CheckpointConfig(BaseModel):
     verify: Literal["none", "sizes", "digests"] = "digests"
     writer_files: Annotated[int, Field(ge=1, le=64)] = 2
     reshard_drops: tuple[str, ...] = ("rng_state",)
+    agree_when_idle: bool = False
     exchange_every: Steps = 10
     poll_warning_steps: Steps = 50
     writer_timeout_s: Seconds = 1800.0
@@ -64,6 +73,14 @@ class CheckpointConfig(BaseModel):
     exchange_timeout_s: Seconds = 600.0
     visibility_timeout_s: Seconds = 10.0
     reader_timeout_s: Seconds = 600.0
+
+    @field_validator("preemption_signals")
+    @classmethod
+    def _check_signals(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in signal.Signals.__members__:
+                raise ConfigError(f"{name!r} is not the name of a signal, such as 'SIGTERM'")
+        return names
 
     @field_validator("retention", mode="before")
     @classmethod
@@ -98,15 +115,22 @@ class CheckpointConfig(BaseModel):
     @property
     def needs_agreement(self) -> bool:
         """True if a policy must be agreed among ranks while nothing is in flight."""
-        return self.save_interval_s is not None or bool(self.preemption_signals)
+        timed = self.save_interval_s is not None
+        return self.agree_when_idle or timed or bool(self.preemption_signals)
 
 
 def make_config(values: Mapping[str, Any]) -> CheckpointConfig:
     """A configuration from plain values. Raises ``ConfigError``."""
-    try:
-        return CheckpointConfig(**values)
-    except ValidationError as error:
-        raise ConfigError(f"configuration: {first_problem(error)}") from error
+    return CheckpointConfig(**values)
+
+
+def _as_config_error(error: ValidationError) -> ConfigError:
+    """Our own error where one of our validators raised it, with its facts."""
+    for problem in error.errors(include_url=False):
+        cause = problem.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            return cause
+    return ConfigError(f"configuration: {first_problem(error)}")
 
 
 def load_config(path: str | Path, table: str = "ckptfsm") -> CheckpointConfig:

@@ -51,7 +51,7 @@ from ckptfsm.journal import History, JournalWriter, newest_segment, read_history
 from ckptfsm.layout import JOURNAL, QUARANTINE, READERS, pin_name, published_name, segment_name
 from ckptfsm.lease import RootLease, open_root
 from ckptfsm.ledger import Ledger, Rejected, Transition
-from ckptfsm.lifecycle import UNSETTLED, Checkpoint, State, writing_ranks
+from ckptfsm.lifecycle import UNPUBLISHED, UNSETTLED, Checkpoint, State, writing_ranks
 from ckptfsm.messages import (
     Adopted,
     AttemptId,
@@ -76,7 +76,7 @@ from ckptfsm.messages import (
     WriteTracker,
 )
 from ckptfsm.ports import Clock, Identity, PartFinisher, Storage
-from ckptfsm.recovery import Decision, Resume, plan
+from ckptfsm.recovery import Decision, PublishedEvidence, Resume, plan
 from ckptfsm.retention import KeepAll, Policy, describe_tracked
 from ckptfsm.trash import remove_marker, remove_some, sweep_temporaries
 
@@ -124,15 +124,16 @@ class SaveRequest:
 class Located:
     """A checkpoint to read, held by a reader's lease named ``lease`` until ``release``.
 
-    ``files`` is empty where there is no manifest (adopted from a stock run).
+    ``files`` is empty where there is no manifest (adopted from a stock run). ``problem`` says what is
+    wrong with its manifest, if anything is.
     """
 
     step: int
     directory: str
     lease: str
     files: tuple[FileEntry, ...]
-    world_size: int
     parts: tuple[PartSpec, ...]
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +182,18 @@ class Coordinator:
         self._pending: list[Command] = []
         self._news: deque[News] = deque()
         self._finalizers: dict[AttemptId, set[int]] = {}
+        self._finalized_by_rank: set[AttemptId] = set()
         self._readers: dict[str, tuple[bytes, float]] = {}
 
     # ------------------------------------------------------------------------------ open and close
 
     def open(self) -> RecoveryReport:
-        """Take the root, decide from disk, carry the decisions out. See ``recovery``."""
+        """Take the root, decide from disk, carry the decisions out. See ``recovery``.
+
+        A damaged journal is refused before anything is touched.
+        """
         began = self._clock.monotonic()
+        read_history(self._storage)
         lease = open_root(
             self._storage,
             self._identity,
@@ -205,9 +211,12 @@ class Coordinator:
     def _recover(self, lease: RootLease, began: float) -> RecoveryReport:
         history = read_history(self._storage)
         evidence = gather_evidence(self._storage, history.ledger)
-        fresh = history.rolling_back and history.rolling_back_to is None
         decided = plan(
-            history.ledger, evidence, lease.epoch, self._options.resume, expect_none=fresh
+            history.ledger,
+            evidence,
+            lease.epoch,
+            self._options.resume,
+            interrupted=history.rolling_back,
         )
         self._begin(_forget_moved(history, decided.decisions), lease)
         sweep_temporaries(self._storage)
@@ -268,10 +277,22 @@ class Coordinator:
     def _finish_rollback(self, history: History) -> None:
         """Complete an intent that a crash interrupted, or a fresh start asked for now."""
         if history.rolling_back:
-            self._roll_back_to(history.rolling_back_to)
+            self._resume_rollback(history.rolling_back_to)
         elif self._options.resume == "fresh" and self._ledger.latest() is not None:
             self._append(RollbackStarted(to_step=None, at=self._clock.wall()))
             self._roll_back_to(None)
+
+    def _resume_rollback(self, target: int | None) -> None:
+        """Go on with it; if its target is damaged by now, to the next one below, or not at all."""
+        steps = [c.step for c in self._ledger.in_state(State.TRACKED)]
+        reachable = [step for step in steps if target is not None and step <= target]
+        if target is None or reachable:
+            self._roll_back_to(reachable[-1] if reachable else None)
+            return
+        log.warning(
+            "rollback_given_up", extra={"target": target, "latest": max(steps, default=None)}
+        )
+        self._append(RollbackFinished(at=self._clock.wall()))
 
     def _repair_tracker(self) -> None:
         latest = self._ledger.latest()
@@ -334,7 +355,7 @@ class Coordinator:
 
     def _request(self, request: SaveRequest) -> AttemptId:
         self._check_epoch()
-        of = AttemptId(request.step, self.epoch, self._requests + 1)
+        of = AttemptId(request.step, self.epoch, self._next_attempt())
         event = SaveRequested(
             of,
             request.parts,
@@ -346,25 +367,36 @@ class Coordinator:
         self._ledger.refuse(event)
         self._clear_the_name(request)
         self._check_space(request)
-        self._requests += 1
+        self._requests = of.attempt
         try:
             self._post(event)
+        except OutcomeUnknown:
+            raise
         except StorageError as error:
             raise SaveRefused(f"cannot journal the save: {error}", step=request.step) from error
         except OSError as error:
             self._post(Failed(of, "staging", describe(error)))
+            self._post(WritersLost(of))  # none was ever asked to write
             raise SaveRefused(
                 f"cannot make the staging directory: {storage_error(error, 'mkdir')}",
                 step=request.step,
             ) from error
         return of
 
+    def _next_attempt(self) -> int:
+        """A number that no attempt of this epoch has, adopted ones included."""
+        here = (of.attempt for of in self._ledger.checkpoints if of.epoch == self.epoch)
+        return max(self._requests, max(here, default=0)) + 1
+
     def _clear_the_name(self, request: SaveRequest) -> None:
         """What already stands at the published name: complete -> refuse, partial -> quarantine."""
         name = published_name(request.step)
-        if request.in_place or lookup(self._storage, name) is None:
+        if lookup(self._storage, name) is None:
             return
         there = inspect_published(self._storage, request.step)
+        if request.in_place:
+            self._refuse_in_place(request, there)
+            return
         if there.found in ("manifest", "stock"):
             raise StepExistsError(
                 f"{name} holds a complete checkpoint that is not in use; move it away or adopt it",
@@ -374,6 +406,21 @@ class Coordinator:
         aside = f"{QUARANTINE}/{name}.{self._effects().tag}.{self._requests}"
         log.warning("partial_directory_quarantined", extra={"file": name, "to": aside})
         move(self._storage, name, aside)
+
+    def _refuse_in_place(self, request: SaveRequest, there: PublishedEvidence) -> None:
+        """A directory is written in place only if nothing of value and no old writer is in it."""
+        failed = [c for c in self._ledger.in_state(State.FAILED) if c.step == request.step]
+        if failed:
+            raise SaveRefused(
+                f"a failed attempt at step {request.step} may still be written by its old writers",
+                step=request.step,
+            )
+        if there.found != "unexplained":
+            raise StepExistsError(
+                f"{published_name(request.step)} holds a checkpoint already ({there.found})",
+                step=request.step,
+                latest=_step_of(self._ledger.latest()),
+            )
 
     def _check_space(self, request: SaveRequest) -> None:
         free = self._storage.free_bytes()
@@ -406,10 +453,20 @@ class Coordinator:
             outcome = before.report(event)
             if isinstance(outcome, Rejected):
                 self._reject(outcome)
-            else:
+                continue
+            try:
                 self._commit(*outcome)
-        if not self._ledger.in_state(*UNSETTLED):
-            self._news.append(Settled())
+            except OutcomeUnknown:
+                raise
+            except StorageError as error:
+                self._fail_unjournaled(event, error)
+
+    def _fail_unjournaled(self, event: Event, error: StorageError) -> None:
+        """A move that the journal cannot take fails its attempt; the reserve has room for that."""
+        checkpoint = self._ledger.checkpoints.get(event.of)
+        if checkpoint is None or checkpoint.state not in UNPUBLISHED:
+            raise error
+        self._post(Failed(event.of, "journal", describe(error)))
 
     def _reject(self, rejected: Rejected) -> None:
         log.warning("report_rejected", extra={"event": rejected.event.name, "why": rejected.why})
@@ -428,14 +485,19 @@ class Coordinator:
             detail = f"rank {event.rank}: {event.error}"
             self._post(Failed(event.of, "finalizers", detail))
         elif not waiting:
+            del self._finalizers[event.of]
+            self._finalized_by_rank.add(event.of)
             self._finalize(checkpoint)
 
     def tick(self) -> None:
-        """Retry what is pending, look at retention again, delete a slice of the trash."""
+        """Retry what is pending, expire readers' leases, delete a slice of the trash."""
         self._guarded(self._tick)
 
     def _tick(self) -> None:
+        self._check_epoch()
         interval = self._options.retry_interval_s
+        if self._pending:
+            sweep_temporaries(self._storage, ("",))  # what the last try left
         pending, self._pending = self._pending, []
         for command in pending:
             self._run(command)
@@ -509,10 +571,18 @@ class Coordinator:
         else:
             self._effects().write_tracker(target)
         reason: Literal["fresh", "rollback"] = "fresh" if target is None else "rollback"
+        for checkpoint in self._ledger.in_state(State.PRUNABLE):
+            self._settle_prunable(checkpoint)
         for checkpoint in reversed(self._ledger.in_state(State.TRACKED)):
             if target is None or checkpoint.step > target:
                 self._post(Withdrawn(checkpoint.id, reason, f"to {target}"))
         self._append(RollbackFinished(at=self._clock.wall()))
+
+    def _settle_prunable(self, checkpoint: Checkpoint) -> None:
+        """A prune that waits to be tried again must not come back after a rollback."""
+        self._pending = [c for c in self._pending if c != Prune(checkpoint.id)]
+        there = lookup(self._storage, published_name(checkpoint.step)) is not None
+        self._post(Reprieved(checkpoint.id, "rollback") if there else Removed(checkpoint.id))
 
     # ------------------------------------------------------------------------------------- readers
 
@@ -526,8 +596,9 @@ class Coordinator:
     def _locate(self, step: int | None) -> Located | None:
         latest = self._ledger.latest()
         if step is None and latest is None:
-            released = read_tracker(self._storage).found == "release"
-            return Located(0, "release", "", (), 0, ()) if released else None
+            named = read_tracker(self._storage).found == "release"
+            released = named and lookup(self._storage, "release") is not None
+            return Located(0, "release", "", (), ()) if released else None
         checkpoint = self._tracked(step) if step is not None else latest
         assert checkpoint is not None
         lease = f"{READERS}/{checkpoint.step}.{self._effects().tag}.json"
@@ -535,15 +606,18 @@ class Coordinator:
         self._check_epoch()
         put(self._storage, lease, encode(mark), tag=self._effects().tag)
         self._reread_protection()
-        directory = published_name(checkpoint.step)
-        manifest = read_manifest(self._storage, directory)
+        directory, problem, manifest = published_name(checkpoint.step), "", None
+        try:
+            manifest = read_manifest(self._storage, directory)
+        except (DamagedRoot, OSError) as error:
+            problem = describe(error)
         return Located(
             checkpoint.step,
             directory,
             lease,
             manifest.files if manifest else (),
-            manifest.world_size if manifest else 0,
             tuple(p.spec() for p in manifest.parts) if manifest else (),
+            problem,
         )
 
     def release(self, lease: str) -> None:
@@ -598,6 +672,7 @@ class Coordinator:
             dest=moved.dest,
             reason=getattr(moved.event, "reason", ""),
             detail=getattr(moved.event, "detail", ""),
+            rank=getattr(moved.event, "rank", None) if moved.dest is State.FAILED else None,
             shard_bytes=checkpoint.shard_bytes,
             run_seconds=self.run_seconds(),
             at=self._clock.wall(),
@@ -638,14 +713,13 @@ class Coordinator:
 
     def _run_finalize(self, checkpoint: Checkpoint) -> None:
         foreign = any(part.kind == "foreign" for part in checkpoint.parts)
-        if foreign and checkpoint.id not in self._finalizers:
+        if foreign and checkpoint.id not in self._finalized_by_rank:
             self._finalizers[checkpoint.id] = set(writing_ranks(checkpoint))
             self._news.append(FinalizersDue(checkpoint.id))
         else:
             self._finalize(checkpoint)
 
     def _finalize(self, checkpoint: Checkpoint) -> None:
-        self._finalizers.pop(checkpoint.id, None)
         try:
             self._effects().finalize(checkpoint)
         except (Fenced, OutcomeUnknown):
@@ -707,7 +781,10 @@ class Coordinator:
         seen: dict[str, tuple[bytes, float]] = {}
         for name in self._effects().reader_leases():
             path = f"{READERS}/{name}"
-            content = self._storage.read(path, 1 << 16) if lookup(self._storage, path) else b""
+            found = lookup(self._storage, path)
+            if found is None or found.kind != "file":
+                continue  # not one of ours: it protects, and nobody here removes it
+            content = self._storage.read(path, 1 << 16)
             known = self._readers.get(name)
             since = known[1] if known is not None and known[0] == content else now
             if now - since > self._options.reader_timeout_s:
@@ -763,6 +840,7 @@ class Coordinator:
             raise self.fatal
         if self._journal is None:
             raise StorageError("the coordinator is not open", file=self._storage.root)
+        before = self._seq
         try:
             return work(*arguments)
         except (Fenced, OutcomeUnknown) as error:
@@ -772,6 +850,9 @@ class Coordinator:
             if isinstance(error, CkptFsmError):
                 raise
             raise storage_error(error, work.__name__.strip("_")) from error
+        finally:
+            if self._seq != before and not self._ledger.in_state(*UNSETTLED):
+                self._news.append(Settled())
 
 
 def _forget_moved(history: History, decisions: Sequence[Decision]) -> History:

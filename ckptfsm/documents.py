@@ -11,7 +11,15 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+)
 
 from ckptfsm.errors import DamagedRoot, NewerSchema
 from ckptfsm.lifecycle import Checkpoint, State
@@ -23,16 +31,24 @@ MAX_DOCUMENT_BYTES = 1 << 30
 Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
 Number = Annotated[int, Field(ge=1, le=10**9)]
-FileName = Annotated[
-    str,
-    StringConstraints(min_length=1, max_length=1024, pattern=r"^[^/\x00]+(/[^/\x00]+)*$"),
-]
+
+
+def _check_name(name: str) -> str:
+    """Only a plain relative name may come out of a document."""
+    if "\0" in name or any(piece in ("", ".", "..") for piece in name.split("/")):
+        raise ValueError("not a plain relative name")
+    return name
+
+
+FileName = Annotated[str, StringConstraints(max_length=1024), AfterValidator(_check_name)]
 
 
 class Document(BaseModel):
     """Base: frozen, strict, no unknown fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, ser_json_inf_nan="constants"
+    )
 
 
 class FileEntry(Document):
@@ -102,7 +118,7 @@ class Manifest(Document):
 
 
 class Holder(Document):
-    """Who took an epoch. ``released`` once it was closed in order."""
+    """Who took an epoch. ``released`` once its manager let go of the root, in whatever way."""
 
     schema_version: Literal[1] = 1
     epoch: Number
@@ -167,7 +183,7 @@ class SegmentOpened(Document):
 class TransitionRecord(Document):
     """One transition, as journaled and as hooks receive it. ``at`` is for people, never decisions.
 
-    ``created`` is filled by the events that begin a checkpoint.
+    ``created`` is filled by the events that begin a checkpoint, ``rank`` by the failure of one rank.
     """
 
     type: Literal["transition"] = "transition"
@@ -180,6 +196,7 @@ class TransitionRecord(Document):
     dest: State
     reason: str = ""
     detail: str = ""
+    rank: Annotated[int, Field(ge=0)] | None = None
     shard_bytes: Count = 0
     run_seconds: float = 0.0
     at: str = ""

@@ -19,6 +19,7 @@ from ckptfsm.errors import StorageError
 from ckptfsm.ports import FileStat, Storage
 
 TEMPORARY = ".tmp-"
+_TEMPORARIES = 100
 
 
 def parent_of(path: str) -> str:
@@ -50,16 +51,26 @@ def put(storage: Storage, path: str, data: bytes, *, tag: str) -> None:
     """Make ``path`` hold ``data``, atomically and durably.
 
     ``tag`` is unique to the writing process (epoch, pid, nonce), so that two never share a temporary
-    name. A temporary file left by a crash is swept when the root is opened.
+    name. A temporary file left by an error or a crash is never used again: it may be one whose fsync
+    failed. It is swept when the root is opened.
     """
-    temporary = f"{path}{TEMPORARY}{tag}"
-    write_new(storage, temporary, data)
+    temporary = _write_temporary(storage, f"{path}{TEMPORARY}{tag}", data)
     try:
         storage.rename(temporary, path)
     except OSError:
         if not _content_is(storage, path, data):
             raise
     storage.fsync_dir(parent_of(path))
+
+
+def _write_temporary(storage: Storage, base: str, data: bytes) -> str:
+    for number in range(_TEMPORARIES):
+        try:
+            write_new(storage, f"{base}.{number}", data)
+        except FileExistsError:
+            continue
+        return f"{base}.{number}"
+    raise StorageError(f"{_TEMPORARIES} temporary files are left at {base}", file=base)
 
 
 def fsync_existing(storage: Storage, path: str) -> None:

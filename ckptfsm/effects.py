@@ -70,8 +70,6 @@ class Effects:
         self.check_epoch()
         directory = working_dir(checkpoint.id, checkpoint.in_place)
         if checkpoint.in_place and lookup(self.storage, directory) is not None:
-            if read_manifest(self.storage, directory) is not None:
-                raise SaveFailed("the directory holds a complete checkpoint", file=directory)
             return
         self.storage.mkdir(directory)
         self.storage.fsync_dir(directory.rpartition("/")[0])
@@ -86,17 +84,34 @@ class Effects:
             self._fsync_names(checkpoint, target)
             return
         directory = working_dir(checkpoint.id, checkpoint.in_place)
-        sweep_attempt(self.storage, directory)
         receipts = self._read_receipts(checkpoint, directory)
+        sweep_attempt(self.storage, directory)
         files = self._listed_files(checkpoint, directory, receipts)
         for part in checkpoint.parts:
             files += self._finish_part(checkpoint, part, directory, receipts)
         self._refuse_unlisted(directory, files)
         manifest = self._manifest(checkpoint, files)
         fsync_tree_dirs(self.storage, directory)
-        put(self.storage, f"{directory}/{MANIFEST}", encode(manifest), tag=self.tag)
-        if not checkpoint.in_place:
+        self.check_epoch()
+        if checkpoint.in_place:
+            self._commit_in_place(checkpoint, directory, encode(manifest))
+        else:
+            put(self.storage, f"{directory}/{MANIFEST}", encode(manifest), tag=self.tag)
             self._publish(checkpoint, directory, target)
+
+    def _commit_in_place(self, checkpoint: Checkpoint, directory: str, manifest: bytes) -> None:
+        """In place the manifest is the commit: once it may be seen, an error cannot be undone."""
+        path = f"{directory}/{MANIFEST}"
+        try:
+            put(self.storage, path, manifest, tag=self.tag)
+        except OSError as error:
+            if lookup(self.storage, path) is None:
+                raise  # it certainly did not happen
+            raise OutcomeUnknown(
+                f"the manifest is there but not known to be durable: {error}",
+                file=path,
+                step=checkpoint.step,
+            ) from error
 
     def _is_published(self, checkpoint: Checkpoint, target: str) -> bool:
         """True if this very attempt has its name already; another one there is an error."""
@@ -263,14 +278,14 @@ class Effects:
         """Move a prunable checkpoint to the trash. Returns "" or what keeps it after all (I7).
 
         Every guard is looked at again on disk: pins, leases, the tracker, and that the newer one,
-        which makes this one removable, is really there.
+        which makes this one removable, is really there. Pins and leases are looked at once more after
+        the move: one that was taken in between brings the directory back (F27).
         """
         self.check_epoch()
         step, source = checkpoint.step, published_name(checkpoint.step)
-        if step in self.pinned_steps():
-            return "pin"
-        if any(step == leased for leased in self.reader_leases().values()):
-            return "reader"
+        kept = self._kept_by_people(step)
+        if kept:
+            return kept
         tracker = read_tracker(self.storage)
         if tracker.step is None or tracker.step <= step:
             return f"the tracker says {tracker.step}"
@@ -280,20 +295,31 @@ class Effects:
         found = lookup(self.storage, source)
         if found is not None and (found.kind != "dir" or found.device != newer.device):
             return "not a directory of this file system"
-        if found is not None:
-            self._move_aside(source, trash_dir(checkpoint.id))
-        return ""
+        if found is None:
+            return ""
+        aside = self._move_aside(source, trash_dir(checkpoint.id))
+        kept = self._kept_by_people(step)
+        if kept:
+            move(self.storage, aside, source)
+        return kept
+
+    def _kept_by_people(self, step: int) -> str:
+        if step in self.pinned_steps():
+            return "pin"
+        return "reader" if step in self.reader_leases().values() else ""
 
     def clean_up(self, checkpoint: Checkpoint) -> bool:
         """Move a failed attempt's files to the trash. True if its published name was found."""
         self.check_epoch()
         directory = working_dir(checkpoint.id, checkpoint.in_place)
-        published = lookup(self.storage, published_name(checkpoint.step)) is not None
-        if published:
-            manifest = read_manifest(self.storage, published_name(checkpoint.step))
-            if manifest is not None and manifest.of == checkpoint.id:
-                return True
-        if lookup(self.storage, directory) is not None:
+        name = published_name(checkpoint.step)
+        manifest = None
+        if lookup(self.storage, name) is not None:
+            manifest = read_manifest(self.storage, name)
+        if manifest is not None and manifest.of == checkpoint.id:
+            return True
+        foreign = checkpoint.in_place and manifest is not None  # not ours to move
+        if not foreign and lookup(self.storage, directory) is not None:
             self._move_aside(directory, trash_dir(checkpoint.id))
         return False
 
@@ -304,12 +330,12 @@ class Effects:
         if lookup(self.storage, source) is not None:
             self._move_aside(source, quarantine_dir(checkpoint.id))
 
-    def _move_aside(self, source: str, target: str) -> None:
+    def _move_aside(self, source: str, target: str) -> str:
         """Move to ``target``, or beside it: a power loss can leave a rename at both of its names."""
         for suffix in ("", *(f".{n}" for n in range(1, _NAMES))):
             if lookup(self.storage, target + suffix) is None:
                 move(self.storage, source, target + suffix)
-                return
+                return target + suffix
         raise StorageError(f"{_NAMES} directories stand at {target}", file=target)
 
     # ------------------------------------------------------------------------------ pins and leases

@@ -93,7 +93,7 @@ class SaveFailed(CkptFsmError):
 
 
 class WriterDied(SaveFailed):
-    """A writer process ended without a complete result (``rank``, ``exitcode``)."""
+    """A writer process ended without a complete result (``step``, ``rank``)."""
 
     kind = "writer_died"
 

@@ -16,10 +16,12 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from pydantic import ValidationError
 
@@ -186,6 +188,8 @@ def _replay(
     segment: Segment, opened: SegmentOpened, seals: tuple[Seal, ...], newest: int, file: str
 ) -> History:
     checkpoints = {c.id: c for c in map(checkpoint_of, opened.checkpoints)}
+    if len(checkpoints) != len(opened.checkpoints):
+        raise JournalCorrupt("a snapshot names an attempt twice", file=file, offset=0)
     known = set(checkpoints)
     run_seconds = opened.run_seconds
     rolling_back, target = opened.rolling_back, opened.rolling_back_to
@@ -203,9 +207,7 @@ def _replay(
                 run_seconds = max(run_seconds, record.run_seconds)
             case _:
                 raise JournalCorrupt("a segment is opened twice", file=file, offset=0, record=index)
-    ledger = Ledger()
-    for checkpoint in checkpoints.values():
-        ledger = ledger.restore(checkpoint)
+    ledger = Ledger(MappingProxyType(checkpoints))
     return History(ledger, run_seconds, seals, newest, rolling_back, target, frozenset(known))
 
 
@@ -268,15 +270,20 @@ class JournalWriter:
         """Create the segment with its first record, padded and durable."""
         self._handle = self._storage.open_exclusive(self.file)
         line = encode_line(opened)
-        self._extend(len(line))
-        self._write(line)
-        self._storage.fsync(self._handle)
-        self._storage.fsync_dir(JOURNAL)
+        try:
+            self._extend(len(line))
+            self._write(line)
+            self._storage.fsync(self._handle)
+            self._storage.fsync_dir(JOURNAL)
+        except OSError:
+            self._give_up()
+            raise
 
     def append(self, record: Record, *, essential: bool = False) -> None:
         """Append durably. ``essential`` records may use the reserve of a full disk.
 
-        Raises ``StorageError``; after a failed fsync for every later call too.
+        Raises ``OSError`` if it cannot be written; ``OutcomeUnknown`` if its fsync failed, and
+        ``StorageError`` for every later call then.
         """
         if self._handle is None:
             raise StorageError("the journal segment is lost or closed", file=self.file)
@@ -288,7 +295,7 @@ class JournalWriter:
         try:
             self._storage.fsync(self._handle)
         except OSError as error:
-            self._give_up()
+            self._give_up()  # nobody knows what is on disk: never touch this segment again
             raise OutcomeUnknown(
                 f"the journal could not be made durable: {error}", file=self.file
             ) from error
@@ -326,7 +333,7 @@ class JournalWriter:
             view, offset = view[taken:], offset + taken
 
     def _give_up(self) -> None:
-        """After a failed fsync nobody knows what is on disk: never touch this segment again."""
         handle, self._handle = self._handle, None
         assert handle is not None
-        self._storage.close(handle)
+        with contextlib.suppress(OSError):  # the failed fsync says all there is to say
+            self._storage.close(handle)

@@ -15,6 +15,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 PRIVATE = ".ckptfsm"
 LOCK = f"{PRIVATE}/lock"
 LEASE = f"{PRIVATE}/lease"
+TAKING = "take-"  # how the name of an epoch begins while it is being taken
 JOURNAL = f"{PRIVATE}/journal"
 STAGING = f"{PRIVATE}/staging"
 PINS = f"{PRIVATE}/pins"
@@ -116,7 +117,7 @@ def pin_name(step: int) -> str:
 def parse_pin(name: str) -> int | None:
     digits = name.removesuffix(".json")
     ok = digits != name and digits.isascii() and digits.isdigit() and len(digits) <= 16
-    return int(digits) if ok else None
+    return int(digits) if ok and str(int(digits)) == digits and int(digits) <= MAX_STEP else None
 
 
 def parse_reader(name: str) -> int | None:

@@ -16,8 +16,9 @@ from pathlib import Path
 from ckptfsm.documents import Holder, decode, encode
 from ckptfsm.durable import list_names, make_dirs, put, write_new
 from ckptfsm.errors import Fenced, RootBusy
-from ckptfsm.layout import DIRECTORIES, LEASE, LOCK, epoch_name, parse_epoch
+from ckptfsm.layout import DIRECTORIES, LEASE, LOCK, TAKING, epoch_name, parse_epoch
 from ckptfsm.ports import Identity, Storage
+from ckptfsm.trash import remove_marker
 
 _HOLDER_BYTES = 1 << 16
 _ATTEMPTS = 16
@@ -54,11 +55,13 @@ class RootLease:
             )
 
     def release(self) -> None:
-        """Give the root back in order."""
-        if newest_epoch(self._storage) == self.epoch:
-            holder = _holder(self._identity, self.epoch, released=True)
-            put(self._storage, _epoch_path(self.epoch), encode(holder), tag=self.tag)
-        self.drop()
+        """Let go of the root: another manager of this very process may open it now."""
+        try:
+            if newest_epoch(self._storage) == self.epoch:
+                holder = _holder(self._identity, self.epoch, released=True)
+                put(self._storage, _epoch_path(self.epoch), encode(holder), tag=self.tag)
+        finally:
+            self.drop()
 
     def drop(self) -> None:
         """Give up the lock only, as death would."""
@@ -123,14 +126,14 @@ def _refuse_if_busy(lock: int | None, holder: Holder | None, identity: Identity,
 
 def _take_epoch(storage: Storage, identity: Identity, newest: int) -> int:
     for epoch in range(newest + 1, newest + 1 + _ATTEMPTS):
-        temporary = f"{LEASE}/take-{identity.pid}-{identity.nonce}-{epoch}"
+        temporary = f"{LEASE}/{TAKING}{identity.pid}-{identity.nonce}-{epoch}"
         write_new(storage, temporary, encode(_holder(identity, epoch)))
         try:
             storage.link(temporary, _epoch_path(epoch))
         except FileExistsError:
             continue
         finally:
-            storage.unlink(temporary)
+            remove_marker(storage, temporary)
         storage.fsync_dir(LEASE)
         return epoch
     raise RootBusy("others take this root again and again", root=storage.root)
@@ -141,7 +144,7 @@ def _forget_older(storage: Storage, epoch: int) -> None:
     for name in list_names(storage, LEASE):
         older = parse_epoch(name)
         if older is not None and older < epoch:
-            storage.unlink(f"{LEASE}/{name}")
+            remove_marker(storage, f"{LEASE}/{name}")
 
 
 def _holder(identity: Identity, epoch: int, *, released: bool = False) -> Holder:

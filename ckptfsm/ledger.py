@@ -13,7 +13,16 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from ckptfsm.errors import IllegalTransition, SaveRefused, StepExistsError
-from ckptfsm.lifecycle import FORGOTTEN, IN_FLIGHT, Checkpoint, State, absent, apply, find_row
+from ckptfsm.lifecycle import (
+    FORGOTTEN,
+    IN_FLIGHT,
+    UNPUBLISHED,
+    Checkpoint,
+    State,
+    absent,
+    apply,
+    find_row,
+)
 from ckptfsm.messages import (
     MAX_STEP,
     AttemptId,
@@ -85,27 +94,30 @@ class Ledger:
         """The tracked checkpoint of ``step``."""
         return next((c for c in self.in_state(State.TRACKED) if c.step == step), None)
 
-    def kept_by(self, checkpoint: Checkpoint, preserved: Collection[int]) -> tuple[str, ...]:
-        """Everything that keeps a tracked checkpoint, by name (I7). ``preserved`` are steps."""
-        latest = self.latest()
-        reasons = {
-            "latest": latest is None or latest.step <= checkpoint.step,
-            "pin": checkpoint.step in self.pins,
-            "reader": checkpoint.step in self.readers,
-            "retention": checkpoint.step in preserved,
-        }
-        return tuple(name for name, holds in reasons.items() if holds)
-
     def superseded(self, checkpoint: Checkpoint, preserved: Collection[int]) -> Superseded:
-        """The event that offers ``checkpoint`` for pruning, with everything that speaks against."""
+        """The event that offers ``checkpoint`` for pruning, with everything that keeps it (I7).
+
+        ``preserved`` are the steps that retention keeps.
+        """
         latest = self.latest()
-        newer = latest.step if latest is not None and latest.step > checkpoint.step else None
-        return Superseded(checkpoint.id, newer, self.kept_by(checkpoint, preserved))
+        return self._offer(checkpoint, latest.step if latest is not None else -1, preserved)
 
     def prunable(self, preserved: Collection[int]) -> list[Superseded]:
         """One event per tracked checkpoint that nothing keeps, oldest first."""
-        offers = (self.superseded(c, preserved) for c in self.in_state(State.TRACKED))
+        tracked = self.in_state(State.TRACKED)
+        offers = (self._offer(c, tracked[-1].step, preserved) for c in tracked)
         return [offer for offer in offers if offer.newer_step is not None and not offer.kept_by]
+
+    def _offer(self, checkpoint: Checkpoint, latest: int, preserved: Collection[int]) -> Superseded:
+        step = checkpoint.step
+        reasons = {
+            "latest": latest <= step,
+            "pin": step in self.pins,
+            "reader": step in self.readers,
+            "retention": step in preserved,
+        }
+        kept_by = tuple(name for name, holds in reasons.items() if holds)
+        return Superseded(checkpoint.id, latest if latest > step else None, kept_by)
 
     # ----------------------------------------------------------------------------------- moves
 
@@ -157,15 +169,15 @@ class Ledger:
                 f"rank {event.rank} reports a world size of {event.world_size}, the request had "
                 f"{living.world_size}"
             )
-            return Rejected(event, why, wrong_world_size=living.state in IN_FLIGHT)
+            return Rejected(event, why, wrong_world_size=living.state in UNPUBLISHED)
         if find_row(living, event) is None:
             return Rejected(event, f"{event.name} does not fit {living.state.value}")
         return self.post(event)
 
     def restore(self, checkpoint: Checkpoint) -> Ledger:
-        """Put back a checkpoint as a snapshot had it."""
+        """The same ledger with a checkpoint put back as it was, e.g. to begin a scenario with."""
         if checkpoint.id in self.checkpoints:
-            raise IllegalTransition("a snapshot names an attempt twice", attempt=str(checkpoint.id))
+            raise IllegalTransition("an attempt is there twice", attempt=str(checkpoint.id))
         return replace(
             self, checkpoints=MappingProxyType({**self.checkpoints, checkpoint.id: checkpoint})
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ckptfsm.coordinator import Coordinator, News
+from ckptfsm.durable import storage_error
 from ckptfsm.errors import CkptFsmError, DeadlineExceeded, describe
 from ckptfsm.messages import Event
 from ckptfsm.ports import Executor, Transport
@@ -129,6 +130,7 @@ class Link:
     def work_in_background(self) -> None:
         """Let the coordinator retry, expire and empty the trash while it has nothing else to do."""
         coordinator = self._coordinator
+        self._submitted = [f for f in self._submitted if not f.done() or f.exception() is not None]
         if coordinator is None or self._submitted or coordinator.fatal is not None:
             return
         if coordinator.wants_tick():
@@ -174,4 +176,8 @@ class _Call:
 
 def typed(error: BaseException) -> CkptFsmError:
     """``error`` as one of ours, so that it can be sent to every rank."""
-    return error if isinstance(error, CkptFsmError) else CkptFsmError(describe(error))
+    if isinstance(error, CkptFsmError):
+        return error
+    if isinstance(error, OSError):
+        return storage_error(error, "open")
+    return CkptFsmError(describe(error))

@@ -33,6 +33,7 @@ from ckptfsm.coordinator import (
 from ckptfsm.documents import TransitionRecord
 from ckptfsm.errors import (
     CkptFsmError,
+    ConfigError,
     DeadlineExceeded,
     SaveFailed,
     SaveRefused,
@@ -80,6 +81,7 @@ class Manager:
         self._outbox: list[Event] = []
         self._handles: dict[AttemptId, SaveHandle] = {}
         self._writer: RankWriter | None = None
+        self._dying: list[RankWriter] = []
         self._draft: Draft | None = None
         self._failures: list[CkptFsmError] = []
         self._retries = 0
@@ -171,7 +173,7 @@ class Manager:
         What was not tracked by then is decided by recovery at the next start.
         """
         if self._writer is not None and not self._writer.wait(self.config.exit_timeout_s):
-            self._writer.kill()
+            self._writer.kill(self.config.exit_timeout_s)
         self._writer = None
         self._link.abandon(self.config.exit_timeout_s)
         self._let_go()
@@ -219,7 +221,13 @@ class Manager:
         )
 
     def request_save(self) -> None:
-        """Ask for a save at the next step that all ranks agree on (one rank is enough)."""
+        """Ask for a save at the next step that all ranks agree on (one rank is enough).
+
+        Raises ``ConfigError`` if the ranks do not agree on anything while nothing is in flight:
+        configure ``agree_when_idle``, ``save_interval_s`` or ``preemption_signals``.
+        """
+        if not self.config.needs_agreement:
+            raise ConfigError("request_save() needs agree_when_idle=True")
         self._save_asked = True
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -265,7 +273,9 @@ class Manager:
         handle = self._begin_writing(answer.value, draft, planned)
         self._unpolled_since = step
         if self.config.sync:
-            handle.wait()
+            done = _HandleDone(handle)
+            self._drive(done, self.config.busy_timeout_s, f"the save of step {step}")
+            self._raise_failures()
         return handle
 
     def _make_way(self, step: int) -> bool:
@@ -326,7 +336,7 @@ class Manager:
         except Exception as error:  # whatever it is, the others must not wait for this rank
             log.exception("fork_failed", extra={"step": of.step, "rank": self.rank})
             detail = f"rank {self.rank}: {describe(error)}"
-            self._outbox.append(Failed(of, "fork_failed", detail))
+            self._outbox.append(Failed(of, "fork_failed", detail, self.rank))
         handle = SaveHandle(of.step, State.REQUESTED, of, None, self._wait_for)
         self._handles[of] = handle
         return handle
@@ -380,6 +390,7 @@ class Manager:
     def _pump(self, *, expired: bool) -> bool:
         """One cheap exchange; a full one if any rank has news. Returns the agreed ``expired``."""
         now = self._ports.clock.monotonic()
+        self._bury()
         if self._writer is not None:
             self._outbox += self._writer.poll(now)
         flags = [
@@ -435,10 +446,11 @@ class Manager:
     def _on_failed(self, record: TransitionRecord) -> None:
         """End our own writer, tell the coordinator so, and do what ``on_failure`` says."""
         if self._writer is not None and self._writer.of == record.of:
-            self._writer.kill()
+            self._dying.append(self._writer)
             self._writer = self._draft = None
-        if any(of == record.of for of in self._view.unsettled) and record.event == "failed":
+        else:
             self._outbox.append(WriterGone(record.of, self.rank))
+        self._bury()
         error = failure_of(record)
         handle = self._handles.pop(record.of, None)
         if handle is None:
@@ -452,6 +464,13 @@ class Manager:
             warnings.warn(str(error), SaveFailedWarning, stacklevel=2)
         else:
             self._failures.append(error)
+
+    def _bury(self) -> None:
+        """Kill writers of failed attempts; only one that is certainly gone is reported so."""
+        for writer in list(self._dying):
+            if writer.kill(timeout_s=0.0):
+                self._dying.remove(writer)
+                self._outbox.append(WriterGone(writer.of, self.rank))
 
     def _run_finalizers(self, of: AttemptId) -> None:
         """Foreign finalizers hold collectives: here all ranks run them at the same point, once."""
@@ -578,4 +597,5 @@ def failure_of(record: TransitionRecord) -> SaveFailed:
         step=record.step,
         attempt=str(record.of),
         reason=record.reason,
+        rank=record.rank,
     )

@@ -58,6 +58,8 @@ def check_parts(parts: tuple[PartSpec, ...], world_size: int) -> None:
         pieces = part.directory.split("/") if part.directory else []
         if any(p in ("", ".", "..") or p.startswith(".ckptfsm") for p in pieces):
             raise ConfigError(f"part directory {part.directory!r} is not allowed", part=part.name)
+        if part.ranks is not None and not part.ranks:
+            raise ConfigError(f"part {part.name!r} is written by no rank", part=part.name)
         if part.ranks is not None and not all(0 <= r < world_size for r in part.ranks):
             raise ConfigError("a part names ranks outside the job", part=part.name)
         if part.kind in ("torch_dist", "foreign"):
@@ -160,11 +162,15 @@ class Removed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Failed(Event):
-    """The attempt cannot become a checkpoint. ``reason`` is a stable word, ``detail`` for people."""
+    """The attempt cannot become a checkpoint.
+
+    ``reason`` is a stable word, ``detail`` for people, ``rank`` the one that failed if it was one.
+    """
 
     name: ClassVar[str] = "failed"
     reason: str
     detail: str = ""
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

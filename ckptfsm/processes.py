@@ -106,7 +106,7 @@ class Child:
             pause = min(pause * 2, 0.02)
         return outcome
 
-    def kill(self) -> bool:
+    def kill(self, timeout_s: float = _KILL_WAIT_S) -> bool:
         """Kill the child and its whole group. True once it is certainly gone."""
         if self._outcome is not None:
             return True
@@ -115,7 +115,7 @@ class Child:
                 os.killpg(self.pid, signal.SIGKILL)
             else:
                 os.kill(self.pid, signal.SIGKILL)
-        return self.wait(_KILL_WAIT_S) is not None
+        return self.wait(timeout_s) is not None
 
     def _drain(self) -> None:
         while self._pipe is not None:

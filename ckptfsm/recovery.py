@@ -16,6 +16,7 @@ The rules, by the last journaled state of an attempt:
 | finalized | otherwise | withdrawn |
 | tracked | missing or damaged | withdrawn(damaged); the newest valid one is next |
 | prunable | still at its name | reprieved; retention looks at every guard again |
+| prunable | damaged at its name | reprieved, then withdrawn(damaged) |
 | prunable | gone from its name | removed |
 | failed | - | files to the trash |
 | quarantined | still at its name | moved aside |
@@ -123,27 +124,23 @@ class Plan:
 
 
 def plan(
-    ledger: Ledger, evidence: Evidence, epoch: int, resume: Resume, *, expect_none: bool = False
+    ledger: Ledger, evidence: Evidence, epoch: int, resume: Resume, *, interrupted: bool = False
 ) -> Plan:
-    """Decide. ``epoch`` is the new run's; ``expect_none``: an unfinished fresh start goes on.
+    """Decide. ``epoch`` is the new run's; ``interrupted``: a rollback or fresh start is to go on,
+    so the tracker and the journal are expected to differ.
 
     Raises ``DamagedRoot`` when there is evidence of a checkpoint and none to resume from, or, with
     ``strict``, when the newest one is not what tracker and journal say.
     """
     decisions = [_decide(c, ledger, evidence) for c in _all(ledger)]
-    everything = resume == "fresh"
-    decisions += _unknown(ledger, evidence, epoch, everything)
-    decisions += [
-        Decision(name, "none", "unknown name", "reported", "not ours to touch")
-        for name in evidence.strays
-    ]
-    found = [d for d in decisions if d.actions or d.result == "reported"]
+    decisions += _unknown(ledger, evidence, epoch, everything=resume == "fresh")
     survivors = _survivors(ledger, decisions)
-    _refuse_hopeless(evidence, survivors, resume, decisions, expect_none)
-    warnings = _warnings(evidence, survivors, decisions)
+    _refuse_hopeless(evidence, survivors, resume, decisions, interrupted)
+    warnings = () if interrupted else _warnings(evidence, survivors, decisions)
     if resume == "strict" and warnings:
         raise DamagedRoot(f"resume='strict': {warnings[0]}", warnings=warnings)
-    return Plan(tuple(found), warnings)
+    found = [d for d in decisions if d.actions or d.result == "reported"]
+    return Plan((*found, *_strays(ledger, evidence)), warnings)
 
 
 def _all(ledger: Ledger) -> list[Checkpoint]:
@@ -172,25 +169,37 @@ def _decide(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> Decis
         if whole and newer:
             why = "complete under its published name"
             return _decision(checkpoint, found, "tracked", why, WriteTracker(of))
-        why = there.detail if there is not None and not whole else "not newer than the tracked one"
-        gone = Withdrawn(of, "damaged", why or "its directory is missing")
+        why = "not newer than the tracked one"
+        if not whole:
+            why = _why_not_whole(there)
+        gone = Withdrawn(of, "damaged", why)
         return _decision(checkpoint, found, "withdrawn", gone.detail, gone)
     if state is State.TRACKED:
         if whole:
             return _decision(checkpoint, found, "kept", "complete")
-        why = there.detail if there is not None else "its directory is missing"
-        gone = Withdrawn(of, "damaged", why or "another checkpoint stands at its name")
+        why = _why_not_whole(there)
+        gone = Withdrawn(of, "damaged", why)
         return _decision(checkpoint, found, "withdrawn(damaged)", gone.detail, gone)
     if state is State.QUARANTINED:
         if ours or whole:
             return _decision(checkpoint, found, "quarantined", "withdrawn before", Quarantine(of))
         return _decision(checkpoint, found, "forgotten", "moved aside before")
     if state is State.PRUNABLE:
-        if there is not None:
+        if whole:
             why = "still at its name: every guard is looked at again"
             return _decision(checkpoint, found, "tracked", why, Reprieved(of, "restart"))
+        if there is not None:
+            why = _why_not_whole(there)
+            back = (Reprieved(of, "restart"), Withdrawn(of, "damaged", why))
+            return _decision(checkpoint, found, "withdrawn(damaged)", why, *back)
         return _decision(checkpoint, found, "pruned", "gone from its name", Removed(of))
     return _decision(checkpoint, found, "discarded", "it had failed", WritersLost(of))
+
+
+def _why_not_whole(there: PublishedEvidence | None) -> str:
+    if there is None:
+        return "its directory is missing"
+    return there.detail or "another checkpoint stands at its name"
 
 
 def _decide_unpublished(
@@ -221,9 +230,17 @@ def _decision(
 
 def _unknown(ledger: Ledger, evidence: Evidence, epoch: int, everything: bool) -> list[Decision]:
     """Directories that the journal does not explain."""
-    explained = {c.step for c in ledger.checkpoints.values()}
+    explained = {
+        c.step
+        for c in ledger.checkpoints.values()
+        if c.state in (State.FINALIZED, State.TRACKED, State.PRUNABLE)
+        or (c.in_place and c.state is not State.QUARANTINED)
+        or (c.step in evidence.published and evidence.published[c.step].of == c.id)
+        or (c.state is State.QUARANTINED and c.provenance == "adopted")
+    }
     tracker = evidence.tracker.step
-    decisions = []
+    decisions: list[Decision] = []
+    adopted = 0
     for step, there in sorted(evidence.published.items()):
         if step in explained:
             continue
@@ -231,18 +248,26 @@ def _unknown(ledger: Ledger, evidence: Evidence, epoch: int, everything: bool) -
         complete = there.found in ("manifest", "stock")
         newer = tracker is not None and step > tracker
         if complete and (everything or not newer):
-            of = there.of or AttemptId(step, epoch, 1)
+            adopted += 1
+            of = there.of or AttemptId(step, epoch, adopted)
             why = "complete, and no journal explains it: adopted in place and pinned"
             adopt = Adopted(of, there.run_seconds)
             decisions.append(Decision(name, "none", there.found, "adopted", why, (adopt,)))
         else:
             why = "newer than the tracker: never resumed from unasked" if newer else there.detail
             decisions.append(Decision(name, "none", there.found, "reported", why))
-    for of, staged in sorted(evidence.staging.items()):
-        if of not in ledger.checkpoints:
-            why = staged.detail or "no journal explains it"
-            decisions.append(Decision(f"staging {of}", "none", "staging", "reported", why))
     return decisions
+
+
+def _strays(ledger: Ledger, evidence: Evidence) -> list[Decision]:
+    """What lies in staging unexplained: never a checkpoint, so reported and nothing more."""
+    names = [(name, "not a name of ours") for name in evidence.strays]
+    names += [
+        (f"staging {of}", staged.detail or "no journal explains it")
+        for of, staged in sorted(evidence.staging.items())
+        if of not in ledger.checkpoints
+    ]
+    return [Decision(name, "none", "unknown name", "reported", why) for name, why in names]
 
 
 def _survivors(ledger: Ledger, decisions: list[Decision]) -> set[int]:
@@ -262,13 +287,12 @@ def _refuse_hopeless(
     survivors: set[int],
     resume: Resume,
     decisions: list[Decision],
-    expect_none: bool,
+    interrupted: bool,
 ) -> None:
     """Never begin from scratch while there is evidence of a checkpoint (I8)."""
     published = [
         d for d in decisions if d.result in ("reported", "withdrawn(damaged)", "withdrawn")
     ]
-    published = [d for d in published if not d.subject.startswith("staging ")]
     if resume == "fresh":
         stuck = [d.subject for d in published if d.result == "reported"]
         if stuck:
@@ -278,17 +302,22 @@ def _refuse_hopeless(
             )
         return
     named = evidence.tracker.found in ("step", "torn")
-    if survivors or evidence.release or not (published or named) or (expect_none and not published):
+    nothing = not published and (interrupted or not named)
+    if survivors or evidence.release or nothing:
         return
     reasons = [f"{d.subject}: {d.why}" for d in published]
     if named:
-        reasons.append(f"the tracker says {evidence.tracker.step or 'something unreadable'}")
+        reasons.append(f"the tracker says {_tracker_text(evidence.tracker)}")
     raise DamagedRoot(
         "there is evidence of a checkpoint but none to resume from: "
         + "; ".join(reasons[:5])
         + ". Repair it, or pass resume='fresh' to move it to quarantine and begin again",
         evidence=tuple(reasons),
     )
+
+
+def _tracker_text(tracker: TrackerEvidence) -> str:
+    return "something unreadable" if tracker.step is None else str(tracker.step)
 
 
 def _warnings(
@@ -300,7 +329,11 @@ def _warnings(
     ]
     tracker = evidence.tracker
     newest = max(survivors, default=None)
-    if tracker.found == "torn":
+    if tracker.found == "release" and newest is not None:
+        warnings.append(
+            f"the tracker says 'release'; the journal's latest is {newest}, and it is kept"
+        )
+    elif tracker.found == "torn":
         warnings.append(f"the tracker is unreadable; rebuilt from the journal as {newest}")
     elif tracker.found == "step" and tracker.step not in survivors:
         warnings.append(

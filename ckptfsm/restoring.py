@@ -12,17 +12,19 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from ckptfsm.config import CheckpointConfig
 from ckptfsm.coordinator import Coordinator, Located
-from ckptfsm.errors import CkptFsmError, ConfigError, DamagedRoot, RestoreFailed, describe
+from ckptfsm.errors import ConfigError, DamagedRoot, RestoreFailed, describe
 from ckptfsm.evidence import check_digests, check_extra_shards, check_sizes
 from ckptfsm.handle import Restored, only
 from ckptfsm.layout import join
 from ckptfsm.ports import Driver, Storage, Transport
 
 log = logging.getLogger("ckptfsm")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class ReshardWarning(UserWarning):
@@ -46,7 +48,7 @@ class Restorer:
             if located is None:
                 return None
             try:
-                problem = self._shared(self._verify_share, located)
+                problem = self._damage(located)
                 if not problem:
                     return self._load(located, named)
             finally:
@@ -57,8 +59,19 @@ class Restorer:
                 )
             self.agree(Coordinator.withdraw_damaged, located.step, problem)
 
+    def _damage(self, located: Located) -> str:
+        """What is wrong with the checkpoint, the same on every rank; "" if nothing is.
+
+        A disk that cannot be read is not damage: that raises, and nothing is withdrawn.
+        """
+        found = self._everywhere(located, self._verify_share, located)
+        gathered = self.transport.gather(found)
+        return str(self.transport.broadcast(next((p for p in gathered or () if p), "")))
+
     def _verify_share(self, located: Located) -> str:
         """Each rank looks at its share of the files, so that verification scales with ranks."""
+        if located.problem:
+            return located.problem
         depth = self.config.verify
         if depth == "none" or not located.files:
             return ""
@@ -72,12 +85,10 @@ class Restorer:
 
     def _load(self, located: Located, named: Mapping[str, Any]) -> Restored:
         directories = self._part_directories(located, named)
-        missing: set[str] = set()
-        loaded: dict[str, Any] = {}
-        self._raise_shared(self._find_missing, located, named, directories, missing)
+        missing = self._everywhere(located, self.driver.missing, named, directories)
         dropped = self._agree_on_drops(located, missing)
-        self._raise_shared(self._load_parts, located, named, directories, dropped, loaded)
-        return Restored(located.step, only(loaded.values()), loaded, tuple(sorted(dropped)))
+        loaded = self._everywhere(located, self.driver.load, named, directories, dropped)
+        return Restored(located.step, only(loaded.values()), dict(loaded), tuple(sorted(dropped)))
 
     def _part_directories(self, located: Located, named: Mapping[str, Any]) -> dict[str, str]:
         known = {spec.name: spec.directory for spec in located.parts}
@@ -91,27 +102,6 @@ class Restorer:
             )
         base = f"{self.storage.root}/{located.directory}"
         return {name: join(base, known.get(name, "")) for name in named}
-
-    def _find_missing(
-        self,
-        located: Located,
-        named: Mapping[str, Any],
-        directories: Mapping[str, str],
-        missing: set[str],
-    ) -> str:
-        missing |= self.driver.missing(named, directories)
-        return ""
-
-    def _load_parts(
-        self,
-        located: Located,
-        named: Mapping[str, Any],
-        directories: Mapping[str, str],
-        dropped: set[str],
-        loaded: dict[str, Any],
-    ) -> str:
-        loaded.update(self.driver.load(named, directories, dropped))
-        return ""
 
     def _agree_on_drops(self, located: Located, missing: set[str]) -> set[str]:
         """What some rank cannot load in its sharding, restricted to what may be left out."""
@@ -128,26 +118,25 @@ class Restorer:
             )
         return dropped
 
-    def _shared(self, work: Callable[..., str], located: Located, *arguments: Any) -> str:
-        """Run ``work`` on every rank; the first problem any of them found, on every rank."""
+    def _everywhere(
+        self, located: Located, work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs
+    ) -> T:
+        """Run ``work`` on every rank. Raises ``RestoreFailed`` on all of them if any of them failed."""
+        results: list[T] = []
+        problem = ""
         try:
-            problem = work(located, *arguments)
+            results.append(work(*arguments, **keywords))
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            log.warning(
-                "restore_problem",
-                exc_info=not isinstance(error, CkptFsmError),
-                extra={"step": located.step, "rank": self.transport.rank},
-            )
+            extra = {"step": located.step, "rank": self.transport.rank}
+            log.warning("restore_problem", exc_info=True, extra=extra)
             problem = describe(error)
         gathered = self.transport.gather(problem)
         found = [f"rank {rank}: {p}" for rank, p in enumerate(gathered or ()) if p]
-        return str(self.transport.broadcast(found[0] if found else ""))
-
-    def _raise_shared(self, work: Callable[..., str], located: Located, *arguments: Any) -> None:
-        problem = self._shared(work, located, *arguments)
-        if problem:
+        first = self.transport.broadcast(found[0] if found else "")
+        if first:
             raise RestoreFailed(
-                f"step {located.step} could not be loaded: {problem}",
+                f"step {located.step} could not be loaded: {first}",
                 step=located.step,
                 file=located.directory,
             )
+        return results[0]

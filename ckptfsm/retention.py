@@ -85,7 +85,8 @@ class EveryNSeconds(Policy):
     seconds: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.seconds) and self.seconds > 0):
+        number = isinstance(self.seconds, (int, float)) and not isinstance(self.seconds, bool)
+        if not (number and math.isfinite(self.seconds) and self.seconds > 0):
             raise ConfigError("EveryNSeconds needs a positive number of seconds")
 
     def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
@@ -128,6 +129,8 @@ class Steps(Policy):
     steps: frozenset[int]
 
     def __init__(self, steps: Collection[int]) -> None:
+        if isinstance(steps, str) or not all(type(step) is int for step in steps):
+            raise ConfigError("Steps needs whole numbers")
         object.__setattr__(self, "steps", frozenset(steps))
 
     def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
@@ -207,6 +210,8 @@ def _parse_one(name: str, argument: Any) -> Policy:
     try:
         if isinstance(argument, Mapping):
             return POLICIES[name](**argument)
+        if name == "keep_all" and argument is not True:
+            raise ConfigError("keep_all is true or left out")
         return POLICIES[name]() if name == "keep_all" else POLICIES[name](argument)  # type: ignore[call-arg]
     except TypeError as error:
         raise ConfigError(f"retention policy {name}: {error}") from error

@@ -1,15 +1,17 @@
 """The one place where anything is deleted.
 
-Rules: only what lies in the trash, a temporary file of our own, or a pin or lease that was released,
-is ever unlinked. A checkpoint gets into the trash by one durable rename (``effects``), never by
+Rules: only what lies in the trash, a temporary file of our own, or a pin, lease or epoch that was
+given up, is ever unlinked. A checkpoint gets into the trash by one durable rename, never by
 deletion of its files in place. Removal goes in bounded slices, never follows a link, and an error
 leaves the rest for the next slice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ckptfsm.durable import TEMPORARY, list_names, lookup, walk_files
-from ckptfsm.layout import LEASE, PINS, READERS, TRASH
+from ckptfsm.layout import LEASE, PINS, TAKING, TRACKER, TRASH
 from ckptfsm.ports import Storage
 
 _DEPTH = 64
@@ -43,12 +45,16 @@ def _remove(storage: Storage, path: str, limit: int, depth: int) -> int:
     return removed
 
 
-def sweep_temporaries(storage: Storage) -> int:
-    """Delete temporary files that a crash left beside the tracker, pins, leases and epochs."""
+def sweep_temporaries(storage: Storage, directories: Sequence[str] = ("", PINS, LEASE)) -> int:
+    """Delete temporary files that an error or a crash left beside the tracker, pins and epochs.
+
+    Those of readers' leases are left: a reader may be writing one right now.
+    """
     swept = 0
-    for directory in ("", PINS, READERS, LEASE):
+    for directory in directories:
         for name in list_names(storage, directory):
-            ours = TEMPORARY in name or (directory == LEASE and name.startswith("take-"))
+            temporary = TEMPORARY in name if directory else name.startswith(TRACKER + TEMPORARY)
+            ours = temporary or (directory == LEASE and name.startswith(TAKING))
             path = f"{directory}/{name}" if directory else name
             if ours and storage.stat(path).kind == "file":
                 storage.unlink(path)
@@ -64,7 +70,7 @@ def sweep_attempt(storage: Storage, directory: str) -> None:
 
 
 def remove_marker(storage: Storage, path: str) -> None:
-    """Delete a pin or a reader's lease durably; nothing if it is gone already."""
+    """Delete a pin, a reader's lease or an old epoch durably; nothing if it is gone already."""
     if lookup(storage, path) is None:
         return
     storage.unlink(path)

@@ -179,24 +179,25 @@ class RankWriter:
         if outcome is None:
             gone = self.child.kill()
             detail = f"rank {self._job.rank}: its writer missed its deadline"
-            return [Failed(self.of, "writer_hung", detail if gone else f"{detail} and lives on")]
+            detail = detail if gone else f"{detail} and lives on"
+            return [Failed(self.of, "writer_hung", detail, self._job.rank)]
         return self._judge(outcome)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the child's end, at most ``timeout_s``; True if it ended."""
         return self.child.wait(timeout_s) is not None
 
-    def kill(self) -> bool:
+    def kill(self, timeout_s: float) -> bool:
         """End the writer and everything it forked; True once it is certainly gone."""
         self._reported = True
-        return self.child.kill()
+        return self.child.kill(timeout_s)
 
     def _judge(self, outcome: Outcome) -> list[Event]:
         """Exit code, payload and the attempt's own receipts: all three, or it failed."""
         rank, problem = self._job.rank, ""
         if not outcome.succeeded:
             reason = "writer_failed" if outcome.error else "writer_died"
-            return [Failed(self.of, reason, f"rank {rank}: {outcome.explain()}")]
+            return [Failed(self.of, reason, f"rank {rank}: {outcome.explain()}", rank)]
         if [name for name, _, _ in outcome.payload] != [part.name for part in self._job.parts]:
             problem = "its result is not of its parts"
         for part in self._job.parts:
@@ -204,7 +205,7 @@ class RankWriter:
             if lookup(self._storage, path) is None:
                 problem = f"no receipt {path}"
         if problem:
-            return [Failed(self.of, "receipt_missing", f"rank {rank}: {problem}")]
+            return [Failed(self.of, "receipt_missing", f"rank {rank}: {problem}", rank)]
         size = self._job.world_size
         self.payloads = {name: payload for name, _, payload in outcome.payload}
         return [

@@ -168,7 +168,9 @@ def test_F5_F6_F8_an_error_at_every_storage_call(name: str, code: str) -> None:
     script, retention = SCRIPTS[name]
     for index in range(count_calls(script, retention)):
         disk = SimDisk()
-        storage = FaultStorage(SimStorage(disk, "first"), before=fail_at(index, getattr(errno, code)))
+        storage = FaultStorage(
+            SimStorage(disk, "first"), before=fail_at(index, getattr(errno, code))
+        )
         job = FakeJob(storage, retention=retention, identity=Identity("sim", 5, "first", "first"))
         try:
             script(job)

@@ -198,7 +198,7 @@ def test_F20_damage_in_the_middle_is_corruption_at_its_offset():
             assert corrupt(bad).offset == start
         error = corrupt(data[:start] + b"\x00" * (length - 1) + data[start + length - 1 :])
         assert error.offset == start
-        assert corrupt(data[:start] + b"x\n" + data[start:]).offset == start
+        assert corrupt(data[:start] + b"x\ny\n" + data[start:]).offset == start
 
 
 def test_F20_two_lines_run_together_are_corruption():
@@ -457,22 +457,35 @@ def test_F5_an_essential_record_fits_when_only_the_reserve_cannot_be_renewed(tri
     assert records_on(storage)[-1] == big
 
 
+def test_F5_an_essential_record_in_the_reserve_allocates_nothing():
+    """Catches: an essential record that needs a write beyond the segment to be taken."""
+    calls = FaultStorage(sim())
+    writer = write(calls, [])
+    while calls.stat(ONE).size - read_segments(calls)[0].end > RESERVE_BYTES + 200:
+        writer.append(d.SegmentClosed(run_seconds=1.0))
+    before = len(calls.calls)
+    writer.append(move(S.ABSENT, "adopted", S.TRACKED), essential=True)
+    assert calls.calls[before:] == [("pwrite", ONE), ("fsync", ONE)]
+    assert calls.stat(ONE).size == BLOCK_BYTES
+
+
 def test_an_error_that_is_not_a_full_disk_is_never_swallowed():
-    """Catches: EIO while extending taken for a full disk."""
-
-    def broken(index: int, method: str, path: str) -> None:
-        if method == "pwrite" and armed:
-            raise OSError(errno.EIO, "broken", path)
-
-    armed = False
-    storage = FaultStorage(sim(), before=broken)
+    """Catches: EIO while renewing the reserve taken for a full disk."""
+    storage = sim()
     writer = write(storage, [])
-    armed = True
+    real = storage.pwrite
+
+    def broken(handle: int, data, offset: int) -> int:
+        if offset >= 2 * BLOCK_BYTES:
+            raise OSError(errno.EIO, "broken")
+        return real(handle, data, offset)
+
+    storage.pwrite = broken
+    big = move(*LIFE[0], created=created(100, detail="x" * (2 * BLOCK_BYTES - 2000)))
     with pytest.raises(OSError) as caught:
-        writer.append(
-            move(*LIFE[0], created=created(100, detail="x" * BLOCK_BYTES)), essential=True
-        )
+        writer.append(big, essential=True)
     assert caught.value.errno == errno.EIO
+    assert records_on(storage) == [opened()]
 
 
 def test_F6_after_a_failed_fsync_nothing_more_is_written():

@@ -142,10 +142,10 @@ def test_I7_kept_by_names_everything_that_keeps():
     """Catches: a protection that is not looked at, or is not named to people."""
     ledger = tracked(100, 200, 300).protected(pins=[100], readers=[100, 200])
     one, two, three = ledger.in_state(S.TRACKED)
-    assert ledger.kept_by(one, [100]) == ("pin", "reader", "retention")
-    assert ledger.kept_by(two, ()) == ("reader",)
-    assert ledger.kept_by(three, ()) == ("latest",)
-    assert Ledger().kept_by(one, ()) == ("latest",)
+    assert ledger.superseded(one, [100]).kept_by == ("pin", "reader", "retention")
+    assert ledger.superseded(two, ()).kept_by == ("reader",)
+    assert ledger.superseded(three, ()).kept_by == ("latest",)
+    assert Ledger().superseded(one, ()).kept_by == ("latest",)
 
 
 def test_I7_prunable_offers_only_what_nothing_keeps():

@@ -44,7 +44,7 @@ HARMLESS = {
     "typing",
 }
 LIBRARIES = {"documents.py": {"pydantic"}, "lifecycle.py": {"transitions"}}
-LIBRARIES["config.py"] = {"pydantic", "pathlib", "sys", "tomllib", "tomli"}
+LIBRARIES["config.py"] = {"pydantic", "signal", "pathlib", "sys", "tomllib", "tomli"}
 UPPER = {"coordinator", "manager", "cli", "megatron", "demo", "testing", "handle"}
 LOWER = PURE | {
     "clock.py",
@@ -61,7 +61,7 @@ LOWER = PURE | {
     "trash.py",
     "writer.py",
 }
-DELETERS = {"trash.py", "lease.py"}
+DELETERS = {"trash.py"}
 MAX_FUNCTION_LINES = 75
 
 
@@ -195,15 +195,6 @@ def test_I1_deletion_is_in_one_place(module):
 def test_the_deleters_do_delete(module):
     """Catches: the check above looking for something that no longer exists."""
     assert [name for name, _ in calls(module) if name == "unlink"]
-
-
-def test_lease_deletes_only_in_the_lease_directory():
-    """Catches: the exception for epoch files used for anything else."""
-    for name, call in calls("lease.py"):
-        if name == "unlink":
-            argument = ast.unparse(call.args[0])
-            assert argument == "temporary" or "{LEASE}/" in argument, argument
-        assert name not in {"rmdir", "rmtree", "remove"}
 
 
 @pytest.mark.parametrize("module", MODULES)

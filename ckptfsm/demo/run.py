@@ -150,9 +150,7 @@ def _wait(job: subprocess.Popen[bytes]) -> int:
         raise
 
 
-def _run_and_kill(
-    options: DemoOptions, port: str, common: Sequence[str], scratch: Path
-) -> None:
+def _run_and_kill(options: DemoOptions, port: str, common: Sequence[str], scratch: Path) -> None:
     fifos, pids = scratch / "fifos", scratch / "pids"
     fifos.mkdir()
     pids.mkdir()
@@ -174,10 +172,11 @@ def _run_and_kill(
     except KeyboardInterrupt:
         job.wait()
         raise
-    victim = int((pids / str(options.ranks - 1)).read_text())
+    rank = options.tp - 1
+    victim = int((pids / str(rank)).read_text())
     os.kill(victim, signal.SIGKILL)
     status = _wait(job)
-    print(f"\n  rank {options.ranks - 1} (pid {victim}) was SIGKILLed; the job ended ({status})")
+    print(f"\n  rank {rank} (pid {victim}) was SIGKILLed; the job ended ({status})")
     if status == 0:
         raise DemoFailed("the job should have died")
 
@@ -223,9 +222,7 @@ def _check_stock_load(options: DemoOptions, root: Path) -> None:
         raise DemoFailed("the tracker names no step")
     directory = str(root / f"iter_{step:07d}")
     arguments = [directory, str(options.tp)]
-    _must_succeed(
-        _torchrun(options.ranks, str(_free_port()), "ckptfsm.demo.verify", arguments)
-    )
+    _must_succeed(_torchrun(options.ranks, str(_free_port()), "ckptfsm.demo.verify", arguments))
 
 
 def _check_directories(options: DemoOptions, root: Path) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
 
-import torch.distributed as dist  # noqa: E402  megatron-core warns while it is imported
+import torch  # noqa: E402  megatron-core warns while it is imported
+import torch.distributed as dist  # noqa: E402
 
 from ckptfsm import CheckpointManager, EveryNSteps, LatestN  # noqa: E402
 from ckptfsm.coordinator import RecoveryReport  # noqa: E402
@@ -108,16 +109,17 @@ def record(path: Path, losses: dict[int, str]) -> None:
 
 
 class _PausingStorage:
-    """Stops the writer of rank 1 in the middle of a shard, so that the kill hits a known byte."""
+    """Stops one rank's writer in the middle of a shard, so that the kill hits a known byte."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.root = options.root
         self.step = options.pause_step
         self.fifos = options.fifos
+        self.rank = options.tp - 1  # the last rank of the first replica writes shards for sure
 
     def __call__(self, create: bool) -> Storage:
         storage = PosixStorage(self.root, create=create)
-        if dist.get_rank() != dist.get_world_size() - 1:
+        if dist.get_rank() != self.rank:
             return storage
         reached, go = str(self.fifos / "reached"), str(self.fifos / "go")
         return FaultStorage(storage, before=pause_at(self.is_the_moment, reached, go))
@@ -129,11 +131,16 @@ class _PausingStorage:
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    dist.init_process_group("gloo")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = torch.cuda.device_count() > int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     if options.pids is not None:
         (options.pids / str(dist.get_rank())).write_text(str(os.getpid()))
     initialize_parallel(options.tp)
-    trainer = Trainer(ModelSpec(), options.tp, "cpu")
+    trainer = Trainer(ModelSpec(), options.tp, device)
     stopped = False
     if options.root is None:
         train_uninterrupted(trainer, options)

@@ -59,7 +59,7 @@ class CheckpointManager(Manager):
 
 
 def _transport(config: CheckpointConfig) -> Transport:
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return GlooTransport(config.exchange_timeout_s)
     return LocalTransport()
 

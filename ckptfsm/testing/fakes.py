@@ -167,7 +167,7 @@ class FakeDriver:
     finalized: list[dict[str, Any]] = field(default_factory=list)
     loads: list[dict[str, str]] = field(default_factory=list)
     accepted: int = 0
-    finishers: Mapping[str, PartFinisher] = FINISHERS
+    finishers: Mapping[str, PartFinisher] = field(default_factory=lambda: FINISHERS)
 
     def maybe_fail(self, call: str) -> None:
         if call in self.failures:

@@ -1,0 +1,65 @@
+"""Leases for readers outside the job: an evaluator that loads a checkpoint while training goes on.
+
+Order: the lease is made durable first, then the reader looks whether the step is still there. The
+pruner looks for leases before and after it moves a directory to the trash. So either the step stays,
+or the reader is told that it is gone (F27); nothing is deleted before the second look.
+
+Rules: a lease lives as long as it changes: ``renew`` it at least every ``reader_timeout_s`` of the
+job's configuration. Works without torch; needs write access to the root's ``.ckptfsm/leases``.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from types import TracebackType
+
+from ckptfsm.documents import Pin, encode
+from ckptfsm.durable import lookup, put
+from ckptfsm.errors import StepNotFoundError
+from ckptfsm.layout import READERS, published_name
+from ckptfsm.ports import Storage
+from ckptfsm.storage import PosixStorage
+from ckptfsm.trash import remove_marker
+
+
+class ReaderLease:
+    """Keeps one step from being pruned while the ``with`` block runs.
+
+    ``path`` is the absolute directory to read. Raises ``StepNotFoundError`` if the step is not there,
+    ``ConfigError`` if the root is not.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str], step: int, *, storage: Storage | None = None
+    ) -> None:
+        self._storage = storage or PosixStorage(root, create=False)
+        self._step = step
+        self._nonce = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._file = f"{READERS}/{step}.{self._nonce}.json"
+        self._renewals = 0
+        self.path = f"{self._storage.root}/{published_name(step)}"
+
+    def __enter__(self) -> ReaderLease:
+        self.renew()
+        found = lookup(self._storage, published_name(self._step))
+        if found is None or found.kind != "dir":
+            remove_marker(self._storage, self._file)
+            raise StepNotFoundError(
+                f"step {self._step} is not at {self.path}", step=self._step, file=self.path
+            )
+        return self
+
+    def renew(self) -> None:
+        """Say that the reader still lives."""
+        self._renewals += 1
+        mark = Pin(step=self._step, reason="reader", nonce=f"{self._nonce}-{self._renewals}")
+        put(self._storage, self._file, encode(mark), tag=self._nonce)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        remove_marker(self._storage, self._file)

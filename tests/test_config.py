@@ -1,0 +1,227 @@
+"""The configuration: what it takes, what it refuses, and how it says so."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from ckptfsm.config import CheckpointConfig, load_config, make_config
+from ckptfsm.errors import ConfigError
+from ckptfsm.retention import (
+    AllOf,
+    AnyOf,
+    BestN,
+    EveryNSeconds,
+    EveryNSteps,
+    KeepAll,
+    LatestN,
+    Steps,
+)
+
+
+def test_defaults():
+    """Catches: a default that deletes, that hides a failure, or that resumes from nothing."""
+    config = make_config({})
+    assert config == CheckpointConfig()
+    assert config.retention == KeepAll()
+    assert (config.on_failure, config.on_busy, config.resume) == ("raise", "wait", "fallback")
+    assert (config.verify, config.takeover, config.sync) == ("digests", False, False)
+    assert config.preemption_signals == ()
+
+
+def test_kwargs_dict_and_toml_are_the_same(tmp_path: Path):
+    """Catches: a key that one of the three ways reads differently."""
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[trainer]\nlr = 0.1\n[ckptfsm]\nsave_interval_steps = 100\nsave_steps = [1, 2]\n"
+        'on_failure = 3\npreemption_signals = ["SIGTERM"]\nverify = "sizes"\n'
+        '[ckptfsm.retention]\nlatest_n = 2\nbest_n = { metric = "loss", n = 3 }\n'
+    )
+    direct = CheckpointConfig(
+        save_interval_steps=100,
+        save_steps=frozenset({1, 2}),
+        on_failure=3,
+        preemption_signals=("SIGTERM",),
+        verify="sizes",
+        retention=LatestN(2) | BestN("loss", 3),
+    )
+    values = {
+        "save_interval_steps": 100,
+        "save_steps": [1, 2],
+        "on_failure": 3,
+        "preemption_signals": ["SIGTERM"],
+        "verify": "sizes",
+        "retention": {"latest_n": 2, "best_n": {"metric": "loss", "n": 3}},
+    }
+    assert load_config(path) == make_config(values) == direct
+    assert direct.saves_again == 3
+
+
+def test_toml_without_a_table_is_the_whole_file(tmp_path: Path):
+    """Catches: a configuration file of our own that is silently taken for empty."""
+    path = tmp_path / "ckptfsm.toml"
+    path.write_text("save_interval_s = 60\n")
+    assert load_config(str(path)).save_interval_s == 60.0
+
+
+@pytest.mark.parametrize("text", ["save_interval_steps = ", "\xff", "[ckptfsm]\nverify = 1\n"])
+def test_a_broken_file_is_named(tmp_path: Path, text: str):
+    """Catches: a parser's own exception type, or an error that does not say which file."""
+    path = tmp_path / "run.toml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError):
+        load_config(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    """Catches: defaults in place of the configuration that was asked for."""
+    with pytest.raises(ConfigError, match="nowhere.toml") as caught:
+        load_config(tmp_path / "nowhere.toml")
+    assert caught.value.file.endswith("nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("save_intervall_steps", "save_interval_steps"),
+        ("on_fail", "on_failure"),
+        ("retentions", "retention"),
+        ("save_interval", "save_interval_s"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(key: str, meant: str):
+    """Catches: a typing error that leaves a job without checkpoints."""
+    with pytest.raises(ConfigError, match=rf"{key}.*did you mean '{meant}") as caught:
+        make_config({key: 1})
+    assert isinstance(caught.value, ValueError)
+
+
+def test_an_error_carries_the_key():
+    """Catches: facts of an error that are lost on their way through pydantic."""
+    with pytest.raises(ConfigError) as caught:
+        make_config({"on_fail": 1})
+    assert caught.value.key == "on_fail"
+
+
+@pytest.mark.parametrize("values", [{"on_fail": 1}, {"on_busy": "queue"}, {"retention": {}}])
+def test_the_class_itself_raises_config_errors(values):
+    """Catches: a ``CheckpointConfig(...)`` that raises pydantic's error and not the documented one."""
+    with pytest.raises(ConfigError):
+        CheckpointConfig(**values)
+
+
+def test_a_key_near_nothing():
+    """Catches: a suggestion that makes no sense."""
+    with pytest.raises(ConfigError) as caught:
+        make_config({"zzzzqqqq": 1})
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "policy"),
+    [
+        ({"latest_n": 2}, LatestN(2)),
+        ({"every_n_steps": 1000}, EveryNSteps(1000)),
+        ({"every_n_seconds": 3600.0}, EveryNSeconds(3600.0)),
+        ({"best_n": {"metric": "loss", "n": 2, "mode": "max"}}, BestN("loss", 2, "max")),
+        ({"steps": [5, 7]}, Steps([5, 7])),
+        ({"keep_all": True}, KeepAll()),
+        ({"latest_n": 1, "every_n_steps": 5}, AnyOf((LatestN(1), EveryNSteps(5)))),
+        ({"any_of": [{"latest_n": 1}, {"steps": [1]}]}, AnyOf((LatestN(1), Steps([1])))),
+        ({"all_of": [{"latest_n": 3}, {"every_n_steps": 2}]}, AllOf((LatestN(3), EveryNSteps(2)))),
+        (LatestN(4), LatestN(4)),
+    ],
+)
+def test_retention_tables(table, policy):
+    """Catches: a table that keeps fewer checkpoints than it says."""
+    assert make_config({"retention": table}).retention == policy
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {},
+        None,
+        5,
+        "latest",
+        {"latest": 2},
+        {"latest_n": -1},
+        {"latest_n": "2"},
+        {"latest_n": True},
+        {"latest_n": 1.5},
+        {"latest_n": {"count": 2}},
+        {"every_n_steps": 0},
+        {"every_n_seconds": 0},
+        {"every_n_seconds": math.inf},
+        {"every_n_seconds": "60"},
+        {"best_n": {"n": 2}},
+        {"best_n": {"metric": "loss", "mode": "best"}},
+        {"any_of": []},
+        {"all_of": "latest_n"},
+        {"steps": 5},
+    ],
+)
+def test_nonsense_retention_is_refused(table):
+    """Catches: a policy that fails at the first prune, days into the job."""
+    with pytest.raises(ConfigError):
+        make_config({"retention": table})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"save_interval_steps": 0},
+        {"save_interval_steps": -5},
+        {"save_interval_steps": 2.5},
+        {"save_interval_s": 0},
+        {"save_interval_s": -1.0},
+        {"save_interval_s": math.nan},
+        {"save_interval_s": math.inf},
+        {"writer_timeout_s": 0},
+        {"writer_timeout_s": math.inf},
+        {"close_timeout_s": "soon"},
+        {"on_failure": 0},
+        {"on_failure": -1},
+        {"on_failure": 10**6},
+        {"on_failure": "ignore"},
+        {"on_busy": "queue"},
+        {"resume": "scratch"},
+        {"verify": "sha256"},
+        {"writer_files": 0},
+        {"writer_files": 65},
+        {"exchange_every": 0},
+        {"poll_warning_steps": 0},
+        {"save_steps": ["soon"]},
+        {"save_steps": 5},
+        {"effect_timeout_s": 600.0, "exchange_timeout_s": 600.0},
+        {"effect_timeout_s": 700.0},
+    ],
+)
+def test_nonsense_values_are_refused(values):
+    """Catches: a value that would hang, spin, or never save."""
+    with pytest.raises(ConfigError):
+        make_config(values)
+
+
+@pytest.mark.parametrize("name", ["SIGNOTHING", "sigterm", "15"])
+def test_an_unknown_signal_is_refused(name: str):
+    """Catches: a typing error that comes out only when the root is open, as a KeyError."""
+    with pytest.raises(ConfigError):
+        make_config({"preemption_signals": [name]})
+
+
+def test_a_configuration_is_frozen():
+    """Catches: a manager whose rules change under it."""
+    config = make_config({})
+    with pytest.raises(ValueError):
+        config.on_busy = "skip"
+
+
+def test_who_needs_agreement():
+    """Catches: idle exchanges nobody needs, or timed saves that are never agreed."""
+    assert not make_config({"save_interval_steps": 5}).needs_agreement
+    assert make_config({"save_interval_s": 5}).needs_agreement
+    assert make_config({"preemption_signals": ["SIGTERM"]}).needs_agreement
+    assert make_config({"on_failure": "warn"}).saves_again == 0

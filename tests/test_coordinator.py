@@ -1,0 +1,1145 @@
+"""The coordinator on a simulated disk: what it accepts, refuses, repairs and never touches.
+
+Each test says what it would catch. Crashes at every call are in ``test_crash_simulation``.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import zlib
+from collections.abc import Callable
+
+import pytest
+
+from ckptfsm.coordinator import Coordinator, FinalizersDue, SaveRequest, Settled
+from ckptfsm.errors import (
+    CkptFsmError,
+    DamagedRoot,
+    Fenced,
+    JournalCorrupt,
+    NewerSchema,
+    OutcomeUnknown,
+    RootBusy,
+    SaveRefused,
+    StorageError,
+)
+from ckptfsm.journal import read_segments
+from ckptfsm.layout import JOURNAL, MANIFEST, TRACKER, receipt_name, staging_dir
+from ckptfsm.lifecycle import State
+from ckptfsm.messages import (
+    AttemptId,
+    Failed,
+    FinalizersRan,
+    PartSpec,
+    ShardReported,
+    WriterForked,
+    WriterGone,
+)
+from ckptfsm.ports import FileStat, Identity, Written
+from ckptfsm.retention import KeepAll, LatestN
+from ckptfsm.testing.faults import FaultStorage
+from ckptfsm.testing.harness import FakeJob, FakePart, check_root, fake_content
+from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+from ckptfsm.writer import RankJob, write_rank
+
+
+def start(
+    disk: SimDisk, name: str = "first", *, wrap=None, opened: bool = True, **settings
+) -> FakeJob:
+    """A job of its own simulated process."""
+    storage = SimStorage(disk, name)
+    identity = Identity("sim", sum(name.encode()), name, name)
+    job = FakeJob(wrap(storage) if wrap else storage, identity=identity, **settings)
+    if opened:
+        job.open()
+    return job
+
+
+def stop(disk: SimDisk, job: FakeJob, name: str = "first") -> None:
+    job.close()
+    disk.kill(name)
+
+
+def saved(disk: SimDisk, *steps: int, name: str = "first", **settings) -> FakeJob:
+    job = start(disk, name, **settings)
+    for step in steps:
+        job.save(step)
+    return job
+
+
+def left(disk: SimDisk, *steps: int, **settings) -> None:
+    """A root with these steps, whose process is gone."""
+    stop(disk, saved(disk, *steps, **settings))
+
+
+def tracked(job: FakeJob) -> list[int]:
+    return [c.step for c in job.coordinator.ledger.in_state(State.TRACKED)]
+
+
+def destinations(job: FakeJob) -> list[str]:
+    return [r.dest.value for r in job.records]
+
+
+def replace(disk: SimDisk, path: str, data: bytes) -> None:
+    """Somebody else's change of a file."""
+    vandal = SimStorage(disk, "vandal")
+    try:
+        vandal.unlink(path)
+    except FileNotFoundError:
+        pass
+    disk.plant_file(path, data)
+    disk.kill("vandal")
+
+
+def content(disk: SimDisk, path: str) -> bytes:
+    found = disk.snapshot()[path]
+    assert isinstance(found, bytes)
+    return found
+
+
+def below(disk: SimDisk, prefix: str) -> dict[str, object]:
+    return {path: value for path, value in disk.snapshot().items() if path.startswith(prefix)}
+
+
+def staged(job: FakeJob, step: int) -> tuple[AttemptId, str]:
+    """An attempt that both ranks forked for."""
+    of = job.request(step)
+    job.fork(of)
+    return of, staging_dir(of)
+
+
+def written_by_a_child(job: FakeJob, of: AttemptId, rank: int) -> None:
+    """A rank's shard and receipt, which nobody has reported yet."""
+    part = FakePart("state", "", rank, fake_content(of, rank))
+    write_rank(job.storage, RankJob(of, rank, job.ranks, staging_dir(of), (part,)))
+
+
+# --------------------------------------------------------------------------- F10, F11: who reports
+
+
+def test_F10_a_missing_rank_is_waited_for():
+    """I3. Catches: a checkpoint finalized without the shards of one rank."""
+    job = start(SimDisk())
+    of, _ = staged(job, 1)
+    job.write(of, 0)
+    assert destinations(job) == ["requested", "forked"] and tracked(job) == []
+    job.write(of, 1)
+    assert tracked(job) == [1]
+
+
+def test_F10_a_duplicated_rank_counts_once():
+    """I5. Catches: two reports of rank 0 taken for those of two ranks."""
+    job = start(SimDisk())
+    of, _ = staged(job, 1)
+    job.write(of, 0)
+    job.coordinator.report([ShardReported(of, "state", 0, 2, 10)])
+    assert tracked(job) == []
+    assert job.coordinator.ledger.checkpoints[of].state is State.FORKED
+
+
+@pytest.mark.parametrize("event", ["forked", "reported"])
+def test_F10_a_wrong_world_size_condemns_the_attempt(event: str):
+    """Catches: shards of two differently sized jobs in one checkpoint. The error names the rank."""
+    job = start(SimDisk())
+    of = job.request(1)
+    if event == "forked":
+        job.coordinator.report([WriterForked(of, 1, 3)])
+    else:
+        job.fork(of)
+        job.coordinator.report([ShardReported(of, "state", 1, 3, 10)])
+    failed = job.coordinator.ledger.checkpoints[of]
+    assert (failed.state, failed.reason) == (State.FAILED, "wrong_world_size")
+    assert "rank 1" in failed.detail
+
+
+@pytest.mark.parametrize("rank", [2, -1, 10**6])
+def test_F10_a_rank_of_no_such_number_is_rejected(rank: int):
+    """Catches: a rank outside the job that completes the count."""
+    job = start(SimDisk())
+    of, _ = staged(job, 1)
+    job.write(of, 0)
+    job.coordinator.report([ShardReported(of, "state", rank, 2, 10)])
+    assert tracked(job) == [] and job.coordinator.ledger.in_flight().id == of
+
+
+def test_F11_a_completion_of_an_earlier_attempt_is_rejected():
+    """I5. Catches: a stale result that completes the next attempt at the same step."""
+    job = start(SimDisk())
+    old, _ = staged(job, 1)
+    job.fail(old)
+    new, _ = staged(job, 1)
+    assert new != old and new.step == old.step
+    job.coordinator.report([ShardReported(old, "state", rank, 2, 10) for rank in (0, 1)])
+    assert job.coordinator.ledger.checkpoints[new].reported == frozenset()
+    job.write(new, 0)
+    job.write(new, 1)
+    assert job.acknowledged == [1]
+    job.coordinator.report([Failed(new, "late"), ShardReported(new, "state", 0, 2, 10)])
+    assert tracked(job) == [1], "a late failure of what is tracked"
+
+
+def test_F11_an_attempt_of_an_earlier_run_is_rejected():
+    """Catches: a writer of the previous run whose report completes this run's attempt."""
+    disk = SimDisk()
+    left(disk)
+    job = start(disk, "second")
+    of, _ = staged(job, 1)
+    stale = AttemptId(1, of.epoch - 1, of.attempt)
+    job.coordinator.report([ShardReported(stale, "state", rank, 2, 10) for rank in (0, 1)])
+    assert job.coordinator.ledger.checkpoints[of].reported == frozenset()
+
+
+def test_one_failed_attempt_is_told_once_and_cleaned_when_all_writers_are_gone():
+    """I1. Catches: files moved away under a writer that may still write."""
+    disk = SimDisk()
+    job = start(disk)
+    of, directory = staged(job, 1)
+    job.coordinator.report([Failed(of, "writer_died"), WriterGone(of, 0)])
+    assert directory in disk.snapshot()
+    job.coordinator.report([Failed(of, "writer_died"), WriterGone(of, 0)])
+    assert directory in disk.snapshot(), "rank 0 twice is not rank 0 and rank 1"
+    job.coordinator.report([WriterGone(of, 1)])
+    assert directory not in disk.snapshot()
+    job._listen()
+    assert destinations(job) == ["requested", "forked", "failed", "discarded"]
+
+
+def test_settled_is_said_after_everything_else():
+    """Catches: ranks that stop listening before retention had its turn."""
+    job = start(SimDisk(), retention=LatestN(1))
+    job.save(1)
+    of, _ = staged(job, 2)
+    job.write(of, 0)
+    job.coordinator.take_news()
+    written_by_a_child(job, of, 1)
+    job.coordinator.report([ShardReported(of, "state", 1, 2, 10)])
+    news = job.coordinator.take_news()
+    assert [getattr(n, "dest", n) for n in news] == [
+        State.SHARDS_WRITTEN,
+        State.FINALIZED,
+        State.TRACKED,
+        State.PRUNABLE,
+        State.PRUNED,
+        Settled(),
+    ]
+
+
+# ----------------------------------------------------------------------- F9: what is visible late
+
+
+class LateStorage(SimStorage):
+    """Hides one name until it was asked for ``hidden`` times, as a network file system may.
+
+    ``listed``: the listing of its directory shows it all the same (a cached negative lookup).
+    """
+
+    late = "no such name"
+    hidden = 0
+    asked = 0
+    listed = False
+
+    def listdir(self, path: str) -> list[str]:
+        names = super().listdir(path)
+        if not self.hidden or self.listed:
+            return names
+        return [n for n in names if not f"{path}/{n}".endswith(self.late)]
+
+    def stat(self, path: str) -> FileStat:
+        self._hide(path)
+        return super().stat(path)
+
+    def read(self, path: str, limit: int) -> bytes:
+        self._hide(path)
+        return super().read(path, limit)
+
+    def _hide(self, path: str) -> None:
+        if path.endswith(self.late) and self.hidden > 0:
+            self.hidden -= 1
+            self.asked += 1
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("late", ["receipts/state/1.json", "__1_0.distcp"])
+def test_F9_a_name_that_shows_late_is_waited_for(late: str, listed: bool):
+    """Catches: a good checkpoint failed because a directory was cached for a second."""
+    job = FakeJob(LateStorage(SimDisk(), "first"))
+    job.open()
+    of, _ = staged(job, 1)
+    before = job.clock.now
+    job.write(of, 0)
+    written_by_a_child(job, of, 1)
+    job.storage.late, job.storage.hidden, job.storage.listed = late, 7, listed
+    job.coordinator.report([ShardReported(of, "state", 1, 2, 10)])
+    assert tracked(job) == [1] and job.storage.asked == 7
+    assert 0 < job.clock.now - before < 10
+
+
+@pytest.mark.parametrize("late", ["receipts/state/1.json", "__1_0.distcp"])
+def test_F9_a_name_that_never_shows_fails_the_attempt(late: str):
+    """I10. Catches: a wait without end. The error names the rank."""
+    job = FakeJob(LateStorage(SimDisk(), "first"))
+    job.open()
+    of, _ = staged(job, 1)
+    before = job.clock.now
+    job.write(of, 0)
+    written_by_a_child(job, of, 1)
+    job.storage.late, job.storage.hidden = late, 10**9
+    job.coordinator.report([ShardReported(of, "state", 1, 2, 10)])
+    failed = job.coordinator.ledger.checkpoints[of]
+    assert (failed.state, failed.reason) == (State.FAILED, "finalize")
+    assert "ShardMissing" in failed.detail and "rank 1" in failed.detail
+    assert 10 <= job.clock.now - before < 11
+
+
+# -------------------------------------------------------------- F30: hostile receipts and leftovers
+
+
+def rewrite_receipt(job: FakeJob, of: AttemptId, rank: int, change: Callable[[dict], None]) -> None:
+    path = f"{staging_dir(of)}/{receipt_name('state', rank)}"
+    receipt = json.loads(job.storage.read(path, 1 << 20))
+    change(receipt)
+    job.storage.unlink(path)
+    handle = job.storage.open_exclusive(path)
+    job.storage.write(handle, json.dumps(receipt).encode())
+    job.storage.fsync(handle)
+    job.storage.close(handle)
+
+
+def named(name: str) -> Callable[[dict], None]:
+    return lambda receipt: receipt["files"].append({"name": name, "bytes": 0, "digest": None})
+
+
+HOSTILE_RECEIPTS = {
+    "outside": (named("../x"), "files"),
+    "outside_deeper": (named("a/../../../x"), "files"),
+    "dot": (named("./x"), "files"),
+    "absolute": (named("/etc/passwd"), "files"),
+    "empty": (named(""), "files"),
+    "nul": (named("a\0b"), "files"),
+    "missing_file": (named("__9_0.distcp"), "__9_0.distcp is missing"),
+    "claims_the_others": (named("__0_0.distcp"), "__0_0.distcp"),
+    "other_rank": (lambda r: r.update(rank=0), "not of"),
+    "other_attempt": (lambda r: r.update(attempt=99), "not of"),
+    "other_step": (lambda r: r.update(step=7), "not of"),
+    "other_epoch": (lambda r: r.update(epoch=7), "not of"),
+    "other_world": (lambda r: r.update(world_size=3), "not of"),
+    "huge": (lambda r: r["files"][0].update(bytes=10**40), "bytes"),
+    "negative": (lambda r: r["files"][0].update(bytes=-1), "bytes"),
+    "unknown_field": (lambda r: r.update(extra=1), "extra"),
+    "newer": (lambda r: r.update(schema_version=2), "newer"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_RECEIPTS)
+def test_F30_a_hostile_receipt_fails_the_attempt_only(name: str):
+    """I5. Catches: a receipt that reaches outside its attempt, or stops the coordinator."""
+    change, told = HOSTILE_RECEIPTS[name]
+    disk = SimDisk()
+    job = saved(disk, 1)
+    before = below(disk, "iter_")
+    of, directory = staged(job, 2)
+    job.write(of, 0)
+    written_by_a_child(job, of, 1)
+    rewrite_receipt(job, of, 1, change)
+    job.coordinator.report([ShardReported(of, "state", 1, 2, 10)])
+    failed = job.coordinator.ledger.checkpoints[of]
+    assert failed.state is State.FAILED
+    assert told in failed.detail
+    assert below(disk, "iter_") == before and tracked(job) == [1]
+    job.fail(of)
+    job.save(3)
+    assert job.acknowledged == [1, 3]
+
+
+@pytest.mark.parametrize("name", HOSTILE_RECEIPTS)
+def test_F30_a_hostile_receipt_does_not_stop_a_restart(name: str):
+    """I8. Catches: a root that can never be opened again because of one receipt."""
+    change, _ = HOSTILE_RECEIPTS[name]
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of, directory = staged(job, 2)
+    job.write(of, 0)
+    written_by_a_child(job, of, 1)
+    crash_before(job, "put of the manifest", lambda method, path: MANIFEST in path)
+    with pytest.raises(ProcessDead):
+        job.coordinator.report([ShardReported(of, "state", 1, 2, 10)])
+    disk.kill("first")
+    again = start(disk, "mender", opened=False)
+    rewrite_receipt(again, of, 1, change)
+    disk.kill("mender")
+    if name == "newer":
+        with pytest.raises(NewerSchema):
+            start(disk, "second")
+        assert directory in disk.snapshot()
+        return
+    second = start(disk, "second")
+    assert tracked(second) == [1]
+    second.save(3)
+    check_root(second.storage, 3)
+
+
+def crash_before(job: FakeJob, what: str, where: Callable[[str, str], bool]) -> None:
+    """From now on the process dies before the first call that ``where`` (method, path) names."""
+
+    def hook(index: int, method: str, path: str) -> None:
+        if where(method, path):
+            raise ProcessDead(what)
+
+    wrapped = FaultStorage(job.storage, before=hook)
+    job.coordinator._storage = wrapped
+    job.coordinator._journal._storage = wrapped
+    wrapped._paths[job.coordinator._journal._handle] = job.coordinator._journal.file
+
+
+def test_F10_two_ranks_that_claim_one_file_fail_the_attempt():
+    """I3. Catches: rank 1 counted on the strength of rank 0's shard."""
+    job = start(SimDisk())
+    of, directory = staged(job, 1)
+    job.write(of, 0)
+    written_by_a_child(job, of, 1)
+    theirs = json.loads(job.storage.read(f"{directory}/{receipt_name('state', 0)}", 1 << 20))
+    rewrite_receipt(job, of, 1, lambda receipt: receipt["files"].append(theirs["files"][0]))
+    job.coordinator.report([ShardReported(of, "state", 1, 2, 10)])
+    failed = job.coordinator.ledger.checkpoints[of]
+    assert failed.state is State.FAILED
+    assert "__0_0.distcp is claimed by two receipts" in failed.detail and "rank=1" in failed.detail
+
+
+@pytest.mark.parametrize("extra", ["__7_0.distcp", "note.txt", ".ckptfsm/receipts/state/7.json"])
+def test_F30_a_file_that_no_receipt_lists_fails_the_attempt(extra: str):
+    """F13. Catches: a late writer's file that is published with the checkpoint."""
+    disk = SimDisk()
+    job = start(disk)
+    of, directory = staged(job, 1)
+    job.write(of, 0)
+    disk.plant_file(f"{directory}/{extra}", b"late")
+    job.write(of, 1)
+    failed = job.coordinator.ledger.checkpoints[of]
+    assert failed.state is State.FAILED and f"{extra} is in no receipt" in failed.detail
+    assert TRACKER not in disk.snapshot()
+
+
+def test_F30_a_link_inside_an_attempt_fails_it():
+    """F16. Catches: a published checkpoint that points somewhere else."""
+    disk = SimDisk()
+    job = start(disk)
+    of, directory = staged(job, 1)
+    job.write(of, 0)
+    disk.plant_symlink(f"{directory}/link", "/etc/passwd")
+    job.write(of, 1)
+    assert job.coordinator.ledger.checkpoints[of].state is State.FAILED
+
+
+HOSTILE_NAMES = [
+    "..x",
+    "5\n.json",
+    "9" * 400,
+    "-1.json",
+    "5.json.json",
+    "٣.json",
+    "5",
+    " ",
+    "\u202e5",
+]
+
+
+@pytest.mark.parametrize(
+    "directory", ["staging", "trash", "pins", "leases", "journal", "quarantine"]
+)
+def test_F30_hostile_names_are_left_alone(directory: str):
+    """Catches: a name that is parsed into something it is not, followed, or fatal."""
+    disk = SimDisk()
+    left(disk, 1, 2)
+    base = f".ckptfsm/{directory}"
+    for index, name in enumerate(HOSTILE_NAMES):
+        path = f"{base}/{name[:200]}"
+        if directory == "trash" or index % 2:
+            disk.plant_file(path, b"?")
+        else:
+            disk.plant_mount(path, device=1)
+    job = start(disk, "second", retention=LatestN(1))
+    assert tracked(job) == [2]
+    job.save(3)
+    job.clock.now += 10_000
+    job.coordinator.tick()
+    job.clock.now += 10_000
+    job.coordinator.tick()
+    assert job.acknowledged == [3]
+    names = {path.removeprefix(f"{base}/") for path in below(disk, f"{base}/")}
+    if directory == "trash":
+        assert names == set(), "the trash is ours: whatever lies in it goes"
+    else:
+        assert {name[:200] for name in HOSTILE_NAMES} <= names
+    check_root(job.storage, 3)
+
+
+@pytest.mark.parametrize("kind", ["directory", "symlink", "empty"])
+@pytest.mark.parametrize("where", ["pins/1.json", "leases/1.x.json"])
+def test_F30_a_marker_that_is_no_document_still_protects(where: str, kind: str):
+    """I7. Catches: a pin or lease of another shape that stops the coordinator, or protects nothing."""
+    disk = SimDisk()
+    job = saved(disk, 1, retention=LatestN(1))
+    path = f".ckptfsm/{where}"
+    if kind == "directory":
+        disk.plant_mount(path, device=1)
+    elif kind == "symlink":
+        disk.plant_symlink(path, "/etc/passwd")
+    else:
+        disk.plant_file(path, b"")
+    job.save(2)
+    job.coordinator.tick()
+    job.clock.now += 1.0
+    job.coordinator.tick()
+    job.save(3)
+    assert tracked(job) == [1, 3]
+
+
+@pytest.mark.parametrize("name", ["../x", "./x", "a/../x", "__9_0.distcp"])
+def test_F30_a_hostile_manifest_is_damage(name: str):
+    """F19. Catches: a root that cannot be opened, or a restore that reads outside the checkpoint."""
+    disk = SimDisk()
+    left(disk, 1, 2)
+    path = f"iter_0000002/{MANIFEST}"
+    manifest = json.loads(content(disk, path))
+    manifest["files"].append({"name": name, "bytes": 0, "digest": None})
+    replace(disk, path, json.dumps(manifest).encode())
+    job = start(disk, "second")
+    assert tracked(job) == [1] and content(disk, TRACKER) == b"1"
+    assert any("iter_0000002" in path for path in below(disk, ".ckptfsm/quarantine/")) or below(
+        disk, ".ckptfsm/quarantine/2."
+    )
+
+
+# ------------------------------------------------------------------------------ F16: links, devices
+
+
+@pytest.mark.parametrize("latest", [False, True])
+def test_F16_a_linked_step_directory_is_never_followed_nor_deleted(latest: bool):
+    """Catches: another run's checkpoint that is loaded, pruned or changed through a link."""
+    disk = SimDisk()
+    left(disk, 1, 2)
+    disk.plant_mount("elsewhere", device=1)
+    disk.plant_file("elsewhere/precious", b"precious")
+    step = 3 if latest else 0
+    disk.plant_symlink(f"iter_{step:07d}", "elsewhere")
+    job = start(disk, "second", retention=LatestN(1))
+    reported = [d for d in job.coordinator.ledger.checkpoints.values() if d.step == step]
+    assert reported == [] and tracked(job) == [2]
+    for other in (4, 5):
+        job.save(other)
+        job.coordinator.tick()
+    assert disk.snapshot()[f"iter_{step:07d}"] == "-> elsewhere"
+    assert disk.snapshot()["elsewhere/precious"] == b"precious"
+    assert tracked(job) == [5]
+
+
+def test_F16_a_tracked_directory_that_became_a_link_is_not_pruned():
+    """Catches: a link moved to the trash in place of the checkpoint, and its target with it."""
+    disk = SimDisk()
+    job = saved(disk, 1, retention=LatestN(1))
+    thief = SimStorage(disk, "thief")
+    thief.rename("iter_0000001", "elsewhere")
+    disk.plant_symlink("iter_0000001", "elsewhere")
+    job.save(2)
+    job.coordinator.tick()
+    assert disk.snapshot()["iter_0000001"] == "-> elsewhere"
+    assert "elsewhere/__0_0.distcp" in disk.snapshot()
+    assert [r.reason for r in job.records if r.event == "reprieved"] == [
+        "not a directory of this file system"
+    ]
+
+
+def test_F16_a_linked_name_in_the_way_of_a_save():
+    """Catches: a save into a link's target."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    disk.plant_mount("elsewhere", device=1)
+    disk.plant_symlink("iter_0000002", "elsewhere")
+    try:
+        job.save(2)
+    except SaveRefused:
+        pass
+    assert below(disk, "elsewhere/") == {}
+    assert "-> elsewhere" in disk.snapshot().values(), "the link itself is not deleted"
+
+
+@pytest.mark.parametrize("name", ["staging", "trash", "journal", "lease"])
+def test_F16_a_private_directory_that_is_a_link_is_refused(name: str):
+    """Catches: our own files written, or deleted, somewhere else."""
+    disk = SimDisk()
+    vandal = SimStorage(disk, "vandal")
+    vandal.mkdir(".ckptfsm")
+    vandal.mkdir("elsewhere")
+    disk.plant_symlink(f".ckptfsm/{name}", "elsewhere")
+    with pytest.raises((CkptFsmError, OSError)):
+        start(disk)
+    assert below(disk, "elsewhere/") == {}
+
+
+# --------------------------------------------------------------------- F17: interrupted deletion
+
+
+def interrupted_prune(disk: SimDisk) -> None:
+    """``prunable`` of step 1 is in the journal; the process died before the directory moved."""
+    job = saved(disk, 1, 2, retention=KeepAll())
+    job.coordinator._options = type(job.coordinator._options)(retention=LatestN(1))
+    crash_before(job, "rename", lambda m, path: m == "rename" and "-> .ckptfsm/trash" in path)
+    with pytest.raises(ProcessDead):
+        job.coordinator.unpin(99)
+    disk.kill("first")
+    assert "iter_0000001" in disk.snapshot()
+
+
+@pytest.mark.parametrize("guard", ["pin", "lease", "policy", "none"])
+def test_F17_an_interrupted_deletion_looks_at_every_guard_again(guard: str):
+    """I7. Catches: a deletion that is completed although it was forbidden meanwhile."""
+    disk = SimDisk()
+    interrupted_prune(disk)
+    if guard == "pin":
+        disk.plant_file(".ckptfsm/pins/1.json", b"{}")
+    elif guard == "lease":
+        disk.plant_file(".ckptfsm/leases/1.reader.json", b"{}")
+    job = start(disk, "second", retention=KeepAll() if guard == "policy" else LatestN(1))
+    assert tracked(job) == ([2] if guard == "none" else [1, 2])
+    assert ("iter_0000001" in disk.snapshot()) == (guard != "none")
+    check_root(job.storage, 2)
+
+
+def test_F17_a_tracker_edited_by_hand_stops_a_deletion():
+    """I2. Catches: the deletion of what the tracker names, whoever wrote it there."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+    replace(disk, TRACKER, b"1\n")
+    with pytest.raises(SaveRefused):
+        job.coordinator.delete(1)
+        raise AssertionError("it was deleted") from None
+    assert "iter_0000001" in disk.snapshot() and tracked(job) == [1, 2]
+
+
+def test_F17_a_tracker_edited_by_hand_is_said_and_mended():
+    """Catches: going back by editing the tracker, which would fork history without a trace."""
+    disk = SimDisk()
+    left(disk, 1, 2)
+    replace(disk, TRACKER, b"1\n")
+    job = start(disk, "second", opened=False)
+    report = job.open()
+    assert report.latest_step == 2 and content(disk, TRACKER) == b"2"
+    assert any("rollback()" in warning for warning in report.warnings)
+
+
+# ------------------------------------------------------------------------------ F18, F19: the tracker
+
+TORN = {
+    "empty": b"",
+    "torn": b"\0\0\0\0",
+    "words": b"one hundred",
+    "huge": b"9" * 5000,
+    "too_large": b"9" * 17,
+    "negative": b"-2",
+    "float": b"2.0",
+    "binary": b"\xff\xfe2",
+}
+
+
+@pytest.mark.parametrize("name", [*TORN, "release"])
+def test_F18_a_torn_tracker_is_rebuilt_with_a_warning(name: str):
+    """I2. Catches: a job that begins from zero, or exits, because of a torn tracker."""
+    disk = SimDisk()
+    left(disk, 1, 2)
+    replace(disk, TRACKER, TORN.get(name, b"release\n"))
+    job = start(disk, "second", opened=False)
+    report = job.open()
+    assert report.latest_step == 2 and content(disk, TRACKER) == b"2"
+    assert any("tracker" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize("name", TORN)
+def test_F18_a_torn_tracker_and_nothing_else_is_evidence(name: str):
+    """I8. Catches: a start from scratch where a tracker says that there was something."""
+    disk = SimDisk()
+    disk.plant_file(TRACKER, TORN[name])
+    with pytest.raises(DamagedRoot, match="tracker"):
+        start(disk)
+    assert content(disk, TRACKER) == TORN[name]
+
+
+def test_F18_a_tracker_that_is_a_link_is_not_followed():
+    """F16. Catches: the file a link points to being overwritten."""
+    disk = SimDisk()
+    left(disk, 1)
+    SimStorage(disk, "vandal").rename(TRACKER, "elsewhere")
+    disk.plant_symlink(TRACKER, "elsewhere")
+    job = start(disk, "second")
+    assert disk.snapshot()["elsewhere"] == b"1" and content(disk, TRACKER) == b"1"
+    job.save(2)
+    assert disk.snapshot()["elsewhere"] == b"1"
+
+
+@pytest.mark.parametrize("damage", ["missing", "gutted", "no_manifest", "torn_manifest", "short"])
+def test_F19_the_tracker_names_what_is_not_whole(damage: str):
+    """I2. Catches: a resume from a directory that only looks like a checkpoint."""
+    disk = SimDisk()
+    left(disk, 1, 2)
+    vandal = SimStorage(disk, "vandal")
+    if damage == "missing":
+        vandal.rename("iter_0000002", "taken_away")
+    elif damage == "gutted":
+        vandal.unlink("iter_0000002/__1_0.distcp")
+    elif damage == "no_manifest":
+        vandal.unlink(f"iter_0000002/{MANIFEST}")
+    elif damage == "torn_manifest":
+        replace(disk, f"iter_0000002/{MANIFEST}", b'{"step":')
+    else:
+        replace(disk, "iter_0000002/__1_0.distcp", b"short")
+    job = start(disk, "second", opened=False)
+    report = job.open()
+    assert report.latest_step == 1 and content(disk, TRACKER) == b"1"
+    assert any("2" in warning and "falling back to 1" in warning for warning in report.warnings)
+    job.save(2)
+    assert tracked(job) == [1, 2]
+    check_root(job.storage, 2)
+
+
+def test_F19_nothing_is_whole():
+    """I8. Catches: an empty start, or a root that was changed before a person could look."""
+    disk = SimDisk()
+    left(disk, 1)
+    SimStorage(disk, "vandal").unlink("iter_0000001/__1_0.distcp")
+    before = below(disk, "iter_"), content(disk, TRACKER)
+    with pytest.raises(DamagedRoot, match="none to resume from"):
+        start(disk, "second")
+    assert (below(disk, "iter_"), content(disk, TRACKER)) == before
+
+
+# ------------------------------------------------------------------------------ F20, F34: the journal
+
+
+def segment(disk: SimDisk) -> tuple[str, bytes]:
+    path = max(below(disk, f"{JOURNAL}/"))
+    return path, content(disk, path)
+
+
+def test_F20_a_torn_tail_is_ignored():
+    """Catches: a root that cannot be opened after a power loss in the middle of a record."""
+    disk = SimDisk()
+    left(disk, 1, 2)
+    path, data = segment(disk)
+    text = data.rstrip(b"\n")
+    replace(disk, path, text[:-20] + b"\n" * 100)
+    assert tracked(start(disk, "second")) == [1, 2]
+
+
+def test_F20_damage_in_the_middle_changes_nothing_and_raises():
+    """Catches: a guess about history, or a damaged journal that is written on."""
+    disk = SimDisk()
+    left(disk, 1, 2)
+    path, data = segment(disk)
+    at = data.index(b'"dest":"tracked"')
+    damaged = data[:at] + b"X" + data[at + 1 :]
+    replace(disk, path, damaged)
+    before = {p: v for p, v in disk.snapshot().items() if "lease" not in p and "lock" not in p}
+    with pytest.raises(JournalCorrupt) as caught:
+        start(disk, "second")
+    assert caught.value.file == path and 0 < caught.value.offset <= at
+    after = {p: v for p, v in disk.snapshot().items() if "lease" not in p and "lock" not in p}
+    assert after == before
+
+
+def test_F20_bytes_after_a_seal_do_not_count():
+    """F13. Catches: a zombie's last words in its own segment taken for history."""
+    disk = SimDisk()
+    zombie = saved(disk, 1)
+    second = start(disk, "second", takeover=True)
+    stale = AttemptId(1, 1, 1)
+    zombie.coordinator._append(  # past its check: the one effect that can still land
+        zombie.records[-1].model_copy(update={"event": "withdrawn", "dest": State.QUARANTINED})
+    )
+    assert stale in second.coordinator.ledger.checkpoints
+    second.close()
+    disk.kill("second")
+    disk.kill("first")
+    assert tracked(start(disk, "third")) == [1]
+
+
+def test_F20_a_sealed_segment_that_changed_is_corrupt():
+    """Catches: old history rewritten behind our back."""
+    disk = SimDisk()
+    left(disk, 1)
+    stop(disk, start(disk, "second"), "second")
+    path = min(below(disk, f"{JOURNAL}/"))
+    data = content(disk, path)
+    replace(disk, path, data.replace(b"tracked", b"trackeD", 1))
+    with pytest.raises(JournalCorrupt):
+        start(disk, "third")
+
+
+def newer_journal(disk: SimDisk) -> str:
+    path, data = segment(disk)
+    first = data.split(b"\n", 1)[0]
+    body = json.loads(first[first.index(b'"record":') + 9 : -1])
+    body = json.dumps(body | {"schema_version": 2, "from_the_future": True}).encode()
+    line = b'{"crc":"%08x","record":%s}\n' % (zlib.crc32(body), body)
+    replace(disk, path, line)
+    return path
+
+
+def newer_manifest(disk: SimDisk) -> str:
+    path = f"iter_0000001/{MANIFEST}"
+    manifest = json.loads(content(disk, path)) | {"schema_version": 2, "from_the_future": True}
+    replace(disk, path, json.dumps(manifest).encode())
+    return path
+
+
+def newer_holder(disk: SimDisk) -> str:
+    path = max(below(disk, ".ckptfsm/lease/"))
+    holder = json.loads(content(disk, path)) | {"schema_version": 2, "from_the_future": True}
+    replace(disk, path, json.dumps(holder).encode())
+    return path
+
+
+@pytest.mark.parametrize("make", [newer_journal, newer_manifest, newer_holder])
+@pytest.mark.parametrize("resume", ["fallback", "fresh"])
+def test_F34_a_newer_document_is_refused_and_not_rewritten(make, resume: str):
+    """Catches: an older library that "repairs", quarantines or forgets what a newer one wrote."""
+    disk = SimDisk()
+    left(disk, 1, 2)
+    path = make(disk)
+    before = content(disk, path), below(disk, "iter_"), content(disk, TRACKER)
+    with pytest.raises(NewerSchema) as caught:
+        start(disk, "second", resume=resume)
+    assert (caught.value.file, caught.value.schema_version) == (path, 2)
+    assert (content(disk, path), below(disk, "iter_"), content(disk, TRACKER)) == before
+
+
+# ------------------------------------------------------------------------------ F12, F13: fencing
+
+
+def outside_own_journal(disk: SimDisk, epoch: int) -> dict[str, object]:
+    """Everything but the zombie's own segment, which is sealed: its bytes do not count."""
+    own = f"{JOURNAL}/{epoch:06d}.ndjson"
+    return {path: value for path, value in disk.snapshot().items() if path != own}
+
+
+FENCED_CALLS: dict[str, Callable[[FakeJob, AttemptId], object]] = {
+    "request": lambda job, of: job.coordinator.request(SaveRequest(9, (PartSpec("state"),), 2)),
+    "finalize": lambda job, of: job.coordinator.report([ShardReported(of, "state", 1, 2, 10)]),
+    "clean_up": lambda job, of: job.fail(of),
+    "pin": lambda job, of: job.coordinator.pin(1, ""),
+    "unpin": lambda job, of: job.coordinator.unpin(1),
+    "delete": lambda job, of: job.coordinator.delete(1),
+    "rollback": lambda job, of: (job.fail(of), job.coordinator.rollback(1)),
+    "locate": lambda job, of: job.coordinator.locate(None),
+    "withdraw": lambda job, of: job.coordinator.withdraw_damaged(2, "damaged"),
+    "tick": lambda job, of: job.coordinator.tick(),
+}
+
+
+@pytest.mark.parametrize("call", FENCED_CALLS)
+def test_I9_a_fenced_coordinator_changes_nothing(call: str):
+    """F12. Catches: a zombie's effect between, or over, those of the new owner."""
+    disk = SimDisk()
+    first = saved(disk, 1, 2)
+    of, _ = staged(first, 3)
+    for rank in (0, 1):
+        written_by_a_child(first, of, rank)
+    first.coordinator.report([ShardReported(of, "state", 0, 2, 10)])
+    if call == "tick":
+        first.fail(of)  # something in the trash, which a tick would delete
+    if call == "unpin":
+        first.coordinator.pin(1, "")
+    second = start(disk, "second", takeover=True)
+    disk.plant_file(".ckptfsm/leases/2.somebody.json", b"x")
+    first.clock.now += 10_000
+    before = outside_own_journal(disk, 1)
+    with pytest.raises(Fenced) as caught:
+        FENCED_CALLS[call](first, of)
+    assert outside_own_journal(disk, 1) == before
+    assert (caught.value.epoch, caught.value.newer_epoch) == (1, 2)
+    for again in FENCED_CALLS.values():  # it is fatal: every later call says the same
+        with pytest.raises(Fenced):
+            again(first, of)
+    first.close()
+    assert outside_own_journal(disk, 1) == before
+    second.save(4)
+    assert second.acknowledged == [4]
+    check_root(second.storage, 4)
+
+
+def test_F12_a_second_one_is_refused_and_disturbs_nothing():
+    """F32. Catches: a refused job that already swept, sealed or repaired something."""
+    disk = SimDisk()
+    first = saved(disk, 1)
+    staged(first, 2)
+    before = disk.snapshot()
+    with pytest.raises(RootBusy) as caught:
+        start(disk, "second")
+    assert (caught.value.host, caught.value.pid) == ("sim", first.identity.pid)
+    assert disk.snapshot() == before
+
+
+def test_F13_a_writer_that_wakes_up_late_cannot_touch_a_newer_attempt():
+    """Catches: files of a dead run's writer inside the next attempt, or its directory recreated."""
+    disk = SimDisk()
+    first = saved(disk, 1)
+    of, directory = staged(first, 2)
+    second = start(disk, "second", takeover=True)
+    assert directory not in disk.snapshot()
+    new, target = staged(second, 2)
+    before = below(disk, target)
+    with pytest.raises(OSError):
+        written_by_a_child(first, of, 0)
+    assert below(disk, target) == before and directory not in disk.snapshot()
+    second.write(new, 0)
+    second.write(new, 1)
+    assert second.acknowledged == [2]
+
+
+# ----------------------------------------------------------------------- fatal errors, refusals, space
+
+
+def faulty(disk: SimDisk, predicate: Callable[[str, str], bool], code: int, **settings) -> FakeJob:
+    def hook(index: int, method: str, path: str) -> None:
+        if predicate(method, path):
+            raise OSError(code, os.strerror(code), path)
+
+    return start(disk, wrap=lambda s: FaultStorage(s, before=hook), opened=False, **settings)
+
+
+def test_F6_a_lost_journal_is_fatal_and_stays_so():
+    """I11. Catches: a segment written on after a failed fsync, when nobody knows what is in it."""
+    broken = []
+    disk = SimDisk()
+    job = faulty(disk, lambda m, p: bool(broken) and m == "fsync" and JOURNAL in p, errno.EIO)
+    job.open()
+    job.save(1)
+    broken.append(True)
+    with pytest.raises(OutcomeUnknown):
+        job.request(2)
+    broken.clear()
+    before = disk.snapshot()
+    for call in (lambda: job.request(2), lambda: job.coordinator.pin(1, ""), job.coordinator.tick):
+        with pytest.raises(OutcomeUnknown):
+            call()
+    assert disk.snapshot() == before and tracked(job) == [1]
+    disk.kill("first")
+    second = start(disk, "second")
+    assert tracked(second) == [1]
+    second.save(2)
+
+
+def test_F8_a_publish_of_unknown_outcome_is_fatal():
+    """Catches: a checkpoint that is failed, and cleaned away, although it was published."""
+    disk = SimDisk()
+    renamed = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if renamed and method == "fsync_dir" and path == "":
+            raise OSError(errno.EIO, "EIO", path)
+        if method == "rename" and path.endswith("-> iter_0000001"):
+            renamed.append(path)
+
+    job = start(disk, wrap=lambda s: FaultStorage(s, before=before))
+    with pytest.raises(OutcomeUnknown):
+        job.save(1)
+    assert isinstance(job.coordinator.fatal, OutcomeUnknown)
+    with pytest.raises(OutcomeUnknown):
+        job.coordinator.tick()
+    disk.kill("first")
+    second = start(disk, "second")
+    assert tracked(second) == [1], "a restart decides from what is there"
+
+
+def test_F5_a_staging_directory_that_cannot_be_made_refuses_the_save():
+    """Catches: an accepted save without a directory to write it in."""
+    full = [True]
+    job = faulty(
+        SimDisk(),
+        lambda m, p: bool(full) and m == "mkdir" and ".ckptfsm/staging/" in p,
+        errno.ENOSPC,
+    )
+    job.open()
+    with pytest.raises(SaveRefused, match="staging directory"):
+        job.request(1)
+    full.clear()
+    job._listen()
+    assert "failed" in destinations(job)
+    job.coordinator.report([WriterGone(AttemptId(1, 1, 1), rank) for rank in (0, 1)])
+    job.save(1)
+    assert job.acknowledged == [1]
+
+
+def test_F5_a_save_that_cannot_fit_first_empties_the_trash():
+    """Catches: a save refused for want of space that only the trash takes."""
+    disk = SimDisk(capacity=1 << 20)
+    job = saved(disk, 1)
+    disk.plant_file(".ckptfsm/trash/old", bytes(1 << 19))
+    free = job.storage.free_bytes()
+    job.coordinator.request(SaveRequest(2, (PartSpec("state"),), 2, expected_bytes=free + 1000))
+    assert ".ckptfsm/trash/old" not in disk.snapshot()
+
+
+def test_F5_a_save_that_cannot_fit_prunes_nothing():
+    """I7. Catches: checkpoints sacrificed for space."""
+    disk = SimDisk(capacity=1 << 20)
+    job = saved(disk, 1, 2)
+    with pytest.raises(SaveRefused, match="bytes"):
+        job.coordinator.request(SaveRequest(3, (PartSpec("state"),), 2, expected_bytes=1 << 30))
+    assert tracked(job) == [1, 2] and job.coordinator.ledger.in_flight() is None
+
+
+def test_F27_a_readers_lease_expires_by_our_own_time():
+    """F14. Catches: a crashed reader that keeps a checkpoint for ever, or wall time deciding so."""
+    disk = SimDisk()
+    job = saved(disk, 1, retention=LatestN(1))
+    disk.plant_file(".ckptfsm/leases/1.dead.json", b"once")
+    job.save(2)
+    job.coordinator.tick()
+    job.clock.now += 599
+    job.coordinator.tick()
+    assert tracked(job) == [1, 2]
+    replace(disk, ".ckptfsm/leases/1.dead.json", b"renewed")
+    job.clock.now += 2
+    job.coordinator.tick()
+    assert ".ckptfsm/leases/1.dead.json" in disk.snapshot(), "it was renewed meanwhile"
+    job.clock.now += 601
+    job.coordinator.tick()
+    assert ".ckptfsm/leases/1.dead.json" not in disk.snapshot()
+    job.save(3)
+    assert tracked(job) == [3]
+
+
+@pytest.mark.parametrize(
+    ("marker", "kept_by"), [("leases/1.late.json", "reader"), ("pins/1.json", "pin")]
+)
+def test_F27_a_marker_made_between_the_decision_and_the_rename(marker: str, kept_by: str):
+    """Catches: a prune that does not look again right before it moves the directory."""
+    disk = SimDisk()
+
+    def before(index: int, method: str, path: str) -> None:
+        text = b'"dest":"prunable"'
+        if method == "fsync" and JOURNAL in path and text in content(disk, path):
+            path = f".ckptfsm/{marker}"
+            if path not in disk.snapshot():
+                disk.plant_file(path, b"")
+
+    job = start(disk, wrap=lambda s: FaultStorage(s, before=before), retention=LatestN(1))
+    job.save(1)
+    job.save(2)
+    assert tracked(job) == [1, 2]
+    assert [r.reason for r in job.records if r.event == "reprieved"] == [kept_by]
+
+
+def test_F7_short_writes_lose_nothing():
+    """Catches: a file cut off where the disk took fewer bytes than it was given."""
+    disk = SimDisk(short_writes=7)
+    job = saved(disk, 1)
+    stop(disk, job)
+    second = start(disk, "second")
+    assert tracked(second) == [1]
+    check_root(second.storage, 1)
+
+
+# -------------------------------------------------------------------------- I6: foreign finalizers
+
+
+def foreign_attempt(job: FakeJob) -> AttemptId:
+    parts = (PartSpec("state", "foreign"),)
+    request = SaveRequest(1, parts, 2, in_place=True, expected_bytes=100)
+    of = job.coordinator.request(request)
+    job.coordinator.report([WriterForked(of, rank, 2) for rank in (0, 1)])
+    for rank in (0, 1):
+        content_ = fake_content(of, rank)
+        part = ForeignPart("state", "", rank, content_)
+        write_rank(job.storage, RankJob(of, rank, 2, "iter_0000001", (part,)))
+    job.coordinator.take_news()
+    job.coordinator.report([ShardReported(of, "state", rank, 2, 10) for rank in (0, 1)])
+    return of
+
+
+class ForeignPart(FakePart):
+    """Only the shard: planned metadata is not a foreign request's."""
+
+    def write(self, storage, location):
+        return Written((self._file(storage, location, f"__{self.rank}_0.distcp"),))
+
+
+def test_I6_finalizers_are_asked_for_once_and_of_every_rank():
+    """Catches: finalizers run twice, or a checkpoint finalized before all of them ran."""
+    disk = SimDisk()
+    job = start(disk)
+    of = foreign_attempt(job)
+    asked = [n for n in job.coordinator.take_news() if isinstance(n, FinalizersDue)]
+    assert asked == [FinalizersDue(of)]
+    disk.plant_file("iter_0000001/.metadata", b"m")
+    disk.plant_file("iter_0000001/metadata.json", b"{}")
+    job.coordinator.report([FinalizersRan(of, 0), FinalizersRan(of, 0)])
+    assert tracked(job) == []
+    job.coordinator.report([FinalizersRan(of, 1)])
+    assert tracked(job) == [1]
+    assert not [n for n in job.coordinator.take_news() if isinstance(n, FinalizersDue)]
+
+
+def test_I6_finalizers_are_not_run_again_where_only_the_journal_failed():
+    """Catches: a retry of our own journaling that runs foreign finalizers a second time."""
+    disk = SimDisk()
+    broken: list[str] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if broken and method == "pwrite" and JOURNAL in path:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), broken.pop())
+
+    job = start(disk, wrap=lambda s: FaultStorage(s, before=before))
+    of = foreign_attempt(job)
+    job.coordinator.take_news()
+    disk.plant_file("iter_0000001/.metadata", b"m")
+    disk.plant_file("iter_0000001/metadata.json", b"{}")
+    broken.append("published")
+    job.coordinator.report([FinalizersRan(of, 0), FinalizersRan(of, 1)])
+    assert not broken and tracked(job) == []
+    job.coordinator.tick()
+    assert FinalizersDue(of) not in job.coordinator.take_news()
+    assert tracked(job) == [1]
+
+
+def test_I6_a_restart_never_runs_foreign_finalizers():
+    """Catches: a foreign request finalized by a process that does not have its queue."""
+    disk = SimDisk()
+    job = start(disk)
+    foreign_attempt(job)
+    disk.kill("first")
+    second = start(disk, "second")
+    assert not [n for n in second.coordinator.take_news() if isinstance(n, FinalizersDue)]
+    assert tracked(second) == [] and TRACKER not in disk.snapshot()
+    assert "iter_0000001" not in disk.snapshot(), "the unfinished one is out of the way"
+
+
+# ------------------------------------------------------------------------------------ I11: traces
+
+
+def test_I11_every_segment_is_a_legal_trace():
+    """Catches: a journal that another reader of the specification would refuse."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2, retention=LatestN(1))
+    of, _ = staged(job, 3)
+    job.fail(of)
+    job.save(3)
+    stop(disk, job)
+    second = start(disk, "second")
+    seqs = [r.seq for s in read_segments(second.storage) for r in s.records if hasattr(r, "seq")]
+    assert seqs[:1] == [0] and sorted(seqs) == seqs
+
+
+def test_a_coordinator_that_is_not_open_says_so():
+    """Catches: an assertion, or an effect, of a coordinator that was closed."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    job.close()
+    before = disk.snapshot()
+    for call in (lambda: job.request(2), job.coordinator.tick, lambda: job.coordinator.pin(1, "")):
+        with pytest.raises(StorageError, match="not open"):
+            call()
+    assert disk.snapshot() == before
+    assert isinstance(job.coordinator, Coordinator)

@@ -1,0 +1,337 @@
+"""Looking at a root: what is found, what is only reported, and that nothing is changed."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from ckptfsm.documents import FileEntry, Receipt, encode
+from ckptfsm.durable import make_dirs, write_new
+from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema
+from ckptfsm.evidence import (
+    check_digests,
+    check_extra_shards,
+    check_sizes,
+    gather_evidence,
+    inspect_published,
+    inspect_staging,
+    read_manifest,
+    read_receipt,
+    read_tracker,
+)
+from ckptfsm.layout import MANIFEST, STAGING, TRACKER, planned_name, receipt_name, staging_dir
+from ckptfsm.ledger import Ledger
+from ckptfsm.lifecycle import Checkpoint, State
+from ckptfsm.messages import AttemptId, PartSpec
+from ckptfsm.recovery import TrackerEvidence
+from ckptfsm.testing.harness import FakeJob, FakePart, fake_content
+from ckptfsm.testing.simfs import SimDisk, SimStorage
+from ckptfsm.writer import RankJob, write_rank
+
+STEP = "iter_0000001"
+OF = AttemptId(5, 1, 1)
+WRITTEN = Checkpoint(OF, State.SHARDS_WRITTEN, (PartSpec("state"),), world_size=2)
+
+
+@pytest.fixture
+def disk() -> SimDisk:
+    """A root with step 1, whose process is gone, and an attempt at step 5 that was written."""
+    made = SimDisk()
+    job = FakeJob(SimStorage(made, "job"))
+    job.open()
+    job.save(1)
+    job.close()
+    storage = SimStorage(made, "job")
+    make_dirs(storage, staging_dir(OF))
+    for rank in (0, 1):
+        part = FakePart("state", "", rank, fake_content(OF, rank))
+        write_rank(storage, RankJob(OF, rank, 2, staging_dir(OF), (part,)))
+    made.kill("job")
+    return made
+
+
+def reader(disk: SimDisk) -> SimStorage:
+    return SimStorage(disk, "reader")
+
+
+def replace(disk: SimDisk, path: str, data: bytes | None) -> None:
+    storage = SimStorage(disk, "vandal")
+    if path in disk.snapshot():
+        storage.unlink(path)
+    if data is not None:
+        disk.plant_file(path, data)
+
+
+def entries(disk: SimDisk) -> tuple[FileEntry, ...]:
+    found = read_manifest(reader(disk), STEP)
+    assert found is not None
+    return found.files
+
+
+# -------------------------------------------------------------------------------- the tracker
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"100", TrackerEvidence("step", 100)),
+        (b" 100 \n", TrackerEvidence("step", 100)),
+        (b"0", TrackerEvidence("step", 0)),
+        (b"release\n", TrackerEvidence("release")),
+        (b"", TrackerEvidence("torn")),
+        (b"\n", TrackerEvidence("torn")),
+        (b"10 0", TrackerEvidence("torn")),
+        (b"1" * 300, TrackerEvidence("torn")),
+        (b"1" * 16 + b" " * 300, TrackerEvidence("torn")),
+        ("١٢".encode(), TrackerEvidence("torn")),
+    ],
+)
+def test_F18_what_a_tracker_says(disk: SimDisk, content: bytes, expected: TrackerEvidence):
+    """Catches: a torn tracker taken for a step, or a step for torn."""
+    replace(disk, TRACKER, content)
+    assert read_tracker(reader(disk)) == expected
+
+
+def test_F18_no_tracker_and_a_tracker_that_is_no_file(disk: SimDisk):
+    """F16. Catches: a link that is followed, a directory that ends in a traceback."""
+    replace(disk, TRACKER, None)
+    assert read_tracker(reader(disk)) == TrackerEvidence("missing")
+    disk.plant_symlink(TRACKER, f"{STEP}/{MANIFEST}")
+    assert read_tracker(reader(disk)) == TrackerEvidence("torn")
+    SimStorage(disk, "vandal").unlink(TRACKER)
+    disk.plant_mount(TRACKER, device=1)
+    assert read_tracker(reader(disk)) == TrackerEvidence("torn")
+
+
+# ------------------------------------------------------------------------------ files and digests
+
+
+def test_F21_a_whole_checkpoint_has_no_problem(disk: SimDisk):
+    """Catches: a check that cries wolf, after which nobody verifies any more."""
+    files = entries(disk)
+    assert len(files) >= 6
+    assert check_sizes(reader(disk), STEP, files) == ""
+    assert check_digests(reader(disk), STEP, files) == ""
+    assert check_extra_shards(reader(disk), STEP, files) == ""
+
+
+def test_F21_every_single_file_is_looked_at(disk: SimDisk):
+    """Catches: a file that no depth of verification covers: missing, short, long or flipped."""
+    files = entries(disk)
+    for entry in files:
+        path = f"{STEP}/{entry.name}"
+        data = disk.snapshot()[path]
+        flipped = bytes([data[0] ^ 1]) + data[1:]
+        for damage, by_size in ((None, 1), (data[:-1], 1), (data + b"x", 1), (flipped, 0)):
+            replace(disk, path, damage)
+            found = check_sizes(reader(disk), STEP, files)
+            assert (entry.name in found) == bool(by_size)
+            if damage is not None:
+                assert entry.name in check_digests(reader(disk), STEP, files)
+        replace(disk, path, data)
+    assert check_digests(reader(disk), STEP, files) == ""
+
+
+def test_F21_swapped_shards_are_found(disk: SimDisk):
+    """Catches: two shards of the same size that changed places."""
+    first, second = f"{STEP}/__0_0.distcp", f"{STEP}/__1_0.distcp"
+    contents = disk.snapshot()[first], disk.snapshot()[second]
+    replace(disk, first, contents[1])
+    replace(disk, second, contents[0])
+    assert check_sizes(reader(disk), STEP, entries(disk)) == ""
+    assert "__0_0.distcp" in check_digests(reader(disk), STEP, entries(disk))
+
+
+def test_F16_a_file_that_became_a_link_is_damage(disk: SimDisk):
+    """Catches: a shard read through a link, from somewhere else."""
+    SimStorage(disk, "vandal").rename(f"{STEP}/__0_0.distcp", "moved")
+    disk.plant_symlink(f"{STEP}/__0_0.distcp", "../moved")
+    assert "symlink" in check_sizes(reader(disk), STEP, entries(disk))
+    assert inspect_published(reader(disk), 1).found == "damaged"
+
+
+def test_F21_an_extra_shard_is_found_and_other_files_are_not_ours(disk: SimDisk):
+    """Catches: a stock loader that reads a shard of another save; a note that condemns one."""
+    disk.plant_file(f"{STEP}/README", b"by a person")
+    assert check_extra_shards(reader(disk), STEP, entries(disk)) == ""
+    disk.plant_file(f"{STEP}/__7_0.distcp", b"of another save")
+    assert "__7_0.distcp" in check_extra_shards(reader(disk), STEP, entries(disk))
+    assert inspect_published(reader(disk), 1).found == "damaged"
+
+
+# ----------------------------------------------------------------------------- published directories
+
+
+def test_a_published_checkpoint_is_recognised(disk: SimDisk):
+    """Catches: a good checkpoint taken for damaged, or for one without an attempt."""
+    found = inspect_published(reader(disk), 1)
+    assert (found.found, found.of) == ("manifest", AttemptId(1, 1, 1))
+
+
+@pytest.mark.parametrize("kind", ["nothing", "file", "symlink", "empty", "no_manifest"])
+def test_I8_what_is_not_a_checkpoint_is_unexplained(disk: SimDisk, kind: str):
+    """F16. Catches: evidence explained away, or followed elsewhere."""
+    if kind == "file":
+        disk.plant_file("iter_0000007", b"?")
+    elif kind == "symlink":
+        disk.plant_symlink("iter_0000007", STEP)
+    elif kind == "empty":
+        disk.plant_mount("iter_0000007", device=1)
+    elif kind == "no_manifest":
+        make_dirs(SimStorage(disk, "vandal"), "iter_0000007")
+        disk.plant_file("iter_0000007/__0_0.distcp", b"half")
+    found = inspect_published(reader(disk), 7)
+    assert found.found == "unexplained" and "iter_0000007" in found.detail
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"step": 1}', b"\xff" * 50, b"[" * 100_000]
+)
+def test_F30_a_torn_manifest_is_damage(disk: SimDisk, content: bytes):
+    """Catches: a traceback of the parser instead of a fallback."""
+    replace(disk, f"{STEP}/{MANIFEST}", content)
+    assert inspect_published(reader(disk), 1).found == "damaged"
+
+
+@pytest.mark.parametrize("kind", ["dir", "symlink"])
+def test_F16_a_manifest_that_is_no_file_is_damage(disk: SimDisk, kind: str):
+    """Catches: a manifest read through a link."""
+    SimStorage(disk, "vandal").rename(f"{STEP}/{MANIFEST}", "manifest")
+    if kind == "dir":
+        disk.plant_mount(f"{STEP}/{MANIFEST}", device=1)
+    else:
+        disk.plant_symlink(f"{STEP}/{MANIFEST}", "../../manifest")
+    assert inspect_published(reader(disk), 1).found == "damaged"
+
+
+def test_F21_a_manifest_of_another_step_is_damage(disk: SimDisk):
+    """Catches: a renamed directory that resumes from the wrong step."""
+    SimStorage(disk, "vandal").rename(STEP, "iter_0000009")
+    found = inspect_published(reader(disk), 9)
+    assert found.found == "damaged" and "step 1" in found.detail
+
+
+def test_F34_a_newer_manifest_stops_everything(disk: SimDisk):
+    """Catches: a newer version's checkpoint called damaged and moved aside."""
+    manifest = json.loads(disk.snapshot()[f"{STEP}/{MANIFEST}"]) | {"schema_version": 2}
+    replace(disk, f"{STEP}/{MANIFEST}", json.dumps(manifest).encode())
+    with pytest.raises(NewerSchema):
+        inspect_published(reader(disk), 1)
+    with pytest.raises(NewerSchema):
+        gather_evidence(reader(disk), Ledger())
+
+
+# ------------------------------------------------------------------------------ staging, receipts
+
+
+def test_a_written_attempt_is_complete(disk: SimDisk):
+    """Catches: a written attempt thrown away at a restart."""
+    assert inspect_staging(reader(disk), WRITTEN).complete
+
+
+@pytest.mark.parametrize(
+    "gone",
+    ["__0_0.distcp", "__1_0.distcp", receipt_name("state", 0), receipt_name("state", 1)]
+    + [planned_name("state")],
+)
+def test_I3_an_attempt_with_anything_missing_is_not_complete(disk: SimDisk, gone: str):
+    """Catches: half an attempt that is rolled forward."""
+    replace(disk, f"{staging_dir(OF)}/{gone}", None)
+    found = inspect_staging(reader(disk), WRITTEN)
+    assert not found.complete and gone.rpartition("/")[2].split(".")[0] in found.detail
+
+
+def test_I3_an_attempt_whose_directory_is_gone(disk: SimDisk):
+    """Catches: an error where "no" is the answer."""
+    SimStorage(disk, "vandal").rename(staging_dir(OF), "moved")
+    assert not inspect_staging(reader(disk), WRITTEN).complete
+
+
+def test_I6_a_foreign_attempt_is_never_rolled_forward(disk: SimDisk):
+    """Catches: finalizers run by a process that does not have their queue."""
+    foreign = Checkpoint(OF, State.SHARDS_WRITTEN, (PartSpec("state", "foreign"),), world_size=2)
+    assert not inspect_staging(reader(disk), foreign).complete
+
+
+@pytest.mark.parametrize("field", ["step", "epoch", "attempt", "rank", "world_size", "part"])
+def test_I5_a_receipt_of_something_else_does_not_count(disk: SimDisk, field: str):
+    """Catches: a cross-wired receipt that completes an attempt."""
+    path = f"{staging_dir(OF)}/{receipt_name('state', 1)}"
+    receipt = json.loads(disk.snapshot()[path])
+    receipt[field] = "other" if field == "part" else receipt[field] + 1
+    replace(disk, path, json.dumps(receipt).encode())
+    with pytest.raises(DamagedRoot) as caught:
+        read_receipt(reader(disk), WRITTEN, "state", 1)
+    assert caught.value.file == path and caught.value.rank == 1
+    assert not inspect_staging(reader(disk), WRITTEN).complete
+
+
+@pytest.mark.parametrize("name", ["../x", "./x", "a//b", "/x", "a/../b", "a\0b", ".", ""])
+def test_F30_a_receipt_with_a_hostile_name_is_not_complete(disk: SimDisk, name: str):
+    """Catches: a restart that reads outside the attempt, or ends in an error."""
+    path = f"{staging_dir(OF)}/{receipt_name('state', 1)}"
+    receipt = json.loads(disk.snapshot()[path])
+    receipt["files"].append({"name": name, "bytes": 0, "digest": None})
+    replace(disk, path, json.dumps(receipt).encode())
+    assert not inspect_staging(reader(disk), WRITTEN).complete
+
+
+# ------------------------------------------------------------------------------------ everything
+
+
+def test_gather_changes_nothing_and_finds_everything(disk: SimDisk):
+    """Catches: a look that repairs, sweeps or creates; a name that is overlooked."""
+    for name in ("iter_5", "iter_+000005", "iter_0000005x", "iter_" + "9" * 60, "other"):
+        disk.plant_mount(name, device=1)
+    disk.plant_mount(f"{STAGING}/hostile..", device=1)
+    disk.plant_mount(f"{STAGING}/9.e9.a9", device=1)
+    before = disk.snapshot()
+    found = gather_evidence(reader(disk), Ledger().restore(WRITTEN))
+    assert disk.snapshot() == before
+    assert found.tracker == TrackerEvidence("step", 1)
+    assert {step: e.found for step, e in found.published.items()} == {1: "manifest"}
+    assert {of: e.complete for of, e in found.staging.items()} == {
+        OF: True,
+        AttemptId(9, 9, 9): False,
+    }
+    assert found.strays == (f"{STAGING}/hostile..",)
+
+
+def test_gather_on_an_empty_root():
+    """F33. Catches: an error on the very first start."""
+    found = gather_evidence(SimStorage(SimDisk(), "reader"), Ledger())
+    assert (found.tracker.found, dict(found.published), dict(found.staging)) == ("missing", {}, {})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_F30_random_damage_is_a_finding_not_a_crash(disk: SimDisk, seed: int):
+    """Catches: an exception that is not ours, for whatever a disk can do to a file."""
+    choose = random.Random(seed)
+    files = sorted(p for p, v in disk.snapshot().items() if type(v) is bytes and "lock" not in p)
+    for path in choose.sample(files, 4):
+        data = bytearray(disk.snapshot()[path])
+        for _ in range(3):
+            if data:
+                data[choose.randrange(len(data))] = choose.randrange(256)
+        replace(disk, path, bytes(data[: choose.randrange(len(data) + 1)]))
+    before = disk.snapshot()
+    try:
+        gather_evidence(reader(disk), Ledger().restore(WRITTEN))
+    except CkptFsmError:
+        pass  # typed: a newer schema, by chance
+    assert disk.snapshot() == before
+
+
+def test_a_receipt_round_trip():
+    """Catches: write results that come back as something else."""
+    rows = (("weights", 0, None, "__0_0.distcp", 0, 10), ("rng", None, 3, "__0_0.distcp", 10, 5))
+    receipt = Receipt(
+        step=5, epoch=1, attempt=1, part="state", rank=0, world_size=2, files=(), results=rows
+    )
+    disk = SimDisk()
+    storage = SimStorage(disk, "p")
+    make_dirs(storage, f"{staging_dir(OF)}/.ckptfsm/receipts/state")
+    write_new(storage, f"{staging_dir(OF)}/{receipt_name('state', 0)}", encode(receipt))
+    assert read_receipt(storage, WRITTEN, "state", 0) == receipt

@@ -1,0 +1,115 @@
+"""The coordinator's thread: in order, bounded, and never in the way of the exit."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ckptfsm.executor import InlineExecutor, ThreadExecutor
+
+ROOT = Path(__file__).resolve().parent.parent
+WAIT_S = 10.0
+
+
+@pytest.fixture(params=[ThreadExecutor, InlineExecutor])
+def executor(request):
+    made = request.param()
+    yield made
+    made.shutdown()
+
+
+def test_work_runs_in_order(executor):
+    """Catches: two changes of the disk at once, or in another order than they were asked for."""
+    done: list[int] = []
+    futures = [executor.submit(lambda i=i: done.append(i) or i) for i in range(200)]
+    assert [f.result(WAIT_S) for f in futures] == list(range(200)) == done
+
+
+def test_an_exception_belongs_to_its_future(executor):
+    """Catches: an error that ends the thread, so that everything after it waits for ever."""
+    bad = executor.submit(lambda: 1 // 0)
+    good = executor.submit(lambda: "still here")
+    assert isinstance(bad.exception(WAIT_S), ZeroDivisionError)
+    assert good.result(WAIT_S) == "still here"
+
+
+def test_work_runs_on_one_other_thread():
+    """Catches: a hanging disk that hangs the training thread."""
+    executor = ThreadExecutor()
+    threads = {executor.submit(threading.get_ident).result(WAIT_S) for _ in range(5)}
+    assert len(threads) == 1 and threading.get_ident() not in threads
+    executor.shutdown()
+
+
+def test_inline_runs_at_once_on_the_callers_thread():
+    """Catches: a simulation that is not step by step."""
+    future = InlineExecutor().submit(threading.get_ident)
+    assert future.done() and future.result() == threading.get_ident()
+
+
+def test_a_death_is_not_kept_in_a_future():
+    """Catches: a simulated death of the process that is taken for a failed effect."""
+
+    class Death(BaseException):
+        pass
+
+    def die() -> None:
+        raise Death
+
+    with pytest.raises(Death):
+        InlineExecutor().submit(die)
+
+
+def test_the_training_thread_does_not_wait():
+    """Catches: ``submit`` that blocks while the disk hangs."""
+    executor = ThreadExecutor()
+    go = threading.Event()
+    stuck = executor.submit(lambda: go.wait(WAIT_S))
+    later = executor.submit(lambda: "later")
+    assert not stuck.done() and not later.done()
+    go.set()
+    assert later.result(WAIT_S) == "later" and stuck.result() is True
+    executor.shutdown()
+
+
+def test_what_is_queued_at_shutdown_still_runs():
+    """Catches: a lock that is never given back because the executor was told to stop."""
+    executor = ThreadExecutor()
+    go = threading.Event()
+    executor.submit(lambda: go.wait(WAIT_S))
+    last = executor.submit(lambda: "last")
+    executor.shutdown()
+    go.set()
+    assert last.result(WAIT_S) == "last"
+
+
+def test_the_queue_is_bounded():
+    """Catches: memory that grows without end while a file system hangs."""
+    executor = ThreadExecutor()
+    go = threading.Event()
+    executor.submit(lambda: go.wait(WAIT_S))
+    with pytest.raises(queue.Full):
+        for _ in range(20_000):
+            executor.submit(lambda: None)
+    go.set()
+
+
+def test_a_hanging_disk_does_not_hang_the_exit():
+    """I10. Catches: a process that cannot end because its executor waits for the disk."""
+    code = (
+        "import threading\n"
+        "from ckptfsm.executor import ThreadExecutor\n"
+        "reached = threading.Event()\n"
+        "executor = ThreadExecutor()\n"
+        "executor.submit(lambda: (reached.set(), threading.Event().wait()))\n"
+        "reached.wait(10); executor.shutdown(); print('end')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "end"), done.stderr

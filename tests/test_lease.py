@@ -1,0 +1,306 @@
+"""Who owns a root: the lock that dies with its process, and the epoch that fences zombies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from ckptfsm.errors import CkptFsmError, DamagedRoot, Fenced, NewerSchema, RootBusy
+from ckptfsm.layout import LEASE, epoch_name
+from ckptfsm.lease import newest_epoch, open_root, read_holder, this_process
+from ckptfsm.ports import Identity
+from ckptfsm.processes import Child, fork_child
+from ckptfsm.storage import PosixStorage
+from ckptfsm.testing.fakes import Gate
+from ckptfsm.testing.faults import FaultStorage
+from ckptfsm.testing.simfs import SimDisk, SimStorage
+
+WAIT_S = 20.0
+
+
+def who(name: str) -> Identity:
+    return Identity("sim", sum(name.encode()), f"boot:{name}", name)
+
+
+def take(disk: SimDisk, name: str, **settings):
+    return open_root(SimStorage(disk, name), who(name), **settings)
+
+
+def test_this_process_is_told_from_an_earlier_one_with_its_pid():
+    """Catches: a restarted job that takes itself for the dead one, or shares its temporary names."""
+    first, second = this_process(), this_process()
+    assert (first.host, first.pid) == (socket.gethostname(), os.getpid())
+    assert first.started == second.started and first.nonce != second.nonce
+    child = fork_child(this_process, keep=(), group=True).wait(WAIT_S).payload
+    assert child.pid != first.pid and child.nonce != first.nonce
+
+
+def test_I9_epochs_only_grow(tmp_path: Path):
+    """Catches: an epoch used twice, so that a zombie looks like the owner."""
+    disk = SimDisk()
+    for epoch in (1, 2, 3):
+        lease = take(disk, f"run{epoch}")
+        assert lease.epoch == epoch == newest_epoch(SimStorage(disk, "look"))
+        lease.check()
+        lease.release()
+        disk.kill(f"run{epoch}")
+
+
+def test_I9_an_epoch_is_above_every_journal_segment():
+    """Catches: a segment of an older run overwritten because the lease directory was lost."""
+    assert take(SimDisk(), "first", above=41).epoch == 42
+
+
+def test_F12_a_living_owner_is_named():
+    """F32. Catches: two owners; a refusal that does not say whom to stop."""
+    disk = SimDisk()
+    first = take(disk, "first")
+    with pytest.raises(RootBusy) as caught:
+        take(disk, "second")
+    assert (caught.value.host, caught.value.pid) == ("sim", who("first").pid)
+    first.check()
+    assert newest_epoch(SimStorage(disk, "look")) == 1
+
+
+def test_F12_the_same_process_is_refused_too(tmp_path: Path):
+    """Catches: two managers of one process: a record lock does not tell them apart."""
+    me = this_process()
+    lease = open_root(PosixStorage(tmp_path), me)
+    with pytest.raises(RootBusy) as caught:
+        open_root(PosixStorage(tmp_path), this_process())
+    assert caught.value.pid == os.getpid()
+    lease.check()
+    lease.release()
+    again = open_root(PosixStorage(tmp_path), this_process())
+    assert again.epoch == 2
+    again.release()
+
+
+class NoLocks(SimStorage):
+    """A file system that grants every lock, as some network mounts do."""
+
+    def try_lock(self, path: str) -> int | None:
+        return 1
+
+    def unlock(self, handle: int) -> None:
+        """Nothing is held."""
+
+
+def test_F12_the_same_process_is_refused_where_locks_tell_nothing():
+    """Catches: two managers of one process on a mount without working locks."""
+    disk = SimDisk()
+    lease = open_root(NoLocks(disk, "one"), who("one"))
+    with pytest.raises(RootBusy):
+        open_root(NoLocks(disk, "one"), who("one")._replace(nonce="another"))
+    lease.release()
+    assert open_root(NoLocks(disk, "one"), who("one")).epoch == 2
+
+
+def test_release_then_open():
+    """Catches: a root that stays busy after it was given back."""
+    disk = SimDisk()
+    take(disk, "first").release()
+    holder = read_holder(SimStorage(disk, "look"), 1)
+    assert holder.released and holder.nonce == "first"
+    assert take(disk, "second").epoch == 2
+    assert read_holder(SimStorage(disk, "look"), 1) is None, "older epochs are forgotten"
+
+
+def test_release_twice_is_harmless():
+    """Catches: a second release that gives away somebody else's lock."""
+    disk = SimDisk()
+    first = take(disk, "first")
+    first.release()
+    second = take(disk, "second")
+    first.release()
+    first.drop()
+    second.check()
+    with pytest.raises(RootBusy):
+        take(disk, "third")
+
+
+def test_a_dead_owner_is_nobody():
+    """F29. Catches: a restart that must wait, or be forced, after a crash."""
+    disk = SimDisk()
+    take(disk, "first")
+    disk.kill("first")
+    assert take(disk, "second").epoch == 2
+
+
+def test_a_dropped_lock_is_as_death():
+    """Catches: a lease that keeps the root although its lock is gone."""
+    disk = SimDisk()
+    first = take(disk, "first")
+    first.drop()
+    second = take(disk, "second")
+    with pytest.raises(Fenced):
+        first.check()
+    second.check()
+
+
+def test_I9_a_takeover_fences_the_first():
+    """F12. Catches: a zombie whose check still passes."""
+    disk = SimDisk()
+    first = take(disk, "first")
+    second = take(disk, "second", takeover=True)
+    with pytest.raises(Fenced) as caught:
+        first.check()
+    assert (caught.value.epoch, caught.value.newer_epoch) == (1, 2)
+    second.check()
+    first.release()
+    second.check()
+    assert not read_holder(SimStorage(disk, "look"), 2).released, "the zombie released our epoch"
+
+
+def test_I9_a_lost_epoch_file_fences():
+    """Catches: an owner that goes on although somebody emptied the lease directory."""
+    disk = SimDisk()
+    first = take(disk, "first")
+    SimStorage(disk, "vandal").unlink(f"{LEASE}/{epoch_name(1)}")
+    with pytest.raises(Fenced):
+        first.check()
+
+
+def test_F12_two_that_race_for_one_epoch():
+    """Catches: two owners of one epoch: only ``link`` decides."""
+    disk = SimDisk()
+    other = SimStorage(disk, "other")
+    raced = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "link" and not raced:
+            raced.append(open_root(other, who("other"), takeover=True))
+
+    storage = FaultStorage(SimStorage(disk, "first"), before=before)
+    lease = open_root(storage, who("first"), takeover=True)
+    assert (raced[0].epoch, lease.epoch) == (1, 2)
+    lease.check()
+    with pytest.raises(Fenced):
+        raced[0].check()
+    assert [n for n in other.listdir(LEASE) if n.startswith("take-")] == []
+
+
+def test_an_error_while_taking_gives_the_lock_back():
+    """Catches: a root that is busy because opening it failed."""
+    disk = SimDisk()
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "link":
+            raise OSError(28, "ENOSPC", path)
+
+    with pytest.raises(OSError):
+        open_root(FaultStorage(SimStorage(disk, "first"), before=before), who("first"))
+    assert take(disk, "second").epoch == 1
+
+
+@pytest.mark.parametrize("loss", ["all_lost", "all_kept"])
+def test_F4_an_epoch_is_durable_once_taken(loss):
+    """Catches: an epoch that a power loss takes back, so that it is given out twice."""
+    disk = SimDisk()
+    take(disk, "first")
+    disk.crash(loss)
+    assert take(disk, "second").epoch == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\0" * 100, b'{"schema_version":2}'])
+def test_F30_a_damaged_holder_is_a_clear_error(content: bytes):
+    """F34. Catches: a traceback of the parser, or a holder of a newer version overwritten."""
+    disk = SimDisk()
+    take(disk, "first").release()
+    disk.kill("first")
+    path = f"{LEASE}/{epoch_name(1)}"
+    SimStorage(disk, "vandal").unlink(path)
+    disk.plant_file(path, content)
+    with pytest.raises((DamagedRoot, NewerSchema)) as caught:
+        take(disk, "second")
+    assert caught.value.file == path
+    assert disk.snapshot()[path] == content
+    disk.kill("second")
+    with pytest.raises(CkptFsmError):
+        take(disk, "third")
+
+
+def test_tags_are_unique():
+    """Catches: two processes that share a temporary name."""
+    disk = SimDisk()
+    first, second = take(disk, "first"), take(disk, "second", takeover=True)
+    assert first.tag != second.tag and "/" not in first.tag
+
+
+# ---------------------------------------------------------------------------- real processes
+
+
+def try_open(root: Path) -> tuple[str, int]:
+    try:
+        lease = open_root(PosixStorage(root), this_process())
+    except RootBusy as error:
+        return "busy", error.pid
+    return "open", lease.epoch
+
+
+def asked_elsewhere(root: Path) -> tuple[str, int]:
+    """What another process finds."""
+    return fork_child(lambda: try_open(root), keep=(), group=True).wait(WAIT_S).payload
+
+
+def owner(root: Path, gate: Gate) -> Child:
+    """A process that owns the root until the gate opens."""
+    read_end, write_end = os.pipe()
+
+    def job() -> None:
+        lease = open_root(PosixStorage(root), this_process())
+        os.write(write_end, b".")
+        gate.hold()
+        lease.release()
+
+    child = fork_child(job, keep=(write_end,), group=True)
+    os.close(write_end)
+    assert os.read(read_end, 1) == b".", "the owner did not get the root"
+    os.close(read_end)
+    return child
+
+
+def test_F12_another_process_is_refused(tmp_path: Path):
+    """Catches: a lock that only works within one process."""
+    gate = Gate(tmp_path / "gate")
+    child = owner(tmp_path / "root", gate)
+    assert asked_elsewhere(tmp_path / "root") == ("busy", child.pid)
+    gate.open()
+    assert child.wait(WAIT_S).succeeded
+    assert asked_elsewhere(tmp_path / "root") == ("open", 2)
+
+
+def test_F29_a_killed_owner_leaves_the_root_free(tmp_path: Path):
+    """Catches: a lock that outlives its process."""
+    child = owner(tmp_path / "root", Gate(tmp_path / "gate"))
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait(WAIT_S).exitcode == -signal.SIGKILL
+    assert asked_elsewhere(tmp_path / "root") == ("open", 2)
+
+
+def test_F29_a_forked_child_holds_nothing(tmp_path: Path):
+    """Catches: a writer that keeps its dead trainer's root busy."""
+    root, gate = tmp_path / "root", Gate(tmp_path / "gate")
+    storage = PosixStorage(root)
+    lease = open_root(storage, this_process())
+    writer = fork_child(gate.hold, keep=storage.descriptors(), group=True)
+    assert asked_elsewhere(root) == ("busy", os.getpid())
+    lease.drop()  # as our death would; the writer lives on
+    assert writer.poll() is None
+    found, _ = asked_elsewhere(root)
+    assert found == "open"
+    gate.open()
+    assert writer.wait(WAIT_S).succeeded
+
+
+def test_F29_a_child_that_closes_everything_does_not_drop_its_parents_lock(tmp_path: Path):
+    """Catches: a record lock lost because a forked child closed its copy of the file."""
+    root = tmp_path / "root"
+    lease = open_root(PosixStorage(root), this_process())
+    assert fork_child(lambda: None, keep=(), group=True).wait(WAIT_S).succeeded
+    assert asked_elsewhere(root) == ("busy", os.getpid())
+    lease.release()

@@ -1,0 +1,1422 @@
+"""What a trainer sees: one manager (or one per rank, as threads) with forked writers on a real disk.
+
+Each test says what it would catch. Only the state is made up: see ``ckptfsm.testing.fakes``.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import ckptfsm.evidence as evidence_module
+from ckptfsm.config import make_config
+from ckptfsm.documents import TransitionRecord
+from ckptfsm.errors import (
+    CkptFsmError,
+    ConfigError,
+    DamagedRoot,
+    DeadlineExceeded,
+    Fenced,
+    RankFailed,
+    RestoreFailed,
+    RootBusy,
+    SaveFailed,
+    SaveRefused,
+    StepExistsError,
+    StepNotFoundError,
+    WriterDied,
+)
+from ckptfsm.executor import InlineExecutor
+from ckptfsm.handle import View
+from ckptfsm.lifecycle import State
+from ckptfsm.manager import Manager, PollMissingWarning, SaveFailedWarning
+from ckptfsm.processes import fork_child
+from ckptfsm.retention import EveryNSeconds, EveryNSteps, LatestN, Policy
+from ckptfsm.stock import StockVerdict
+from ckptfsm.storage import PosixStorage
+from ckptfsm.testing.fakes import (
+    FakeDriver,
+    FakeRequest,
+    Gate,
+    ShiftedClock,
+    ThreadTransport,
+    fake_ports,
+    run_ranks,
+)
+from ckptfsm.testing.faults import FaultStorage
+from ckptfsm.testing.simfs import ProcessDead
+
+TRACKER = "latest_checkpointed_iteration.txt"
+SHARD = "__0_0.distcp"
+TEMPLATE = {"weights": None}
+QUICK = {"exit_timeout_s": 0.5, "close_timeout_s": 20.0, "busy_timeout_s": 20.0}
+# The life of a saved checkpoint, as hooks see it.
+LIFE = ["requested", "forked", "shards_written", "finalized", "tracked"]
+
+
+def weights(step: int) -> dict[str, object]:
+    return {"weights": b"w%d" % step, "step": step}
+
+
+class Run:
+    """Managers of one test: opens them, and leaves whichever the test left open."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.driver = FakeDriver()
+        self.clock = ShiftedClock()
+        self.records: list[TransitionRecord] = []
+        self.open_managers: list[Manager] = []
+
+    def open(self, storage=None, hooks=None, driver=None, **settings) -> Manager:
+        where = self.root if storage is None else (lambda create: storage)
+        ports = fake_ports(where, driver=driver or self.driver, clock=self.clock)
+        hooks = (self.records.append,) if hooks is None else hooks
+        manager = Manager(ports, make_config({**QUICK, **settings}), hooks)
+        self.open_managers.append(manager)
+        return manager
+
+    def saved(self, *steps: int, **settings) -> Manager:
+        """A manager with these steps tracked."""
+        manager = self.open(**settings)
+        for step in steps:
+            manager.save(step, weights(step)).wait()
+        manager.wait_until_finished()
+        return manager
+
+    def restarted(self, manager: Manager, **settings) -> Manager:
+        manager.close()
+        return self.open(**settings)
+
+    def steps_on_disk(self) -> list[int]:
+        return sorted(int(p.name[5:]) for p in self.root.glob("iter_*"))
+
+    def tracker(self) -> str:
+        return (self.root / TRACKER).read_text()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path / "root")
+    yield made
+    for manager in made.open_managers:
+        manager.abandon()
+
+
+def until(manager: Manager, condition, limit: int = 20_000) -> None:
+    """Poll as a training loop does, until ``condition``."""
+    for _ in range(limit):
+        if condition():
+            return
+        manager.poll()
+        manager._ports.clock.sleep(0.001)
+    raise AssertionError("it never came true")
+
+
+def die(part: str, rank: int) -> None:
+    """A writer that is killed, as the kernel's out-of-memory killer does it."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def disk_full(part: str, rank: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "shard")
+
+
+def snapshot(root: Path) -> dict[str, bytes]:
+    return {
+        str(p.relative_to(root)): p.read_bytes()
+        for p in sorted(root.rglob("*"))
+        if p.is_file() and not p.is_symlink()
+    }
+
+
+# ------------------------------------------------------------------------------- save, poll, wait
+
+
+def test_a_save_is_acknowledged_only_once_it_is_tracked(run: Run):
+    """I2. Catches: ``latest_step`` or a handle that counts a save before its tracker is durable."""
+    gate = Gate(run.root.parent / "gate")
+    run.driver.before_write = gate.hold
+    manager = run.open()
+    handle = manager.save(5, weights(5))
+    for _ in range(5):
+        manager.poll()
+    assert (handle.done, manager.latest_step(), manager.all_steps()) == (False, None, [])
+    assert handle.state in (State.REQUESTED, State.FORKED)
+    assert not (run.root / TRACKER).exists()
+    gate.open()
+    until(manager, lambda: handle.done)
+    assert handle.state is State.TRACKED
+    assert handle.exception() is None and not handle.skipped
+    assert (manager.latest_step(), manager.all_steps()) == (5, [5])
+    assert run.tracker() == "5"
+    assert [r.dest.value for r in run.records] == LIFE
+
+
+def test_the_state_is_frozen_by_the_fork(run: Run):
+    """Catches: a writer that sees what training changed after ``save`` returned."""
+    gate = Gate(run.root.parent / "gate")
+    run.driver.before_write = gate.hold
+    manager = run.open()
+    state = weights(1)
+    handle = manager.save(1, state)
+    state["weights"] = b"the next step's"
+    gate.open()
+    handle.wait()
+    assert manager.restore(TEMPLATE).state == {"weights": b"w1"}
+
+
+def test_metrics_and_step_are_frozen_at_the_call(run: Run):
+    """Catches: retention or the manifest reading a live metrics dict or step counter."""
+    manager = run.open()
+    metrics, step = {"loss": 1.5}, 3
+    handle = manager.save(step, weights(step), metrics=metrics)
+    metrics["loss"] = 99.0
+    step += 1
+    handle.wait()
+    assert (handle.step, run.records[0].created.metrics) == (3, {"loss": 1.5})
+    assert b'"loss":1.5' in (run.root / "iter_0000003/.ckptfsm/manifest.json").read_bytes()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_metric_that_is_no_number_does_not_spoil_the_root(run: Run, value: float):
+    """Catches: a diverged loss that makes the journal or manifest unreadable at the next start."""
+    manager = run.open()
+    try:
+        manager.save(1, weights(1), metrics={"loss": value}).wait()
+    except SaveRefused:
+        manager.save(1, weights(1)).wait()  # to refuse it is as good
+    again = run.restarted(manager)
+    assert again.latest_step() == 1
+
+
+def test_metrics_that_are_not_numbers_are_refused(run: Run):
+    """Catches: an exception between two collectives instead of a refusal on all ranks."""
+    manager = run.open()
+    with pytest.raises(SaveRefused, match="cannot prepare"):
+        manager.save(1, weights(1), metrics={"loss": "low"})
+    manager.save(1, weights(1)).wait()
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "7", True, 10**20, None])
+def test_a_step_that_is_no_step_is_refused(run: Run, step):
+    """F30. Catches: a name on disk that the library itself would not read back."""
+    manager = run.open()
+    with pytest.raises((SaveRefused, ConfigError)):
+        manager.save(step, weights(1))
+    assert run.steps_on_disk() == [] and manager.latest_step() is None
+    manager.save(1, weights(1)).wait()
+
+
+def test_state_or_parts_but_not_both_or_neither(run: Run):
+    """Catches: one of them silently ignored."""
+    manager = run.open()
+    for given in ({}, {"state": weights(1), "parts": {"a": weights(1)}}):
+        with pytest.raises((SaveRefused, ConfigError)):
+            manager.save(1, **given)
+    assert manager.latest_step() is None
+
+
+def test_F23_named_parts_come_back_by_name(run: Run):
+    """Catches: two parts in one directory, or a part that is published but not restorable."""
+    manager = run.open()
+    parts = {"actor": weights(1), "critic": {"weights": b"c"}, "notes.txt": b"hello"}
+    manager.save(1, parts=parts).wait()
+    found = manager.restore(parts={"actor": TEMPLATE, "critic": TEMPLATE, "notes.txt": b""})
+    assert found.state is None
+    assert found.parts == {
+        "actor": {"weights": b"w1"},
+        "critic": {"weights": b"c"},
+        "notes.txt": b"hello",
+    }
+    with pytest.raises(ConfigError, match="has no part 'reward'"):
+        manager.restore(parts={"reward": TEMPLATE})
+
+
+def test_F23_one_failed_part_fails_the_checkpoint(run: Run):
+    """Catches: a checkpoint tracked although one of its parts is not there."""
+
+    def only_critic(part: str, rank: int) -> None:
+        if part == "critic":
+            raise RuntimeError("no critic")
+
+    run.driver.before_write = only_critic
+    manager = run.open()
+    handle = manager.save(1, parts={"actor": weights(1), "critic": weights(1)})
+    with pytest.raises(SaveFailed, match="no critic"):
+        handle.wait()
+    manager.wait_until_finished()
+    assert manager.latest_step() is None and run.steps_on_disk() == []
+
+
+def test_sync_returns_when_the_checkpoint_is_tracked(run: Run):
+    """Catches: ``sync`` that returns after the write but before the tracker."""
+    manager = run.open(sync=True)
+    handle = manager.save(4, weights(4))
+    assert handle.done and handle.state is State.TRACKED and run.tracker() == "4"
+
+
+def test_wait_until_finished_drains_and_returns_at_once_when_idle(run: Run):
+    """Catches: a wait that returns early, or that waits for news which never come."""
+    manager = run.open()
+    manager.wait_until_finished(0.5)
+    handle = manager.save(1, weights(1))
+    manager.wait_until_finished()
+    assert handle.state is State.TRACKED
+    manager.wait_until_finished(0.5)
+
+
+@pytest.mark.parametrize("action", ["rollback", "delete", "pin", "unpin", "restore"])
+def test_the_manager_is_quiet_again_after(run: Run, action: str):
+    """Catches: ``close`` that waits half an hour for something that has long happened."""
+    manager = run.saved(1, 2)
+    {
+        "rollback": lambda: manager.rollback(1),
+        "delete": lambda: manager.delete(1),
+        "pin": lambda: manager.pin(1),
+        "unpin": lambda: manager.unpin(1),
+        "restore": lambda: manager.restore(TEMPLATE),
+    }[action]()
+    manager.wait_until_finished(2.0)
+    manager.close()
+
+
+def test_the_manager_is_quiet_again_after_falling_back(run: Run):
+    """Catches: the same, where a restore withdrew a damaged checkpoint."""
+    manager = run.saved(1, 2)
+    (run.root / "iter_0000002" / SHARD).write_bytes(b"flipped")
+    assert manager.restore(TEMPLATE).step == 1
+    manager.wait_until_finished(2.0)
+    manager.close()
+
+
+def test_a_view_is_quiet_only_when_the_coordinator_says_so(run: Run):
+    """Catches: a wait that ends between the tracker and the prunes that follow it."""
+    run.saved(1)
+    view = View()
+    for record in run.records:
+        view.apply(record)
+        assert not view.quiet
+    assert (view.latest, view.in_flight) == (1, None)
+    view.settling = False
+    assert view.quiet
+
+
+# ------------------------------------------------------------------------------------ on_busy
+
+
+def held(run: Run, **settings) -> tuple[Manager, Gate]:
+    """A manager whose save of step 1 stays in flight until the gate is opened."""
+    gate = Gate(run.root.parent / "gate")
+    run.driver.before_write = gate.hold
+    manager = run.open(**settings)
+    manager.save(1, weights(1))
+    run.driver.before_write = None
+    return manager, gate
+
+
+def test_F22_on_busy_skip(run: Run):
+    """Catches: a skipped save that looks saved, or one that disturbs the save in flight."""
+    manager, gate = held(run, on_busy="skip")
+    skipped = manager.save(2, weights(2))
+    assert skipped.skipped and skipped.done and skipped.state is None
+    assert skipped.wait() is skipped and skipped.exception() is None
+    gate.open()
+    manager.wait_until_finished()
+    assert manager.all_steps() == [1]
+    manager.save(3, weights(3)).wait()
+    assert manager.all_steps() == [1, 3]
+
+
+def test_F22_on_busy_raise(run: Run):
+    """Catches: a refusal that fails the save in flight."""
+    manager, gate = held(run, on_busy="raise")
+    with pytest.raises(SaveRefused) as caught:
+        manager.save(2, weights(2))
+    assert (caught.value.step, caught.value.in_flight) == (2, 1)
+    gate.open()
+    manager.wait_until_finished()
+    assert manager.all_steps() == [1]
+
+
+def test_F22_on_busy_wait(run: Run):
+    """Catches: two saves in flight at once, or results of one taken for the other's."""
+    manager, gate = held(run, on_busy="wait")
+    opener = threading.Thread(target=gate.open)
+    opener.start()
+    second = manager.save(2, weights(2))
+    opener.join()
+    assert manager.all_steps() == [1], "step 2 was begun before step 1 was tracked"
+    second.wait()
+    assert [(r.step, r.dest.value) for r in run.records] == [(s, d) for s in (1, 2) for d in LIFE]
+    assert manager.restore(TEMPLATE, step=1).state == {"weights": b"w1"}
+
+
+def test_F22_on_busy_wait_is_bounded(run: Run):
+    """I10. Catches: a trainer that waits for ever for a save that hangs."""
+    manager, gate = held(run, busy_timeout_s=0.05)
+    with pytest.raises(DeadlineExceeded) as caught:
+        manager.save(2, weights(2))
+    assert caught.value.timeout_s == 0.05
+    gate.open()
+    manager.wait_until_finished(20.0)
+    assert manager.all_steps() == [1]
+
+
+# ---------------------------------------------------------------------------------- on_failure
+
+
+def test_F1_a_killed_writer_fails_the_save(run: Run):
+    """I10. Catches: "not alive" taken for "succeeded"; a failed attempt that leaves files."""
+    run.driver.before_write = die
+    manager = run.open()
+    handle = manager.save(1, weights(1))
+    with pytest.raises(WriterDied, match="rank 0: killed by SIGKILL") as caught:
+        handle.wait()
+    assert handle.exception() is caught.value and handle.done
+    assert (caught.value.step, caught.value.reason) == (1, "writer_died")
+    manager.wait_until_finished()
+    assert list((run.root / ".ckptfsm/staging").iterdir()) == []
+    run.driver.before_write = None
+    manager.save(1, weights(1)).wait()
+    assert manager.latest_step() == 1
+
+
+def test_on_failure_raise_comes_out_of_poll_once(run: Run):
+    """Catches: a failure that nobody hears of, or one that is raised at every step from then on."""
+    run.driver.before_write = die
+    manager = run.open()
+    handle = manager.save(1, weights(1))
+    with pytest.raises(WriterDied):
+        until(manager, lambda: False)
+    assert handle.done
+    manager.wait_until_finished()
+    for _ in range(3):
+        manager.poll()
+
+
+def test_on_failure_raise_comes_out_of_the_next_save(run: Run):
+    """Catches: a failure lost when the trainer only saves."""
+    run.driver.before_write = die
+    manager = run.open()
+    manager.save(1, weights(1))
+    with pytest.raises(WriterDied):
+        manager.save(2, weights(2))
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_on_failure_warn(run: Run, sync: bool):
+    """Catches: a failed save that ends a training which asked only to be warned."""
+    run.driver.before_write = disk_full
+    manager = run.open(on_failure="warn", sync=sync)
+    with pytest.warns(SaveFailedWarning, match="No space left"):
+        handle = manager.save(1, weights(1))
+        manager.wait_until_finished()
+    assert isinstance(handle.exception(), SaveFailed)
+    assert manager.latest_step() is None
+
+
+def test_F5_the_first_system_error_is_named(run: Run):
+    """Catches: a full disk that is reported as something else."""
+    run.driver.before_write = disk_full
+    manager = run.open()
+    with pytest.raises(SaveFailed, match="No space left on device") as caught:
+        manager.save(1, weights(1)).wait()
+    assert caught.value.reason == "writer_failed"
+    manager.wait_until_finished()
+    assert list((run.root / ".ckptfsm/staging").iterdir()) == []
+
+
+def test_on_failure_save_again_at_most_n_times(run: Run):
+    """Catches: a save that is never tried again, and one that is tried for ever."""
+    run.driver.before_write = die
+    manager = run.open(on_failure=2, save_interval_steps=100)
+    tried = []
+    with pytest.raises(WriterDied):
+        for step in range(100, 120):
+            if manager.should_save(step):
+                tried.append(step)
+                manager.save(step, weights(step))
+                manager.wait_until_finished()
+    assert tried == [100, 101, 102]
+    assert not manager.should_save(103)
+
+
+def test_on_failure_counts_anew_after_a_success(run: Run):
+    """Catches: failures of last week that use up the tries of today."""
+    manager = run.open(on_failure=1, save_interval_steps=10)
+    for step in (10, 20):
+        run.driver.before_write = die
+        manager.save(step, weights(step))
+        manager.wait_until_finished()
+        run.driver.before_write = None
+        assert manager.should_save(step + 1)
+        manager.save(step + 1, weights(step + 1)).wait()
+        assert not manager.should_save(step + 2)
+    assert manager.all_steps() == [11, 21]
+
+
+# --------------------------------------------------------------------------------------- hooks
+
+
+def test_F24_a_raising_hook_stops_nothing(run: Run, caplog):
+    """Catches: a user's hook that fails a save, training, or the hooks after it."""
+    heard = []
+
+    def bad(record: TransitionRecord) -> None:
+        raise RuntimeError("a user's bug")
+
+    manager = run.open(hooks=(bad, heard.append))
+    with caplog.at_level(logging.ERROR, "ckptfsm"):
+        manager.save(1, weights(1)).wait()
+    assert [r.dest.value for r in heard] == LIFE
+    assert sum(r.message == "hook_failed" for r in caplog.records) == len(LIFE)
+
+
+def test_hooks_get_frozen_records(run: Run):
+    """Catches: one hook that changes what the next one, or the manager, sees."""
+    problems = []
+
+    def meddle(record: TransitionRecord) -> None:
+        try:
+            record.step = 99
+        except Exception as error:
+            problems.append(type(error).__name__)
+
+    manager = run.open(hooks=(meddle, run.records.append))
+    manager.save(1, weights(1)).wait()
+    assert problems == ["ValidationError"] * len(LIFE)
+    assert {r.step for r in run.records} == {1}
+
+
+def test_hooks_hear_what_recovery_did(run: Run):
+    """Catches: a mirror or metric that never learns of a save that a restart completed."""
+    crash_at_rename_to(run, TRACKER)
+    run.records.clear()
+    run.open()
+    assert [r.dest.value for r in run.records] == ["finalized", "tracked"] or [
+        r.dest.value for r in run.records
+    ] == ["tracked"]
+
+
+# --------------------------------------------------------------------------------- should_save
+
+
+def test_should_save_by_interval_and_list(run: Run):
+    """Catches: step 0, steps already saved, or the explicit steps handled wrong."""
+    manager = run.open(save_interval_steps=5, save_steps=[0, 7, 8])
+    assert [s for s in range(12) if manager.should_save(s)] == [0, 5, 7, 8, 10]
+    manager.save(7, weights(7)).wait()
+    assert [s for s in range(12) if manager.should_save(s)] == [8, 10]
+
+
+def test_should_save_every_n_seconds_of_the_coordinators_clock(run: Run):
+    """F14. Catches: a save that is due by wall time, or one rank's clock deciding alone."""
+    manager = run.open(save_interval_s=60.0, exchange_every=1)
+    manager.poll()
+    assert not manager.should_save(1)
+    run.clock.advance(61)
+    assert not manager.should_save(1), "it was not agreed in a poll yet"
+    manager.poll()
+    assert manager.should_save(1)
+    manager.save(1, weights(1)).wait()
+    manager.poll()
+    assert not manager.should_save(2)
+    run.clock.advance(61)
+    manager.poll()
+    assert manager.should_save(2)
+
+
+def test_request_save_is_agreed_in_a_poll(run: Run):
+    """Catches: a preemption notice that one rank keeps to itself, or that is never acted on."""
+    manager = run.open(preemption_signals=["SIGUSR1"], exchange_every=1)
+    assert not manager.preempted
+    os.kill(os.getpid(), signal.SIGUSR1)
+    manager.poll()
+    assert manager.preempted and manager.should_save(3)
+    manager.save(3, weights(3)).wait()
+    assert not manager.should_save(4)
+    manager.close()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_request_save_without_signals(run: Run):
+    """Catches: ``request_save`` that is silently ignored where no signal was configured."""
+    manager = run.open(exchange_every=1)
+    try:
+        manager.request_save()
+    except ConfigError:
+        return  # to say that it cannot be agreed is as good
+    until(manager, lambda: manager.should_save(1), limit=200)
+
+
+def test_no_signal_handler_is_installed_unasked(run: Run):
+    """Catches: the library taking SIGTERM away from the trainer."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)}
+    run.saved(1)
+    assert before == {n: signal.getsignal(n) for n in before}
+
+
+# ------------------------------------------------------------------- pins, deletion, rollback
+
+
+def test_pin_keeps_a_step_from_retention(run: Run):
+    """I7. Catches: a pin that is only in memory, or that retention does not look at."""
+    manager = run.saved(1, 2, retention=LatestN(2))
+    manager.pin(1, "the good one")
+    for step in (3, 4):
+        manager.save(step, weights(step)).wait()
+    assert manager.all_steps() == [1, 3, 4]
+    again = run.restarted(manager, retention=LatestN(2))
+    assert again.all_steps() == [1, 3, 4]
+    again.unpin(1)
+    until(again, lambda: again.all_steps() == [3, 4])
+    assert run.steps_on_disk() == [3, 4]
+
+
+def test_pin_of_nothing(run: Run):
+    """Catches: a pin on a step that is not there, which would protect nothing."""
+    manager = run.saved(1)
+    with pytest.raises(StepNotFoundError) as caught:
+        manager.pin(2)
+    assert caught.value.available == (1,) and isinstance(caught.value, FileNotFoundError)
+    manager.unpin(2)
+
+
+def test_I7_delete_refuses_what_is_in_use(run: Run):
+    """Catches: a person's command that removes the latest, a pinned, or a checkpoint in use."""
+    manager = run.saved(1, 2, 3)
+    manager.pin(2)
+    with pytest.raises(SaveRefused, match="latest"):
+        manager.delete(3)
+    with pytest.raises(SaveRefused, match="pin"):
+        manager.delete(2)
+    with pytest.raises(StepNotFoundError):
+        manager.delete(9)
+    manager.delete(1)
+    assert manager.all_steps() == [2, 3] and run.steps_on_disk() == [2, 3]
+
+
+def test_I7_keep_nothing_keeps_the_latest(run: Run):
+    """Catches: ``keep=0`` that empties the store."""
+    manager = run.saved(1, 2, 3, retention=LatestN(0))
+    assert manager.all_steps() == [3] and run.steps_on_disk() == [3] and run.tracker() == "3"
+
+
+def test_I7_a_policy_that_raises_keeps_everything(run: Run):
+    """Catches: a user's policy whose bug deletes checkpoints or fails saves."""
+
+    class Broken(Policy):
+        def preserve(self, checkpoints):
+            raise RuntimeError("a user's bug")
+
+    assert run.saved(1, 2, 3, retention=Broken()).all_steps() == [1, 2, 3]
+
+
+def test_rollback_moves_later_steps_to_quarantine(run: Run):
+    """Catches: later checkpoints deleted, or found again at the next start."""
+    manager = run.saved(1, 2, 3)
+    manager.rollback(1)
+    assert (manager.latest_step(), manager.all_steps(), run.tracker()) == (1, [1], "1")
+    aside = {p.name for p in (run.root / ".ckptfsm/quarantine").iterdir()}
+    assert len(aside) == 2 and run.steps_on_disk() == [1]
+    manager.save(2, {"weights": b"another"}).wait()
+    again = run.restarted(manager)
+    assert again.all_steps() == [1, 2]
+    assert again.restore(TEMPLATE).state == {"weights": b"another"}
+
+
+def test_rollback_refusals(run: Run):
+    """Catches: going back to nothing, or while a save is in flight."""
+    gate = Gate(run.root.parent / "gate")
+    manager = run.saved(1, 2)
+    with pytest.raises(StepNotFoundError):
+        manager.rollback(7)
+    run.driver.before_write = gate.hold
+    manager.save(3, weights(3))
+    with pytest.raises(SaveRefused, match="in flight"):
+        manager.rollback(1)
+    gate.open()
+    manager.wait_until_finished()
+    assert manager.all_steps() == [1, 2, 3]
+
+
+def test_I7_the_one_in_flight_is_not_counted(run: Run):
+    """Catches: a failed or unfinished attempt that takes the place of a good checkpoint."""
+    manager = run.saved(1, 2, retention=LatestN(2))
+    run.driver.before_write = die
+    with pytest.raises(WriterDied):
+        manager.save(3, weights(3)).wait()
+    manager.wait_until_finished()
+    assert manager.all_steps() == [1, 2] and run.steps_on_disk() == [1, 2]
+
+
+# ------------------------------------------------------------------------------------- restore
+
+
+def test_restore_is_none_only_without_evidence(run: Run):
+    """I8. Catches: a restart from scratch that nobody asked for."""
+    manager = run.open()
+    assert manager.restore(TEMPLATE) is None and manager.latest_step() is None
+    manager.save(1, weights(1)).wait()
+    assert manager.restore(TEMPLATE).step == 1
+
+
+def test_restore_a_given_step(run: Run):
+    """Catches: the latest loaded instead of the step asked for."""
+    manager = run.saved(1, 2)
+    found = manager.restore(TEMPLATE, step=1)
+    assert (found.step, found.state, found.dropped) == (1, {"weights": b"w1"}, ())
+    with pytest.raises(StepNotFoundError) as caught:
+        manager.restore(TEMPLATE, step=7)
+    assert caught.value.available == (1, 2)
+
+
+def test_a_failed_load_is_typed_and_harms_nothing(run: Run):
+    """Catches: a wrong state dict taken for damage, which would withdraw a good checkpoint."""
+    manager = run.saved(1, 2)
+    with pytest.raises(RestoreFailed, match="KeyError") as caught:
+        manager.restore({"weights": None, "renamed": None})
+    assert caught.value.step == 2
+    assert manager.all_steps() == [1, 2]
+    assert list((run.root / ".ckptfsm/leases").iterdir()) == [], "the reader's lease is still there"
+
+
+def test_objects_that_do_not_reshard_are_left_out(run: Run):
+    """Catches: a load that fails because of the RNG state, or one that drops more than allowed."""
+    manager = run.saved(1, reshard_drops=("rng_state",))
+    with pytest.warns(UserWarning, match="rng_state"):
+        found = manager.restore({"weights": None, "rng_state": None})
+    assert found.dropped == ("rng_state",) and found.state == {"weights": b"w1"}
+
+
+@pytest.mark.parametrize(
+    ("verify", "damage", "found"),
+    [
+        ("digests", "flip", 1),
+        ("sizes", "flip", 2),
+        ("sizes", "truncate", 1),
+        ("sizes", "missing", 1),
+        ("sizes", "extra", 1),
+        ("digests", "extra", 1),
+        ("digests", "none", 2),
+    ],
+)
+def test_F21_damage_is_found_before_restore(run: Run, verify: str, damage: str, found: int):
+    """Catches: a damaged shard that is loaded, and a whole one that is refused."""
+    manager = run.saved(1, 2, verify=verify)
+    shard = run.root / "iter_0000002" / SHARD
+    content = bytearray(shard.read_bytes())
+    if damage == "flip":
+        shard.write_bytes(bytes(content[:4] + bytes([content[4] ^ 1]) + content[5:]))
+        if found == 2:  # sizes cannot see it: the format's own check must not be what finds it
+            shard.write_bytes(bytes(content))
+            digest_unreadable(run)
+    elif damage == "truncate":
+        shard.write_bytes(content[:-1])
+    elif damage == "missing":
+        shard.unlink()
+    elif damage == "extra":
+        (run.root / "iter_0000002/__7_0.distcp").write_bytes(content)
+    assert manager.restore(TEMPLATE).step == found
+    assert manager.all_steps() == ([1] if found == 1 else [1, 2])
+
+
+def digest_unreadable(run: Run) -> None:
+    """Change the manifest's digest of the shard: only who compares digests can notice."""
+    manifest = run.root / "iter_0000002/.ckptfsm/manifest.json"
+    text = manifest.read_text()
+    at = text.index("xxh3_128:", text.index(SHARD)) + len("xxh3_128:")
+    manifest.write_text(text[:at] + "0" * 32 + text[at + 32 :])
+
+
+def test_F21_a_given_step_that_is_damaged_is_never_replaced(run: Run):
+    """Catches: another step loaded than the one asked for."""
+    manager = run.saved(1, 2)
+    (run.root / "iter_0000001" / SHARD).write_bytes(b"x")
+    with pytest.raises(DamagedRoot) as caught:
+        manager.restore(TEMPLATE, step=1)
+    assert caught.value.step == 1
+    assert manager.all_steps() == [1, 2]
+
+
+def test_F19_nothing_valid_is_left(run: Run):
+    """I8. Catches: a start from scratch because the only checkpoint is damaged."""
+    manager = run.saved(1)
+    (run.root / "iter_0000001" / SHARD).write_bytes(b"x")
+    with pytest.raises(DamagedRoot):
+        manager.restore(TEMPLATE)
+    manager.close()
+    with pytest.raises(DamagedRoot, match="none to resume from"):
+        run.open()
+    assert run.steps_on_disk() == [1]
+
+
+def test_resume_strict(run: Run):
+    """Catches: ``strict`` that falls back all the same, at restore or at open."""
+    manager = run.saved(1, 2, resume="strict")
+    (run.root / "iter_0000002" / SHARD).write_bytes(b"x")
+    with pytest.raises(DamagedRoot, match="strict"):
+        manager.restore(TEMPLATE)
+    assert manager.all_steps() == [1, 2]
+    manager.close()
+    with pytest.raises(DamagedRoot, match="strict"):
+        run.open(resume="strict")
+    assert run.open(resume="fallback").latest_step() == 1
+
+
+def test_resume_fresh(run: Run):
+    """Catches: ``fresh`` that deletes what was there, or finds it again at the next start."""
+    manager = run.saved(1, 2)
+    fresh = run.restarted(manager, resume="fresh")
+    assert (fresh.latest_step(), fresh.restore(TEMPLATE)) == (None, None)
+    assert run.steps_on_disk() == [] and not (run.root / TRACKER).exists()
+    aside = list((run.root / ".ckptfsm/quarantine").rglob(SHARD))
+    assert len(aside) == 2
+    fresh.save(1, weights(1)).wait()
+    assert run.restarted(fresh).all_steps() == [1]
+
+
+# -------------------------------------------------------------------- adoption, restart, readers
+
+
+def test_adopt_a_manifest_without_a_journal(run: Run):
+    """Catches: checkpoints that are lost, or pruned, because their journal is not there."""
+    manager = run.saved(1, 2)
+    manager.close()
+    for segment in (run.root / ".ckptfsm/journal").iterdir():
+        segment.unlink()
+    again = run.open(retention=LatestN(1))
+    assert again.all_steps() == [1, 2]
+    for step in (3, 4):
+        again.save(step, weights(step)).wait()
+    assert again.all_steps() == [1, 2, 4], "what was adopted is pinned until it is released"
+    again.unpin(1)
+    until(again, lambda: again.all_steps() == [2, 4])
+
+
+def test_adopt_a_stock_directory(run: Run, monkeypatch):
+    """Catches: a run that was started without this library and would begin again from zero."""
+    for step in (10, 20, 30):
+        directory = run.root / f"iter_{step:07d}"
+        directory.mkdir(parents=True)
+        (directory / SHARD).write_bytes(b"stock")
+    (run.root / TRACKER).write_text("20")
+    acceptable = StockVerdict(True, "")
+    monkeypatch.setattr(evidence_module, "inspect_stock", lambda storage, directory: acceptable)
+    manager = run.open()
+    assert manager.all_steps() == [10, 20], "30 is newer than the tracker: reported, not used"
+    reported = [d for d in manager.recovery.decisions if d.result == "reported"]
+    assert [d.subject for d in reported] == ["iter_0000030"]
+    assert (run.root / "iter_0000030").is_dir()
+    with pytest.raises(StepExistsError):
+        manager.save(30, weights(30))
+    manager.save(40, weights(40)).wait()
+    again = run.restarted(manager, retention=LatestN(1))
+    assert again.all_steps() == [10, 20, 30, 40], "30 is older now; what is adopted is pinned"
+
+
+def test_F26_a_restart_knows_every_earlier_checkpoint(run: Run):
+    """Catches: retention kept in memory, so that every restart leaves checkpoints behind."""
+    manager = run.saved(1, 2, retention=LatestN(2) | EveryNSteps(10))
+    for step in (3, 10, 11, 12):
+        manager = run.restarted(manager, retention=LatestN(2) | EveryNSteps(10))
+        manager.save(step, weights(step)).wait()
+        manager.wait_until_finished()
+    assert manager.all_steps() == [10, 11, 12] and run.steps_on_disk() == [10, 11, 12]
+
+
+def test_F26_run_time_goes_on_over_a_restart(run: Run):
+    """F14. Catches: ``EveryNSeconds`` that counts from zero, or the time the job was down."""
+    manager = run.open(retention=EveryNSeconds(100))
+    manager.save(1, weights(1)).wait()
+    run.clock.advance(60)
+    manager.close()
+    run.clock.advance(10_000)
+    manager = run.open(retention=EveryNSeconds(100))
+    manager.save(2, weights(2)).wait()  # 60 s of training after step 1: not one to keep
+    run.clock.advance(60)
+    manager.save(3, weights(3)).wait()
+    manager.save(4, weights(4)).wait()
+    manager.wait_until_finished()
+    assert manager.all_steps() == [1, 3, 4]
+
+
+def test_F27_a_leased_checkpoint_is_not_pruned(run: Run):
+    """Catches: a checkpoint that is pruned while somebody reads it."""
+    manager = run.saved(1, retention=LatestN(1))
+    lease = run.root / ".ckptfsm/leases/1.reader-of-the-evaluation.json"
+    lease.write_text('{"schema_version":1,"step":1}')
+    for step in (2, 3):
+        manager.save(step, weights(step)).wait()
+        manager.wait_until_finished()
+    assert manager.all_steps() == [1, 3]
+    with pytest.raises(SaveRefused, match="reader"):
+        manager.delete(1)
+    lease.unlink()
+    manager.save(4, weights(4)).wait()
+    manager.wait_until_finished()
+    assert manager.all_steps() == [4]
+
+
+def test_F27_restore_holds_a_lease_while_it_loads(run: Run):
+    """Catches: a restore that is not seen by a prune."""
+    seen = []
+
+    class Looking(FakeDriver):
+        def load(self, parts, directories, drop):
+            seen.extend(p.name for p in (run.root / ".ckptfsm/leases").iterdir())
+            return super().load(parts, directories, drop)
+
+    manager = run.saved(1, driver=Looking())
+    manager.restore(TEMPLATE)
+    assert len(seen) == 1 and seen[0].startswith("1.")
+    assert list((run.root / ".ckptfsm/leases").iterdir()) == []
+
+
+def test_F28_nobody_polls(run: Run):
+    """Catches: a save that can never be tracked, and nobody says so."""
+    manager = run.open(poll_warning_steps=5)
+    manager.save(10, weights(10))
+    for step in range(11, 15):
+        manager.should_save(step)
+    with pytest.warns(PollMissingWarning, match="save of step 10 .* 5 steps"):
+        manager.should_save(15)
+
+
+def test_F28_polling_is_not_warned_about(run: Run):
+    """Catches: a warning at every step of a trainer that does everything right."""
+    manager = run.open(poll_warning_steps=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        manager.save(1, weights(1))
+        for step in range(2, 20):
+            manager.should_save(step)
+            manager.poll()
+
+
+# ----------------------------------------------------------------------------- exit, deadlines
+
+
+def test_F25_leaving_in_order_drains(run: Run):
+    """Catches: the last save of a job that is lost because the job ended well."""
+    with run.open() as manager:
+        handle = manager.save(1, weights(1))
+    assert handle.state is State.TRACKED and run.tracker() == "1"
+    assert run.open().latest_step() == 1
+
+
+def test_F25_leaving_with_an_exception_abandons(run: Run):
+    """Catches: an exit that hangs in a collective, hides the error, or leaves the writer behind."""
+    gate = Gate(run.root.parent / "gate")
+    run.driver.before_write = gate.hold
+    with pytest.raises(KeyError, match="the trainer's own"), run.open() as manager:
+        handle = manager.save(1, weights(1))
+        child = manager._writer.child
+        raise KeyError("the trainer's own")
+    assert child.poll() is not None and not child.poll().succeeded
+    assert not handle.done
+    run.driver.before_write = None
+    again = run.open()
+    assert again.latest_step() is None and "failed" in {d.result for d in again.recovery.decisions}
+    assert run.records[-1].dest is State.DISCARDED
+    assert list((run.root / ".ckptfsm/staging").iterdir()) == []
+    again.save(1, weights(1)).wait()
+
+
+def test_F25_close_is_bounded(run: Run):
+    """I10. Catches: a job that never ends because its last save hangs."""
+    manager, _ = held(run, close_timeout_s=0.05)
+    with pytest.raises(DeadlineExceeded):
+        manager.close()
+    assert run.open().latest_step() is None, "the root was given back all the same"
+
+
+def test_I10_a_writer_that_hangs_fails_at_its_deadline(run: Run):
+    """Catches: training that goes on for ever without a checkpoint."""
+    gate = Gate(run.root.parent / "gate")
+    run.driver.before_write = gate.hold
+    manager = run.open(writer_timeout_s=100.0)
+    handle = manager.save(1, weights(1))
+    child = manager._writer.child
+    manager.poll()
+    assert not handle.done
+    run.clock.advance(101)
+    with pytest.raises(SaveFailed, match="missed its deadline"):
+        handle.wait()
+    assert handle.exception().reason == "writer_hung"
+    assert child.poll().exitcode == -signal.SIGKILL
+
+
+class Stuck:
+    """A ``before`` hook of ``FaultStorage`` that blocks one call until it is let go."""
+
+    def __init__(self, method: str, path: str) -> None:
+        self.method, self.path = method, path
+        self.armed = False
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, index: int, method: str, path: str) -> None:
+        if self.armed and method == self.method and self.path in path:
+            self.armed = False
+            self.reached.set()
+            assert self.go.wait(30)
+
+
+def test_I10_a_disk_that_hangs_does_not_hang_the_training_thread(run: Run):
+    """Catches: a save that waits for a dead file system, and one that is forgotten afterwards."""
+    stuck = Stuck("mkdir", "staging")
+    storage = FaultStorage(PosixStorage(run.root), before=stuck)
+    manager = run.open(storage, effect_timeout_s=0.5)
+    stuck.armed = True
+    with pytest.raises(DeadlineExceeded) as caught:
+        manager.save(1, weights(1))
+    assert caught.value.timeout_s == 0.5 and stuck.reached.is_set()
+    for _ in range(5):
+        manager.poll()
+    stuck.go.set()
+    # The disk came back: what was accepted meanwhile is failed and cleaned, a new save works.
+    until(manager, lambda: any(r.dest is State.DISCARDED for r in run.records))
+    manager.wait_until_finished()
+    manager.save(2, weights(2)).wait()
+    assert manager.all_steps() == [2]
+
+
+def test_I10_a_tracker_write_that_hangs_is_bounded(run: Run):
+    """Catches: a wait without end where only the coordinator's thread is stuck."""
+    stuck = Stuck("rename", TRACKER)
+    storage = FaultStorage(PosixStorage(run.root), before=stuck)
+    manager = run.open(storage)
+    stuck.armed = True
+    handle = manager.save(1, weights(1))
+    with pytest.raises(DeadlineExceeded):
+        handle.wait(0.2)
+    assert not handle.done and manager.latest_step() is None
+    stuck.go.set()
+    handle.wait()
+    assert manager.latest_step() == 1
+
+
+# ------------------------------------------------------------------ the same step, space, tracker
+
+
+def test_F15_the_same_step_again_is_refused(run: Run):
+    """Catches: a complete checkpoint that is overwritten."""
+    manager = run.saved(1, 2)
+    for step in (1, 2):
+        with pytest.raises(StepExistsError) as caught:
+            manager.save(step, weights(99))
+        assert isinstance(caught.value, FileExistsError) and caught.value.latest == 2
+    assert manager.restore(TEMPLATE).state == {"weights": b"w2"}
+
+
+def test_F15_a_partial_directory_is_quarantined(run: Run):
+    """Catches: a save that fails for ever, or that mixes its files with somebody's leftovers."""
+    manager = run.saved(1)
+    partial_dir = run.root / "iter_0000002"
+    partial_dir.mkdir()
+    (partial_dir / "__0_0.distcp").write_bytes(b"half")
+    manager.save(2, weights(2)).wait()
+    assert manager.restore(TEMPLATE).state == {"weights": b"w2"}
+    aside = list((run.root / ".ckptfsm/quarantine").rglob(SHARD))
+    assert [p.read_bytes() for p in aside] == [b"half"]
+
+
+def test_F5_a_save_that_cannot_fit_is_refused(run: Run):
+    """Catches: a disk filled to the brim by a save that was never going to fit."""
+    manager = run.saved(1)
+    before = snapshot(run.root)
+    run.driver.expected_bytes = 1 << 60
+    with pytest.raises(SaveRefused, match=f"needs about {1 << 60} bytes"):
+        manager.save(2, weights(2))
+    assert snapshot(run.root) == before
+    run.driver.expected_bytes = None
+    manager.save(2, weights(2)).wait()
+
+
+@pytest.mark.parametrize("call", ["open_exclusive", "write", "fsync", "rename"])
+def test_F5_the_tracker_cannot_be_written(run: Run, call: str):
+    """I2, I7. Catches: a published checkpoint that is failed, never tracked again, or that makes
+    room by pruning the only tracked one."""
+    broken = threading.Event()
+    failed: list[str] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if broken.is_set() and method == call and TRACKER in path:
+            failed.append(path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    storage = FaultStorage(PosixStorage(run.root), before=before)
+    manager = run.saved(1, storage=storage, retention=LatestN(1), on_busy="skip")
+    broken.set()
+    handle = manager.save(2, weights(2))
+    until(manager, lambda: handle.state is State.FINALIZED)
+
+    def tried_again() -> bool:
+        run.clock.advance(10)
+        return len(failed) >= 4
+
+    until(manager, tried_again, limit=300)  # again and again, and it stays what it is
+    assert (handle.state, handle.done) == (State.FINALIZED, False)
+    assert run.tracker() == "1" and run.steps_on_disk() == [1, 2]
+    broken.clear()
+
+    def done() -> bool:
+        run.clock.advance(10)
+        return handle.done
+
+    until(manager, done, limit=300)
+    assert handle.state is State.TRACKED and run.tracker() == "2"
+    manager.wait_until_finished(2.0)
+    assert manager.all_steps() == [2]
+
+
+def crash_at_rename_to(run: Run, name: str) -> None:
+    """Save step 1 in a process that dies right before the rename to ``name``."""
+
+    def job() -> None:
+        def before(index: int, method: str, path: str) -> None:
+            if method == "rename" and path.endswith(f"-> {name}"):
+                os._exit(7)
+
+        storage = FaultStorage(PosixStorage(run.root), before=before)
+        ports = fake_ports(lambda create: storage)
+        manager = Manager(ports, make_config(QUICK))
+        manager.save(1, weights(1)).wait()
+
+    assert fork_child(job, keep=(), group=True).wait(30).exitcode == 7
+
+
+@pytest.mark.parametrize("name", [TRACKER, "iter_0000001"])
+def test_F3_a_coordinator_killed_on_the_last_steps_is_rolled_forward(run: Run, name: str):
+    """I8. Catches: a written checkpoint that a restart throws away."""
+    crash_at_rename_to(run, name)
+    assert not (run.root / TRACKER).exists()
+    manager = run.open()
+    assert manager.latest_step() == 1 and run.tracker() == "1"
+    assert manager.restore(TEMPLATE).state == {"weights": b"w1"}
+
+
+def test_F33_a_crash_in_the_very_first_save_begins_at_zero(run: Run):
+    """Catches: a job that cannot start because of the remains of its first save."""
+
+    def job() -> None:
+        manager = Manager(
+            fake_ports(run.root, driver=FakeDriver(before_write=die)), make_config(QUICK)
+        )
+        manager.save(1, weights(1))
+        os._exit(7)
+
+    assert fork_child(job, keep=(), group=True).wait(30).exitcode == 7
+    manager = run.open()
+    assert manager.restore(TEMPLATE) is None
+    assert list((run.root / ".ckptfsm/staging").iterdir()) == []
+    manager.save(1, weights(1)).wait()
+
+
+# ------------------------------------------------------------------------------ two on one root
+
+
+def test_F12_a_second_manager_is_refused(run: Run):
+    """F32. Catches: two trainers on one root. The error must name who owns it."""
+    manager = run.saved(1)
+    with pytest.raises(RootBusy) as caught:
+        run.open()
+    assert (caught.value.pid, caught.value.host) == (os.getpid(), os.uname().nodename)
+    manager.save(2, weights(2)).wait()
+
+
+def test_F12_a_second_process_is_refused(run: Run):
+    """Catches: the same, where only the lock can tell."""
+    run.saved(1)
+    mine = os.getpid()
+
+    def other() -> tuple[str, int]:
+        try:
+            Manager(fake_ports(run.root), make_config(QUICK))
+        except RootBusy as error:
+            return error.kind, error.pid
+        return "opened", 0
+
+    assert fork_child(other, keep=(), group=True).wait(30).payload == ("root_busy", mine)
+
+
+def test_F12_a_takeover_fences_the_first(run: Run):
+    """I9. Catches: the older manager going on to save, prune or track."""
+    first = run.saved(1, hooks=())
+    second = run.open(takeover=True)
+    for _ in range(2):  # a fatal error stays
+        with pytest.raises(Fenced):
+            first.save(2, weights(2))
+    second.save(2, {"weights": b"second"}).wait()
+    with pytest.raises(Fenced):
+        first.pin(1)
+    assert run.tracker() == "2" and second.restore(TEMPLATE).state == {"weights": b"second"}
+    first.abandon()
+    second.save(3, weights(3)).wait()
+
+
+def test_F12_fenced_with_a_save_in_flight(run: Run):
+    """F13. Catches: a zombie that publishes over, or tracks instead of, the new owner."""
+    gate = Gate(run.root.parent / "gate")
+    first = run.saved(1, hooks=())
+    run.driver.before_write = gate.hold
+    handle = first.save(2, weights(2))
+    run.driver.before_write = None
+    second = run.open(takeover=True)
+    gate.open()
+    with pytest.raises(CkptFsmError) as caught:
+        handle.wait()
+    assert caught.value.kind in ("fenced", "writer_failed", "save_failed", "writer_died")
+    assert run.tracker() == "1" and run.steps_on_disk() == [1]
+    second.save(2, {"weights": b"second"}).wait()
+    assert second.restore(TEMPLATE).state == {"weights": b"second"}
+
+
+# ---------------------------------------------------------------------------- foreign requests
+
+
+def test_I6_foreign_finalizers_run_once_with_their_own_payload(run: Run):
+    """Catches: finalizers run twice, not at all, or with another save's results."""
+    manager = run.open()
+    for step in (1, 2):
+        content = b"x" * step
+        handle = manager.save(step, parts={"state": FakeRequest(content)})
+        manager.wait_until_finished()
+        assert handle.state is State.TRACKED
+        assert (run.root / f"iter_{step:07d}" / SHARD).read_bytes() == content
+    assert run.driver.finalized == [{"state": {"bucket": 1}}, {"state": {"bucket": 2}}]
+    assert run.restarted(manager).all_steps() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("queue empty"), BaseException("CheckpointException")]
+)
+def test_I6_a_finalizer_that_raises_fails_the_save(run: Run, error: BaseException):
+    """Catches: an error in a finalizer that is swallowed, retried, or that ends training."""
+    run.driver.failures["finalize"] = error
+    manager = run.open()
+    handle = manager.save(1, parts={"state": FakeRequest(b"x")})
+    with pytest.raises(SaveFailed, match=str(error)):
+        handle.wait()
+    assert len(run.driver.finalized) == 1 and handle.exception().reason == "finalizers"
+    manager.wait_until_finished()
+    run.driver.failures.clear()
+    manager.save(2, weights(2)).wait()
+    assert manager.all_steps() == [2]
+
+
+def test_a_finalizer_that_leaves_nothing_fails_the_save(run: Run):
+    """Catches: a checkpoint without ``.metadata`` that is tracked."""
+    manager = run.open()
+    handle = manager.save(1, parts={"state": FakeRequest(b"x", lambda where, payload: None)})
+    with pytest.raises(SaveFailed, match=r"no \.metadata"):
+        handle.wait()
+    assert not (run.root / TRACKER).exists()
+
+
+# --------------------------------------------------------------------------------- several ranks
+
+
+def rank_manager(run: Run, transport: ThreadTransport, driver=None, **settings) -> Manager:
+    driver = driver or FakeDriver(transport.rank)
+    driver.rank = transport.rank
+    ports = fake_ports(run.root, driver=driver, transport=transport, clock=run.clock)
+    return Manager(ports, make_config({**QUICK, **settings}))
+
+
+def test_ranks_see_the_same_and_write_their_own(run: Run):
+    """Catches: a rank that sees another state of affairs, or loads another rank's shard."""
+
+    def work(transport: ThreadTransport):
+        manager = rank_manager(run, transport)
+        handle = manager.save(1, {"weights": b"rank%d" % transport.rank})
+        manager.wait_until_finished()
+        seen = (handle.state, manager.latest_step(), manager.restore(TEMPLATE).state)
+        manager.close()
+        return seen
+
+    results = run_ranks(3, work)
+    assert results == [(State.TRACKED, 1, {"weights": b"rank%d" % rank}) for rank in range(3)]
+
+
+@pytest.mark.parametrize("call", ["draft", "stage", "merge"])
+def test_F31_one_rank_fails_inside_save(run: Run, call: str):
+    """I10. Catches: one rank's error that leaves the others in a collective."""
+    culprit = 0 if call == "merge" else 1
+
+    def work(transport: ThreadTransport):
+        driver = FakeDriver(transport.rank)
+        manager = rank_manager(run, transport, driver)
+        if transport.rank == culprit:
+            driver.failures[call] = OSError(errno.ENOSPC, "No space left on device")
+        try:
+            manager.save(1, weights(1)).wait()
+            outcome = "saved"
+        except CkptFsmError as error:
+            outcome = f"{error.kind}: {error.message}"
+        driver.failures.clear()
+        manager.wait_until_finished()
+        manager.save(2, weights(2)).wait()
+        steps = manager.all_steps()
+        manager.close()
+        return outcome, steps
+
+    results = run_ranks(2, work)
+    assert results[0] == results[1]
+    outcome, steps = results[0]
+    assert "No space left on device" in outcome and steps == [2]
+    assert outcome.startswith("save_failed" if call == "stage" else "save_refused")
+    assert call == "merge" or "rank 1" in outcome
+
+
+def test_F1_one_ranks_writer_is_killed(run: Run):
+    """I10. Catches: ranks that disagree on whether a save failed."""
+
+    def work(transport: ThreadTransport):
+        driver = FakeDriver(before_write=die if transport.rank == 1 else None)
+        manager = rank_manager(run, transport, driver)
+        with pytest.raises(WriterDied, match="rank 1: killed by SIGKILL"):
+            manager.save(1, weights(1)).wait()
+        driver.before_write = None
+        manager.wait_until_finished()
+        manager.save(1, weights(1)).wait()
+        manager.close()
+        return manager.latest_step()
+
+    assert run_ranks(2, work) == [1, 1]
+
+
+def test_restore_failed_on_every_rank(run: Run):
+    """Catches: a rank that trains on while another could not load."""
+    run.saved(1).close()
+
+    def work(transport: ThreadTransport):
+        manager = rank_manager(run, transport)
+        manager.save(2, weights(2)).wait()
+        if transport.rank == 1:
+            manager._ports.driver.failures["load"] = MemoryError("too large")
+        with pytest.raises(RestoreFailed, match="rank 1: MemoryError") as caught:
+            manager.restore(TEMPLATE)
+        manager.close()
+        return caught.value.step
+
+    assert run_ranks(2, work) == [2, 2]
+
+
+def test_ranks_that_ask_for_different_checkpoints_are_refused(run: Run):
+    """F10. Catches: a checkpoint made of shards of two steps, or of different parts."""
+
+    def work(transport: ThreadTransport):
+        manager = rank_manager(run, transport)
+        with pytest.raises(SaveRefused, match="rank 1 asks for step 2"):
+            manager.save(1 + transport.rank, weights(1))
+        name = "ab"[transport.rank]
+        with pytest.raises(SaveRefused, match="parts that rank 0 does not ask for|other parts"):
+            manager.save(5, parts={"x": weights(1), name: weights(1)})
+        manager.close()
+        return manager.latest_step()
+
+    assert run_ranks(2, work) == [None, None]
+
+
+def test_a_root_that_cannot_be_opened_raises_on_every_rank(run: Run):
+    """Catches: ranks that wait for a coordinator that never was."""
+    run.saved(1)
+
+    def work(transport: ThreadTransport):
+        rank_manager(run, transport)
+
+    results = run_ranks(2, work)
+    assert [type(r) for r in results] == [RootBusy, RootBusy]
+
+
+def test_preemption_of_one_rank_is_agreed(run: Run):
+    """Catches: one rank that saves alone, which would leave it waiting for the others."""
+
+    def work(transport: ThreadTransport):
+        manager = rank_manager(run, transport, exchange_every=2, save_interval_s=1e6)
+        manager.save(1, weights(1))
+        if transport.rank == 1:
+            manager.request_save()
+        manager.wait_until_finished()
+        due = manager.should_save(2), manager.preempted
+        manager.save(2, weights(2)).wait()
+        manager.close()
+        return due
+
+    assert run_ranks(2, work) == [(True, True)] * 2
+
+
+def test_an_idle_poll_costs_no_exchange(run: Run):
+    """Catches: a collective in every training step while nothing is in flight."""
+
+    def work(transport: ThreadTransport):
+        manager = rank_manager(run, transport)
+        manager.save(1, weights(1))
+        manager.wait_until_finished()
+        before = transport.exchanges
+        for _ in range(50):
+            manager.poll()
+        used = transport.exchanges - before
+        manager.close()
+        return used
+
+    assert run_ranks(2, work) == [0, 0]
+
+
+def test_I10_a_rank_that_left_fails_the_others(run: Run):
+    """Catches: ranks that wait for one that is gone."""
+
+    def work(transport: ThreadTransport):
+        manager = rank_manager(run, transport)
+        if transport.rank == 1:
+            raise KeyError("the trainer's own")
+        try:
+            manager.save(1, weights(1))
+        finally:
+            manager.abandon()
+
+    first, second = run_ranks(2, work)
+    assert isinstance(first, RankFailed) and first.ranks == (1,)
+    assert isinstance(second, KeyError)
+    assert run.open().latest_step() is None
+
+
+def test_F2_a_simulated_death_is_no_error_to_be_handled(run: Run):
+    """Catches: a broad ``except`` around the coordinator's work that survives its own death."""
+
+    def before(index: int, method: str, path: str) -> None:
+        if "staging" in path and method == "mkdir" and "staging/" in path:
+            raise ProcessDead("before mkdir")
+
+    storage = FaultStorage(PosixStorage(run.root), before=before)
+    ports = fake_ports(lambda create: storage, executor=InlineExecutor)
+    manager = Manager(ports, make_config(QUICK))
+    with pytest.raises(ProcessDead):
+        manager.save(1, weights(1))
+
+
+def test_open_storage_is_called_once_per_rank_with_its_role(run: Run):
+    """Catches: a rank other than the coordinator that creates a root of its own."""
+    asked: list[tuple[int, bool]] = []
+
+    def work(transport: ThreadTransport):
+        def open_storage(create: bool) -> PosixStorage:
+            asked.append((transport.rank, create))
+            return PosixStorage(run.root, create=create)
+
+        ports = fake_ports(open_storage, transport=transport)
+        Manager(ports, make_config(QUICK)).close()
+
+    assert run_ranks(2, partial(work)) == [None, None]
+    assert sorted(asked) == [(0, True), (1, False)]

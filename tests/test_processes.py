@@ -1,0 +1,391 @@
+"""Forked children: what counts as success, what they hold, and when they end.
+
+Each test says what it would catch. Everything here is a real fork.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ckptfsm.processes import Child, ChildError, Outcome, fork_child
+from ckptfsm.testing.fakes import Gate
+
+ROOT = Path(__file__).resolve().parent.parent
+WAIT_S = 20.0
+
+
+def ended(child: Child) -> Outcome:
+    outcome = child.wait(WAIT_S)
+    assert outcome is not None, "the child did not end"
+    return outcome
+
+
+def run(job, *, keep=(), group=True) -> Outcome:
+    return ended(fork_child(job, keep=keep, group=group))
+
+
+def wait_for_eof(descriptor: int) -> bytes:
+    """Everything until the last process that holds the other end is gone; bounded."""
+    data = b""
+    while select.select([descriptor], [], [], WAIT_S)[0]:
+        piece = os.read(descriptor, 1 << 16)
+        if not piece:
+            return data
+        data += piece
+    raise AssertionError("somebody still holds the other end")
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_a_result_comes_back(group: bool):
+    """Catches: a payload that is lost, cut off at the size of a pipe, or delayed for ever."""
+    large = {"rows": [("key", index, b"x" * 100) for index in range(20_000)]}
+    outcome = run(lambda: large, group=group)
+    assert outcome.succeeded and outcome.payload == large and outcome.exitcode == 0
+
+
+def test_none_is_a_result_too():
+    """Catches: "no payload" and "the payload is None" taken for each other."""
+    assert run(lambda: None) == Outcome(0, None, None, True)
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 77])
+def test_an_exit_code_alone_is_never_success(code: int):
+    """F1. Catches: exit 0 without a result taken for a written shard."""
+    outcome = run(lambda: os._exit(code))
+    assert not outcome.succeeded and outcome.exitcode == code
+    assert outcome.explain() == f"exit code {code} without a complete result"
+
+
+def test_an_exception_is_told():
+    """Catches: a failure reported as "exit code 1" and nothing else."""
+
+    def job() -> None:
+        raise RuntimeError("a\nbug")
+
+    outcome = run(job)
+    assert not outcome.succeeded and outcome.exitcode == 1
+    assert outcome.error == ChildError("RuntimeError: a bug")
+    assert outcome.explain() == "RuntimeError: a bug"
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), BaseException("odd")])
+def test_no_exception_is_success(error: BaseException):
+    """Catches: torch's CheckpointException, a BaseException, or sys.exit(0) taken for success."""
+
+    def job() -> None:
+        raise error
+
+    outcome = run(job)
+    assert not outcome.succeeded and type(error).__name__ in outcome.explain()
+
+
+def test_F5_the_first_system_error_surfaces():
+    """Catches: a full disk that reaches people as "unexpected pos" only."""
+
+    def job() -> None:
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "shard")
+        except OSError:
+            raise RuntimeError("unexpected pos 64 vs 0") from None
+
+    outcome = run(job)
+    assert "No space left" in outcome.error.os_error
+    assert outcome.explain().startswith("RuntimeError: unexpected pos")
+    assert "first system error: OSError: [Errno 28]" in outcome.explain()
+
+
+def test_a_result_that_cannot_be_pickled_is_a_failure():
+    """Catches: exit 0 with half a payload."""
+    outcome = run(lambda: lambda: None)
+    assert not outcome.succeeded and "pickle" in outcome.explain().lower()
+
+
+def test_a_truncated_payload_is_no_result():
+    """Catches: a writer killed in the middle of its report, whose report is believed."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.write(write_end, b"\x01" + (1000).to_bytes(8, "big") + b"half")
+    os.close(write_end)
+    outcome = ended(Child(pid, read_end, group=False))
+    assert outcome == Outcome(0) and not outcome.succeeded
+
+
+def test_F1_a_killed_child_is_a_failure_with_the_signals_name():
+    """Catches: "not alive" taken for "succeeded"."""
+    outcome = run(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert outcome.exitcode == -signal.SIGKILL and not outcome.succeeded
+    assert outcome.explain() == "killed by SIGKILL"
+
+
+def test_a_signal_without_a_name():
+    """Catches: an error while explaining an error."""
+    assert Outcome(-40).explain() == "killed by signal 40"
+
+
+def test_poll_never_blocks_and_wait_is_bounded(tmp_path: Path):
+    """I10. Catches: a training step that waits for a writer."""
+    gate = Gate(tmp_path / "gate")
+    child = fork_child(gate.hold, keep=(), group=True)
+    assert child.poll() is None
+    assert child.wait(0.01) is None
+    gate.open()
+    assert ended(child).succeeded
+    assert child.poll() is child.wait() is child.poll()
+    assert child.kill() is True
+
+
+def test_F1_kill_takes_the_grandchildren_too(tmp_path: Path):
+    """Catches: a worker of a killed writer that goes on writing into the attempt's files."""
+    read_end, write_end = os.pipe()
+    gate = Gate(tmp_path / "gate")
+
+    def job() -> None:
+        for _ in range(2):
+            if os.fork() == 0:
+                os.write(write_end, b".")
+                gate.hold()
+                os._exit(0)
+        gate.hold()
+
+    child = fork_child(job, keep=(write_end,), group=True)
+    os.close(write_end)
+    seen = b""
+    while len(seen) < 2:
+        assert select.select([read_end], [], [], WAIT_S)[0]
+        seen += os.read(read_end, 2)
+    assert child.kill() is True
+    assert wait_for_eof(read_end) == b"", "a grandchild still holds its end"
+    os.close(read_end)
+
+
+def test_grandchildren_end_when_the_writer_ends_by_itself(tmp_path: Path):
+    """F13. Catches: a worker that outlives its writer and writes late."""
+    read_end, write_end = os.pipe()
+    gate = Gate(tmp_path / "gate")
+
+    def job() -> str:
+        if os.fork() == 0:
+            gate.hold()
+            os._exit(0)
+        return "done"
+
+    child = fork_child(job, keep=(write_end,), group=True)
+    os.close(write_end)
+    assert ended(child).payload == "done"
+    assert wait_for_eof(read_end) == b""
+    os.close(read_end)
+
+
+TRAINER = """
+import os, sys, threading
+from ckptfsm.processes import fork_child
+alive = int(sys.argv[2])
+def job():
+    os.write(alive, b"child")
+    threading.Event().wait(60)
+def trainer():
+    fork_child(job, keep=(alive,), group=True)
+    threading.Event().wait(60)
+if sys.argv[1] == "main":
+    trainer()
+else:
+    thread = threading.Thread(target=trainer)
+    thread.start()
+    thread.join()
+"""
+
+
+@pytest.mark.parametrize("thread", ["main", "other"])
+def test_F29_a_child_dies_with_its_trainer(thread: str):
+    """Catches: an orphaned writer that holds the port, the GPU or the disk of the restarted job."""
+    read_end, write_end = os.pipe()
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, thread, str(write_end)], cwd=ROOT, pass_fds=(write_end,)
+    )
+    os.close(write_end)
+    try:
+        assert select.select([read_end], [], [], WAIT_S)[0]
+        assert os.read(read_end, 100) == b"child"
+        trainer.kill()
+        assert wait_for_eof(read_end) == b"", "the child outlived its trainer"
+    finally:
+        trainer.kill()
+        trainer.wait(WAIT_S)
+        os.close(read_end)
+
+
+def test_F29_a_child_outlives_the_thread_that_forked_it(tmp_path: Path):
+    """Catches: a writer killed because a helper thread of the trainer ended."""
+    gate = Gate(tmp_path / "gate")
+    made: list[Child] = []
+    read_end, write_end = os.pipe()
+
+    def job() -> None:
+        os.write(write_end, b".")
+        gate.hold()
+
+    def fork() -> None:
+        made.append(fork_child(job, keep=(write_end,), group=True))
+        os.write(write_end, os.read(read_end, 1))  # it has begun: only now may this thread end
+        native.append(threading.get_native_id())
+
+    native: list[int] = []
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    while Path(f"/proc/self/task/{native[0]}").exists():  # the kernel's thread, not Python's
+        os.sched_yield()
+    os.close(read_end)
+    os.close(write_end)
+    gate.open()
+    assert ended(made[0]).succeeded
+
+
+def test_F29_a_child_does_not_hold_a_listening_socket(tmp_path: Path):
+    """Catches: EADDRINUSE in the restarted job, because a writer still has the rendezvous port."""
+    gate = Gate(tmp_path / "gate")
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    address = listening.getsockname()
+    listening.set_inheritable(True)
+    read_end, write_end = os.pipe()
+
+    def job() -> int:
+        os.write(write_end, b".")
+        os.close(write_end)
+        gate.hold()
+        return held()
+
+    child = fork_child(job, keep=(write_end,), group=True)
+    assert select.select([read_end], [], [], WAIT_S)[0], "the child did not begin"
+    os.close(write_end)
+    os.close(read_end)
+    listening.close()
+    with socket.socket() as again:
+        again.bind(address)
+        again.listen()
+    gate.open()
+    assert ended(child).payload <= 4, "stdio, the pipe, and the listing itself"
+
+
+def held() -> int:
+    """How many descriptors this process has, without that of the listing."""
+    return len(os.listdir("/proc/self/fd")) - 1
+
+
+def test_a_child_keeps_what_it_was_told_to(tmp_path: Path):
+    """Catches: a writer whose storage was closed under it."""
+    kept = os.open(tmp_path, os.O_RDONLY)
+    other = os.open(tmp_path, os.O_RDONLY)
+
+    def job() -> tuple[bool, bool]:
+        def is_open(fd: int) -> bool:
+            try:
+                os.fstat(fd)
+            except OSError:
+                return False
+            return True
+
+        return is_open(kept), is_open(other)
+
+    assert run(job, keep=(kept,)).payload == (True, False)
+    assert os.fstat(kept) and os.fstat(other)
+    os.close(kept)
+    os.close(other)
+
+
+def test_SIGCHLD_ignored_is_a_failure_not_a_success():
+    """Catches: an exit status that nobody can know, taken for 0."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        outcome = run(lambda: "written")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert outcome.exitcode is None and not outcome.succeeded
+    assert "SIGCHLD" in outcome.explain()
+
+
+def test_somebody_else_reaped_it(tmp_path: Path):
+    """Catches: the same, where a trainer's own ``waitpid(-1)`` was faster."""
+    child = fork_child(lambda: "written", keep=(), group=True)
+    os.waitpid(child.pid, 0)
+    outcome = ended(child)
+    assert outcome.exitcode is None and not outcome.succeeded
+
+
+def test_the_trainers_signal_handlers_do_not_run_in_a_child():
+    """Catches: a writer that runs the trainer's SIGTERM handler, or dies of its Ctrl-C."""
+
+    def handlers() -> tuple[bool, bool]:
+        return (
+            signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
+            signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+        )
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        assert run(handlers).payload == (True, True)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_child_in_its_own_group():
+    """Catches: a Ctrl-C at the terminal that kills the writer with the trainer's group."""
+    assert run(lambda: (os.getpgid(0), os.getpid()), group=True).payload is not None
+    group, pid = run(lambda: (os.getpgid(0), os.getpid()), group=True).payload
+    assert group == pid
+    group, pid = run(lambda: (os.getpgid(0), os.getpid()), group=False).payload
+    assert group == os.getpgid(0) != pid
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_off_in_a_child_and_as_it_was_in_the_parent(enabled: bool):
+    """Catches: the parent's CUDA tensors collected in a child; a trainer left without collector."""
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        assert run(gc.isenabled).payload is False
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_no_zombie_and_no_descriptor_is_left():
+    """Catches: a job that runs out of descriptors or processes after a thousand saves."""
+    run(lambda: None)
+    before = set(os.listdir("/proc/self/fd"))
+    children = [fork_child(lambda: None, keep=(), group=True) for _ in range(5)]
+    children.append(fork_child(lambda: os._exit(3), keep=(), group=True))
+    for child in children:
+        ended(child)
+    assert set(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(children[0].pid, os.WNOHANG)
+
+
+def test_a_child_never_returns_into_its_parents_frames():
+    """Catches: ``finally`` blocks and exit handlers of the trainer run a second time, in a child."""
+    read_end, write_end = os.pipe()
+    os.set_inheritable(write_end, True)
+    try:
+        child = fork_child(lambda: sys.exit("bye"), keep=(write_end,), group=True)
+        assert not ended(child).succeeded
+    finally:
+        os.write(write_end, b"%d" % os.getpid())
+        os.close(write_end)
+    assert wait_for_eof(read_end) == b"%d" % os.getpid()
+    os.close(read_end)

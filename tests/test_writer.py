@@ -1,0 +1,310 @@
+"""One rank's writer: what it puts on disk, in which order, and what its trainer believes.
+
+Each test says what it would catch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfsm.documents import Receipt, decode
+from ckptfsm.durable import make_dirs
+from ckptfsm.layout import STAGING, receipt_name, staging_dir
+from ckptfsm.messages import AttemptId, Failed, ShardReported
+from ckptfsm.ports import Written
+from ckptfsm.storage import PosixStorage
+from ckptfsm.testing.fakes import FakeShard, Gate
+from ckptfsm.testing.faults import FaultStorage, fail_at
+from ckptfsm.testing.harness import FakePart
+from ckptfsm.testing.simfs import SimDisk, SimStorage
+from ckptfsm.writer import FilePart, RankJob, RankWriter, ShardFile, write_rank
+
+OF = AttemptId(5, 1, 1)
+LOCATION = staging_dir(OF)
+FAR = 1e12  # a deadline that never comes
+WAIT_S = 20.0
+
+
+def content(rank: int = 0) -> bytes:
+    return b"rank %d " % rank * 100
+
+
+def job(*parts, rank: int = 0, world_size: int = 1) -> RankJob:
+    return RankJob(
+        OF, rank, world_size, LOCATION, parts or (FakePart("state", "", rank, content(rank)),)
+    )
+
+
+@pytest.fixture
+def disk() -> SimDisk:
+    made = SimDisk()
+    make_dirs(SimStorage(made, "setup"), LOCATION)
+    made.kill("setup")
+    return made
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / LOCATION).mkdir(parents=True)
+    return tmp_path
+
+
+def fork(root: Path, work: RankJob, deadline: float = FAR) -> RankWriter:
+    storage = PosixStorage(root)
+    return RankWriter(storage, work, keep=storage.descriptors(), deadline=deadline)
+
+
+def events(writer: RankWriter, now: float = 0.0) -> list[Any]:
+    assert writer.wait(WAIT_S)
+    return writer.poll(now)
+
+
+def receipt(storage, part: str = "state", rank: int = 0) -> Receipt:
+    path = f"{LOCATION}/{receipt_name(part, rank)}"
+    return decode(Receipt, storage.read(path, 1 << 20), path)
+
+
+# ---------------------------------------------------------------------------- what is on disk
+
+
+def test_I3_a_receipt_lists_every_file_with_size_and_digest(disk: SimDisk):
+    """Catches: a file that nobody answers for, or a receipt of something else than was written."""
+    storage = SimStorage(disk, "writer")
+    assert write_rank(storage, job()) == [("state", 2 * len(content()), None)]
+    found = receipt(storage)
+    assert (found.of, found.part, found.rank, found.world_size) == (OF, "state", 0, 1)
+    below = [p.removeprefix(f"{LOCATION}/") for p, v in disk.snapshot().items() if type(v) is bytes]
+    assert sorted(e.name for e in found.files) == sorted(
+        name for name in below if not name.endswith("receipts/state/0.json")
+    )
+    for entry in found.files:
+        assert entry.bytes == storage.stat(f"{LOCATION}/{entry.name}").size
+        assert entry.digest == storage.digest(f"{LOCATION}/{entry.name}")
+
+
+@pytest.mark.parametrize("loss", ["all_lost", "all_kept"])
+def test_I3_once_the_writer_returned_a_power_loss_takes_nothing(disk: SimDisk, loss):
+    """F4. Catches: a missing fsync of a shard, of its name, or of the receipt."""
+    parts = (FakePart("a", "deep/er", 0, content()), FilePart("notes", "notes.txt", b"hello", "b"))
+    write_rank(SimStorage(disk, "writer"), job(*parts))
+    before = disk.snapshot()
+    disk.crash(loss)
+    assert disk.snapshot() == before
+
+
+def test_I3_the_receipt_comes_last(disk: SimDisk):
+    """F4. Catches: a receipt that is durable before the shard it stands for."""
+    storage = FaultStorage(SimStorage(disk, "writer"))
+    write_rank(storage, job())
+    receipts = [i for i, (_, path) in enumerate(storage.calls) if "receipts/state/0.json" in path]
+    shards = [i for i, (_, path) in enumerate(storage.calls) if path.endswith(".distcp")]
+    assert max(shards) < min(receipts)
+    assert ("fsync_dir", LOCATION) in storage.calls[max(shards) : min(receipts)]
+
+
+def test_several_parts_have_a_receipt_each(disk: SimDisk):
+    """F23. Catches: one receipt that stands for parts which are not written yet."""
+    storage = SimStorage(disk, "writer")
+    parts = (FakePart("actor", "actor", 0, content()), FilePart("notes", "notes.txt", b"hello"))
+    assert [name for name, _, _ in write_rank(storage, job(*parts))] == ["actor", "notes"]
+    assert {e.name for e in receipt(storage, "actor").files} == {
+        "actor/__0_0.distcp",
+        ".ckptfsm/planned/actor.bin",
+    }
+    assert [e.name for e in receipt(storage, "notes").files] == ["notes.txt"]
+
+
+def test_two_writers_never_share_a_file(disk: SimDisk):
+    """F13. Catches: a second writer that truncates or interleaves with the first one's shard."""
+    storage = SimStorage(disk, "writer")
+    write_rank(storage, job())
+    before = disk.snapshot()
+    with pytest.raises(FileExistsError):
+        write_rank(SimStorage(disk, "other"), job())
+    assert disk.snapshot() == before
+
+
+@pytest.mark.parametrize("directory", ["", "actor"])
+def test_F13_a_late_writer_cannot_bring_its_directory_back(disk: SimDisk, directory: str):
+    """Catches: files of a dead attempt that reappear after they were moved to the trash."""
+    storage = SimStorage(disk, "writer")
+    storage.rename(LOCATION, "moved_away")
+    with pytest.raises(FileNotFoundError):
+        write_rank(storage, job(FakePart("state", directory, 0, content())))
+    assert storage.listdir(STAGING) == [] and storage.listdir("moved_away") == []
+
+
+@pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EIO"])
+def test_F5_F6_an_error_at_any_call_leaves_no_receipt(code: str):
+    """Catches: a receipt for a shard whose write, fsync or close failed."""
+
+    def fresh(index: int) -> FaultStorage:
+        disk = SimDisk()
+        make_dirs(SimStorage(disk, "setup"), LOCATION)
+        return FaultStorage(SimStorage(disk, "w"), before=fail_at(index, getattr(errno, code)))
+
+    counted = fresh(-1)
+    write_rank(counted, job())
+    total = len(counted.calls)
+    put = next(i for i, c in enumerate(counted.calls) if c[0] == "rename")
+    for index in range(total):
+        storage = fresh(index)
+        with pytest.raises(OSError) as caught:
+            write_rank(storage, job())
+        assert caught.value.errno == getattr(errno, code)
+        if index <= put:  # later ones leave a receipt that is whole
+            with pytest.raises(FileNotFoundError):
+                receipt(storage.inner)
+        failed = storage.calls[index]
+        if failed[0] == "fsync":
+            assert storage.calls.count(failed) == 1, "F6: fsynced again after it had failed"
+
+
+def test_F7_short_writes(disk: SimDisk):
+    """Catches: a shard cut off where the disk took fewer bytes than it was given."""
+    disk.short_writes = 3
+    storage = SimStorage(disk, "writer")
+    write_rank(storage, job())
+    assert storage.read(f"{LOCATION}/__0_0.distcp", 1 << 20) == content()
+
+
+def test_a_shard_file_is_what_torch_save_wants(disk: SimDisk):
+    """Catches: a position that is wrong for memoryviews of other item sizes."""
+    storage = SimStorage(disk, "writer")
+    shard = ShardFile(storage, f"{LOCATION}/x")
+    assert shard.write(b"abc") == 3
+    assert shard.write(memoryview(b"12345678").cast("I")) == 8
+    shard.flush()
+    assert shard.tell() == 11
+    entry = shard.close_durably("x")
+    assert (entry.name, entry.bytes) == ("x", 11)
+    assert storage.read(f"{LOCATION}/x", 100) == b"abc12345678"
+
+
+def test_a_large_shard_has_the_digest_of_its_content(root: Path):
+    """Catches: a digest, taken beside the fsync, of only a part of the file."""
+    storage = PosixStorage(root)
+    shard = ShardFile(storage, f"{LOCATION}/large")
+    shard.write(os.urandom(3 << 20))
+    entry = shard.close_durably("large")
+    assert entry.bytes == 3 << 20 and entry.digest == storage.digest(f"{LOCATION}/large")
+
+
+def test_the_first_error_of_a_shard_is_kept(disk: SimDisk):
+    """F5. Catches: a full disk that is only known as torch's "unexpected pos"."""
+    disk.capacity = disk.used + 10
+    shard = ShardFile(SimStorage(disk, "writer"), f"{LOCATION}/x")
+    for _ in range(2):
+        with pytest.raises(OSError):
+            shard.write(b"y" * 100)
+    assert shard.error is not None and shard.error.errno == errno.ENOSPC
+
+
+# --------------------------------------------------------------------------- what is believed
+
+
+def test_a_good_writer_reports_its_shards_once(root: Path):
+    """I5. Catches: a report that counts twice, or with another rank's numbers."""
+    writer = fork(root, job(rank=1, world_size=2))
+    expected = [ShardReported(OF, "state", 1, 2, len(content(1)))]
+    assert events(writer) == expected
+    assert writer.poll(0.0) == [] and writer.kill(WAIT_S) is True
+    assert receipt(PosixStorage(root), rank=1).world_size == 2
+
+
+def test_payloads_come_back(root: Path):
+    """Catches: a foreign finalizer without the results of its own writer."""
+
+    @dataclass
+    class Foreign:
+        name: str = "state"
+        directory: str = ""
+
+        def write(self, storage, location):
+            return Written((), payload={"bucket": 7})
+
+    writer = fork(root, job(Foreign()))
+    assert [type(e) for e in events(writer)] == [ShardReported]
+    assert writer.payloads == {"state": {"bucket": 7}}
+
+
+def killed(part: str, rank: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leaves(part: str, rank: int) -> None:
+    os._exit(0)
+
+
+def out_of_space(part: str, rank: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "shard")
+
+
+@pytest.mark.parametrize(
+    ("before", "reason", "told"),
+    [
+        (killed, "writer_died", "killed by SIGKILL"),
+        (leaves, "writer_died", "exit code 0 without a complete result"),
+        (out_of_space, "writer_failed", "No space left on device"),
+    ],
+)
+def test_F1_F5_a_writer_that_failed(root: Path, before, reason: str, told: str):
+    """I10. Catches: anything but exit 0 with a payload and receipts taken for success."""
+    writer = fork(root, job(FakeShard("state", "", 3, {"w": 1}, before), rank=3, world_size=4))
+    (event,) = events(writer)
+    assert isinstance(event, Failed)
+    assert (event.of, event.reason) == (OF, reason)
+    assert event.detail.startswith("rank 3: ") and told in event.detail
+    assert writer.poll(0.0) == []
+
+
+@pytest.mark.parametrize("what", ["receipt", "directory"])
+def test_exit_code_and_payload_without_a_receipt_is_a_failure(root: Path, what: str):
+    """Catches: a writer believed on its word, whose files are not there."""
+    writer = fork(root, job())
+    assert writer.wait(WAIT_S)
+    if what == "receipt":
+        (root / LOCATION / receipt_name("state", 0)).unlink()
+    else:
+        (root / LOCATION).rename(root / "moved_away")
+    (event,) = writer.poll(0.0)
+    assert isinstance(event, Failed) and event.reason == "receipt_missing"
+    assert receipt_name("state", 0) in event.detail
+
+
+def test_a_receipt_without_an_exit_is_not_enough(root: Path, tmp_path: Path):
+    """Catches: a shard counted while its writer still writes the next part."""
+    gate = Gate(tmp_path / "gate")
+    parts = (FakePart("a", "", 0, content()), FakeShard("b", "b", 0, {"w": 1}, gate.hold))
+    writer = fork(root, job(*parts))
+    assert writer.poll(0.0) == []
+    gate.open()
+    assert [e.part for e in events(writer)] == ["a", "b"]
+
+
+def test_I10_a_writer_that_misses_its_deadline(root: Path, tmp_path: Path):
+    """Catches: a hang without end; a writer that goes on after it was given up."""
+    gate = Gate(tmp_path / "gate")
+    writer = fork(root, job(FakeShard("state", "", 0, {"w": 1}, gate.hold)), deadline=100.0)
+    assert writer.poll(99.9) == []
+    (event,) = writer.poll(100.0)
+    assert isinstance(event, Failed)
+    assert (event.reason, event.detail) == ("writer_hung", "rank 0: its writer missed its deadline")
+    assert writer.child.poll().exitcode == -signal.SIGKILL
+    assert writer.poll(101.0) == []
+
+
+def test_a_killed_writer_reports_nothing_any_more(root: Path, tmp_path: Path):
+    """Catches: a second verdict on an attempt that has failed already."""
+    gate = Gate(tmp_path / "gate")
+    writer = fork(root, job(FakeShard("state", "", 0, {"w": 1}, gate.hold)))
+    assert writer.wait(0.01) is False
+    assert writer.kill(WAIT_S) is True
+    assert writer.poll(FAR * 2) == []
