@@ -1,23 +1,21 @@
-"""The coordinator: events go through the ledger into the journal, then their commands are run.
+"""The coordinator: the one owner of a root. What it is asked goes to the engine as events.
 
-One coordinator owns a root: ledger, journal, lease, tracker and every change of a directory's name.
-Its methods are called in order on one thread (an executor), never concurrently, and may block on the
-disk; nothing else in the library does.
+It opens the root (lock, epoch, recovery), accepts or refuses saves, takes the ranks' reports, and does
+what people ask for: pins, deletion, rollback, a place to read from. Its methods are called in order
+on one thread (an executor), never concurrently, and may block on the disk; nothing else does.
 
 Rules:
-* A transition is journaled before its command is run. If the journal cannot take it, it did not
-  happen: the ledger stays, and what is idempotent is tried again at the next ``tick``.
-* A command that fails is either a failure of the attempt (before publishing) or pending (after it):
-  a published checkpoint is never failed, its next step is retried.
-* ``Fenced``, an unknown outcome and a lost journal are fatal: every later call raises the same error
-  and touches nothing.
+* What the table, the journal and the commands do is the engine's; nothing here moves a checkpoint
+  except by posting an event.
+* ``Fenced`` and an unknown outcome (a lost journal too) are fatal: every later call raises the same
+  error and touches nothing.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
@@ -27,57 +25,46 @@ from ckptfsm.documents import (
     RollbackFinished,
     RollbackStarted,
     SegmentClosed,
-    SegmentOpened,
-    TransitionRecord,
-    checkpoint_record,
     encode,
 )
-from ckptfsm.durable import fsync_existing, lookup, move, put, storage_error
-from ckptfsm.effects import Effects
+from ckptfsm.durable import lookup, move, put, storage_error
+from ckptfsm.engine import Engine, News, Settled, Trade
 from ckptfsm.errors import (
     CkptFsmError,
     DamagedRoot,
     Fenced,
-    IllegalTransition,
     OutcomeUnknown,
     SaveRefused,
     StepExistsError,
-    StepNotFoundError,
     StorageError,
     describe,
 )
 from ckptfsm.evidence import gather_evidence, inspect_published, read_manifest, read_tracker
-from ckptfsm.journal import History, JournalWriter, newest_segment, read_history
-from ckptfsm.layout import JOURNAL, QUARANTINE, READERS, pin_name, published_name, segment_name
+from ckptfsm.journal import History, newest_segment, read_history
+from ckptfsm.layout import QUARANTINE, READERS, pin_name, published_name
 from ckptfsm.lease import RootLease, open_root
-from ckptfsm.ledger import Ledger, Rejected, Transition
-from ckptfsm.lifecycle import UNPUBLISHED, UNSETTLED, Checkpoint, State, writing_ranks
+from ckptfsm.ledger import Ledger, Rejected
+from ckptfsm.lifecycle import UNSETTLED, Checkpoint, State
 from ckptfsm.messages import (
     Adopted,
     AttemptId,
-    Cleaned,
-    CleanUp,
     Command,
-    CreateStaging,
     Event,
     Failed,
-    Finalize,
     FinalizersRan,
     PartSpec,
     Prune,
-    Published,
     Quarantine,
     Removed,
     Reprieved,
     SaveRequested,
-    TrackerWritten,
     Withdrawn,
     WritersLost,
     WriteTracker,
 )
 from ckptfsm.ports import Clock, Identity, PartFinisher, Storage
 from ckptfsm.recovery import Decision, PublishedEvidence, Resume, plan
-from ckptfsm.retention import KeepAll, Policy, describe_tracked
+from ckptfsm.retention import KeepAll, Policy
 from ckptfsm.trash import remove_marker, remove_some, sweep_temporaries
 
 log = logging.getLogger("ckptfsm")
@@ -136,21 +123,6 @@ class Located:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FinalizersDue:
-    """Asks every rank to run the foreign finalizers of an attempt now, on its training thread."""
-
-    of: AttemptId
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """Nothing is in flight any more and retention has had its turn."""
-
-
-News = TransitionRecord | FinalizersDue | Settled
-
-
 class Coordinator:
     """See the module. ``open`` first; ``close`` or ``abandon`` last."""
 
@@ -171,19 +143,17 @@ class Coordinator:
         self._options = options
         self._finishers = finishers
         self._provenance = provenance
-        self._ledger = Ledger()
         self._lease: RootLease | None = None
-        self._journal: JournalWriter | None = None
-        self._seq = 0
+        self._opened: Engine | None = None
         self._requests = 0
-        self._run_base = 0.0
-        self._opened_at = 0.0
         self._tick_at = 0.0
-        self._pending: list[Command] = []
-        self._news: deque[News] = deque()
-        self._finalizers: dict[AttemptId, set[int]] = {}
-        self._finalized_by_rank: set[AttemptId] = set()
         self._readers: dict[str, tuple[bytes, float]] = {}
+
+    @property
+    def _engine(self) -> Engine:
+        if self._opened is None:
+            raise StorageError("the coordinator is not open", file=self._storage.root)
+        return self._opened
 
     # ------------------------------------------------------------------------------ open and close
 
@@ -218,18 +188,25 @@ class Coordinator:
             self._options.resume,
             interrupted=history.rolling_back,
         )
-        self._begin(_forget_moved(history, decided.decisions), lease)
+        trade = Trade(
+            self._finishers,
+            self._options.retention,
+            self._provenance,
+            self._options.visibility_timeout_s,
+        )
+        self._opened = Engine(self._storage, self._clock, lease, trade)
+        self._engine.begin(_forget_moved(history, decided.decisions), self._identity)
         sweep_temporaries(self._storage)
-        self._reread_protection()
+        self._engine.reread_protection()
         for decision in decided.decisions:
             for action in decision.actions:
                 self._carry_out(action)
         self._finish_rollback(history)
         self._repair_tracker()
-        self._retire()
+        self._engine.retire()
         for warning in decided.warnings:
             log.warning("recovery_warning", extra={"root": self._storage.root, "what": warning})
-        latest = self._ledger.latest()
+        latest = self._engine.ledger.latest()
         return RecoveryReport(
             lease.epoch,
             latest.step if latest else None,
@@ -238,53 +215,26 @@ class Coordinator:
             self._clock.monotonic() - began,
         )
 
-    def _begin(self, history: History, lease: RootLease) -> None:
-        """Open this epoch's segment: seals of the older ones and the ledger as it stands.
-
-        What is sealed must be durable first: a killed process may have left its last record unsynced.
-        """
-        if history.seals:
-            newest = history.seals[-1].epoch
-            fsync_existing(self._storage, f"{JOURNAL}/{segment_name(newest)}")
-        self._ledger = history.ledger
-        self._run_base, self._opened_at = history.run_seconds, self._clock.monotonic()
-        journal = JournalWriter(self._storage, lease.epoch)
-        checkpoints = sorted(history.ledger.checkpoints.values(), key=_by_id)
-        journal.open(
-            SegmentOpened(
-                epoch=lease.epoch,
-                host=self._identity.host,
-                pid=self._identity.pid,
-                at=self._clock.wall(),
-                seals=history.seals,
-                run_seconds=history.run_seconds,
-                rolling_back=history.rolling_back,
-                rolling_back_to=history.rolling_back_to,
-                checkpoints=tuple(checkpoint_record(c) for c in checkpoints),
-            )
-        )
-        self._journal = journal
-
     def _carry_out(self, action: Event | Command) -> None:
         if isinstance(action, Command):
-            self._run(action)
+            self._engine.run(action)
             return
         if isinstance(action, Adopted):
-            self._effects().pin(action.of.step, "adopted")
-            self._reread_protection()
-        self._post(action)
+            self._engine.effects.pin(action.of.step, "adopted")
+            self._engine.reread_protection()
+        self._engine.post(action)
 
     def _finish_rollback(self, history: History) -> None:
         """Complete an intent that a crash interrupted, or a fresh start asked for now."""
         if history.rolling_back:
             self._resume_rollback(history.rolling_back_to)
-        elif self._options.resume == "fresh" and self._ledger.latest() is not None:
-            self._append(RollbackStarted(to_step=None, at=self._clock.wall()))
+        elif self._options.resume == "fresh" and self._engine.ledger.latest() is not None:
+            self._engine.append(RollbackStarted(to_step=None, at=self._clock.wall()))
             self._roll_back_to(None)
 
     def _resume_rollback(self, target: int | None) -> None:
         """Go on with it; if its target is damaged by now, to the next one below, or not at all."""
-        steps = [c.step for c in self._ledger.in_state(State.TRACKED)]
+        steps = [c.step for c in self._engine.ledger.in_state(State.TRACKED)]
         reachable = [step for step in steps if target is not None and step <= target]
         if target is None or reachable:
             self._roll_back_to(reachable[-1] if reachable else None)
@@ -292,33 +242,37 @@ class Coordinator:
         log.warning(
             "rollback_given_up", extra={"target": target, "latest": max(steps, default=None)}
         )
-        self._append(RollbackFinished(at=self._clock.wall()))
+        self._engine.append(RollbackFinished(at=self._clock.wall()))
 
     def _repair_tracker(self) -> None:
-        latest = self._ledger.latest()
+        latest = self._engine.ledger.latest()
         if latest is not None and read_tracker(self._storage).step != latest.step:
-            self._run(WriteTracker(latest.id))
+            self._engine.run(WriteTracker(latest.id))
 
     def close(self) -> None:
         """Journal the end and give the root back in order."""
-        if self._journal is not None and self.fatal is None:
-            self._append(SegmentClosed(run_seconds=self.run_seconds(), at=self._clock.wall()))
+        if self._lease is not None and self.fatal is None:
+            run_seconds = self._engine.run_seconds()
+            self._engine.append(SegmentClosed(run_seconds=run_seconds, at=self._clock.wall()))
         self.abandon()
 
     def abandon(self) -> None:
         """Give the root back without journaling an end: recovery decides at the next open."""
-        if self._journal is not None:
-            journal, self._journal = self._journal, None
-            journal.close()
-        if self._lease is not None:
-            lease, self._lease = self._lease, None
+        lease, self._lease = self._lease, None
+        if lease is None:
+            return
+        try:
+            if self._opened is not None:
+                self._opened.end()
+        finally:
             lease.release()
 
     # ----------------------------------------------------------------------------------- questions
 
     @property
     def ledger(self) -> Ledger:
-        return self._ledger
+        """The checkpoints as the coordinator knows them."""
+        return self._engine.ledger
 
     @property
     def epoch(self) -> int:
@@ -328,20 +282,17 @@ class Coordinator:
     @property
     def busy(self) -> bool:
         """True while a command waits to be tried again."""
-        return bool(self._pending)
-
-    def run_seconds(self) -> float:
-        """Training time accumulated over all runs on this root, in seconds."""
-        return self._run_base + (self._clock.monotonic() - self._opened_at)
+        return bool(self._engine.pending)
 
     @property
     def has_news(self) -> bool:
         """Safe to ask from another thread."""
-        return bool(self._news)
+        return self._opened is not None and bool(self._opened.news)
 
     def take_news(self) -> list[News]:
         """What has happened since the last call, in order. Safe from another thread."""
-        return [self._news.popleft() for _ in range(len(self._news))]
+        news = self._opened.news if self._opened is not None else deque()
+        return [news.popleft() for _ in range(len(news))]
 
     def wants_tick(self) -> bool:
         """True if ``tick`` would have something to do by now. Safe from another thread."""
@@ -354,7 +305,7 @@ class Coordinator:
         return self._guarded(self._request, request)
 
     def _request(self, request: SaveRequest) -> AttemptId:
-        self._check_epoch()
+        self._engine.check_epoch()
         of = AttemptId(request.step, self.epoch, self._next_attempt())
         event = SaveRequested(
             of,
@@ -362,21 +313,21 @@ class Coordinator:
             request.world_size,
             request.in_place,
             request.metrics,
-            self.run_seconds(),
+            self._engine.run_seconds(),
         )
-        self._ledger.refuse(event)
+        self._engine.ledger.refuse(event)
         self._clear_the_name(request)
         self._check_space(request)
         self._requests = of.attempt
         try:
-            self._post(event)
+            self._engine.post(event)
         except OutcomeUnknown:
             raise
         except StorageError as error:
             raise SaveRefused(f"cannot journal the save: {error}", step=request.step) from error
         except OSError as error:
-            self._post(Failed(of, "staging", describe(error)))
-            self._post(WritersLost(of))  # none was ever asked to write
+            self._engine.post(Failed(of, "staging", describe(error)))
+            self._engine.post(WritersLost(of))  # none was ever asked to write
             raise SaveRefused(
                 f"cannot make the staging directory: {storage_error(error, 'mkdir')}",
                 step=request.step,
@@ -385,7 +336,7 @@ class Coordinator:
 
     def _next_attempt(self) -> int:
         """A number that no attempt of this epoch has, adopted ones included."""
-        here = (of.attempt for of in self._ledger.checkpoints if of.epoch == self.epoch)
+        here = (of.attempt for of in self._engine.ledger.checkpoints if of.epoch == self.epoch)
         return max(self._requests, max(here, default=0)) + 1
 
     def _clear_the_name(self, request: SaveRequest) -> None:
@@ -401,15 +352,15 @@ class Coordinator:
             raise StepExistsError(
                 f"{name} holds a complete checkpoint that is not in use; move it away or adopt it",
                 step=request.step,
-                latest=_step_of(self._ledger.latest()),
+                latest=_step_of(self._engine.ledger.latest()),
             )
-        aside = f"{QUARANTINE}/{name}.{self._effects().tag}.{self._requests}"
+        aside = f"{QUARANTINE}/{name}.{self._engine.effects.tag}.{self._requests}"
         log.warning("partial_directory_quarantined", extra={"file": name, "to": aside})
         move(self._storage, name, aside)
 
     def _refuse_in_place(self, request: SaveRequest, there: PublishedEvidence) -> None:
         """A directory is written in place only if nothing of value and no old writer is in it."""
-        failed = [c for c in self._ledger.in_state(State.FAILED) if c.step == request.step]
+        failed = [c for c in self._engine.ledger.in_state(State.FAILED) if c.step == request.step]
         if failed:
             raise SaveRefused(
                 f"a failed attempt at step {request.step} may still be written by its old writers",
@@ -419,7 +370,7 @@ class Coordinator:
             raise StepExistsError(
                 f"{published_name(request.step)} holds a checkpoint already ({there.found})",
                 step=request.step,
-                latest=_step_of(self._ledger.latest()),
+                latest=_step_of(self._engine.ledger.latest()),
             )
 
     def _check_space(self, request: SaveRequest) -> None:
@@ -435,7 +386,7 @@ class Coordinator:
 
     def forget_request(self) -> None:
         """Fail a request that was accepted after nobody waited for it any more."""
-        busy = self._ledger.in_flight()
+        busy = self._engine.ledger.in_flight()
         if busy is not None and busy.state is State.REQUESTED:
             late = [Failed(busy.id, "request_timed_out"), WritersLost(busy.id)]
             self._guarded(self._report, late)
@@ -447,62 +398,34 @@ class Coordinator:
     def _report(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, FinalizersRan):
-                self._finalizers_ran(event)
+                self._engine.finalizers_ran(event)
                 continue
-            before = self._ledger
+            before = self._engine.ledger
             outcome = before.report(event)
             if isinstance(outcome, Rejected):
-                self._reject(outcome)
+                self._engine.reject(outcome)
                 continue
             try:
-                self._commit(*outcome)
+                self._engine.commit(*outcome)
             except OutcomeUnknown:
                 raise
             except StorageError as error:
-                self._fail_unjournaled(event, error)
-
-    def _fail_unjournaled(self, event: Event, error: StorageError) -> None:
-        """A move that the journal cannot take fails its attempt; the reserve has room for that."""
-        checkpoint = self._ledger.checkpoints.get(event.of)
-        if checkpoint is None or checkpoint.state not in UNPUBLISHED:
-            raise error
-        self._post(Failed(event.of, "journal", describe(error)))
-
-    def _reject(self, rejected: Rejected) -> None:
-        log.warning("report_rejected", extra={"event": rejected.event.name, "why": rejected.why})
-        if rejected.wrong_world_size:
-            self._post(Failed(rejected.event.of, "wrong_world_size", rejected.why))
-
-    def _finalizers_ran(self, event: FinalizersRan) -> None:
-        waiting = self._finalizers.get(event.of)
-        checkpoint = self._ledger.checkpoints.get(event.of)
-        if waiting is None or checkpoint is None or event.rank not in waiting:
-            self._reject(Rejected(event, "no finalizers are awaited from this rank"))
-            return
-        waiting.discard(event.rank)
-        if event.error:
-            del self._finalizers[event.of]
-            detail = f"rank {event.rank}: {event.error}"
-            self._post(Failed(event.of, "finalizers", detail))
-        elif not waiting:
-            del self._finalizers[event.of]
-            self._finalized_by_rank.add(event.of)
-            self._finalize(checkpoint)
+                self._engine.fail_unjournaled(event, error)
 
     def tick(self) -> None:
         """Retry what is pending, expire readers' leases, delete a slice of the trash."""
         self._guarded(self._tick)
 
     def _tick(self) -> None:
-        self._check_epoch()
+        self._engine.check_epoch()
         interval = self._options.retry_interval_s
-        if self._pending:
+        if self._engine.pending:
             sweep_temporaries(self._storage, ("",))  # what the last try left
-        pending, self._pending = self._pending, []
+        pending, self._engine.pending = self._engine.pending, []
         for command in pending:
-            self._run(command)
+            self._engine.run(command)
         removed = 0
-        if self._ledger.in_flight() is None:
+        if self._engine.ledger.in_flight() is None:
             self._expire_readers()
             try:
                 removed = remove_some(self._storage, _TRASH_SLICE)
@@ -517,36 +440,36 @@ class Coordinator:
         self._guarded(self._pin, step, reason)
 
     def _pin(self, step: int, reason: str) -> None:
-        self._tracked(step)
-        self._effects().pin(step, reason)
-        self._reread_protection()
-        self._tracked(step)
+        self._engine.tracked(step)
+        self._engine.effects.pin(step, reason)
+        self._engine.reread_protection()
+        self._engine.tracked(step)
 
     def unpin(self, step: int) -> None:
         """Release a pin; retention decides anew."""
         self._guarded(self._unpin, step)
 
     def _unpin(self, step: int) -> None:
-        self._check_epoch()
+        self._engine.check_epoch()
         remove_marker(self._storage, pin_name(step))
-        self._retire()
+        self._engine.retire()
 
     def delete(self, step: int) -> None:
         """Delete ``step`` through the machine. Raises ``SaveRefused`` if anything keeps it (I7)."""
         self._guarded(self._delete, step)
 
     def _delete(self, step: int) -> None:
-        self._reread_protection()
-        checkpoint = self._tracked(step)
-        offer = self._ledger.superseded(checkpoint, ())
+        self._engine.reread_protection()
+        checkpoint = self._engine.tracked(step)
+        offer = self._engine.ledger.superseded(checkpoint, ())
         if offer.kept_by or offer.newer_step is None:
             raise SaveRefused(
                 f"step {step} is kept by: {', '.join(offer.kept_by)}",
                 step=step,
                 kept_by=offer.kept_by,
             )
-        self._post(offer)
-        if self._ledger.at(step) is not None:
+        self._engine.post(offer)
+        if self._engine.ledger.at(step) is not None:
             raise SaveRefused(f"step {step} was taken into use meanwhile", step=step)
 
     def rollback(self, step: int) -> None:
@@ -554,35 +477,35 @@ class Coordinator:
         self._guarded(self._rollback, step)
 
     def _rollback(self, step: int) -> None:
-        busy = self._ledger.in_flight()
+        busy = self._engine.ledger.in_flight()
         if busy is not None:
             raise SaveRefused(
                 f"step {busy.step} is in flight; wait for it before going back", step=step
             )
-        self._tracked(step)
-        self._check_epoch()
-        self._append(RollbackStarted(to_step=step, at=self._clock.wall()))
+        self._engine.tracked(step)
+        self._engine.check_epoch()
+        self._engine.append(RollbackStarted(to_step=step, at=self._clock.wall()))
         self._roll_back_to(step)
 
     def _roll_back_to(self, target: int | None) -> None:
         """Tracker first, so that it never names what is being moved; then the later steps."""
         if target is None:
-            self._effects().put_aside_tracker()
+            self._engine.effects.put_aside_tracker()
         else:
-            self._effects().write_tracker(target)
+            self._engine.effects.write_tracker(target)
         reason: Literal["fresh", "rollback"] = "fresh" if target is None else "rollback"
-        for checkpoint in self._ledger.in_state(State.PRUNABLE):
+        for checkpoint in self._engine.ledger.in_state(State.PRUNABLE):
             self._settle_prunable(checkpoint)
-        for checkpoint in reversed(self._ledger.in_state(State.TRACKED)):
+        for checkpoint in reversed(self._engine.ledger.in_state(State.TRACKED)):
             if target is None or checkpoint.step > target:
-                self._post(Withdrawn(checkpoint.id, reason, f"to {target}"))
-        self._append(RollbackFinished(at=self._clock.wall()))
+                self._engine.post(Withdrawn(checkpoint.id, reason, f"to {target}"))
+        self._engine.append(RollbackFinished(at=self._clock.wall()))
 
     def _settle_prunable(self, checkpoint: Checkpoint) -> None:
         """A prune that waits to be tried again must not come back after a rollback."""
-        self._pending = [c for c in self._pending if c != Prune(checkpoint.id)]
+        self._engine.pending = [c for c in self._engine.pending if c != Prune(checkpoint.id)]
         there = lookup(self._storage, published_name(checkpoint.step)) is not None
-        self._post(Reprieved(checkpoint.id, "rollback") if there else Removed(checkpoint.id))
+        self._engine.post(Reprieved(checkpoint.id, "rollback") if there else Removed(checkpoint.id))
 
     # ------------------------------------------------------------------------------------- readers
 
@@ -594,18 +517,18 @@ class Coordinator:
         return self._guarded(self._locate, step)
 
     def _locate(self, step: int | None) -> Located | None:
-        latest = self._ledger.latest()
+        latest = self._engine.ledger.latest()
         if step is None and latest is None:
             named = read_tracker(self._storage).found == "release"
             released = named and lookup(self._storage, "release") is not None
             return Located(0, "release", "", (), ()) if released else None
-        checkpoint = self._tracked(step) if step is not None else latest
+        checkpoint = self._engine.tracked(step) if step is not None else latest
         assert checkpoint is not None
-        lease = f"{READERS}/{checkpoint.step}.{self._effects().tag}.json"
+        lease = f"{READERS}/{checkpoint.step}.{self._engine.effects.tag}.json"
         mark = Pin(step=checkpoint.step, reason="restore", nonce=self._identity.nonce)
-        self._check_epoch()
-        put(self._storage, lease, encode(mark), tag=self._effects().tag)
-        self._reread_protection()
+        self._engine.check_epoch()
+        put(self._storage, lease, encode(mark), tag=self._engine.effects.tag)
+        self._engine.reread_protection()
         directory, problem, manifest = published_name(checkpoint.step), "", None
         try:
             manifest = read_manifest(self._storage, directory)
@@ -624,15 +547,15 @@ class Coordinator:
         """Give a reader's lease back."""
         if lease:
             remove_marker(self._storage, lease)
-            self._reread_protection()
+            self._engine.reread_protection()
 
     def withdraw_damaged(self, step: int, detail: str) -> None:
         """Take a damaged checkpoint out of service. Raises ``DamagedRoot`` if none would be left."""
         self._guarded(self._withdraw_damaged, step, detail)
 
     def _withdraw_damaged(self, step: int, detail: str) -> None:
-        checkpoint = self._tracked(step)
-        others = [c for c in self._ledger.in_state(State.TRACKED) if c.step != step]
+        checkpoint = self._engine.tracked(step)
+        others = [c for c in self._engine.ledger.in_state(State.TRACKED) if c.step != step]
         if not others or self._options.resume == "strict":
             raise DamagedRoot(
                 f"step {step} is damaged ({detail}) and "
@@ -640,146 +563,13 @@ class Coordinator:
                 step=step,
                 file=published_name(step),
             )
-        self._post(Withdrawn(checkpoint.id, "damaged", detail))
-
-    # ----------------------------------------------------------------------------- the inner engine
-
-    def _post(self, event: Event) -> None:
-        self._commit(*self._ledger.post(event))
-
-    def _commit(self, ledger: Ledger, moved: Transition, command: Command | None) -> None:
-        """Journal a move, make it so, then run its command. Moves within a state are not journaled."""
-        if moved.source is not moved.dest:
-            record = self._record(moved)
-            self._append(record, essential=moved.dest is State.FAILED)
-            self._seq += 1
-            self._news.append(record)
-            log.info("transition", extra={"record": record})
-        self._ledger = ledger
-        if command is not None:
-            self._run(command)
-
-    def _record(self, moved: Transition) -> TransitionRecord:
-        checkpoint = moved.checkpoint
-        creates = moved.source is State.ABSENT
-        return TransitionRecord(
-            seq=self._seq,
-            step=moved.of.step,
-            epoch=moved.of.epoch,
-            attempt=moved.of.attempt,
-            event=moved.event.name,
-            source=moved.source,
-            dest=moved.dest,
-            reason=getattr(moved.event, "reason", ""),
-            detail=getattr(moved.event, "detail", ""),
-            rank=getattr(moved.event, "rank", None) if moved.dest is State.FAILED else None,
-            shard_bytes=checkpoint.shard_bytes,
-            run_seconds=self.run_seconds(),
-            at=self._clock.wall(),
-            created=checkpoint_record(checkpoint) if creates else None,
-        )
-
-    def _run(self, command: Command) -> None:
-        """Run a command. What fails after publishing is pending; before it, the attempt fails."""
-        checkpoint = self._ledger.checkpoints.get(command.of)
-        if isinstance(command, Quarantine):
-            self._retriable(command, self._run_quarantine, command)
-            return
-        if checkpoint is None:
-            return
-        match command:
-            case CreateStaging():
-                self._effects().create_staging(checkpoint)
-            case Finalize():
-                self._run_finalize(checkpoint)
-            case WriteTracker():
-                self._retriable(command, self._run_tracker, checkpoint)
-            case Prune():
-                self._retriable(command, self._run_prune, checkpoint)
-            case CleanUp():
-                self._retriable(command, self._run_clean_up, checkpoint)
-
-    def _retriable(self, command: Command, run: Callable[[T], None], subject: T) -> None:
-        try:
-            run(subject)
-        except (Fenced, OutcomeUnknown, IllegalTransition):
-            raise
-        except (CkptFsmError, OSError) as error:
-            log.warning(
-                "command_pending",
-                extra={"command": type(command).__name__, "error": describe(error)},
-            )
-            self._pending.append(command)
-
-    def _run_finalize(self, checkpoint: Checkpoint) -> None:
-        foreign = any(part.kind == "foreign" for part in checkpoint.parts)
-        if foreign and checkpoint.id not in self._finalized_by_rank:
-            self._finalizers[checkpoint.id] = set(writing_ranks(checkpoint))
-            self._news.append(FinalizersDue(checkpoint.id))
-        else:
-            self._finalize(checkpoint)
-
-    def _finalize(self, checkpoint: Checkpoint) -> None:
-        try:
-            self._effects().finalize(checkpoint)
-        except (Fenced, OutcomeUnknown):
-            raise
-        except (CkptFsmError, OSError) as error:
-            self._post(Failed(checkpoint.id, "finalize", describe(error)))
-            return
-        self._retriable(Finalize(checkpoint.id), self._post, Published(checkpoint.id))
-
-    def _run_tracker(self, checkpoint: Checkpoint) -> None:
-        self._effects().write_tracker(checkpoint.step)
-        if checkpoint.state is State.FINALIZED:
-            self._post(TrackerWritten(checkpoint.id))
-            self._retire()
-
-    def _run_prune(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.state is not State.PRUNABLE:
-            return
-        latest = self._ledger.latest()
-        newer = latest.step if latest is not None else -1
-        kept = self._effects().prune(checkpoint, newer)
-        self._post(Reprieved(checkpoint.id, kept) if kept else Removed(checkpoint.id))
-
-    def _run_clean_up(self, checkpoint: Checkpoint) -> None:
-        published = self._effects().clean_up(checkpoint)
-        if published:
-            log.error("failed_attempt_is_published", extra={"attempt": str(checkpoint.id)})
-            return
-        self._post(Cleaned(checkpoint.id))
-
-    def _run_quarantine(self, command: Quarantine) -> None:
-        """If the tracker names it, the tracker goes to the newest that is left first (I2)."""
-        latest = self._ledger.latest()
-        if latest is not None and read_tracker(self._storage).step == command.of.step:
-            self._effects().write_tracker(latest.step)
-        self._effects().quarantine(Checkpoint(command.of, State.QUARANTINED))
-
-    def _retire(self) -> None:
-        """Offer for pruning what no policy, pin or reader keeps. A policy that raises keeps all."""
-        self._reread_protection()
-        try:
-            preserved: Collection[int] = self._options.retention.preserve(
-                describe_tracked(self._ledger)
-            )
-            preserved = frozenset(preserved)
-        except Exception as error:  # a user's policy: whatever it raises, nothing is deleted
-            log.exception("retention_policy_failed", extra={"error": describe(error)})
-            return
-        for offer in self._ledger.prunable(preserved):
-            self._post(offer)
-
-    def _reread_protection(self) -> None:
-        leases = self._effects().reader_leases()
-        self._ledger = self._ledger.protected(self._effects().pinned_steps(), leases.values())
+        self._engine.post(Withdrawn(checkpoint.id, "damaged", detail))
 
     def _expire_readers(self) -> None:
         """Drop leases that have not changed for long, by our own monotonic time (F14)."""
         now = self._clock.monotonic()
         seen: dict[str, tuple[bytes, float]] = {}
-        for name in self._effects().reader_leases():
+        for name in self._engine.effects.reader_leases():
             path = f"{READERS}/{name}"
             found = lookup(self._storage, path)
             if found is None or found.kind != "file":
@@ -794,53 +584,13 @@ class Coordinator:
                 seen[name] = (content, since)
         self._readers = seen
 
-    def _tracked(self, step: int) -> Checkpoint:
-        checkpoint = self._ledger.at(step)
-        if checkpoint is None:
-            available = tuple(c.step for c in self._ledger.in_state(State.TRACKED))
-            raise StepNotFoundError(
-                f"there is no checkpoint of step {step}", step=step, available=available[-20:]
-            )
-        return checkpoint
-
-    def _effects(self) -> Effects:
-        assert self._lease is not None
-        return Effects(
-            self._storage,
-            self._clock,
-            self._lease.tag,
-            self._lease.check,
-            self._finishers,
-            self._provenance,
-            self._options.visibility_timeout_s,
-        )
-
-    def _check_epoch(self) -> None:
-        assert self._lease is not None
-        self._lease.check()
-
-    def _append(
-        self,
-        record: TransitionRecord | RollbackStarted | RollbackFinished | SegmentClosed,
-        *,
-        essential: bool = False,
-    ) -> None:
-        if self._journal is None:
-            raise StorageError("the journal is closed", file=self._storage.root)
-        try:
-            self._journal.append(record, essential=essential)
-        except StorageError:
-            raise
-        except OSError as error:
-            raise storage_error(error, "journal", self._journal.file) from error
-
     def _guarded(self, work: Callable[..., T], *arguments: object) -> T:
         """Run a method's body; a fatal error stops this coordinator for good."""
         if self.fatal is not None:
             raise self.fatal
-        if self._journal is None:
+        if self._lease is None:
             raise StorageError("the coordinator is not open", file=self._storage.root)
-        before = self._seq
+        before = self._engine.moves
         try:
             return work(*arguments)
         except (Fenced, OutcomeUnknown) as error:
@@ -851,8 +601,8 @@ class Coordinator:
                 raise
             raise storage_error(error, work.__name__.strip("_")) from error
         finally:
-            if self._seq != before and not self._ledger.in_state(*UNSETTLED):
-                self._news.append(Settled())
+            if self._engine.moves != before and not self._engine.ledger.in_state(*UNSETTLED):
+                self._engine.news.append(Settled())
 
 
 def _forget_moved(history: History, decisions: Sequence[Decision]) -> History:

@@ -16,8 +16,9 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ckptfsm.coordinator import Coordinator, News
+from ckptfsm.coordinator import Coordinator
 from ckptfsm.durable import storage_error
+from ckptfsm.engine import News
 from ckptfsm.errors import CkptFsmError, DeadlineExceeded, describe
 from ckptfsm.messages import Event
 from ckptfsm.ports import Executor, Transport

@@ -23,14 +23,9 @@ from types import TracebackType
 from typing import Any
 
 from ckptfsm.config import CheckpointConfig
-from ckptfsm.coordinator import (
-    Coordinator,
-    CoordinatorOptions,
-    FinalizersDue,
-    RecoveryReport,
-    Settled,
-)
+from ckptfsm.coordinator import Coordinator, CoordinatorOptions, RecoveryReport
 from ckptfsm.documents import TransitionRecord
+from ckptfsm.engine import FinalizersDue, Settled
 from ckptfsm.errors import (
     CkptFsmError,
     ConfigError,

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptfsm.coordinator import Coordinator, FinalizersDue, SaveRequest, Settled
+from ckptfsm.coordinator import Coordinator, SaveRequest
+from ckptfsm.engine import FinalizersDue, Settled
 from ckptfsm.errors import (
     CkptFsmError,
     DamagedRoot,
@@ -38,7 +39,7 @@ from ckptfsm.messages import (
     WriterGone,
 )
 from ckptfsm.ports import FileStat, Identity, Written
-from ckptfsm.retention import KeepAll, LatestN
+from ckptfsm.retention import KeepAll, LatestN, Policy
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
@@ -49,7 +50,7 @@ def start(
     disk: SimDisk, name: str = "first", *, wrap=None, opened: bool = True, **settings
 ) -> FakeJob:
     """A job of its own simulated process."""
-    storage = SimStorage(disk, name)
+    storage = FaultStorage(SimStorage(disk, name))
     identity = Identity("sim", sum(name.encode()), name, name)
     job = FakeJob(wrap(storage) if wrap else storage, identity=identity, **settings)
     if opened:
@@ -388,10 +389,8 @@ def crash_before(job: FakeJob, what: str, where: Callable[[str, str], bool]) -> 
         if where(method, path):
             raise ProcessDead(what)
 
-    wrapped = FaultStorage(job.storage, before=hook)
-    job.coordinator._storage = wrapped
-    job.coordinator._journal._storage = wrapped
-    wrapped._paths[job.coordinator._journal._handle] = job.coordinator._journal.file
+    assert isinstance(job.storage, FaultStorage)
+    job.storage.before = hook
 
 
 def test_F10_two_ranks_that_claim_one_file_fail_the_attempt():
@@ -582,10 +581,20 @@ def test_F16_a_private_directory_that_is_a_link_is_refused(name: str):
 # --------------------------------------------------------------------- F17: interrupted deletion
 
 
+class SwitchedPolicy(Policy):
+    """A policy that a test changes while a job runs."""
+
+    now: Policy = KeepAll()
+
+    def preserve(self, checkpoints):
+        return self.now.preserve(checkpoints)
+
+
 def interrupted_prune(disk: SimDisk) -> None:
     """``prunable`` of step 1 is in the journal; the process died before the directory moved."""
-    job = saved(disk, 1, 2, retention=KeepAll())
-    job.coordinator._options = type(job.coordinator._options)(retention=LatestN(1))
+    policy = SwitchedPolicy()
+    job = saved(disk, 1, 2, retention=policy)
+    policy.now = LatestN(1)
     crash_before(job, "rename", lambda m, path: m == "rename" and "-> .ckptfsm/trash" in path)
     with pytest.raises(ProcessDead):
         job.coordinator.unpin(99)
@@ -754,7 +763,7 @@ def test_F20_bytes_after_a_seal_do_not_count():
     zombie = saved(disk, 1)
     second = start(disk, "second", takeover=True)
     stale = AttemptId(1, 1, 1)
-    zombie.coordinator._append(  # past its check: the one effect that can still land
+    zombie.coordinator._engine.append(  # past its check: the one effect that can still land
         zombie.records[-1].model_copy(update={"event": "withdrawn", "dest": State.QUARANTINED})
     )
     assert stale in second.coordinator.ledger.checkpoints

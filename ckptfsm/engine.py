@@ -1,0 +1,350 @@
+"""The engine: events go through the ledger into the journal, then their commands are run.
+
+One engine lives for one epoch of one root, on the coordinator's thread.
+
+Rules:
+* A transition is journaled before its command is run. If the journal cannot take it, it did not
+  happen: the ledger stays, and what is idempotent is tried again.
+* A command that fails is either a failure of the attempt (before publishing) or pending (after it):
+  a published checkpoint is never failed, its next step is retried.
+* ``Fenced`` and ``OutcomeUnknown`` are never retried: they come out, and the coordinator stops.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ckptfsm.documents import (
+    RollbackFinished,
+    RollbackStarted,
+    SegmentClosed,
+    SegmentOpened,
+    TransitionRecord,
+    checkpoint_record,
+)
+from ckptfsm.durable import fsync_existing, storage_error
+from ckptfsm.effects import Effects
+from ckptfsm.errors import (
+    CkptFsmError,
+    Fenced,
+    IllegalTransition,
+    OutcomeUnknown,
+    StepNotFoundError,
+    StorageError,
+    describe,
+)
+from ckptfsm.evidence import read_tracker
+from ckptfsm.journal import History, JournalWriter
+from ckptfsm.layout import JOURNAL, segment_name
+from ckptfsm.lease import RootLease
+from ckptfsm.ledger import Ledger, Rejected, Transition
+from ckptfsm.lifecycle import UNPUBLISHED, Checkpoint, State, writing_ranks
+from ckptfsm.messages import (
+    AttemptId,
+    Cleaned,
+    CleanUp,
+    Command,
+    CreateStaging,
+    Event,
+    Failed,
+    Finalize,
+    FinalizersRan,
+    Prune,
+    Published,
+    Quarantine,
+    Removed,
+    Reprieved,
+    TrackerWritten,
+    WriteTracker,
+)
+from ckptfsm.ports import Clock, Identity, PartFinisher, Storage
+from ckptfsm.retention import Policy, describe_tracked
+
+log = logging.getLogger("ckptfsm")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class FinalizersDue:
+    """Asks every rank to run the foreign finalizers of an attempt now, on its training thread."""
+
+    of: AttemptId
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Nothing is in flight any more and retention has had its turn."""
+
+
+News = TransitionRecord | FinalizersDue | Settled
+
+
+@dataclass(frozen=True, slots=True)
+class Trade:
+    """What an engine works with: how parts are finished, what is kept, what wrote it."""
+
+    finishers: Mapping[str, PartFinisher]
+    retention: Policy
+    provenance: Mapping[str, str]
+    visibility_timeout_s: float
+
+
+class Engine:
+    """See the module. ``begin`` first; ``end`` last."""
+
+    def __init__(self, storage: Storage, clock: Clock, lease: RootLease, trade: Trade) -> None:
+        self.ledger = Ledger()
+        self.moves = 0
+        self.news: deque[News] = deque()
+        self.pending: list[Command] = []
+        self.effects = Effects(
+            storage,
+            clock,
+            lease.tag,
+            lease.check,
+            trade.finishers,
+            trade.provenance,
+            trade.visibility_timeout_s,
+        )
+        self._storage = storage
+        self._clock = clock
+        self._lease = lease
+        self._retention = trade.retention
+        self._journal = JournalWriter(storage, lease.epoch)
+        self._run_base = 0.0
+        self._opened_at = 0.0
+        self._finalizers: dict[AttemptId, set[int]] = {}
+        self._finalized_by_rank: set[AttemptId] = set()
+
+    def begin(self, history: History, identity: Identity) -> None:
+        """Open this epoch's segment: seals of the older ones and the ledger as it stands.
+
+        What is sealed must be durable first: a killed process may have left its last record unsynced.
+        """
+        if history.seals:
+            newest = history.seals[-1].epoch
+            fsync_existing(self._storage, f"{JOURNAL}/{segment_name(newest)}")
+        self.ledger = history.ledger
+        self._run_base, self._opened_at = history.run_seconds, self._clock.monotonic()
+        checkpoints = sorted(history.ledger.checkpoints.values(), key=_by_id)
+        self._journal.open(
+            SegmentOpened(
+                epoch=self._lease.epoch,
+                host=identity.host,
+                pid=identity.pid,
+                at=self._clock.wall(),
+                seals=history.seals,
+                run_seconds=history.run_seconds,
+                rolling_back=history.rolling_back,
+                rolling_back_to=history.rolling_back_to,
+                checkpoints=tuple(checkpoint_record(c) for c in checkpoints),
+            )
+        )
+
+    def end(self) -> None:
+        """Nothing more is journaled."""
+        self._journal.close()
+
+    def run_seconds(self) -> float:
+        """Training time accumulated over all runs on this root, in seconds."""
+        return self._run_base + (self._clock.monotonic() - self._opened_at)
+
+    def post(self, event: Event) -> None:
+        """Make a move of our own. Raises ``IllegalTransition``, or what the journal raises."""
+        self.commit(*self.ledger.post(event))
+
+    def commit(self, ledger: Ledger, moved: Transition, command: Command | None) -> None:
+        """Journal a move, make it so, then run its command. Moves within a state are not journaled."""
+        if moved.source is not moved.dest:
+            record = self._record(moved)
+            self.append(record, essential=moved.dest is State.FAILED)
+            self.moves += 1
+            self.news.append(record)
+            log.info("transition", extra={"record": record})
+        self.ledger = ledger
+        if command is not None:
+            self.run(command)
+
+    def _record(self, moved: Transition) -> TransitionRecord:
+        checkpoint = moved.checkpoint
+        creates = moved.source is State.ABSENT
+        return TransitionRecord(
+            seq=self.moves,
+            step=moved.of.step,
+            epoch=moved.of.epoch,
+            attempt=moved.of.attempt,
+            event=moved.event.name,
+            source=moved.source,
+            dest=moved.dest,
+            reason=getattr(moved.event, "reason", ""),
+            detail=getattr(moved.event, "detail", ""),
+            rank=getattr(moved.event, "rank", None) if moved.dest is State.FAILED else None,
+            shard_bytes=checkpoint.shard_bytes,
+            run_seconds=self.run_seconds(),
+            at=self._clock.wall(),
+            created=checkpoint_record(checkpoint) if creates else None,
+        )
+
+    def run(self, command: Command) -> None:
+        """Run a command. What fails after publishing is pending; before it, the attempt fails."""
+        checkpoint = self.ledger.checkpoints.get(command.of)
+        if isinstance(command, Quarantine):
+            self._retriable(command, self._run_quarantine, command)
+            return
+        if checkpoint is None:
+            return
+        match command:
+            case CreateStaging():
+                self.effects.create_staging(checkpoint)
+            case Finalize():
+                self._run_finalize(checkpoint)
+            case WriteTracker():
+                self._retriable(command, self._run_tracker, checkpoint)
+            case Prune():
+                self._retriable(command, self._run_prune, checkpoint)
+            case CleanUp():
+                self._retriable(command, self._run_clean_up, checkpoint)
+
+    def _retriable(self, command: Command, run: Callable[[T], None], subject: T) -> None:
+        try:
+            run(subject)
+        except (Fenced, OutcomeUnknown, IllegalTransition):
+            raise
+        except (CkptFsmError, OSError) as error:
+            log.warning(
+                "command_pending",
+                extra={"command": type(command).__name__, "error": describe(error)},
+            )
+            self.pending.append(command)
+
+    def _run_finalize(self, checkpoint: Checkpoint) -> None:
+        foreign = any(part.kind == "foreign" for part in checkpoint.parts)
+        if foreign and checkpoint.id not in self._finalized_by_rank:
+            self._finalizers[checkpoint.id] = set(writing_ranks(checkpoint))
+            self.news.append(FinalizersDue(checkpoint.id))
+        else:
+            self._finalize(checkpoint)
+
+    def _finalize(self, checkpoint: Checkpoint) -> None:
+        try:
+            self.effects.finalize(checkpoint)
+        except (Fenced, OutcomeUnknown):
+            raise
+        except (CkptFsmError, OSError) as error:
+            self.post(Failed(checkpoint.id, "finalize", describe(error)))
+            return
+        self._retriable(Finalize(checkpoint.id), self.post, Published(checkpoint.id))
+
+    def _run_tracker(self, checkpoint: Checkpoint) -> None:
+        self.effects.write_tracker(checkpoint.step)
+        self._finalized_by_rank.discard(checkpoint.id)
+        if checkpoint.state is State.FINALIZED:
+            self.post(TrackerWritten(checkpoint.id))
+            self.retire()
+
+    def _run_prune(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.state is not State.PRUNABLE:
+            return
+        latest = self.ledger.latest()
+        newer = latest.step if latest is not None else -1
+        kept = self.effects.prune(checkpoint, newer)
+        self.post(Reprieved(checkpoint.id, kept) if kept else Removed(checkpoint.id))
+
+    def _run_clean_up(self, checkpoint: Checkpoint) -> None:
+        self._finalizers.pop(checkpoint.id, None)
+        self._finalized_by_rank.discard(checkpoint.id)
+        published = self.effects.clean_up(checkpoint)
+        if published:
+            log.error("failed_attempt_is_published", extra={"attempt": str(checkpoint.id)})
+            return
+        self.post(Cleaned(checkpoint.id))
+
+    def _run_quarantine(self, command: Quarantine) -> None:
+        """If the tracker names it, the tracker goes to the newest that is left first (I2)."""
+        latest = self.ledger.latest()
+        if latest is not None and read_tracker(self._storage).step == command.of.step:
+            self.effects.write_tracker(latest.step)
+        self.effects.quarantine(Checkpoint(command.of, State.QUARANTINED))
+
+    def retire(self) -> None:
+        """Offer for pruning what no policy, pin or reader keeps. A policy that raises keeps all."""
+        self.reread_protection()
+        try:
+            preserved: Collection[int] = self._retention.preserve(describe_tracked(self.ledger))
+            preserved = frozenset(preserved)
+        except Exception as error:  # a user's policy: whatever it raises, nothing is deleted
+            log.exception("retention_policy_failed", extra={"error": describe(error)})
+            return
+        for offer in self.ledger.prunable(preserved):
+            self.post(offer)
+
+    def reread_protection(self) -> None:
+        """Take pins and readers' leases as they are on disk now."""
+        leases = self.effects.reader_leases()
+        self.ledger = self.ledger.protected(self.effects.pinned_steps(), leases.values())
+
+    def tracked(self, step: int) -> Checkpoint:
+        """The tracked checkpoint of ``step``. Raises ``StepNotFoundError``."""
+        checkpoint = self.ledger.at(step)
+        if checkpoint is None:
+            available = tuple(c.step for c in self.ledger.in_state(State.TRACKED))
+            raise StepNotFoundError(
+                f"there is no checkpoint of step {step}", step=step, available=available[-20:]
+            )
+        return checkpoint
+
+    def check_epoch(self) -> None:
+        """Raise ``Fenced`` if a newer manager owns the root."""
+        self._lease.check()
+
+    def append(
+        self,
+        record: TransitionRecord | RollbackStarted | RollbackFinished | SegmentClosed,
+        *,
+        essential: bool = False,
+    ) -> None:
+        """Journal a record durably. Raises ``StorageError``."""
+        try:
+            self._journal.append(record, essential=essential)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise storage_error(error, "journal", self._journal.file) from error
+
+    def finalizers_ran(self, event: FinalizersRan) -> None:
+        """A rank ran its foreign finalizers; once all have, the attempt can be finalized (I6)."""
+        waiting = self._finalizers.get(event.of)
+        checkpoint = self.ledger.checkpoints.get(event.of)
+        if waiting is None or checkpoint is None or event.rank not in waiting:
+            self.reject(Rejected(event, "no finalizers are awaited from this rank"))
+            return
+        waiting.discard(event.rank)
+        if event.error:
+            del self._finalizers[event.of]
+            detail = f"rank {event.rank}: {event.error}"
+            self.post(Failed(event.of, "finalizers", detail))
+        elif not waiting:
+            del self._finalizers[event.of]
+            self._finalized_by_rank.add(event.of)
+            self._finalize(checkpoint)
+
+    def fail_unjournaled(self, event: Event, error: StorageError) -> None:
+        """A move that the journal cannot take fails its attempt; the reserve has room for that."""
+        checkpoint = self.ledger.checkpoints.get(event.of)
+        if checkpoint is None or checkpoint.state not in UNPUBLISHED:
+            raise error
+        self.post(Failed(event.of, "journal", describe(error)))
+
+    def reject(self, rejected: Rejected) -> None:
+        """Drop a report that does not count; one of another world size condemns its attempt."""
+        log.warning("report_rejected", extra={"event": rejected.event.name, "why": rejected.why})
+        if rejected.wrong_world_size:
+            self.post(Failed(rejected.event.of, "wrong_world_size", rejected.why))
+
+
+def _by_id(checkpoint: Checkpoint) -> AttemptId:
+    return checkpoint.id
