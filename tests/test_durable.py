@@ -50,11 +50,11 @@ def test_put_creates_and_replaces(storage):
 def test_put_makes_every_call_in_the_durable_order():
     """Catches: a missing or misplaced fsync."""
     assert calls_of(put_new) == [
-        ("open_exclusive", "d/f.tmp-1"),
-        ("write", "d/f.tmp-1"),
-        ("fsync", "d/f.tmp-1"),
-        ("close", "d/f.tmp-1"),
-        ("rename", "d/f.tmp-1 -> d/f"),
+        ("open_exclusive", "d/f.tmp-1.0"),
+        ("write", "d/f.tmp-1.0"),
+        ("fsync", "d/f.tmp-1.0"),
+        ("close", "d/f.tmp-1.0"),
+        ("rename", "d/f.tmp-1.0 -> d/f"),
         ("fsync_dir", "d"),
     ]
 
@@ -95,8 +95,8 @@ def test_F6_a_file_whose_fsync_failed_is_never_fsynced_again():
     inner.disk.fail_fsync(errno.EIO)
     with pytest.raises(OSError):
         put_new(storage)
-    assert [c for c in storage.calls if c[0] == "fsync"] == [("fsync", "d/f.tmp-1")]
-    assert storage.calls[-1] == ("close", "d/f.tmp-1")
+    assert [c for c in storage.calls if c[0] == "fsync"] == [("fsync", "d/f.tmp-1.0")]
+    assert storage.calls[-1] == ("close", "d/f.tmp-1.0")
     durable.put(storage, "d/f", NEW, tag="2")
     assert inner.read("d/f", 100) == NEW
 
@@ -151,9 +151,29 @@ def test_F7_a_write_that_takes_nothing_is_an_error_and_closes():
 
 def test_two_writers_never_share_a_temporary_name(storage):
     """Catches: a put into a file that another process is writing."""
-    storage.close(storage.open_exclusive("f.tmp-t"))
+    storage.close(storage.open_exclusive("f.tmp-t.0"))
     durable.put(storage, "f", NEW, tag="u")
-    assert storage.read("f", 100) == NEW and storage.listdir("") == ["f", "f.tmp-t"]
+    assert storage.read("f", 100) == NEW and storage.listdir("") == ["f", "f.tmp-t.0"]
+
+
+def test_F6_a_temporary_that_was_left_is_skipped_and_never_written_again(storage):
+    """Catches: a put that fails for good, or goes on with a file whose fsync may have failed."""
+    for number in range(2):
+        durable.write_new(storage, f"f.tmp-t.{number}", OLD)
+    durable.put(storage, "f", NEW, tag="t")
+    assert storage.read("f", 100) == NEW
+    assert storage.listdir("") == ["f", "f.tmp-t.0", "f.tmp-t.1"]
+    assert [storage.read(f"f.tmp-t.{number}", 100) for number in range(2)] == [OLD, OLD]
+
+
+def test_a_put_does_not_fill_a_directory_with_temporaries():
+    """Catches: an endless search for a free name; an error that does not say where to look."""
+    storage = SimStorage(SimDisk())
+    for number in range(100):
+        durable.write_new(storage, f"f.tmp-t.{number}", b"")
+    with pytest.raises(StorageError, match=r"f\.tmp-t") as caught:
+        durable.put(storage, "f", NEW, tag="t")
+    assert caught.value.file == "f.tmp-t" and len(storage.listdir("")) == 100
 
 
 # -------------------------------------------------------------------------------------- move

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import FrozenInstanceError
 
 import pytest
+from ledgers import ledger_of
 
 from ckptfsm import messages as m
 from ckptfsm.errors import ConfigError, IllegalTransition, SaveRefused, StepExistsError
@@ -21,10 +22,7 @@ def at(step: int, attempt: int = 1, epoch: int = 1) -> AttemptId:
 
 
 def tracked(*steps: int) -> Ledger:
-    ledger = Ledger()
-    for step in steps:
-        ledger = ledger.restore(Checkpoint(at(step), S.TRACKED, PARTS))
-    return ledger
+    return ledger_of(*(Checkpoint(at(step), S.TRACKED, PARTS) for step in steps))
 
 
 def flying(state: State, step: int = 300, n: int = 2, base: Ledger | None = None) -> Ledger:

@@ -7,12 +7,27 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ledgers import (
+    MISSING,
+    PARTS,
+    TORN,
+    at,
+    checkpoint,
+    damaged,
+    evidence,
+    ledger_of,
+    names,
+    stock,
+    unexplained,
+    whole,
+)
 
 from ckptfsm import messages as m
 from ckptfsm.errors import DamagedRoot
+from ckptfsm.layout import published_name
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.messages import AttemptId, PartSpec
+from ckptfsm.messages import AttemptId
 from ckptfsm.recovery import (
     Decision,
     Evidence,
@@ -24,54 +39,7 @@ from ckptfsm.recovery import (
 )
 
 S = State
-PARTS = (PartSpec("state"),)
 EPOCH = 9
-MISSING = TrackerEvidence("missing")
-TORN = TrackerEvidence("torn")
-
-
-def at(step: int, epoch: int = 1, attempt: int = 1) -> AttemptId:
-    return AttemptId(step, epoch, attempt)
-
-
-def ck(step: int, state: State, **fields) -> Checkpoint:
-    return Checkpoint(at(step), state, PARTS, 2, **fields)
-
-
-def led(*checkpoints: Checkpoint) -> Ledger:
-    ledger = Ledger()
-    for c in checkpoints:
-        ledger = ledger.restore(c)
-    return ledger
-
-
-def names(step: int) -> TrackerEvidence:
-    return TrackerEvidence("step", step)
-
-
-def whole(step: int, of: AttemptId | None = None) -> PublishedEvidence:
-    return PublishedEvidence(step, "manifest", of or at(step), run_seconds=step * 1.0)
-
-
-def stock(step: int) -> PublishedEvidence:
-    return PublishedEvidence(step, "stock")
-
-
-def damaged(step: int) -> PublishedEvidence:
-    return PublishedEvidence(step, "damaged", at(step), detail=f"shard of {step} is gutted")
-
-
-def unexplained(step: int) -> PublishedEvidence:
-    return PublishedEvidence(step, "unexplained", detail="no metadata")
-
-
-def evidence(
-    tracker: TrackerEvidence,
-    *published: PublishedEvidence,
-    staging: dict[AttemptId, StagingEvidence] | None = None,
-    **fields,
-) -> Evidence:
-    return Evidence(tracker, {p.step: p for p in published}, staging or {}, **fields)
 
 
 def decide(ledger: Ledger, ev: Evidence, resume="fallback", **fields) -> Plan:
@@ -89,7 +57,15 @@ def about(found: Plan, step: int) -> Decision:
     return of[0]
 
 
-BASE = ck(100, S.TRACKED)  # an acknowledged checkpoint that is whole
+def reported_besides(found: Plan, step: int) -> Decision:
+    """The report of the directory at the name of ``step``; the attempt's is the only other decision."""
+    assert len(found.decisions) == 2, found.decisions
+    (report,) = [d for d in found.decisions if d.subject == published_name(step)]
+    assert (report.last, report.result, report.actions) == ("none", "reported", ())
+    return report
+
+
+BASE = checkpoint(100, S.TRACKED)  # an acknowledged checkpoint that is whole
 COMPLETE = StagingEvidence(True)
 PARTIAL = StagingEvidence(False, "receipt of rank 1 is missing")
 
@@ -102,7 +78,9 @@ PARTIAL = StagingEvidence(False, "receipt of rank 1 is missing")
 def test_F2_requested_and_forked_and_not_published_fail(state, staged):
     """Catches: a save resumed whose shards nobody acknowledged, even if staging looks complete."""
     staging = {at(200): staged} if staged else {}
-    found = decide(led(BASE, ck(200, state)), evidence(names(100), whole(100), staging=staging))
+    found = decide(
+        ledger_of(BASE, checkpoint(200, state)), evidence(names(100), whole(100), staging=staging)
+    )
     lost = m.Failed(at(200), "process_lost", "the processes writing it are gone")
     assert only(found).actions == (lost, m.WritersLost(at(200)))
     assert (only(found).last, only(found).result) == (state.value, "failed")
@@ -112,7 +90,7 @@ def test_F2_requested_and_forked_and_not_published_fail(state, staged):
 def test_F3_shards_written_and_complete_is_rolled_forward():
     """Catches: a written checkpoint thrown away at a restart."""
     ev = evidence(names(100), whole(100), staging={at(200): COMPLETE})
-    found = decide(led(BASE, ck(200, S.SHARDS_WRITTEN)), ev)
+    found = decide(ledger_of(BASE, checkpoint(200, S.SHARDS_WRITTEN)), ev)
     assert only(found).actions == (m.Finalize(at(200)),)
     assert found.warnings == ()
 
@@ -121,7 +99,7 @@ def test_F3_shards_written_and_complete_is_rolled_forward():
 def test_I3_shards_written_and_not_complete_fails(staged):
     """Catches: a checkpoint finalized with a receipt missing; a failure without its reason."""
     ev = evidence(names(100), whole(100), staging={at(200): staged} if staged else {})
-    decision = only(decide(led(BASE, ck(200, S.SHARDS_WRITTEN)), ev))
+    decision = only(decide(ledger_of(BASE, checkpoint(200, S.SHARDS_WRITTEN)), ev))
     assert [type(a) for a in decision.actions] == [m.Failed, m.WritersLost]
     assert decision.actions[0].reason == "process_lost"
     expected = staged.detail if staged else "its staging directory is gone"
@@ -131,21 +109,24 @@ def test_I3_shards_written_and_not_complete_fails(staged):
 def test_I4_shards_written_is_not_published_over_something_else():
     """Catches: a roll-forward whose name is taken by another directory."""
     ev = evidence(names(100), whole(100), unexplained(200), staging={at(200): COMPLETE})
-    decision = only(decide(led(BASE, ck(200, S.SHARDS_WRITTEN)), ev))
-    assert decision.result == "failed"
+    found = decide(ledger_of(BASE, checkpoint(200, S.SHARDS_WRITTEN)), ev)
+    assert about(found, 200).result == "failed"
+    assert "newer than the tracker" in reported_besides(found, 200).why
 
 
 def test_shards_written_in_place_is_rolled_forward_under_its_name():
     """Catches: a foreign in-place save lost because its directory already has its name."""
-    c = ck(200, S.SHARDS_WRITTEN, in_place=True)
+    c = checkpoint(200, S.SHARDS_WRITTEN, in_place=True)
     ev = evidence(names(100), whole(100), unexplained(200), staging={at(200): COMPLETE})
-    assert only(decide(led(BASE, c), ev)).actions == (m.Finalize(at(200)),)
+    assert only(decide(ledger_of(BASE, c), ev)).actions == (m.Finalize(at(200)),)
 
 
 @pytest.mark.parametrize("state", [S.REQUESTED, S.FORKED, S.SHARDS_WRITTEN])
 def test_F3_published_with_its_own_manifest_is_finalized(state):
     """Catches: a published checkpoint failed because the journal lagged behind the rename."""
-    found = decide(led(BASE, ck(200, state)), evidence(names(100), whole(100), whole(200)))
+    found = decide(
+        ledger_of(BASE, checkpoint(200, state)), evidence(names(100), whole(100), whole(200))
+    )
     assert only(found).actions == (m.FoundPublished(at(200)),)
     assert found.warnings == ()
 
@@ -154,20 +135,24 @@ def test_I5_a_manifest_of_another_attempt_does_not_finalize_this_one():
     """Catches: an earlier attempt's directory taken for this attempt's."""
     other = whole(200, at(200, epoch=1, attempt=7))
     ev = evidence(names(100), whole(100), other)
-    assert only(decide(led(BASE, ck(200, S.FORKED)), ev)).result == "failed"
+    found = decide(ledger_of(BASE, checkpoint(200, S.FORKED)), ev)
+    assert about(found, 200).result == "failed"
+    assert "newer than the tracker" in reported_besides(found, 200).why
 
 
 @pytest.mark.parametrize("tracker", [names(100), names(200), MISSING])
 def test_F3_finalized_is_tracked(tracker):
     """Catches: a crash between manifest and tracker that loses the checkpoint."""
-    found = decide(led(BASE, ck(200, S.FINALIZED)), evidence(tracker, whole(100), whole(200)))
+    found = decide(
+        ledger_of(BASE, checkpoint(200, S.FINALIZED)), evidence(tracker, whole(100), whole(200))
+    )
     assert only(found).actions == (m.WriteTracker(at(200)),)
     assert only(found).result == "tracked" and found.warnings == ()
 
 
 def test_F33_finalized_as_the_first_one_is_tracked():
     """Catches: the very first save needing an older one to be rolled forward."""
-    found = decide(led(ck(200, S.FINALIZED)), evidence(MISSING, whole(200)))
+    found = decide(ledger_of(checkpoint(200, S.FINALIZED)), evidence(MISSING, whole(200)))
     assert only(found).actions == (m.WriteTracker(at(200)),)
 
 
@@ -179,7 +164,7 @@ def test_F33_finalized_as_the_first_one_is_tracked():
 def test_finalized_and_not_there_is_withdrawn(there):
     """Catches: a tracker written for a checkpoint that cannot be loaded."""
     published = [whole(100)] + ([there] if there else [])
-    found = decide(led(BASE, ck(200, S.FINALIZED)), evidence(names(100), *published))
+    found = decide(ledger_of(BASE, checkpoint(200, S.FINALIZED)), evidence(names(100), *published))
     (action,) = only(found).actions
     assert isinstance(action, m.Withdrawn) and action.reason == "damaged" and action.detail
     assert found.warnings and "200" in found.warnings[0]
@@ -187,7 +172,7 @@ def test_finalized_and_not_there_is_withdrawn(there):
 
 def test_finalized_and_not_newer_is_withdrawn():
     """Catches: a tracker that goes back by itself."""
-    ledger = led(ck(300, S.TRACKED), ck(200, S.FINALIZED))
+    ledger = ledger_of(checkpoint(300, S.TRACKED), checkpoint(200, S.FINALIZED))
     found = decide(ledger, evidence(names(300), whole(300), whole(200)))
     (action,) = about(found, 200).actions
     assert action == m.Withdrawn(at(200), "damaged", "not newer than the tracked one")
@@ -195,17 +180,17 @@ def test_finalized_and_not_newer_is_withdrawn():
 
 def test_tracked_and_whole_is_kept():
     """Catches: a restart that does something to a healthy root."""
-    assert decide(led(BASE), evidence(names(100), whole(100))) == Plan((), ())
+    assert decide(ledger_of(BASE), evidence(names(100), whole(100))) == Plan((), ())
 
 
 @pytest.mark.parametrize("found_as", ["stock", "manifest"])
 def test_tracked_and_adopted_needs_no_manifest(found_as):
     """Catches: an adopted stock checkpoint withdrawn at the next restart."""
-    c = ck(100, S.TRACKED, provenance="adopted")
+    c = checkpoint(100, S.TRACKED, provenance="adopted")
     ev = evidence(names(100), PublishedEvidence(100, found_as))
-    assert decide(led(c), ev) == Plan((), ())
+    assert decide(ledger_of(c), ev) == Plan((), ())
     with pytest.raises(DamagedRoot):  # one of ours does need its manifest
-        decide(led(BASE), ev)
+        decide(ledger_of(BASE), ev)
 
 
 @pytest.mark.parametrize(
@@ -221,24 +206,44 @@ def test_tracked_and_adopted_needs_no_manifest(found_as):
 def test_F19_tracked_and_not_there_falls_back(there, why):
     """Catches: a tracker that goes on naming a gutted directory; a silent fallback."""
     published = [whole(100)] + ([there] if there else [])
-    ledger = led(BASE, ck(200, S.TRACKED))
+    ledger = ledger_of(BASE, checkpoint(200, S.TRACKED))
     found = decide(ledger, evidence(names(200), *published))
     assert only(found).actions == (m.Withdrawn(at(200), "damaged", why),)
     assert only(found).result == "withdrawn(damaged)"
     assert any("falling back to 100" in w for w in found.warnings)
 
 
-@pytest.mark.parametrize("there", [whole(100), unexplained(100)])
-def test_F17_prunable_and_still_there_is_reprieved(there):
+def test_F17_prunable_and_still_there_is_reprieved():
     """Catches: a deletion that goes on under a new policy or pin without looking again."""
-    ledger = led(ck(100, S.PRUNABLE), ck(200, S.TRACKED))
-    decision = about(decide(ledger, evidence(names(200), there, whole(200))), 100)
-    assert decision.actions[0] == m.Reprieved(at(100), "restart")
+    ledger = ledger_of(checkpoint(100, S.PRUNABLE), checkpoint(200, S.TRACKED))
+    found = decide(ledger, evidence(names(200), whole(100), whole(200)))
+    assert only(found).actions == (m.Reprieved(at(100), "restart"),)
+    assert found.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("there", "why"),
+    [
+        (damaged(100), "shard of 100 is gutted"),
+        (unexplained(100), "no metadata"),
+        (stock(100), "another checkpoint stands at its name"),
+        (whole(100, at(100, 1, 7)), "another checkpoint stands at its name"),
+    ],
+    ids=["damaged", "unexplained", "stock", "another"],
+)
+def test_F17_prunable_and_damaged_is_reprieved_and_withdrawn(there, why):
+    """I2. Catches: a checkpoint that does not hold brought back to life as one to fall back to."""
+    ledger = ledger_of(checkpoint(100, S.PRUNABLE), checkpoint(200, S.TRACKED))
+    found = decide(ledger, evidence(names(200), there, whole(200)))
+    back = (m.Reprieved(at(100), "restart"), m.Withdrawn(at(100), "damaged", why))
+    assert only(found).actions == back
+    assert only(found).result == "withdrawn(damaged)"
+    assert len(found.warnings) == 1 and why in found.warnings[0]
 
 
 def test_F17_prunable_and_gone_is_pruned():
     """Catches: a moved-away checkpoint that comes back to life, or is asked for again."""
-    ledger = led(ck(100, S.PRUNABLE), ck(200, S.TRACKED))
+    ledger = ledger_of(checkpoint(100, S.PRUNABLE), checkpoint(200, S.TRACKED))
     found = decide(ledger, evidence(names(200), whole(200)))
     assert only(found).actions == (m.Removed(at(100)),)
     assert found.warnings == ()
@@ -246,26 +251,26 @@ def test_F17_prunable_and_gone_is_pruned():
 
 def test_failed_is_cleaned():
     """Catches: space of a failed attempt never given back; its dead writers waited for."""
-    found = decide(led(BASE, ck(200, S.FAILED)), evidence(names(100), whole(100)))
+    found = decide(ledger_of(BASE, checkpoint(200, S.FAILED)), evidence(names(100), whole(100)))
     assert only(found).actions == (m.WritersLost(at(200)),)
 
 
 def test_quarantined_and_still_at_its_name_is_moved_aside():
     """Catches: a rollback interrupted between journal and rename, resumed from by a stock loader."""
-    ledger = led(BASE, ck(200, S.QUARANTINED))
+    ledger = ledger_of(BASE, checkpoint(200, S.QUARANTINED))
     found = decide(ledger, evidence(names(100), whole(100), whole(200)))
     assert only(found).actions == (m.Quarantine(at(200)),)
-    adopted = led(BASE, ck(200, S.QUARANTINED, provenance="adopted"))
+    adopted = ledger_of(BASE, checkpoint(200, S.QUARANTINED, provenance="adopted"))
     found = decide(adopted, evidence(names(100), whole(100), stock(200)))
     assert only(found).actions == (m.Quarantine(at(200)),)
 
 
 def test_quarantined_and_moved_aside_needs_nothing():
     """Catches: a newer attempt at the same step quarantined in the old one's place."""
-    old, new = ck(200, S.QUARANTINED), Checkpoint(at(200, 2), S.TRACKED, PARTS, 2)
+    old, new = checkpoint(200, S.QUARANTINED), Checkpoint(at(200, 2), S.TRACKED, PARTS, 2)
     ev = evidence(names(200), whole(200, at(200, 2)))
-    assert decide(led(old, new), ev) == Plan((), ())
-    assert decide(led(BASE, old), evidence(names(100), whole(100))) == Plan((), ())
+    assert decide(ledger_of(old, new), ev) == Plan((), ())
+    assert decide(ledger_of(BASE, old), evidence(names(100), whole(100))) == Plan((), ())
 
 
 @pytest.mark.parametrize("there", [whole(100), stock(100)], ids=["manifest", "stock"])
@@ -281,7 +286,7 @@ def test_I8_unknown_and_complete_is_adopted(there, tracker):
 
 def test_unknown_and_newer_than_the_tracker_is_reported_only():
     """Catches: a stock save whose tracker was never written, resumed from unasked."""
-    found = decide(led(BASE), evidence(names(100), whole(100), stock(200)))
+    found = decide(ledger_of(BASE), evidence(names(100), whole(100), stock(200)))
     assert (only(found).result, only(found).actions) == ("reported", ())
     assert "newer than the tracker" in only(found).why
 
@@ -296,12 +301,12 @@ def test_unknown_and_anything_else_is_reported_never_touched():
         staging={at(70): StagingEvidence(False)},
         strays=(".ckptfsm/staging/notes",),
     )
-    found = decide(led(BASE), ev)
+    found = decide(ledger_of(BASE), ev)
     assert [d.subject for d in found.decisions] == [
         "iter_0000050",
         "iter_0000060",
-        "staging 70.e1.a1",
         ".ckptfsm/staging/notes",
+        "staging 70.e1.a1",
     ]
     assert all(d.result == "reported" and not d.actions for d in found.decisions)
     assert all(d.why for d in found.decisions)
@@ -313,7 +318,7 @@ def test_unknown_and_anything_else_is_reported_never_touched():
 def test_F33_a_crash_in_the_very_first_save_begins_at_zero():
     """Catches: an unfinished first save that stops every later start (it is no evidence)."""
     for state in (S.REQUESTED, S.FORKED, S.SHARDS_WRITTEN, S.FAILED):
-        found = decide(led(ck(100, state)), evidence(MISSING))
+        found = decide(ledger_of(checkpoint(100, state)), evidence(MISSING))
         assert only(found).result in ("failed", "discarded") and found.warnings == ()
     assert decide(Ledger(), evidence(MISSING)) == Plan((), ())
     unknown = decide(Ledger(), evidence(MISSING, staging={at(1): PARTIAL}))
@@ -328,14 +333,14 @@ def test_F33_a_crash_in_the_very_first_save_begins_at_zero():
         (Ledger(), evidence(MISSING, unexplained(100))),
         (Ledger(), evidence(MISSING, damaged(100))),
         (Ledger(), evidence(names(100), stock(200))),
-        (led(BASE), evidence(names(100))),
-        (led(BASE), evidence(MISSING)),
-        (led(BASE), evidence(names(100), damaged(100))),
-        (led(ck(100, S.FINALIZED)), evidence(MISSING)),
-        (led(ck(100, S.FINALIZED)), evidence(MISSING, damaged(100))),
-        (led(ck(100, S.PRUNABLE), ck(200, S.TRACKED)), evidence(names(200))),
-        (led(ck(100, S.FORKED)), evidence(names(100))),
-        (led(ck(100, S.QUARANTINED)), evidence(names(100))),
+        (ledger_of(BASE), evidence(names(100))),
+        (ledger_of(BASE), evidence(MISSING)),
+        (ledger_of(BASE), evidence(names(100), damaged(100))),
+        (ledger_of(checkpoint(100, S.FINALIZED)), evidence(MISSING)),
+        (ledger_of(checkpoint(100, S.FINALIZED)), evidence(MISSING, damaged(100))),
+        (ledger_of(checkpoint(100, S.PRUNABLE), checkpoint(200, S.TRACKED)), evidence(names(200))),
+        (ledger_of(checkpoint(100, S.FORKED)), evidence(names(100))),
+        (ledger_of(checkpoint(100, S.QUARANTINED)), evidence(names(100))),
     ],
 )
 @pytest.mark.parametrize("resume", ["fallback", "strict"])
@@ -348,7 +353,7 @@ def test_I8_hopeless_is_damaged_root_never_scratch(ledger, ev, resume):
 
 def test_F18_a_torn_tracker_is_rebuilt_with_a_warning():
     """Catches: a torn tracker that stops the run, or is repaired in silence."""
-    found = decide(led(BASE), evidence(TORN, whole(100)))
+    found = decide(ledger_of(BASE), evidence(TORN, whole(100)))
     assert found.warnings == ("the tracker is unreadable; rebuilt from the journal as 100",)
 
 
@@ -363,7 +368,7 @@ def test_F18_a_release_directory_is_a_place_to_resume_from():
 
 def test_F17_a_hand_edited_tracker_is_rewritten_with_a_warning():
     """Catches: an acknowledged step that regresses without a rollback (I2)."""
-    ledger = led(BASE, ck(200, S.TRACKED))
+    ledger = ledger_of(BASE, checkpoint(200, S.TRACKED))
     found = decide(ledger, evidence(names(100), whole(100), whole(200)))
     assert found.decisions == () and len(found.warnings) == 1
     assert "rollback()" in found.warnings[0] and "200" in found.warnings[0]
@@ -372,13 +377,16 @@ def test_F17_a_hand_edited_tracker_is_rewritten_with_a_warning():
 @pytest.mark.parametrize(
     ("ledger", "ev"),
     [
-        (led(BASE, ck(200, S.FINALIZED)), evidence(names(100), whole(100), whole(200))),
-        (led(BASE, ck(200, S.FORKED)), evidence(names(100), whole(100), whole(200))),
         (
-            led(BASE, ck(200, S.SHARDS_WRITTEN)),
+            ledger_of(BASE, checkpoint(200, S.FINALIZED)),
+            evidence(names(100), whole(100), whole(200)),
+        ),
+        (ledger_of(BASE, checkpoint(200, S.FORKED)), evidence(names(100), whole(100), whole(200))),
+        (
+            ledger_of(BASE, checkpoint(200, S.SHARDS_WRITTEN)),
             evidence(names(100), whole(100), staging={at(200): COMPLETE}),
         ),
-        (led(BASE), evidence(names(100), whole(100), stock(50))),
+        (ledger_of(BASE), evidence(names(100), whole(100), stock(50))),
     ],
     ids=["finalized", "found", "rolled", "older-adopted"],
 )
@@ -390,10 +398,10 @@ def test_strict_accepts_an_ordinary_crash(ledger, ev):
 @pytest.mark.parametrize(
     ("ledger", "ev"),
     [
-        (led(BASE, ck(200, S.TRACKED)), evidence(names(200), whole(100))),
-        (led(BASE), evidence(TORN, whole(100))),
-        (led(BASE, ck(200, S.TRACKED)), evidence(names(100), whole(100), whole(200))),
-        (led(BASE, ck(200, S.FINALIZED)), evidence(names(100), whole(100))),
+        (ledger_of(BASE, checkpoint(200, S.TRACKED)), evidence(names(200), whole(100))),
+        (ledger_of(BASE), evidence(TORN, whole(100))),
+        (ledger_of(BASE, checkpoint(200, S.TRACKED)), evidence(names(100), whole(100), whole(200))),
+        (ledger_of(BASE, checkpoint(200, S.FINALIZED)), evidence(names(100), whole(100))),
     ],
     ids=["gutted", "torn", "edited", "lost"],
 )
@@ -408,14 +416,14 @@ def test_strict_refuses_what_fallback_only_warns_of(ledger, ev):
 
 def test_fresh_adopts_everything_so_that_it_can_be_set_aside():
     """Catches: a fresh start that forgets a checkpoint newer than the tracker."""
-    found = decide(led(BASE), evidence(names(100), whole(100), stock(200)), "fresh")
+    found = decide(ledger_of(BASE), evidence(names(100), whole(100), stock(200)), "fresh")
     assert only(found).actions == (m.Adopted(AttemptId(200, EPOCH, 1), 0.0),)
 
 
 def test_fresh_refuses_to_leave_behind_what_it_cannot_move():
     """Catches: a fresh run whose first save meets an unexplained directory."""
     with pytest.raises(DamagedRoot, match="would leave") as caught:
-        decide(led(BASE), evidence(names(100), whole(100), unexplained(200)), "fresh")
+        decide(ledger_of(BASE), evidence(names(100), whole(100), unexplained(200)), "fresh")
     assert caught.value.evidence == ("iter_0000200",)
 
 
@@ -424,8 +432,8 @@ def test_fresh_refuses_to_leave_behind_what_it_cannot_move():
     [
         (Ledger(), evidence(names(100))),
         (Ledger(), evidence(TORN)),
-        (led(BASE), evidence(names(100), damaged(100))),
-        (led(BASE), evidence(MISSING)),
+        (ledger_of(BASE), evidence(names(100), damaged(100))),
+        (ledger_of(BASE), evidence(MISSING)),
     ],
 )
 def test_fresh_is_the_way_out_of_a_hopeless_root(ledger, ev):
@@ -435,10 +443,10 @@ def test_fresh_is_the_way_out_of_a_hopeless_root(ledger, ev):
 
 def test_an_unfinished_fresh_start_goes_on():
     """Catches: a crash in the middle of a fresh start that makes the root hopeless."""
-    ledger = led(ck(100, S.QUARANTINED))
-    decide(ledger, evidence(names(100)), expect_none=True)
+    ledger = ledger_of(checkpoint(100, S.QUARANTINED))
+    decide(ledger, evidence(names(100)), interrupted=True)
     with pytest.raises(DamagedRoot):
-        decide(ledger, evidence(names(100), unexplained(5)), expect_none=True)
+        decide(ledger, evidence(names(100), unexplained(5)), interrupted=True)
 
 
 # ---------------------------------------------------------------------------- idempotence (I8)
@@ -489,14 +497,9 @@ class World:
 
 
 def possible(step: int, state: State | None) -> list[PublishedEvidence | None]:
-    """What may lie at a step's name. A failed or unpublished attempt left nothing there itself."""
-    if state is S.FAILED:
-        return [None]
-    if state in (S.REQUESTED, S.FORKED, S.SHARDS_WRITTEN, S.PRUNABLE):
-        return [None, whole(step)]
-    if state is S.QUARANTINED:
-        return [None, whole(step), damaged(step)]
-    return [None, whole(step), stock(step), unexplained(step), damaged(step)]
+    """What may lie at a step's name. A failed attempt left nothing there; another program may have."""
+    others = [None, stock(step), unexplained(step), whole(step, at(step, 1, 7))]
+    return others if state is S.FAILED else [*others, whole(step), damaged(step)]
 
 
 @st.composite
@@ -514,7 +517,7 @@ def worlds(draw) -> World:
             state = S.PRUNABLE
         if state is not None:
             provenance = "adopted" if state is S.TRACKED and draw(st.booleans()) else "saved"
-            ledger = ledger.restore(ck(step, state, provenance=provenance))
+            ledger = ledger.restore(checkpoint(step, state, provenance=provenance))
         there = draw(st.sampled_from(possible(step, state)))
         if there is not None:
             published[step] = there

@@ -8,11 +8,10 @@ from dataclasses import FrozenInstanceError
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ledgers import checkpoint, ledger_of
 
 from ckptfsm.errors import ConfigError
-from ckptfsm.ledger import Ledger
-from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.messages import AttemptId
+from ckptfsm.lifecycle import State
 from ckptfsm.retention import (
     POLICIES,
     AllOf,
@@ -191,12 +190,13 @@ def test_F28_a_policy_that_cannot_work_is_refused_at_construction(build):
 
 def test_describe_tracked_shows_only_tracked_oldest_first():
     """Catches: failed or unfinished attempts occupying a keep slot (I7)."""
-    ledger = Ledger()
     states = {30: State.TRACKED, 10: State.TRACKED, 20: State.FAILED, 40: State.FINALIZED}
-    for step, state in states.items():
-        of = AttemptId(step, 1, 1)
-        metrics = (("loss", step / 10),)
-        ledger = ledger.restore(Checkpoint(of, state, metrics=metrics, run_seconds=step * 2.0))
+    ledger = ledger_of(
+        *(
+            checkpoint(step, state, metrics=(("loss", step / 10),), run_seconds=step * 2.0)
+            for step, state in states.items()
+        )
+    )
     assert describe_tracked(ledger) == [
         CheckpointInfo(10, 20.0, {"loss": 1.0}),
         CheckpointInfo(30, 60.0, {"loss": 3.0}),

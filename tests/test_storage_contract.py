@@ -588,14 +588,14 @@ def test_faults_count_and_fail_each_change() -> None:
     put(clean, "f", b"data", tag="t")
     methods = [method for method, _ in clean.calls]
     assert methods == ["open_exclusive", "write", "fsync", "close", "rename", "fsync_dir"]
-    assert clean.calls[4] == ("rename", "f.tmp-t -> f")
+    assert clean.calls[4] == ("rename", "f.tmp-t.0 -> f")
     for index, method in enumerate(methods):
         disk = SimDisk()
         storage = FaultStorage(SimStorage(disk), before=fail_at(index, errno.EIO))
         fails(errno.EIO, lambda on: put(on, "f", b"data", tag="t"), storage)
         assert storage.calls[index][0] == method
         if method == "fsync":  # as on a real disk, what was not synced is gone
-            assert disk.snapshot() == {"f.tmp-t": b""}
+            assert disk.snapshot() == {"f.tmp-t.0": b""}
 
 
 def test_a_dead_process_does_nothing_more() -> None:
@@ -623,7 +623,7 @@ def test_a_forked_writer_pauses_at_a_known_call(posix: PosixStorage, tmp_path: P
         finally:
             os._exit(code)
     assert Path(reached).read_bytes() == b"."
-    assert posix.listdir("") == ["f.tmp-t"]
+    assert posix.listdir("") == ["f.tmp-t.0"]
     Path(go).write_bytes(b".")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert posix.listdir("") == ["f"]
