@@ -1,0 +1,139 @@
+"""How long opening a root takes that holds many tracked checkpoints.
+
+Measured: the construction of a ``CheckpointManager`` (warm page cache), after an orderly close, where
+the journal begins with a snapshot, and after a run that was killed, where every transition is replayed.
+Also what one more checkpoint costs beside all the others, from request to tracked: coordinator and
+writer without data to speak of and without fsyncs, so that only the work per known checkpoint shows.
+
+The root is built by the production coordinator and writer from one real save whose files are written
+again for every step; only the fsyncs are left out while building.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import MS, Figure, Options, in_unit, timed
+from benchmarks.sides import TrainingState
+from ckptfsm import CheckpointManager
+from ckptfsm.clock import SystemClock
+from ckptfsm.coordinator import Coordinator, CoordinatorOptions, SaveRequest
+from ckptfsm.documents import Receipt, decode
+from ckptfsm.durable import make_dirs
+from ckptfsm.layout import PLANNED, PRIVATE, join, published_name, receipt_name, working_dir
+from ckptfsm.lease import this_process
+from ckptfsm.megatron.driver import MegatronDriver
+from ckptfsm.messages import PartSpec, ShardReported, WriterForked
+from ckptfsm.ports import Storage, Written
+from ckptfsm.storage import PosixStorage
+from ckptfsm.writer import RankJob, ShardFile, write_rank
+
+_TARGET_S = 1.0
+_PART = "state"
+_SEED_BYTES = 64 << 10
+
+
+class UnsyncedStorage(PosixStorage):
+    """The real disk without its fsyncs: only for building a root, followed by one sync."""
+
+    def fsync(self, handle: int) -> None:
+        """Left to the sync at the end."""
+
+    def fsync_dir(self, path: str) -> None:
+        """Left to the sync at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedPart:
+    """A part that writes the files of an earlier save again."""
+
+    name: str
+    directory: str
+    files: tuple[tuple[str, bytes], ...]
+    results: tuple[tuple[Any, ...], ...]
+
+    def write(self, storage: Storage, location: str) -> Written:
+        make_dirs(storage, PLANNED, base=location)
+        entries = []
+        for name, content in self.files:
+            shard = ShardFile(storage, join(location, name))
+            shard.write(content)
+            entries.append(shard.close_durably(name))
+        return Written(tuple(entries), self.results)
+
+
+def run(options: Options) -> list[Figure]:
+    """Seconds to construct a manager on a root of ``checkpoints`` tracked checkpoints."""
+    root, killed = options.work / "root", options.work / "killed"
+    tracked = build_root(root, options.checkpoints, _record_part(options.work / "seed"))
+    shutil.copytree(root / PRIVATE, killed)
+    after_kill = [_open_again(root, killed) for _ in range(options.pairs)]
+    after_close = [_open_again(root, None) for _ in range(options.pairs)]
+    count = options.checkpoints
+    return [
+        in_unit(f"recovery of {count}, after a close", "s", 1.0, after_close, _TARGET_S),
+        in_unit(f"recovery of {count}, after a kill", "s", 1.0, after_kill, _TARGET_S),
+        in_unit(f"one more beside {count}, no fsync", "ms", MS, tracked[-options.pairs :]),
+    ]
+
+
+def _record_part(root: Path) -> ReplayedPart:
+    """A real save of a small state, as a part that can be written again and again."""
+    with CheckpointManager(root) as manager:
+        manager.save(1, TrainingState(_SEED_BYTES).sharded(1)).wait()
+    directory = root / published_name(1)
+    path = directory / receipt_name(_PART, 0)
+    receipt = decode(Receipt, path.read_bytes(), str(path))
+    files = tuple((f.name, (directory / f.name).read_bytes()) for f in receipt.files)
+    return ReplayedPart(_PART, "", files, receipt.results)
+
+
+def build_root(root: Path, count: int, part: ReplayedPart) -> list[float]:
+    """``count`` tracked checkpoints and the journal of a run that ended without closing it.
+
+    Returns the seconds that each of them took from request to tracked.
+    """
+    storage = UnsyncedStorage(root)
+    coordinator = Coordinator(
+        storage,
+        clock=SystemClock(),
+        identity=this_process(),
+        options=CoordinatorOptions(),
+        finishers=MegatronDriver.finishers,
+        provenance={},
+    )
+    coordinator.open()
+    seconds = [
+        timed(partial(_track, coordinator, storage, step, part)) for step in range(1, count + 1)
+    ]
+    coordinator.abandon()
+    os.sync()
+    return seconds
+
+
+def _track(coordinator: Coordinator, storage: Storage, step: int, part: ReplayedPart) -> None:
+    """One checkpoint through all its states; rank 0 of one is this process."""
+    of = coordinator.request(SaveRequest(step, (PartSpec(_PART, "torch_dist"),), world_size=1))
+    coordinator.report([WriterForked(of, 0, 1)])
+    written: Sequence[tuple[str, int, Any]] = write_rank(
+        storage, RankJob(of, 0, 1, working_dir(of, False), (part,))
+    )
+    coordinator.report([ShardReported(of, name, 0, 1, size) for name, size, _ in written])
+
+
+def _open_again(root: Path, private: Path | None) -> float:
+    """Seconds to construct a manager; ``private`` first puts the journal of a killed run back."""
+    if private is not None:
+        shutil.rmtree(root / PRIVATE)
+        shutil.copytree(private, root / PRIVATE)
+        os.sync()
+    opened: list[CheckpointManager] = []
+    seconds = timed(lambda: opened.append(CheckpointManager(root)))
+    opened[0].close()
+    return seconds
