@@ -252,9 +252,20 @@ class Coordinator:
     def close(self) -> None:
         """Journal the end and give the root back in order."""
         if self._lease is not None and self.fatal is None:
+            self._empty_trash()
             run_seconds = self._engine.run_seconds()
             self._engine.append(SegmentClosed(run_seconds=run_seconds, at=self._clock.wall()))
         self.abandon()
+
+    def _empty_trash(self) -> None:
+        """Use a few seconds to give space back; the next run goes on where this one stopped."""
+        deadline = self._clock.monotonic() + self._options.retry_interval_s
+        try:
+            while remove_some(self._storage, _TRASH_SLICE):
+                if self._clock.monotonic() >= deadline:
+                    return
+        except OSError as error:
+            log.warning("trash_not_emptied", extra={"error": describe(error)})
 
     def abandon(self) -> None:
         """Give the root back without journaling an end: recovery decides at the next open."""

@@ -33,6 +33,7 @@ from ckptfsm.errors import (
     Fenced,
     IllegalTransition,
     OutcomeUnknown,
+    ShardMissing,
     StepNotFoundError,
     StorageError,
     describe,
@@ -235,7 +236,8 @@ class Engine:
         except (Fenced, OutcomeUnknown):
             raise
         except (CkptFsmError, OSError) as error:
-            self.post(Failed(checkpoint.id, "finalize", describe(error)))
+            reason = error.kind if isinstance(error, ShardMissing) else "finalize"
+            self.post(Failed(checkpoint.id, reason, describe(error)))
             return
         self._retriable(Finalize(checkpoint.id), self.post, Published(checkpoint.id))
 

@@ -35,9 +35,13 @@ class CkptFsmError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.message, self.facts))
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """The message and the facts, without the advice."""
         where = ", ".join(f"{k}={v!r}" for k, v in self.facts.items() if v is not None)
-        return f"{self.message} [{self.kind}{': ' if where else ''}{where}] ({self.advice})"
+        return f"{self.message} [{self.kind}{': ' if where else ''}{where}]"
+
+    def __str__(self) -> str:
+        return f"{self.summary()} ({self.advice})"
 
 
 def _rebuild(cls: type[CkptFsmError], message: str, facts: dict[str, Any]) -> CkptFsmError:
@@ -168,7 +172,8 @@ class OutcomeUnknown(StorageError):
 
 def describe(error: BaseException, limit: int = 500) -> str:
     """One bounded line about ``error``, for journals and reports."""
-    text = f"{type(error).__name__}: {error}".replace("\n", " ")
+    words = error.summary() if isinstance(error, CkptFsmError) else str(error)
+    text = f"{type(error).__name__}: {words}".replace("\n", " ")
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

@@ -32,6 +32,7 @@ from ckptfsm.errors import (
     DeadlineExceeded,
     SaveFailed,
     SaveRefused,
+    ShardMissing,
     WriterDied,
     describe,
 )
@@ -107,6 +108,7 @@ class Manager:
             self._link.stop()
             raise answer.error
         self.recovery, self._view = answer.value
+        self._warn_about_recovery()
         for record in answer.update.news:
             if isinstance(record, TransitionRecord):
                 self._call_hooks(record)
@@ -115,6 +117,15 @@ class Manager:
         for name in self.config.preemption_signals:
             number = signal.Signals[name]
             self._signals[number] = signal.signal(number, self._on_signal)
+
+    def _warn_about_recovery(self) -> None:
+        """What a person should know before hours of training go by, once per job."""
+        if self.rank != 0 or self.recovery is None:
+            return
+        reported = [d for d in self.recovery.decisions if d.result == "reported"]
+        notes = [f"{d.subject} is left alone: {d.why}" for d in reported]
+        for note in (*self.recovery.warnings, *notes):
+            warnings.warn(note, RecoveryWarning, stacklevel=4)
 
     def _make_coordinator(self, storage: Storage) -> Coordinator:
         config, driver = self.config, self._ports.driver
@@ -558,6 +569,10 @@ class SaveFailedWarning(UserWarning):
     """A save failed and ``on_failure`` is ``warn``."""
 
 
+class RecoveryWarning(UserWarning):
+    """Opening the root found something that a person should know."""
+
+
 class PollMissingWarning(UserWarning):
     """A save is in flight and ``poll`` is not called."""
 
@@ -586,8 +601,11 @@ def _view_of(coordinator: Coordinator) -> View:
 
 def failure_of(record: TransitionRecord) -> SaveFailed:
     """The error that a ``failed`` record stands for."""
-    kind = WriterDied if record.reason == "writer_died" else SaveFailed
-    return kind(
+    kinds: dict[str, type[SaveFailed]] = {
+        WriterDied.kind: WriterDied,
+        ShardMissing.kind: ShardMissing,
+    }
+    return kinds.get(record.reason, SaveFailed)(
         f"the save of step {record.step} failed ({record.reason}): {record.detail}",
         step=record.step,
         attempt=str(record.of),

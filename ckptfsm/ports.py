@@ -217,6 +217,17 @@ class Draft(Protocol):
         ...
 
 
+class Survey(NamedTuple):
+    """What one rank wants to load.
+
+    ``missing``: keys of sharded objects that the checkpoint does not have in this sharding.
+    ``shardings``: for each part, what its shards cover; the driver's own matter.
+    """
+
+    missing: set[str]
+    shardings: Mapping[str, Any]
+
+
 class Driver(Protocol):
     """Turns a trainer's state into parts that can be written, and back. Only megatron/ has torch."""
 
@@ -238,8 +249,12 @@ class Driver(Protocol):
         """The last draft was accepted by everyone: what it planned may be reused."""
         ...
 
-    def missing(self, parts: Mapping[str, Any], directories: Mapping[str, str]) -> set[str]:
-        """Keys of sharded objects that the checkpoint does not have in this sharding."""
+    def survey(self, parts: Mapping[str, Any], directories: Mapping[str, str]) -> Survey:
+        """Look at what this rank wants to load, and at what is there. Local; may raise."""
+        ...
+
+    def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:
+        """At rank 0: raise if the ranks' states do not fit together, apart from the keys to drop."""
         ...
 
     def load(

@@ -215,6 +215,7 @@ def _reset_signals() -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a writer must learn how its workers end
 
 
 def _close_all_but(keep: set[int]) -> None:

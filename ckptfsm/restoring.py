@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,7 +20,7 @@ from ckptfsm.errors import ConfigError, DamagedRoot, RestoreFailed, describe
 from ckptfsm.evidence import check_digests, check_extra_shards, check_sizes
 from ckptfsm.handle import Restored, only
 from ckptfsm.layout import join
-from ckptfsm.ports import Driver, Storage, Transport
+from ckptfsm.ports import Driver, Storage, Survey, Transport
 
 log = logging.getLogger("ckptfsm")
 P = ParamSpec("P")
@@ -85,8 +85,10 @@ class Restorer:
 
     def _load(self, located: Located, named: Mapping[str, Any]) -> Restored:
         directories = self._part_directories(located, named)
-        missing = self._everywhere(located, self.driver.missing, named, directories)
-        dropped = self._agree_on_drops(located, missing)
+        survey = self._everywhere(located, self.driver.survey, named, directories)
+        dropped = self._agree_on_drops(located, survey.missing)
+        surveys = self.transport.gather(survey)
+        self._everywhere(located, self._check_surveys, surveys, dropped)
         loaded = self._everywhere(located, self.driver.load, named, directories, dropped)
         return Restored(located.step, only(loaded.values()), dict(loaded), tuple(sorted(dropped)))
 
@@ -102,6 +104,11 @@ class Restorer:
             )
         base = f"{self.storage.root}/{located.directory}"
         return {name: join(base, known.get(name, "")) for name in named}
+
+    def _check_surveys(self, surveys: Sequence[Survey] | None, dropped: set[str]) -> None:
+        """Find at rank 0 what would make one rank raise, and the others wait, inside the load."""
+        if surveys is not None:
+            self.driver.check(surveys, dropped)
 
     def _agree_on_drops(self, located: Located, missing: set[str]) -> set[str]:
         """What some rank cannot load in its sharding, restricted to what may be left out."""
@@ -126,7 +133,9 @@ class Restorer:
         problem = ""
         try:
             results.append(work(*arguments, **keywords))
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's CheckpointException is one; all ranks must hear
             extra = {"step": located.step, "rank": self.transport.rank}
             log.warning("restore_problem", exc_info=True, extra=extra)
             problem = describe(error)

@@ -290,7 +290,7 @@ def test_F9_a_name_that_never_shows_fails_the_attempt(late: str):
     job.storage.late, job.storage.hidden = late, 10**9
     job.coordinator.report([ShardReported(of, "state", 1, 2, 10)])
     failed = job.coordinator.ledger.checkpoints[of]
-    assert (failed.state, failed.reason) == (State.FAILED, "finalize")
+    assert (failed.state, failed.reason) == (State.FAILED, "shard_missing")
     assert "ShardMissing" in failed.detail and "rank 1" in failed.detail
     assert 10 <= job.clock.now - before < 11
 

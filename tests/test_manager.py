@@ -574,7 +574,8 @@ def test_pin_keeps_a_step_from_retention(run: Run):
     manager = run.saved(1, 2, retention=LatestN(2))
     manager.pin(1, "the good one")
     for step in (3, 4):
-        manager.save(step, weights(step)).wait()
+        manager.save(step, weights(step))
+    manager.wait_until_finished()
     assert manager.all_steps() == [1, 3, 4]
     again = run.restarted(manager, retention=LatestN(2))
     assert again.all_steps() == [1, 3, 4]

@@ -31,6 +31,7 @@ from ckptfsm.ports import (
     PartFinisher,
     PartJob,
     Storage,
+    Survey,
     Transport,
     Written,
 )
@@ -195,14 +196,18 @@ class FakeDriver:
     def accept(self) -> None:
         self.accepted += 1
 
-    def missing(self, parts: Mapping[str, Any], directories: Mapping[str, str]) -> set[str]:
-        """Keys of the given states that the shard of this rank does not have."""
-        self.maybe_fail("missing")
+    def survey(self, parts: Mapping[str, Any], directories: Mapping[str, str]) -> Survey:
+        """Finds the keys of the given states that the shard of this rank does not have."""
+        self.maybe_fail("survey")
         absent: set[str] = set()
         for name, value in parts.items():
             if isinstance(value, Mapping):
                 absent |= set(value) - set(self._shard(directories[name]))
-        return absent
+        return Survey(absent, {})
+
+    def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:
+        """Every state fits."""
+        self.maybe_fail("check")
 
     def load(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]

@@ -1,0 +1,277 @@
+"""The user documentation: links resolve, tables are complete, snippets compile and the marked ones run.
+
+A fenced block is marked in its first line: ``python run`` is executed without torch, ``python run=job``
+in one process with torch and a working directory of its own, ``python file=NAME`` is saved and run by
+the tutorial's test. The other python blocks are compiled only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ckptfsm
+from ckptfsm import reference
+from ckptfsm.config import CheckpointConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+LINKED = [*PAGES, ROOT / "README.md"]
+DECISIONS = sorted((DOCS / "decisions").glob("*.md"))
+FENCE = re.compile(r"^```(\S*)(?: (\S+))?\n(.*?)^```$", re.M | re.S)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+TIMEOUT_S = 120.0
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
+    """(language, mark, text) of each fenced block."""
+    for found in FENCE.finditer(page.read_text(encoding="utf-8")):
+        yield found[1], found[2] or "", found[3]
+
+
+def marked(mark: str) -> list[tuple[str, str]]:
+    """(page and number, text) of the blocks with this mark."""
+    found = []
+    for page in PAGES:
+        texts = [text for language, m, text in blocks(page) if (language, m) == ("python", mark)]
+        found += [(f"{name_of(page)}#{n}", text) for n, text in enumerate(texts, start=1)]
+    return found
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings, as GitHub makes them."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=name_of)
+def test_internal_links_resolve(page):
+    """Catches: a page that was renamed, a heading that is gone."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for target in LINK.findall(text):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (page.parent / file).resolve() if file else page
+        assert there.exists(), target
+        if anchor:
+            assert anchor in anchors(there), target
+
+
+def test_the_pages_that_readme_promises_exist():
+    """Catches: tests that pass because there is nothing to test."""
+    names = {p.name for p in DOCS.glob("*.md")}
+    wanted = "tutorial adopt retention failures protocol foreign reference"
+    assert names >= {f"{name}.md" for name in wanted.split()}
+
+
+def test_every_error_says_what_to_do():
+    """Catches: an error that is new, or renamed, and that no page explains."""
+    text = (DOCS / "failures.md").read_text(encoding="utf-8")
+    section = text.partition("## Every error")[2].partition("\n## ")[0]
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in section.splitlines()]
+    named = [row[0].strip("`") for row in rows if len(row) == 3 and row[0].startswith("`")]
+    assert named == [error.__name__ for error in reference.error_classes()]
+    assert all(row[2] for row in rows if len(row) == 3)
+
+
+def test_the_deadlines_are_those_of_the_code():
+    """Catches: a default that changed, a deadline that is not explained."""
+    text = (DOCS / "failures.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| `(\w+_s)` \| (\d+) s \|", text, re.M))
+    fields = CheckpointConfig.model_fields
+    real = {name: field.default for name, field in fields.items() if name.endswith("timeout_s")}
+    assert {name: float(seconds) for name, seconds in told.items()} == real
+
+
+def test_every_setting_is_in_the_reference_with_its_meaning():
+    """Catches: a new field that nobody explained, an explanation of one that is gone."""
+    assert set(reference.MEANINGS) == set(CheckpointConfig.model_fields)
+    text = (DOCS / "reference.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in text for name in CheckpointConfig.model_fields)
+
+
+def test_every_public_name_is_in_the_reference():
+    """Catches: a public class without a docstring or a place."""
+    text = (DOCS / "reference.md").read_text(encoding="utf-8")
+    for name in ckptfsm.__all__:
+        section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        assert re.search(r"^[A-Z].*\w", section, re.M), name
+
+
+def test_the_reference_is_fresh(tmp_path):
+    """Catches: a docstring that changed without its page."""
+    assert reference.main(["--check", "--root", str(ROOT)]) == 0
+    assert reference.main(["--check", "--root", str(tmp_path)]) == 1
+    assert reference.main(["--write", "--root", str(tmp_path)]) == 0
+    assert reference.main(["--check", "--root", str(tmp_path)]) == 0
+
+
+def test_the_reference_needs_no_torch():
+    """Catches: a generator that imports what it describes."""
+    code = (
+        "import sys, ckptfsm.reference as r; r.reference_markdown(); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=name_of)
+def test_a_decision_has_its_three_parts(page):
+    """Catches: a decision without its reason or its price."""
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith(f"# {int(page.name[:4])}. ")
+    assert re.findall(r"^## (.*)$", text, re.M) == ["Context", "Decision", "Consequences"]
+
+
+def test_decisions_are_numbered_without_gaps():
+    """Catches: two decisions with one number."""
+    assert [p.name[:4] for p in DECISIONS] == [f"{n:04d}" for n in range(1, len(DECISIONS) + 1)]
+
+
+@pytest.mark.parametrize("page", LINKED, ids=name_of)
+def test_python_blocks_compile(page):
+    """Catches: a typing error in a snippet that is not executed."""
+    signatures = page == DOCS / "reference.md"  # shown as they are written, not as code
+    for language, _, text in blocks(page):
+        if language == "python" and not signatures:
+            compile(text, name_of(page), "exec")
+
+
+@pytest.mark.parametrize(("name", "text"), marked("run"), ids=[n for n, _ in marked("run")])
+def test_light_snippets_run(name, text, tmp_path, monkeypatch):
+    """Catches: a snippet that is not true of the code."""
+    monkeypatch.chdir(tmp_path)
+    exec(compile(text, name, "exec"), {"__name__": "__main__"})
+
+
+DRIVER = """
+import json, os, sys, traceback, warnings
+
+warnings.filterwarnings("ignore", module=r"megatron\\\\.|torch\\\\.")
+
+
+def main():
+    results = {}
+    for name, text in json.load(open(sys.argv[1])).items():
+        place = os.path.join(sys.argv[2], name.replace("/", "_"))
+        os.mkdir(place)
+        os.chdir(place)
+        try:
+            exec(compile(text, name, "exec"), {"__name__": "__main__"})
+            results[name] = ""
+        except BaseException:
+            results[name] = traceback.format_exc()
+    json.dump(results, open(sys.argv[3], "w"))
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture(scope="module")
+def job_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """All snippets marked ``run=job``, in one process: torch and megatron-core are slow to import."""
+    place = tmp_path_factory.mktemp("jobs")
+    (place / "driver.py").write_text(DRIVER)
+    (place / "snippets.json").write_text(json.dumps(dict(marked("run=job"))))
+    files = [str(place / name) for name in ("driver.py", "snippets.json", ".", "results.json")]
+    with (place / "output").open("wb") as output:
+        subprocess.run(
+            [sys.executable, *files], stdout=output, stderr=subprocess.STDOUT, timeout=TIMEOUT_S
+        )
+    found = place / "results.json"
+    assert found.exists(), (place / "output").read_text(errors="replace")[-4000:]
+    return json.loads(found.read_text())
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("name", [n for n, _ in marked("run=job")])
+def test_job_snippets_run(name, job_results):
+    """Catches: a snippet that is not true of the code."""
+    assert job_results[name] == ""
+
+
+def torchrun(place: Path, ranks: int, *arguments: str, **environment: str) -> subprocess.Popen:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    launcher += ["--master-addr", "127.0.0.1", "--master-port", port]
+    with (place / "output").open("wb") as output:
+        return subprocess.Popen(
+            [*launcher, *arguments],
+            cwd=place,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        )
+
+
+def lines_of(place: Path) -> list[str]:
+    return (place / "output").read_text(errors="replace").splitlines()
+
+
+def await_line(place: Path, job: subprocess.Popen, beginning: str) -> str:
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline and job.poll() is None:
+        for line in lines_of(place):
+            if line.startswith(beginning):
+                return line
+        time.sleep(0.05)
+    raise AssertionError("\n".join(lines_of(place)[-40:]))
+
+
+@pytest.mark.megatron
+def test_the_tutorial(tmp_path):
+    """The tutorial as a reader follows it: train, kill -9, look, train on, load with stock code."""
+    for _, mark, text in blocks(DOCS / "tutorial.md"):
+        if mark.startswith("file="):
+            (tmp_path / mark.removeprefix("file=")).write_text(text)
+    job = torchrun(tmp_path, 2, "train.py", STEPS="5000")
+    try:
+        victim = int(await_line(tmp_path, job, "rank 1 is pid ").split()[-1])
+        await_line(tmp_path, job, "step 34 ")
+        os.kill(victim, signal.SIGKILL)
+        assert job.wait(TIMEOUT_S) != 0
+    finally:
+        job.kill()
+    tracker = tmp_path / "runs/tutorial/latest_checkpointed_iteration.txt"
+    killed_at = int(tracker.read_text())
+    assert killed_at >= 10
+
+    again = torchrun(tmp_path, 2, "train.py", STEPS="60")
+    assert again.wait(TIMEOUT_S) == 0, "\n".join(lines_of(tmp_path)[-40:])
+    steps = [line.split() for line in lines_of(tmp_path) if line.startswith("step ")]
+    assert int(steps[0][1]) in (killed_at + 1, killed_at + 11)  # a written save is rolled forward
+    assert tracker.read_text() == "60"
+    names = sorted(p.name for p in (tmp_path / "runs/tutorial").glob("iter_*"))
+    assert names == ["iter_0000050", "iter_0000060"]
+
+    look = [sys.executable, "look.py", "runs/tutorial"]
+    shown = subprocess.run(look, cwd=tmp_path, capture_output=True, text=True, timeout=60).stdout
+    assert "000002     60 finalized -> tracked" in shown
+    assert shown.count("segment_opened") == 2
+    assert shown.count("segment_closed") == 1
+
+    for ranks in (2, 1):
+        job = torchrun(tmp_path, ranks, "elsewhere.py", "runs/tutorial/iter_0000060")
+        assert job.wait(TIMEOUT_S) == 0, "\n".join(lines_of(tmp_path)[-40:])
+        assert any(line.startswith("loaded step 60; next loss") for line in lines_of(tmp_path))
