@@ -10,8 +10,10 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ckptfsm.config import CheckpointConfig, load_config
+from ckptfsm.config import CheckpointConfig, load_config, save_again
+from ckptfsm.coordinator import RecoveryReport
 from ckptfsm.documents import TransitionRecord
+from ckptfsm.errors import CkptFsmError, DamagedRoot, RootBusy, SaveFailed, SaveRefused
 from ckptfsm.handle import Restored, SaveHandle
 from ckptfsm.lifecycle import State
 from ckptfsm.readers import ReaderLease
@@ -36,11 +38,18 @@ __all__ = [
     "CheckpointManager",
     "CheckpointConfig",
     "load_config",
+    "save_again",
     "SaveHandle",
     "Restored",
     "ReaderLease",
     "State",
     "TransitionRecord",
+    "RecoveryReport",
+    "CkptFsmError",
+    "SaveFailed",
+    "SaveRefused",
+    "RootBusy",
+    "DamagedRoot",
     "ForeignRequest",
     "Policy",
     "CheckpointInfo",

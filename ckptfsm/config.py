@@ -7,6 +7,7 @@ nearest known one; nothing reads the environment. Times are in seconds and end i
 from __future__ import annotations
 
 import difflib
+import re
 import signal
 import sys
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ else:
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Steps = Annotated[int, Field(ge=1)]
+_WORDS = ("raise", "warn")
 
 
 class CheckpointConfig(BaseModel):
@@ -35,8 +37,8 @@ class CheckpointConfig(BaseModel):
     When to save: ``save_interval_steps``, ``save_steps``, ``save_interval_s`` (decided by the
     coordinator's clock), ``preemption_signals`` (names; no handler is installed unasked);
     ``agree_when_idle`` lets ``request_save`` work without either of the last two.
-    What to keep: ``retention``. What a failed save does: ``on_failure`` is ``raise``, ``warn``, or
-    the number of times to save again at the next step. What a save does while one is in flight:
+    What to keep: ``retention``. What a failed save does: ``on_failure`` is ``raise``, ``warn`` or
+    ``save_again(n)``. What a save does while one is in flight:
     ``on_busy``. What to resume from: ``resume``. How deep ``restore`` verifies: ``verify``.
     Raises ``ConfigError`` for anything else.
     """
@@ -73,6 +75,19 @@ class CheckpointConfig(BaseModel):
     exchange_timeout_s: Seconds = 600.0
     visibility_timeout_s: Seconds = 10.0
     reader_timeout_s: Seconds = 600.0
+
+    @field_validator("on_failure", mode="before")
+    @classmethod
+    def _read_on_failure(cls, value: Any) -> Any:
+        """``save_again(n)`` as text, for TOML; the function of that name gives the number."""
+        found = re.fullmatch(r"save_again\((\d{1,4})\)", value) if isinstance(value, str) else None
+        if isinstance(value, bool) or (
+            isinstance(value, str) and not found and value not in _WORDS
+        ):
+            raise ConfigError(
+                f"on_failure is 'raise', 'warn' or save_again(n), not {value!r}", key="on_failure"
+            )
+        return int(found[1]) if found else value
 
     @field_validator("preemption_signals")
     @classmethod
@@ -117,6 +132,13 @@ class CheckpointConfig(BaseModel):
         """True if a policy must be agreed among ranks while nothing is in flight."""
         timed = self.save_interval_s is not None
         return self.agree_when_idle or timed or bool(self.preemption_signals)
+
+
+def save_again(times: int) -> int:
+    """The value of ``on_failure`` that saves again at the next step, at most ``times`` times."""
+    if isinstance(times, bool) or not isinstance(times, int) or times < 1:
+        raise ConfigError(f"save_again needs a whole number of at least 1, not {times!r}")
+    return times
 
 
 def make_config(values: Mapping[str, Any]) -> CheckpointConfig:

@@ -27,12 +27,14 @@ from ckptfsm.documents import (
     SegmentClosed,
     encode,
 )
-from ckptfsm.durable import lookup, move, put, storage_error
+from ckptfsm.durable import lookup, move, put, storage_error, walk_files
 from ckptfsm.engine import Engine, News, Settled, Trade
 from ckptfsm.errors import (
     CkptFsmError,
     DamagedRoot,
     Fenced,
+    IllegalTransition,
+    NewerSchema,
     OutcomeUnknown,
     SaveRefused,
     StepExistsError,
@@ -65,7 +67,7 @@ from ckptfsm.messages import (
 from ckptfsm.ports import Clock, Identity, PartFinisher, Storage
 from ckptfsm.recovery import Decision, PublishedEvidence, Resume, plan
 from ckptfsm.retention import KeepAll, Policy
-from ckptfsm.trash import remove_marker, remove_some, sweep_temporaries
+from ckptfsm.trash import remove_marker, sweep_temporaries
 
 log = logging.getLogger("ckptfsm")
 T = TypeVar("T")
@@ -261,7 +263,7 @@ class Coordinator:
         """Use a few seconds to give space back; the next run goes on where this one stopped."""
         deadline = self._clock.monotonic() + self._options.retry_interval_s
         try:
-            while remove_some(self._storage, _TRASH_SLICE):
+            while self._engine.give_space_back(_TRASH_SLICE):
                 if self._clock.monotonic() >= deadline:
                     return
         except OSError as error:
@@ -377,16 +379,21 @@ class Coordinator:
                 f"a failed attempt at step {request.step} may still be written by its old writers",
                 step=request.step,
             )
-        if there.found != "unexplained":
+        earlier = [
+            name
+            for name, _ in walk_files(self._storage, published_name(request.step))
+            if name.rpartition("/")[2] != "common.pt"  # what a stock save leaves before its writer
+        ]
+        if there.found != "unexplained" or earlier:
             raise StepExistsError(
-                f"{published_name(request.step)} holds a checkpoint already ({there.found})",
+                f"{published_name(request.step)} holds files of an earlier save; move it away first",
                 step=request.step,
                 latest=_step_of(self._engine.ledger.latest()),
             )
 
     def _check_space(self, request: SaveRequest) -> None:
         free = self._storage.free_bytes()
-        while free < request.expected_bytes and remove_some(self._storage, _TRASH_SLICE):
+        while free < request.expected_bytes and self._engine.give_space_back(_TRASH_SLICE):
             free = self._storage.free_bytes()
         if free < request.expected_bytes:
             raise SaveRefused(
@@ -404,7 +411,11 @@ class Coordinator:
 
     def report(self, events: Sequence[Event]) -> None:
         """Take the reports of the ranks. What belongs to no living attempt is logged and dropped."""
-        self._guarded(self._report, events)
+        try:
+            self._guarded(self._report, events)
+        except StorageError as error:  # the journal has not even room for a failure: stop
+            self.fatal = self.fatal or error
+            raise
 
     def _report(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -430,19 +441,28 @@ class Coordinator:
     def _tick(self) -> None:
         self._engine.check_epoch()
         interval = self._options.retry_interval_s
+        self._tick_at = self._clock.monotonic() + interval
         if self._engine.pending:
-            sweep_temporaries(self._storage, ("",))  # what the last try left
+            self._sweep_tracker()
         pending, self._engine.pending = self._engine.pending, []
         for command in pending:
             self._engine.run(command)
+        self._engine.retire_if_due()
         removed = 0
         if self._engine.ledger.in_flight() is None:
-            self._expire_readers()
             try:
-                removed = remove_some(self._storage, _TRASH_SLICE)
+                self._expire_readers()
+                removed = self._engine.give_space_back(_TRASH_SLICE)
             except OSError as error:
-                log.warning("trash_not_emptied", extra={"error": describe(error)})
+                log.warning("housekeeping_put_off", extra={"error": describe(error)})
         self._tick_at = self._clock.monotonic() + (0.0 if removed else interval)
+
+    def _sweep_tracker(self) -> None:
+        """Remove what earlier tries at the tracker left; their number is bounded otherwise."""
+        try:
+            sweep_temporaries(self._storage, ("",))
+        except OSError as error:
+            log.warning("housekeeping_put_off", extra={"error": describe(error)})
 
     # ------------------------------------------------------------------------- what people ask for
 
@@ -496,7 +516,13 @@ class Coordinator:
         self._engine.tracked(step)
         self._engine.check_epoch()
         self._engine.append(RollbackStarted(to_step=step, at=self._clock.wall()))
-        self._roll_back_to(step)
+        try:
+            self._roll_back_to(step)
+        except OSError as error:
+            raise OutcomeUnknown(
+                f"the rollback to step {step} is not finished, a restart goes on with it: {error}",
+                step=step,
+            ) from error
 
     def _roll_back_to(self, target: int | None) -> None:
         """Tracker first, so that it never names what is being moved; then the later steps."""
@@ -507,6 +533,7 @@ class Coordinator:
         reason: Literal["fresh", "rollback"] = "fresh" if target is None else "rollback"
         for checkpoint in self._engine.ledger.in_state(State.PRUNABLE):
             self._settle_prunable(checkpoint)
+        self._engine.pending = [c for c in self._engine.pending if not isinstance(c, WriteTracker)]
         for checkpoint in reversed(self._engine.ledger.in_state(State.TRACKED)):
             if target is None or checkpoint.step > target:
                 self._engine.post(Withdrawn(checkpoint.id, reason, f"to {target}"))
@@ -543,7 +570,9 @@ class Coordinator:
         directory, problem, manifest = published_name(checkpoint.step), "", None
         try:
             manifest = read_manifest(self._storage, directory)
-        except (DamagedRoot, OSError) as error:
+        except NewerSchema:
+            raise
+        except DamagedRoot as error:
             problem = describe(error)
         return Located(
             checkpoint.step,
@@ -585,7 +614,10 @@ class Coordinator:
             found = lookup(self._storage, path)
             if found is None or found.kind != "file":
                 continue  # not one of ours: it protects, and nobody here removes it
-            content = self._storage.read(path, 1 << 16)
+            try:
+                content = self._storage.read(path, 1 << 16)
+            except FileNotFoundError:
+                continue  # its reader finished just now
             known = self._readers.get(name)
             since = known[1] if known is not None and known[0] == content else now
             if now - since > self._options.reader_timeout_s:
@@ -604,7 +636,7 @@ class Coordinator:
         before = self._engine.moves
         try:
             return work(*arguments)
-        except (Fenced, OutcomeUnknown) as error:
+        except (Fenced, OutcomeUnknown, IllegalTransition) as error:
             self.fatal = error
             raise
         except OSError as error:
@@ -629,7 +661,3 @@ def _forget_moved(history: History, decisions: Sequence[Decision]) -> History:
 
 def _step_of(checkpoint: Checkpoint | None) -> int | None:
     return checkpoint.step if checkpoint is not None else None
-
-
-def _by_id(checkpoint: Checkpoint) -> AttemptId:
-    return checkpoint.id

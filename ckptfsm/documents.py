@@ -62,9 +62,9 @@ class FileEntry(Document):
 class Part(Document):
     """A declared part, see ``messages.PartSpec``."""
 
-    name: str
+    name: FileName
     kind: Literal["torch_dist", "foreign", "file", "report"] = "torch_dist"
-    directory: str = ""
+    directory: FileName | Literal[""] = ""
     ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = None
 
     def spec(self) -> PartSpec:
@@ -96,8 +96,8 @@ class Receipt(Document):
 class Manifest(Document):
     """The commit record inside a published directory: a directory that carries it is complete.
 
-    ``receipts_digest`` covers the receipts' own contents through ``files``; ``provenance`` says what
-    wrote it (library versions), for people.
+    ``files`` lists everything else in it, receipts included; ``provenance`` says what wrote it
+    (library versions), for people.
     """
 
     schema_version: Literal[1] = 1

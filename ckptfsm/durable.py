@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 
 from ckptfsm.errors import StorageError
 from ckptfsm.ports import FileStat, Storage
@@ -47,14 +48,23 @@ def write_new(storage: Storage, path: str, data: bytes) -> None:
         storage.close(handle)
 
 
-def put(storage: Storage, path: str, data: bytes, *, tag: str) -> None:
-    """Make ``path`` hold ``data``, atomically and durably.
+def put(
+    storage: Storage,
+    path: str,
+    data: bytes,
+    *,
+    tag: str,
+    check: Callable[[], None] | None = None,
+) -> None:
+    """Make ``path`` hold ``data``, atomically and durably. ``check`` runs just before the rename.
 
     ``tag`` is unique to the writing process (epoch, pid, nonce), so that two never share a temporary
     name. A temporary file left by an error or a crash is never used again: it may be one whose fsync
     failed. It is swept when the root is opened.
     """
     temporary = _write_temporary(storage, f"{path}{TEMPORARY}{tag}", data)
+    if check is not None:
+        check()
     try:
         storage.rename(temporary, path)
     except OSError:
@@ -93,6 +103,14 @@ def move(storage: Storage, src: str, dst: str) -> None:
         raise StorageError(f"rename of {src} to {dst} did not happen", file=src, call="rename")
     storage.fsync_dir(parent_of(dst))
     storage.fsync_dir(parent_of(src))
+
+
+def says_what_is_there(error: OSError) -> bool:
+    """True if an error tells something about the disk's content, not about the disk's health.
+
+    ``EIO`` or ``ESTALE`` say nothing of what is there; nobody may conclude damage from them.
+    """
+    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.EISDIR)
 
 
 def lookup(storage: Storage, path: str) -> FileStat | None:

@@ -21,7 +21,14 @@ from ckptfsm.durable import (
     put,
     walk_files,
 )
-from ckptfsm.errors import OutcomeUnknown, SaveFailed, ShardMissing, StorageError, name_ranks
+from ckptfsm.errors import (
+    DamagedRoot,
+    OutcomeUnknown,
+    SaveFailed,
+    ShardMissing,
+    StorageError,
+    name_ranks,
+)
 from ckptfsm.evidence import check_sizes, read_manifest, read_receipt, read_tracker
 from ckptfsm.layout import (
     MANIFEST,
@@ -29,6 +36,7 @@ from ckptfsm.layout import (
     QUARANTINE,
     READERS,
     TRACKER,
+    TRASH,
     join,
     parse_pin,
     parse_reader,
@@ -103,7 +111,7 @@ class Effects:
         """In place the manifest is the commit: once it may be seen, an error cannot be undone."""
         path = f"{directory}/{MANIFEST}"
         try:
-            put(self.storage, path, manifest, tag=self.tag)
+            put(self.storage, path, manifest, tag=self.tag, check=self.check_epoch)
         except OSError as error:
             if lookup(self.storage, path) is None:
                 raise  # it certainly did not happen
@@ -127,8 +135,8 @@ class Effects:
         try:
             self.storage.rename(directory, target)
         except OSError:
-            if lookup(self.storage, target) is None and lookup(self.storage, directory) is not None:
-                raise  # it certainly did not happen
+            if lookup(self.storage, directory) is not None:
+                raise  # it certainly did not happen; something else may stand at the name
         self._fsync_names(checkpoint, target)
 
     def _fsync_names(self, checkpoint: Checkpoint, target: str) -> None:
@@ -136,9 +144,10 @@ class Effects:
         try:
             self.storage.fsync_dir("")
             self.storage.fsync_dir(staging_dir(checkpoint.id).rpartition("/")[0])
-            if lookup(self.storage, target) is None:
-                raise StorageError("the published name is not there", file=target)
-        except OSError as error:
+            manifest = read_manifest(self.storage, target)
+            if manifest is None or manifest.of != checkpoint.id:
+                raise StorageError("the published name is not this attempt's", file=target)
+        except (OSError, DamagedRoot) as error:
             raise OutcomeUnknown(
                 f"{target} was renamed but is not known to be durable: {error}",
                 file=target,
@@ -259,7 +268,7 @@ class Effects:
     def write_tracker(self, step: int) -> None:
         """Make the tracker name ``step``, durably, and read it back (I2)."""
         self.check_epoch()
-        put(self.storage, TRACKER, b"%d" % step, tag=self.tag)
+        put(self.storage, TRACKER, b"%d" % step, tag=self.tag, check=self.check_epoch)
         seen = read_tracker(self.storage)
         if seen.step != step:
             raise OutcomeUnknown(
@@ -279,29 +288,64 @@ class Effects:
 
         Every guard is looked at again on disk: pins, leases, the tracker, and that the newer one,
         which makes this one removable, is really there. Pins and leases are looked at once more after
-        the move: one that was taken in between brings the directory back (F27).
+        the move: one that was taken in between brings the directory back (F27), also if a crash came
+        between the two.
         """
         self.check_epoch()
-        step, source = checkpoint.step, published_name(checkpoint.step)
-        kept = self._kept_by_people(step)
+        source = published_name(checkpoint.step)
+        found = lookup(self.storage, source)
+        if found is not None and found.kind != "dir":
+            return "not a directory of this file system"
+        if not self._is_own(checkpoint, source):
+            return self._prune_moved(checkpoint, source)
+        kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(
+            checkpoint, newer_step
+        )
         if kept:
             return kept
+        aside = self._move_aside(source, trash_dir(checkpoint.id))
+        kept = self._kept_by_people(checkpoint.step)
+        if kept:
+            move(self.storage, aside, source)
+        return kept
+
+    def _prune_moved(self, checkpoint: Checkpoint, source: str) -> str:
+        """It left its name before. If a reader was told that it is there, bring it back."""
+        self._settle_names(TRASH)
+        kept = self._kept_by_people(checkpoint.step)
+        asides = [f"{TRASH}/{name}" for name in list_names(self.storage, TRASH)]
+        own = [path for path in asides if self._is_own(checkpoint, path)]
+        if not kept or not own or lookup(self.storage, source) is not None:
+            return ""
+        move(self.storage, own[0], source)
+        return kept
+
+    def _kept_by_tracker(self, checkpoint: Checkpoint, newer_step: int) -> str:
         tracker = read_tracker(self.storage)
-        if tracker.step is None or tracker.step <= step:
+        if tracker.step is None or tracker.step <= checkpoint.step:
             return f"the tracker says {tracker.step}"
         newer = lookup(self.storage, published_name(newer_step))
         if newer is None or newer.kind != "dir":
             return f"step {newer_step} is not there"
-        found = lookup(self.storage, source)
-        if found is not None and (found.kind != "dir" or found.device != newer.device):
+        found = lookup(self.storage, published_name(checkpoint.step))
+        if found is not None and found.device != newer.device:
             return "not a directory of this file system"
-        if found is None:
-            return ""
-        aside = self._move_aside(source, trash_dir(checkpoint.id))
-        kept = self._kept_by_people(step)
-        if kept:
-            move(self.storage, aside, source)
-        return kept
+        return ""
+
+    def _is_own(self, checkpoint: Checkpoint, path: str) -> bool:
+        """True if the directory at ``path`` is this very attempt's, whatever else has its step."""
+        found = lookup(self.storage, path)
+        if found is None or found.kind != "dir":
+            return False
+        manifest = read_manifest(self.storage, path)
+        if manifest is not None:
+            return manifest.of == checkpoint.id
+        return checkpoint.provenance == "adopted" and path == published_name(checkpoint.step)
+
+    def _settle_names(self, directory: str) -> None:
+        """What was found moved may have been moved by a rename that is not durable yet."""
+        self.storage.fsync_dir(directory)
+        self.storage.fsync_dir("")
 
     def _kept_by_people(self, step: int) -> str:
         if step in self.pinned_steps():
@@ -318,16 +362,28 @@ class Effects:
             manifest = read_manifest(self.storage, name)
         if manifest is not None and manifest.of == checkpoint.id:
             return True
-        foreign = checkpoint.in_place and manifest is not None  # not ours to move
-        if not foreign and lookup(self.storage, directory) is not None:
+        if checkpoint.in_place and manifest is not None:
+            return False  # somebody else's by now
+        if lookup(self.storage, directory) is not None:
             self._move_aside(directory, trash_dir(checkpoint.id))
+        else:
+            self._settle_names(TRASH)
         return False
 
     def quarantine(self, checkpoint: Checkpoint) -> None:
-        """Move a withdrawn checkpoint aside, for a person to look at. It is never deleted."""
+        """Move a withdrawn checkpoint aside, for a person to look at. It is never deleted.
+
+        Only what is its own is moved: its step may have been saved again meanwhile.
+        """
         self.check_epoch()
         source = published_name(checkpoint.step)
-        if lookup(self.storage, source) is not None:
+        try:
+            manifest = read_manifest(self.storage, source)
+        except DamagedRoot:
+            manifest = None
+        if lookup(self.storage, source) is None:
+            self._settle_names(QUARANTINE)
+        elif manifest is None or manifest.of == checkpoint.id:
             self._move_aside(source, quarantine_dir(checkpoint.id))
 
     def _move_aside(self, source: str, target: str) -> str:

@@ -37,6 +37,7 @@ from ckptfsm.errors import (
     StepNotFoundError,
     StorageError,
     describe,
+    printable,
 )
 from ckptfsm.evidence import read_tracker
 from ckptfsm.journal import History, JournalWriter
@@ -64,6 +65,7 @@ from ckptfsm.messages import (
 )
 from ckptfsm.ports import Clock, Identity, PartFinisher, Storage
 from ckptfsm.retention import Policy, describe_tracked
+from ckptfsm.trash import remove_some
 
 log = logging.getLogger("ckptfsm")
 T = TypeVar("T")
@@ -102,6 +104,7 @@ class Engine:
         self.moves = 0
         self.news: deque[News] = deque()
         self.pending: list[Command] = []
+        self.retire_due = False
         self.effects = Effects(
             storage,
             clock,
@@ -120,6 +123,7 @@ class Engine:
         self._opened_at = 0.0
         self._finalizers: dict[AttemptId, set[int]] = {}
         self._finalized_by_rank: set[AttemptId] = set()
+        self._published: set[AttemptId] = set()  # on disk; the journal may not know it yet
 
     def begin(self, history: History, identity: Identity) -> None:
         """Open this epoch's segment: seals of the older ones and the ledger as it stands.
@@ -170,6 +174,13 @@ class Engine:
         if command is not None:
             self.run(command)
 
+    def give_space_back(self, limit: int) -> int:
+        """Delete up to ``limit`` entries of the trash, unless a prune is still undecided."""
+        if self.ledger.in_state(State.PRUNABLE):
+            return 0
+        self.check_epoch()
+        return remove_some(self._storage, limit)
+
     def _record(self, moved: Transition) -> TransitionRecord:
         checkpoint = moved.checkpoint
         creates = moved.source is State.ABSENT
@@ -181,8 +192,8 @@ class Engine:
             event=moved.event.name,
             source=moved.source,
             dest=moved.dest,
-            reason=getattr(moved.event, "reason", ""),
-            detail=getattr(moved.event, "detail", ""),
+            reason=printable(getattr(moved.event, "reason", "")),
+            detail=printable(getattr(moved.event, "detail", "")),
             rank=getattr(moved.event, "rank", None) if moved.dest is State.FAILED else None,
             shard_bytes=checkpoint.shard_bytes,
             run_seconds=self.run_seconds(),
@@ -236,17 +247,25 @@ class Engine:
         except (Fenced, OutcomeUnknown):
             raise
         except (CkptFsmError, OSError) as error:
+            if checkpoint.id in self._published:
+                self.pending.append(Finalize(checkpoint.id))
+                return
             reason = error.kind if isinstance(error, ShardMissing) else "finalize"
             self.post(Failed(checkpoint.id, reason, describe(error)))
             return
+        self._published.add(checkpoint.id)
         self._retriable(Finalize(checkpoint.id), self.post, Published(checkpoint.id))
 
     def _run_tracker(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.state is not State.FINALIZED and checkpoint != self.ledger.latest():
+            return  # a retry that came too late: the tracker never goes back
         self.effects.write_tracker(checkpoint.step)
         self._finalized_by_rank.discard(checkpoint.id)
+        self._published.discard(checkpoint.id)
         if checkpoint.state is State.FINALIZED:
             self.post(TrackerWritten(checkpoint.id))
-            self.retire()
+            self.retire_due = True
+            self.retire_if_due()
 
     def _run_prune(self, checkpoint: Checkpoint) -> None:
         if checkpoint.state is not State.PRUNABLE:
@@ -267,10 +286,27 @@ class Engine:
 
     def _run_quarantine(self, command: Quarantine) -> None:
         """If the tracker names it, the tracker goes to the newest that is left first (I2)."""
+        checkpoint = self.ledger.checkpoints[command.of]
+        living = self.ledger.in_state(State.FINALIZED, State.TRACKED, State.PRUNABLE)
+        if any(other.step == checkpoint.step for other in living):
+            return  # its name belongs to a later attempt
         latest = self.ledger.latest()
-        if latest is not None and read_tracker(self._storage).step == command.of.step:
+        if latest is not None and read_tracker(self._storage).step == checkpoint.step:
             self.effects.write_tracker(latest.step)
-        self.effects.quarantine(Checkpoint(command.of, State.QUARANTINED))
+        self.effects.quarantine(checkpoint)
+
+    def retire_if_due(self) -> None:
+        """Let retention have its turn; if the disk does not let it, at the next tick again."""
+        if not self.retire_due:
+            return
+        try:
+            self.retire()
+        except (Fenced, OutcomeUnknown):
+            raise
+        except OSError as error:
+            log.warning("retention_put_off", extra={"error": describe(error)})
+            return
+        self.retire_due = False
 
     def retire(self) -> None:
         """Offer for pruning what no policy, pin or reader keeps. A policy that raises keeps all."""

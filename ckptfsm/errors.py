@@ -149,6 +149,13 @@ class DeadlineExceeded(CkptFsmError, TimeoutError):
     advice = "retry, or raise the deadline in the configuration"
 
 
+class ManagerClosed(CkptFsmError):
+    """The manager was closed, or left after an error; it can do nothing more (``file``)."""
+
+    kind = "manager_closed"
+    advice = "fix the call: make a new manager"
+
+
 class RankFailed(CkptFsmError):
     """A rank could not be reached in an exchange (``ranks``)."""
 
@@ -173,8 +180,13 @@ class OutcomeUnknown(StorageError):
 def describe(error: BaseException, limit: int = 500) -> str:
     """One bounded line about ``error``, for journals and reports."""
     words = error.summary() if isinstance(error, CkptFsmError) else str(error)
-    text = f"{type(error).__name__}: {words}".replace("\n", " ")
+    text = printable(f"{type(error).__name__}: {words}").replace("\n", " ")
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """``text`` without what UTF-8 cannot hold: file names may be any bytes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def first_os_error(error: BaseException) -> OSError | None:

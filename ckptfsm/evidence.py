@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
 from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, Receipt, decode
-from ckptfsm.durable import list_names, lookup
+from ckptfsm.durable import list_names, lookup, says_what_is_there
 from ckptfsm.errors import DamagedRoot, NewerSchema
 from ckptfsm.layout import (
     MANIFEST,
@@ -91,6 +91,14 @@ def check_extra_shards(storage: Storage, directory: str, files: Sequence[FileEnt
     return ""
 
 
+def _raise_unless_damage(error: DamagedRoot | OSError) -> None:
+    """Only what a document or a name says is damage: a sick disk or a newer version is not."""
+    if isinstance(error, NewerSchema):
+        raise error
+    if isinstance(error, OSError) and not says_what_is_there(error):
+        raise error
+
+
 def inspect_published(storage: Storage, step: int) -> PublishedEvidence:
     """Judge the directory at the published name of ``step``, by names and sizes."""
     directory = published_name(step)
@@ -100,9 +108,8 @@ def inspect_published(storage: Storage, step: int) -> PublishedEvidence:
         return PublishedEvidence(step, "unexplained", detail=f"{directory} is a {kind}")
     try:
         manifest = read_manifest(storage, directory)
-    except NewerSchema:
-        raise
     except (DamagedRoot, OSError) as error:
+        _raise_unless_damage(error)
         return PublishedEvidence(step, "damaged", detail=f"{directory}: {error}")
     if manifest is None:
         verdict = inspect_stock(storage, directory)
@@ -152,9 +159,8 @@ def inspect_staging(storage: Storage, checkpoint: Checkpoint) -> StagingEvidence
                 storage, f"{directory}/{planned_name(spec.name)}"
             ):
                 return StagingEvidence(False, f"no planned metadata of part {spec.name}")
-    except NewerSchema:
-        raise
     except (DamagedRoot, OSError) as error:
+        _raise_unless_damage(error)
         return StagingEvidence(False, str(error))
     return StagingEvidence(True)
 

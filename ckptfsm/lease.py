@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckptfsm.documents import Holder, decode, encode
 from ckptfsm.durable import list_names, make_dirs, put, write_new
-from ckptfsm.errors import Fenced, RootBusy
+from ckptfsm.errors import DamagedRoot, Fenced, NewerSchema, RootBusy
 from ckptfsm.layout import DIRECTORIES, LEASE, LOCK, TAKING, epoch_name, parse_epoch
 from ckptfsm.ports import Identity, Storage
 from ckptfsm.trash import remove_marker
@@ -58,10 +58,17 @@ class RootLease:
         """Let go of the root: another manager of this very process may open it now."""
         try:
             if newest_epoch(self._storage) == self.epoch:
-                holder = _holder(self._identity, self.epoch, released=True)
-                put(self._storage, _epoch_path(self.epoch), encode(holder), tag=self.tag)
+                self._say_released()
         finally:
             self.drop()
+
+    def _say_released(self) -> None:
+        holder = _holder(self._identity, self.epoch, released=True)
+        path = _epoch_path(self.epoch)
+        try:
+            put(self._storage, path, encode(holder), tag=self.tag)
+        except OSError:  # a full disk still lets go of a file
+            remove_marker(self._storage, path)
 
     def drop(self) -> None:
         """Give up the lock only, as death would."""
@@ -94,12 +101,12 @@ def open_root(
     for directory in DIRECTORIES:
         make_dirs(storage, directory)
         storage.fsync_dir(directory)  # a killed process may have left names that are not durable
-    epoch = newest_epoch(storage)
     lock = storage.try_lock(LOCK)
     try:
-        holder = read_holder(storage, epoch)
-        if not takeover:
-            _refuse_if_busy(lock, holder, identity, storage.root)
+        epoch = newest_epoch(storage)
+        holder = _known_holder(storage, epoch)
+        if not takeover and (lock is None or _is_this_process(holder, identity)):
+            raise _busy(storage.root, holder)
         taken = _take_epoch(storage, identity, max(epoch, above))
     except BaseException:
         if lock is not None:
@@ -109,19 +116,26 @@ def open_root(
     return RootLease(storage, identity, taken, lock)
 
 
-def _refuse_if_busy(lock: int | None, holder: Holder | None, identity: Identity, root: str) -> None:
-    """The lock does not tell two managers of one process apart; the holder's identity does."""
-    same_process = (
-        holder is not None
-        and not holder.released
-        and (holder.host, holder.pid, holder.started)
-        == (identity.host, identity.pid, identity.started)
-    )
-    if lock is None or same_process:
-        host, pid = (holder.host, holder.pid) if holder else ("unknown", None)
-        raise RootBusy(
-            f"root {root} is owned by pid {pid} on {host}", root=root, host=host, pid=pid
-        )
+def _known_holder(storage: Storage, epoch: int) -> Holder | None:
+    """Who took ``epoch``; None if that cannot be told. A newer version's holder is refused."""
+    try:
+        return read_holder(storage, epoch)
+    except NewerSchema:
+        raise
+    except DamagedRoot:
+        return None
+
+
+def _is_this_process(holder: Holder | None, identity: Identity) -> bool:
+    """Some file systems know no locks; the holder's identity tells two managers of one process."""
+    if holder is None or holder.released:
+        return False
+    return (holder.host, holder.pid, holder.started) == identity[:3]
+
+
+def _busy(root: str, holder: Holder | None) -> RootBusy:
+    host, pid = (holder.host, holder.pid) if holder else ("unknown", None)
+    return RootBusy(f"root {root} is owned by pid {pid} on {host}", root=root, host=host, pid=pid)
 
 
 def _take_epoch(storage: Storage, identity: Identity, newest: int) -> int:

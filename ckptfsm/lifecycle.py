@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 from transitions import Machine
@@ -111,19 +111,28 @@ class Checkpoint:
         return self.id.step
 
 
-def expected_reports(checkpoint: Checkpoint) -> frozenset[tuple[str, int]]:
-    """Every (part, rank) that must be durable before the checkpoint may be finalized (I3)."""
-    everyone = range(checkpoint.world_size)
+@lru_cache(maxsize=64)
+def _reports_of(parts: tuple[PartSpec, ...], world_size: int) -> frozenset[tuple[str, int]]:
     return frozenset(
         (part.name, rank)
-        for part in checkpoint.parts
-        for rank in (everyone if part.ranks is None else part.ranks)
+        for part in parts
+        for rank in (range(world_size) if part.ranks is None else part.ranks)
     )
+
+
+@lru_cache(maxsize=64)
+def _writers_of(parts: tuple[PartSpec, ...], world_size: int) -> frozenset[int]:
+    return frozenset(rank for _, rank in _reports_of(parts, world_size))
+
+
+def expected_reports(checkpoint: Checkpoint) -> frozenset[tuple[str, int]]:
+    """Every (part, rank) that must be durable before the checkpoint may be finalized (I3)."""
+    return _reports_of(checkpoint.parts, checkpoint.world_size)
 
 
 def writing_ranks(checkpoint: Checkpoint) -> frozenset[int]:
     """The ranks that own a writer for this checkpoint."""
-    return frozenset(rank for _, rank in expected_reports(checkpoint))
+    return _writers_of(checkpoint.parts, checkpoint.world_size)
 
 
 # ---------------------------------------------------------------------------------------- guards
@@ -179,34 +188,35 @@ def the_attempt_is_new(checkpoint: Checkpoint, event: Event) -> bool:
     return checkpoint.id == event.of and not checkpoint.parts
 
 
+# A report counts once, so counting tells whether the last one came: no sets are rebuilt per report,
+# which matters with thousands of ranks.
+
+
 def _is_news_of_a_fork(checkpoint: Checkpoint, event: WriterForked) -> bool:
-    awaited = writing_ranks(checkpoint) - checkpoint.forked
-    return event.rank in awaited and event.world_size == checkpoint.world_size
+    awaited = event.rank in writing_ranks(checkpoint) and event.rank not in checkpoint.forked
+    return awaited and event.world_size == checkpoint.world_size
 
 
 def _forks_complete(checkpoint: Checkpoint, event: WriterForked) -> bool:
-    return checkpoint.forked | {event.rank} == writing_ranks(checkpoint)
+    return len(checkpoint.forked) + 1 == len(writing_ranks(checkpoint))
 
 
 def _is_news_of_a_shard(checkpoint: Checkpoint, event: ShardReported) -> bool:
-    awaited = expected_reports(checkpoint) - checkpoint.reported
-    return (
-        (event.part, event.rank) in awaited
-        and event.rank in checkpoint.forked
-        and event.world_size == checkpoint.world_size
-    )
+    key = (event.part, event.rank)
+    awaited = key in expected_reports(checkpoint) and key not in checkpoint.reported
+    return awaited and event.rank in checkpoint.forked and event.world_size == checkpoint.world_size
 
 
 def _shards_complete(checkpoint: Checkpoint, event: ShardReported) -> bool:
-    return checkpoint.reported | {(event.part, event.rank)} == expected_reports(checkpoint)
+    return len(checkpoint.reported) + 1 == len(expected_reports(checkpoint))
 
 
 def _is_news_of_an_end(checkpoint: Checkpoint, event: WriterGone) -> bool:
-    return event.rank in writing_ranks(checkpoint) - checkpoint.gone
+    return event.rank in writing_ranks(checkpoint) and event.rank not in checkpoint.gone
 
 
 def _all_gone(checkpoint: Checkpoint, event: WriterGone) -> bool:
-    return checkpoint.gone | {event.rank} == writing_ranks(checkpoint)
+    return len(checkpoint.gone) + 1 == len(writing_ranks(checkpoint))
 
 
 Guard = Callable[[Checkpoint, Any], bool]

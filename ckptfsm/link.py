@@ -54,6 +54,7 @@ class Link:
         self._coordinator: Coordinator | None = None
         self._executor: Executor | None = None
         self._submitted: list[Future[None]] = []
+        self._fatal_told = False
 
     def start(self, coordinator: Coordinator, executor: Executor) -> None:
         self._coordinator, self._executor = coordinator, executor
@@ -107,7 +108,7 @@ class Link:
             try:
                 value = self.ask(work, *arguments, **keywords)
                 answer = Answer(value, update=self.collect())
-            except (CkptFsmError, OSError) as error:
+            except Exception as error:  # the other ranks wait for the broadcast
                 answer = Answer(error=typed(error), update=self.collect())
         shared: Answer = self.transport.broadcast(answer)
         return shared
@@ -131,7 +132,7 @@ class Link:
     def work_in_background(self) -> None:
         """Let the coordinator retry, expire and empty the trash while it has nothing else to do."""
         coordinator = self._coordinator
-        self._submitted = [f for f in self._submitted if not f.done() or f.exception() is not None]
+        self._submitted = [f for f in self._submitted if not f.done()]
         if coordinator is None or self._submitted or coordinator.fatal is not None:
             return
         if coordinator.wants_tick():
@@ -140,18 +141,21 @@ class Link:
     @property
     def has_news(self) -> bool:
         """True at rank 0 if an exchange would tell something."""
-        failed = any(f.done() and f.exception() is not None for f in self._submitted)
-        return failed or (self._coordinator is not None and self._coordinator.has_news)
+        if self._coordinator is None:
+            return False
+        ended = self._coordinator.fatal is not None and not self._fatal_told
+        return ended or self._coordinator.has_news
 
     def collect(self) -> Update:
-        """At rank 0: the coordinator's news, and what went wrong on its thread."""
+        """At rank 0: the coordinator's news, and the error that ended it, if one did."""
         assert self._coordinator is not None
-        fatal: CkptFsmError | None = None
         for future in [f for f in self._submitted if f.done()]:
             self._submitted.remove(future)
             error = future.exception()
             if error is not None:
-                fatal = fatal or typed(error)
+                log.error("coordinator_error", extra={"error": describe(error)})
+        fatal = self._coordinator.fatal if not self._fatal_told else None
+        self._fatal_told = self._fatal_told or fatal is not None
         return Update(tuple(self._coordinator.take_news()), fatal)
 
     def _submit(

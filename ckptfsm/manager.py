@@ -15,6 +15,7 @@ Rules:
 from __future__ import annotations
 
 import logging
+import operator
 import signal
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,10 @@ from ckptfsm.errors import (
     CkptFsmError,
     ConfigError,
     DeadlineExceeded,
+    Fenced,
+    ManagerClosed,
+    OutcomeUnknown,
+    RankFailed,
     SaveFailed,
     SaveRefused,
     ShardMissing,
@@ -42,7 +47,7 @@ from ckptfsm.lifecycle import UNSETTLED, State
 from ckptfsm.link import Answer, Link, Update, typed
 from ckptfsm.messages import AttemptId, Event, Failed, FinalizersRan, WriterForked, WriterGone
 from ckptfsm.ports import Clock, Draft, Driver, Executor, Identity, Storage, Transport
-from ckptfsm.proposal import Proposal, agree, name_parts, propose
+from ckptfsm.proposal import Proposal, agree, propose
 from ckptfsm.restoring import Restorer
 from ckptfsm.writer import RankJob, RankWriter
 
@@ -50,6 +55,8 @@ log = logging.getLogger("ckptfsm")
 Hook = Callable[[TransitionRecord], None]
 _NEWS, _SAVE_DUE, _PREEMPTED, _EXPIRED = range(4)
 _PAUSE_S = 0.002
+_LONGEST_PAUSE_S = 0.05
+_LET_GO_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,8 @@ class Manager:
         self._dying: list[RankWriter] = []
         self._draft: Draft | None = None
         self._failures: list[CkptFsmError] = []
+        self._notes: list[Warning] = []
+        self._closed = False
         self._retries = 0
         self._save_due = False
         self._save_asked = False
@@ -88,44 +97,55 @@ class Manager:
         self._next_timed_save = 0.0
         self._signals: dict[int, Any] = {}
         self._link = Link(ports.transport, config.effect_timeout_s)
+        self._storage: Storage
         self._open()
 
     # ------------------------------------------------------------------------------ open and close
 
     def _open(self) -> None:
         """Open the root at rank 0, tell everyone what it holds, or raise on every rank."""
-        answer, storage = Answer(), None
+        answer = Answer()
         if self.rank == 0:
             try:
-                storage = self._ports.open_storage(True)
-                self._link.start(self._make_coordinator(storage), self._ports.executor())
+                self._storage = self._ports.open_storage(True)
+                self._link.start(self._make_coordinator(self._storage), self._ports.executor())
                 report = self._link.ask(Coordinator.open)
                 answer = Answer((report, self._link.ask(_view_of)), update=self._link.collect())
-            except (CkptFsmError, OSError) as error:
+            except Exception as error:  # the other ranks wait for the broadcast
                 answer = Answer(error=typed(error))
         answer = self._ports.transport.broadcast(answer)
-        if answer.error is not None:
-            self._link.stop()
-            raise answer.error
+        problem = answer.error or self._open_locally()
+        failed = self._ports.transport.any_flags([problem is not None])[0]
+        if failed:
+            self._link.abandon(_LET_GO_S)  # an opening that was too slow gives the root back later
+            self._let_go()
+            raise problem or RankFailed("another rank could not open the root")
         self.recovery, self._view = answer.value
-        self._warn_about_recovery()
         for record in answer.update.news:
             if isinstance(record, TransitionRecord):
                 self._call_hooks(record)
-        self._storage = storage if storage is not None else self._ports.open_storage(False)
         self._next_timed_save = self._ports.clock.monotonic() + (self.config.save_interval_s or 0)
-        for name in self.config.preemption_signals:
-            number = signal.Signals[name]
-            self._signals[number] = signal.signal(number, self._on_signal)
+        self._note_recovery()
 
-    def _warn_about_recovery(self) -> None:
-        """What a person should know before hours of training go by, once per job."""
-        if self.rank != 0 or self.recovery is None:
-            return
+    def _open_locally(self) -> CkptFsmError | None:
+        """This rank's own part: its storage and the signals it was asked to watch."""
+        try:
+            if self.rank != 0:
+                self._storage = self._ports.open_storage(False)
+            for name in self.config.preemption_signals:
+                number = signal.Signals[name]
+                self._signals[number] = signal.signal(number, self._on_signal)
+        except Exception as error:  # the other ranks must not believe that the manager is open
+            return typed(error)
+        return None
+
+    def _note_recovery(self) -> None:
+        """What a person should know before hours of training go by; said at the first step."""
+        assert self.recovery is not None
         reported = [d for d in self.recovery.decisions if d.result == "reported"]
         notes = [f"{d.subject} is left alone: {d.why}" for d in reported]
         for note in (*self.recovery.warnings, *notes):
-            warnings.warn(note, RecoveryWarning, stacklevel=4)
+            self._notes.append(RecoveryWarning(note))
 
     def _make_coordinator(self, storage: Storage) -> Coordinator:
         config, driver = self.config, self._ports.driver
@@ -163,6 +183,8 @@ class Manager:
 
         Raises ``DeadlineExceeded`` after ``close_timeout_s``; the root is given back all the same.
         """
+        if self._closed:
+            return
         try:
             self.wait_until_finished(self.config.close_timeout_s)
         except BaseException:
@@ -178,6 +200,8 @@ class Manager:
 
         What was not tracked by then is decided by recovery at the next start.
         """
+        if self._closed:
+            return
         if self._writer is not None and not self._writer.wait(self.config.exit_timeout_s):
             self._writer.kill(self.config.exit_timeout_s)
         self._writer = None
@@ -188,8 +212,11 @@ class Manager:
         for number, handler in self._signals.items():
             signal.signal(number, handler)
         self._signals.clear()
+        self._closed = True
         self._link.stop()
         self._ports.transport.close()
+        if hasattr(self, "_storage"):
+            self._storage.close_root()
 
     # ----------------------------------------------------------------------------------- questions
 
@@ -260,12 +287,14 @@ class Manager:
         save that failed under ``on_failure="raise"``, ``DeadlineExceeded`` if another save stays in
         flight.
         """
+        self._require_open()
+        whole = hasattr(step, "__index__") and not isinstance(step, bool)
+        step = operator.index(step) if whole else step
         self._watch_polls(step)
         if not self._make_way(step):
             return SaveHandle(step)
-        self._save_due = False
-        named = name_parts(state, parts)
-        draft, proposal = propose(self._ports.driver, self.world_size, step, named, metrics)
+        call = (state, parts)
+        draft, proposal = propose(self._ports.driver, self.world_size, step, call, metrics)
         gathered = self._ports.transport.gather(proposal)
         planned: Mapping[str, bytes] = {}
         answer = Answer()
@@ -274,8 +303,10 @@ class Manager:
         answer = self._ports.transport.broadcast(answer)
         self._take_update(answer.update)
         if answer.error is not None:
+            self._ports.driver.refuse()
             raise answer.error
         assert draft is not None
+        self._save_due = False
         handle = self._begin_writing(answer.value, draft, planned)
         self._unpolled_since = step
         if self.config.sync:
@@ -314,11 +345,11 @@ class Manager:
         except DeadlineExceeded as error:
             self._link.forget_request()
             refused = error
-        except CkptFsmError as error:
+        except (SaveRefused, Fenced, OutcomeUnknown) as error:
             refused = error
         except Exception as error:  # a bad state dict must not strand the other ranks
             log.exception("save_refused", extra={"step": step})
-            refused = SaveRefused(f"the drafts do not fit together: {describe(error)}", step=step)
+            refused = SaveRefused(f"the save cannot begin: {describe(error)}", step=step)
         return Answer(accepted, refused, self._link.collect()), planned
 
     def _begin_writing(
@@ -336,10 +367,14 @@ class Manager:
                 keep=self._storage.descriptors(),
                 deadline=self._ports.clock.monotonic() + self.config.writer_timeout_s,
             )
+            draft.let_go()
             self._draft = draft
             self._ports.driver.accept()
             self._outbox.append(WriterForked(of, self.rank, self.world_size))
-        except Exception as error:  # whatever it is, the others must not wait for this rank
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # also torch's; the others must not wait for this rank
+            self._ports.driver.refuse()
             log.exception("fork_failed", extra={"step": of.step, "rank": self.rank})
             detail = f"rank {self.rank}: {describe(error)}"
             self._outbox.append(Failed(of, "fork_failed", detail, self.rank))
@@ -354,6 +389,7 @@ class Manager:
 
         Raises what a save failed with, on every rank, under ``on_failure="raise"``.
         """
+        self._require_open()
         self._unpolled_since = None
         self._polls += 1
         due = self._polls % self.config.exchange_every == 0
@@ -377,11 +413,13 @@ class Manager:
         limit = timeout_s if timeout_s is not None else self.config.busy_timeout_s
         self._drive(_HandleDone(handle), limit, f"the save of step {handle.step}")
         if handle.exception() is not None:
-            self._failures.clear()  # the caller gets it from the handle
+            raised = handle.exception()  # the caller gets it from the handle
+            self._failures = [f for f in self._failures if f is not raised]
 
     def _drive(self, finished: Callable[[View], bool], timeout_s: float, waiting_for: str) -> None:
         """Pump until ``finished``. The deadline is agreed, so all ranks stop waiting together."""
         deadline = self._ports.clock.monotonic() + timeout_s
+        pause = _PAUSE_S
         while not finished(self._view):
             expired = self._ports.clock.monotonic() >= deadline
             if self._pump(expired=expired):
@@ -391,7 +429,8 @@ class Manager:
                     waiting_for=waiting_for,
                 )
             self._link.work_in_background()
-            self._ports.clock.sleep(_PAUSE_S)
+            self._ports.clock.sleep(pause)
+            pause = min(pause * 1.2, _LONGEST_PAUSE_S)
 
     def _pump(self, *, expired: bool) -> bool:
         """One cheap exchange; a full one if any rank has news. Returns the agreed ``expired``."""
@@ -442,6 +481,10 @@ class Manager:
             self._failures.append(update.fatal)
             for handle in self._handles.values():
                 handle._error = handle._error or update.fatal
+            if self._writer is not None:
+                self._dying.append(self._writer)
+                self._writer = self._draft = None
+                self._bury()
             self._view = View(self._view.steps)  # the coordinator is gone: nothing more will come
 
     def _on_tracked(self, record: TransitionRecord) -> None:
@@ -467,7 +510,7 @@ class Manager:
             self._save_due = True
             log.warning("save_failed", extra={"error": str(error), "again": self._retries})
         elif self.config.on_failure == "warn":
-            warnings.warn(str(error), SaveFailedWarning, stacklevel=2)
+            self._notes.append(SaveFailedWarning(str(error)))
         else:
             self._failures.append(error)
 
@@ -481,14 +524,19 @@ class Manager:
     def _run_finalizers(self, of: AttemptId) -> None:
         """Foreign finalizers hold collectives: here all ranks run them at the same point, once."""
         error = ""
-        try:
-            if self._draft is None or self._writer is None or self._writer.of != of:
-                raise SaveFailed("this rank has no such save", step=of.step, rank=self.rank)
-            self._draft.run_finalizers(self._writer.payloads)
-        except BaseException as problem:  # torch's CheckpointException is a BaseException
-            if isinstance(problem, (KeyboardInterrupt, SystemExit)):
+        draft, writer = self._draft, self._writer
+        if draft is None or writer is None or writer.of != of:
+            self._outbox.append(FinalizersRan(of, self.rank, "this rank has no such save"))
+            return
+        for name, finalize in draft.finalizers():
+            try:
+                finalize(writer.payloads.get(name))
+            except (KeyboardInterrupt, SystemExit):
                 raise
-            error = describe(problem)
+            except BaseException as problem:  # torch's CheckpointException is one
+                error = f"{name}: {describe(problem)}"
+            if self._ports.transport.any_flags([bool(error)])[0]:
+                break  # or the other ranks would wait in the next part's collectives
         self._outbox.append(FinalizersRan(of, self.rank, error))
 
     def _call_hooks(self, record: TransitionRecord) -> None:
@@ -499,21 +547,35 @@ class Manager:
                 log.exception("hook_failed", extra={"step": record.step, "dest": record.dest.value})
 
     def _raise_failures(self) -> None:
+        """At a point that every rank reaches: what there is to say, then what there is to raise."""
+        self._say_notes()
         if self._failures:
             failures, self._failures = self._failures, []
             raise failures[0]
 
+    def _say_notes(self) -> None:
+        """Warnings wait for a point without collectives after it: they may be made errors."""
+        notes, self._notes = self._notes, []
+        for note in notes:
+            warnings.warn(note, stacklevel=4)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ManagerClosed("the manager is closed", file=self._storage.root)
+
     def _watch_polls(self, step: int) -> None:
         """A save that nobody polls never gets tracked: say so, with its step (F28)."""
         since = self._unpolled_since
-        if since is not None and step - since >= self.config.poll_warning_steps:
+        if since is None or not isinstance(step, int):
+            return
+        if step - since >= self.config.poll_warning_steps:
+            self._unpolled_since = step
             warnings.warn(
                 f"the save of step {since} is in flight and poll() was not called for "
                 f"{step - since} steps: it cannot be tracked without",
                 PollMissingWarning,
                 stacklevel=3,
             )
-            self._unpolled_since = step
 
     # ----------------------------------------------------------------------------------- restore
 
@@ -533,10 +595,21 @@ class Manager:
 
         Raises ``StepNotFoundError``, ``DamagedRoot``, or what the load raised.
         """
+        self._require_open()
         restorer = Restorer(
             self._ports.transport, self._storage, self._ports.driver, self.config, self._agree
         )
-        return restorer.restore(name_parts(state, parts), step)
+        restored = restorer.restore(state, parts, step)
+        self._say_notes()
+        if restored is not None and restored.dropped and self.rank == 0:
+            warnings.warn(
+                f"step {restored.step} was saved under another sharding: "
+                f"{', '.join(restored.dropped)} cannot be resharded and is left out; the run is not "
+                "bit-for-bit the same",
+                ReshardWarning,
+                stacklevel=2,
+            )
+        return restored
 
     # --------------------------------------------------------------------- what people ask for
 
@@ -558,6 +631,7 @@ class Manager:
 
     def _agree(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Ask the coordinator together; its news first, then its error on every rank."""
+        self._require_open()
         answer = self._link.together(work, *arguments)
         self._take_update(answer.update)
         if answer.error is not None:
@@ -567,6 +641,10 @@ class Manager:
 
 class SaveFailedWarning(UserWarning):
     """A save failed and ``on_failure`` is ``warn``."""
+
+
+class ReshardWarning(UserWarning):
+    """Part of a checkpoint cannot be loaded under another sharding and was left out."""
 
 
 class RecoveryWarning(UserWarning):

@@ -55,6 +55,8 @@ def check_parts(parts: tuple[PartSpec, ...], world_size: int) -> None:
         if part.name in names:
             raise ConfigError(f"part {part.name!r} is declared twice", part=part.name)
         names.add(part.name)
+        if ".tmp-" in part.name or ".tmp-" in part.directory:
+            raise ConfigError("'.tmp-' marks our temporary files", part=part.name)
         pieces = part.directory.split("/") if part.directory else []
         if any(p in ("", ".", "..") or p.startswith(".ckptfsm") for p in pieces):
             raise ConfigError(f"part directory {part.directory!r} is not allowed", part=part.name)

@@ -100,6 +100,10 @@ class Storage(Protocol):
 
     def unlock(self, handle: int) -> None: ...
 
+    def close_root(self) -> None:
+        """Let go of the root; every later call fails with ``EBADF``. May be called twice."""
+        ...
+
     def descriptors(self) -> tuple[int, ...]:
         """File descriptors that a forked writer must keep to use this storage."""
         ...
@@ -212,8 +216,12 @@ class Draft(Protocol):
         """
         ...
 
-    def run_finalizers(self, payloads: Mapping[str, Any]) -> None:
-        """Run the foreign finalizers, once, on the training thread (collective)."""
+    def let_go(self) -> None:
+        """The writer owns the data now: hold nothing of the trainer's, nor any copy of it."""
+        ...
+
+    def finalizers(self) -> list[tuple[str, Callable[[Any], None]]]:
+        """The foreign parts and what finishes each from its payload (collective), once."""
         ...
 
 
@@ -246,7 +254,11 @@ class Driver(Protocol):
         ...
 
     def accept(self) -> None:
-        """The last draft was accepted by everyone: what it planned may be reused."""
+        """The last draft was accepted, and this rank writes it: what it planned may be reused."""
+        ...
+
+    def refuse(self) -> None:
+        """The last draft was not: plan and send everything anew next time."""
         ...
 
     def survey(self, parts: Mapping[str, Any], directories: Mapping[str, str]) -> Survey:

@@ -6,7 +6,7 @@ It dies with its parent, and its parent never takes "not alive" for "succeeded".
 
 Rules:
 * Success is exit code 0 *and* a complete payload. Everything else is a failure with a reason.
-* A child closes every inherited descriptor it was not told to keep, resets signal handlers, and
+* A child lets go of every inherited descriptor it was not told to keep, resets signal handlers, and
   leaves only through ``os._exit``: it never returns into its parent's frames.
 * The kernel kills a child when the *thread* that forked it ends. Forked from another thread than the
   main one, a child watches for its parent instead.
@@ -43,10 +43,14 @@ _READ_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ChildError:
-    """Why a child failed, as far as it could say. ``os_error`` is the first real one, if any."""
+    """Why a child failed, as far as it could say.
+
+    ``os_error`` is the first real one, if any; ``kind`` is that of an error of ours.
+    """
 
     text: str
     os_error: str = ""
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,12 @@ def fork_child(job: Callable[[], Any], *, keep: Sequence[int], group: bool) -> C
     parent = os.getpid()
     main_thread = threading.current_thread() is threading.main_thread()
     with _collector_off():
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(read_end)
+            os.close(write_end)
+            raise
         if pid == 0:
             _run_child(job, write_end, keep, group, parent if main_thread else -parent)
     os.close(write_end)
@@ -181,14 +190,16 @@ def _run_child(
             os.setpgid(0, 0)
         _die_with(abs(parent), by_kernel=parent > 0)
         _reset_signals()
-        _close_all_but({0, 1, 2, pipe, *keep})
+        _let_go_of_all_but({0, 1, 2, pipe, *keep})
         try:
-            frame = _frame(_RESULT, job())
-            code = 0
+            frame, ending = _frame(_RESULT, job()), 0
         except BaseException as error:  # whatever it is, the parent must hear of it
             cause = first_os_error(error)
-            frame = _frame(_ERROR, ChildError(describe(error), describe(cause) if cause else ""))
+            words = describe(cause) if cause else ""
+            frame = _frame(_ERROR, ChildError(describe(error), words, getattr(error, "kind", "")))
+            ending = 1
         _send(pipe, frame)
+        code = ending
     finally:
         os._exit(code)
 
@@ -196,11 +207,23 @@ def _run_child(
 def _die_with(parent: int, *, by_kernel: bool) -> None:
     """End when the parent ends, however it ends."""
     if by_kernel:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _ask_kernel()
     else:
         threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
     if os.getppid() != parent:  # it died between the fork and now
         os._exit(_ORPHANED)
+
+
+def let_children_die_too() -> None:
+    """Make whatever this child forks later, by whatever means, end with it as well.
+
+    The kernel's death signal is not inherited by a fork.
+    """
+    os.register_at_fork(after_in_child=_ask_kernel)
+
+
+def _ask_kernel() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _watch_parent(parent: int) -> None:
@@ -210,20 +233,31 @@ def _watch_parent(parent: int) -> None:
 
 
 def _reset_signals() -> None:
-    """The trainer's handlers must not run here; Ctrl-C is the trainer's business."""
+    """The trainer's handlers must not run here; signals to the whole job are the trainer's business.
+
+    The writer ends with its trainer, or is killed by it; until then it finishes what it has.
+    """
     with contextlib.suppress(ValueError):  # not in a main thread: no handler can be set
         signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a writer must learn how its workers end
 
 
-def _close_all_but(keep: set[int]) -> None:
+def _let_go_of_all_but(keep: set[int]) -> None:
+    """Point every other descriptor at /dev/null.
+
+    Closing them would free their numbers: a shard would get one, and a log handler of the trainer's
+    that still knows the number would write into it.
+    """
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
-        if fd not in keep:
-            with contextlib.suppress(OSError):  # the listing's own descriptor is gone by now
-                os.close(fd)
+        if fd not in keep and fd != null:
+            os.dup2(null, fd, inheritable=False)
 
 
 def _frame(kind: int, value: Any) -> bytes:

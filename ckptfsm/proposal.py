@@ -45,14 +45,20 @@ def propose(
     driver: Driver,
     world_size: int,
     step: int,
-    named: Mapping[str, Any],
+    state: tuple[Any, Mapping[str, Any] | None],
     metrics: Mapping[str, float] | None,
 ) -> tuple[Draft | None, Proposal]:
-    """Plan a save on this rank. What goes wrong becomes part of the proposal."""
+    """Plan a save on this rank. ``state`` is the call's (state, parts).
+
+    What goes wrong becomes part of the proposal.
+    """
     try:
+        named = name_parts(*state)
         measured = tuple(sorted((str(k), float(v)) for k, v in (metrics or {}).items()))
         draft = driver.draft(named)
-    except Exception as error:  # carried to the exchange, raised there on every rank
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # also torch's; carried to the exchange, raised on every rank
         log.exception("draft_failed", extra={"step": step})
         return None, Proposal(step, world_size, error=describe(error))
     return draft, Proposal(

@@ -33,6 +33,7 @@ class ReaderLease:
     def __init__(
         self, root: str | os.PathLike[str], step: int, *, storage: Storage | None = None
     ) -> None:
+        self._owned = storage is None
         self._storage = storage or PosixStorage(root, create=False)
         self._step = step
         self._nonce = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
@@ -41,20 +42,23 @@ class ReaderLease:
         self.path = f"{self._storage.root}/{published_name(step)}"
 
     def __enter__(self) -> ReaderLease:
-        self.renew()
-        found = lookup(self._storage, published_name(self._step))
-        if found is None or found.kind != "dir":
-            remove_marker(self._storage, self._file)
-            raise StepNotFoundError(
-                f"step {self._step} is not at {self.path}", step=self._step, file=self.path
-            )
+        try:
+            self.renew()
+        except BaseException:
+            self._let_go()
+            raise
         return self
 
     def renew(self) -> None:
-        """Say that the reader still lives."""
+        """Say that the reader still lives. Raises ``StepNotFoundError`` if the step is gone."""
         self._renewals += 1
         mark = Pin(step=self._step, reason="reader", nonce=f"{self._nonce}-{self._renewals}")
         put(self._storage, self._file, encode(mark), tag=self._nonce)
+        found = lookup(self._storage, published_name(self._step))
+        if found is None or found.kind != "dir":
+            raise StepNotFoundError(
+                f"step {self._step} is not at {self.path}", step=self._step, file=self.path
+            )
 
     def __exit__(
         self,
@@ -62,4 +66,11 @@ class ReaderLease:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        remove_marker(self._storage, self._file)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        try:
+            remove_marker(self._storage, self._file)
+        finally:
+            if self._owned:
+                self._storage.close_root()

@@ -17,7 +17,7 @@ The rules, by the last journaled state of an attempt:
 | tracked | missing or damaged | withdrawn(damaged); the newest valid one is next |
 | prunable | still at its name | reprieved; retention looks at every guard again |
 | prunable | damaged at its name | reprieved, then withdrawn(damaged) |
-| prunable | gone from its name | removed |
+| prunable | gone from its name | removed, or brought back if a reader holds a lease |
 | failed | - | files to the trash |
 | quarantined | still at its name | moved aside |
 | none | complete, and not newer than the tracker | adopted, pinned |
@@ -46,8 +46,8 @@ from ckptfsm.messages import (
     Failed,
     Finalize,
     FoundPublished,
+    Prune,
     Quarantine,
-    Removed,
     Reprieved,
     Withdrawn,
     WritersLost,
@@ -156,9 +156,9 @@ def _decide(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> Decis
     of, state = checkpoint.id, checkpoint.state
     there = evidence.published.get(of.step)
     ours = there is not None and there.of == of
+    adopted = checkpoint.provenance == "adopted"
     whole = there is not None and (
-        (ours and there.found == "manifest")
-        or (checkpoint.provenance == "adopted" and there.found in ("stock", "manifest"))
+        (ours and there.found == "manifest") or (adopted and there.found == "stock")
     )
     found = there.found if there is not None else "not published"
     if state in (State.REQUESTED, State.FORKED, State.SHARDS_WRITTEN):
@@ -192,7 +192,8 @@ def _decide(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> Decis
             why = _why_not_whole(there)
             back = (Reprieved(of, "restart"), Withdrawn(of, "damaged", why))
             return _decision(checkpoint, found, "withdrawn(damaged)", why, *back)
-        return _decision(checkpoint, found, "pruned", "gone from its name", Removed(of))
+        why = "gone from its name: removed, or brought back for a reader"
+        return _decision(checkpoint, found, "pruned", why, Prune(of))
     return _decision(checkpoint, found, "discarded", "it had failed", WritersLost(of))
 
 

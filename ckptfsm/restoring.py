@@ -9,26 +9,24 @@ its own collectives: a rank that dies inside it is bounded only by the process g
 from __future__ import annotations
 
 import logging
-import warnings
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from ckptfsm.config import CheckpointConfig
 from ckptfsm.coordinator import Coordinator, Located
-from ckptfsm.errors import ConfigError, DamagedRoot, RestoreFailed, describe
+from ckptfsm.errors import CkptFsmError, ConfigError, DamagedRoot, RestoreFailed, describe
 from ckptfsm.evidence import check_digests, check_extra_shards, check_sizes
 from ckptfsm.handle import Restored, only
 from ckptfsm.layout import join
 from ckptfsm.ports import Driver, Storage, Survey, Transport
+from ckptfsm.proposal import name_parts
 
 log = logging.getLogger("ckptfsm")
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class ReshardWarning(UserWarning):
-    """Part of a checkpoint cannot be loaded under another sharding and was left out."""
+_WAIT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +39,11 @@ class Restorer:
     config: CheckpointConfig
     agree: Callable[..., Any]
 
-    def restore(self, named: Mapping[str, Any], step: int | None) -> Restored | None:
+    def restore(
+        self, state: Any, parts: Mapping[str, Any] | None, step: int | None
+    ) -> Restored | None:
         """See ``Manager.restore``."""
+        named = self._everywhere(step, name_parts, state, parts)
         while True:
             located: Located | None = self.agree(Coordinator.locate, step)
             if located is None:
@@ -64,7 +65,10 @@ class Restorer:
 
         A disk that cannot be read is not damage: that raises, and nothing is withdrawn.
         """
-        found = self._everywhere(located, self._verify_share, located)
+        share = _Background(self._verify_share, located)
+        while self.transport.any_flags([share.is_alive()])[0]:
+            share.join(_WAIT_S)  # the other ranks hear of us meanwhile, however long it takes
+        found = self._everywhere(located.step, share.result)
         gathered = self.transport.gather(found)
         return str(self.transport.broadcast(next((p for p in gathered or () if p), "")))
 
@@ -84,12 +88,13 @@ class Restorer:
         return problem
 
     def _load(self, located: Located, named: Mapping[str, Any]) -> Restored:
-        directories = self._part_directories(located, named)
-        survey = self._everywhere(located, self.driver.survey, named, directories)
-        dropped = self._agree_on_drops(located, survey.missing)
+        step = located.step
+        directories = self._everywhere(step, self._part_directories, located, named)
+        survey = self._everywhere(step, self.driver.survey, named, directories)
+        dropped = self._agree_on_drops(survey.missing)
         surveys = self.transport.gather(survey)
-        self._everywhere(located, self._check_surveys, surveys, dropped)
-        loaded = self._everywhere(located, self.driver.load, named, directories, dropped)
+        self._everywhere(step, self._check_surveys, surveys, dropped)
+        loaded = self._everywhere(step, self.driver.load, named, directories, dropped)
         return Restored(located.step, only(loaded.values()), dict(loaded), tuple(sorted(dropped)))
 
     def _part_directories(self, located: Located, named: Mapping[str, Any]) -> dict[str, str]:
@@ -110,42 +115,58 @@ class Restorer:
         if surveys is not None:
             self.driver.check(surveys, dropped)
 
-    def _agree_on_drops(self, located: Located, missing: set[str]) -> set[str]:
+    def _agree_on_drops(self, missing: set[str]) -> set[str]:
         """What some rank cannot load in its sharding, restricted to what may be left out."""
         everyone = self.transport.gather(missing)
         union: set[str] = set().union(*everyone) if everyone is not None else set()
-        dropped = set(self.transport.broadcast(union)) & set(self.config.reshard_drops)
-        if dropped and self.transport.rank == 0:
-            warnings.warn(
-                f"step {located.step} was saved under another sharding: "
-                f"{', '.join(sorted(dropped))} cannot be resharded and is left out; the run is not "
-                "bit-for-bit the same",
-                ReshardWarning,
-                stacklevel=5,
-            )
-        return dropped
+        return set(self.transport.broadcast(union)) & set(self.config.reshard_drops)
 
     def _everywhere(
-        self, located: Located, work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs
+        self, step: int | None, work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs
     ) -> T:
-        """Run ``work`` on every rank. Raises ``RestoreFailed`` on all of them if any of them failed."""
+        """Run ``work`` on every rank. If any of them fails, all of them raise: its own typed error
+
+        where it happened, ``RestoreFailed`` elsewhere.
+        """
         results: list[T] = []
-        problem = ""
+        problem, own = "", None
         try:
             results.append(work(*arguments, **keywords))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # torch's CheckpointException is one; all ranks must hear
-            extra = {"step": located.step, "rank": self.transport.rank}
+            own = error if isinstance(error, CkptFsmError) else None
+            extra = {"step": step, "rank": self.transport.rank}
             log.warning("restore_problem", exc_info=True, extra=extra)
             problem = describe(error)
         gathered = self.transport.gather(problem)
         found = [f"rank {rank}: {p}" for rank, p in enumerate(gathered or ()) if p]
         first = self.transport.broadcast(found[0] if found else "")
+        if own is not None:
+            raise own
         if first:
-            raise RestoreFailed(
-                f"step {located.step} could not be loaded: {first}",
-                step=located.step,
-                file=located.directory,
-            )
+            raise RestoreFailed(f"could not be loaded: {first}", step=step, file=self.storage.root)
         return results[0]
+
+
+class _Background(threading.Thread):
+    """Work that may take longer than the ranks may be silent."""
+
+    def __init__(self, work: Callable[[Located], str], located: Located) -> None:
+        super().__init__(name="ckptfsm-verify", daemon=True)
+        self._work = work
+        self._located = located
+        self._result = ""
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._result = self._work(self._located)
+        except Exception as error:  # raised where the result is asked for
+            self._error = error
+
+    def result(self) -> str:
+        if self._error is not None:
+            raise self._error
+        return self._result

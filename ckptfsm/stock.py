@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from ckptfsm.durable import says_what_is_there
 from ckptfsm.errors import DamagedRoot
 from ckptfsm.layout import join
 from ckptfsm.ports import FileStat, Storage
@@ -180,6 +181,8 @@ def _stat(storage: Storage, directory: str, name: str) -> FileStat:
     try:
         return storage.stat(join(directory, name))
     except OSError as error:
+        if not says_what_is_there(error):
+            raise
         raise _damaged(name or directory or ".", _os_reason(error)) from None
 
 
@@ -194,6 +197,8 @@ def _read(storage: Storage, directory: str, name: str, limit: int) -> bytes:
     try:
         data = storage.read(join(directory, name), limit)
     except OSError as error:
+        if not says_what_is_there(error):
+            raise
         raise _damaged(name, _os_reason(error)) from None
     if len(data) != found.size:
         raise _damaged(name, f"{len(data)} bytes read of {found.size}")

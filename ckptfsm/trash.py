@@ -65,7 +65,7 @@ def sweep_temporaries(storage: Storage, directories: Sequence[str] = ("", PINS, 
 def sweep_attempt(storage: Storage, directory: str) -> None:
     """Delete what a crash in the middle of a ``put`` left inside an unpublished attempt."""
     for name, stat in walk_files(storage, directory):
-        if TEMPORARY in name and stat.kind == "file":
+        if TEMPORARY in name.rpartition("/")[2] and stat.kind == "file":
             storage.unlink(f"{directory}/{name}")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptfsm.documents import FileEntry, Receipt, encode
 from ckptfsm.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error, write_all
-from ckptfsm.errors import StorageError
+from ckptfsm.errors import StorageError, WriterDied, describe
 from ckptfsm.layout import RECEIPTS, join, receipt_name
 from ckptfsm.messages import AttemptId, Event, Failed, ShardReported
 from ckptfsm.ports import PartJob, Storage, Written
@@ -163,7 +163,8 @@ class RankWriter:
         self.of = job.of
         self.payloads: dict[str, Any] = {}
         self._storage = storage
-        self._job = job
+        self._rank, self._world_size, self._location = job.rank, job.world_size, job.location
+        self._names = tuple(part.name for part in job.parts)  # not the parts: they hold the data
         self._deadline = deadline
         self.child: Child = fork_child(_BoundJob(storage, job), keep=keep, group=True)
         self._reported = False
@@ -177,10 +178,9 @@ class RankWriter:
             return []
         self._reported = True
         if outcome is None:
-            gone = self.child.kill()
-            detail = f"rank {self._job.rank}: its writer missed its deadline"
-            detail = detail if gone else f"{detail} and lives on"
-            return [Failed(self.of, "writer_hung", detail, self._job.rank)]
+            self.child.kill(timeout_s=0.0)
+            detail = f"rank {self._rank}: its writer missed its deadline"
+            return [Failed(self.of, "writer_hung", detail, self._rank)]
         return self._judge(outcome)
 
     def wait(self, timeout_s: float) -> bool:
@@ -194,23 +194,30 @@ class RankWriter:
 
     def _judge(self, outcome: Outcome) -> list[Event]:
         """Exit code, payload and the attempt's own receipts: all three, or it failed."""
-        rank, problem = self._job.rank, ""
+        rank, size = self._rank, self._world_size
         if not outcome.succeeded:
-            reason = "writer_failed" if outcome.error else "writer_died"
+            said = outcome.error.kind if outcome.error is not None else WriterDied.kind
+            reason = WriterDied.kind if said == WriterDied.kind else "writer_failed"
             return [Failed(self.of, reason, f"rank {rank}: {outcome.explain()}", rank)]
-        if [name for name, _, _ in outcome.payload] != [part.name for part in self._job.parts]:
+        problem = self._missing_receipt()
+        if tuple(name for name, _, _ in outcome.payload) != self._names:
             problem = "its result is not of its parts"
-        for part in self._job.parts:
-            path = f"{self._job.location}/{receipt_name(part.name, rank)}"
-            if lookup(self._storage, path) is None:
-                problem = f"no receipt {path}"
         if problem:
             return [Failed(self.of, "receipt_missing", f"rank {rank}: {problem}", rank)]
-        size = self._job.world_size
         self.payloads = {name: payload for name, _, payload in outcome.payload}
         return [
             ShardReported(self.of, name, rank, size, count) for name, count, _ in outcome.payload
         ]
+
+    def _missing_receipt(self) -> str:
+        for name in self._names:
+            path = f"{self._location}/{receipt_name(name, self._rank)}"
+            try:
+                if lookup(self._storage, path) is None:
+                    return f"no receipt {path}"
+            except OSError as error:  # the disk is sick: the other ranks must not wait for this one
+                return f"{path}: {describe(error)}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

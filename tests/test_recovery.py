@@ -183,11 +183,10 @@ def test_tracked_and_whole_is_kept():
     assert decide(ledger_of(BASE), evidence(names(100), whole(100))) == Plan((), ())
 
 
-@pytest.mark.parametrize("found_as", ["stock", "manifest"])
-def test_tracked_and_adopted_needs_no_manifest(found_as):
+def test_tracked_and_adopted_needs_no_manifest():
     """Catches: an adopted stock checkpoint withdrawn at the next restart."""
     c = checkpoint(100, S.TRACKED, provenance="adopted")
-    ev = evidence(names(100), PublishedEvidence(100, found_as))
+    ev = evidence(names(100), PublishedEvidence(100, "stock"))
     assert decide(ledger_of(c), ev) == Plan((), ())
     with pytest.raises(DamagedRoot):  # one of ours does need its manifest
         decide(ledger_of(BASE), ev)
@@ -245,7 +244,7 @@ def test_F17_prunable_and_gone_is_pruned():
     """Catches: a moved-away checkpoint that comes back to life, or is asked for again."""
     ledger = ledger_of(checkpoint(100, S.PRUNABLE), checkpoint(200, S.TRACKED))
     found = decide(ledger, evidence(names(200), whole(200)))
-    assert only(found).actions == (m.Removed(at(100)),)
+    assert only(found).actions == (m.Prune(at(100)),)
     assert found.warnings == ()
 
 
@@ -489,6 +488,8 @@ class World:
                 staging = {k: v for k, v in self.ev.staging.items() if k != of}
                 self.ev = replace(self.ev, staging=staging)
                 self.post(m.Cleaned(of))
+            case m.Prune():
+                self.post(m.Removed(of))
             case m.Quarantine():
                 published.pop(of.step, None)
                 self.ev = replace(self.ev, published=published)

@@ -6,6 +6,7 @@ The checkpoint is written once by stock Megatron-core; each test breaks one thin
 from __future__ import annotations
 
 import builtins
+import errno
 import json
 import os
 import pickle
@@ -547,9 +548,11 @@ class FailingStorage(PosixStorage):
         raise OSError(5, "Input/output error")
 
 
-def test_a_failing_disk_is_a_reason(stock_root: Path) -> None:
-    verdict = inspect_stock(FailingStorage(str(stock_root)), STEP)
-    assert verdict.reason == "metadata.json: cannot be read (EIO)"
+def test_a_failing_disk_is_no_verdict(stock_root: Path) -> None:
+    """Catches: a good checkpoint called damaged because the disk could not be read just then."""
+    with pytest.raises(OSError, match="error") as caught:
+        inspect_stock(FailingStorage(str(stock_root)), STEP)
+    assert caught.value.errno == errno.EIO
 
 
 # -------------------------------------------------------------------------------------- fuzz

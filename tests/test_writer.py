@@ -297,6 +297,7 @@ def test_I10_a_writer_that_misses_its_deadline(root: Path, tmp_path: Path):
     (event,) = writer.poll(100.0)
     assert isinstance(event, Failed)
     assert (event.reason, event.detail) == ("writer_hung", "rank 0: its writer missed its deadline")
+    assert writer.kill(WAIT_S) is True
     assert writer.child.poll().exitcode == -signal.SIGKILL
     assert writer.poll(101.0) == []
 

@@ -8,7 +8,7 @@ digest stands for it otherwise.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -78,9 +78,13 @@ class MegatronDraft:
                 jobs.append(part)
         return tuple(jobs)
 
-    def run_finalizers(self, payloads: Mapping[str, Any]) -> None:
+    def let_go(self) -> None:
+        self.planned_parts, self.values = (), {}
         for part in self.foreign:
-            part.finalize(payloads.get(part.name))
+            part.arguments = []
+
+    def finalizers(self) -> list[tuple[str, Callable[[Any], None]]]:
+        return [(part.name, part.finalize) for part in self.foreign]
 
 
 class MegatronDriver:
@@ -93,7 +97,8 @@ class MegatronDriver:
         self._files = files
         self._sent = ""
         self._accepted = ""
-        self._plans: dict[str, bytes] = {}
+        self._plans: dict[str, bytes] = {}  # of the accepted saves, by digest
+        self._candidates: dict[str, bytes] = {}
         self._merged: tuple[tuple[str, ...], Mapping[str, bytes]] = ((), {})
 
     def provenance(self) -> Mapping[str, str]:
@@ -126,18 +131,22 @@ class MegatronDriver:
 
     def accept(self) -> None:
         self._accepted = self._sent
+        self._plans = dict(self._candidates)
+
+    def refuse(self) -> None:
+        self._accepted = ""
 
     def merge(self, summaries: Sequence[Summary]) -> Mapping[str, bytes]:
         digests = tuple(s.digest for s in summaries)
         if digests == self._merged[0]:
+            self._candidates = dict(self._plans)
             return self._merged[1]
-        for summary in summaries:
-            if summary.plans is not None:
-                self._plans[summary.digest] = summary.plans
-            elif summary.digest not in self._plans:
-                raise SaveRefused("a rank refers to a plan that rank 0 does not have")
-        self._plans = {digest: self._plans[digest] for digest in digests}
-        ranks = [dict(pickle.loads(self._plans[digest])) for digest in digests]
+        known = dict(self._plans)
+        known.update({s.digest: s.plans for s in summaries if s.plans is not None})
+        if any(digest not in known for digest in digests):
+            raise SaveRefused("a rank refers to a plan that rank 0 does not have; save again")
+        self._candidates = {digest: known[digest] for digest in digests}
+        ranks = [dict(pickle.loads(known[digest])) for digest in digests]
         with process_group():
             merged = {name: merge_part(_same_part(ranks, name)) for name in ranks[0]}
         self._merged = (digests, merged)

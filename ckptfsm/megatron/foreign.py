@@ -26,6 +26,7 @@ from ckptfsm.layout import join
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.messages import PartSpec
 from ckptfsm.ports import Storage, Written
+from ckptfsm.processes import let_children_die_too
 
 _WATCH_S = 0.1
 _WORKER_DIED = 78
@@ -95,6 +96,7 @@ class ForeignPart:
         assert self.function is not None
         channel = PrivateChannel()
         arguments = [channel if argument is self.queue else argument for argument in self.arguments]
+        let_children_die_too()
         threading.Thread(target=_watch_workers, daemon=True).start()
         with cpu_devices():
             self.function(*arguments, **self.keywords)
@@ -154,9 +156,20 @@ def _watch_workers() -> None:
     """End this writer as soon as one of its workers ended badly: nobody else would notice."""
     pause = threading.Event()
     while not pause.wait(_WATCH_S):
-        try:
-            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            continue
-        if found is not None and (found.si_code != os.CLD_EXITED or found.si_status != 0):
+        if any(_ended_badly(pid) for pid in _children()):
             os._exit(_WORKER_DIED)
+
+
+def _children() -> list[int]:
+    """The processes that any thread of this one has forked and not reaped."""
+    tasks = Path("/proc/self/task")
+    return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+
+
+def _ended_badly(pid: int) -> bool:
+    """Look without reaping: that is megatron-core's business."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False  # reaped meanwhile
+    return found is not None and (found.si_code != os.CLD_EXITED or found.si_status != 0)

@@ -36,10 +36,11 @@ from megatron.core.dist_checkpointing.validation import validate_sharding_integr
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.utils._pytree import tree_map
 
 from ckptfsm.documents import FileEntry
 from ckptfsm.durable import make_dirs, storage_error
-from ckptfsm.errors import DamagedRoot, WriterDied
+from ckptfsm.errors import DamagedRoot, SaveFailed, WriterDied
 from ckptfsm.layout import PLANNED, join, planned_name
 from ckptfsm.messages import PartSpec
 from ckptfsm.ports import Storage, Written
@@ -126,24 +127,17 @@ def stage_part(draft: PartDraft, rank: int, planned: bytes | None) -> TorchDistP
     buckets = tuple(
         tuple((item, _to_host(value)) for item, value in bucket) for bucket in draft.buckets
     )
-    common = _tree_to_host(draft.common)
+    common = tree_map(_to_host, draft.common)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()  # the copies above do not wait for each other
     return TorchDistPart(draft.spec.name, draft.spec.directory, rank, buckets, common, planned)
 
 
 def _to_host(value: Any) -> Any:
-    return value.to("cpu", non_blocking=True) if isinstance(value, torch.Tensor) else value
-
-
-def _tree_to_host(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", non_blocking=True)
-    if isinstance(value, dict):
-        return type(value)((k, _tree_to_host(v)) for k, v in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(_tree_to_host(v) for v in value)
-    return value
+    """Copies from CUDA do not wait; ``stage_part`` does, once for all of them."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().to("cpu", non_blocking=value.is_cuda)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,20 +237,25 @@ def _collect(workers: Sequence[Child], rank: int) -> list[tuple[FileEntry, list[
             if outcome is None:
                 continue
             if not outcome.succeeded:
-                raise WriterDied(
-                    f"write worker {index} of rank {rank}: {outcome.explain()}",
-                    rank=rank,
-                    exitcode=outcome.exitcode,
-                )
+                kind = WriterDied if outcome.error is None else SaveFailed
+                raise kind(f"write worker {index} of rank {rank}: {outcome.explain()}", rank=rank)
             results[index] = outcome.payload
     return [results[index] for index in range(len(workers))]
 
 
 # ------------------------------------------------------------------------------------- finishing
 
-_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED_NAMES = frozenset(
     {
+        (_METADATA, "Metadata"),
+        (_METADATA, "TensorStorageMetadata"),
+        (_METADATA, "BytesStorageMetadata"),
+        (_METADATA, "ChunkStorageMetadata"),
+        (_METADATA, "TensorProperties"),
+        (_METADATA, "MetadataIndex"),
+        (_METADATA, "StorageMeta"),
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
         ("collections", "OrderedDict"),
@@ -268,11 +267,10 @@ class _PlannedUnpickler(pickle.Unpickler):
     """Reads planned metadata back after a restart: only the classes it is made of."""
 
     def find_class(self, module: str, name: str) -> Any:
+        plain_name = "." not in name  # a dotted name would reach into whatever the module imported
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        plain = (module, name) in _ALLOWED_NAMES or module == _METADATA_MODULE
-        found = super().find_class(module, name) if dtype or plain else None
-        if dtype or (module, name) in _ALLOWED_NAMES or isinstance(found, type):
-            return found
+        if plain_name and (dtype or (module, name) in _ALLOWED_NAMES):
+            return super().find_class(module, name)
         raise DamagedRoot(f"planned metadata names {module}.{name}, which is not allowed")
 
 

@@ -138,17 +138,21 @@ class FakeDraft:
                 )
         return tuple(jobs)
 
-    def run_finalizers(self, payloads: Mapping[str, Any]) -> None:
-        self.driver.finalized.append(dict(payloads))
+    def let_go(self) -> None:
+        """Made-up content may stay."""
+
+    def finalizers(self) -> list[tuple[str, Callable[[Any], None]]]:
+        requests = [(n, v) for n, v in self.values.items() if isinstance(v, FakeRequest)]
+        return [(name, partial(self._finalize, name, value)) for name, value in requests]
+
+    def _finalize(self, name: str, value: FakeRequest, payload: Any) -> None:
+        self.driver.finalized.append({name: payload})
         self.driver.maybe_fail("finalize")
-        for name, value in self.values.items():
-            if not isinstance(value, FakeRequest):
-                continue
-            if value.finalize is not None:
-                value.finalize(Path(self.location), payloads.get(name))
-            elif self.driver.rank == 0:
-                (Path(self.location) / ".metadata").write_bytes(b"metadata")
-                (Path(self.location) / "metadata.json").write_bytes(b"{}")
+        if value.finalize is not None:
+            value.finalize(Path(self.location), payload)
+        elif self.driver.rank == 0:
+            (Path(self.location) / ".metadata").write_bytes(b"metadata")
+            (Path(self.location) / "metadata.json").write_bytes(b"{}")
 
 
 @dataclass
@@ -195,6 +199,9 @@ class FakeDriver:
 
     def accept(self) -> None:
         self.accepted += 1
+
+    def refuse(self) -> None:
+        """Nothing is remembered between saves."""
 
     def survey(self, parts: Mapping[str, Any], directories: Mapping[str, str]) -> Survey:
         """Finds the keys of the given states that the shard of this rank does not have."""

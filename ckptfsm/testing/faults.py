@@ -124,6 +124,9 @@ class FaultStorage:
         self._alive()
         self.inner.unlock(handle)
 
+    def close_root(self) -> None:
+        self.inner.close_root()
+
     def descriptors(self) -> tuple[int, ...]:
         return self.inner.descriptors()
 

@@ -489,6 +489,9 @@ class SimStorage:
             raise _error(errno.EBADF)
         self.disk.locked.pop(file, None)
 
+    def close_root(self) -> None:
+        """There is no descriptor to close."""
+
     def descriptors(self) -> tuple[int, ...]:
         return ()
 

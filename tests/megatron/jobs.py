@@ -1,0 +1,786 @@
+"""What the ranks of the test jobs do. Each function below ``Here`` is one job, run by every rank.
+
+Rules: arguments and results are JSON; ranks stay in lockstep by counting steps, never by looking at
+a clock; what a test has to do in between happens at a gate. Nothing is replaced by a stand-in: faults
+come from signals, limits, a full disk, or a storage that returns an errno.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fnmatch
+import json
+import multiprocessing
+import os
+import resource
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
+
+import psutil  # noqa: E402  megatron-core warns while it is imported
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
+
+from ckptfsm import CheckpointManager, ForeignRequest, SaveHandle, TransitionRecord  # noqa: E402
+from ckptfsm.coordinator import Coordinator  # noqa: E402
+from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel  # noqa: E402
+from ckptfsm.errors import CkptFsmError  # noqa: E402
+from ckptfsm.megatron.compat import cpu_devices  # noqa: E402
+from ckptfsm.messages import AttemptId, Event, Failed, ShardReported, WriterForked  # noqa: E402
+from ckptfsm.ports import Storage  # noqa: E402
+from ckptfsm.storage import PosixStorage  # noqa: E402
+from ckptfsm.testing.faults import FaultStorage  # noqa: E402
+
+torch.set_num_threads(1)
+
+ROWS = 64  # of a rank's tensors; a row is 512 bytes
+PACE_S = 0.002  # how long a "training step" takes
+MANY_STEPS = 15_000  # at least 30 s of them: enough for anything but a hang
+TIMES = {  # none of them may hide a hang behind a default of half an hour
+    "effect_timeout_s": 20.0,
+    "exchange_timeout_s": 40.0,
+    "busy_timeout_s": 30.0,
+    "close_timeout_s": 30.0,
+    "writer_timeout_s": 30.0,
+    "exit_timeout_s": 5.0,
+}
+Told = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """This rank. ``grouped``: the job uses torch.distributed."""
+
+    rank: int
+    world_size: int
+    grouped: bool
+
+    def join(self) -> None:
+        if self.grouped and not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+
+
+def leave() -> None:
+    """What an interpreter does at its end, before ``os._exit`` ends a forked one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for child in multiprocessing.active_children():
+        child.terminate()
+    atexit._run_exitfuncs()
+
+
+# ------------------------------------------------------------------------------- gates and faults
+
+
+def meet(gate: str, what: str = "", rank: int = -1) -> None:
+    """Report at a gate and wait until the test opens it (see ``cluster.Gate``)."""
+    line = {"pid": os.getpid(), "ppid": os.getppid(), "what": what, "rank": rank}
+    with open(f"{gate}.reached", "wb", buffering=0) as reached:
+        reached.write(json.dumps({**line, "at": time.monotonic()}).encode() + b"\n")
+    with open(f"{gate}.go", "rb", buffering=0) as go:
+        go.read(1)
+
+
+@dataclass
+class Faults:
+    """A hook of ``FaultStorage``: what happens before a call whose method and path match.
+
+    A fault is ``{"rank", "method", "path" (a pattern), "gate" or "errno"}``.
+    """
+
+    faults: Sequence[Mapping[str, Any]]
+    rank: int
+
+    def __call__(self, index: int, method: str, path: str) -> None:
+        for fault in self.faults:
+            here = fault.get("rank", self.rank) == self.rank and fault["method"] == method
+            if not here or not fnmatch.fnmatchcase(path, fault["path"]):
+                continue
+            if "gate" in fault:
+                meet(fault["gate"], path, self.rank)
+            else:
+                raise OSError(fault["errno"], os.strerror(fault["errno"]), path)
+
+
+@contextmanager
+def managed(
+    here: Here, root: str, faults: Sequence[Mapping[str, Any]] = (), **settings: Any
+) -> Iterator[CheckpointManager]:
+    """A manager that leaves as a trainer's does: ``with``."""
+    here.join()
+
+    def open_storage(create: bool) -> Storage:
+        storage = PosixStorage(root, create=create)
+        return FaultStorage(storage, before=Faults(faults, here.rank)) if faults else storage
+
+    with CheckpointManager(root, open_storage=open_storage, **{**TIMES, **settings}) as manager:
+        yield manager
+
+
+# ------------------------------------------------------------------------------------ small things
+
+
+def state_of(step: int, here: Here, rows: int = ROWS) -> dict[str, Any]:
+    """A sharded state whose every bit depends on step and rank. ``step=0`` with zeros: to load."""
+    random = torch.Generator().manual_seed(step * 1000 + here.rank)
+    place = (0, here.rank, here.world_size)
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", torch.randn(rows, 64, generator=random), place),
+        "m": ShardedTensor.from_rank_offsets("m", torch.randn(rows, 64, generator=random), place),
+        "rng": ShardedObject(
+            "rng", {"seed": step, "rank": here.rank}, (here.world_size,), (here.rank,)
+        ),
+        "step": step,
+        "schedule": torch.full((3,), float(step)),
+    }
+
+
+def template_of(here: Here, rows: int = ROWS) -> dict[str, Any]:
+    place = (0, here.rank, here.world_size)
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", torch.zeros(rows, 64), place),
+        "m": ShardedTensor.from_rank_offsets("m", torch.zeros(rows, 64), place),
+        "rng": ShardedObject("rng", None, (here.world_size,), (here.rank,)),
+    }
+
+
+def is_state_of(loaded: Mapping[str, Any], step: int, here: Here, rows: int = ROWS) -> bool:
+    """Bit for bit what ``state_of`` made."""
+    wanted = state_of(step, here, rows)
+    return (
+        torch.equal(loaded["w"], wanted["w"].data)
+        and torch.equal(loaded["m"], wanted["m"].data)
+        and loaded["rng"] == wanted["rng"].data
+        and loaded["step"] == step
+        and torch.equal(loaded["schedule"], wanted["schedule"])
+    )
+
+
+def told(error: BaseException | None) -> Told | None:
+    """An error as a test looks at it."""
+    if error is None:
+        return None
+    facts = getattr(error, "facts", {})
+    return {
+        "type": type(error).__name__,
+        "text": str(error),
+        "facts": {k: v for k, v in facts.items() if isinstance(v, (str, int, float))},
+        "at": time.monotonic(),
+    }
+
+
+def tell(work: Callable[[], Any]) -> Told | None:
+    """Run ``work``; the library's error it raised, or None."""
+    try:
+        work()
+    except CkptFsmError as error:
+        return told(error)
+    return None
+
+
+def train_until_done(manager: CheckpointManager, handle: SaveHandle) -> Told | None:
+    """Go on training until the save is tracked (None) or ``poll`` raised what it failed with."""
+    for _ in range(MANY_STEPS):
+        error = tell(manager.poll)
+        if error is not None or handle.done:
+            return error
+        time.sleep(PACE_S)
+    raise AssertionError(f"the save of step {handle.step} neither ended nor failed")
+
+
+def save(manager: CheckpointManager, here: Here, step: int, rows: int = ROWS) -> Told | None:
+    """Save and train on until it is settled; what went wrong, or None."""
+    try:
+        handle = manager.save(step, state_of(step, here, rows))
+    except CkptFsmError as error:
+        return told(error)
+    return train_until_done(manager, handle)
+
+
+def children() -> list[int]:
+    """The living processes below this rank. What was just killed gets two seconds to be gone."""
+    deadline = time.monotonic() + 2.0
+    while True:
+        below = psutil.Process().children(recursive=True)
+        alive = [p.pid for p in below if is_running(p)]
+        if not alive or time.monotonic() > deadline:
+            return alive
+        time.sleep(PACE_S)
+
+
+def is_running(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def recovery_of(manager: CheckpointManager) -> Told:
+    report = manager.recovery
+    assert report is not None
+    return {
+        "latest": report.latest_step,
+        "decisions": [[d.subject, d.last, d.result, d.why] for d in report.decisions],
+        "warnings": list(report.warnings),
+        "epoch": report.epoch,
+    }
+
+
+# ------------------------------------------------------------------------------- the ordinary jobs
+
+
+def save_steps(
+    here: Here, root: str, steps: Sequence[int], rows: int = ROWS, **settings: Any
+) -> Told:
+    """A job that saves these steps and ends."""
+    seen: list[list[Any]] = []
+
+    def hook(record: TransitionRecord) -> None:
+        seen.append([record.step, record.source.value, record.dest.value])
+
+    with managed(here, root, hooks=[hook], **settings) as manager:
+        restored = manager.restore(template_of(here, rows))
+        errors = [save(manager, here, step, rows) for step in steps]
+        manager.wait_until_finished()
+        return {
+            "restored": restored.step if restored else None,
+            "recovery": recovery_of(manager),
+            "errors": errors,
+            "all": manager.all_steps(),
+            "latest": manager.latest_step(),
+            "seen": seen,
+            "children": children(),
+            "stock_queue": filesystem_async._results_queue is not None,
+        }
+
+
+def restore(
+    here: Here, root: str, step: int | None = None, rows: int = ROWS, then: int = 0, **settings: Any
+) -> Told:
+    """A job that restores, and then saves step ``then`` if there is one."""
+    outcome: Told = {"step": None, "equal": None, "error": None, "save": None}
+    try:
+        with managed(here, root, **settings) as manager:
+            outcome["recovery"] = recovery_of(manager)
+            restored = manager.restore(template_of(here, rows), step=step)
+            if restored is not None:
+                outcome["step"] = restored.step
+                outcome["equal"] = is_state_of(restored.state, restored.step, here, rows)
+            if then:
+                outcome["save"] = save(manager, here, then, rows)
+            manager.wait_until_finished()
+            outcome["all"] = manager.all_steps()
+    except CkptFsmError as error:
+        outcome["error"] = told(error)
+    return outcome
+
+
+def stock_load(here: Here, directory: str, step: int, rows: int = ROWS) -> bool:
+    """Megatron-core's own loader on one checkpoint directory; True if bit-equal."""
+    here.join()
+    with cpu_devices():
+        loaded = dist_checkpointing.load(template_of(here, rows), directory)
+    return is_state_of(loaded, step, here, rows)
+
+
+# ------------------------------------------------------------------------------------ failed saves
+
+
+def fail_and_go_on(
+    here: Here,
+    root: str,
+    faults: Sequence[Mapping[str, Any]],
+    big_rows: int = ROWS,
+    empty: bool = False,
+    **settings: Any,
+) -> Told:
+    """Step 1 is saved, step 2 (maybe a big one) meets the faults, training goes on, step 3 is saved.
+
+    ``empty``: train on until the trash is empty, and tell how much space is free then.
+    """
+    with managed(here, root, faults, **settings) as manager:
+        first = save(manager, here, 1)
+        failed = save(manager, here, 2, big_rows)
+        left = children()
+        latest = manager.latest_step()
+        manager.wait_until_finished()
+        after = {"staging": os.listdir(f"{root}/.ckptfsm/staging"), "steps": manager.all_steps()}
+        third = save(manager, here, 3)
+        if empty:
+            empty_the_trash(manager, root)
+        disk = os.statvfs(root)
+        return {
+            "first": first,
+            "failed": failed,
+            "children": left,
+            "latest": latest,
+            "after": after,
+            "third": third,
+            "all": manager.all_steps(),
+            "trash": os.listdir(f"{root}/.ckptfsm/trash"),
+            "free": disk.f_bavail * disk.f_frsize,
+        }
+
+
+def empty_the_trash(manager: CheckpointManager, root: str) -> None:
+    """Train on until what was thrown away is deleted (rank 0 does it between steps)."""
+    manager.wait_until_finished()
+    for _ in range(MANY_STEPS):
+        if manager.rank != 0 or not os.listdir(f"{root}/.ckptfsm/trash"):
+            return
+        manager.poll()
+        time.sleep(PACE_S)
+
+
+def save_and_stay(
+    here: Here,
+    root: str,
+    tracked: Sequence[int],
+    then: int,
+    faults: Sequence[Mapping[str, Any]],
+    **settings: Any,
+) -> Told:
+    """Save ``tracked``, then train on with the save of ``then`` in flight until something ends it."""
+    outcome: Told = {}
+    try:
+        with managed(here, root, faults, **settings) as manager:
+            errors = [save(manager, here, step) for step in tracked]
+            assert errors == [None] * len(errors), errors
+            outcome["error"] = save(manager, here, then)
+            outcome["all"] = manager.all_steps()
+    except CkptFsmError as error:
+        outcome["error"] = told(error)
+    return outcome
+
+
+def outgrow_a_limit(here: Here, root: str, limit: int, big_rows: int) -> Told:
+    """As ``fail_and_go_on``, with RLIMIT_FSIZE (in bytes) on rank 1."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    if here.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    return fail_and_go_on(here, root, [], big_rows)
+
+
+# --------------------------------------------------------------------------- one rank fails in save
+
+
+class Unreadable:
+    """Something in a state dict that cannot be copied or pickled."""
+
+    def __deepcopy__(self, memo: object) -> Unreadable:
+        raise RuntimeError("this value cannot be copied")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise RuntimeError("this value cannot be pickled")
+
+
+def fail_in_save(here: Here, root: str, fault: str, rank: int = 1) -> Told:
+    """Rank ``rank`` fails inside ``save(2)`` in its own way; the others are in good health."""
+    with managed(here, root) as manager:
+        first = save(manager, here, 1)
+        mine = here.rank == rank
+        step, state = 2, state_of(2, here)
+        if mine and fault == "no state":
+            state = "not a state dict"
+        elif mine and fault == "overlap":
+            other = (0, 1 - here.rank, here.world_size)  # claims the place of the other rank
+            state["w"] = ShardedTensor.from_rank_offsets("w", torch.zeros(ROWS, 64), other)
+        elif mine and fault == "object":
+            state["rng"] = ShardedObject("rng", Unreadable(), (here.world_size,), (here.rank,))
+        elif mine and fault == "step":
+            step = 7
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        taken: list[int] = []
+        if mine and fault == "descriptors":
+            used = max(int(name) for name in os.listdir("/proc/self/fd"))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, limit[1]))
+            taken = fill_descriptors()
+        raised = polled = None
+        try:
+            handle = manager.save(step, state)
+        except CkptFsmError as error:
+            raised = told(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+            for fd in taken:
+                os.close(fd)
+        if raised is None:
+            polled = train_until_done(manager, handle)
+        latest = manager.latest_step()
+        third = save(manager, here, 3)
+        return {
+            "first": first,
+            "raised": raised,
+            "polled": polled,
+            "latest": latest,
+            "third": third,
+            "all": manager.all_steps(),
+            "children": children(),
+        }
+
+
+def fill_descriptors() -> list[int]:
+    """Take every descriptor that the limit leaves."""
+    taken = []
+    try:
+        while True:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        return taken
+
+
+# --------------------------------------------------------------------------------- leaving a job
+
+
+def leave_in_flight(
+    here: Here,
+    root: str,
+    faults: Sequence[Mapping[str, Any]],
+    leaving: str,
+    raising: Sequence[int] = (),
+    **settings: Any,
+) -> Told:
+    """Leave with the save of step 2 in flight: the ranks in ``raising`` by an exception.
+
+    A rank that does not raise beside one that does goes on training.
+    """
+    outcome: Told = {"first": None, "error": None, "raised": False}
+    began = 0.0
+    try:
+        with managed(here, root, faults, **settings) as manager:
+            outcome["first"] = save(manager, here, 1)
+            handle = manager.save(2, state_of(2, here))
+            if here.rank == 0:
+                meet(leaving)
+            dist.barrier()
+            began = time.monotonic()
+            if here.rank in raising:
+                raise ZeroDivisionError("the loss is not a number")
+            if raising:
+                outcome["polled"] = train_until_done(manager, handle)
+    except CkptFsmError as error:
+        outcome["error"] = told(error)
+    except ZeroDivisionError:
+        outcome["raised"] = True
+    outcome["seconds"] = time.monotonic() - began
+    return outcome
+
+
+def train_until_preempted(here: Here, root: str, gate: str) -> Told:
+    """A trainer's loop; rank 1 stands at a gate in step 5, where the test sends a signal."""
+    saved = None
+    with managed(here, root, preemption_signals=("SIGTERM",), exchange_every=1) as manager:
+        for step in range(1, MANY_STEPS):
+            if step == 5 and here.rank == 1:
+                meet(gate)
+            if manager.should_save(step):
+                manager.save(step, state_of(step, here))
+                saved = step
+            manager.poll()
+            if manager.preempted and saved is not None:
+                break
+            time.sleep(PACE_S)
+        preempted = manager.preempted
+    return {"saved": saved, "preempted": preempted, "stopped_at": step}
+
+
+# ------------------------------------------------------------------------------------- ownership
+
+
+def hold(here: Here, root: str, gate: str) -> Told:
+    """Save step 1, own the root until the gate opens, then save step 2."""
+    outcome: Told = {"left": None}
+    try:
+        with managed(here, root) as manager:
+            outcome["first"] = save(manager, here, 1)
+            if here.rank == 0:
+                meet(gate, socket.gethostname())
+            dist.barrier()
+            outcome["second"] = save(manager, here, 2)
+            outcome["all"] = manager.all_steps()
+    except CkptFsmError as error:
+        outcome["left"] = told(error)
+    return outcome
+
+
+def own_twice(here: Here, root: str) -> Told:
+    """Two managers in one process, then one after the other."""
+    with managed(here, root) as manager:
+        first = save(manager, here, 1)
+        busy = tell(lambda: CheckpointManager(root))
+        second = save(manager, here, 2)
+    with managed(here, root) as manager:
+        third = save(manager, here, 3)
+        return {
+            "errors": [first, second, third],
+            "busy": busy,
+            "all": manager.all_steps(),
+            "pid": os.getpid(),
+        }
+
+
+# ---------------------------------------------------------------------------------- stale reports
+
+T = TypeVar("T")
+
+
+def at_coordinator(manager: CheckpointManager, work: Callable[[Coordinator], T]) -> T:
+    """Run something on the coordinator's own thread. The one place that looks inside."""
+    return manager._link.ask(work)
+
+
+def report(manager: CheckpointManager, *events: Event) -> None:
+    """Deliver events to the coordinator as if a rank had sent them."""
+    at_coordinator(manager, lambda coordinator: coordinator.report(list(events)))
+
+
+def state_at_coordinator(manager: CheckpointManager, of: AttemptId) -> str:
+    ledger = at_coordinator(manager, lambda coordinator: coordinator.ledger)
+    found = ledger.checkpoints.get(of)
+    return found.state.value if found is not None else "none"
+
+
+def meet_stale_reports(
+    here: Here, root: str, faults: Sequence[Mapping[str, Any]], middle: str
+) -> Told:
+    """Attempt 1 of step 1 fails; its reports come again while attempt 2 of step 1 is in flight.
+
+    The faults hold the second attempt's writer until the test opens their gate.
+    """
+    with managed(here, root, faults) as manager:
+        handle = manager.save(1, state_of(1, here))
+        old = handle.attempt
+        assert old is not None
+        report(manager, Failed(old, "writer_died", "injected"))
+        first = train_until_done(manager, handle)
+        manager.wait_until_finished()
+        handle = manager.save(1, state_of(1, here))
+        new = handle.attempt
+        assert new is not None
+        manager.poll()
+        report(
+            manager,
+            WriterForked(old, 0, 1),
+            ShardReported(old, "state", 0, 1, 1),
+            ShardReported(AttemptId(1, new.epoch - 1, new.attempt), "state", 0, 1, 1),
+            ShardReported(AttemptId(2, new.epoch, new.attempt), "state", 0, 1, 1),
+            ShardReported(new, "optimizer", 0, 1, 1),
+            ShardReported(new, "state", 1, 1, 1),
+            Failed(old, "writer_died", "late"),
+        )
+        states = [state_at_coordinator(manager, old), state_at_coordinator(manager, new)]
+        meet(middle)
+        second = train_until_done(manager, handle)
+        report(manager, ShardReported(new, "state", 0, 1, 1), Failed(new, "writer_died", "late"))
+        states.append(state_at_coordinator(manager, new))
+        return {"errors": [first, second], "states": states, "all": manager.all_steps()}
+
+
+def meet_wrong_world_size(
+    here: Here, root: str, faults: Sequence[Mapping[str, Any]], middle: str
+) -> Told:
+    """A report of another world size for the attempt in flight."""
+    with managed(here, root, faults) as manager:
+        handle = manager.save(1, state_of(1, here))
+        assert handle.attempt is not None
+        manager.poll()
+        report(manager, ShardReported(handle.attempt, "state", 0, 7, 1))
+        first = train_until_done(manager, handle)
+        second = save(manager, here, 2)
+        return {"errors": [first, second], "all": manager.all_steps()}
+
+
+# ------------------------------------------------------------------------------ foreign requests
+
+BIG_ROWS, SMALL_ROWS = 512, 16
+
+
+def request_for(directory: str, state: dict[str, Any]) -> Any:
+    """Megatron-core's own AsyncRequest (collective)."""
+    with cpu_devices():
+        return dist_checkpointing.save(state, directory, async_sharded_save=True)
+
+
+@dataclass
+class Gated:
+    """An ``async_fn`` that stands at a gate before it begins, or whose worker ``worker`` does."""
+
+    inner: Callable[..., None]
+    gate: str
+    worker: int | None = None
+    forked: int = 0
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> None:
+        if self.worker is None:
+            meet(self.gate, "writer")
+        else:
+            os.register_at_fork(after_in_parent=self._count, after_in_child=self._stand)
+        self.inner(*arguments, **keywords)
+
+    def _count(self) -> None:
+        self.forked += 1
+
+    def _stand(self) -> None:
+        if self.forked == self.worker:
+            meet(self.gate, "worker")
+
+
+@dataclass
+class Build:
+    """How a foreign part makes its request, and what is wrong with it."""
+
+    here: Here
+    step: int
+    rows: int
+    gate: str = ""
+    worker: int | None = None
+    finalizers: tuple[Callable[[], None], ...] = ()
+
+    def __call__(self, directory: str) -> Any:
+        request = request_for(directory, state_of(self.step, self.here, self.rows))
+        for finalizer in self.finalizers:
+            request.add_finalize_fn(finalizer)
+        if self.gate:
+            request = request._replace(async_fn=Gated(request.async_fn, self.gate, self.worker))
+        return request
+
+
+def save_foreign(
+    here: Here,
+    root: str,
+    gate: str = "",
+    worker: int | None = None,
+    raising: Sequence[Any] = (),
+    **settings: Any,
+) -> Told:
+    """Step 1 is good; step 2 has a gate in the writer of rank 1, or a finalizer that raises, where
+    ``raising`` is (rank, part); step 3 is good. Each has a big and a small foreign part."""
+    ran: list[str] = []
+
+    def parts(step: int, bad: bool) -> dict[str, ForeignRequest]:
+        def finalizer(part: str) -> None:
+            ran.append(f"{step} {part}")
+            if bad and list(raising) == [here.rank, part]:
+                raise ValueError("this finalizer does not work")
+
+        def build(part: str, of: int, rows: int, gate: str = "") -> ForeignRequest:
+            last = partial(finalizer, part)
+            return ForeignRequest(build=Build(here, of, rows, gate, worker, (last,)))
+
+        mine = gate if bad and here.rank == 1 else ""
+        return {
+            "model": build("model", step, BIG_ROWS, mine),
+            "optimizer": build("optimizer", step + 100, SMALL_ROWS),
+        }
+
+    errors = []
+    with managed(here, root, **settings) as manager:
+        for step in (1, 2, 3):
+            bad = step == 2 and bool(gate or raising)
+            try:
+                handle = manager.save(step, parts=parts(step, bad))
+                errors.append(train_until_done(manager, handle))
+            except CkptFsmError as error:
+                errors.append(told(error))
+        return {"errors": errors, "all": manager.all_steps(), "ran": ran}
+
+
+def save_ready_made(here: Here, root: str, gate: str = "") -> Told:
+    """The trainer fixed the path: requests made for ``<root>/iter_<step>``, written in place."""
+    errors = []
+    with managed(here, root) as manager:
+        for step in (4, 5, 6):
+            directory = f"{root}/iter_{step:07d}"
+            if here.rank == 0:
+                os.mkdir(directory)
+            dist.barrier()
+            build = Build(here, step, ROWS, gate if step == 5 and here.rank == 1 else "")
+            part = ForeignRequest(request=build(directory))
+            try:
+                handle = manager.save(step, parts={"state": part})
+                errors.append(train_until_done(manager, handle))
+            except CkptFsmError as error:
+                errors.append(told(error))
+        return {"errors": errors, "all": manager.all_steps()}
+
+
+def save_with_stock_queue(here: Here, big: str, small: str, gate: str, ended: str) -> None:
+    """The contrast: two requests in flight in megatron-core's own queue; the small one ends first."""
+    here.join()
+    for directory in (big, small):
+        if here.rank == 0:
+            os.mkdir(directory)
+    dist.barrier()
+    calls = AsyncCallsQueue(persistent=False)
+    with cpu_devices():
+        calls.schedule_async_request(Build(here, 1, BIG_ROWS, gate)(big))
+        calls.schedule_async_request(Build(here, 101, SMALL_ROWS)(small))
+        process = calls.async_calls[1].async_caller.process
+        if process is not None:
+            process.join(30)
+        dist.barrier()
+        if here.rank == 0:
+            meet(ended)
+        calls.maybe_finalize_async_calls(blocking=True)
+        calls.close()
+
+
+def look_into(here: Here, directory: str, step: int, rows: int) -> Told:
+    """What ``.metadata`` refers to, and whether the stock loader gives back what was saved."""
+    here.join()
+    reader = dist_checkpointing.strategies.torch.CachedMetadataFileSystemReader(directory)
+    stored = reader.read_metadata().storage_data
+    ends: dict[str, int] = {}
+    for info in stored.values():
+        end = info.offset + info.length
+        ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
+    try:
+        equal = stock_load(here, directory, step, rows)
+    except BaseException as error:  # torch's CheckpointException is one
+        return {"ends": ends, "equal": False, "error": repr(error)[:300]}
+    return {"ends": ends, "equal": equal, "error": None}
+
+
+# ---------------------------------------------------------------------------------- a real model
+
+SPEC = ModelSpec(hidden_size=32, layers=1, heads=2, sequence_length=16, batch_size=2)
+
+
+def train_gpt(here: Here, root: str, tp: int, until: int, save_at: int) -> Told:
+    """Train a GPT from where the root is to step ``until``, saving at ``save_at``."""
+    here.join()
+    initialize_parallel(tp)
+    trainer = Trainer(SPEC, tp, "cpu")
+    losses: dict[str, str] = {}
+    with managed(here, root) as manager:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            restored = manager.restore(trainer.sharded_state_dict())
+        if restored is not None:
+            trainer.load_state_dict(restored.state)
+        for step in range(trainer.iteration + 1, until + 1):
+            losses[str(step)] = trainer.train_step().hex()
+            if step == save_at:
+                manager.save(step, trainer.sharded_state_dict())
+            manager.poll()
+        manager.wait_until_finished()
+        return {
+            "restored": restored.step if restored else None,
+            "dropped": list(restored.dropped) if restored else [],
+            "warnings": [w.category.__name__ for w in caught],
+            "losses": losses,
+            "latest": manager.latest_step(),
+        }

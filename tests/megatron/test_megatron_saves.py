@@ -1,0 +1,61 @@
+"""The good way: real saves of two ranks, retention, a new job, megatron-core's own loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cluster import (
+    Cluster,
+    assert_complete,
+    history_of,
+    path_of,
+    staging_of,
+    states_of,
+    steps_on_disk,
+    tracked_step,
+    transitions_of,
+)
+
+pytestmark = pytest.mark.megatron
+
+
+def test_saves_are_tracked_pruned_restored_and_stock_loadable(cluster: Cluster, root: Path) -> None:
+    """Would catch: a save acknowledged before it is tracked, retention that forgets or takes too
+    much, a checkpoint that only our own loader reads, leftovers, a manager process of megatron's."""
+    retention = {"latest_n": 2, "every_n_steps": 3}
+    ranks = cluster.run("save_steps", root=str(root), steps=[1, 2, 3, 4, 5], retention=retention)
+    for rank in ranks:
+        assert rank["restored"] is None
+        assert rank["errors"] == [None] * 5
+        assert (rank["all"], rank["latest"]) == ([3, 4, 5], 5)
+        assert rank["children"] == [], "a process outlived the saves"
+        assert not rank["stock_queue"], "megatron's shared results queue was made"
+    assert ranks[0]["seen"] == ranks[1]["seen"], "the ranks saw different transitions"
+    assert steps_on_disk(root) == [3, 4, 5]
+    assert tracked_step(root) == 5
+    assert staging_of(root) == []
+    assert states_of(root) == {3: "tracked", 4: "tracked", 5: "tracked"}
+    for step in (3, 4, 5):
+        assert_complete(root, step)
+    names = {p.name for p in path_of(root, 5).iterdir()}
+    shards = {f"__{rank}_{n}.distcp" for rank in (0, 1) for n in (0, 1)}
+    assert names == {".ckptfsm", ".metadata", "metadata.json", "common.pt"} | shards
+
+    way = ["requested", "forked", "shards_written", "finalized", "tracked"]
+    assert [r.dest.value for r in transitions_of(root) if r.step == 5] == way
+    assert [r.dest.value for r in transitions_of(root) if r.step == 2] == [
+        *way,
+        "prunable",
+        "pruned",
+    ]
+
+    again = cluster.run("restore", root=str(root), then=6, retention=retention)
+    for rank in again:
+        assert (rank["step"], rank["equal"], rank["error"]) == (5, True, None)
+        assert rank["save"] is None
+        assert rank["all"] == [3, 5, 6], "retention forgot the saves of the earlier run (F26)"
+    assert history_of(root).newest_epoch == 2
+    for step in (3, 5, 6):
+        directory = str(path_of(root, step))
+        assert cluster.run("stock_load", directory=directory, step=step) == [True, True]
