@@ -44,11 +44,11 @@ class SaveHandle:
         return self._error
 
     def wait(self, timeout_s: float | None = None) -> SaveHandle:
-        """Wait until the save is tracked (collective: every rank calls it).
+        """Wait until the save is tracked and retention has had its turn (collective).
 
         Raises what made it fail, or ``DeadlineExceeded`` (default: ``busy_timeout_s``).
         """
-        if not self.done and self._wait is not None:
+        if not self.skipped and self._wait is not None:
             self._wait(self, timeout_s)
         if self._error is not None:
             raise self._error

@@ -660,7 +660,9 @@ class _HandleDone:
     handle: SaveHandle
 
     def __call__(self, view: View) -> bool:
-        return self.handle.done
+        """Also let retention have its turn, unless another attempt is still being cleaned up."""
+        failed = self.handle.exception() is not None
+        return self.handle.done and (failed or not view.settling or bool(view.unsettled))
 
 
 def _no_save_in_flight(view: View) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfsm.config import CheckpointConfig, load_config, make_config
+from ckptfsm.config import CheckpointConfig, load_config, make_config, save_again
 from ckptfsm.errors import ConfigError
 from ckptfsm.retention import (
     AllOf,
@@ -225,3 +225,24 @@ def test_who_needs_agreement():
     assert make_config({"save_interval_s": 5}).needs_agreement
     assert make_config({"preemption_signals": ["SIGTERM"]}).needs_agreement
     assert make_config({"on_failure": "warn"}).saves_again == 0
+
+
+def test_save_again_as_a_call_and_as_text():
+    """Catches: the two ways to write it that mean different things."""
+    assert make_config({"on_failure": save_again(3)}).saves_again == 3
+    assert make_config({"on_failure": "save_again(3)"}).saves_again == 3
+
+
+@pytest.mark.parametrize("times", [0, -1, True, 1.5, "2"])
+def test_save_again_of_nonsense(times: object):
+    """Catches: a retry count of ``True`` that means one."""
+    with pytest.raises(ConfigError):
+        save_again(times)
+    with pytest.raises(ConfigError):
+        make_config({"on_failure": "save_again()"})
+
+
+def test_an_instance_validates_as_itself():
+    """Catches: a ready configuration that is taken apart when it is passed on."""
+    config = make_config({"on_busy": "skip"})
+    assert CheckpointConfig.model_validate(config) is config

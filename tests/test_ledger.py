@@ -273,3 +273,12 @@ def test_protected_replaces_what_was_read_before():
     """Catches: a released pin or lease that protects for ever."""
     ledger = tracked(1, 2).protected([1], [1]).protected([2], [])
     assert ledger.pins == {2} and ledger.readers == frozenset()
+
+
+@pytest.mark.parametrize(
+    "part", [PartSpec("a.tmp-1"), PartSpec("a", directory="model/x.tmp-2/dist_ckpt")]
+)
+def test_F30_a_part_named_like_a_temporary_file_is_refused(part: PartSpec):
+    """Catches: a part whose shards are swept away as left-over temporary files."""
+    with pytest.raises(ConfigError, match="tmp"):
+        check_parts((part,), 2)

@@ -365,6 +365,13 @@ def test_F18_a_release_directory_is_a_place_to_resume_from():
         decide(Ledger(), evidence(release, unexplained(5)))
 
 
+def test_F18_release_beside_checkpoints_of_ours_is_said():
+    """Catches: a tracker set to ``release`` by hand that is rewritten in silence."""
+    found = decide(ledger_of(BASE), evidence(TrackerEvidence("release"), whole(100)))
+    (warning,) = found.warnings
+    assert "release" in warning and "100" in warning
+
+
 def test_F17_a_hand_edited_tracker_is_rewritten_with_a_warning():
     """Catches: an acknowledged step that regresses without a rollback (I2)."""
     ledger = ledger_of(BASE, checkpoint(200, S.TRACKED))
