@@ -23,7 +23,7 @@ from ckptfsm.retention import KeepAll, Policy, parse_policy
 
 if sys.version_info >= (3, 11):
     import tomllib
-else:
+else:  # pragma: no cover  only on Python 3.10
     import tomli as tomllib
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -280,6 +280,13 @@ def first_problem(error: ValidationError) -> str:
     return f"{where}: {problem['msg']}" if where else str(problem["msg"])
 
 
+def part_records(parts: tuple[PartSpec, ...]) -> tuple[Part, ...]:
+    """Declared parts as documents carry them."""
+    return tuple(
+        Part(name=p.name, kind=p.kind, directory=p.directory, ranks=p.ranks) for p in parts
+    )
+
+
 def checkpoint_record(checkpoint: Checkpoint) -> CheckpointRecord:
     """A checkpoint as its record. Which ranks reported is not kept: receipts on disk say so."""
     return CheckpointRecord(
@@ -287,10 +294,7 @@ def checkpoint_record(checkpoint: Checkpoint) -> CheckpointRecord:
         epoch=checkpoint.id.epoch,
         attempt=checkpoint.id.attempt,
         state=checkpoint.state,
-        parts=tuple(
-            Part(name=p.name, kind=p.kind, directory=p.directory, ranks=p.ranks)
-            for p in checkpoint.parts
-        ),
+        parts=part_records(checkpoint.parts),
         world_size=checkpoint.world_size,
         in_place=checkpoint.in_place,
         provenance=checkpoint.provenance,

@@ -11,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, Part, Pin, Receipt, encode
+from ckptfsm.documents import (
+    MAX_DOCUMENT_BYTES,
+    FileEntry,
+    Manifest,
+    Pin,
+    Receipt,
+    encode,
+    part_records,
+)
 from ckptfsm.durable import (
     fsync_existing,
     fsync_tree_dirs,
@@ -252,10 +260,7 @@ class Effects:
             epoch=checkpoint.id.epoch,
             attempt=checkpoint.id.attempt,
             world_size=checkpoint.world_size,
-            parts=tuple(
-                Part(name=p.name, kind=p.kind, directory=p.directory, ranks=p.ranks)
-                for p in checkpoint.parts
-            ),
+            parts=part_records(checkpoint.parts),
             files=tuple(sorted(files, key=_by_name)),
             metrics=dict(checkpoint.metrics),
             run_seconds=checkpoint.run_seconds,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,11 @@ class CheckpointManager(Manager):
     """The life of the checkpoints below ``root``, for one job.
 
     Construction is collective under torch.distributed (initialise it first); without it, a job of
-    one process. ``config`` or keyword arguments configure it, see ``CheckpointConfig``. ``hooks`` are
-    called with one frozen ``TransitionRecord`` per transition, on every rank that registers them, at
-    most once after a crash; what they raise is logged. ``open_storage(create)`` replaces the storage
-    adapter of this rank (``root`` is then only a name), for tests and fault injection.
+    one process. ``config`` (a model or a dict) or keyword arguments configure it, see
+    ``CheckpointConfig``. ``hooks`` are called with one frozen ``TransitionRecord`` per transition, on
+    every rank that registers them, at most once after a crash; what they raise is logged.
+    ``open_storage(create)`` replaces the storage adapter of this rank (``root`` is then only a name),
+    for tests and fault injection.
 
     Raises ``ConfigError``, ``RootBusy``, ``DamagedRoot``, ``StorageError``, on every rank.
     """
@@ -37,7 +38,7 @@ class CheckpointManager(Manager):
     def __init__(
         self,
         root: str | os.PathLike[str],
-        config: CheckpointConfig | None = None,
+        config: CheckpointConfig | Mapping[str, Any] | None = None,
         *,
         hooks: Sequence[Hook] = (),
         open_storage: Callable[[bool], Storage] | None = None,
@@ -45,7 +46,8 @@ class CheckpointManager(Manager):
     ) -> None:
         if config is not None and settings:
             raise ConfigError("give either a config or keyword arguments")
-        config = config or make_config(settings)
+        if not isinstance(config, CheckpointConfig):
+            config = make_config(settings if config is None else config)
         transport = _transport(config)
         ports = Ports(
             transport,
