@@ -65,15 +65,22 @@ class Link:
             self._executor.shutdown()
         self._coordinator = self._executor = None
 
-    def abandon(self, timeout_s: float) -> None:
-        """Give the root back without the other ranks, within ``timeout_s``."""
+    def abandon(self, timeout_s: float) -> bool:
+        """Give the root back without the other ranks. True if that was done within ``timeout_s``.
+
+        Otherwise the coordinator's thread still works, and does it when the disk answers.
+        """
         if self._coordinator is None or self._executor is None:
-            return
+            return True
         future = self._executor.submit(self._coordinator.abandon)
         try:
             future.result(timeout_s)
-        except (FutureTimeout, CkptFsmError, OSError) as error:
+        except FutureTimeout:
+            log.warning("root_given_back_later")
+            return False
+        except (CkptFsmError, OSError) as error:
             log.warning("root_not_given_back", extra={"error": describe(error)})
+        return True
 
     def ask(
         self,

@@ -117,8 +117,7 @@ class Manager:
         problem = answer.error or self._open_locally()
         failed = self._ports.transport.any_flags([problem is not None])[0]
         if failed:
-            self._link.abandon(_LET_GO_S)  # an opening that was too slow gives the root back later
-            self._let_go()
+            self._let_go(idle=self._link.abandon(_LET_GO_S))
             raise problem or RankFailed("another rank could not open the root")
         self.recovery, self._view = answer.value
         for record in answer.update.news:
@@ -190,10 +189,12 @@ class Manager:
         except BaseException:
             self.abandon()
             raise
+        idle = False
         try:
             self._agree(Coordinator.close)
+            idle = True
         finally:
-            self._let_go()
+            self._let_go(idle=idle)
 
     def abandon(self) -> None:
         """Leave without the other ranks: a bounded wait for the own writer, then only local work.
@@ -205,17 +206,17 @@ class Manager:
         if self._writer is not None and not self._writer.wait(self.config.exit_timeout_s):
             self._writer.kill(self.config.exit_timeout_s)
         self._writer = None
-        self._link.abandon(self.config.exit_timeout_s)
-        self._let_go()
+        self._let_go(idle=self._link.abandon(self.config.exit_timeout_s))
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, idle: bool) -> None:
+        """Let go of signals, transport and root. ``idle``: nothing works on the root any more."""
         for number, handler in self._signals.items():
             signal.signal(number, handler)
         self._signals.clear()
         self._closed = True
         self._link.stop()
         self._ports.transport.close()
-        if hasattr(self, "_storage"):
+        if idle and hasattr(self, "_storage"):
             self._storage.close_root()
 
     # ----------------------------------------------------------------------------------- questions

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -990,6 +991,26 @@ def test_I10_a_disk_that_hangs_does_not_hang_the_training_thread(run: Run):
     manager.wait_until_finished()
     manager.save(2, weights(2)).wait()
     assert manager.all_steps() == [2]
+
+
+def test_I10_an_opening_that_was_too_slow_gives_the_root_back(run: Run):
+    """Catches: RootBusy against one's own pid for ever, after a disk that hung while opening."""
+    run.saved(1).close()
+    stuck = Stuck("fsync_dir", "lease")
+    stuck.armed = True
+    storage = FaultStorage(PosixStorage(run.root), before=stuck)
+    with pytest.raises(DeadlineExceeded):
+        run.open(storage, effect_timeout_s=0.5)
+    assert stuck.reached.is_set()
+    stuck.go.set()
+    deadline = time.monotonic() + 30
+    while True:  # the other thread lets go in its own time
+        try:
+            again = run.open()
+            break
+        except RootBusy:
+            assert time.monotonic() < deadline
+    assert again.all_steps() == [1]
 
 
 def test_I10_a_tracker_write_that_hangs_is_bounded(run: Run):
