@@ -105,12 +105,11 @@ class CheckpointConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _suggest(cls, values: Any) -> Any:
-        if isinstance(values, Mapping):
-            for key in values:
-                if key not in cls.model_fields:
-                    near = difflib.get_close_matches(str(key), cls.model_fields, n=1)
-                    hint = f"; did you mean {near[0]!r}?" if near else ""
-                    raise ConfigError(f"unknown configuration key {key!r}{hint}", key=key)
+        for key in values if isinstance(values, Mapping) else ():
+            if key not in cls.model_fields:
+                near = difflib.get_close_matches(str(key), cls.model_fields, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"unknown configuration key {key!r}{hint}", key=key)
         return values
 
     @model_validator(mode="after")
