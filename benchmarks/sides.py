@@ -112,7 +112,10 @@ class ManagerSide:
             self._manager.poll()
             time.sleep(0.001)
         for directory in (self._root / TRASH).iterdir():
-            shutil.rmtree(directory, ignore_errors=True)
+            try:
+                shutil.rmtree(directory)
+            except FileNotFoundError:
+                continue  # the manager was removing the same directory
         os.sync()
 
 

@@ -394,15 +394,10 @@ class Manager:
         self._unpolled_since = None
         self._polls += 1
         due = self._polls % self.config.exchange_every == 0
-        if not self._view.quiet or (due and self._idle_exchange_needed):
+        if not self._view.quiet or (due and self.config.needs_agreement):
             self._pump(expired=False)
         self._link.work_in_background()
         self._raise_failures()
-
-    @property
-    def _idle_exchange_needed(self) -> bool:
-        """The same on every rank: it depends on configuration only."""
-        return self.config.needs_agreement
 
     def wait_until_finished(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is in flight (collective). Raises failures and ``DeadlineExceeded``."""
