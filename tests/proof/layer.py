@@ -1,0 +1,91 @@
+"""What every layer of proof takes and returns.
+
+A layer is a module of this package with a function ``run(budget) -> LayerResult``. It drives the
+production code, never a copy of the protocol. A violation is a promise that did not hold, with the one
+command that shows it again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ckptfsm.testing.coverage import Coverage
+
+Profile = Literal["pr", "nightly", "release", "soak"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much to explore.
+
+    ``pr`` is what the gate runs: derandomized, bounded. ``nightly`` and ``release`` go further;
+    ``soak`` goes on for ``hours``. ``processes``: how many CPUs may be used. ``stop_at_first``: return
+    with the first violation, which is how mutants are killed quickly.
+    """
+
+    profile: Profile = "pr"
+    processes: int = 2
+    stop_at_first: bool = False
+    hours: float = 0.0
+
+    def pick(self, *, pr: int, nightly: int, release: int, soak: int | None = None) -> int:
+        """The amount for this profile."""
+        amounts = {"pr": pr, "nightly": nightly, "release": release, "soak": soak or release}
+        return amounts[self.profile]
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A promise (``I4``) that did not hold: what was seen, and the command that shows it again."""
+
+    promise: str
+    what: str
+    replay: str
+
+
+@dataclass
+class LayerResult:
+    """What a layer explored (named counts: runs, states, sites, kills) and found.
+
+    ``skipped`` is the reason if it could not run at all; that is shown, never hidden. ``notes`` are
+    further lines for the report.
+    """
+
+    layer: str
+    explored: dict[str, int] = field(default_factory=dict)
+    violations: list[Violation] = field(default_factory=list)
+    coverage: Coverage = field(default_factory=Coverage)
+    seconds: float = 0.0
+    skipped: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **vars(self),
+            "violations": [vars(v) for v in self.violations],
+            "coverage": self.coverage.as_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> LayerResult:
+        return cls(
+            **{
+                **data,
+                "violations": [Violation(**v) for v in data["violations"]],
+                "coverage": Coverage.from_json(data["coverage"]),
+            }
+        )
+
+
+Run = Callable[[Budget], LayerResult]
+
+
+def timed(run: Run, budget: Budget) -> LayerResult:
+    """Run a layer and note its wall time in seconds."""
+    began = time.monotonic()
+    result = run(budget)
+    result.seconds = time.monotonic() - began
+    return result
