@@ -30,9 +30,9 @@ from ckptfsm.layout import PLANNED, PRIVATE, join, published_name, receipt_name,
 from ckptfsm.lease import this_process
 from ckptfsm.megatron.driver import MegatronDriver
 from ckptfsm.messages import PartSpec, ShardReported, WriterForked
-from ckptfsm.ports import Storage, Written
+from ckptfsm.ports import RankJob, Storage, Written
 from ckptfsm.storage import PosixStorage
-from ckptfsm.writer import RankJob, ShardFile, write_rank
+from ckptfsm.writer import ShardFile, write_rank
 
 _TARGET_S = 1.0
 _PART = "state"

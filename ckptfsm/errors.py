@@ -209,3 +209,19 @@ def name_ranks(ranks: Sequence[int], limit: int = 8) -> str:
     """``ranks`` as short text: ``0, 3, 5 and 12 more``."""
     shown = ", ".join(str(r) for r in sorted(ranks)[:limit])
     return shown if len(ranks) <= limit else f"{shown} and {len(ranks) - limit} more"
+
+
+class SaveFailedWarning(UserWarning):
+    """A save failed and ``on_failure`` is ``warn``."""
+
+
+class ReshardWarning(UserWarning):
+    """Part of a checkpoint cannot be loaded under another sharding and was left out."""
+
+
+class RecoveryWarning(UserWarning):
+    """Opening the root found something that a person should know."""
+
+
+class PollMissingWarning(UserWarning):
+    """A save is in flight and ``poll`` is not called."""

@@ -10,12 +10,14 @@ Paths are relative to the store's root, with ``/`` between components; a compone
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ckptfsm.documents import FileEntry
-from ckptfsm.messages import PartSpec
+from ckptfsm.messages import AttemptId, PartSpec
 
 FileKind = Literal["file", "dir", "symlink", "other"]
 
@@ -201,6 +203,81 @@ class PartJob(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class RankJob:
+    """All parts of one rank for one attempt. ``location`` is where the attempt is written."""
+
+    of: AttemptId
+    rank: int
+    world_size: int
+    location: str
+    parts: tuple[PartJob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChildError:
+    """Why a child failed, as far as it could say.
+
+    ``os_error`` is the first real one, if any; ``kind`` is that of an error of ours.
+    """
+
+    text: str
+    os_error: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a child ended. ``exitcode`` is negative for a signal, None if it could not be learned."""
+
+    exitcode: int | None
+    payload: Any = None
+    error: ChildError | None = None
+    complete: bool = False
+
+    @property
+    def succeeded(self) -> bool:
+        return self.exitcode == 0 and self.complete and self.error is None
+
+    def explain(self) -> str:
+        """One line for people: the child's own words first, then how it ended."""
+        if self.error is not None:
+            first = f" (first system error: {self.error.os_error})" if self.error.os_error else ""
+            return f"{self.error.text}{first}"
+        if self.exitcode is None:
+            return "its exit status is unknown: SIGCHLD is ignored or somebody else reaped it"
+        if self.exitcode < 0:
+            return f"killed by {_signal_name(-self.exitcode)}"
+        return f"exit code {self.exitcode} without a complete result"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class WriterProcess(Protocol):
+    """A process that writes a ``RankJob`` from its own copy of the data, seen from its trainer."""
+
+    def poll(self) -> Outcome | None:
+        """How it ended, or None while it runs. Never blocks."""
+        ...
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        """Wait for its end, at most ``timeout_s``; None if it still runs then."""
+        ...
+
+    def kill(self, timeout_s: float) -> bool:
+        """Kill it and everything it started. True once it is certainly gone."""
+        ...
+
+
+Launch = Callable[[Storage, RankJob], WriterProcess]
+"""Starts a rank's writer. When it returns, the writer owns a copy: the data may change."""
+
+
 class Draft(Protocol):
     """A save as one rank prepared it, before anything was accepted or copied."""
 
@@ -274,3 +351,16 @@ class Driver(Protocol):
     ) -> Mapping[str, Any]:
         """Load each part from its absolute directory, without the keys to drop (collective)."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What a manager is built from: ``open_storage(create)`` gives this rank's storage."""
+
+    transport: Transport
+    driver: Driver
+    clock: Clock
+    executor: Callable[[], Executor]
+    open_storage: Callable[[bool], Storage]
+    identity: Callable[[], Identity]
+    launch: Launch

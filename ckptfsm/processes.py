@@ -26,10 +26,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckptfsm.errors import describe, first_os_error
+from ckptfsm.ports import ChildError, Outcome
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -39,43 +39,6 @@ _WATCH_S = 0.2
 _KILL_WAIT_S = 5.0
 _ORPHANED = 77
 _READ_BYTES = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class ChildError:
-    """Why a child failed, as far as it could say.
-
-    ``os_error`` is the first real one, if any; ``kind`` is that of an error of ours.
-    """
-
-    text: str
-    os_error: str = ""
-    kind: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a child ended. ``exitcode`` is negative for a signal, None if it could not be learned."""
-
-    exitcode: int | None
-    payload: Any = None
-    error: ChildError | None = None
-    complete: bool = False
-
-    @property
-    def succeeded(self) -> bool:
-        return self.exitcode == 0 and self.complete and self.error is None
-
-    def explain(self) -> str:
-        """One line for people: the child's own words first, then how it ended."""
-        if self.error is not None:
-            first = f" (first system error: {self.error.os_error})" if self.error.os_error else ""
-            return f"{self.error.text}{first}"
-        if self.exitcode is None:
-            return "its exit status is unknown: SIGCHLD is ignored or somebody else reaped it"
-        if self.exitcode < 0:
-            return f"killed by {_signal_name(-self.exitcode)}"
-        return f"exit code {self.exitcode} without a complete result"
 
 
 class Child:
@@ -283,13 +246,6 @@ def _read_outcome(exitcode: int | None, data: bytes) -> Outcome:
     if kind == _ERROR:
         return Outcome(exitcode, error=value)
     return Outcome(exitcode, payload=value, complete=True)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ two writers can never share one. Everything goes through the storage port.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,22 +18,11 @@ from ckptfsm.documents import FileEntry, Receipt, encode
 from ckptfsm.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error, write_all
 from ckptfsm.errors import StorageError, WriterDied, describe
 from ckptfsm.layout import RECEIPTS, join, receipt_name
-from ckptfsm.messages import AttemptId, Event, Failed, ShardReported
-from ckptfsm.ports import PartJob, Storage, Written
-from ckptfsm.processes import Child, Outcome, fork_child
+from ckptfsm.messages import Event, Failed, ShardReported
+from ckptfsm.ports import Launch, Outcome, PartJob, RankJob, Storage, Written
+from ckptfsm.processes import Child, fork_child
 
 _OVERLAP_BYTES = 1 << 20  # below this a thread costs more than the digest
-
-
-@dataclass(frozen=True, slots=True)
-class RankJob:
-    """All parts of one rank for one attempt. ``location`` is where the attempt is written."""
-
-    of: AttemptId
-    rank: int
-    world_size: int
-    location: str
-    parts: tuple[PartJob, ...]
 
 
 class ShardFile:
@@ -157,40 +145,38 @@ def put_receipt(storage: Storage, job: RankJob, part: PartJob, result: Written) 
 class RankWriter:
     """A rank's writer as its trainer sees it: forked once, polled, killed at its deadline."""
 
-    def __init__(
-        self, storage: Storage, job: RankJob, *, keep: Sequence[int], deadline: float
-    ) -> None:
+    def __init__(self, storage: Storage, job: RankJob, *, launch: Launch, deadline: float) -> None:
         self.of = job.of
         self.payloads: dict[str, Any] = {}
         self._storage = storage
         self._rank, self._world_size, self._location = job.rank, job.world_size, job.location
         self._names = tuple(part.name for part in job.parts)  # not the parts: they hold the data
         self._deadline = deadline
-        self.child: Child = fork_child(_BoundJob(storage, job), keep=keep, group=True)
+        self.process = launch(storage, job)
         self._reported = False
 
     def poll(self, now: float) -> list[Event]:
         """The events of this rank since the last call: its shards, or why there are none."""
         if self._reported:
             return []
-        outcome = self.child.poll()
+        outcome = self.process.poll()
         if outcome is None and now < self._deadline:
             return []
         self._reported = True
         if outcome is None:
-            self.child.kill(timeout_s=0.0)
+            self.process.kill(timeout_s=0.0)
             detail = f"rank {self._rank}: its writer missed its deadline"
             return [Failed(self.of, "writer_hung", detail, self._rank)]
         return self._judge(outcome)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the child's end, at most ``timeout_s``; True if it ended."""
-        return self.child.wait(timeout_s) is not None
+        return self.process.wait(timeout_s) is not None
 
     def kill(self, timeout_s: float) -> bool:
         """End the writer and everything it forked; True once it is certainly gone."""
         self._reported = True
-        return self.child.kill(timeout_s)
+        return self.process.kill(timeout_s)
 
     def _judge(self, outcome: Outcome) -> list[Event]:
         """Exit code, payload and the attempt's own receipts: all three, or it failed."""
@@ -218,6 +204,11 @@ class RankWriter:
             except OSError as error:  # the disk is sick: the other ranks must not wait for this one
                 return f"{path}: {describe(error)}"
         return ""
+
+
+def launch_forked(storage: Storage, job: RankJob) -> Child:
+    """Start the writer as a forked child: the fork is what freezes the data (``ports.Launch``)."""
+    return fork_child(_BoundJob(storage, job), keep=storage.descriptors(), group=True)
 
 
 @dataclass(frozen=True, slots=True)

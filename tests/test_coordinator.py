@@ -38,12 +38,12 @@ from ckptfsm.messages import (
     WriterForked,
     WriterGone,
 )
-from ckptfsm.ports import FileStat, Identity, Written
+from ckptfsm.ports import FileStat, Identity, RankJob, Written
 from ckptfsm.retention import KeepAll, LatestN, Policy
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
-from ckptfsm.writer import RankJob, write_rank
+from ckptfsm.writer import write_rank
 
 
 def start(

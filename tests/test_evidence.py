@@ -25,10 +25,11 @@ from ckptfsm.layout import MANIFEST, STAGING, TRACKER, planned_name, receipt_nam
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint, State
 from ckptfsm.messages import AttemptId, PartSpec
+from ckptfsm.ports import RankJob
 from ckptfsm.recovery import TrackerEvidence
 from ckptfsm.testing.harness import FakeJob, FakePart, fake_content
 from ckptfsm.testing.simfs import SimDisk, SimStorage
-from ckptfsm.writer import RankJob, write_rank
+from ckptfsm.writer import write_rank
 
 STEP = "iter_0000001"
 OF = AttemptId(5, 1, 1)

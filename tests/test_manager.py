@@ -27,10 +27,12 @@ from ckptfsm.errors import (
     DamagedRoot,
     DeadlineExceeded,
     Fenced,
+    PollMissingWarning,
     RankFailed,
     RestoreFailed,
     RootBusy,
     SaveFailed,
+    SaveFailedWarning,
     SaveRefused,
     StepExistsError,
     StepNotFoundError,
@@ -39,7 +41,7 @@ from ckptfsm.errors import (
 from ckptfsm.executor import InlineExecutor
 from ckptfsm.handle import View
 from ckptfsm.lifecycle import State
-from ckptfsm.manager import Manager, PollMissingWarning, SaveFailedWarning
+from ckptfsm.manager import Manager
 from ckptfsm.processes import fork_child
 from ckptfsm.retention import EveryNSeconds, EveryNSteps, LatestN, Policy
 from ckptfsm.stock import StockVerdict
@@ -923,7 +925,7 @@ def test_F25_leaving_with_an_exception_abandons(run: Run):
     run.driver.before_write = gate.hold
     with pytest.raises(KeyError, match="the trainer's own"), run.open() as manager:
         handle = manager.save(1, weights(1))
-        child = manager._writer.child
+        child = manager._pump.writer.process
         raise KeyError("the trainer's own")
     assert child.poll() is not None and not child.poll().succeeded
     assert not handle.done
@@ -949,7 +951,7 @@ def test_I10_a_writer_that_hangs_fails_at_its_deadline(run: Run):
     run.driver.before_write = gate.hold
     manager = run.open(writer_timeout_s=100.0)
     handle = manager.save(1, weights(1))
-    child = manager._writer.child
+    child = manager._pump.writer.process
     manager.poll()
     assert not handle.done
     run.clock.advance(101)

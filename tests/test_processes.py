@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptfsm.processes import Child, ChildError, Outcome, fork_child
+from ckptfsm.ports import ChildError, Outcome
+from ckptfsm.processes import Child, fork_child
 from ckptfsm.testing.fakes import Gate
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -40,12 +40,13 @@ HARMLESS = {
     "json",
     "math",
     "re",
+    "signal",  # the names of signals
     "types",
     "typing",
 }
 LIBRARIES = {"documents.py": {"pydantic"}, "lifecycle.py": {"transitions"}}
-LIBRARIES["config.py"] = {"pydantic", "signal", "pathlib", "sys", "tomllib", "tomli"}
-UPPER = {"coordinator", "manager", "cli", "megatron", "demo", "testing", "handle"}
+LIBRARIES["config.py"] = {"pydantic", "pathlib", "sys", "tomllib", "tomli"}
+UPPER = {"coordinator", "manager", "pump", "cli", "megatron", "demo", "testing", "handle"}
 LOWER = PURE | {
     "clock.py",
     "durable.py",

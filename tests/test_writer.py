@@ -18,13 +18,13 @@ from ckptfsm.documents import Receipt, decode
 from ckptfsm.durable import make_dirs
 from ckptfsm.layout import STAGING, receipt_name, staging_dir
 from ckptfsm.messages import AttemptId, Failed, ShardReported
-from ckptfsm.ports import Written
+from ckptfsm.ports import RankJob, Written
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import FakeShard, Gate
 from ckptfsm.testing.faults import FaultStorage, fail_at
 from ckptfsm.testing.harness import FakePart
 from ckptfsm.testing.simfs import SimDisk, SimStorage
-from ckptfsm.writer import FilePart, RankJob, RankWriter, ShardFile, write_rank
+from ckptfsm.writer import FilePart, RankWriter, ShardFile, launch_forked, write_rank
 
 OF = AttemptId(5, 1, 1)
 LOCATION = staging_dir(OF)
@@ -58,7 +58,7 @@ def root(tmp_path: Path) -> Path:
 
 def fork(root: Path, work: RankJob, deadline: float = FAR) -> RankWriter:
     storage = PosixStorage(root)
-    return RankWriter(storage, work, keep=storage.descriptors(), deadline=deadline)
+    return RankWriter(storage, work, launch=launch_forked, deadline=deadline)
 
 
 def events(writer: RankWriter, now: float = 0.0) -> list[Any]:
@@ -298,7 +298,7 @@ def test_I10_a_writer_that_misses_its_deadline(root: Path, tmp_path: Path):
     assert isinstance(event, Failed)
     assert (event.reason, event.detail) == ("writer_hung", "rank 0: its writer missed its deadline")
     assert writer.kill(WAIT_S) is True
-    assert writer.child.poll().exitcode == -signal.SIGKILL
+    assert writer.process.poll().exitcode == -signal.SIGKILL
     assert writer.poll(101.0) == []
 
 

@@ -14,12 +14,14 @@ from ckptfsm.config import CheckpointConfig, make_config
 from ckptfsm.errors import ConfigError
 from ckptfsm.executor import ThreadExecutor
 from ckptfsm.lease import this_process
-from ckptfsm.manager import Hook, Manager, Ports
+from ckptfsm.manager import Manager
 from ckptfsm.megatron.driver import MegatronDriver
 from ckptfsm.megatron.transport import GlooTransport
-from ckptfsm.ports import Storage, Transport
+from ckptfsm.ports import Ports, Storage, Transport
+from ckptfsm.pump import Hook
 from ckptfsm.storage import PosixStorage
 from ckptfsm.transport import LocalTransport
+from ckptfsm.writer import launch_forked
 
 
 class CheckpointManager(Manager):
@@ -56,6 +58,7 @@ class CheckpointManager(Manager):
             ThreadExecutor,
             open_storage or _OpenStorage(os.fspath(root)),
             this_process,
+            launch_forked,
         )
         super().__init__(ports, config, hooks)
 

@@ -22,14 +22,15 @@ from ckptfsm.clock import SystemClock
 from ckptfsm.errors import RankFailed, SaveRefused
 from ckptfsm.executor import ThreadExecutor
 from ckptfsm.lease import this_process
-from ckptfsm.manager import Ports
 from ckptfsm.messages import PartSpec
 from ckptfsm.ports import (
     Clock,
     Executor,
     Identity,
+    Launch,
     PartFinisher,
     PartJob,
+    Ports,
     Storage,
     Survey,
     Transport,
@@ -38,7 +39,7 @@ from ckptfsm.ports import (
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.harness import FINISHERS, FakePart
 from ckptfsm.transport import LocalTransport
-from ckptfsm.writer import FilePart, ShardFile
+from ckptfsm.writer import FilePart, ShardFile, launch_forked
 
 T = TypeVar("T")
 State = Mapping[str, Any]
@@ -410,6 +411,7 @@ def fake_ports(
     clock: Clock | None = None,
     executor: Callable[[], Executor] = ThreadExecutor,
     identity: Callable[[], Identity] = this_process,
+    launch: Launch = launch_forked,
 ) -> Ports:
     """Ports of a ``Manager`` without torch.
 
@@ -426,6 +428,7 @@ def fake_ports(
         executor,
         storage,
         identity,
+        launch,
     )
 
 

@@ -23,9 +23,9 @@ from ckptfsm.durable import make_dirs
 from ckptfsm.layout import PLANNED, join, planned_name, working_dir
 from ckptfsm.lifecycle import State
 from ckptfsm.messages import AttemptId, Failed, PartSpec, ShardReported, WriterForked, WriterGone
-from ckptfsm.ports import Identity, PartFinisher, Storage, Written
+from ckptfsm.ports import Identity, PartFinisher, RankJob, Storage, Written
 from ckptfsm.retention import KeepAll, Policy
-from ckptfsm.writer import RankJob, ShardFile, write_rank
+from ckptfsm.writer import ShardFile, write_rank
 
 PARTS = (PartSpec("state"),)
 FIRST = Identity("sim", 1, "boot:1", "nonce-1")

@@ -1,0 +1,300 @@
+"""One rank's share of the saves in flight: its writer, its reports, and the news that come back.
+
+Every rank pumps at the same points. A round is one tiny exchange ("has anybody news?"), and a full one
+if so: all reports go to the coordinator, all news come back, the same on every rank in the same order.
+
+Rules:
+* A local error is never raised between collectives: it is a report, and comes back to every rank.
+* What there is to raise or to warn of waits for a point that every rank reaches.
+* The writer of a failed attempt is killed; only one that is certainly gone is reported gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptfsm.config import CheckpointConfig
+from ckptfsm.documents import TransitionRecord
+from ckptfsm.engine import FinalizersDue, Settled
+from ckptfsm.errors import (
+    CkptFsmError,
+    DeadlineExceeded,
+    SaveFailed,
+    SaveFailedWarning,
+    ShardMissing,
+    WriterDied,
+    describe,
+)
+from ckptfsm.handle import SaveHandle, View
+from ckptfsm.layout import working_dir
+from ckptfsm.lifecycle import State
+from ckptfsm.link import Link, Update
+from ckptfsm.messages import AttemptId, Event, Failed, FinalizersRan, WriterForked, WriterGone
+from ckptfsm.ports import Draft, Ports, RankJob, Storage
+from ckptfsm.writer import RankWriter
+
+log = logging.getLogger("ckptfsm")
+Hook = Callable[[TransitionRecord], None]
+_NEWS, _SAVE_DUE, _PREEMPTED, _EXPIRED = range(4)
+_PAUSE_S = 0.002
+_LONGEST_PAUSE_S = 0.05
+
+
+class Pump:
+    """See the module. ``view`` is the root as every rank sees it.
+
+    Attributes: ``save_due`` and ``preempted`` are agreed in an exchange, ``save_asked`` is this rank's
+    wish; ``failures`` and ``notes`` are what ``raise_failures`` will raise and warn of.
+    """
+
+    def __init__(
+        self, ports: Ports, config: CheckpointConfig, link: Link, hooks: Sequence[Hook]
+    ) -> None:
+        self.view = View()
+        self.save_due = False
+        self.save_asked = False
+        self.preempted = False
+        self.failures: list[CkptFsmError] = []
+        self.notes: list[Warning] = []
+        self.writer: RankWriter | None = None
+        self._ports = ports
+        self._config = config
+        self._link = link
+        self._hooks = tuple(hooks)
+        self._rank, self._world_size = ports.transport.rank, ports.transport.world_size
+        self._outbox: list[Event] = []
+        self._handles: dict[AttemptId, SaveHandle] = {}
+        self._dying: list[RankWriter] = []
+        self._draft: Draft | None = None
+        self._retries = 0
+        self._next_timed_save = 0.0
+
+    def begin(self, view: View, records: Sequence[TransitionRecord]) -> None:
+        """The root is open: what it holds, and what opening it did."""
+        self.view = view
+        self._next_timed_save = self._ports.clock.monotonic() + (self._config.save_interval_s or 0)
+        for record in records:
+            self._call_hooks(record)
+
+    def abandon(self) -> None:
+        """A bounded wait for the own writer, without the other ranks."""
+        timeout_s = self._config.exit_timeout_s
+        if self.writer is not None and not self.writer.wait(timeout_s):
+            self.writer.kill(timeout_s)
+        self.writer = None
+
+    # ------------------------------------------------------------------------------------- rounds
+
+    def drive(self, finished: Callable[[View], bool], timeout_s: float, waiting_for: str) -> None:
+        """Pump until ``finished``. The deadline is agreed, so all ranks stop waiting together."""
+        deadline = self._ports.clock.monotonic() + timeout_s
+        pause = _PAUSE_S
+        while not finished(self.view):
+            expired = self._ports.clock.monotonic() >= deadline
+            if self.exchange(expired=expired):
+                raise DeadlineExceeded(
+                    f"{waiting_for} did not finish in time",
+                    timeout_s=timeout_s,
+                    waiting_for=waiting_for,
+                )
+            self._link.work_in_background()
+            self._ports.clock.sleep(pause)
+            pause = min(pause * 1.2, _LONGEST_PAUSE_S)
+
+    def wait_for(self, handle: SaveHandle, timeout_s: float | None) -> None:
+        limit = timeout_s if timeout_s is not None else self._config.busy_timeout_s
+        self.drive(HandleDone(handle), limit, f"the save of step {handle.step}")
+        if handle.exception() is not None:
+            raised = handle.exception()  # the caller gets it from the handle
+            self.failures = [f for f in self.failures if f is not raised]
+
+    def exchange(self, *, expired: bool) -> bool:
+        """One cheap exchange; a full one if any rank has news. Returns the agreed ``expired``."""
+        now = self._ports.clock.monotonic()
+        self._bury()
+        if self.writer is not None:
+            self._outbox += self.writer.poll(now)
+        flags = [
+            bool(self._outbox) or self._link.has_news,
+            self._timed_save_due(now),
+            self.save_asked,
+            expired,
+        ]
+        agreed = self._ports.transport.any_flags(flags)
+        if agreed[_PREEMPTED]:
+            self.save_asked, self.preempted = False, True
+        if agreed[_SAVE_DUE] or agreed[_PREEMPTED]:
+            self.save_due = True
+            self._next_timed_save = now + (self._config.save_interval_s or 0)
+        if agreed[_NEWS]:
+            outbox, self._outbox = self._outbox, []
+            self.take_update(self._link.exchange(outbox))
+        return agreed[_EXPIRED]
+
+    def _timed_save_due(self, now: float) -> bool:
+        timed = self._rank == 0 and self._config.save_interval_s is not None
+        return timed and now >= self._next_timed_save
+
+    def take_update(self, update: Update) -> None:
+        """What happened, on every rank in the same order."""
+        for news in update.news:
+            if isinstance(news, FinalizersDue):
+                self._run_finalizers(news.of)
+                continue
+            if isinstance(news, Settled):
+                self.view.settling = False
+                continue
+            self.view.apply(news)
+            handle = self._handles.get(news.of)
+            if handle is not None:
+                handle.state = news.dest
+            if news.dest is State.FAILED:
+                self._on_failed(news)
+            elif news.dest is State.TRACKED and news.source is State.FINALIZED:
+                self._on_tracked(news)
+            self._call_hooks(news)
+        if update.fatal is not None:
+            self.failures.append(update.fatal)
+            for handle in self._handles.values():
+                handle._error = handle._error or update.fatal
+            if self.writer is not None:
+                self._dying.append(self.writer)
+                self.writer = self._draft = None
+                self._bury()
+            self.view = View(self.view.steps)  # the coordinator is gone: nothing more will come
+
+    def _on_tracked(self, record: TransitionRecord) -> None:
+        self._retries = 0
+        self.writer = self._draft = None
+        self._handles.pop(record.of, None)
+
+    def _on_failed(self, record: TransitionRecord) -> None:
+        """End our own writer, tell the coordinator so, and do what ``on_failure`` says."""
+        if self.writer is not None and self.writer.of == record.of:
+            self._dying.append(self.writer)
+            self.writer = self._draft = None
+        else:
+            self._outbox.append(WriterGone(record.of, self._rank))
+        self._bury()
+        error = failure_of(record)
+        handle = self._handles.pop(record.of, None)
+        if handle is None:
+            return
+        handle._error = error
+        if self._retries < self._config.saves_again:
+            self._retries += 1
+            self.save_due = True
+            log.warning("save_failed", extra={"error": str(error), "again": self._retries})
+        elif self._config.on_failure == "warn":
+            self.notes.append(SaveFailedWarning(str(error)))
+        else:
+            self.failures.append(error)
+
+    def _bury(self) -> None:
+        """Kill writers of failed attempts; only one that is certainly gone is reported so."""
+        for writer in list(self._dying):
+            if writer.kill(timeout_s=0.0):
+                self._dying.remove(writer)
+                self._outbox.append(WriterGone(writer.of, self._rank))
+
+    def _run_finalizers(self, of: AttemptId) -> None:
+        """Foreign finalizers hold collectives: here all ranks run them at the same point, once."""
+        error = ""
+        draft, writer = self._draft, self.writer
+        if draft is None or writer is None or writer.of != of:
+            self._outbox.append(FinalizersRan(of, self._rank, "this rank has no such save"))
+            return
+        for name, finalize in draft.finalizers():
+            try:
+                finalize(writer.payloads.get(name))
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as problem:  # torch's CheckpointException is one
+                error = f"{name}: {describe(problem)}"
+            if self._ports.transport.any_flags([bool(error)])[0]:
+                break  # or the other ranks would wait in the next part's collectives
+        self._outbox.append(FinalizersRan(of, self._rank, error))
+
+    def _call_hooks(self, record: TransitionRecord) -> None:
+        for hook in self._hooks:
+            try:
+                hook(record)
+            except Exception:  # a user's hook: training and the machine go on (F24)
+                log.exception("hook_failed", extra={"step": record.step, "dest": record.dest.value})
+
+    def raise_failures(self) -> None:
+        """At a point that every rank reaches: what there is to say, then what there is to raise."""
+        self.say_notes()
+        if self.failures:
+            failures, self.failures = self.failures, []
+            raise failures[0]
+
+    def say_notes(self) -> None:
+        """Warnings wait for a point without collectives after it: they may be made errors."""
+        notes, self.notes = self.notes, []
+        for note in notes:
+            warnings.warn(note, stacklevel=4)
+
+    # -------------------------------------------------------------------------------------- a save
+
+    def begin_writing(
+        self,
+        storage: Storage,
+        accepted: tuple[AttemptId, bool],
+        draft: Draft,
+        planned: Mapping[str, bytes],
+    ) -> SaveHandle:
+        """Stage and fork. An error here is carried: the attempt fails at the next exchange."""
+        of, in_place = accepted
+        location = working_dir(of, in_place)
+        try:
+            parts = draft.stage(f"{storage.root}/{location}", planned)
+            job = RankJob(of, self._rank, self._world_size, location, parts)
+            self.writer = RankWriter(
+                storage,
+                job,
+                launch=self._ports.launch,
+                deadline=self._ports.clock.monotonic() + self._config.writer_timeout_s,
+            )
+            draft.let_go()
+            self._draft = draft
+            self._ports.driver.accept()
+            self._outbox.append(WriterForked(of, self._rank, self._world_size))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # also torch's; the others must not wait for this rank
+            self._ports.driver.refuse()
+            log.exception("fork_failed", extra={"step": of.step, "rank": self._rank})
+            detail = f"rank {self._rank}: {describe(error)}"
+            self._outbox.append(Failed(of, "fork_failed", detail, self._rank))
+        handle = SaveHandle(of.step, State.REQUESTED, of, None, self.wait_for)
+        self._handles[of] = handle
+        return handle
+
+
+@dataclass(frozen=True, slots=True)
+class HandleDone:
+    handle: SaveHandle
+
+    def __call__(self, view: View) -> bool:
+        """Also let retention have its turn, unless another attempt is still being cleaned up."""
+        failed = self.handle.exception() is not None
+        return self.handle.done and (failed or not view.settling or bool(view.unsettled))
+
+
+def failure_of(record: TransitionRecord) -> SaveFailed:
+    """The error that a ``failed`` record stands for."""
+    kinds: dict[str, type[SaveFailed]] = {
+        WriterDied.kind: WriterDied,
+        ShardMissing.kind: ShardMissing,
+    }
+    return kinds.get(record.reason, SaveFailed)(
+        f"the save of step {record.step} failed ({record.reason}): {record.detail}",
+        step=record.step,
+        attempt=str(record.of),
+        reason=record.reason,
+        rank=record.rank,
+    )
