@@ -87,7 +87,7 @@ def parse_segment_bytes(epoch: int, data: bytes, file: str) -> Segment:
     records: list[Record] = []
     end = offset = 0
     torn_at: int | None = None
-    for line in data.split(b"\n"):
+    for line in data.rstrip(b"\n").split(b"\n"):  # thousands of blank lines are padding
         body = decode_line(line) if line else None
         if body is not None:
             if torn_at is not None:

@@ -107,13 +107,20 @@ def open_root(
         holder = _known_holder(storage, epoch)
         if not takeover and (lock is None or _is_this_process(holder, identity)):
             raise _busy(storage.root, holder)
-        taken = _take_epoch(storage, identity, max(epoch, above))
+        taken, temporary = _link_epoch(storage, identity, max(epoch, above))
     except BaseException:
         if lock is not None:
             storage.unlock(lock)
         raise
-    _forget_older(storage, taken)
-    return RootLease(storage, identity, taken, lock)
+    lease = RootLease(storage, identity, taken, lock)
+    try:
+        remove_marker(storage, temporary)
+        storage.fsync_dir(LEASE)
+        _forget_older(storage, taken)
+    except BaseException:
+        lease.release()  # or this very process would be in its own way when it tries again
+        raise
+    return lease
 
 
 def _known_holder(storage: Storage, epoch: int) -> Holder | None:
@@ -138,18 +145,17 @@ def _busy(root: str, holder: Holder | None) -> RootBusy:
     return RootBusy(f"root {root} is owned by pid {pid} on {host}", root=root, host=host, pid=pid)
 
 
-def _take_epoch(storage: Storage, identity: Identity, newest: int) -> int:
+def _link_epoch(storage: Storage, identity: Identity, newest: int) -> tuple[int, str]:
+    """Create the next epoch's file, whole at once. Returns the epoch, and the name it was made under."""
     for epoch in range(newest + 1, newest + 1 + _ATTEMPTS):
         temporary = f"{LEASE}/{TAKING}{identity.pid}-{identity.nonce}-{epoch}"
         write_new(storage, temporary, encode(_holder(identity, epoch)))
         try:
             storage.link(temporary, _epoch_path(epoch))
         except FileExistsError:
-            continue
-        finally:
             remove_marker(storage, temporary)
-        storage.fsync_dir(LEASE)
-        return epoch
+            continue
+        return epoch, temporary
     raise RootBusy("others take this root again and again", root=storage.root)
 
 

@@ -37,7 +37,7 @@ from typing import Literal
 from ckptfsm.errors import DamagedRoot
 from ckptfsm.layout import published_name
 from ckptfsm.ledger import Ledger
-from ckptfsm.lifecycle import Checkpoint, State
+from ckptfsm.lifecycle import UNPUBLISHED, Checkpoint, State
 from ckptfsm.messages import (
     Adopted,
     AttemptId,
@@ -231,14 +231,7 @@ def _decision(
 
 def _unknown(ledger: Ledger, evidence: Evidence, epoch: int, everything: bool) -> list[Decision]:
     """Directories that the journal does not explain."""
-    explained = {
-        c.step
-        for c in ledger.checkpoints.values()
-        if c.state in (State.FINALIZED, State.TRACKED, State.PRUNABLE)
-        or (c.in_place and c.state is not State.QUARANTINED)
-        or (c.step in evidence.published and evidence.published[c.step].of == c.id)
-        or (c.state is State.QUARANTINED and c.provenance == "adopted")
-    }
+    explained = {c.step for c in ledger.checkpoints.values() if _explains(c, evidence)}
     tracker = evidence.tracker.step
     decisions: list[Decision] = []
     adopted = 0
@@ -258,6 +251,23 @@ def _unknown(ledger: Ledger, evidence: Evidence, epoch: int, everything: bool) -
             why = "newer than the tracker: never resumed from unasked" if newer else there.detail
             decisions.append(Decision(name, "none", there.found, "reported", why))
     return decisions
+
+
+def _explains(checkpoint: Checkpoint, evidence: Evidence) -> bool:
+    """True if what stands at its step's name is this checkpoint's, and decided with it."""
+    state = checkpoint.state
+    there = evidence.published.get(checkpoint.step)
+    if there is None:
+        return False
+    if there.of == checkpoint.id:  # damaged before it was ever tracked: that is for a person
+        return there.found == "manifest" or state not in UNPUBLISHED
+    if there.found == "manifest":  # whole, and of another attempt
+        return False
+    if checkpoint.in_place and state is not State.QUARANTINED:
+        return True
+    adopted = checkpoint.provenance == "adopted"
+    published = state in (State.FINALIZED, State.TRACKED, State.PRUNABLE)
+    return published or (state is State.QUARANTINED and adopted)
 
 
 def _strays(ledger: Ledger, evidence: Evidence) -> list[Decision]:

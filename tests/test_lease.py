@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ from ckptfsm.ports import Identity
 from ckptfsm.processes import Child, fork_child
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import Gate
-from ckptfsm.testing.faults import FaultStorage
+from ckptfsm.testing.faults import FaultStorage, fail_at
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 
 WAIT_S = 20.0
@@ -316,3 +317,18 @@ def test_F29_a_child_that_closes_everything_does_not_drop_its_parents_lock(tmp_p
     assert fork_child(lambda: None, keep=(), group=True).wait(WAIT_S).succeeded
     assert asked_elsewhere(root) == ("busy", os.getpid())
     lease.release()
+
+
+def test_F5_an_opening_that_failed_can_be_tried_again_by_the_same_process():
+    """Catches: a lock or an epoch left behind by an error after the epoch was taken."""
+    me = Identity("sim", 7, "boot:7", "nonce")
+    counted = FaultStorage(SimStorage(SimDisk(), "count"))
+    open_root(counted, me)
+    assert len(counted.calls) > 10
+    for index in range(len(counted.calls)):
+        disk = SimDisk()
+        faulty = FaultStorage(SimStorage(disk, "me"), before=fail_at(index, errno.ENOSPC))
+        with pytest.raises(OSError):
+            open_root(faulty, me)
+        again = open_root(SimStorage(disk, "me"), me._replace(nonce="again"))
+        again.check()

@@ -165,7 +165,7 @@ def test_finalized_and_not_there_is_withdrawn(there):
     """Catches: a tracker written for a checkpoint that cannot be loaded."""
     published = [whole(100)] + ([there] if there else [])
     found = decide(ledger_of(BASE, checkpoint(200, S.FINALIZED)), evidence(names(100), *published))
-    (action,) = only(found).actions
+    (action,) = found.decisions[0].actions
     assert isinstance(action, m.Withdrawn) and action.reason == "damaged" and action.detail
     assert found.warnings and "200" in found.warnings[0]
 
@@ -198,9 +198,8 @@ def test_tracked_and_adopted_needs_no_manifest():
         (None, "its directory is missing"),
         (damaged(200), "shard of 200 is gutted"),
         (unexplained(200), "no metadata"),
-        (whole(200, at(200, 1, 7)), "another checkpoint stands at its name"),
     ],
-    ids=["missing", "damaged", "unexplained", "another"],
+    ids=["missing", "damaged", "unexplained"],
 )
 def test_F19_tracked_and_not_there_falls_back(there, why):
     """Catches: a tracker that goes on naming a gutted directory; a silent fallback."""
@@ -210,6 +209,26 @@ def test_F19_tracked_and_not_there_falls_back(there, why):
     assert only(found).actions == (m.Withdrawn(at(200), "damaged", why),)
     assert only(found).result == "withdrawn(damaged)"
     assert any("falling back to 100" in w for w in found.warnings)
+
+
+def test_F19_another_whole_attempt_at_the_name_is_adopted_at_once():
+    """Catches: a complete checkpoint that only the second restart takes notice of (I8)."""
+    there = whole(200, at(200, 1, 7))
+    ledger = ledger_of(BASE, checkpoint(200, S.TRACKED))
+    found = decide(ledger, evidence(names(200), whole(100), there))
+    why = "another checkpoint stands at its name"
+    assert [d.actions for d in found.decisions] == [
+        (m.Withdrawn(at(200), "damaged", why),),
+        (m.Adopted(at(200, 1, 7), 200.0),),
+    ]
+    assert why in found.warnings[0]
+
+
+def test_F33_damaged_before_it_was_ever_tracked_is_reported_not_forgotten():
+    """Catches: a start from scratch beside a published directory whose journal lagged (I8)."""
+    ledger = ledger_of(checkpoint(200, S.REQUESTED))
+    with pytest.raises(DamagedRoot, match="shard of 200 is gutted"):
+        decide(ledger, evidence(MISSING, damaged(200)))
 
 
 def test_F17_prunable_and_still_there_is_reprieved():
@@ -235,8 +254,8 @@ def test_F17_prunable_and_damaged_is_reprieved_and_withdrawn(there, why):
     ledger = ledger_of(checkpoint(100, S.PRUNABLE), checkpoint(200, S.TRACKED))
     found = decide(ledger, evidence(names(200), there, whole(200)))
     back = (m.Reprieved(at(100), "restart"), m.Withdrawn(at(100), "damaged", why))
-    assert only(found).actions == back
-    assert only(found).result == "withdrawn(damaged)"
+    assert found.decisions[0].actions == back
+    assert found.decisions[0].result == "withdrawn(damaged)"
     assert len(found.warnings) == 1 and why in found.warnings[0]
 
 
@@ -498,7 +517,9 @@ class World:
             case m.Prune():
                 self.post(m.Removed(of))
             case m.Quarantine():
-                published.pop(of.step, None)
+                there = published.get(of.step)
+                if there is not None and there.of in (None, of):  # another attempt's stays
+                    del published[of.step]
                 self.ev = replace(self.ev, published=published)
             case _:
                 raise AssertionError(f"recovery never asks for {command}")

@@ -1,10 +1,21 @@
-"""Hypothesis drives the production ledger, with honest, late, cross-wired reports and mad policies."""
+"""The state machine that Hypothesis drives over the production ledger.
+
+Honest, late and cross-wired reports, failures, restarts' adoptions, and mad retention policies.
+"""
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis import target
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
 from ckptfsm import messages as m
 from ckptfsm.errors import IllegalTransition, SaveRefused, StepExistsError
@@ -12,6 +23,7 @@ from ckptfsm.ledger import Ledger, Rejected
 from ckptfsm.lifecycle import IN_FLIGHT, State, expected_reports, writing_ranks
 from ckptfsm.messages import AttemptId, PartSpec
 from ckptfsm.retention import BestN, EveryNSteps, KeepAll, LatestN, Policy, describe_tracked
+from ckptfsm.testing.strategies import policies
 
 S = State
 LAYOUTS = (
@@ -45,17 +57,19 @@ class Odd(Policy):
         return [c.step for c in checkpoints[::2]]
 
 
-POLICIES = (LatestN(0), LatestN(1), LatestN(2), EveryNSteps(4), BestN("loss", 1), KeepAll())
+POLICIES = (LatestN(0), LatestN(1), BestN("loss", 1), EveryNSteps(4), KeepAll())
 MAD = (Foreign(), Nothing(), Raises(), Odd())
 
 
 class LedgerMachine(RuleBasedStateMachine):
     """The coordinator's part is played by the rules; what must hold is in the invariants."""
 
+    attempts = Bundle("attempts")
+
     @initialize()
     def begin(self):
         self.ledger = Ledger()
-        self.attempts: list[AttemptId] = []
+        self.most = 0
         self.count = 0
         self.epoch = 1
         self.accepted: dict[AttemptId, set[tuple[str, int]]] = {}
@@ -108,7 +122,12 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # --------------------------------------------------------------------------------- rules
 
-    @rule(delta=st.integers(-2, 4), layout=st.sampled_from(LAYOUTS), n=st.integers(2, 3))
+    @rule(
+        target=attempts,
+        delta=st.integers(-2, 4),
+        layout=st.sampled_from(LAYOUTS),
+        n=st.integers(2, 3),
+    )
     def request(self, delta, layout, n):
         latest = self.ledger.latest()
         step = (latest.step if latest else 0) + delta
@@ -118,21 +137,20 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.refuse(event)
         except StepExistsError:
             assert latest is not None and step <= latest.step
-            return
+            return multiple()
         except SaveRefused:
             assert self.flying() is not None or step < 0
-            return
+            return multiple()
         assert self.flying() is None and (latest is None or step > latest.step) and step >= 0
         self.count += 1
-        self.attempts.append(of)
         self.accepted[of] = set()
         assert isinstance(self.post(event), m.CreateStaging)
+        self.most = max(self.most, len(self.ledger.checkpoints))
+        return of
 
-    @precondition(lambda self: self.attempts)
-    @rule(data=st.data())
-    def wild_report(self, data):
+    @rule(of=attempts, data=st.data())
+    def wild_report(self, of, data):
         """Any attempt there ever was, any rank, part and world size: mostly lies."""
-        of = data.draw(st.sampled_from(self.attempts))
         rank, n = data.draw(st.integers(-1, 3)), data.draw(st.integers(1, 4))
         part = data.draw(st.sampled_from(["state", "data", "actor", "critic", "ghost"]))
         kinds = (
@@ -189,7 +207,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.post(m.Cleaned(c.id))
         assert c.id not in self.ledger.checkpoints
 
-    @rule(policy=st.sampled_from(POLICIES + MAD))
+    @rule(policy=policies() | st.sampled_from(POLICIES + MAD))
     def retire(self, policy):
         """As the coordinator does: a policy that raises keeps everything."""
         infos = describe_tracked(self.ledger)
@@ -242,20 +260,20 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert isinstance(self.post(m.Withdrawn(c.id, "rollback")), m.Quarantine)
         assert self.ledger.latest().step == target
 
-    @rule(step=st.integers(0, 8))
+    @rule(target=attempts, step=st.integers(0, 8))
     def adopt(self, step):
         """At a restart: an unknown directory, not newer than what is tracked."""
         latest = self.ledger.latest()
         taken = {c.step for c in self.ledger.checkpoints.values()}
         if self.flying() is not None or step in taken or (latest and step > latest.step):
-            return
+            return multiple()
         self.epoch += 1
         of = AttemptId(step, self.epoch, 1)
         self.count = 1
-        self.attempts.append(of)
         self.accepted[of] = set()
         self.post(m.Adopted(of))
         self.ledger = self.ledger.protected(self.ledger.pins | {step}, self.ledger.readers)
+        return of
 
     # ---------------------------------------------------------------------------- invariants
 
@@ -293,13 +311,5 @@ class LedgerMachine(RuleBasedStateMachine):
         latest, flying = self.ledger.latest(), self.flying()
         assert not (latest and flying) or flying.step > latest.step
 
-
-LedgerMachine.TestCase.settings = settings(
-    max_examples=250,
-    stateful_step_count=40,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-test_I1_I3_I5_I7_hold_under_any_sequence_of_events = LedgerMachine.TestCase
+    def teardown(self):
+        target(float(self.most), label="checkpoints at once")

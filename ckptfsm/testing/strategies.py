@@ -1,0 +1,155 @@
+"""Hypothesis strategies for what the library talks about: steps, parts, policies, ledgers, evidence.
+
+Needs the extra ``ckptfsm[testing]``. Rules: values are small, so that a shrunk example can be read;
+whatever is drawn is legal by itself (a ledger that a journal can contain), the combination is not made
+to be reasonable: evidence may contradict the ledger.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hypothesis import strategies as st
+
+from ckptfsm.ledger import Ledger
+from ckptfsm.lifecycle import FORGOTTEN, IN_FLIGHT, Checkpoint, State
+from ckptfsm.messages import AttemptId, PartSpec
+from ckptfsm.recovery import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
+from ckptfsm.retention import (
+    AllOf,
+    AnyOf,
+    BestN,
+    CheckpointInfo,
+    EveryNSeconds,
+    EveryNSteps,
+    KeepAll,
+    LatestN,
+    Policy,
+    Steps,
+)
+
+MAX_STEP = 12
+Provenance = Literal["saved", "adopted"]
+Found = Literal["manifest", "stock", "damaged", "unexplained"]
+Word = Literal["missing", "torn", "release"]
+_PROVENANCES: tuple[Provenance, ...] = ("saved", "adopted")
+_FOUND: tuple[Found, ...] = ("manifest", "stock", "damaged", "unexplained")
+_WORDS: tuple[Word, ...] = ("missing", "torn", "release")
+
+
+def steps() -> st.SearchStrategy[int]:
+    """A step, from 0 to 12."""
+    return st.integers(0, MAX_STEP)
+
+
+def layouts(max_parts: int = 3) -> st.SearchStrategy[tuple[PartSpec, ...]]:
+    """The declared parts of a checkpoint: ``state`` at its root, and others beside it."""
+    others = (
+        PartSpec("actor", directory="actor"),
+        PartSpec("critic", directory="critic", ranks=(0,)),
+        PartSpec("data", "file", ranks=(0,)),
+    )
+    more = st.lists(st.sampled_from(others), unique=True, max_size=max_parts - 1)
+    return more.map(_with_state)
+
+
+def _with_state(more: list[PartSpec]) -> tuple[PartSpec, ...]:
+    return (PartSpec("state"), *more)
+
+
+def policies() -> st.SearchStrategy[Policy]:
+    """A retention policy, also one that keeps nothing, and combinations."""
+    simple: st.SearchStrategy[Policy] = st.one_of(
+        st.builds(LatestN, st.integers(0, 3)),
+        st.builds(EveryNSteps, st.integers(1, 5)),
+        st.builds(EveryNSeconds, st.floats(0.5, 50)),
+        st.builds(BestN, st.just("loss"), st.integers(0, 2), st.sampled_from(("min", "max"))),
+        st.builds(Steps, st.sets(steps(), max_size=3)),
+        st.just(KeepAll()),
+    )
+    several = st.lists(simple, min_size=2, max_size=3).map(tuple)
+    return st.one_of(simple, several.map(AnyOf), several.map(AllOf))
+
+
+def checkpoint_infos(max_size: int = 6) -> st.SearchStrategy[list[CheckpointInfo]]:
+    """Tracked checkpoints as a policy sees them: oldest first, run time growing with the step."""
+    metrics = st.fixed_dictionaries({}, optional={"loss": st.floats(0, 9)})
+    entry = st.tuples(steps(), metrics)
+    entries = st.lists(entry, max_size=max_size, unique_by=_first).map(sorted_by_step)
+    return entries.map(_infos)
+
+
+def _first(entry: tuple[int, dict[str, float]]) -> int:
+    return entry[0]
+
+
+def sorted_by_step(
+    entries: list[tuple[int, dict[str, float]]],
+) -> list[tuple[int, dict[str, float]]]:
+    """The drawn entries by their step."""
+    return sorted(entries, key=_first)
+
+
+def _infos(entries: list[tuple[int, dict[str, float]]]) -> list[CheckpointInfo]:
+    return [CheckpointInfo(step, step * 10.0, metrics) for step, metrics in entries]
+
+
+@st.composite
+def ledgers(draw: st.DrawFn, max_checkpoints: int = 4) -> Ledger:
+    """A ledger that a journal can contain: distinct steps, at most the newest one in flight."""
+    chosen = sorted(draw(st.sets(steps(), max_size=max_checkpoints)))
+    settled = sorted(set(State) - FORGOTTEN - IN_FLIGHT - {State.ABSENT}, key=list(State).index)
+    ledger = Ledger()
+    newer_is_tracked = False
+    for position, step in reversed(list(enumerate(chosen))):
+        states = settled
+        if position == len(chosen) - 1:
+            states = [*settled, *sorted(IN_FLIGHT, key=list(State).index)]
+        state = draw(st.sampled_from(states))
+        if state is State.PRUNABLE and not newer_is_tracked:
+            state = State.TRACKED  # nothing newer is there that could make it prunable
+        newer_is_tracked = newer_is_tracked or state is State.TRACKED
+        provenance: Provenance = "saved"
+        if state in (State.TRACKED, State.PRUNABLE, State.QUARANTINED):
+            provenance = draw(st.sampled_from(_PROVENANCES))
+        of = AttemptId(step, draw(st.integers(1, 2)), position + 1)
+        checkpoint = Checkpoint(
+            of,
+            state,
+            draw(layouts()) if provenance == "saved" else (),
+            draw(st.integers(1, 2)) if provenance == "saved" else 1,
+            provenance=provenance,
+        )
+        ledger = ledger.restore(checkpoint)
+    return ledger
+
+
+@st.composite
+def published_evidence(draw: st.DrawFn, ledger: Ledger, step: int) -> PublishedEvidence:
+    """A directory under a published name: its own attempt's, another's, a stock one, or broken."""
+    failed = State.FAILED  # never published
+    own = [c.id for c in ledger.checkpoints.values() if c.step == step and c.state is not failed]
+    found = draw(st.sampled_from(_FOUND))
+    of = None
+    if found in ("manifest", "damaged"):
+        of = draw(st.sampled_from([*own, AttemptId(step, 9, 9)]))
+    return PublishedEvidence(step, found, of, detail="" if found == "manifest" else "as drawn")
+
+
+@st.composite
+def evidences(draw: st.DrawFn, ledger: Ledger) -> Evidence:
+    """What may lie on disk beside ``ledger``, whether or not it fits."""
+    known = sorted({c.step for c in ledger.checkpoints.values()})
+    candidates = st.one_of(st.sampled_from(known), steps()) if known else steps()
+    there = sorted(draw(st.sets(candidates, max_size=4)))
+    published = {step: draw(published_evidence(ledger, step)) for step in there}
+    staging = {
+        of: StagingEvidence(draw(st.booleans()), "as drawn")
+        for of, c in ledger.checkpoints.items()
+        if c.state in IN_FLIGHT | {State.FAILED} and draw(st.booleans())
+    }
+    named = draw(st.one_of(st.none(), candidates))
+    word = draw(st.sampled_from(_WORDS))
+    tracker = TrackerEvidence("step", named) if named is not None else TrackerEvidence(word)
+    release = tracker.found == "release" and draw(st.booleans())
+    return Evidence(tracker, published, staging, release=release)

@@ -1,0 +1,102 @@
+"""Writers that a test moves: a rank's writer that runs, dies or hangs when it is told to.
+
+``SimWriters()`` is a ``ports.Launch`` for ``SimStorage``. Rules: at launch the job is copied, as a fork
+does; what is written goes through the library's own ``write_rank``, as a simulated process of its own;
+nothing happens until ``finish``, ``die`` or ``kill``.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+
+from ckptfsm.errors import CkptFsmError, describe
+from ckptfsm.ports import ChildError, Outcome, RankJob, Storage
+from ckptfsm.testing.faults import FaultStorage, Hook, crash_at
+from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+from ckptfsm.writer import write_rank
+
+
+class SimWriter:
+    """One rank's writer, see the module. ``calls`` counts its changing storage calls so far."""
+
+    def __init__(self, disk: SimDisk, name: str, job: RankJob, hook: Hook | None) -> None:
+        self.job: RankJob = replace(job, parts=pickle.loads(pickle.dumps(job.parts)))
+        self.calls = 0
+        self._disk = disk
+        self._name = name
+        self._hook = hook
+        self._outcome: Outcome | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._outcome is None
+
+    def poll(self) -> Outcome | None:
+        return self._outcome
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        """It does not end by being waited for."""
+        return self._outcome
+
+    def kill(self, timeout_s: float) -> bool:
+        if self._outcome is None:
+            self._end(Outcome(-signal.SIGKILL))
+        return True
+
+    def finish(self) -> Outcome:
+        """Write everything and end; an error of the storage ends it with exit code 1."""
+        return self._write(self._hook)
+
+    def die(self, after_calls: int) -> Outcome:
+        """Write up to so many changing storage calls, then be killed."""
+        return self._write(crash_at(after_calls))
+
+    def _write(self, hook: Hook | None) -> Outcome:
+        if self._outcome is not None:
+            return self._outcome
+        storage = FaultStorage(SimStorage(self._disk, self._name), before=hook)
+        try:
+            outcome = Outcome(0, payload=write_rank(storage, self.job), complete=True)
+        except ProcessDead:
+            outcome = Outcome(-signal.SIGKILL)
+        except (CkptFsmError, OSError) as error:
+            kind = getattr(error, "kind", "")
+            outcome = Outcome(1, error=ChildError(describe(error), describe(error), kind))
+        self.calls = len(storage.calls)
+        return self._end(outcome)
+
+    def _end(self, outcome: Outcome) -> Outcome:
+        self._outcome = outcome
+        self._disk.kill(self._name)
+        return outcome
+
+
+class SimWriters:
+    """``ports.Launch`` on a simulated disk. ``writers`` has every one that was started, in order.
+
+    ``hook`` is called before each changing storage call of a writer, as in ``FaultStorage``.
+    """
+
+    def __init__(self, disk: SimDisk, name: str = "writer", hook: Hook | None = None) -> None:
+        self.writers: list[SimWriter] = []
+        self._disk = disk
+        self._name = name
+        self._hook = hook
+
+    def __call__(self, storage: Storage, job: RankJob) -> SimWriter:
+        name = f"{self._name}-{job.of}-{job.rank}-{len(self.writers)}"
+        writer = SimWriter(self._disk, name, job, self._hook)
+        self.writers.append(writer)
+        return writer
+
+    def running(self) -> list[SimWriter]:
+        """Those that have not ended."""
+        return [writer for writer in self.writers if writer.running]
+
+    def for_each(self, do: Callable[[SimWriter], object]) -> None:
+        """Do something with every writer that runs."""
+        for writer in self.running():
+            do(writer)
