@@ -28,6 +28,7 @@ def profile(name: str, *, scale: float = 1.0, shrink: bool = True) -> settings:
         database=None if name == "pr" else kept,
         deadline=None,
         print_blob=name != "pr",
+        report_multiple_bugs=False,
         verbosity=Verbosity.normal,
         suppress_health_check=list(HealthCheck),
     )

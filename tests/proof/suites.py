@@ -38,7 +38,7 @@ SUITES: MappingProxyType[str, tuple[Callable[..., None], float]] = MappingProxyT
     {
         "ledger": (partial(check_machine, LedgerMachine), 2.5),
         **{f.__name__: (partial(check_property, f), 8.0) for f in PROPERTIES},
-        "trainer": (partial(check_machine, TrainerMachine), 2.5),
+        "trainer": (partial(check_machine, TrainerMachine), 1.5),
     }
 )
 

@@ -1,0 +1,145 @@
+"""Checks for what a trainer's author adds: a retention policy, a part that writes its own files.
+
+``assert_policy_sound`` and ``assert_writer_sound`` drive the library's own code around yours, on a disk
+that fails at every call, and raise ``Unsound`` with what went wrong. Needs ``ckptfsm[testing]``.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Collection, Sequence
+from random import Random
+
+from hypothesis import given, settings
+
+from ckptfsm.documents import Receipt, decode
+from ckptfsm.durable import list_names, lookup, make_dirs, walk_files
+from ckptfsm.errors import CkptFsmError
+from ckptfsm.layout import RECEIPTS, receipt_name, staging_dir
+from ckptfsm.messages import AttemptId
+from ckptfsm.ports import Identity, PartJob, RankJob
+from ckptfsm.retention import CheckpointInfo, Policy
+from ckptfsm.testing.faults import FaultStorage, Hook, crash_at, fail_at
+from ckptfsm.testing.harness import FakeJob, check_root
+from ckptfsm.testing.profiles import profile
+from ckptfsm.testing.simfs import Crash, ProcessDead, SimDisk, SimStorage
+from ckptfsm.testing.strategies import checkpoint_infos
+from ckptfsm.writer import write_rank
+
+Keeps = Callable[[Sequence[CheckpointInfo]], Collection[int]]
+_OF = AttemptId(1, 1, 1)
+_LOCATION = staging_dir(_OF)
+_LIMIT = 1 << 20
+
+
+class Unsound(AssertionError):
+    """A policy or a writer does not do what the library relies on."""
+
+
+# ------------------------------------------------------------------------------------------- policies
+
+
+def assert_policy_sound(policy: Policy, *, keeps: Keeps | None = None, examples: int = 200) -> None:
+    """Try ``policy`` on many sets of checkpoints, then in a job that is restarted after every save.
+
+    ``keeps(checkpoints)``: the steps that it must keep at least, as its author means it. Raises
+    ``Unsound`` if it raises, names steps that are not there, answers differently when asked again,
+    changes what it was given, or does not keep those; Hypothesis shows the shortest example.
+    """
+
+    @settings(profile("pr"), max_examples=examples)
+    @given(checkpoint_infos())
+    def check(checkpoints: list[CheckpointInfo]) -> None:  # Hypothesis drives functions only
+        _check_answer(policy, keeps, checkpoints)
+
+    check()
+    disk = SimDisk()
+    for run in range(1, 9):
+        storage = SimStorage(disk, f"run{run}")
+        identity = Identity("sim", run, f"boot:{run}", f"run{run}")
+        job = FakeJob(storage, ranks=1, retention=policy, identity=identity)
+        job.open()
+        job.save(run)
+        check_root(SimStorage(disk, "judge"), run)
+        disk.kill(f"run{run}")
+
+
+def _check_answer(policy: Policy, keeps: Keeps | None, checkpoints: list[CheckpointInfo]) -> None:
+    given_to_it = list(checkpoints)
+    try:
+        kept = policy.preserve(given_to_it)
+        again = policy.preserve(list(checkpoints))
+    except Exception as error:  # the library would keep everything, and the disk would fill up
+        raise Unsound(f"it raised {type(error).__name__}: {error}") from error
+    if given_to_it != checkpoints:
+        raise Unsound("it changed the list it was given")
+    if set(kept) != set(again):
+        raise Unsound(f"asked twice, it kept {sorted(kept)} and {sorted(again)}")
+    strangers = set(kept) - {c.step for c in checkpoints}
+    if strangers:
+        raise Unsound(f"it keeps {sorted(strangers)}, which are not there")
+    missing = set(keeps(checkpoints)) - set(kept) if keeps is not None else set()
+    if missing:
+        steps = [c.step for c in checkpoints]
+        raise Unsound(f"of {steps} it keeps {sorted(kept)}, and not {sorted(missing)}")
+
+
+# -------------------------------------------------------------------------------------------- writers
+
+
+def assert_writer_sound(part: PartJob) -> int:
+    """Let ``part`` write on a disk that loses power, is killed or fails at each of its calls.
+
+    Raises ``Unsound`` if a file that its receipt lists is not there with its content after a power
+    loss (an fsync is missing), if it wrote a file that it does not list, or if it hides an error.
+    Returns how many of its storage calls were tried.
+    """
+    disk, calls = _write(part, None)
+    _judge(disk, "after it ended")
+    short, _ = _write(part, None, short_writes=7)
+    _judge(short, "on a disk that takes 7 bytes at a time")
+    for index in range(calls):
+        for loss in ("all_kept", Random(index)):
+            disk, _ = _write(part, crash_at(index))
+            _judge(disk, f"killed before its call {index}", loss)
+        for code in (errno.EIO, errno.ENOSPC):
+            disk, _ = _write(part, fail_at(index, code))
+            _judge(disk, f"with {errno.errorcode[code]} at its call {index}")
+    return calls
+
+
+def _write(
+    part: PartJob, hook: Hook | None, short_writes: int | None = None
+) -> tuple[SimDisk, int]:
+    """A fresh disk on which the part was written, as far as the hook let it; its number of calls."""
+    disk = SimDisk(short_writes=short_writes)
+    coordinator = SimStorage(disk, "coordinator")
+    make_dirs(coordinator, _LOCATION)
+    storage = FaultStorage(SimStorage(disk, "writer"), before=hook)
+    try:
+        write_rank(storage, RankJob(_OF, 0, 1, _LOCATION, (part,)))
+    except (ProcessDead, CkptFsmError, OSError):
+        disk.kill("writer")  # it says so, as it should: its attempt fails
+    return disk, len(storage.calls)
+
+
+def _judge(disk: SimDisk, when: str, loss: Crash = "all_lost") -> None:
+    """With its receipt there, everything the receipt lists must have survived, and nothing else."""
+    disk.crash(loss)
+    storage = SimStorage(disk, "judge")
+    parts = list_names(storage, f"{_LOCATION}/{RECEIPTS}")
+    path = f"{_LOCATION}/{receipt_name(parts[0], 0)}" if parts else ""
+    if not parts or lookup(storage, path) is None:
+        return
+    receipt = decode(Receipt, storage.read(path, _LIMIT), path)
+    for entry in receipt.files:
+        name = f"{_LOCATION}/{entry.name}"
+        stat = lookup(storage, name)
+        if stat is None or stat.kind != "file":
+            raise Unsound(f"{when}: {entry.name} is listed, and gone after a power loss")
+        if stat.size != entry.bytes or storage.digest(name) != entry.digest:
+            raise Unsound(f"{when}: {entry.name} has lost its content: was it fsynced?")
+    listed = {entry.name for entry in receipt.files}
+    for name, _ in walk_files(storage, _LOCATION):
+        if name not in listed and not name.startswith(".ckptfsm/receipts/"):
+            raise Unsound(f"{when}: {name} is in no receipt: such a checkpoint is refused")

@@ -1,0 +1,69 @@
+"""Runs the layers of proof and prints one table: what was explored, how long, what was violated.
+
+    PYTHONPATH=tests python -m proof [--profile pr|nightly|release|soak] [--only LAYER ...] [--hours H]
+
+Each layer runs in an interpreter of its own, as many at once as there are CPUs for them. The run fails
+if a layer finds a violation or breaks, and, when all layers of the profile ran, if a row of the table,
+a state x event or a fault x state was exercised by nobody. ``--write`` makes docs/proof.md of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from proof.catalogue import LAYERS, layers_of
+from proof.layer import Budget, LayerResult
+from proof.report import document, table, unexercised
+from proof.running import run_all, run_one
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def main() -> int:
+    asked = parse()
+    budget = Budget(asked.profile, asked.cpus, hours=asked.hours)
+    if asked.result:  # one layer, for the interpreter that asked
+        result = run_one(asked.only[0], budget)
+        Path(asked.result).write_text(json.dumps(result.as_json()))
+        return 0
+    names = asked.only or layers_of(asked.profile)
+    with tempfile.TemporaryDirectory(prefix="proof-") as scratch:
+        results = run_all(names, budget, Path(scratch))
+    print(table(results))
+    ok = not any(result.violations for result in results)
+    for result in results:
+        show_violations(result)
+    if not asked.only:
+        missing = unexercised(results)
+        for line in missing:
+            print(f"NOT EXERCISED: {line}")
+        ok = ok and not missing
+    if asked.write:
+        (ROOT / "docs" / "proof.md").write_text(document(results, asked.profile))
+    print("all promises held" if ok else "PROOF FAILED")
+    return 0 if ok else 1
+
+
+def show_violations(result: LayerResult) -> None:
+    for violation in result.violations:
+        print(f"\nVIOLATED {violation.promise} in {result.layer}: {violation.what}")
+        print(f"    again: {violation.replay}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="proof", description=__doc__)
+    parser.add_argument("--profile", choices=("pr", "nightly", "release", "soak"), default="pr")
+    parser.add_argument("--only", nargs="+", choices=tuple(LAYERS), default=[])
+    parser.add_argument("--hours", type=float, default=1.0, help="how long a soak goes on")
+    parser.add_argument("--cpus", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/proof.md")
+    parser.add_argument("--result", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Runs layers, each in an interpreter of its own, as many at once as CPUs allow."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import logging
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from proof.catalogue import LAYERS, command_of
+from proof.layer import Budget, LayerResult, Violation, timed
+
+
+def run_one(name: str, budget: Budget) -> LayerResult:
+    """Run a layer here. A layer that breaks is a violation, with the traceback."""
+    logging.disable(logging.CRITICAL)  # millions of refusals and failures are the point
+    try:
+        module = importlib.import_module(LAYERS[name].module)
+        result = timed(module.run, budget)
+    except Exception:  # the report has to name it, whatever it is
+        text = traceback.format_exc()
+        result = LayerResult(name)
+        result.violations.append(Violation("", text, command_of(name, budget.profile)))
+    result.layer = name
+    return result
+
+
+@dataclass
+class Running:
+    name: str
+    cpus: int
+    process: subprocess.Popen[bytes]
+    file: Path
+    began: float
+
+
+def run_all(names: list[str], budget: Budget, scratch: Path) -> list[LayerResult]:
+    """Run the layers, and return their results in the order given."""
+    waiting, running = list(names), []
+    results: dict[str, LayerResult] = {}
+    while waiting or running:
+        free = budget.processes - sum(r.cpus for r in running)
+        fitting = next((n for n in waiting if _cpus(n, budget) <= free), None)
+        if fitting is not None:
+            waiting.remove(fitting)
+            running.append(_start(fitting, budget, scratch))
+            continue
+        done = _wait_for_one(running)
+        running.remove(done)
+        results[done.name] = _result_of(done, budget)
+        print(_line(results[done.name]), flush=True)
+    return [results[name] for name in names]
+
+
+def _cpus(name: str, budget: Budget) -> int:
+    return min(LAYERS[name].cpus, budget.processes)
+
+
+def _start(name: str, budget: Budget, scratch: Path) -> Running:
+    file, cpus = scratch / f"{name}.json", _cpus(name, budget)
+    values = dataclasses.replace(budget, processes=cpus)
+    command = [sys.executable, "-m", "proof", "--profile", values.profile, "--only", name]
+    command += ["--hours", str(values.hours), "--cpus", str(cpus), "--result", str(file)]
+    return Running(name, cpus, subprocess.Popen(command), file, time.monotonic())
+
+
+def _wait_for_one(running: list[Running]) -> Running:
+    while True:
+        for each in running:
+            try:
+                each.process.wait(timeout=0.1)
+            except subprocess.TimeoutExpired:
+                continue
+            return each
+
+
+def _result_of(done: Running, budget: Budget) -> LayerResult:
+    if done.file.exists():
+        return LayerResult.from_json(json.loads(done.file.read_text()))
+    result = LayerResult(done.name, seconds=time.monotonic() - done.began)
+    what = f"the layer ended with exit code {done.process.returncode} and left no result"
+    result.violations.append(Violation("", what, command_of(done.name, budget.profile)))
+    return result
+
+
+def _line(result: LayerResult) -> str:
+    state = result.skipped or (
+        f"{len(result.violations)} VIOLATIONS" if result.violations else "ok"
+    )
+    return f"{result.layer:16} {result.seconds:7.1f} s  {state}"

@@ -1,0 +1,105 @@
+"""The kit for trainers' authors: sound policies and writers pass, wrong ones are caught."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from ckptfsm.documents import FileEntry
+from ckptfsm.ports import Written
+from ckptfsm.retention import AnyOf, BestN, EveryNSteps, LatestN, Policy
+from ckptfsm.testing.checks import Unsound, assert_policy_sound, assert_writer_sound
+from ckptfsm.testing.harness import FakePart
+from ckptfsm.writer import FilePart, ShardFile
+
+
+@pytest.mark.parametrize(
+    "policy", [LatestN(0), LatestN(2), AnyOf((EveryNSteps(4), BestN("loss", 1)))], ids=repr
+)
+def test_the_librarys_own_policies_are_sound(policy):
+    assert_policy_sound(policy, examples=50)
+
+
+def test_a_policy_that_keeps_what_its_author_means():
+    class KeepEven(Policy):
+        def preserve(self, checkpoints):
+            return {c.step for c in checkpoints if c.step % 2 == 0}
+
+    assert_policy_sound(KeepEven(), keeps=lambda cs: {c.step for c in cs if c.step % 4 == 0})
+
+
+def wrong_policies():
+    answers = itertools.count()
+
+    def changes(checkpoints):
+        checkpoints.clear()
+        return set()
+
+    return {
+        "raises": (lambda cs: [cs[0].step], "IndexError"),
+        "stranger": (lambda cs: {10**6}, "which are not there"),
+        "changes": (changes, "changed the list"),
+        "fickle": (lambda cs: {c.step for c in cs if next(answers) % 2}, "asked twice"),
+        "forgets": (lambda cs: {c.step for c in cs[:-1]}, "and not"),
+    }
+
+
+@pytest.mark.parametrize("name", wrong_policies())
+def test_a_wrong_policy_is_caught(name):
+    preserve, said = wrong_policies()[name]
+
+    class Wrong(Policy):
+        def preserve(self, checkpoints):
+            return preserve(checkpoints)
+
+    with pytest.raises(Unsound, match=said):
+        assert_policy_sound(Wrong(), keeps=lambda cs: {c.step for c in cs[-1:]}, examples=50)
+
+
+def test_the_librarys_own_writers_are_sound():
+    assert assert_writer_sound(FilePart("data", "data.bin", b"cursor" * 100)) > 5
+    assert assert_writer_sound(FakePart("state", "", 0, b"x" * 2000)) > 10
+
+
+class Careless:
+    """A part that writes one file of its own, wrongly in one of several ways."""
+
+    name = "extra"
+    directory = ""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def write(self, storage, location):
+        path = f"{location}/extra.bin"
+        if self.how == "no fsync":
+            handle = storage.open_exclusive(path)
+            storage.write(handle, b"x" * 1000)
+            storage.close(handle)
+            return Written((FileEntry(name="extra.bin", bytes=1000, digest=storage.digest(path)),))
+        shard = ShardFile(storage, path)
+        shard.write(b"x" * 1000)
+        try:
+            entry = shard.close_durably("extra.bin")
+        except OSError:
+            if self.how != "hides an error":
+                raise
+            entry = FileEntry(name="extra.bin", bytes=1000, digest=storage.digest(path))
+        if self.how == "does not list":
+            other = ShardFile(storage, f"{location}/notes.txt")
+            other.write(b"hello")
+            other.close_durably("notes.txt")
+        if self.how == "wrong size":
+            entry = FileEntry(name="extra.bin", bytes=999, digest=entry.digest)
+        return Written((entry,))
+
+
+def test_a_careful_writer_is_sound():
+    assert_writer_sound(Careless("not"))
+
+
+@pytest.mark.parametrize("how", ["no fsync", "hides an error", "does not list", "wrong size"])
+def test_a_careless_writer_is_caught(how):
+    with pytest.raises(Unsound):
+        assert_writer_sound(Careless(how))
