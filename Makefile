@@ -1,16 +1,20 @@
-# Two commands for a newcomer: `make demo` and `make test`. Both make .venv first.
+# Commands for a newcomer: `make demo` and `make test`. Both make .venv first. For maintainers, before a
+# release: `make proof`, `make soak HOURS=8`, `make mutmut`; `make repro-list` names the public bugs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PROOF := PYTHONPATH=tests $(BIN)/python -m proof
+HOURS ?= 1
 
-.PHONY: demo test lint bench clean specs
+.PHONY: demo test lint bench clean specs proof soak mutmut
 
 demo: $(STAMP)
 	$(BIN)/ckptfsm demo
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -q
+	$(PROOF) --profile pr
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -22,6 +26,15 @@ bench: $(STAMP)
 
 specs: $(STAMP)
 	$(BIN)/python -m ckptfsm.specs --write
+
+proof: $(STAMP)
+	$(PROOF) --profile release --write
+
+soak: $(STAMP)
+	$(PROOF) --profile soak --hours $(HOURS)
+
+repro-%: $(STAMP)
+	$(PROOF).fieldbugs $*
 
 $(STAMP): constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)

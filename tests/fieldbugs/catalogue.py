@@ -1,0 +1,87 @@
+"""All reports, and how they are shown: side by side for one, as a page of the documentation for all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from types import MappingProxyType
+
+from fieldbugs import megatron, others, verl
+from fieldbugs.report import Checked, Report
+
+REPORTS: tuple[Report, ...] = (*verl.REPORTS, *megatron.REPORTS, *others.REPORTS)
+BY_NAME = MappingProxyType(
+    {name: report for report in REPORTS for name in (report.name, *report.aliases)}
+)
+PAGE = "docs/field-bugs.md"
+
+_HEAD = """# Field bugs
+
+Each row is a public report of a checkpoint that was lost, torn, never tracked or deleted too early. For
+each there is a small model of what was wrong. A breadth-first search finds the shortest history on
+which it breaks one of the [promises](protocol.md); the same history is then replayed on this library,
+with its real coordinator and writers, and its promises are checked after every action. A model done
+right has no such history, which shows that the model is not red by itself.
+
+`make repro-NAME` prints both side by side; `make repro-list` lists the names. The models are written
+from the public reports and contain no code of those projects.
+
+| report | what happened | shortest history | what breaks | what ckptfsm does | command |
+|---|---|---|---|---|---|
+"""
+
+
+def side_by_side(checked: Checked) -> str:
+    """One report for people: both histories, action by action, and the verdicts."""
+    report = checked.report
+    rows = [("", "what happens", "old semantics", "ckptfsm")]
+    for number, action in enumerate(checked.old.history):
+        ours = checked.shown[number] if number < len(checked.shown) else "(stopped)"
+        rows.append((str(number + 1), str(action), checked.old.shown[number], ours))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = [f"{report.name}: {report.happened}", *(f"  {link}" for link in report.links), ""]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  " + "   ".join(cells).rstrip())
+    lines += ["", *_verdicts(checked)]
+    return "\n".join(lines)
+
+
+def _verdicts(checked: Checked) -> list[str]:
+    old = f"RED    old semantics: {checked.old.broken}"
+    if not checked.old.broken:
+        old = f"GREEN  old semantics, which should be red ({checked.old.states} states)"
+    mended = f"GREEN  mended model: no broken state among {checked.mended.states}"
+    if checked.mended.broken:
+        mended = f"RED    mended model: {checked.mended.broken}"
+    ours = f"RED    ckptfsm: {checked.problem}"
+    if not checked.problem:
+        ours = f"GREEN  ckptfsm: {checked.report.verdict}"
+    return [old, mended, ours]
+
+
+def page(all_checked: Sequence[Checked]) -> str:
+    """The documentation page."""
+    return _HEAD + "".join(_row(checked) for checked in all_checked)
+
+
+def _row(checked: Checked) -> str:
+    report = checked.report
+    cells = (
+        ", ".join(f"[{_label(link)}]({link})" for link in report.links),
+        report.happened,
+        "; ".join(str(action) for action in checked.old.history),
+        checked.old.broken,
+        report.verdict,
+        f"`make repro-{report.name}`",
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _label(link: str) -> str:
+    """``verl #4638`` or, of a source file, ``Megatron-LM: checkpointing.py``."""
+    found = re.fullmatch(r"https://github\.com/[^/]+/([^/]+)/(?:pull|issues)/(\d+)", link)
+    if found:
+        return f"{found[1]} #{found[2]}"
+    parts = link.split("/")
+    return f"{parts[4]}: {parts[-1]}"

@@ -1,0 +1,104 @@
+"""The fast layers, run again and again: the same trace every time, in any interpreter.
+
+    PYTHONPATH=tests python -m proof.determinism
+
+A fingerprint is a hash over everything a layer did, in order: each call of the simulation, each event
+that a Hypothesis suite offered to a checkpoint. Each re-run is an interpreter of its own with
+another ``PYTHONHASHSEED``, so that an order that comes from a set, an address or a clock shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ckptfsm.lifecycle import Checkpoint
+from ckptfsm.messages import Event
+from ckptfsm.testing.coverage import Coverage, watch_moves
+from ckptfsm.testing.profiles import profile
+from ckptfsm.testing.sim import simulate
+from proof.layer import Budget, LayerResult, Violation, timed
+from proof.suites import SUITES
+
+ROOT = Path(__file__).resolve().parents[2]
+SEEDS = range(40)
+EXAMPLES = 0.1  # of what the suites run in the gate
+
+
+class Trace(Coverage):
+    """Coverage that also hashes every event offered to a checkpoint, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hash = hashlib.blake2b(digest_size=16)
+
+    def move(self, checkpoint: Checkpoint, event: Event) -> None:
+        super().move(checkpoint, event)
+        self.hash.update(f"{checkpoint.id} {checkpoint.state.value} {event}\n".encode())
+
+
+def fingerprints() -> Iterator[tuple[str, str]]:
+    """(layer, hash of what it did), for each fast layer."""
+    traces = [simulate(seed).trace for seed in SEEDS]
+    yield "simulation", hashlib.blake2b("".join(traces).encode(), digest_size=16).hexdigest()
+    for suite, (check, scale) in SUITES.items():
+        trace = Trace()
+        with watch_moves(trace):
+            check(settings=profile("pr", scale=scale * EXAMPLES, shrink=False))
+        yield f"suite {suite}", trace.hash.hexdigest()
+
+
+def run(budget: Budget) -> LayerResult:
+    """Re-run 20 times in the gate, 1,000 times in a soak."""
+    times = budget.pick(pr=20, nightly=50, release=50, soak=1000)
+    result = LayerResult("determinism", {"re-runs": times})
+    with ThreadPoolExecutor(budget.processes) as pool:
+        runs = list(pool.map(_elsewhere, range(times)))
+    result.explored["layers"] = len(runs[0])
+    for layer in runs[0]:
+        seen = {found[layer] for found in runs}
+        if len(seen) != 1:
+            what = f"{layer}: {times} runs gave {len(seen)} different traces"
+            replay = "PYTHONPATH=tests python -m proof.determinism"
+            result.violations.append(Violation("determinism", what, replay))
+    return result
+
+
+def _elsewhere(number: int) -> dict[str, str]:
+    """The fingerprints as another interpreter, with another hash seed and directory, gives them."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {**os.environ, "PYTHONHASHSEED": str(number), "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "proof.determinism", "--print"]
+    with tempfile.TemporaryDirectory() as scratch:
+        ended = subprocess.run(
+            command, env=environment, cwd=scratch, capture_output=True, text=True, check=False
+        )
+    if ended.returncode != 0:
+        raise RuntimeError(f"re-run {number} ended with {ended.returncode}: {ended.stderr[-2000:]}")
+    found: dict[str, str] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--print", action="store_true", help="this interpreter's fingerprints")
+    if parser.parse_args().print:
+        print(json.dumps(dict(fingerprints())))
+        return 0
+    result = timed(run, Budget())
+    for violation in result.violations:
+        print(violation.what)
+    print(f"{result.explored} in {result.seconds:.1f} s")
+    return 1 if result.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""The catalogue of public reports: each is red on the old semantics and green on the library."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fieldbugs.catalogue import BY_NAME, PAGE, REPORTS, page, side_by_side
+from fieldbugs.model import Action, search
+from fieldbugs.report import Checked, check
+from fieldbugs.saveloop import SaveLoop
+from proof import fieldbugs
+from proof.fieldbugs import violations
+
+from ckptfsm.testing.coverage import Coverage
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = [report.name for report in REPORTS]
+HARMLESS = SaveLoop()
+
+
+@pytest.fixture(scope="module")
+def checked() -> dict[str, Checked]:
+    """What was checked so far, so that the page need not check it again."""
+    return {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_report_is_red_on_the_old_semantics_and_green_here(checked, name):
+    """Catches: the reported bug in this library, or a model that shows nothing."""
+    checked[name] = check(BY_NAME[name], Coverage())
+    assert not checked[name].problems, side_by_side(checked[name])
+
+
+def test_the_page_is_up_to_date(checked):
+    """Catches: a report, a history or a verdict that the documentation does not have."""
+    found = [checked.get(report.name) or check(report, Coverage()) for report in REPORTS]
+    written = (ROOT / PAGE).read_text(encoding="utf-8")
+    assert written == page(found), "run: PYTHONPATH=tests python -m proof.fieldbugs --write"
+
+
+def test_names_and_aliases_are_distinct():
+    """Catches: a report that no command reaches."""
+    assert len(BY_NAME) == sum(1 + len(report.aliases) for report in REPORTS)
+
+
+def test_a_model_that_is_not_red_is_a_violation():
+    """Catches: a catalogue that stays green whatever its models do."""
+    found = check(replace(BY_NAME["verl-4873"], old=HARMLESS), Coverage())
+    assert "the old semantics is not red" in violations(found)[0].what
+
+
+def test_a_mended_model_that_is_red_is_a_violation():
+    """Catches: a model that is red for a reason of its own."""
+    report = BY_NAME["verl-4638-tracker"]
+    found = check(replace(report, mended=report.old), Coverage())
+    assert [v.replay for v in violations(found)] == ["make repro-verl-4638-tracker"]
+
+
+def test_an_expectation_that_does_not_hold_is_a_violation():
+    """Catches: errors of the replay that nobody hears of."""
+
+    def never(trainer: object) -> None:
+        raise AssertionError("not so")
+
+    found = check(replace(BY_NAME["skyrl-2145"], expect=never), Coverage())
+    assert "ckptfsm is not green: AssertionError: not so" in violations(found)[0].what
+    assert "RED    ckptfsm" in side_by_side(found)
+
+
+def test_the_shortest_history_comes_first():
+    """Catches: a search that is not breadth first."""
+    model = BY_NAME["verl-4638-tracker"].old
+    assert search(model).history == (Action("save", 100), Action("kill"), Action("restart"))
+    assert search(HARMLESS).history == ()
+
+
+def test_the_command_line(capsys):
+    """Catches: a name that is listed and not found, an exit status that says nothing."""
+    assert fieldbugs.main([]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == NAMES
+    assert fieldbugs.main(["rllm-899"]) == 2
+    assert fieldbugs.main(["metaseq-53"]) == 0
+    out = capsys.readouterr().out
+    assert "disk full under the writers of 100" in out and "failed: ENOSPC" in out
