@@ -43,10 +43,10 @@ from ckptfsm.errors import (
 )
 from ckptfsm.evidence import gather_evidence, inspect_published, read_manifest, read_tracker
 from ckptfsm.journal import History, newest_segment, read_history
-from ckptfsm.layout import QUARANTINE, READERS, pin_name, published_name
+from ckptfsm.layout import QUARANTINE, READERS, TRACKER, pin_name, published_name
 from ckptfsm.lease import RootLease, open_root
 from ckptfsm.ledger import Ledger, Rejected
-from ckptfsm.lifecycle import UNSETTLED, Checkpoint, State
+from ckptfsm.lifecycle import UNSETTLED, Checkpoint, State, writing_ranks
 from ckptfsm.messages import (
     Adopted,
     AttemptId,
@@ -203,8 +203,10 @@ class Coordinator:
         for decision in decided.decisions:
             for action in decision.actions:
                 self._carry_out(action)
+        self._let_writers_go(lease.epoch)
         self._finish_rollback(history)
         self._repair_tracker()
+        self._refuse_half_open()
         self._engine.retire()
         for warning in decided.warnings:
             log.warning("recovery_warning", extra={"root": self._storage.root, "what": warning})
@@ -226,11 +228,19 @@ class Coordinator:
             self._engine.reread_protection()
         self._engine.post(action)
 
+    def _let_writers_go(self, epoch: int) -> None:
+        """A roll-forward that failed just now has no writers left that could report their end."""
+        for failed in self._engine.ledger.in_state(State.FAILED):
+            if failed.id.epoch != epoch and failed.gone != writing_ranks(failed):
+                self._engine.post(WritersLost(failed.id))
+
     def _finish_rollback(self, history: History) -> None:
         """Complete an intent that a crash interrupted, or a fresh start asked for now."""
         if history.rolling_back:
             self._resume_rollback(history.rolling_back_to)
-        elif self._options.resume == "fresh" and self._engine.ledger.latest() is not None:
+        elif self._options.resume == "fresh" and (
+            self._engine.ledger.latest() is not None or lookup(self._storage, TRACKER) is not None
+        ):
             self._engine.append(RollbackStarted(to_step=None, at=self._clock.wall()))
             self._roll_back_to(None)
 
@@ -247,9 +257,23 @@ class Coordinator:
         self._engine.append(RollbackFinished(at=self._clock.wall()))
 
     def _repair_tracker(self) -> None:
+        """Not while a newer one waits for its journal record: the tracker may name it already."""
+        waiting = any(isinstance(command, WriteTracker) for command in self._engine.pending)
         latest = self._engine.ledger.latest()
-        if latest is not None and read_tracker(self._storage).step != latest.step:
+        if waiting or latest is None:
+            return
+        if read_tracker(self._storage).step != latest.step:
             self._engine.run(WriteTracker(latest.id))
+
+    def _refuse_half_open(self) -> None:
+        """A published checkpoint that the disk did not let be tracked is not passed over (I8)."""
+        waiting = self._engine.ledger.in_flight()
+        if waiting is not None:
+            raise StorageError(
+                f"step {waiting.step} is {waiting.state.value}, and its next effect failed",
+                file=self._storage.root,
+                step=waiting.step,
+            )
 
     def close(self) -> None:
         """Journal the end and give the root back in order."""
@@ -423,6 +447,9 @@ class Coordinator:
                 self._engine.finalizers_ran(event)
                 continue
             before = self._engine.ledger
+            if isinstance(event, Failed) and self._engine.is_published(event.of):
+                self._engine.reject(Rejected(event, "it is published: it can no longer fail"))
+                continue
             outcome = before.report(event)
             if isinstance(outcome, Rejected):
                 self._engine.reject(outcome)
@@ -542,8 +569,8 @@ class Coordinator:
     def _settle_prunable(self, checkpoint: Checkpoint) -> None:
         """A prune that waits to be tried again must not come back after a rollback."""
         self._engine.pending = [c for c in self._engine.pending if c != Prune(checkpoint.id)]
-        there = lookup(self._storage, published_name(checkpoint.step)) is not None
-        self._engine.post(Reprieved(checkpoint.id, "rollback") if there else Removed(checkpoint.id))
+        kept = self._engine.effects.settle_prunable(checkpoint)
+        self._engine.post(Reprieved(checkpoint.id, kept) if kept else Removed(checkpoint.id))
 
     # ------------------------------------------------------------------------------------- readers
 

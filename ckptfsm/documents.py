@@ -1,13 +1,15 @@
 """Everything the library writes to disk, as pydantic models: journal records, receipts, manifests.
 
 Rules: frozen, strict, no unknown fields. ``schema_version`` is checked before the rest, so that a
-document of a newer version is refused with ``NewerSchema`` and never rewritten. Reading never trusts
-a size: callers read with a bound. Names of files inside a document must be plain relative names.
+document of a newer version is refused with ``NewerSchema`` and never rewritten. Receipts and manifests
+begin with a checksum of their other bytes, so that no flipped bit of them is believed. Reading never
+trusts a size: callers read with a bound. Names of files inside a document must be plain relative names.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -237,6 +239,7 @@ Record = Annotated[
 RECORD: TypeAdapter[Record] = TypeAdapter(Record)
 
 D = TypeVar("D", bound=Document)
+_SEAL = b'{"crc":"'
 
 
 def encode(document: BaseModel) -> bytes:
@@ -244,11 +247,23 @@ def encode(document: BaseModel) -> bytes:
     return document.model_dump_json(exclude_defaults=False).encode()
 
 
+def encode_sealed(document: BaseModel) -> bytes:
+    """The same with a checksum of it in front: ``{"crc":"xxxxxxxx",...}``."""
+    body = encode(document)
+    return _SEAL + b"%08x" % zlib.crc32(body) + b'",' + body[1:]
+
+
 def decode(model: type[D], data: bytes, file: str) -> D:
-    """Parse ``data``, read from ``file``.
+    """Parse ``data``, read from ``file``; if it carries a checksum, that must be right.
 
     Raises ``NewerSchema`` for a newer ``schema_version``, ``DamagedRoot`` for anything else.
     """
+    if data.startswith(_SEAL):
+        end = len(_SEAL) + 8
+        body = b"{" + data[end + 2 :]
+        if data[len(_SEAL) : end + 2] != b'%08x",' % zlib.crc32(body):
+            raise DamagedRoot(f"{model.__name__.lower()} is damaged: wrong checksum", file=file)
+        data = body
     try:
         return model.model_validate_json(data)
     except ValidationError as error:

@@ -18,6 +18,7 @@ from ckptfsm.documents import (
     Pin,
     Receipt,
     encode,
+    encode_sealed,
     part_records,
 )
 from ckptfsm.durable import (
@@ -26,15 +27,19 @@ from ckptfsm.durable import (
     list_names,
     lookup,
     move,
+    parent_of,
     put,
     walk_files,
 )
 from ckptfsm.errors import (
+    CkptFsmError,
     DamagedRoot,
+    NewerSchema,
     OutcomeUnknown,
     SaveFailed,
     ShardMissing,
     StorageError,
+    describe,
     name_ranks,
 )
 from ckptfsm.evidence import check_sizes, read_manifest, read_receipt, read_tracker
@@ -96,10 +101,13 @@ class Effects:
         """Check every receipt, write metadata and manifest, publish by one rename (I3, I4)."""
         self.check_epoch()
         target = published_name(checkpoint.step)
-        if not checkpoint.in_place and self._is_published(checkpoint, target):
+        directory = working_dir(checkpoint.id, checkpoint.in_place)
+        if checkpoint.in_place:
+            if self._is_committed(checkpoint, directory):
+                return
+        elif self._is_published(checkpoint, target):
             self._fsync_names(checkpoint, target)
             return
-        directory = working_dir(checkpoint.id, checkpoint.in_place)
         receipts = self._read_receipts(checkpoint, directory)
         sweep_attempt(self.storage, directory)
         files = self._listed_files(checkpoint, directory, receipts)
@@ -110,9 +118,9 @@ class Effects:
         fsync_tree_dirs(self.storage, directory)
         self.check_epoch()
         if checkpoint.in_place:
-            self._commit_in_place(checkpoint, directory, encode(manifest))
+            self._commit_in_place(checkpoint, directory, encode_sealed(manifest))
         else:
-            put(self.storage, f"{directory}/{MANIFEST}", encode(manifest), tag=self.tag)
+            put(self.storage, f"{directory}/{MANIFEST}", encode_sealed(manifest), tag=self.tag)
             self._publish(checkpoint, directory, target)
 
     def _commit_in_place(self, checkpoint: Checkpoint, directory: str, manifest: bytes) -> None:
@@ -128,6 +136,14 @@ class Effects:
                 file=path,
                 step=checkpoint.step,
             ) from error
+
+    def _is_committed(self, checkpoint: Checkpoint, directory: str) -> bool:
+        """True if this attempt's manifest is there already, in place: then it is made durable again."""
+        manifest = read_manifest(self.storage, directory)
+        if manifest is None or manifest.of != checkpoint.id:
+            return False
+        self.storage.fsync_dir(parent_of(f"{directory}/{MANIFEST}"))
+        return True
 
     def _is_published(self, checkpoint: Checkpoint, target: str) -> bool:
         """True if this very attempt has its name already; another one there is an error."""
@@ -214,17 +230,9 @@ class Effects:
         location = join(directory, part.directory)
         if part.kind == "foreign":
             return [self._entry_of(location, part, name) for name in _FOREIGN_METADATA]
-        finisher = self.finishers.get(part.kind)
-        if finisher is None:
-            return []
-        planned = f"{directory}/{planned_name(part.name)}"
-        data = b""
-        if lookup(self.storage, planned) is not None:
-            data = self.storage.read(planned, MAX_DOCUMENT_BYTES)
-        results = [r.results for r in receipts if r.part == part.name]
         final = join(published_name(checkpoint.step), part.directory)
         entries = []
-        for name, content in finisher(data, results, f"{self.storage.root}/{final}").items():
+        for name, content in self._metadata_of(part, directory, receipts, final).items():
             put(self.storage, join(location, name), content, tag=self.tag)
             entries.append(
                 FileEntry(
@@ -234,6 +242,27 @@ class Effects:
                 )
             )
         return entries
+
+    def _metadata_of(
+        self, part: PartSpec, directory: str, receipts: list[Receipt], final: str
+    ) -> Mapping[str, bytes]:
+        """What completes a part. A finisher that raises fails its attempt, whatever it raises."""
+        finisher = self.finishers.get(part.kind)
+        if finisher is None:
+            return {}
+        planned = f"{directory}/{planned_name(part.name)}"
+        data = b""
+        if lookup(self.storage, planned) is not None:
+            data = self.storage.read(planned, MAX_DOCUMENT_BYTES)
+        results = [r.results for r in receipts if r.part == part.name]
+        try:
+            return finisher(data, results, f"{self.storage.root}/{final}")
+        except (CkptFsmError, OSError):
+            raise
+        except Exception as error:
+            raise SaveFailed(
+                f"part {part.name!r} cannot be completed: {describe(error)}", file=final
+            ) from error
 
     def _entry_of(self, location: str, part: PartSpec, name: str) -> FileEntry:
         """What a foreign finalizer left, which megatron-core does not fsync."""
@@ -314,6 +343,16 @@ class Effects:
             move(self.storage, aside, source)
         return kept
 
+    def settle_prunable(self, checkpoint: Checkpoint) -> str:
+        """Decide a prune that a rollback finds open: "" if it is gone, else why it stays."""
+        self.check_epoch()
+        source = published_name(checkpoint.step)
+        return (
+            "rollback"
+            if self._is_own(checkpoint, source)
+            else self._prune_moved(checkpoint, source)
+        )
+
     def _prune_moved(self, checkpoint: Checkpoint, source: str) -> str:
         """It left its name before. If a reader was told that it is there, bring it back."""
         self._settle_names(TRASH)
@@ -357,23 +396,32 @@ class Effects:
             return "pin"
         return "reader" if step in self.reader_leases().values() else ""
 
-    def clean_up(self, checkpoint: Checkpoint) -> bool:
-        """Move a failed attempt's files to the trash. True if its published name was found."""
+    def clean_up(self, checkpoint: Checkpoint) -> None:
+        """Move a failed attempt's files to the trash.
+
+        If it stands at its published name after all (a fenced trainer's rename can land late), it is
+        moved to quarantine: what was published is never deleted from here (I1).
+        """
         self.check_epoch()
         directory = working_dir(checkpoint.id, checkpoint.in_place)
         name = published_name(checkpoint.step)
-        manifest = None
+        manifest, damaged = None, False
         if lookup(self.storage, name) is not None:
-            manifest = read_manifest(self.storage, name)
-        if manifest is not None and manifest.of == checkpoint.id:
-            return True
+            try:
+                manifest = read_manifest(self.storage, name)
+            except NewerSchema:
+                raise
+            except DamagedRoot:  # whose it was, only the missing staging directory tells
+                damaged = checkpoint.in_place or lookup(self.storage, directory) is None
+        if damaged or (manifest is not None and manifest.of == checkpoint.id):
+            self._move_aside(name, quarantine_dir(checkpoint.id))
+            return
         if checkpoint.in_place and manifest is not None:
-            return False  # somebody else's by now
+            return  # somebody else's by now
         if lookup(self.storage, directory) is not None:
             self._move_aside(directory, trash_dir(checkpoint.id))
         else:
             self._settle_names(TRASH)
-        return False
 
     def quarantine(self, checkpoint: Checkpoint) -> None:
         """Move a withdrawn checkpoint aside, for a person to look at. It is never deleted.
@@ -392,7 +440,11 @@ class Effects:
             self._move_aside(source, quarantine_dir(checkpoint.id))
 
     def _move_aside(self, source: str, target: str) -> str:
-        """Move to ``target``, or beside it: a power loss can leave a rename at both of its names."""
+        """Move to ``target``, or beside it: a power loss can leave a rename at both of its names.
+
+        What makes this one dispensable, the tracker above all, is made durable under its name first.
+        """
+        self.storage.fsync_dir("")
         for suffix in ("", *(f".{n}" for n in range(1, _NAMES))):
             if lookup(self.storage, target + suffix) is None:
                 move(self.storage, source, target + suffix)

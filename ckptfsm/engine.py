@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptfsm.documents import (
+    MAX_DOCUMENT_BYTES,
     RollbackFinished,
     RollbackStarted,
     SegmentClosed,
@@ -26,7 +27,7 @@ from ckptfsm.documents import (
     TransitionRecord,
     checkpoint_record,
 )
-from ckptfsm.durable import fsync_existing, storage_error
+from ckptfsm.durable import rewrite, storage_error
 from ckptfsm.effects import Effects
 from ckptfsm.errors import (
     CkptFsmError,
@@ -61,6 +62,7 @@ from ckptfsm.messages import (
     Removed,
     Reprieved,
     TrackerWritten,
+    Withdrawn,
     WriteTracker,
 )
 from ckptfsm.ports import Clock, Identity, PartFinisher, Storage
@@ -128,11 +130,18 @@ class Engine:
     def begin(self, history: History, identity: Identity) -> None:
         """Open this epoch's segment: seals of the older ones and the ledger as it stands.
 
-        What is sealed must be durable first: a killed process may have left its last record unsynced.
+        What is sealed must be durable first: a killed process may have left its last record unsynced,
+        and one whose fsync failed is not made durable by another.
         """
+        if history.newest_epoch >= self._lease.epoch:  # its segment is alive: never touch that
+            raise Fenced(
+                "a newer manager took this root over",
+                epoch=self._lease.epoch,
+                newer_epoch=history.newest_epoch,
+            )
         if history.seals:
-            newest = history.seals[-1].epoch
-            fsync_existing(self._storage, f"{JOURNAL}/{segment_name(newest)}")
+            newest = f"{JOURNAL}/{segment_name(history.seals[-1].epoch)}"
+            rewrite(self._storage, newest, tag=self._lease.tag, limit=MAX_DOCUMENT_BYTES)
         self.ledger = history.ledger
         self._run_base, self._opened_at = history.run_seconds, self._clock.monotonic()
         checkpoints = sorted(history.ledger.checkpoints.values(), key=_by_id)
@@ -178,8 +187,7 @@ class Engine:
         """Delete up to ``limit`` entries of the trash, unless a prune is still undecided."""
         if self.ledger.in_state(State.PRUNABLE):
             return 0
-        self.check_epoch()
-        return remove_some(self._storage, limit)
+        return remove_some(self._storage, limit, self.check_epoch)
 
     def _record(self, moved: Transition) -> TransitionRecord:
         checkpoint = moved.checkpoint
@@ -257,8 +265,12 @@ class Engine:
         self._retriable(Finalize(checkpoint.id), self.post, Published(checkpoint.id))
 
     def _run_tracker(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.state is not State.FINALIZED and checkpoint != self.ledger.latest():
+        latest = self.ledger.latest()
+        if checkpoint.state is not State.FINALIZED and checkpoint != latest:
             return  # a retry that came too late: the tracker never goes back
+        if latest is not None and latest.step > checkpoint.step:  # brought back meanwhile
+            self.post(Withdrawn(checkpoint.id, "damaged", "not newer than the tracked one"))
+            return
         self.effects.write_tracker(checkpoint.step)
         self._finalized_by_rank.discard(checkpoint.id)
         self._published.discard(checkpoint.id)
@@ -274,14 +286,14 @@ class Engine:
         newer = latest.step if latest is not None else -1
         kept = self.effects.prune(checkpoint, newer)
         self.post(Reprieved(checkpoint.id, kept) if kept else Removed(checkpoint.id))
+        latest = self.ledger.latest()
+        if kept and latest is not None and latest.id == checkpoint.id:
+            self.run(WriteTracker(checkpoint.id))  # the newest again: what was newer is gone
 
     def _run_clean_up(self, checkpoint: Checkpoint) -> None:
         self._finalizers.pop(checkpoint.id, None)
         self._finalized_by_rank.discard(checkpoint.id)
-        published = self.effects.clean_up(checkpoint)
-        if published:
-            log.error("failed_attempt_is_published", extra={"attempt": str(checkpoint.id)})
-            return
+        self.effects.clean_up(checkpoint)
         self.post(Cleaned(checkpoint.id))
 
     def _run_quarantine(self, command: Quarantine) -> None:
@@ -357,7 +369,8 @@ class Engine:
         """A rank ran its foreign finalizers; once all have, the attempt can be finalized (I6)."""
         waiting = self._finalizers.get(event.of)
         checkpoint = self.ledger.checkpoints.get(event.of)
-        if waiting is None or checkpoint is None or event.rank not in waiting:
+        settled = checkpoint is None or checkpoint.state is not State.SHARDS_WRITTEN
+        if waiting is None or checkpoint is None or settled or event.rank not in waiting:
             self.reject(Rejected(event, "no finalizers are awaited from this rank"))
             return
         waiting.discard(event.rank)
@@ -377,10 +390,14 @@ class Engine:
             raise error
         self.post(Failed(event.of, "journal", describe(error)))
 
+    def is_published(self, of: AttemptId) -> bool:
+        """True once its directory has its name, also while the journal could not take that yet."""
+        return of in self._published
+
     def reject(self, rejected: Rejected) -> None:
         """Drop a report that does not count; one of another world size condemns its attempt."""
         log.warning("report_rejected", extra={"event": rejected.event.name, "why": rejected.why})
-        if rejected.wrong_world_size:
+        if rejected.wrong_world_size and not self.is_published(rejected.event.of):
             self.post(Failed(rejected.event.of, "wrong_world_size", rejected.why))
 
 

@@ -13,7 +13,7 @@ import socket
 import uuid
 from pathlib import Path
 
-from ckptfsm.documents import Holder, decode, encode
+from ckptfsm.documents import Holder, decode, encode_sealed
 from ckptfsm.durable import list_names, make_dirs, put, write_new
 from ckptfsm.errors import DamagedRoot, Fenced, NewerSchema, RootBusy
 from ckptfsm.layout import DIRECTORIES, LEASE, LOCK, TAKING, epoch_name, parse_epoch
@@ -66,7 +66,7 @@ class RootLease:
         holder = _holder(self._identity, self.epoch, released=True)
         path = _epoch_path(self.epoch)
         try:
-            put(self._storage, path, encode(holder), tag=self.tag)
+            put(self._storage, path, encode_sealed(holder), tag=self.tag)
         except OSError:  # a full disk still lets go of a file
             remove_marker(self._storage, path)
 
@@ -149,12 +149,17 @@ def _link_epoch(storage: Storage, identity: Identity, newest: int) -> tuple[int,
     """Create the next epoch's file, whole at once. Returns the epoch, and the name it was made under."""
     for epoch in range(newest + 1, newest + 1 + _ATTEMPTS):
         temporary = f"{LEASE}/{TAKING}{identity.pid}-{identity.nonce}-{epoch}"
-        write_new(storage, temporary, encode(_holder(identity, epoch)))
+        write_new(storage, temporary, encode_sealed(_holder(identity, epoch)))
         try:
             storage.link(temporary, _epoch_path(epoch))
-        except FileExistsError:
-            remove_marker(storage, temporary)
-            continue
+        except OSError as error:
+            # It may have happened all the same (F8): NFS even says EEXIST when it repeats its own.
+            holder = _known_holder(storage, epoch)
+            if holder is None or holder.nonce != identity.nonce:
+                if not isinstance(error, FileExistsError):
+                    raise
+                remove_marker(storage, temporary)
+                continue
         return epoch, temporary
     raise RootBusy("others take this root again and again", root=storage.root)
 

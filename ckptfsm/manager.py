@@ -382,9 +382,7 @@ class Manager:
         Raises ``StepNotFoundError``, ``DamagedRoot``, or what the load raised.
         """
         self._require_open()
-        restorer = Restorer(
-            self._ports.transport, self._storage, self._ports.driver, self.config, self._agree
-        )
+        restorer = Restorer(self._ports, self._storage, self.config, self._agree)
         restored = restorer.restore(state, parts, step)
         self._pump.say_notes()
         if restored is not None and restored.dropped and self.rank == 0:

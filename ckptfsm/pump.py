@@ -153,6 +153,8 @@ class Pump:
                 handle.state = news.dest
             if news.dest is State.FAILED:
                 self._on_failed(news)
+            elif news.dest is State.QUARANTINED and handle is not None:
+                handle._error = failure_of(news)
             elif news.dest is State.TRACKED and news.source is State.FINALIZED:
                 self._on_tracked(news)
             self._call_hooks(news)

@@ -26,17 +26,23 @@ from ckptfsm.trash import remove_marker
 class ReaderLease:
     """Keeps one step from being pruned while the ``with`` block runs.
 
-    ``path`` is the absolute directory to read. Raises ``StepNotFoundError`` if the step is not there,
+    ``path`` is the absolute directory to read; ``nonce`` names the reader, uniquely, by default by
+    its pid and chance. Raises ``StepNotFoundError`` if the step is not there,
     ``ConfigError`` if the root is not.
     """
 
     def __init__(
-        self, root: str | os.PathLike[str], step: int, *, storage: Storage | None = None
+        self,
+        root: str | os.PathLike[str],
+        step: int,
+        *,
+        storage: Storage | None = None,
+        nonce: str | None = None,
     ) -> None:
         self._owned = storage is None
         self._storage = storage or PosixStorage(root, create=False)
         self._step = step
-        self._nonce = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._nonce = nonce or f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._file = f"{READERS}/{step}.{self._nonce}.json"
         self._renewals = 0
         self.path = f"{self._storage.root}/{published_name(step)}"

@@ -230,12 +230,19 @@ def _decision(
 
 
 def _unknown(ledger: Ledger, evidence: Evidence, epoch: int, everything: bool) -> list[Decision]:
-    """Directories that the journal does not explain."""
+    """Directories that the journal does not explain, the newest first.
+
+    An adoption that is interrupted then has the one to resume from already.
+    """
     explained = {c.step for c in ledger.checkpoints.values() if _explains(c, evidence)}
-    tracker = evidence.tracker.step
+    tracker, latest = evidence.tracker.step, ledger.latest()
+    if tracker is None and latest is not None:
+        tracker = latest.step  # torn or missing: the journal says what was in use
+    elif evidence.release:
+        tracker = -1  # the release is in use, and every step is newer
     decisions: list[Decision] = []
     adopted = 0
-    for step, there in sorted(evidence.published.items()):
+    for step, there in sorted(evidence.published.items(), reverse=True):
         if step in explained:
             continue
         name = published_name(step)

@@ -9,9 +9,9 @@ its own collectives: a rank that dies inside it is bounded only by the process g
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from ckptfsm.config import CheckpointConfig
@@ -20,24 +20,32 @@ from ckptfsm.errors import CkptFsmError, ConfigError, DamagedRoot, RestoreFailed
 from ckptfsm.evidence import check_digests, check_extra_shards, check_sizes
 from ckptfsm.handle import Restored, only
 from ckptfsm.layout import join
-from ckptfsm.ports import Driver, Storage, Survey, Transport
+from ckptfsm.ports import Driver, Ports, Storage, Survey, Transport
 from ckptfsm.proposal import name_parts
 
 log = logging.getLogger("ckptfsm")
 P = ParamSpec("P")
 T = TypeVar("T")
-_WAIT_S = 0.05
+_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Restorer:
     """One restore of one rank. ``agree`` asks the coordinator on behalf of all ranks."""
 
-    transport: Transport
+    ports: Ports
     storage: Storage
-    driver: Driver
     config: CheckpointConfig
     agree: Callable[..., Any]
+
+    @property
+    def transport(self) -> Transport:
+        return self.ports.transport
+
+    @property
+    def driver(self) -> Driver:
+        return self.ports.driver
 
     def restore(
         self, state: Any, parts: Mapping[str, Any] | None, step: int | None
@@ -65,9 +73,13 @@ class Restorer:
 
         A disk that cannot be read is not damage: that raises, and nothing is withdrawn.
         """
-        share = _Background(self._verify_share, located)
-        while self.transport.any_flags([share.is_alive()])[0]:
-            share.join(_WAIT_S)  # the other ranks hear of us meanwhile, however long it takes
+        executor = self.ports.executor()
+        share = executor.submit(partial(self._verify_share, located))
+        executor.shutdown()
+        pause = _PAUSE_S
+        while self.transport.any_flags([not share.done()])[0]:
+            self.ports.clock.sleep(pause)  # the other ranks hear of us, however long it takes
+            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
         found = self._everywhere(located.step, share.result)
         gathered = self.transport.gather(found)
         return str(self.transport.broadcast(next((p for p in gathered or () if p), "")))
@@ -147,26 +159,3 @@ class Restorer:
         if first:
             raise RestoreFailed(f"could not be loaded: {first}", step=step, file=self.storage.root)
         return results[0]
-
-
-class _Background(threading.Thread):
-    """Work that may take longer than the ranks may be silent."""
-
-    def __init__(self, work: Callable[[Located], str], located: Located) -> None:
-        super().__init__(name="ckptfsm-verify", daemon=True)
-        self._work = work
-        self._located = located
-        self._result = ""
-        self._error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._result = self._work(self._located)
-        except Exception as error:  # raised where the result is asked for
-            self._error = error
-
-    def result(self) -> str:
-        if self._error is not None:
-            raise self._error
-        return self._result

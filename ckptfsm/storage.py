@@ -196,7 +196,13 @@ class PosixStorage:
 
     def listdir(self, path: str) -> list[str]:
         with self._directory(path, split_path(path), changes=False) as fd:
-            return sorted(os.listdir(fd))
+            # A description of its own: the root's has one position for all threads and forked
+            # writers, and btrfs shows through it only the names of the listing before.
+            own = os.open(".", _DIRECTORY, dir_fd=fd)
+            try:
+                return sorted(os.listdir(own))
+            finally:
+                os.close(own)
 
     def stat(self, path: str) -> FileStat:
         if not split_path(path):

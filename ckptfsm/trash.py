@@ -8,19 +8,26 @@ leaves the rest for the next slice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ckptfsm.durable import TEMPORARY, list_names, lookup, walk_files
-from ckptfsm.layout import LEASE, PINS, TAKING, TRACKER, TRASH
+from ckptfsm.layout import JOURNAL, LEASE, PINS, TAKING, TRACKER, TRASH
 from ckptfsm.ports import Storage
 
 _DEPTH = 64
 
 
-def remove_some(storage: Storage, limit: int) -> int:
-    """Delete up to ``limit`` entries of the trash, deepest first. Returns how many were deleted."""
+def remove_some(storage: Storage, limit: int, check: Callable[[], None] | None = None) -> int:
+    """Delete up to ``limit`` entries of the trash, deepest first. Returns how many were deleted.
+
+    ``check`` is called between looking and deleting: what a successor moves to the trash after it took
+    the root over was not there when a fenced manager looked.
+    """
     removed = 0
-    for name in list_names(storage, TRASH):
+    names = list_names(storage, TRASH)
+    if check is not None:
+        check()
+    for name in names:
         if removed >= limit:
             break
         removed += _remove(storage, f"{TRASH}/{name}", limit - removed, _DEPTH)
@@ -45,8 +52,10 @@ def _remove(storage: Storage, path: str, limit: int, depth: int) -> int:
     return removed
 
 
-def sweep_temporaries(storage: Storage, directories: Sequence[str] = ("", PINS, LEASE)) -> int:
-    """Delete temporary files that an error or a crash left beside the tracker, pins and epochs.
+def sweep_temporaries(
+    storage: Storage, directories: Sequence[str] = ("", PINS, LEASE, JOURNAL)
+) -> int:
+    """Delete temporary files that an error or a crash left beside tracker, pins, epochs, segments.
 
     Those of readers' leases are left: a reader may be writing one right now.
     """

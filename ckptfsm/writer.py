@@ -14,7 +14,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfsm.documents import FileEntry, Receipt, encode
+from ckptfsm.documents import FileEntry, Receipt, encode_sealed
 from ckptfsm.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error, write_all
 from ckptfsm.errors import StorageError, WriterDied, describe
 from ckptfsm.layout import RECEIPTS, join, receipt_name
@@ -139,7 +139,7 @@ def put_receipt(storage: Storage, job: RankJob, part: PartJob, result: Written) 
         results=result.results,
     )
     path = f"{job.location}/{receipt_name(part.name, job.rank)}"
-    put(storage, path, encode(receipt), tag=str(job.of))
+    put(storage, path, encode_sealed(receipt), tag=str(job.of))
 
 
 class RankWriter:

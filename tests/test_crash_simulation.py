@@ -167,7 +167,7 @@ def test_F5_F6_F8_an_error_at_every_storage_call(name: str, code: str) -> None:
 
     script, retention = SCRIPTS[name]
     for index in range(count_calls(script, retention)):
-        disk = SimDisk()
+        disk = SimDisk(keeps_lost_data=bool(index % 2))
         storage = FaultStorage(
             SimStorage(disk, "first"), before=fail_at(index, getattr(errno, code))
         )

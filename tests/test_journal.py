@@ -29,6 +29,8 @@ from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.faults import FaultStorage, crash_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 
+pytestmark = pytest.mark.damages_journal("journals made by hand, record by record")
+
 S = State
 ONE = f"{JOURNAL}/000001.ndjson"
 LIFE = (

@@ -25,6 +25,8 @@ from ckptfsm.lifecycle import State
 from ckptfsm.lives import describe_end, format_bytes, read_lives, render_html, render_table
 from ckptfsm.storage import PosixStorage
 
+pytestmark = pytest.mark.damages_journal("journals made by hand, record by record")
+
 S = State
 ZERO = datetime(2026, 1, 1, tzinfo=timezone.utc)
 HOSTILE = "</title><script>alert('x')</script>\x1b[31m & \"quoted\""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -738,7 +739,7 @@ def test_F21_damage_is_found_before_restore(run: Run, verify: str, damage: str, 
 def digest_unreadable(run: Run) -> None:
     """Change the manifest's digest of the shard: only who compares digests can notice."""
     manifest = run.root / "iter_0000002/.ckptfsm/manifest.json"
-    text = manifest.read_text()
+    text = re.sub(r'"crc":"\w{8}",', "", manifest.read_text())
     at = text.index("xxh3_128:", text.index(SHARD)) + len("xxh3_128:")
     manifest.write_text(text[:at] + "0" * 32 + text[at + 32 :])
 

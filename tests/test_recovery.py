@@ -321,8 +321,8 @@ def test_unknown_and_anything_else_is_reported_never_touched():
     )
     found = decide(ledger_of(BASE), ev)
     assert [d.subject for d in found.decisions] == [
-        "iter_0000050",
         "iter_0000060",
+        "iter_0000050",
         ".ckptfsm/staging/notes",
         "staging 70.e1.a1",
     ]

@@ -241,6 +241,7 @@ def test_F5_a_journal_that_cannot_be_opened_closes_its_file():
     assert methods.count("close") == methods.count("open_exclusive") == 1
 
 
+@pytest.mark.damages_journal("forges a snapshot")
 def test_F30_a_snapshot_that_names_an_attempt_twice_is_corrupt():
     """Catches: one of two contradicting states believed, or an error that is none of ours."""
     disk = SimDisk()

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -627,3 +628,14 @@ def test_a_forked_writer_pauses_at_a_known_call(posix: PosixStorage, tmp_path: P
     Path(go).write_bytes(b".")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert posix.listdir("") == ["f"]
+
+
+def test_two_threads_list_the_root_at_once(tmp_path: Path):
+    """Catches: listings through one shared descriptor, which share its position: names get lost."""
+    for number in range(400):
+        (tmp_path / f"d{number}").mkdir()
+    storage = PosixStorage(tmp_path, create=False)
+    with ThreadPoolExecutor(2) as pool:
+        listings = list(pool.map(lambda _: len(storage.listdir("")), range(600)))
+    storage.close_root()
+    assert set(listings) == {400}

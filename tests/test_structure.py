@@ -44,7 +44,7 @@ HARMLESS = {
     "types",
     "typing",
 }
-LIBRARIES = {"documents.py": {"pydantic"}, "lifecycle.py": {"transitions"}}
+LIBRARIES = {"documents.py": {"pydantic", "zlib"}, "lifecycle.py": {"transitions"}}
 LIBRARIES["config.py"] = {"pydantic", "pathlib", "sys", "tomllib", "tomli"}
 UPPER = {"coordinator", "manager", "pump", "cli", "megatron", "demo", "testing", "handle"}
 LOWER = PURE | {

@@ -3,7 +3,7 @@
 Used by the simulation of crashes. Nothing of the protocol is written again here: shards, receipts,
 finalize, tracker and recovery are the library's own code; only the tensors are made up.
 
-``check_root`` is the judge, and shares no code with what it judges beyond the document models.
+``invariants.check_root`` is the judge, and shares no code with what it judges.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import xxhash
-
 from ckptfsm.coordinator import Coordinator, CoordinatorOptions, RecoveryReport, SaveRequest
 from ckptfsm.documents import FileEntry, TransitionRecord
 from ckptfsm.durable import make_dirs
@@ -25,7 +23,18 @@ from ckptfsm.lifecycle import State
 from ckptfsm.messages import AttemptId, Failed, PartSpec, ShardReported, WriterForked, WriterGone
 from ckptfsm.ports import Identity, PartFinisher, RankJob, Storage, Written
 from ckptfsm.retention import KeepAll, Policy
+from ckptfsm.testing.invariants import RootBroken, check_root
 from ckptfsm.writer import ShardFile, write_rank
+
+__all__ = [
+    "FINISHERS",
+    "FakeJob",
+    "FakePart",
+    "RootBroken",
+    "SimClock",
+    "check_root",
+    "fake_content",
+]
 
 PARTS = (PartSpec("state"),)
 FIRST = Identity("sim", 1, "boot:1", "nonce-1")
@@ -163,51 +172,3 @@ class FakeJob:
                 self.records.append(record)
                 if record.dest is State.TRACKED and record.source is State.FINALIZED:
                     self.acknowledged.append(record.step)
-
-
-class RootBroken(AssertionError):
-    """A promise does not hold on disk."""
-
-
-def check_root(storage: Storage, acknowledged: int | None) -> int | None:
-    """Judge a root as a stock reader and as a sceptic. Returns the step the tracker names.
-
-    Raises ``RootBroken`` if an acknowledged step regressed, if the tracker names nothing complete
-    once a step was acknowledged (I2), or if any published directory is not complete (I4).
-    """
-    names = storage.listdir("")
-    for name in names:
-        if name.startswith("iter_"):
-            _check_directory(storage, name)
-    tracked: int | None = None
-    if "latest_checkpointed_iteration.txt" in names:
-        tracked = int(storage.read("latest_checkpointed_iteration.txt", 100))
-        if f"iter_{tracked:07d}" not in names:
-            raise RootBroken(f"I2: the tracker names {tracked}, which is not there")
-    if acknowledged is not None and (tracked is None or tracked < acknowledged):
-        raise RootBroken(f"I2: step {acknowledged} was acknowledged, the tracker says {tracked}")
-    return tracked
-
-
-def _check_directory(storage: Storage, name: str) -> None:
-    """Every file that the manifest lists is there with its content, and every rank has a shard."""
-    try:
-        manifest = json.loads(storage.read(f"{name}/.ckptfsm/manifest.json", 1 << 24))
-    except (OSError, ValueError) as error:
-        raise RootBroken(f"I4: {name} is published without a whole manifest: {error}") from error
-    listed = {entry["name"]: entry for entry in manifest["files"]}
-    for rank in range(manifest["world_size"]):
-        if not any(file.endswith(f"__{rank}_0.distcp") for file in listed):
-            raise RootBroken(f"I3: {name} lists no shard of rank {rank}")
-    for file, entry in listed.items():
-        try:
-            data = storage.read(f"{name}/{file}", 1 << 24)
-        except OSError as error:
-            raise RootBroken(f"I4: {name}/{file} is not there: {error}") from error
-        digest = f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
-        if len(data) != entry["bytes"] or digest != entry["digest"]:
-            raise RootBroken(f"I3: {name}/{file} has not the content that was written")
-        if file.endswith(".distcp"):
-            expected = f"{manifest['step']}.e{manifest['epoch']}.a{manifest['attempt']} rank"
-            if not data.startswith(expected.encode()):
-                raise RootBroken(f"I5: {name}/{file} is of another attempt: {data[:40]!r}")

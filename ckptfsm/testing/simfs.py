@@ -12,7 +12,8 @@ Rules of the disk, as weak as POSIX and Linux file systems allow:
 - A rename may be seen at its source, at its target, or at both; never at neither if the entry was
   durable before. A directory seen twice is two directories that share their files.
 - A failed fsync drops the unsynced data and calls the file clean ("fsyncgate"): a second fsync
-  succeeds and makes nothing durable.
+  succeeds and makes nothing durable. With ``keeps_lost_data`` readers go on seeing what was dropped, as
+  Linux shows it from its page cache until the power fails.
 - SIGKILL of a process (``kill``) loses nothing but its handles and locks.
 
 A chooser decides; 0 always is the mildest choice, so that a shrunk counterexample loses only what it
@@ -54,14 +55,18 @@ Crash = Chooser | Literal["all_lost", "all_kept"]
 
 
 class _File:
-    """``base`` is the durable content while there are ``writes`` since the last fsync."""
+    """``base`` is the durable content while there are ``writes`` since the last fsync.
 
-    __slots__ = ("anchored", "base", "data", "links", "opens", "writes")
+    ``ghost``: a failed fsync has dropped some of ``data`` for good, and it is still shown.
+    """
+
+    __slots__ = ("anchored", "base", "data", "ghost", "links", "opens", "writes")
 
     def __init__(self, data: bytes | bytearray = b"") -> None:
         self.data = bytearray(data)
         self.base: bytes | None = None
         self.writes: list[tuple[int, bytes]] = []
+        self.ghost = False
         self.links = 0
         self.opens = 0
         self.anchored = False
@@ -73,14 +78,26 @@ class _File:
         _overlay(self.data, offset, data)
 
     def settle(self) -> None:
-        """All of it is durable."""
-        self.base = None
+        """All of it is durable, but for what was dropped before."""
+        if self.ghost:
+            durable = bytearray(self.base or b"")
+            for offset, data in self.writes:
+                _overlay(durable, offset, data)
+            self.base = bytes(durable)
+        else:
+            self.base = None
+        self.writes.clear()
+
+    def drop_unsynced(self) -> None:
+        """What a failed fsync does where readers go on seeing the dropped data."""
+        self.ghost = self.ghost or self.base is not None
         self.writes.clear()
 
     def revert(self) -> None:
         """All unsynced data is gone."""
         if self.base is not None:
             self.data[:] = self.base
+            self.ghost = False
             self.settle()
 
     def lose_power(self, choose: Chooser) -> None:
@@ -90,6 +107,7 @@ class _File:
         for offset, data in self.writes:
             _survive(survived, offset, data, choose)
         self.data[:] = survived
+        self.ghost = False
         self.settle()
 
 
@@ -147,12 +165,19 @@ class SimDisk:
     """A disk with volatile and durable state. See the module's rules.
 
     Attributes: ``capacity`` (bytes of content, None for no limit), ``short_writes`` (the most bytes
-    one write takes, None for all), ``used`` (bytes of content now).
+    one write takes, None for all), ``keeps_lost_data`` (see the rules), ``used`` (bytes of content now).
     """
 
-    def __init__(self, *, capacity: int | None = None, short_writes: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        capacity: int | None = None,
+        short_writes: int | None = None,
+        keeps_lost_data: bool = False,
+    ) -> None:
         self.capacity = capacity
         self.short_writes = short_writes
+        self.keeps_lost_data = keeps_lost_data
         self.used = 0
         self.root = _Dir()
         self.root.anchored = True
@@ -204,6 +229,30 @@ class SimDisk:
         self._plant(path, _File(data))
         self.used += len(data)
 
+    def overwrite(self, path: str, data: bytes) -> None:
+        """Somebody else changes a file, durably; made if it is not there."""
+        found = self.find(path)
+        if not isinstance(found, _File):
+            self.plant_file(path, data)
+            return
+        self.used += len(data) - len(found.data)
+        found.data[:] = data
+        found.ghost = False
+        found.settle()
+        self._dirty_files.pop(found, None)
+
+    def uproot(self, path: str) -> None:
+        """Somebody else deletes a file or a whole directory, durably."""
+        parent, _, name = path.rpartition("/")
+        directory = self.find(parent)
+        assert isinstance(directory, _Dir) and name in directory.entries, f"no {path}"
+        node = directory.entries.pop(name)
+        directory.history.pop(name, None)
+        node.links -= 1
+        for inner in (node, *(n for _, n in _walk(node))) if isinstance(node, _Dir) else (node,):
+            if isinstance(inner, _File):
+                self.used -= len(inner.data)
+
     def plant_mount(self, path: str, device: int = 2) -> None:
         """A mount point: an empty directory on another device. Its parent must exist."""
         self._plant(path, _Dir(device))
@@ -214,7 +263,11 @@ class SimDisk:
 
     def fork(self) -> SimDisk:
         """An independent copy, volatile state included, on which no process runs."""
-        other = SimDisk(capacity=self.capacity, short_writes=self.short_writes)
+        other = SimDisk(
+            capacity=self.capacity,
+            short_writes=self.short_writes,
+            keeps_lost_data=self.keeps_lost_data,
+        )
         copies: dict[_Node, _Node] = {}
         root = _copy(self.root, copies)
         assert isinstance(root, _Dir)
@@ -227,6 +280,60 @@ class SimDisk:
         )
         other._recount()
         return other
+
+    # -- for judges ----------------------------------------------------------------------------
+
+    def find(self, path: str) -> object | None:
+        """What is at ``path`` now, as a token: the same as long as it is the same file or directory.
+
+        No link is followed; None where there is nothing.
+        """
+        here: _Node = self.root
+        for piece in split_path(path):
+            node = here.entries.get(piece) if isinstance(here, _Dir) else None
+            if node is None:
+                return None
+            here = node
+        return here
+
+    def possible(self, path: str) -> list[object | None]:
+        """What a power loss right now could leave at ``path``, if its directory is durable."""
+        parent, _, name = path.rpartition("/")
+        directory = self.find(parent)
+        if not isinstance(directory, _Dir):
+            return [None]
+        return list(directory.history.get(name) or [directory.entries.get(name)])
+
+    def content(self, token: object | None) -> bytes | None:
+        """The content of a file found by ``find`` or ``possible``; None if it is no file."""
+        return bytes(token.data) if isinstance(token, _File) else None
+
+    def listed(self, path: str) -> list[str]:
+        """The names in a directory, sorted; none if there is no such directory."""
+        found = self.find(path)
+        return sorted(found.entries) if isinstance(found, _Dir) else []
+
+    def files_below(self, path: str) -> list[object]:
+        """The files below a directory, as tokens."""
+        found = self.find(path)
+        inner = _walk(found) if isinstance(found, _Dir) else iter(())
+        return [node for _, node in inner if isinstance(node, _File)]
+
+    def unsettled(self, path: str) -> list[str]:
+        """The names and files at or below ``path`` that a power loss right now could change.
+
+        The name of ``path`` itself is not looked at: that is its parent's.
+        """
+        found = self.find(path)
+        if not isinstance(found, _Dir):
+            return [path] if isinstance(found, _File) and found.base is not None else []
+        problems = [f"{path}/{name} (name)" for name in found.history]
+        for inner, node in _walk(found):
+            if isinstance(node, _Dir):
+                problems += [f"{path}/{inner}/{name} (name)" for name in node.history]
+            elif isinstance(node, _File) and node.base is not None:
+                problems.append(f"{path}/{inner} (data)")
+        return problems
 
     # -- for SimStorage ------------------------------------------------------------------------
 
@@ -281,10 +388,14 @@ class SimDisk:
             self.lose_dirty(handle.node)
             raise _error(code, handle.path)
         handle.node.settle()
-        self._dirty_files.pop(handle.node, None)
+        if not handle.node.ghost:
+            self._dirty_files.pop(handle.node, None)
 
     def lose_dirty(self, file: _File) -> None:
         """What a failed fsync does: the unsynced data is gone and the file counts as clean."""
+        if self.keeps_lost_data:
+            file.drop_unsynced()
+            return
         before = len(file.data)
         file.revert()
         self.used += len(file.data) - before
@@ -506,13 +617,15 @@ class SimStorage:
         return self._directory(path, pieces[:-1], changes=changes), _checked_name(pieces[-1])
 
     def _directory(self, path: str, pieces: tuple[str, ...], *, changes: bool = False) -> _Dir:
-        self._alive()
-        here = self.disk.root
+        if not self._process.alive:
+            raise ProcessDead(self.process)
+        here = root = self.disk.root
         for piece in pieces:
-            node = here.entries.get(_checked_name(piece))
+            node = here.entries.get(piece)
             if not isinstance(node, _Dir):
+                _checked_name(piece)
                 raise _error(_not_a_directory(node), path)
-            if changes and node.device != self.disk.root.device:
+            if changes and node.device != root.device:
                 raise _error(errno.EXDEV, path)
             here = node
         return here
@@ -735,7 +848,7 @@ def _copy(node: _Node, copies: dict[_Node, _Node]) -> _Node:
         copy = copies[node] = _Symlink(node.target)
     elif isinstance(node, _File):
         copy = copies[node] = _File(node.data)
-        copy.base, copy.writes = node.base, list(node.writes)
+        copy.base, copy.writes, copy.ghost = node.base, list(node.writes), node.ghost
     else:
         copy = copies[node] = _Dir(node.device)
         copy.entries = {name: _copy(inner, copies) for name, inner in node.entries.items()}

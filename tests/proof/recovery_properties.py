@@ -155,10 +155,11 @@ def recovery_is_idempotent(root):
     played = carry_out(ledger, evidence, decided.decisions)
     again = plan(played.ledger, played.evidence, EPOCH + 1, "fallback")
     latest = played.ledger.latest()
+    bound = evidence.tracker.step
+    if bound is None and ledger.latest() is not None:
+        bound = ledger.latest().step
     late = {
-        p
-        for p in evidence.published
-        if evidence.tracker.step is not None and latest and evidence.tracker.step < p < latest.step
+        p for p in evidence.published if bound is not None and latest and bound < p < latest.step
     }
     changing = [d for d in again.decisions if any(_changes(a, late) for a in d.actions)]
     assert not changing, f"I8: a second recovery still decides {changing}"

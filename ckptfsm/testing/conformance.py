@@ -1,0 +1,509 @@
+"""Is a journal a legal trace of the specification? Judged without the code that wrote or reads it.
+
+``assert_journal_conforms`` replays every segment of a root at the journal's own level of abstraction
+(I11): moves between states, never what happens within one. The specification is ``lifecycle.TABLE``
+for a single checkpoint, and ``RULES`` below for what concerns several of them, a run, or a restart.
+
+Rules of this module:
+* Nothing is shared with ``journal`` but the words of the format; ``documents`` validates every record
+  but the plainest kind, a transition that creates nothing. That one, nearly all of a journal, is
+  checked field by field here: names, types, and a value that some rule compares.
+* What a crash or a zombie leaves conforms: a torn tail, bytes after a seal, a segment that was created
+  but not begun, a segment that no later one sealed.
+* Only reads. A violation names file, record (0 is the opening) and rule.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from ckptfsm.documents import (
+    MAX_DOCUMENT_BYTES,
+    RECORD,
+    TransitionRecord,
+    first_problem,
+)
+from ckptfsm.durable import list_names
+from ckptfsm.errors import ConfigError
+from ckptfsm.layout import JOURNAL, parse_segment
+from ckptfsm.lifecycle import ENDED, IN_FLIGHT, TABLE, UNPUBLISHED, Row, State
+from ckptfsm.messages import PartSpec, check_parts
+from ckptfsm.ports import Storage
+
+RULES: Mapping[str, str] = MappingProxyType(
+    {
+        "file": "a segment is a regular file",
+        "line": "a damaged line is the last thing in its segment",
+        "record": "every record has exactly the fields of its kind, each of its type",
+        "opening": "a segment begins with its own opening, and has no other",
+        "closing": "nothing follows the closing of a segment",
+        "seal": "a sealed segment is there, unchanged, and ends with a record (F20)",
+        "seals-chain": "a segment seals what the one before it sealed, and that one",
+        "snapshot": "a segment opens with the ledger that the sealed ones add up to",
+        "seq": "transitions are numbered from 0 in each segment",
+        "run-seconds": "accumulated training time never decreases",
+        "table": "every transition is a row of the table, from the state the checkpoint is in",
+        "within-state": "what happens within one state is not journaled",
+        "I1": "only a prunable checkpoint is pruned, only a tracked one becomes prunable",
+        "published-never-fails": "a finalized or tracked checkpoint never fails",
+        "ended": "an ended attempt never comes back, unless a restart adopts its directory",
+        "creation": "a creating transition, and no other, carries the checkpoint it creates",
+        "own-epoch": "a save is requested under its segment's epoch, with a growing attempt number",
+        "one-in-flight": "at most one checkpoint is in flight per root",
+        "steps-grow": "a save is requested after the latest tracked step, and tracked after it (I2)",
+        "one-per-step": "a step has one tracked checkpoint at most",
+        "newer-tracked": "a checkpoint becomes prunable only while a newer one is tracked (I7)",
+        "restart-only": "a restart adopts and finds published, before the first save of its segment",
+        "reason": "who fails, is withdrawn or reprieved says why; only a failure names a rank",
+        "shard-bytes": "the bytes of a checkpoint never shrink",
+        "intent": "a rollback begins once, ends once, and nothing is saved in between",
+        "rollback": "only a rollback withdraws for one, above its target, and all that is there",
+    }
+)
+
+_PREFIX, _MIDDLE = b'{"crc":"', b'","record":'
+_BODY = len(_PREFIX) + 8 + len(_MIDDLE)
+_ABSENT, _TRACKED, _PRUNABLE = State.ABSENT.value, State.TRACKED.value, State.PRUNABLE.value
+_FAILED, _QUARANTINED, _PRUNED = State.FAILED.value, State.QUARANTINED.value, State.PRUNED.value
+_IN_FLIGHT = frozenset(state.value for state in IN_FLIGHT)
+_UNPUBLISHED = frozenset(state.value for state in UNPUBLISHED)
+_ENDED = frozenset(state.value for state in ENDED)
+_GONE = _ENDED - {_QUARANTINED}
+_ALONE = frozenset({"writer_forked", "shard_reported", "published"})  # concern no other checkpoint
+_REASONS = ("rollback", "damaged", "fresh")
+_FIELDS = tuple(TransitionRecord.model_fields)
+_NONE = type(None)
+_PLAIN = (str, int, int, int, int, str, str, str, str, str, _NONE, int, float, str, _NONE)
+_MOST_BYTES = 1 << 62
+
+_Id = tuple[int, int, int]
+_Raw = dict[str, Any]
+
+
+class JournalViolation(AssertionError):
+    """A journal is no legal trace. Attributes: ``file``, ``record`` (index), ``rule``."""
+
+    def __init__(self, file: str, record: int, rule: str, detail: str) -> None:
+        super().__init__(f"{file} record {record}: {detail} [{rule}: {RULES[rule]}]")
+        self.file, self.record, self.rule = file, record, rule
+
+
+@dataclass(frozen=True, slots=True)
+class Conformance:
+    """What was found to conform. ``ignored`` segments were not begun, or are sealed by nobody."""
+
+    segments: int = 0
+    records: int = 0
+    transitions: int = 0
+    ignored: int = 0
+
+
+def assert_journal_conforms(root: str | os.PathLike[str] | Storage) -> Conformance:
+    """Replay the journal of a root: its directory, or any ``Storage``. Returns what was replayed.
+
+    A root without a journal conforms. Raises ``JournalViolation`` for the first violation found,
+    ``OSError`` if it cannot be read.
+    """
+    return check_segments(read_segments(root))
+
+
+def read_segments(root: str | os.PathLike[str] | Storage) -> dict[int, bytes]:
+    """The segments of a root as they lie there: epoch -> content."""
+    if isinstance(root, (str, os.PathLike)):
+        return _on_disk(Path(root) / JOURNAL)
+    return _in_storage(root)
+
+
+def _on_disk(directory: Path) -> dict[int, bytes]:
+    segments: dict[int, bytes] = {}
+    for path in directory.iterdir() if directory.is_dir() else ():
+        epoch = parse_segment(path.name)
+        if epoch is None:
+            continue
+        if path.is_symlink() or not path.is_file():  # reading a FIFO would never end
+            raise JournalViolation(_file(epoch), 0, "file", f"{path} is not one")
+        segments[epoch] = path.read_bytes()
+    return segments
+
+
+def _in_storage(storage: Storage) -> dict[int, bytes]:
+    segments: dict[int, bytes] = {}
+    for name in list_names(storage, JOURNAL):
+        epoch = parse_segment(name)
+        if epoch is None:
+            continue
+        kind = storage.stat(f"{JOURNAL}/{name}").kind
+        if kind != "file":
+            raise JournalViolation(_file(epoch), 0, "file", f"it is a {kind}")
+        segments[epoch] = storage.read(f"{JOURNAL}/{name}", MAX_DOCUMENT_BYTES)
+    return segments
+
+
+def check_segments(segments: Mapping[int, bytes]) -> Conformance:
+    """The same for segments in memory: epoch -> content. Raises ``JournalViolation``."""
+    begun = ((e, first) for e in sorted(segments, reverse=True) if (first := _first(segments[e])))
+    newest, opening = next(begun, (0, b""))
+    if not newest:
+        return Conformance(ignored=len(segments))
+    sealed = _parsed_opening(_file(newest), opening, newest)["seals"]
+    replay = _Replay()
+    for seal in sealed:
+        data = segments.get(seal["epoch"], b"")[: seal["bytes"]]
+        if len(data) < seal["bytes"] or zlib.crc32(data) != seal["crc32"]:
+            file = _file(seal["epoch"])
+            raise JournalViolation(file, 0, "seal", f"not what {_file(newest)} sealed")
+        replay.segment(seal["epoch"], data, sealed=True)
+    replay.segment(newest, segments[newest], sealed=False)
+    count = len(sealed) + 1
+    return Conformance(count, replay.records, replay.transitions, len(segments) - count)
+
+
+def _file(epoch: int) -> str:
+    return f"{JOURNAL}/{epoch:06d}.ndjson"
+
+
+def _body(line: bytes) -> bytes | None:
+    """The record of an intact line, else None."""
+    if line[:8] != _PREFIX or line[16:_BODY] != _MIDDLE or line[-1:] != b"}":
+        return None
+    body = line[_BODY:-1]
+    return body if line[8:16] == b"%08x" % zlib.crc32(body) else None
+
+
+def _first(data: bytes) -> bytes:
+    """The first intact record of a segment; nothing if it has none."""
+    data, at = data.lstrip(b"\n"), 0
+    while at < len(data):
+        end = data.find(b"\n", at)
+        body = _body(data[at : end if end >= 0 else len(data)])
+        if body is not None:
+            return body
+        at = end + 1 if end >= 0 else len(data)
+    return b""
+
+
+def _bodies(data: bytes) -> Iterator[tuple[bytes | None, int]]:
+    """Every line that is not padding: its record or None, and where the line ends."""
+    end = -1
+    for line in data.rstrip(b"\n").split(b"\n"):
+        end += len(line) + 1
+        if line:
+            yield _body(line), end
+
+
+def _parsed(file: str, index: int, body: bytes) -> _Raw:
+    """Any record, validated by its model. What may be left out when reading is written all the same."""
+    try:
+        record = RECORD.validate_json(body)
+    except ValidationError as error:
+        raise JournalViolation(file, index, "record", first_problem(error)) from None
+    missing = set(type(record).model_fields) - record.model_fields_set
+    if missing:
+        raise JournalViolation(file, index, "record", f"without {', '.join(sorted(missing))}")
+    value: _Raw = record.model_dump(mode="json")
+    return value
+
+
+def _parsed_opening(file: str, body: bytes, epoch: int) -> _Raw:
+    opened = _parsed(file, 0, body)
+    if opened["type"] != "segment_opened" or opened["epoch"] != epoch:
+        detail = f"begins with {opened['type']} of epoch {opened.get('epoch')}"
+        raise JournalViolation(file, 0, "opening", detail)
+    return opened
+
+
+# ------------------------------------------------------------------------------------------ replay
+
+
+def _broken_promise(row: Row) -> str:
+    """The promise that a row would break if it stood in the table; "" if none."""
+    if row.source is row.dest:
+        return "within-state"
+    if row.dest is State.FAILED and row.source not in UNPUBLISHED:
+        return "published-never-fails"
+    if row.dest is State.PRUNED and row.source is not State.PRUNABLE:
+        return "I1"
+    if row.dest is State.PRUNABLE and row.source is not State.TRACKED:
+        return "I1"
+    if row.dest is State.DISCARDED and row.source is not State.FAILED:
+        return "I1"
+    return "ended" if row.source in ENDED else ""
+
+
+_MOVES: Mapping[tuple[str, str, str], str] = MappingProxyType(
+    {
+        (row.source.value, row.event.name, row.dest.value): _broken_promise(row)
+        for row in sorted(TABLE, key=_broken_promise, reverse=True)
+    }
+)
+
+
+class _Replay:
+    """The ledger as the journal tells it, over all segments; raises at the first violation."""
+
+    def __init__(self) -> None:
+        self.records = self.transitions = 0
+        self.checkpoints: dict[_Id, _Raw] = {}
+        self.ended: set[_Id] = set()
+        self.tracked: list[int] = []
+        self.in_flight: _Id | None = None
+        self.run_seconds = 0.0
+        self.rolling_back = False
+        self.target: int | None = None
+        self._seals: list[_Raw] = []
+        self._file = ""
+        self._index = self._seq = self._epoch = self._attempt = 0
+        self._saved = self._closed = False
+        self._other: Mapping[str, Callable[[_Raw], None]] = {
+            "transition": self._transition,
+            "rollback_started": self._rollback_started,
+            "rollback_finished": self._rollback_finished,
+            "segment_closed": self._segment_closed,
+            "segment_opened": self._opened_again,
+        }
+
+    def fail(self, rule: str, detail: str) -> NoReturn:
+        raise JournalViolation(self._file, self._index, rule, detail)
+
+    def segment(self, epoch: int, data: bytes, *, sealed: bool) -> None:
+        """Replay one segment. Of a sealed one, ``data`` is what the seal covers."""
+        self._file, self._epoch, self._index = _file(epoch), epoch, 0
+        self._seq = self._attempt = 0
+        self._saved = self._closed = False
+        torn, end = False, 0
+        for body, line_end in _bodies(data):
+            if body is None:
+                torn = True
+                continue
+            if torn:
+                self.fail("line", "an intact record follows a damaged line")
+            if self._index:
+                self._record(body)
+            else:
+                self._open(_parsed_opening(self._file, body, epoch))
+            self._index += 1
+            end = min(line_end + 1, len(data))
+        if sealed and (torn or end != len(data)):
+            self.fail("seal", "the seal does not end with a record")
+        self.records += self._index
+        self._seals.append({"epoch": epoch, "bytes": end, "crc32": zlib.crc32(data[:end])})
+
+    # ---------------------------------------------------------------------------- whole segments
+
+    def _open(self, opened: _Raw) -> None:
+        if opened["seals"] != self._seals:
+            self.fail("seals-chain", f"it seals {len(opened['seals'])} of {len(self._seals)}")
+        state = (opened["run_seconds"], opened["rolling_back"], opened["rolling_back_to"])
+        if state != (self.run_seconds, self.rolling_back, self.target):
+            was = (self.run_seconds, self.rolling_back, self.target)
+            self.fail("snapshot", f"it opens with {state}, the segment before ended with {was}")
+        carried = {_id_of(c): c for c in opened["checkpoints"]}
+        if len(carried) != len(opened["checkpoints"]):
+            self.fail("snapshot", "it names an attempt twice")
+        for of, before in list(self.checkpoints.items()):
+            after = carried.pop(of, None)
+            if after is None and before["state"] == _QUARANTINED:
+                del self.checkpoints[of]  # moved aside: nothing is left to look after
+            elif after is None or not _same(before, after):
+                self.fail("snapshot", f"{_text(of)} is {after}, was {before}")
+        if carried:
+            self.fail("snapshot", f"{_text(next(iter(carried)))} comes from nowhere")
+
+    def _opened_again(self, record: _Raw) -> None:
+        self.fail("opening", "it is opened twice")
+
+    def _segment_closed(self, record: _Raw) -> None:
+        self._run_on(record["run_seconds"])
+        self._closed = True
+
+    def _rollback_started(self, record: _Raw) -> None:
+        if self.rolling_back:
+            self.fail("intent", "a rollback begins within another")
+        target = record["to_step"]
+        if target is not None and (self.in_flight is not None or target not in self.tracked):
+            self.fail("intent", f"a rollback to {target}, which is not tracked, or during a save")
+        self.rolling_back, self.target = True, target
+
+    def _rollback_finished(self, record: _Raw) -> None:
+        if not self.rolling_back:
+            self.fail("intent", "a rollback ends that never began")
+        target = -1 if self.target is None else self.target
+        reachable = self.target is None or (self.tracked and self.tracked[0] <= target)
+        if reachable and self.tracked and self.tracked[-1] > target:
+            self.fail("rollback", f"step {self.tracked[-1]} is left above {self.target}")
+        self.rolling_back, self.target = False, None
+
+    def _run_on(self, run_seconds: float) -> None:
+        if not run_seconds >= self.run_seconds:  # also for a NaN
+            self.fail("run-seconds", f"{run_seconds} after {self.run_seconds}")
+        self.run_seconds = run_seconds
+
+    # -------------------------------------------------------------------------------- one record
+
+    def _record(self, body: bytes) -> None:
+        if self._closed:
+            self.fail("closing", "a record follows")
+        try:
+            record = from_json(body)
+            plain = (*map(type, record.values()),) == _PLAIN and (*record,) == _FIELDS
+            plain = plain and record["type"] == "transition"
+        except (ValueError, AttributeError, TypeError):
+            plain = False
+        if not plain:
+            record = _parsed(self._file, self._index, body)
+        self._other[record["type"]](record)
+
+    def _transition(self, record: _Raw) -> None:
+        if record["seq"] != self._seq:
+            self.fail("seq", f"it is number {record['seq']}, not {self._seq}")
+        self._seq += 1
+        self.transitions += 1
+        self._run_on(record["run_seconds"])
+        of = (record["step"], record["epoch"], record["attempt"])
+        source, event, dest = record["source"], record["event"], record["dest"]
+        broken = _MOVES.get((source, event, dest))
+        before = self.checkpoints.get(of)
+        state = before["state"] if before is not None else _ABSENT
+        if broken or broken is None or state != source:
+            words = f"{_text(of)}: {source} -{event}-> {dest} while it is {state}"
+            self.fail(self._why_illegal(of, state, broken, (source, event, dest)), words)
+        after = self._created(of, record) if before is None else before
+        if (record["created"] is not None) != (before is None):
+            self.fail("creation", f"{_text(of)}: {event} with created={record['created']}")
+        alone = event in _ALONE and self.in_flight == of and record["rank"] is None
+        if not alone:
+            self._judge(of, source, event, dest, record)
+        if not after["shard_bytes"] <= record["shard_bytes"] <= _MOST_BYTES:
+            self.fail("shard-bytes", f"{_text(of)}: {record['shard_bytes']}")
+        self._move(of, after, source, dest)
+        after["state"] = dest
+        after["shard_bytes"] = record["shard_bytes"]
+        after["reason"] = record["reason"] or after["reason"]
+        after["detail"] = record["detail"] or after["detail"]
+
+    def _why_illegal(
+        self, of: _Id, state: str, broken: str | None, move: tuple[str, str, str]
+    ) -> str:
+        """The rule that says most about a move that is not legal here."""
+        if state in _ENDED or (of in self.ended and move[0] != _ABSENT):
+            return "ended"
+        if broken is not None:
+            return broken or "table"
+        if move[2] == _FAILED and move[0] not in _UNPUBLISHED:
+            return "published-never-fails"
+        wrong = move[2] == _PRUNED and move[0] != _PRUNABLE
+        wrong = wrong or (move[2] == _PRUNABLE and move[0] != _TRACKED)
+        return "I1" if wrong else "table"
+
+    def _created(self, of: _Id, record: _Raw) -> _Raw:
+        """The checkpoint that comes into being."""
+        created, event = record["created"], record["event"]
+        if created is None:
+            self.fail("creation", f"{_text(of)}: {event} creates nothing")
+        adopted = event == "adopted"
+        provenance = "adopted" if adopted else "saved"
+        said = (_id_of(created), created["state"], created["provenance"])
+        if said != (of, record["dest"], provenance):
+            self.fail("creation", f"{_text(of)} by {event} creates {said}")
+        if adopted:
+            return dict(created)
+        if of in self.ended:
+            self.fail("ended", f"{_text(of)} is requested again")
+        if of[1] != self._epoch or of[2] <= self._attempt:
+            detail = f"{_text(of)} after attempt {self._attempt} of epoch {self._epoch}"
+            self.fail("own-epoch", detail)
+        self._attempt = of[2]
+        if created["run_seconds"] > record["run_seconds"]:
+            self.fail("run-seconds", f"{_text(of)} was requested later than journaled")
+        try:
+            check_parts(tuple(map(_spec_of, created["parts"])), created["world_size"])
+        except ConfigError as error:
+            self.fail("creation", f"{_text(of)}: {error.message}")
+        return dict(created)
+
+    def _judge(self, of: _Id, source: str, event: str, dest: str, record: _Raw) -> None:
+        """What the table cannot say: about the other checkpoints, the run, the reason."""
+        step, latest = of[0], self.tracked[-1] if self.tracked else -1
+        if event in ("adopted", "found_published"):
+            if self._saved:
+                self.fail("restart-only", f"{_text(of)}: {event} after a save was requested")
+        elif source == _ABSENT:
+            self._saved = True
+            if self.rolling_back:
+                self.fail("intent", f"{_text(of)} is requested during a rollback")
+            if step <= latest:
+                self.fail("steps-grow", f"{_text(of)} is requested, the latest is {latest}")
+        if dest in _IN_FLIGHT and self.in_flight not in (None, of):
+            assert self.in_flight is not None
+            self.fail("one-in-flight", f"{_text(of)} joins {_text(self.in_flight)}")
+        if event == "tracker_written" and step <= latest:
+            self.fail("steps-grow", f"{_text(of)} is tracked, the latest is {latest}")
+        if dest == _TRACKED and source != _TRACKED and self._is_tracked(step):
+            self.fail("one-per-step", f"{_text(of)}: step {step} is tracked already")
+        if dest == _PRUNABLE and latest <= step:
+            self.fail("newer-tracked", f"{_text(of)}, the latest is {latest}")
+        reason = record["reason"]
+        if (not reason and event in ("failed", "withdrawn", "reprieved")) or (
+            record["rank"] is not None and dest != _FAILED
+        ):
+            self.fail("reason", f"{_text(of)}: {event} because {reason!r} of {record['rank']}")
+        if event == "withdrawn" and reason != "damaged":
+            self._judge_withdrawal(of, reason)
+
+    def _judge_withdrawal(self, of: _Id, reason: str) -> None:
+        if reason not in _REASONS:
+            self.fail("reason", f"{_text(of)} is withdrawn for {reason!r}")
+        expected = "fresh" if self.target is None else "rollback"
+        above = self.target is None or of[0] > self.target
+        if not (self.rolling_back and above and reason == expected):
+            self.fail("rollback", f"{_text(of)} is withdrawn for {reason!r} to {self.target}")
+
+    def _is_tracked(self, step: int) -> bool:
+        at = bisect_right(self.tracked, step)
+        return at > 0 and self.tracked[at - 1] == step
+
+    def _move(self, of: _Id, after: _Raw, source: str, dest: str) -> None:
+        """Keep the indexes: what is in flight, tracked, there at all."""
+        if dest in _IN_FLIGHT:
+            self.in_flight = of
+        elif self.in_flight == of:
+            self.in_flight = None
+        if source == _TRACKED:
+            del self.tracked[bisect_right(self.tracked, of[0]) - 1]
+        if dest == _TRACKED:
+            insort(self.tracked, of[0])
+        if dest in _ENDED:
+            self.ended.add(of)
+        if dest in _GONE:
+            del self.checkpoints[of]
+        else:
+            self.checkpoints[of] = after
+
+
+def _id_of(record: _Raw) -> _Id:
+    return record["step"], record["epoch"], record["attempt"]
+
+
+def _spec_of(part: _Raw) -> PartSpec:
+    ranks = part["ranks"]
+    return PartSpec(part["name"], part["kind"], part["directory"], ranks and tuple(ranks))
+
+
+def _text(of: _Id) -> str:
+    return f"{of[0]}.e{of[1]}.a{of[2]}"
+
+
+def _same(one: _Raw, other: _Raw) -> bool:
+    """Equal as JSON: a NaN equals itself."""
+    return one == other or json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)

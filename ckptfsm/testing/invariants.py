@@ -1,0 +1,600 @@
+"""The judges: what must hold on disk, whoever wrote it. They share no code with what they judge.
+
+``check_root`` looks at a root as a stock reader and as a sceptic would. ``Watch`` looks on while calls
+change a ``SimDisk`` and judges what each of them changed, also in the durable view: what a power loss
+right now could leave. Only names on disk and the shape of the documents are taken from the library's
+specification, and written down here again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from ckptfsm.ports import Storage
+from ckptfsm.testing.simfs import SimDisk, SimStorage
+
+TRACKER = "latest_checkpointed_iteration.txt"
+PRIVATE = ".ckptfsm/"
+STAGING = ".ckptfsm/staging/"
+TRASH = ".ckptfsm/trash/"
+QUARANTINE = ".ckptfsm/quarantine/"
+_EPOCH = ".ckptfsm/lease/epoch-"
+_JOURNAL = ".ckptfsm/journal/"
+_MANIFEST = "/.ckptfsm/manifest.json"
+_RECEIPTS = "/.ckptfsm/receipts/"
+_LIMIT = 1 << 24
+_ATTEMPT = re.compile(r"(\d+)\.e(\d+)\.a(\d+)")
+
+Attempt = tuple[int, int, int]  # step, epoch, attempt
+
+
+class RootBroken(AssertionError):
+    """A promise does not hold on disk. The message begins with its number, ``I4: ...``."""
+
+
+def _is_segment(path: str) -> bool:
+    """A segment of the journal, not the temporary copy that is to replace one."""
+    return path.startswith(_JOURNAL) and path.endswith(".ndjson")
+
+
+# ------------------------------------------------------------------------------------- the whole root
+
+
+def check_root(
+    storage: Storage,
+    acknowledged: int | None,
+    ignore: Collection[int] = (),
+    *,
+    in_place: bool = False,
+) -> int | None:
+    """Judge a root as a stock reader and as a sceptic. Returns the step the tracker names.
+
+    ``ignore``: steps that somebody else has damaged on purpose. ``in_place``: the trainer fixed the
+    path, so a directory without a manifest is one that is still being written.
+
+    Raises ``RootBroken`` if an acknowledged step regressed, if the tracker names nothing complete
+    once a step was acknowledged (I2), or if any published directory is not complete (I4).
+    """
+    names = storage.listdir("")
+    unfinished: set[str] = set()
+    for name in names:
+        if name.startswith("iter_") and not _is_step_of(name, ignore):
+            if in_place and not _has_manifest(storage, name):
+                unfinished.add(name)
+            else:
+                check_directory(storage, name)
+    tracked: int | None = None
+    if TRACKER in names:
+        text = storage.read(TRACKER, 100)
+        if not text.isdigit():
+            raise RootBroken(f"I2: the tracker says {text!r}")
+        tracked = int(text)
+        there = _name_of(tracked) in names and _name_of(tracked) not in unfinished
+        if not there and tracked not in ignore:
+            raise RootBroken(f"I2: the tracker names {tracked}, which is not there")
+    if acknowledged is not None and (tracked is None or tracked < acknowledged):
+        raise RootBroken(f"I2: step {acknowledged} was acknowledged, the tracker says {tracked}")
+    return tracked
+
+
+def _has_manifest(storage: Storage, name: str) -> bool:
+    try:
+        storage.stat(f"{name}{_MANIFEST}")
+    except OSError:
+        return False
+    return True
+
+
+def check_directory(storage: Storage, name: str) -> Attempt:
+    """Every file that the manifest lists is there with its content, and every rank has a shard.
+
+    Returns the attempt the directory is of. Raises ``RootBroken``.
+    """
+    try:
+        manifest = json.loads(storage.read(f"{name}{_MANIFEST}", _LIMIT))
+    except (OSError, ValueError) as error:
+        raise RootBroken(f"I4: {name} is published without a whole manifest: {error}") from error
+    listed = {entry["name"]: entry for entry in manifest["files"]}
+    foreign = {part["directory"] for part in manifest["parts"] if part["kind"] == "foreign"}
+    sharded = [part for part in manifest["parts"] if part["kind"] != "file"]
+    for rank in range(manifest["world_size"]):
+        if sharded and not any(file.endswith(f"__{rank}_0.distcp") for file in listed):
+            raise RootBroken(f"I3: {name} lists no shard of rank {rank}")
+    for file, entry in listed.items():
+        try:
+            data = storage.read(f"{name}/{file}", _LIMIT)
+        except OSError as error:
+            raise RootBroken(f"I4: {name}/{file} is not there: {error}") from error
+        digest = f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
+        if len(data) != entry["bytes"] or digest != entry["digest"]:
+            raise RootBroken(f"I3: {name}/{file} has not the content that was written")
+        if file.endswith(".distcp") and file.rpartition("/")[0] not in foreign:
+            _check_shard(name, file, data, manifest)
+    return (manifest["step"], manifest["epoch"], manifest["attempt"])
+
+
+def _check_shard(name: str, file: str, data: bytes, manifest: Mapping[str, Any]) -> None:
+    """Made-up shards name their attempt and rank: another's content is seen (I5)."""
+    attempt = f"{manifest['step']}.e{manifest['epoch']}.a{manifest['attempt']}"
+    rank = file.rpartition("__")[2].partition("_")[0]
+    if not data.startswith(f"{attempt} rank {rank} ".encode()):
+        raise RootBroken(f"I5: {name}/{file} is of another attempt or rank: {data[:40]!r}")
+
+
+# ------------------------------------------------------------------------------------- every change
+
+
+@dataclass
+class JournalModel:
+    """What one epoch's segment says durably: state by attempt, and a rollback under way."""
+
+    states: dict[Attempt, str] = field(default_factory=dict)
+    in_place: set[Attempt] = field(default_factory=set)
+    rolling_back: bool = False
+    target: int | None = None
+
+    def steps(self, *states: str) -> set[int]:
+        return {of[0] for of, state in self.states.items() if state in states}
+
+    def of_step(self, step: int, *states: str) -> list[Attempt]:
+        return [of for of, state in self.states.items() if of[0] == step and state in states]
+
+
+@dataclass
+class Confirmed:
+    """A reader's lease that was granted: the step is not to be deleted before ``until``."""
+
+    step: int
+    files: frozenset[object]
+    until: float
+
+
+class Watch:
+    """Judges every change of a disk as it happens. Tell it by ``changed``; it raises ``RootBroken``.
+
+    ``damaged``: steps whose directories somebody else has damaged, which may be withdrawn.
+    ``touched``: steps that the one checked effect of a fenced process has hit (I9 allows that one).
+    """
+
+    def __init__(self, disk: SimDisk, *, in_place: bool = False) -> None:
+        self.disk = disk
+        self.in_place = in_place
+        self.acknowledged: set[int] = set()
+        self.ever_acknowledged: list[int] = []
+        self.damaged: set[int] = set()
+        self.touched: set[int] = set()
+        self.models: dict[int, JournalModel] = {}
+        self.newest_epoch = 0
+        self.meddled = False  # somebody else wrote the tracker
+        self.readers: dict[str, Confirmed] = {}
+        self.late_effects: dict[tuple[str, int], int] = {}
+        self.effects = 0
+        self._epochs: dict[str, int] = {}
+        self._complete: dict[object, Attempt] = {}
+        self._files: set[object] = set()
+        self._parsed: dict[str, int] = {}
+        self._aside: dict[Attempt, str] = {}
+        self._looked: set[str] = set()
+        self._judge = SimStorage(disk, "judge")
+
+    # ------------------------------------------------------------------------ what others tell
+
+    def floor(self) -> int | None:
+        """The step below which the tracker must not be: acknowledged, not taken back since."""
+        model = self.models.get(self.newest_epoch)
+        safe = self.acknowledged - self.damaged - self.touched
+        if model is not None and model.rolling_back:
+            safe = {step for step in safe if model.target is not None and step <= model.target}
+        return max(safe, default=None)
+
+    def epoch_of(self, process: str) -> int:
+        """The epoch that a process has taken; 0 if none."""
+        return self._epochs.get(process, 0)
+
+    def acknowledge(self, process: str, step: int) -> None:
+        """A trainer was told that ``step`` is tracked."""
+        model = self._model(process)
+        if self._epochs.get(process, 0) != self.newest_epoch or model is None:
+            return  # a fenced one hears late of what it did before
+        if model.rolling_back or not model.of_step(step, "tracked"):
+            return  # and the news may be late: pruned or taken back since
+        self.acknowledged.add(step)
+        self.ever_acknowledged.append(step)
+        for said in self._tracker_states():
+            if (said is None or said < step) and step not in self.touched:
+                raise RootBroken(f"I2: step {step} is acknowledged, a power loss leaves {said}")
+
+    def looked(self, process: str) -> None:
+        """A process has listed the epochs."""
+        self._looked.add(process)
+
+    def granted(self, reader: str, step: int, until: float) -> None:
+        """A reader was told that ``step`` is there and leased."""
+        model = self.models.get(self.newest_epoch)
+        if model is not None and model.of_step(step, "pruned"):
+            living = model.of_step(step, "finalized", "tracked", "prunable")
+            if not living and step not in self.touched:
+                raise RootBroken(f"I7: {reader} is told that step {step} is there: it is pruned")
+        if not self._complete_at(_name_of(step)):
+            return  # in place, and still being written: nothing that a lease could keep
+        files = frozenset(self.disk.files_below(_name_of(step)))
+        self.readers[reader] = Confirmed(step, files, until)
+
+    def returned(self, reader: str) -> None:
+        self.readers.pop(reader, None)
+
+    def began_anew(self) -> None:
+        """Somebody removed the private directory: epochs and journals begin again."""
+        self.models, self._epochs, self._parsed, self._aside = {}, {}, {}, {}
+        self.newest_epoch = 0
+
+    def powered_up(self) -> None:
+        """After a power loss: tokens and what was parsed are of another time."""
+        self._judge = SimStorage(self.disk, "judge")
+        self._complete = {}
+        self._files = set()
+        outside = self.damaged | self.touched
+        for name in self.disk.root.entries:
+            if name.startswith("iter_") and not _is_step_of(name, outside):
+                if self.in_place and not _has_manifest(self._judge, name):
+                    continue
+                self._remember(name, check_directory(self._judge, name))
+        for reader in self.readers.values():
+            reader.files = frozenset(self.disk.files_below(_name_of(reader.step)))
+
+    def state_in_flight(self) -> str:
+        """The state of the checkpoint that the newest journal has in flight; ``absent`` if none."""
+        model = self.models.get(self.newest_epoch)
+        for state in reversed(list(model.states.values())) if model is not None else ():
+            if state not in ("quarantined", "pruned", "discarded"):
+                return state
+        return "absent"
+
+    def _remember(self, name: str, of: Attempt) -> None:
+        token = self.disk.find(name)
+        if token is not None:
+            self._complete[token] = of
+            self._files.update(self.disk.files_below(name))
+
+    # --------------------------------------------------------------------------- every change
+
+    def changed(self, process: str, now: float, method: str, path: str, other: str = "") -> None:
+        """``process`` has made this call, and it took effect."""
+        match method:
+            case "write" | "pwrite":
+                self._written(process, path)
+            case "fsync":
+                if _is_segment(path) and self._segment(path) == self._epochs.get(process):
+                    self._journaled(now, path)
+            case "rename":
+                self._renamed(process, path, other)
+            case "link":
+                if other.startswith(_EPOCH):
+                    epoch = int(other[len(_EPOCH) :])
+                    self._epochs[process] = epoch
+                    self.newest_epoch = max(self.newest_epoch, epoch)
+            case "unlink" | "rmdir":
+                self._removed(now, method, path)
+            case "mkdir" | "open_exclusive":
+                if path.startswith(STAGING) and path.count("/") == 2:
+                    self._require(process, path[len(STAGING) :], "requested", "make staging")
+                    self._effect(process, path)
+                elif path.startswith("iter_") and self._complete_at(path):
+                    raise RootBroken(f"I1: {path} is made in a published checkpoint")
+
+    def _written(self, process: str, path: str) -> None:
+        if _is_segment(path):
+            if self._segment(path) != self._epochs.get(process):
+                raise RootBroken(f"I9: {process} writes {path}, the journal of another epoch")
+        elif self._files and self.disk.find(path) in self._files:
+            raise RootBroken(f"I1: {path} of a published checkpoint is written")
+
+    def written_token(self, token: object, path: str) -> None:
+        """A file was written that may have been renamed since it was opened."""
+        if token in self._files:
+            raise RootBroken(f"I1: a late write into a published checkpoint (opened as {path})")
+
+    def _renamed(self, process: str, src: str, dst: str) -> None:
+        if dst == TRACKER:
+            self._effect(process, dst)
+            self._tracked(process)
+        elif src == TRACKER:
+            self._effect(process, src)
+            model = self._model(process)
+            if model is None or not (model.rolling_back and model.target is None):
+                raise RootBroken(f"I2: the tracker is moved to {dst} without a fresh start")
+        elif dst.startswith("iter_"):
+            if "/" not in dst:
+                self._published(process, src, dst)
+            elif dst.endswith(_MANIFEST):
+                self._effect(process, dst)
+                self._judge_complete(dst.partition("/")[0])
+            elif self._complete_at(dst):
+                raise RootBroken(f"I1: {dst} is renamed inside a published checkpoint")
+        elif src.startswith("iter_") and "/" not in src:
+            self._moved_away(process, src, dst)
+        elif src.startswith(STAGING) and dst.startswith(TRASH):
+            self._require(process, src[len(STAGING) :], "failed", "clean up")
+            self._effect(process, src)
+        if _RECEIPTS in dst and dst.endswith(".json") and ".tmp-" not in dst:
+            self._received(dst)
+
+    def _effect(self, process: str, path: str) -> None:
+        """I9: after a newer epoch exists, at most the one effect already checked may land."""
+        epoch = self._epochs.get(process, 0)
+        if epoch == 0:
+            return
+        self.effects += 1
+        if process not in self._looked:
+            raise RootBroken(
+                f"I9: {process} acts on {path}, its epoch unchecked since the last act"
+            )
+        self._looked.discard(process)
+        if epoch == self.newest_epoch:
+            return
+        key = (process, epoch)
+        self.late_effects[key] = self.late_effects.get(key, 0) + 1
+        found = re.search(r"\d+", path.removeprefix(PRIVATE))
+        step = int(found[0]) if found else None
+        if path == TRACKER:
+            step = self._tracker_states()[-1]
+        if step is not None:
+            self.touched.add(step)
+        if self.late_effects[key] > 1:
+            raise RootBroken(
+                f"I9: {process} of epoch {epoch} acts again on {path} after its fencing"
+            )
+
+    def _model(self, process: str) -> JournalModel | None:
+        return self.models.get(self._epochs.get(process, 0))
+
+    def _require(self, process: str, name: str, state: str, what: str) -> None:
+        """A command runs only after the transition that asks for it is in the journal."""
+        found = _ATTEMPT.match(name)
+        model = self._model(process)
+        if found is None or model is None:
+            raise RootBroken(f"I1: {process} does {what!r} of {name} without a journal")
+        of = (int(found[1]), int(found[2]), int(found[3]))
+        actual = model.states.get(of)
+        if actual != state:
+            raise RootBroken(f"I1: {what!r} of {name} while the journal says {actual}")
+
+    def _received(self, path: str) -> None:
+        """A receipt is the promise that all its files are durable (I3)."""
+        base = path.partition(_RECEIPTS)[0]
+        data = self.disk.content(self.disk.find(path))
+        for entry in json.loads(data or b"{}").get("files", []):
+            file = f"{base}/{entry['name']}"
+            token = self.disk.find(file)
+            if token is None or self.disk.unsettled(file) or self.disk.possible(file) != [token]:
+                raise RootBroken(f"I3: {path} is there, {file} is not durable")
+
+    # ------------------------------------------------------------------------------- published
+
+    def _published(self, process: str, src: str, dst: str) -> None:
+        if src.startswith(STAGING):
+            self._effect(process, src)
+            self._require(process, src[len(STAGING) :], "shards_written", "publish")
+        elif src.startswith(TRASH):
+            model = self._model(process)
+            name = src[len(TRASH) :]
+            found = _ATTEMPT.match(name)
+            of = (int(found[1]), int(found[2]), int(found[3])) if found else (-1, 0, 0)
+            if model is None or model.states.get(of) != "prunable":
+                raise RootBroken(f"I1: {name} comes back from the trash, not from prunable")
+        else:
+            raise RootBroken(f"I4: {src} is published as {dst}")
+        self._judge_complete(dst)
+
+    def _judge_complete(self, name: str) -> None:
+        self._remember(name, check_directory(self._judge, name))
+        volatile = self.disk.unsettled(name)
+        if self.in_place:  # the rename of the manifest is the commit; its fsync comes after it
+            volatile = [v for v in volatile if not v.startswith(f"{name}{_MANIFEST}")]
+        if volatile:
+            raise RootBroken(f"I4: {name} is published, {volatile[0]} is not durable")
+
+    def _complete_at(self, path: str) -> bool:
+        return self.disk.find(path.partition("/")[0]) in self._complete
+
+    # --------------------------------------------------------------------------------- tracker
+
+    def _tracker_states(self) -> list[int | None]:
+        """Every step that the tracker may name after a power loss; the present one is the last."""
+        contents = [self.disk.content(token) for token in self.disk.possible(TRACKER)]
+        return [int(c) if c is not None and c.isdigit() else None for c in contents]
+
+    def _tracked(self, process: str) -> None:
+        if self.disk.unsettled(TRACKER):
+            raise RootBroken("I2: the tracker's content is not durable under its name")
+        self.meddled = False
+        step = self._tracker_states()[-1]
+        if step is None:
+            raise RootBroken("I2: the tracker is no number")
+        if step in self.touched:
+            return
+        token = self.disk.find(_name_of(step))
+        if token is None:
+            raise RootBroken(f"I2: the tracker names {step}, which is not there")
+        if token not in self._complete:  # somebody had touched it when it was last looked at
+            self._judge_complete(_name_of(step))
+        if self.disk.possible(_name_of(step)) != [token]:
+            raise RootBroken(f"I2: the tracker names {step}, whose name is not durable")
+        model = self._model(process)
+        newest = max(model.steps("finalized", "tracked"), default=None) if model else None
+        if model is not None and model.rolling_back and model.target == step:
+            return
+        if step != newest:
+            raise RootBroken(f"I2: the tracker goes to {step}, the journal's newest is {newest}")
+
+    # --------------------------------------------------------------------------------- removal
+
+    def _moved_away(self, process: str, src: str, dst: str) -> None:
+        """I1, I7: from its name only to the trash if prunable, or to quarantine if withdrawn."""
+        step = int(src[len("iter_") :])
+        self._effect(process, src)
+        if step in self.touched and self._epochs.get(process) != self.newest_epoch:
+            return
+        token = self.disk.find(dst)
+        of = self._complete.get(token)
+        model = self._model(process)
+        state = model.states.get(of) if model is not None and of is not None else None
+        if of is None or step in self.damaged or step in self.touched:
+            return  # never was a complete one of ours, or is damaged: recovery's to judge
+        if dst.startswith(TRASH):
+            if state != "prunable":
+                raise RootBroken(f"I1: {src} goes to the trash, the journal says {state}")
+            self._aside[of] = dst
+            if self.disk.find(f".ckptfsm/pins/{step}.json") is not None:
+                raise RootBroken(f"I7: {src} is pinned and goes to the trash")
+        elif state not in ("quarantined", "failed"):  # failed: a fenced one published it late
+            raise RootBroken(f"I1: {src} goes to {dst}, the journal says {state}")
+        self._check_named(src, step)
+
+    def _check_named(self, what: str, step: int) -> None:
+        """No tracker that a power loss may leave names what is being moved away (I2, I7)."""
+        said = self._tracker_states()
+        model = self.models.get(self.newest_epoch)
+        afresh = model is not None and model.rolling_back and model.target is None
+        if step in said or (None in said and self.acknowledged and not (afresh or self.meddled)):
+            raise RootBroken(f"I7: {what} is moved away while the tracker may name {said}")
+
+    def _removed(self, now: float, method: str, path: str) -> None:
+        if path.startswith(TRASH):
+            self._deleted(path, now)
+        elif path.startswith("iter_") and self._complete_at(path):
+            raise RootBroken(f"I1: {path} is deleted in a published checkpoint")
+        elif path == TRACKER:
+            raise RootBroken("I2: the tracker is deleted")
+
+    def deleting(self, token: object, path: str, now: float) -> None:
+        """A file is about to be deleted: nobody may be reading it under a lease (F27)."""
+        for name, lease in self.readers.items():
+            if token in lease.files and now < lease.until and path.startswith(TRASH):
+                raise RootBroken(f"I7: {path} is deleted while {name} reads step {lease.step}")
+
+    def _deleted(self, path: str, now: float) -> None:
+        """Its published name must be gone durably first, or a gutted one would come back."""
+        top = path[len(TRASH) :].partition("/")[0]
+        token = self.disk.find(TRASH + top)
+        found = _ATTEMPT.match(top)
+        if token is not None and found is not None:
+            name = _name_of(int(found[1]))
+            if token in self.disk.possible(name):
+                raise RootBroken(f"I4: {path} is deleted, a power loss brings back a gutted {name}")
+
+    # --------------------------------------------------------------------------------- journal
+
+    def _segment(self, path: str) -> int:
+        return int(path[len(_JOURNAL) : -len(".ndjson")])
+
+    def _journaled(self, now: float, path: str) -> None:
+        """Records became durable: take them in, and judge what each of them says has happened."""
+        data = self.disk.content(self.disk.find(path)) or b""
+        offset = self._parsed.get(path, 0)
+        epoch = self._segment(path)
+        while (end := data.find(b"\n", offset)) > offset:
+            try:
+                line = json.loads(data[offset:end])["record"]
+            except ValueError:
+                break  # what a failed write has left there, to be written over
+            offset = end + 1
+            self._take_record(epoch, now, line)
+        self._parsed[path] = offset
+
+    def _take_record(self, epoch: int, now: float, record: Mapping[str, Any]) -> None:
+        kind = record["type"]
+        if kind == "segment_opened":
+            model = self.models[epoch] = JournalModel()
+            model.rolling_back = record["rolling_back"]
+            model.target = record["rolling_back_to"]
+            for entry in record["checkpoints"]:
+                of = (entry["step"], entry["epoch"], entry["attempt"])
+                model.states[of] = entry["state"]
+                if entry["in_place"]:
+                    model.in_place.add(of)
+            return
+        model = self.models.setdefault(epoch, JournalModel())
+        if kind == "rollback_started":
+            model.rolling_back, model.target = True, record["to_step"]
+            safe = {s for s in self.acknowledged if model.target is not None and s <= model.target}
+            self.acknowledged = safe
+        elif kind == "rollback_finished":
+            model.rolling_back = False
+        elif kind == "transition":
+            self._take_transition(model, now, record, newest=epoch == self.newest_epoch)
+
+    def _take_transition(
+        self, model: JournalModel, now: float, record: Mapping[str, Any], *, newest: bool
+    ) -> None:
+        of = (record["step"], record["epoch"], record["attempt"])
+        state = record["dest"]
+        model.states.pop(of, None)  # the last one that moved comes last
+        model.states[of] = state
+        if record["created"] is not None and record["created"]["in_place"]:
+            model.in_place.add(of)
+        if not newest or of[0] in self.touched:
+            return
+        step, name = of[0], _name_of(of[0])
+        token = self.disk.find(name)
+        if state == "shards_written":
+            where = name if of in model.in_place else STAGING + _attempt_name(of)
+            volatile = self.disk.unsettled(where)
+            if of in model.in_place:  # what finalizers leave comes later, a rival's too
+                volatile = [v for v in volatile if "metadata" not in v]
+            if volatile:
+                raise RootBroken(f"I3: {of} is shards_written, {volatile[0]} is not durable")
+        elif state == "finalized":
+            volatile = self.disk.unsettled(name)
+            if volatile:
+                raise RootBroken(
+                    f"I4: {of} is journaled as finalized, {volatile[0]} is not durable"
+                )
+            if self.disk.possible(name) != [token]:
+                raise RootBroken(f"I4: {of} is journaled as finalized, its name is not durable")
+            if token in self.disk.possible(STAGING + _attempt_name(of)):
+                raise RootBroken(f"I4: {of} is journaled as finalized, and may be back in staging")
+        elif state == "tracked" and record["source"] == "finalized":
+            if set(self._tracker_states()) != {step}:
+                raise RootBroken(f"I2: {of} is journaled as tracked, the tracker may be another")
+        elif state == "pruned":
+            self.acknowledged.discard(step)  # a newer one is tracked: that is judged at its move
+            self._judge_pruned(of, now)
+        elif state == "quarantined":
+            self._judge_withdrawn(step, record["reason"])
+
+    def _judge_pruned(self, of: Attempt, now: float) -> None:
+        for token in self.disk.possible(_name_of(of[0])):
+            if token is not None and self._complete.get(token) == of:
+                raise RootBroken(f"I4: {of} is journaled as pruned, a power loss brings it back")
+        aside = self._aside.pop(of, None)
+        if aside is not None and self.disk.possible(aside) != [self.disk.find(aside)]:
+            raise RootBroken(f"I4: {of} is journaled as pruned, {aside} is not durable")
+        for name, lease in self.readers.items():
+            if lease.step == of[0] and now < lease.until:
+                raise RootBroken(f"I7: step {of[0]} is pruned while {name} reads it")
+
+    def _judge_withdrawn(self, step: int, reason: str) -> None:
+        """Only a rollback or real damage takes a checkpoint out of service (I2)."""
+        self.acknowledged.discard(step)
+        if reason == "damaged" and step not in self.damaged and step not in self.touched:
+            raise RootBroken(f"I2: step {step} is withdrawn as damaged, and nobody damaged it")
+
+
+def _is_step_of(name: str, steps: Collection[int]) -> bool:
+    digits = name.removeprefix("iter_")
+    return digits.isdigit() and int(digits) in steps
+
+
+def _name_of(step: int) -> str:
+    return f"iter_{step:07d}"
+
+
+def _attempt_name(of: Attempt) -> str:
+    return f"{of[0]}.e{of[1]}.a{of[2]}"

@@ -1,0 +1,10 @@
+"""Deterministic simulation of whole jobs: ``simulate(seed)`` is one run, the same every time.
+
+Ranks, coordinator, writers, restarts, rival trainers and readers run the production code on a simulated
+clock, network and file system. See ``run`` for a run, ``faults`` and ``damage`` for what goes wrong.
+"""
+
+from ckptfsm.testing.sim.run import Run, simulate
+from ckptfsm.testing.sim.world import SimulationFailed
+
+__all__ = ["Run", "SimulationFailed", "simulate"]

@@ -1,0 +1,200 @@
+"""What people and sick machines do to a root between two jobs: F17 to F21, F16, F30.
+
+Rules: whatever is damaged on purpose is told to the ``Watch``; another valid checkpoint is always left,
+so that a fall-back exists. Damage that a restart must refuse is undone by ``Site`` before the end.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+
+from ckptfsm.testing.invariants import TRACKER
+from ckptfsm.testing.sim.site import Site
+
+_STRAY = "iter_0900000"
+
+
+def meddle(site: Site) -> None:
+    """Do one thing to the root."""
+    choices: tuple[Callable[[Site], None], ...] = (
+        tear_tracker,
+        edit_tracker,
+        damage_step,
+        damage_step,
+        tear_journal,
+        lose_tail,
+        lose_journal,
+        write_after_seal,
+        plant_stray,
+    )
+    site.world.random.choice(choices)(site)
+
+
+def _steps(site: Site) -> list[int]:
+    """The sound published steps, by name; in place, only what has its manifest is published."""
+    disk = site.world.disk
+    names = [n for n in disk.listed("") if n.startswith("iter_") and n != _STRAY]
+    steps = [int(n[5:]) for n in names if disk.find(f"{n}/.ckptfsm/manifest.json") is not None]
+    return [step for step in steps if step not in site.watch.damaged | site.watch.touched]
+
+
+def tear_tracker(site: Site) -> None:
+    """F18."""
+    if site.world.disk.find(TRACKER) is not None and site.watch.floor() is not None:
+        site.count("F18")
+        word = site.world.random.choice((b"", b"12x", b"\0\0\0", b"release", b"-5", b"9" * 30))
+        _write_tracker(site, word)
+
+
+def edit_tracker(site: Site) -> None:
+    """F17, F19: a hand-edited tracker, at an older step or one that is not there."""
+    steps = _steps(site)
+    if site.watch.floor() is not None and steps:
+        site.count("F19")
+        step = site.world.random.choice((*steps, max(steps) + 70))
+        _write_tracker(site, b"%d\n" % step)
+
+
+def _write_tracker(site: Site, data: bytes) -> None:
+    site.world.note("SOMEBODY", "tracker", repr(data))
+    site.world.disk.overwrite(TRACKER, data)
+    site.watch.meddled = True
+
+
+def damage_step(site: Site) -> None:
+    """F19, F21: one checkpoint is gutted, flipped, truncated, given a shard too many, or removed."""
+    steps, choose, disk = _steps(site), site.world.random, site.world.disk
+    floor = site.watch.floor()
+    if len(steps) < 2 or floor is None:
+        return
+    step = choose.choice([s for s in steps if s != min(steps)])
+    directory = f"iter_{step:07d}"
+    shard = f"{directory}/__0_0.distcp"
+    data = disk.content(disk.find(shard))
+    how = choose.choice(("flip", "truncate", "missing", "extra", "gone", "manifest"))
+    if data is None:
+        how = "gone"
+    site.count("F19" if how == "gone" else "F21")
+    site.world.note("SOMEBODY", "damages", directory, how)
+    site.watch.damaged.add(step)
+    match how:
+        case "flip" if data is not None:
+            place = choose.randrange(len(data))
+            disk.overwrite(shard, data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        case "truncate" if data is not None:
+            disk.overwrite(shard, data[: choose.randrange(len(data))])
+        case "missing":
+            disk.uproot(shard)
+        case "extra":
+            disk.overwrite(f"{directory}/__9_0.distcp", b"more")
+        case "manifest":
+            disk.overwrite(f"{directory}/.ckptfsm/manifest.json", b"{")
+        case _:
+            disk.uproot(directory)
+
+
+def _segments(site: Site) -> list[str]:
+    found = site.world.disk.listed(".ckptfsm/journal")
+    return [f".ckptfsm/journal/{name}" for name in found if name.endswith(".ndjson")]
+
+
+def tear_journal(site: Site) -> None:
+    """F20: a torn record at the end of the newest segment."""
+    segments = _segments(site)
+    if segments:
+        disk = site.world.disk
+        data = disk.content(disk.find(segments[-1])) or b""
+        end = len(data.rstrip(b"\n")) + 1
+        if end > 1:
+            site.count("F20")
+            site.world.note("SOMEBODY", "tears", segments[-1])
+            disk.overwrite(segments[-1], data[:end] + b'{"crc":"0000' + data[end + 12 :])
+
+
+def lose_tail(site: Site) -> None:
+    """F20: a disk that lost the last records; what they were about must be told from the disk."""
+    segments = _segments(site)
+    if not segments or site.watch.floor() is None:
+        return
+    disk, choose = site.world.disk, site.world.random
+    data = disk.content(disk.find(segments[-1])) or b""
+    lines = data.rstrip(b"\n").split(b"\n")
+    lost = min(1 + choose.randrange(4), len(lines) - 1)
+    kept = b"".join(line + b"\n" for line in lines[: len(lines) - lost])
+    whole = [line for line in lines[len(lines) - lost :] if line.endswith(b"}}")]  # not a torn one
+    steps = {json.loads(line)["record"].get("step") for line in whole}
+    if lost < 1 or steps - {None} >= set(_steps(site)):
+        return  # another one is to be left
+    site.count("F20")
+    site.world.note("SOMEBODY", "loses the tail", segments[-1], str(lost))
+    site.meddled = True
+    site.watch.damaged |= {step for step in steps if step is not None}
+    disk.overwrite(segments[-1], kept + b"\n" * (len(data) - len(kept)))
+
+
+def lose_journal(site: Site) -> None:
+    """F26: the private directory is gone, as after a copy of the steps: they are adopted."""
+    disk = site.world.disk
+    if site.watch.floor() is None or site.watch.damaged or disk.find(".ckptfsm") is None:
+        return
+    site.count("F26")
+    site.world.note("SOMEBODY", "removes", ".ckptfsm")
+    site.meddled = True
+    disk.uproot(".ckptfsm")
+    site.watch.began_anew()
+
+
+def spoil_journal(site: Site) -> Callable[[], None] | None:
+    """F20, F34: damage that must be refused, with nothing changed. Returns what undoes it."""
+    segments = _segments(site)
+    disk, choose = site.world.disk, site.world.random
+    path = segments[-1] if segments else ""
+    data = disk.content(disk.find(path)) or b""
+    lines = data.rstrip(b"\n").split(b"\n")
+    if len(lines) < 3:
+        return None
+    if choose.random() < 0.5:
+        site.count("F20")
+        place = choose.randrange(1, len(lines[0]))
+        spoiled = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+    else:
+        site.count("F34")
+        record = lines[0][lines[0].index(b'"record":') + 9 : -1]
+        record = record.replace(b'"schema_version":1', b'"schema_version":2', 1)
+        line = b'{"crc":"%08x","record":%s}' % (zlib.crc32(record), record)
+        spoiled = line + data[len(lines[0]) :]
+    site.world.note("SOMEBODY", "spoils", path)
+    disk.overwrite(path, spoiled)
+    return lambda: disk.overwrite(path, data)
+
+
+def write_after_seal(site: Site) -> None:
+    """F20: a zombie's bytes in a segment that is sealed."""
+    segments = _segments(site)
+    if len(segments) > 1:
+        disk = site.world.disk
+        data = disk.content(disk.find(segments[0])) or b""
+        end = len(data.rstrip(b"\n")) + 1
+        site.count("F20")
+        site.world.note("SOMEBODY", "writes after the seal", segments[0])
+        disk.overwrite(segments[0], data[:end] + b"zombie\n" + data[end + 7 :])
+
+
+def plant_stray(site: Site) -> None:
+    """F16, F30: a link, a mount or a stranger's directory at names of ours."""
+    disk = site.world.disk
+    if site.watch.floor() is None or disk.find(_STRAY) is not None:
+        return
+    site.count("F16")
+    site.count("F30")
+    site.world.note("SOMEBODY", "plants", _STRAY)
+    site.watch.damaged.add(int(_STRAY[5:]))
+    how = site.world.random.randrange(3)
+    if how == 0:
+        disk.plant_symlink(_STRAY, "/etc")
+    elif how == 1:
+        disk.plant_mount(_STRAY)
+    else:
+        disk.plant_file(_STRAY, b"not a directory")

@@ -1,0 +1,443 @@
+"""What runs in a simulated world: a training job of several ranks, and readers beside it.
+
+Rules: a trainer only uses the public ``Manager``; all its ranks follow one script, drawn before the job
+starts, as SPMD programs do. What a rank may expect from the library is checked where it happens; what
+ends a rank ends its process, and its peers must notice (I10).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptfsm.config import CheckpointConfig
+from ckptfsm.documents import TransitionRecord
+from ckptfsm.errors import (
+    CkptFsmError,
+    DamagedRoot,
+    DeadlineExceeded,
+    Fenced,
+    IllegalTransition,
+    OutcomeUnknown,
+    RestoreFailed,
+    RootBusy,
+    SaveFailed,
+    SaveRefused,
+    StepNotFoundError,
+    StorageError,
+)
+from ckptfsm.handle import SaveHandle
+from ckptfsm.lifecycle import State
+from ckptfsm.manager import Manager
+from ckptfsm.messages import Event
+from ckptfsm.readers import ReaderLease
+from ckptfsm.testing.invariants import RootBroken, check_directory
+from ckptfsm.testing.sim.ports import (
+    WorldDriver,
+    WorldGroup,
+    WorldRequest,
+    WorldTransport,
+    world_ports,
+)
+from ckptfsm.testing.sim.site import Site
+from ckptfsm.testing.sim.storage import WorldStorage
+from ckptfsm.testing.sim.world import Process, Task
+
+_STEP_S = 0.3
+_GOES_ON = (SaveRefused, SaveFailed, StepNotFoundError)
+_OPS = (
+    ("save", 40),
+    ("train", 14),
+    ("wait", 7),
+    ("again", 3),
+    ("restore", 6),
+    ("pin", 6),
+    ("unpin", 4),
+    ("delete", 5),
+    ("rollback", 4),
+    ("ask", 2),
+    ("idle", 2),
+)
+_NAMES = tuple(name for name, _ in _OPS)
+_WEIGHTS = tuple(weight for _, weight in _OPS)
+LAYOUTS = ("state", "parts", "file", "foreign")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One line of a script. ``number`` in [0, 1) is the op's own; ``fails`` is (rank, call)."""
+
+    name: str
+    number: float
+    fails: tuple[int, str] | None = None
+
+
+def draw_script(choose: random.Random, length: int, world_size: int, faulty: bool) -> list[Op]:
+    """What a trainer does, in order."""
+    script = []
+    for name in choose.choices(_NAMES, _WEIGHTS, k=length):
+        fails = None
+        if faulty and choose.random() < 0.08:
+            fails = (
+                choose.randrange(world_size),
+                choose.choice(("draft", "merge", "stage", "finalize")),
+            )
+        script.append(Op(name, choose.random(), fails))
+    return script
+
+
+@dataclass
+class Job:
+    """One run of a trainer: ``world_size`` processes that share a script.
+
+    ``ending``: ``close``, ``abandon`` (an exception leaves the trainer) or ``die`` (the process just
+    ends). After it, ``errors`` has what opening or leaving raised, by rank; ``opened`` the latest step
+    found.
+    """
+
+    site: Site
+    number: int
+    world_size: int
+    config: CheckpointConfig
+    script: list[Op]
+    ending: str = "close"
+    layout: str = "state"
+    hosts: tuple[str, ...] = ("a",)
+    hooks_raise: bool = False
+    sent: list[Event] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
+    tasks: list[Task] = field(default_factory=list)
+    errors: dict[int, CkptFsmError] = field(default_factory=dict)
+    opened: dict[int, int | None] = field(default_factory=dict)
+    reports: list[Any] = field(default_factory=list)
+
+    def start(self) -> Job:
+        world = self.site.world
+        group = WorldGroup(self.site, self.world_size, self.config.exchange_timeout_s)
+        for rank in range(self.world_size):
+            host = self.hosts[rank % len(self.hosts)]
+            name = f"j{self.number}r{rank}"
+            process = world.process(name, host, role="trainer")
+            process.at_death = _leaver(group, rank)
+            self.processes.append(process)
+            trainer = Trainer(self, rank, process, group)
+            self.tasks.append(world.spawn(process, name, trainer.main))
+        return self
+
+    @property
+    def done(self) -> bool:
+        return all(task.done for task in self.tasks)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait (in simulated time) for all ranks to end."""
+        deadline = self.site.world.now + timeout_s
+        return all(
+            self.site.world.join(task, max(0.0, deadline - self.site.world.now))
+            for task in self.tasks
+        )
+
+    def kill(self) -> None:
+        """SIGKILL of every rank."""
+        for process in self.processes:
+            self.site.kill(process)
+
+
+def _leaver(group: WorldGroup, rank: int) -> Callable[[], None]:
+    return lambda: group.leave(rank)
+
+
+class Trainer:
+    """One rank of a job."""
+
+    def __init__(self, job: Job, rank: int, process: Process, group: WorldGroup) -> None:
+        self.job = job
+        self.site = job.site
+        self.rank = rank
+        self.process = process
+        self.handles: list[SaveHandle] = []
+        self.step = 0
+        transport = WorldTransport(group, rank, process, job.sent)
+        self.ports = world_ports(self.site, process, transport)
+        self.manager: Manager
+
+    @property
+    def newest(self) -> bool:
+        """True if no other job has taken the root over."""
+        watch = self.site.watch
+        return watch.epoch_of(self.job.processes[0].name) == watch.newest_epoch
+
+    def main(self) -> None:
+        """The whole life of the process; it ends with it, whatever happened."""
+        try:
+            self._live()
+        except CkptFsmError as error:
+            self._note_error(error)
+        self.site.kill(self.process)
+
+    def _note_error(self, error: CkptFsmError) -> None:
+        self.site.world.note(self.process.name, "ERROR", type(error).__name__, error.message)
+        bug = isinstance(error, IllegalTransition)
+        self.site.check(not bug, "I11", f"{self.process.name}: {error}")
+        self.job.errors[self.rank] = error
+
+    def _live(self) -> None:
+        site, floor = self.site, self.site.watch.floor()
+        try:
+            self.manager = Manager(self.ports, self.job.config, (self._hook,))
+        except DamagedRoot as error:
+            fenced = site.watch.epoch_of(self.process.name) not in (0, site.watch.newest_epoch)
+            innocent = not (site.watch.damaged or site.watch.touched or site.meddled or fenced)
+            site.check(not innocent, "I8", f"{self.process.name} cannot open: {error}")
+            raise
+        except RootBusy:
+            if self.rank == 0:
+                site.count("F12")
+                site.count("F32")
+            raise
+        if self.rank == 0:
+            site.count("F14")  # its wall clock jumps at every look
+            if self.job.config.takeover:
+                site.count("F12")
+            if self.job.number > 1:
+                site.count("F26")
+        manager = self.manager
+        self.job.opened[self.rank] = manager.latest_step()
+        self.job.reports.append(manager.recovery)
+        self._check_latest(floor)
+        self.step = manager.latest_step() or 0
+        try:
+            for op in self.job.script:
+                self._do(op)
+            self._leave()
+        except CkptFsmError as error:
+            self._note_error(error)
+            self._check_patience(error)
+            manager.abandon()
+
+    def _check_latest(self, floor: int | None) -> None:
+        """I2: what was acknowledged before the start is there, unless somebody changed it since."""
+        now = self.site.watch.floor()
+        expected = floor if now is not None and floor is not None and now >= floor else now
+        latest = self.manager.latest_step()
+        fine = expected is None or (latest is not None and latest >= expected) or not self.newest
+        self.site.check(fine, "I2", f"{self.process.name} resumes from {latest}, not {expected}")
+
+    def _check_patience(self, error: CkptFsmError) -> None:
+        """I10: on a disk that answers, nothing takes so long."""
+        late = isinstance(error, DeadlineExceeded) and self.site.patient
+        self.site.check(not late, "I10", f"{self.process.name}: {error}")
+
+    def _leave(self) -> None:
+        ending = self.job.ending
+        if ending == "close":
+            self.manager.close()
+            undone = [h for h in self.handles if not h.done]
+            self.site.check(not undone, "I10", f"closed, but {undone} is not done")
+        elif ending == "abandon":
+            if any(not h.done for h in self.handles):
+                self.site.count("F25")
+            self.manager.abandon()
+
+    def _hook(self, record: TransitionRecord) -> None:
+        """The user's hook: what the trainer is told; sometimes it raises (F24)."""
+        if record.dest is State.TRACKED and record.source is State.FINALIZED:
+            try:
+                self.site.watch.acknowledge(self.job.processes[0].name, record.step)
+            except RootBroken as broken:
+                self.site.stop(broken)
+        if self.job.hooks_raise:
+            self.site.count("F24")
+            raise RuntimeError("a user's hook")
+
+    # ------------------------------------------------------------------------------------- ops
+
+    def _do(self, op: Op) -> None:
+        if op.fails is not None and op.fails[0] == self.rank:
+            driver = self.ports.driver
+            assert isinstance(driver, WorldDriver)
+            driver.strike(op.fails[1])
+        work = getattr(self, f"_op_{op.name}")
+        try:
+            work(op.number)
+        except _GOES_ON as error:
+            self._goes_on(error)
+        except StorageError as error:
+            if isinstance(error, OutcomeUnknown) or op.name == "restore":
+                raise
+            self._goes_on(error)
+
+    def _goes_on(self, error: CkptFsmError) -> None:
+        self.site.world.note(self.process.name, "REFUSED", type(error).__name__, error.message)
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return {"step": step, "token": f"{self.job.number}.{self.rank}"}
+
+    def _op_save(self, number: float) -> None:
+        self._save(max(self.step, self.manager.latest_step() or 0) + 1 + int(number * 3), number)
+
+    def _op_again(self, number: float) -> None:
+        """F15: the same step, or one before."""
+        if self.rank == 0:
+            self.site.count("F15")
+        self._save(max(self.step - int(number * 2), 0), number)
+
+    def _save(self, step: int, number: float) -> None:
+        state = self._state(step)
+        manager = self.manager
+        metrics = {"loss": 1.0 + number}
+        self.step = step
+        if self.handles and not self.handles[-1].done and self.rank == 0:
+            self.site.count("F22")
+        if self.job.layout == "state":
+            handle = manager.save(step, state, metrics=metrics)
+        elif self.job.layout == "foreign":
+            request = WorldRequest(b"", state=state)
+            handle = manager.save(step, parts={"state": request}, metrics=metrics)
+        else:
+            if self.rank == 0:
+                self.site.count("F23")
+            second: Any = b"tokens" if self.job.layout == "file" else dict(state)
+            handle = manager.save(step, parts={"state": state, "extra": second}, metrics=metrics)
+        state["step"] = -1  # training goes on and changes it
+        self.handles.append(handle)
+        self._train(1 + int(number * 4))
+
+    def _op_train(self, number: float) -> None:
+        self._train(1 + int(number * 8))
+
+    def _train(self, count: int) -> None:
+        for _ in range(count):
+            self.site.world.sleep(_STEP_S * (0.5 + self.site.world.random.random()))
+            self._poll()
+
+    def _poll(self) -> None:
+        try:
+            self.manager.poll()
+        except _GOES_ON as error:
+            self._goes_on(error)
+
+    def _op_idle(self, number: float) -> None:
+        """F28: a trainer that does not poll; it is told so."""
+        self.site.world.sleep(_STEP_S)
+        if self.handles and not self.handles[-1].done and self.rank == 0:
+            self.site.count("F28")
+        self.manager.should_save(self.step + 60)
+
+    def _op_wait(self, number: float) -> None:
+        self.manager.wait_until_finished()
+
+    def _op_ask(self, number: float) -> None:
+        """A save that is asked for by one rank and agreed on by all."""
+        if self.rank == 0:
+            self.manager.request_save()
+        for _ in range(4):
+            self._train(1)
+            if self.manager.should_save(self.step + 1):
+                self._save(max(self.step, self.manager.latest_step() or 0) + 1, number)
+                return
+
+    def _pick(self, number: float) -> int | None:
+        steps = self.manager.all_steps()
+        return steps[int(number * len(steps))] if steps else None
+
+    def _op_pin(self, number: float) -> None:
+        step = self._pick(number)
+        if step is not None:
+            self.manager.pin(step, "simulated")
+
+    def _op_unpin(self, number: float) -> None:
+        step = self._pick(number)
+        if step is not None:
+            self.manager.unpin(step)
+
+    def _op_delete(self, number: float) -> None:
+        step = self._pick(number)
+        if step is not None:
+            self.manager.delete(step)
+
+    def _op_rollback(self, number: float) -> None:
+        step = self._pick(number)
+        if step is not None:
+            self.manager.rollback(step)
+            self.step = step
+            self.site.check(
+                self.manager.latest_step() == step, "I2", f"rolled back to {step}, not there"
+            )
+
+    def _op_restore(self, number: float) -> None:
+        floor = self.site.watch.floor()
+        template: Mapping[str, Any] = {"step": None, "token": None}
+        try:
+            restored = self.manager.restore(parts={"state": template})
+        except (Fenced, OutcomeUnknown, RestoreFailed):
+            raise
+        except DamagedRoot as error:
+            site = self.site
+            fine = site.watch.damaged or site.watch.touched or site.meddled
+            site.check(fine, "I2", f"{self.process.name}: {error}")
+            raise
+        if restored is None:
+            fine = floor is None or self.site.watch.floor() is None or not self.newest
+            self.site.check(fine, "I8", f"nothing to restore, {floor} was acknowledged")
+            return
+        state = restored.parts["state"]
+        fine = state["step"] == restored.step and state["token"].endswith(f".{self.rank}")
+        self.site.check(fine, "I5", f"step {restored.step} restored as {state}")
+        self._check_latest(floor)
+
+
+@dataclass
+class Reader:
+    """F27: an evaluator in a process of its own: leases a step and reads every file of it."""
+
+    site: Site
+    name: str
+    delay_s: float
+    renew_within_s: float
+    rounds: int = 4
+
+    def start(self) -> Reader:
+        process = self.site.world.process(self.name, role="reader")
+        self.site.world.spawn(process, self.name, lambda: self._main(process))
+        return self
+
+    def _main(self, process: Process) -> None:
+        world = self.site.world
+        storage = WorldStorage(self.site, process)
+        for _ in range(self.rounds):
+            world.sleep(world.random.random() * self.delay_s)
+            try:
+                listed = storage.listdir("")
+                names = [n for n in listed if n.startswith("iter_") and n[5:].isdigit()]
+                if names:  # mostly the oldest: it is the next to be pruned
+                    index = world.random.randrange(len(names)) if world.random.random() < 0.3 else 0
+                    self._read(storage, int(names[index][5:]))
+            except (OSError, CkptFsmError) as error:  # told, whatever it is: a reader may give up
+                world.note(self.name, "GAVE UP", type(error).__name__)
+            finally:
+                self.site.watch.returned(self.name)
+        self.site.kill(process)
+
+    def _read(self, storage: WorldStorage, step: int) -> None:
+        world, watch = self.site.world, self.site.watch
+        lease = ReaderLease("/sim", step, storage=storage, nonce=self.name)
+        with lease:
+            self.site.count("F27")
+            try:
+                watch.granted(self.name, step, world.now + self.renew_within_s)
+            except RootBroken as broken:
+                self.site.stop(broken)
+            if step in watch.damaged or step in watch.touched:
+                return
+            try:
+                check_directory(storage, f"iter_{step:07d}")
+            except RootBroken as broken:
+                # Loud is allowed (it was moved, or the disk is sick); silently wrong is not.
+                if isinstance(broken.__cause__, OSError):
+                    world.note(self.name, "UNREADABLE", str(broken))
+                else:
+                    self.site.stop(broken)
+            world.sleep(world.random.random() * self.delay_s)
+            watch.returned(self.name)

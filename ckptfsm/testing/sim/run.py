@@ -1,0 +1,286 @@
+"""One simulated run: jobs that follow one another on a root, and what happens to it in between.
+
+``simulate(seed)`` runs it and judges it. At the end everything is healed: a last job must open the
+root, resume from what was acknowledged, save, and leave nothing for the next recovery to do (I8).
+
+Rules: everything is drawn from the seed. Most runs are small, some are large.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import dataclass, field
+
+from ckptfsm.config import CheckpointConfig, make_config
+from ckptfsm.errors import DamagedRoot
+from ckptfsm.journal import read_history
+from ckptfsm.messages import Event
+from ckptfsm.retention import BestN, EveryNSteps, KeepAll, LatestN, Policy
+from ckptfsm.testing.coverage import Coverage
+from ckptfsm.testing.invariants import RootBroken, Watch
+from ckptfsm.testing.sim.damage import meddle, spoil_journal
+from ckptfsm.testing.sim.faults import Faults, draw_faults
+from ckptfsm.testing.sim.job import LAYOUTS, Job, Op, Reader, draw_script
+from ckptfsm.testing.sim.site import Site
+from ckptfsm.testing.sim.world import SimulationFailed, Task, World
+from ckptfsm.testing.simfs import SimStorage
+
+_LIMIT_S = 3000.0
+_READER_S = 40.0
+_LATE_S = 2.0
+POLICIES: tuple[Policy, ...] = (
+    KeepAll(),
+    LatestN(0),
+    LatestN(1),
+    LatestN(1),
+    LatestN(2),
+    EveryNSteps(2) | LatestN(1),
+    BestN("loss", 1) | LatestN(1),
+)
+_TIMES = {
+    "writer_timeout_s": 20.0,
+    "busy_timeout_s": 60.0,
+    "close_timeout_s": 60.0,
+    "exit_timeout_s": 5.0,
+    "effect_timeout_s": 30.0,
+    "exchange_timeout_s": 90.0,
+    "visibility_timeout_s": 3.0,
+    "reader_timeout_s": _READER_S,
+    "exchange_every": 3,
+}
+
+
+@dataclass
+class Run:
+    """What became of a run. ``failure`` is None if every promise held."""
+
+    seed: int
+    trace: str = ""
+    calls: int = 0
+    sim_seconds: float = 0.0
+    saves: int = 0
+    failure: SimulationFailed | None = None
+    tail: list[str] = field(default_factory=list)
+    coverage: Coverage = field(default_factory=Coverage)
+
+
+def simulate(
+    seed: int,
+    *,
+    retention: Policy | None = None,
+    coverage: Coverage | None = None,
+    tail: int = 60,
+    keep_tail: bool = False,
+) -> Run:
+    """Run one seed. ``retention`` is the policy under test; by default one is drawn per job.
+
+    Never raises for a broken promise: that is ``failure``, and ``tail`` has the last lines of the
+    trace then (always, with ``keep_tail``).
+    """
+    coverage = coverage if coverage is not None else Coverage()
+    scenario = Scenario(seed, retention, coverage)
+    world = scenario.site.world
+    failure = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            world.run(scenario.main)
+        except SimulationFailed as found:
+            failure = found
+    return Run(
+        seed,
+        world.trace_hash(),
+        len(world.history),
+        world.now,
+        len(scenario.site.watch.ever_acknowledged),
+        failure,
+        world.tail(tail) if failure is not None or keep_tail else [],
+        coverage,
+    )
+
+
+class Scenario:
+    """The jobs of one run, and the controller that starts and judges them."""
+
+    def __init__(self, seed: int, retention: Policy | None, coverage: Coverage) -> None:
+        world = World(seed)
+        choose = world.random
+        faults = draw_faults(choose)
+        self.layout = choose.choice(("state", "state", *LAYOUTS))
+        watch = Watch(world.disk, in_place=self.layout == "foreign")
+        self.site = Site(world, watch, faults, coverage)
+        self.site.switch = choose.choice((0.02, 0.1, 0.3, 0.6))
+        self.site.latency_s = choose.choice((0.0, 0.02, 0.1))
+        self.site.orphans = choose.choice((0.0, 0.3))
+        self.site.stale = choose.choice((0.0, 0.0, 0.3))
+        self.retention = retention
+        self.large = choose.random() < 0.04
+        self.rivals = choose.random() < 0.15
+        self.readers = choose.random() < 0.2
+        self.sent: list[Event] = []
+        self.numbers = 0
+        if choose.random() < 0.1:
+            world.disk.capacity = choose.choice((40_000, 60_000, 90_000))
+        world.disk.keeps_lost_data = choose.random() < 0.5
+        if not self.rivals and choose.random() < 0.1:
+            self.site.lag_s = _LATE_S
+        waits = faults.slow + faults.hang + faults.pause
+        self.site.patient = not waits and world.disk.capacity is None and not self.site.lag_s
+        process = world.process("control", "control", role="controller")
+        self.main: Task = world.spawn(process, "control", self._control)
+
+    # --------------------------------------------------------------------------------- the jobs
+
+    def _control(self) -> None:
+        choose = self.site.world.random
+        for _ in range(1 + choose.randrange(3) + 4 * self.large):
+            job = self._job().start()
+            rival = self._rival() if self.rivals and choose.random() < 0.6 else None
+            for _ in range(3 * self.readers):
+                self._start_reader()
+            self._interrupt(job)
+            for running in (job, rival):
+                if running is not None and not running.wait(_LIMIT_S):
+                    self._report_hang(running)
+            self._between()
+        self._finish()
+
+    def _report_hang(self, job: Job) -> None:
+        waiting = [task.name for task in job.tasks if not task.done]
+        self.site.stop(SimulationFailed("I10", f"{', '.join(waiting)} did not end in {_LIMIT_S} s"))
+
+    def _job(self, *, takeover: bool = False) -> Job:
+        choose = self.site.world.random
+        self.numbers += 1
+        world_size = choose.choice((1, 1, 2, 2, 3)) if not self.large else 3
+        length = 2 + choose.randrange(5) + 6 * self.large
+        return Job(
+            self.site,
+            self.numbers,
+            world_size,
+            self._config(choose, takeover),
+            draw_script(choose, length, world_size, choose.random() < 0.2),
+            choose.choice(("close", "close", "close", "abandon", "die")),
+            self.layout,
+            ("a", "b") if self.site.lag_s else ("a",),
+            choose.random() < 0.1,
+            self.sent,
+        )
+
+    def _config(self, choose: random.Random, takeover: bool) -> CheckpointConfig:
+        return make_config(
+            {
+                **_TIMES,
+                "retention": self.retention or choose.choice(POLICIES),
+                "on_busy": choose.choice(("wait", "wait", "skip", "raise")),
+                "on_failure": choose.choice(("raise", "warn", 1)),
+                "sync": choose.random() < 0.15,
+                "agree_when_idle": True,
+                "takeover": takeover,
+            }
+        )
+
+    def _rival(self) -> Job:
+        """F12: a second job on the same root, sometimes with the right to take it over."""
+        choose = self.site.world.random
+        self.site.world.sleep(choose.random() * 4)
+        return self._job(takeover=choose.random() < 0.7).start()
+
+    def _start_reader(self) -> None:
+        choose = self.site.world.random
+        self.numbers += 1
+        Reader(self.site, f"reader{self.numbers}", choose.random() * 2, _READER_S - 1).start()
+
+    def _interrupt(self, job: Job) -> None:
+        """Sometimes the whole job, or one rank of it, is killed at some time."""
+        choose = self.site.world.random
+        if choose.random() < 0.15:
+            self.site.world.sleep(choose.random() * 6)
+            if not job.done:
+                self.site.count("F2")
+                whole = choose.random() < 0.5
+                for process in job.processes if whole else (choose.choice(job.processes),):
+                    self.site.kill(process)
+
+    def _between(self) -> None:
+        """The root as it was left must be right; then somebody may do something to it."""
+        site, choose = self.site, self.site.world.random
+        try:
+            site.judge_root()
+        except RootBroken as broken:
+            site.stop(broken)
+        kind = choose.random()
+        if kind < 0.15:
+            site.count("F4")
+            site.lose_power()
+        elif kind < 0.35:
+            meddle(site)
+        elif kind < 0.38:
+            self._refused()
+
+    def _refused(self) -> None:
+        """Some damage must be refused, and nothing changed by the attempt (F20, F34)."""
+        site = self.site
+        undo = spoil_journal(site)
+        if undo is None:
+            return
+        before = site.world.disk.snapshot()
+        meddled, site.meddled = site.meddled, True
+        rates, site.faults = site.faults, Faults()
+        self.numbers += 1
+        job = Job(site, self.numbers, 1, make_config(_TIMES), [], layout=self.layout).start()
+        job.wait(_LIMIT_S)
+        error = job.errors.get(0)
+        site.check(isinstance(error, DamagedRoot), "I8", f"a spoiled journal is taken: {error}")
+        same = site.world.disk.snapshot() == before
+        site.check(same, "I8", "a spoiled journal was refused, and something was changed")
+        undo()
+        site.meddled, site.faults = meddled, rates
+
+    # --------------------------------------------------------------------------------- the end
+
+    def _finish(self) -> None:
+        """Heal everything: the root must open, resume, save and prune, and be at rest then."""
+        site, world = self.site, self.site.world
+        site.faults.heal()
+        world.disk.capacity = None
+        site.lag_s = site.stale = site.switch = 0.0
+        world.sleep(_READER_S * 4)
+        site.patient = True
+        floor = site.watch.floor()
+        first = self._last_job([Op("restore", 0.0), Op("save", 0.0), Op("wait", 0.0)])
+        if first is None:
+            return
+        fine = floor is None or first.opened[0] is not None
+        site.check(fine, "I2", f"the last job found nothing, {floor} was acknowledged")
+        newest = max(site.watch.acknowledged, default=None)
+        site.check(newest is not None, "I10", "nothing can be saved on a healed root")
+        second = self._last_job([])
+        assert second is not None
+        open_decisions = [d for d in second.reports[0].decisions if d.actions]
+        site.check(not open_decisions, "I8", f"a second recovery does {open_decisions}")
+        self._judge_end(newest)
+
+    def _last_job(self, script: list[Op]) -> Job | None:
+        """A job on a sound machine. None if the damage done to the root is beyond repair."""
+        self.numbers += 1
+        config = make_config({**_TIMES, "retention": LatestN(1), "on_failure": "raise"})
+        job = Job(self.site, self.numbers, 1, config, script, layout=self.layout).start()
+        if not job.wait(_LIMIT_S):
+            self._report_hang(job)
+        error = job.errors.get(0)
+        meddled = self.site.meddled or self.site.watch.touched or self.site.watch.damaged
+        if isinstance(error, DamagedRoot) and meddled:
+            return None
+        self.site.check(error is None, "I8", f"the last job ended with {error}")
+        return job
+
+    def _judge_end(self, newest: int | None) -> None:
+        site = self.site
+        try:
+            tracked = site.judge_root()
+        except RootBroken as broken:
+            site.stop(broken)
+        site.check(tracked == newest, "I2", f"the tracker says {tracked}, not {newest}")
+        read_history(SimStorage(site.world.disk, "judge"))  # I11: raises what the task reports

@@ -1,0 +1,208 @@
+"""Where a simulated run takes place: the world, what goes wrong in it, and who judges.
+
+Rules: whatever strikes is counted with the state of the checkpoint in flight. A violation stops the
+run where it is found: nothing of the code under test can swallow it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ckptfsm.lifecycle import State
+from ckptfsm.testing.coverage import Coverage
+from ckptfsm.testing.invariants import RootBroken, Watch, check_root
+from ckptfsm.testing.sim.faults import Faults, can_strike, number_of
+from ckptfsm.testing.sim.world import Process, SimulationFailed, World
+from ckptfsm.testing.simfs import ProcessDead, SimStorage
+
+_SLOW_S = 2.0
+_HANG_S = 40.0
+_PAUSE_S = 60.0
+_ORPHAN_S = 5.0
+
+
+@dataclass
+class Site:
+    """One run's world, judges and faults. ``switch``: how likely others run before a call,
+
+    for ``latency_s`` at most if that is not 0; ``lag_s``: how late names are seen on other hosts;
+    ``orphans``: how likely a writer outlives its trainer; ``stale``: how likely a report is late.
+    """
+
+    world: World
+    watch: Watch
+    faults: Faults
+    coverage: Coverage
+    switch: float = 0.2
+    latency_s: float = 0.0
+    lag_s: float = 0.0
+    orphans: float = 0.0
+    stale: float = 0.0
+    hidden: dict[str, tuple[str, float]] = field(default_factory=dict)
+    patient: bool = False
+    meddled: bool = False
+    power_losses: int = 0
+
+    def chance(self, probability: float) -> bool:
+        return probability > 0 and self.world.random.random() < probability
+
+    def struck(self, kind: str, method: str) -> None:
+        """Count a fault."""
+        number = number_of(kind, method)
+        if number:
+            self.count(number)
+
+    def count(self, number: str) -> None:
+        """Count fault ``number`` with the state of what is in flight."""
+        self.coverage.fault(number, State(self.watch.state_in_flight()))
+
+    # ------------------------------------------------------------------------------ every call
+
+    def before_call(self, owner: Process, method: str, path: str) -> str:
+        """Let others run, or let a fault strike. Returns the fault that the call is to show."""
+        world = self.world
+        if not owner.alive:
+            raise ProcessDead(owner.name)
+        mark = world.random.random()
+        if mark < self.switch:
+            if self.latency_s:
+                world.sleep(world.random.random() * self.latency_s)
+            else:
+                world.pause()
+            return ""
+        left = 1.0 - mark
+        if left > self.faults.total:
+            return ""
+        kind = self.faults.kind_at(left)
+        if not kind or kind == "short" or not can_strike(kind, method):
+            return ""
+        return self._strike(kind, owner, method)
+
+    def _strike(self, kind: str, owner: Process, method: str) -> str:
+        role = owner.role
+        if kind.startswith("kill_") and kind != f"kill_{role}":
+            return ""
+        self.struck(kind, method)
+        match kind:
+            case "slow":
+                self.world.sleep(self.world.random.random() * _SLOW_S)
+            case "hang":
+                self.world.note(owner.name, "HANGS", method)
+                self.world.sleep(_HANG_S * (0.5 + self.world.random.random()))
+            case "pause":
+                self.world.note(owner.name, "STOPPED")
+                owner.paused_until = self.world.now + _PAUSE_S * self.world.random.random()
+                self.world.pause()
+            case "kill_trainer" | "kill_writer" | "power":
+                after = "power_after" if kind == "power" else "kill_after"
+                if self.world.random.random() < 0.5:
+                    return after
+                self.strike_dead(owner, after)
+            case _:
+                return kind
+        return ""
+
+    def count_death(self) -> None:
+        """What a sudden death struck: F3 between publishing and tracker, F17 in a deletion, F33."""
+        state = self.watch.state_in_flight()
+        if state == "finalized":
+            self.count("F3")
+        elif state == "prunable":
+            self.count("F17")
+        elif not self.watch.ever_acknowledged:
+            self.count("F33")
+
+    def strike_dead(self, owner: Process, fault: str) -> None:
+        """The process (or the power) is gone at this very call."""
+        if owner.role == "trainer":
+            self.count_death()
+        if fault == "power_after":
+            self.lose_power()
+        else:
+            self.kill(owner)
+        raise ProcessDead(owner.name)
+
+    def judge(self, owner: Process, method: str, path: str, other: str) -> None:
+        """A call took effect: let the watch look."""
+        try:
+            self.watch.changed(owner.name, self.world.now, method, path, other)
+        except RootBroken as broken:
+            self.stop(broken)
+
+    def judge_token(self, token: object, path: str) -> None:
+        try:
+            self.watch.written_token(token, path)
+        except RootBroken as broken:
+            self.stop(broken)
+
+    def judge_deletion(self, token: object, path: str) -> None:
+        try:
+            self.watch.deleting(token, path, self.world.now)
+        except RootBroken as broken:
+            self.stop(broken)
+
+    def stop(self, broken: RootBroken | SimulationFailed) -> None:
+        """End the run here and now: the code under test must not go on, nor catch it."""
+        if isinstance(broken, RootBroken):
+            promise, _, what = str(broken).partition(": ")
+            broken = SimulationFailed(promise, what)
+        self.world.fail(broken)
+        self.world.hub.switch()
+
+    def check(self, holds: object, promise: str, what: str) -> None:
+        """A promise as a program sees it."""
+        if not holds:
+            self.stop(SimulationFailed(promise, what))
+
+    # --------------------------------------------------------------------------- sudden death
+
+    def kill(self, process: Process) -> None:
+        """SIGKILL. Its writers die with it, or (a kernel without the means) a moment later."""
+        self.world.kill(process)
+        for child in process.children:
+            if not child.alive:
+                continue
+            if self.chance(self.orphans):
+                self.count("F13")
+                self._kill_later(child)
+            else:
+                self.kill(child)
+
+    def _kill_later(self, orphan: Process) -> None:
+        reaper = self.world.process(f"{orphan.name}.reaper")
+
+        def reap() -> None:
+            self.world.sleep(self.world.random.random() * _ORPHAN_S)
+            self.kill(orphan)
+
+        self.world.spawn(reaper, reaper.name, reap)
+
+    def lose_power(self) -> None:
+        """Everything dies; what was not durable may be gone. Judged as a stock reader sees it."""
+        self.world.note("WORLD", "POWER LOSS")
+        self.power_losses += 1
+        for process in self.world.processes:
+            if process.role != "controller":
+                self.world.kill(process)
+        self.hidden.clear()
+        self.watch.readers.clear()
+        self.world.disk.crash(self.world.random)
+        try:
+            self.watch.powered_up()
+            self.judge_root()
+        except RootBroken as broken:
+            self.stop(broken)
+
+    def judge_root(self) -> int | None:
+        """The whole root, as it is now. Raises ``RootBroken``."""
+        if self.watch.meddled:
+            return None  # somebody else has written the tracker, and nobody has repaired it yet
+        ignore = self.watch.damaged | self.watch.touched
+        judge = SimStorage(self.world.disk, "judge")
+        return check_root(judge, self.watch.floor(), ignore, in_place=self.watch.in_place)
+
+    def hide(self, owner: Process, path: str) -> None:
+        """A name made on one host is seen late on the others (F9)."""
+        if owner.host != "a" and self.chance(0.5):
+            until = self.world.now + self.world.random.random() * self.lag_s
+            self.hidden[path] = (owner.host, until)

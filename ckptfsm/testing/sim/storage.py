@@ -1,0 +1,193 @@
+"""The storage of a simulated process: every call may be interleaved, struck by a fault, and is judged.
+
+Before a call others may run; a fault may make it fail, half-succeed, last, or be the last one of its
+process; after a call that changed something the ``Watch`` looks. Every call is a line of the trace.
+
+Rules: an error of a call says nothing about whether it happened. A ``close`` that reports an error has
+closed; a failed ``fsync`` has dropped what was not durable. Names that a process of another host has
+made may show up late in what is read (F9), never in what is changed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ckptfsm.ports import FileStat
+from ckptfsm.testing.sim.faults import READS, errno_for
+from ckptfsm.testing.sim.site import Site
+from ckptfsm.testing.sim.world import Process
+from ckptfsm.testing.simfs import ProcessDead, SimStorage
+
+T = TypeVar("T")
+_CREATES = frozenset({"open_exclusive", "mkdir", "rename", "link"})
+
+
+class WorldStorage(SimStorage):
+    """``Storage`` of one process of a ``Site``."""
+
+    def __init__(self, site: Site, owner: Process) -> None:
+        super().__init__(site.world.disk, owner.name)
+        self.site = site
+        self.owner = owner
+
+    # -- changing calls ------------------------------------------------------------------------
+
+    def open_exclusive(self, path: str) -> int:
+        return self._call("open_exclusive", super().open_exclusive, path)
+
+    def open_existing(self, path: str) -> int:
+        self._check_visible(path)
+        return self._call("open_existing", super().open_existing, path)
+
+    def write(self, handle: int, data: bytes | memoryview) -> int:
+        return self._write("write", handle, data, None)
+
+    def pwrite(self, handle: int, data: bytes | memoryview, offset: int) -> int:
+        return self._write("pwrite", handle, data, offset)
+
+    def fsync(self, handle: int) -> None:
+        self._call("fsync", super().fsync, handle)
+
+    def close(self, handle: int) -> None:
+        self._call("close", super().close, handle)
+
+    def rename(self, src: str, dst: str) -> None:
+        self._call("rename", super().rename, src, dst)
+
+    def link(self, src: str, dst: str) -> None:
+        self._call("link", super().link, src, dst)
+
+    def mkdir(self, path: str) -> None:
+        self._call("mkdir", super().mkdir, path)
+
+    def rmdir(self, path: str) -> None:
+        self._call("rmdir", super().rmdir, path)
+
+    def unlink(self, path: str) -> None:
+        self._call("unlink", super().unlink, path)
+
+    def fsync_dir(self, path: str) -> None:
+        self._call("fsync_dir", super().fsync_dir, path)
+
+    def try_lock(self, path: str) -> int | None:
+        return self._call("try_lock", super().try_lock, path)
+
+    def unlock(self, handle: int) -> None:
+        self._call("unlock", super().unlock, handle)
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def listdir(self, path: str) -> list[str]:
+        names = self._call("listdir", super().listdir, path)
+        if path == ".ckptfsm/lease":
+            self.site.watch.looked(self.owner.name)
+        if self.site.hidden:
+            prefix = f"{path}/" if path else ""
+            return [name for name in names if not self._is_hidden(prefix + name)]
+        return names
+
+    def stat(self, path: str) -> FileStat:
+        self._check_visible(path)
+        return self._call("stat", super().stat, path)
+
+    def read(self, path: str, limit: int) -> bytes:
+        self._check_visible(path)
+        return self._call("read", super().read, path, limit)
+
+    def digest(self, path: str) -> str:
+        self._check_visible(path)
+        return self._call("digest", super().digest, path)
+
+    def free_bytes(self) -> int:
+        return self._call("free_bytes", super().free_bytes)
+
+    # -- one call ------------------------------------------------------------------------------
+
+    def _call(self, method: str, call: Callable[..., T], *arguments: Any) -> T:
+        """One call: others may run, a fault may strike, the trace and the judges see it."""
+        site, owner = self.site, self.owner
+        first = arguments[0] if arguments else ""
+        path = first if isinstance(first, str) else self._path_of(first)
+        other = arguments[1] if len(arguments) > 1 and method in ("rename", "link") else ""
+        fault = site.before_call(owner, method, path)
+        if not owner.alive:
+            raise ProcessDead(owner.name)
+        name = site.world.current.name
+        if fault in ("full", "error", "read"):
+            self._fail_instead(method, arguments)
+            site.world.history.append((name, method, path, f"{fault}!"))
+            raise self._error(fault, path)
+        if method == "unlink":
+            site.judge_deletion(self.disk.find(path), path)
+        try:
+            result = call(*arguments)
+        except OSError as error:
+            site.world.history.append((name, method, path, f"errno {error.errno}"))
+            raise
+        site.world.history.append((name, method, path, other))
+        if method not in READS:
+            self._after(method, path, other, fault)
+        return result
+
+    def _after(self, method: str, path: str, other: str, fault: str) -> None:
+        site = self.site
+        site.judge(self.owner, method, path, other)
+        if site.lag_s and method in _CREATES:
+            site.hide(self.owner, other or path)
+        if fault == "unknown":
+            site.world.note(site.world.current.name, method, path, "unknown outcome")
+            raise self._error(fault, path)
+        if fault in ("kill_after", "power_after"):
+            site.strike_dead(self.owner, fault)
+
+    def _write(self, method: str, handle: int, data: bytes | memoryview, offset: int | None) -> int:
+        """A write may be short; what it hits is judged by the file, not only by the name."""
+        arguments: tuple[Any, ...] = (handle, data) if offset is None else (handle, data, offset)
+        if self.site.faults.short and len(data) > 1 and self.site.chance(self.site.faults.short):
+            self.site.struck("short", method)
+            cut = data[: 1 + self.site.world.random.randrange(len(data) - 1)]
+            arguments = (handle, cut, *arguments[2:])
+        found = self._process.handles.get(handle)
+        call = super().write if offset is None else super().pwrite
+        taken = self._call(method, call, *arguments)
+        if found is not None:
+            self.site.judge_token(found.node, found.path)
+        return taken
+
+    def _path_of(self, handle: int) -> str:
+        found = self._process.handles.get(handle)
+        return found.path if found is not None else f"#{handle}"
+
+    def _fail_instead(self, method: str, arguments: tuple[Any, ...]) -> None:
+        if method == "fsync" and arguments[0] in self._process.handles:
+            self.lose_dirty(arguments[0])
+        elif method == "close" and arguments[0] in self._process.handles:
+            super().close(arguments[0])
+
+    def _error(self, fault: str, path: str) -> OSError:
+        code = errno_for(fault, self.site.world.random)
+        return OSError(code, os.strerror(code), path)
+
+    # -- late names ----------------------------------------------------------------------------
+
+    def _is_hidden(self, path: str) -> bool:
+        found = self.site.hidden.get(path)
+        if found is None:
+            return False
+        host, until = found
+        if until <= self.site.world.now:
+            del self.site.hidden[path]
+            return False
+        return host != self.owner.host
+
+    def _check_visible(self, path: str) -> None:
+        if not self.site.hidden:
+            return
+        end = 0
+        while end >= 0:
+            end = path.find("/", end + 1)
+            if self._is_hidden(path if end < 0 else path[:end]):
+                self.site.count("F9")
+                raise FileNotFoundError(2, os.strerror(2), path)

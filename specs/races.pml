@@ -1,0 +1,487 @@
+/*
+ * The races of check and act on one root, for spin: what no lock protects.
+ *
+ * Every look at the disk and every change of it is a step of its own; between any two the other
+ * processes do what they like, and a process may stop for ever (die) or wake much later (a zombie).
+ * What a process has seen it keeps in variables of its own and acts on, however stale.
+ *
+ *   first    a trainer, epoch 1. Step 1 and 2 are tracked, the tracker says 2. It prunes 1, saves 3,
+ *            and empties the trash, in any order.
+ *   second   a trainer that takes the root over at any moment (epoch 2): it recovers from what the
+ *            journal of the first says at that moment, saves 4, prunes 1 and 3, empties the trash.
+ *   reader   an evaluator: puts its lease on step 1, then looks whether it is there, reads, lets go.
+ *   judge    looks when both trainers have come to an end.
+ *
+ * With -DTAKING instead: three trainers that take the root (newest epoch + 1, by link; remove older
+ * ones) and then work.
+ *
+ * What must hold (asserted):
+ *   I9   of a fenced trainer at most the one operation lands whose check came before
+ *   F27  a reader that was told "there" never finds a file of it deleted, and finds it under its name
+ *        when the trainers have come to an end
+ *   I2   in the end the tracker says what the newest trainer tracked last, and that is there
+ *   I4   what has its name was not emptied
+ * where F27 and I4 may be broken for an older step by that one operation of a fenced trainer, and by
+ * nothing else: POSIX has no compare-and-swap. Whatever lands, the newest trainer's tracker and newest
+ * checkpoint are untouched. For the tracker that rests on the sweep: opening a root deletes the temporary
+ * file that a zombie would still rename.
+ *
+ * Accepted, with a counterexample each (races.py replays them on production):
+ *   -DSTRICT_AWAY     "there" at every moment: a prune may have it aside between two looks
+ *   -DSTRICT_READER   no exception for the reader: a zombie empties, or moves aside, after its check
+ *
+ * Controls, each of which must find a counterexample: -DNO_SECOND_LOOK, -DLOOK_BEFORE_LEASE,
+ * -DNO_EPOCH_CHECK, -DEMPTY_UNDECIDED, -DFORGETFUL_RECOVERY, -DNO_SWEEP; with -DTAKING: -DNO_LINK,
+ * -DNO_EPOCH_CHECK.
+ *
+ * Rules: the order of the steps is that of lease.py, effects.py, engine.py, recovery.py and readers.py;
+ * whoever changes one changes the other. Not in it: power loss and how many there are of anything
+ * (inductive.py), leases that expire, errors of the disk but one: the way back may fail once.
+ */
+
+#define FIRST 1
+#define SECOND 2
+#define STEPS 5
+#ifndef READERS
+#define READERS 1
+#endif
+
+mtype = { absent, staging, published, trash, deleted }; /* where a directory is */
+mtype = { unknown, written, finalized, tracked, prunable, pruned }; /* what a journal says */
+
+byte newest = FIRST;  /* the newest epoch in lease/ */
+byte landed[4];       /* operations of a trainer that landed after it was fenced */
+
+/* An effect: it counts once per operation if its trainer is fenced by now (I9). */
+inline act(me) {
+  if
+  :: newest != me && !counted -> counted = true; landed[me]++; assert(landed[me] <= 1)
+  :: else
+  fi
+}
+
+/* Begin an operation: look who owns the root; the look may be old when the effect comes. */
+inline check(me) {
+#ifdef NO_EPOCH_CHECK
+  counted = false
+#else
+  atomic {
+    if
+    :: newest != me -> goto fenced
+    :: else -> counted = false
+    fi
+  }
+#endif
+}
+
+#ifdef TAKING
+
+#define EPOCHS 7
+#define TRAINERS 3
+bool epoch[EPOCHS];
+byte holds[TRAINERS];
+
+inline see_newest(into) {
+  d_step {
+    into = EPOCHS - 1;
+    do
+    :: into > 0 && !epoch[into] -> into--
+    :: else -> break
+    od
+  }
+}
+
+inline unique() {
+  d_step {
+    see_newest(top);
+    assert(!(holds[0] == top && holds[1] == top) && !(holds[0] == top && holds[2] == top)
+           && !(holds[1] == top && holds[2] == top) || top == 0);
+    top = 0
+  }
+}
+
+proctype taker(byte who) {
+  byte mine, seen, older, top, effects;
+  bool old[EPOCHS];
+  see_newest(seen);
+  mine = seen + 1;
+  do /* link: fails if the name exists */
+#ifdef NO_LINK
+  :: !epoch[mine] -> skip; epoch[mine] = true; break
+#else
+  :: atomic { !epoch[mine] -> epoch[mine] = true }; break
+#endif
+  :: epoch[mine] -> mine++
+  od;
+  atomic { holds[who] = mine; unique() }
+  d_step { /* list the older ones, then remove them one by one */
+    older = 1;
+    do
+    :: older < mine -> old[older] = epoch[older]; older++
+    :: else -> break
+    od;
+    older = 1
+  }
+  do
+  :: older < mine && old[older] -> epoch[older] = false; older++
+  :: older < mine && !old[older] -> older++
+  :: else -> break
+  od;
+  do /* work: check, then one effect */
+  :: effects < 2 ->
+     see_newest(seen);
+#ifndef NO_EPOCH_CHECK
+     if
+     :: seen != mine -> break
+     :: else
+     fi;
+#endif
+     atomic {
+       see_newest(seen);
+       if
+       :: seen != mine -> landed[who]++; assert(landed[who] <= 1)
+       :: else
+       fi;
+       unique();
+       effects++; seen = 0
+     }
+  :: else -> break
+  od;
+  holds[who] = 0
+}
+
+init {
+  byte who;
+  atomic {
+    do
+    :: who < TRAINERS -> run taker(who); who++
+    :: else -> break
+    od
+  }
+}
+
+#else
+
+mtype at[STEPS];
+bool gutted[STEPS];   /* files of it were deleted */
+byte tracker = 2;
+bool lease[READERS];
+bool held[READERS];   /* was told that it is there, and has not let go */
+mtype says[10];       /* what the journal of each trainer says of each step */
+bool first_done, second_done;
+bool failed_once;
+bool temporary[3];    /* of the tracker, complete and not yet renamed */
+byte latest = 2;      /* what the newest trainer tracked last */
+
+#define BOOK(me, s) says[(me - 1) * STEPS + s]
+#define EXCUSED (landed[FIRST] > 0)
+#define SOMEBODY_READS held[0]
+
+inline see_leases(into) { /* the listing of leases/ for step 1 */
+  atomic {
+    into = false;
+    byte reader_ = 0;
+    do
+    :: reader_ < READERS -> into = into || lease[reader_]; reader_++
+    :: else -> break
+    od;
+    reader_ = 0
+  }
+}
+
+/* rename, then what follows it: false if there was nothing to rename */
+inline move(me, s, from, to) {
+  atomic {
+    if
+    :: at[s] == from -> act(me); at[s] = to; moved = true; on_move(s)
+    :: else -> moved = false
+    fi
+  }
+}
+
+inline on_move(s) {
+#ifdef STRICT_AWAY
+  assert(s != 1 || at[1] == published || !SOMEBODY_READS)
+#else
+  skip
+#endif
+}
+
+inline may_die() {
+  if
+  :: true
+  :: goto fenced
+  fi
+}
+
+/* effects.prune and engine._run_prune */
+inline prune(me, s) {
+  BOOK(me, s) = prunable;
+  check(me);
+  if
+  :: at[s] == published ->
+     kept = false;
+     if
+     :: s == 1 -> see_leases(kept)
+     :: else
+     fi;
+     if
+     :: tracker <= s -> kept = true
+     :: else
+     fi;
+     if
+     :: kept -> BOOK(me, s) = tracked
+     :: else ->
+        move(me, s, published, trash);
+        if
+        :: moved -> may_die(); second_look(me, s)
+        :: else /* an error: pending */
+        fi
+     fi
+  :: else -> second_look(me, s)
+  fi
+}
+
+inline second_look(me, s) {
+  kept = false;
+#ifndef NO_SECOND_LOOK
+  if
+  :: s == 1 -> see_leases(kept)
+  :: else
+  fi;
+#endif
+  if
+  :: kept && !failed_once -> failed_once = true /* an error: pending */
+  :: kept ->
+     move(me, s, trash, published);
+     if
+     :: moved -> BOOK(me, s) = tracked
+     :: else
+     fi
+  :: else -> BOOK(me, s) = pruned
+  fi
+}
+
+/* coordinator.tick: what is pending is tried again */
+inline retry(me) {
+  if
+  :: BOOK(me, 1) == prunable -> prune(me, 1)
+  :: else
+  fi
+}
+
+/* engine.give_space_back: nothing while a prune is undecided; list, then delete what was listed */
+inline empty_trash(me) {
+  if
+#ifdef EMPTY_UNDECIDED
+  :: true ->
+#else
+  :: BOOK(me, 1) != prunable && BOOK(me, 3) != prunable ->
+#endif
+     check(me);
+     victim = 1;
+     do
+     :: atomic { victim < STEPS && at[victim] != trash -> victim++ }
+     :: atomic { victim < STEPS && at[victim] == trash -> skip }; gut(me); may_die(); remove(me)
+     :: atomic { victim == STEPS -> victim = 0; break }
+     od
+  :: else
+  fi
+}
+
+inline gut(me) {
+  atomic {
+    if
+    :: at[victim] == trash ->
+       act(me);
+       gutted[victim] = true;
+       assert(victim != latest);
+#ifdef STRICT_READER
+       assert(victim != 1 || !SOMEBODY_READS)
+#else
+       assert(victim != 1 || !SOMEBODY_READS || EXCUSED)
+#endif
+    :: else
+    fi
+  }
+}
+
+inline remove(me) {
+  atomic {
+    if
+    :: at[victim] == trash -> act(me); at[victim] = deleted
+    :: else
+    fi;
+    victim++
+  }
+}
+
+/* effects.write_tracker: the check comes just before the rename, the look back after it */
+inline write_tracker(me, s) {
+  check(me);
+  temporary[me] = true;
+  check(me);
+  may_die();
+  atomic {
+    if
+    :: !temporary[me] -> goto fenced /* swept: the rename fails, and the next check */
+    :: else
+    fi;
+    act(me);
+    temporary[me] = false;
+    tracker = s;
+    if
+    :: newest == me -> latest = s
+    :: else
+    fi
+  }
+  if
+  :: tracker != s -> goto fenced /* outcome unknown */
+  :: else
+  fi
+}
+
+proctype first() {
+  bool counted, kept, moved, did_prune, did_save, did_empty;
+  byte victim;
+  do
+  :: !did_prune -> did_prune = true; prune(FIRST, 1)
+  :: !did_save ->
+     did_save = true;
+     at[3] = staging; /* its own name: nobody else's business */
+     BOOK(FIRST, 3) = written;
+     check(FIRST);
+     move(FIRST, 3, staging, published);
+     if
+     :: !moved -> goto fenced /* outcome unknown: somebody moved it */
+     :: else
+     fi;
+     BOOK(FIRST, 3) = finalized;
+     write_tracker(FIRST, 3);
+     BOOK(FIRST, 3) = tracked
+  :: !did_empty -> did_empty = true; empty_trash(FIRST)
+  :: true -> break
+  od;
+  retry(FIRST);
+fenced:
+  skip;
+  atomic { counted = false; kept = false; moved = false; victim = 0; first_done = true }
+}
+
+/* recovery.plan and what the coordinator carries out */
+inline recover_pruned() {
+  if
+  :: BOOK(SECOND, 1) == prunable && at[1] == published -> BOOK(SECOND, 1) = tracked
+  :: BOOK(SECOND, 1) == prunable && at[1] != published ->
+#ifdef FORGETFUL_RECOVERY
+     BOOK(SECOND, 1) = pruned
+#else
+     check(SECOND);
+     second_look(SECOND, 1)
+#endif
+  :: BOOK(SECOND, 1) == tracked && at[1] != published -> BOOK(SECOND, 1) = unknown /* withdrawn as damaged */
+  :: else
+  fi
+}
+
+inline recover_saved() {
+  if
+  :: BOOK(SECOND, 3) == written && at[3] == staging ->
+     check(SECOND);
+     move(SECOND, 3, staging, published)
+  :: else
+  fi;
+  if
+  :: (BOOK(SECOND, 3) == written || BOOK(SECOND, 3) == finalized) && at[3] == published ->
+     write_tracker(SECOND, 3);
+     BOOK(SECOND, 3) = tracked
+  :: BOOK(SECOND, 3) == tracked && tracker != 3 -> write_tracker(SECOND, 3)
+  :: BOOK(SECOND, 3) != tracked && BOOK(SECOND, 3) != written && BOOK(SECOND, 3) != finalized && tracker != 2 ->
+     write_tracker(SECOND, 2) /* _repair_tracker */
+  :: BOOK(SECOND, 3) == tracked && tracker == 3 -> latest = 3
+  :: else
+  fi
+}
+
+proctype second() {
+  bool counted, kept, moved, did_save, did_prune, did_third, did_empty;
+  byte victim;
+  atomic { newest = SECOND }
+  atomic { /* the journal of the first, up to the seal */
+    BOOK(SECOND, 1) = BOOK(FIRST, 1); BOOK(SECOND, 2) = tracked; BOOK(SECOND, 3) = BOOK(FIRST, 3)
+  }
+#ifndef NO_SWEEP
+  temporary[FIRST] = false; /* trash.sweep_temporaries */
+#endif
+  recover_pruned();
+  recover_saved();
+  do
+  :: !did_save ->
+     did_save = true;
+     at[4] = staging;
+     check(SECOND);
+     move(SECOND, 4, staging, published);
+     write_tracker(SECOND, 4);
+     BOOK(SECOND, 4) = tracked
+  :: !did_prune && BOOK(SECOND, 1) == tracked ->
+     did_prune = true;
+     prune(SECOND, 1)
+  :: !did_third && BOOK(SECOND, 3) == tracked && BOOK(SECOND, 4) == tracked ->
+     did_third = true;
+     prune(SECOND, 3)
+  :: !did_empty -> did_empty = true; empty_trash(SECOND)
+  :: true -> break
+  od;
+  retry(SECOND);
+  atomic { counted = false; kept = false; moved = false; victim = 0; second_done = true };
+  goto end;
+fenced: /* dead, or stopped: the next opening recovers */
+  skip;
+end:
+  skip
+}
+
+proctype reader(byte me) {
+  bool there;
+#ifdef LOOK_BEFORE_LEASE
+  there = (at[1] == published);
+  lease[me] = true;
+  held[me] = there;
+#else
+  lease[me] = true;
+  atomic { there = (at[1] == published); held[me] = there }
+#endif
+  if
+  :: there ->
+     assert(!gutted[1] || EXCUSED); /* reads */
+     held[me] = false
+  :: else /* told that it is gone */
+  fi;
+  lease[me] = false
+}
+
+proctype judge() {
+  atomic {
+    first_done && second_done ->
+    assert(tracker == latest);
+    assert(at[tracker] == published && !gutted[tracker]);
+    assert(!SOMEBODY_READS || (at[1] == published && !gutted[1]) || EXCUSED);
+    assert(!(at[1] == published && gutted[1]) || EXCUSED)
+  }
+}
+
+init {
+  byte who;
+  atomic {
+    at[1] = published; at[2] = published; at[3] = absent; at[4] = absent; at[0] = absent;
+    BOOK(FIRST, 1) = tracked; BOOK(FIRST, 2) = tracked; BOOK(FIRST, 3) = unknown; BOOK(FIRST, 4) = unknown;
+    BOOK(SECOND, 1) = unknown; BOOK(SECOND, 2) = unknown; BOOK(SECOND, 3) = unknown; BOOK(SECOND, 4) = unknown;
+    run first(); run second(); run judge();
+    do
+    :: who < READERS -> run reader(who); who++
+    :: else -> break
+    od
+  }
+}
+
+#endif

@@ -1,0 +1,137 @@
+"""Every journal that a test leaves behind is judged: it must be a legal trace (I11).
+
+Judged are the journals of every ``SimDisk`` that is made while a test runs, at the latest when the
+disk dies, and those of every root below ``tmp_path`` (and, at the end, below what module fixtures
+made). A test that damages or invents a journal on purpose says so, with its reason:
+
+    @pytest.mark.damages_journal("cuts a record in two")
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfsm.testing.conformance import JournalViolation, check_segments, read_segments
+from ckptfsm.testing.simfs import SimDisk, SimStorage
+
+MARKER = "damages_journal"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"{MARKER}(reason): its journals are not judged")
+    config.pluginmanager.register(JournalWatch(config), "journal-watch")
+
+
+class JournalWatch:
+    """Looks on while tests run. ``problems`` are what the disks of the running test violated."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.journals = self.transitions = self.exempt_tests = 0
+        self.problems: list[str] = []
+        self.leftover: list[str] = []  # found when no test could be blamed any more
+        self.judging = False
+        self.disks: weakref.WeakSet[SimDisk] = weakref.WeakSet()
+        self._seen: set[int] = set()
+        self._places: set[Path] = set()
+        self._basetemp: Path | None = None
+        self._undo = self._look_at_disks()
+
+    def _look_at_disks(self) -> Any:
+        """A disk is judged when it dies: a test may make thousands, none of them is kept alive."""
+        watch, initialize = self, SimDisk.__init__
+
+        def watched(disk: SimDisk, *arguments: Any, **keywords: Any) -> None:
+            initialize(disk, *arguments, **keywords)
+            if watch.judging:
+                disk.judged = True  # type: ignore[attr-defined]
+                watch.disks.add(disk)
+
+        def dies(disk: SimDisk) -> None:
+            if getattr(disk, "judged", False):
+                watch.judge_disk(disk)
+
+        patch = pytest.MonkeyPatch()
+        patch.setattr(SimDisk, "__init__", watched)
+        patch.setattr(SimDisk, "__del__", dies, raising=False)
+        return patch.undo
+
+    # ------------------------------------------------------------------------------ judging
+
+    def judge_disk(self, disk: SimDisk) -> None:
+        self._judge("a SimDisk", SimStorage(disk, "journal-watch"))
+
+    def judge_place(self, place: Path) -> None:
+        for directory, names, _ in os.walk(place):
+            if ".ckptfsm" in names:
+                self._judge(directory, directory)
+
+    def _judge(self, what: str, root: Any) -> None:
+        try:
+            segments = read_segments(root)
+            key = hash(frozenset(segments.items()))
+            if not segments or key in self._seen:
+                return
+            self._seen.add(key)
+            self.journals += 1
+            self.transitions += check_segments(segments).transitions
+        except (JournalViolation, OSError) as error:
+            self.problems.append(f"{what}: {error}")
+
+    # ---------------------------------------------------------------------------------- hooks
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            for marker in item.iter_markers(MARKER):
+                if len(marker.args) != 1 or not str(marker.args[0]).strip():
+                    raise pytest.UsageError(f"{item.nodeid}: {MARKER} needs its reason")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self.judging = item.get_closest_marker(MARKER) is None
+        self.exempt_tests += not self.judging
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[Any]:
+        self.problems.clear()
+        result = yield
+        place = getattr(item, "funcargs", {}).get("tmp_path")
+        if place is not None:
+            self._places.add(place)
+            self._basetemp = place.parent
+        if self.judging:
+            for disk in list(self.disks):
+                self.judge_disk(disk)
+            if place is not None:
+                self.judge_place(place)
+            if self.problems:
+                pytest.fail(
+                    "\n".join(["I11: a journal is no legal trace", *self.problems[:5]]), False
+                )
+        return result
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self.judging = False
+        self._undo()
+        self.problems.clear()
+        if self._basetemp is not None:
+            for place in set(self._basetemp.iterdir()) - self._places:
+                if place.is_dir() and not place.is_symlink():
+                    self.judge_place(place)
+        self.leftover = list(self.problems)
+        if self.leftover and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        for problem in self.leftover:
+            terminalreporter.write_line(f"I11: a journal is no legal trace: {problem}", red=True)
+        terminalreporter.write_line(
+            f"{self.journals} journals with {self.transitions} transitions judged legal; "
+            f"{self.exempt_tests} tests damage theirs on purpose"
+        )

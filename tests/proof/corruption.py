@@ -1,0 +1,872 @@
+"""Layer 10a: real checkpoints are corrupted, and nothing wrong is ever restored (F15-F21, F30, F34).
+
+Roots that production code wrote (settled, interrupted, or just one checkpoint) get one corruption each:
+a bit, a length, two files changed for each other, something missing, something too many, or another kind
+of file. Then production code opens the root and restores, and is judged:
+
+* what belongs to a checkpoint (shards, metadata, receipts, manifest): that step is never restored again;
+  the next valid one is, or the error is typed. Also if the step is asked for by its number;
+* the journal: refused as corrupt with nothing changed on disk, or the latest step is restored, exactly;
+* the tracker: names the latest again; markers, epochs, locks, trash: the latest step is restored;
+* always: the content of a step is bit for bit what was saved at that step, errors are typed, what lies
+  beside the root is untouched, and the journal goes on being a legal trace;
+* nothing is reported, refused or withdrawn where nothing, or nothing that counts, was changed.
+
+    python -m proof.corruption [--seed N] [--profile pr|nightly|release]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ckptfsm.config import CheckpointConfig
+from ckptfsm.errors import (
+    CkptFsmError,
+    DeadlineExceeded,
+    JournalCorrupt,
+    NewerSchema,
+    StepExistsError,
+)
+from ckptfsm.evidence import read_tracker
+from ckptfsm.executor import InlineExecutor
+from ckptfsm.layout import (
+    JOURNAL,
+    LEASE,
+    LOCK,
+    MANIFEST,
+    PINS,
+    PRIVATE,
+    QUARANTINE,
+    READERS,
+    STAGING,
+    TRACKER,
+    TRASH,
+    parse_published,
+    parse_tracker,
+    published_name,
+)
+from ckptfsm.lifecycle import State
+from ckptfsm.manager import Manager
+from ckptfsm.messages import PartSpec
+from ckptfsm.ports import Identity, Storage, Survey
+from ckptfsm.readers import ReaderLease
+from ckptfsm.retention import LatestN
+from ckptfsm.storage import PosixStorage
+from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
+from ckptfsm.testing.coverage import watch_moves
+from ckptfsm.testing.fakes import FakeDriver, fake_ports
+from ckptfsm.testing.faults import FaultStorage, crash_at
+from ckptfsm.testing.harness import FakeJob, SimClock
+from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+from proof.layer import Budget, LayerResult, Profile, Violation
+
+Content = dict[str, bytes]
+Tree = dict[str, bytes | str | None]
+PARTS = (PartSpec("state"), PartSpec("ema", directory="ema"))
+OUTSIDE = "-> outside"  # on a real disk: to the directory beside the root
+REAL_SHARE = 5  # every fifth trial is on a real disk, where there are FIFOs too
+
+# ------------------------------------------------------------------------------ what is corrupted
+
+
+@dataclass(frozen=True)
+class Template:
+    """A root as production code left it, and what an uncorrupted one restores: ``truth`` by step."""
+
+    name: str
+    tree: Tree
+    truth: Mapping[int, Content]
+    parts: tuple[str, ...] = tuple(part.name for part in PARTS)
+
+    @property
+    def latest(self) -> int:
+        return max(self.truth)
+
+    @cached_property
+    def acknowledged(self) -> int:
+        """The step that the tracker names: what may never be lost."""
+        return int(_bytes(self, TRACKER))
+
+    @cached_property
+    def files(self) -> tuple[str, ...]:
+        return tuple(sorted(path for path, value in self.tree.items() if isinstance(value, bytes)))
+
+
+def _job(disk: SimDisk, number: int, **settings: Any) -> FakeJob:
+    name = f"p{number}"
+    storage = FaultStorage(SimStorage(disk, name))
+    return FakeJob(storage, identity=Identity("sim", number, name, name), **settings)
+
+
+def _long_life(disk: SimDisk, last: Callable[[FakeJob], None]) -> None:
+    """Three runs: pruned, failed, rolled back, pinned, leased; ``last`` ends the third."""
+    first = _job(disk, 1, retention=LatestN(1))
+    first.open()
+    first.save(1, PARTS)
+    first.save(2, PARTS)
+    first.close()
+    second = _job(disk, 2)
+    second.open()
+    second.coordinator.pin(2, "kept")
+    second.fail(second.request(5))
+    second.save(10, PARTS)
+    second.save(40, PARTS)
+    second.coordinator.rollback(10)
+    disk.kill("p2")
+    third = _job(disk, 3)
+    third.open()
+    third.save(20, PARTS)
+    ReaderLease("/unused", 10, storage=SimStorage(disk, "reader")).renew()
+    last(third)
+
+
+def _settled(job: FakeJob) -> None:
+    job.save(30, PARTS)
+    job.close()
+
+
+def _killed(job: FakeJob) -> None:
+    job.save(30, PARTS)
+
+
+def _cut_short(method: str, at: str) -> Callable[[FakeJob], None]:
+    """The process dies just before ``method`` is called on ``at``, during the save of step 30."""
+
+    def last(job: FakeJob) -> None:
+        storage = job.storage
+        assert isinstance(storage, FaultStorage)
+
+        def before(index: int, called: str, path: str) -> None:
+            if called == method and at in path:
+                crash_at(index)(index, called, path)
+
+        storage.before = before
+        try:
+            job.save(30, PARTS)
+        except ProcessDead:
+            return
+        raise AssertionError(f"{method} {at} was never called")
+
+    return last
+
+
+def _only_one(disk: SimDisk) -> None:
+    job = _job(disk, 1)
+    job.open()
+    job.save(30, PARTS)
+    job.close()
+
+
+def _pruning(disk: SimDisk) -> None:
+    """Retention has journaled that step 1 may go, and dies before it is moved (F17)."""
+    job = _job(disk, 1)
+    job.open()
+    job.save(1, PARTS)
+    job.save(20, PARTS)
+    job.close()
+    disk.kill("p1")
+    job = _job(disk, 2, retention=LatestN(2))
+    job.open()
+    _cut_short("rename", f"{TRASH}/1.")(job)
+
+
+LIVES: Mapping[str, Callable[[SimDisk], None]] = {
+    "settled": lambda disk: _long_life(disk, _settled),
+    "killed": lambda disk: _long_life(disk, _killed),
+    "written": lambda disk: _long_life(disk, _cut_short("rename", MANIFEST)),
+    "published": lambda disk: _long_life(disk, _cut_short("open_exclusive", TRACKER)),
+    "only one": _only_one,
+    "pruning": _pruning,
+}
+
+
+def make_template(name: str) -> Template:
+    disk = SimDisk()
+    LIVES[name](disk)
+    disk.crash("all_kept")
+    for path in _temporaries(disk):
+        SimStorage(disk, "person").unlink(path)  # swept at the next start: not worth corrupting
+    tree = disk.snapshot()
+    outcome = examine(SimStorage(disk.fork(), "control"))
+    assert outcome.error is None, outcome.error
+    return Template(name, tree, outcome.restored)
+
+
+def make_megatron_template() -> Template:
+    """Two steps that real Megatron writers of two ranks wrote to a real disk."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "megatron"))
+    from cluster import Cluster, ForkServer
+
+    server = ForkServer()
+    with tempfile.TemporaryDirectory() as name:
+        root, jobs = Path(name) / "root", Path(name) / "jobs"
+        jobs.mkdir()
+        cluster = Cluster(server, jobs)
+        try:
+            cluster.run("save_steps", root=str(root), steps=[10, 30])
+        finally:
+            cluster.end()
+            server.close()
+        read = _tree_of(root)
+    outcome = examine(SimStorage(_disk_of(read), "control"), ("state",))
+    assert sorted(outcome.restored) == [10, 30], outcome
+    return Template("megatron", read, outcome.restored, ("state",))
+
+
+def _disk_of(tree: Mapping[str, Any]) -> SimDisk:
+    disk = SimDisk()
+    person = SimStorage(disk, "person")
+    for path, value in sorted(tree.items()):
+        if value is None:
+            person.mkdir(path)
+        elif isinstance(value, bytes):
+            disk.plant_file(path, value)
+        else:  # a FIFO too: neither is a regular file
+            disk.plant_symlink(path, "/outside")
+    return disk
+
+
+def _temporaries(disk: SimDisk) -> list[str]:
+    return [path for path, value in disk.snapshot().items() if ".tmp-" in path and value]
+
+
+# ---------------------------------------------------------------------------------------- examine
+
+
+def trusting_finisher(
+    planned: bytes, results: Sequence[Sequence[Any]], location: str
+) -> Mapping[str, bytes]:
+    """Believes what it is given: whether that is what was written, the library has to find out."""
+    rows = [[list(row) for row in rows] for rows in results]
+    return {".metadata": planned + json.dumps(rows).encode(), "metadata.json": b"{}"}
+
+
+class _ReadsAll(FakeDriver):
+    """Loads every byte of a part's directory, through the storage port."""
+
+    def __init__(self, storage: Storage) -> None:
+        super().__init__(finishers={"torch_dist": trusting_finisher})
+        self.storage = storage
+
+    def survey(self, parts: Mapping[str, Any], directories: Mapping[str, str]) -> Survey:
+        return Survey(set(), {})
+
+    def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:
+        """Bytes fit everywhere."""
+
+    def load(
+        self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]
+    ) -> Mapping[str, Any]:
+        content: Content = {}
+        for directory in directories.values():
+            place = directory.removeprefix(f"{self.storage.root}/")
+            for name in self.storage.listdir(place):
+                if self.storage.stat(f"{place}/{name}").kind == "file":
+                    content[f"{place}/{name}"] = self.storage.read(f"{place}/{name}", 1 << 24)
+        return dict.fromkeys(parts, content)
+
+
+@dataclass
+class Outcome:
+    """What a run found. ``error`` ended it; ``refused`` are the steps that restore said no to."""
+
+    error: BaseException | None = None
+    first: int | None = None
+    restored: dict[int, Content] = field(default_factory=dict)
+    refused: dict[int, CkptFsmError] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    tracker: int | None = None
+
+
+def examine(storage: Storage, parts: Sequence[str] = ("state", "ema")) -> Outcome:
+    """Open, restore what comes unasked, then every step by its number, newest first; close."""
+    outcome = Outcome()
+    ports = fake_ports(
+        lambda create: storage,
+        driver=_ReadsAll(storage),
+        clock=SimClock(),
+        executor=InlineExecutor,
+        identity=lambda: Identity("sim", 99, "examiner", "examiner"),
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Manager(ports, CheckpointConfig()) as manager:
+                assert manager.recovery is not None
+                outcome.said = [*manager.recovery.warnings]
+                outcome.said += [
+                    d.subject for d in manager.recovery.decisions if d.result == "reported"
+                ]
+                _restore_all(manager, outcome, parts)
+                outcome.tracker = read_tracker(storage).step
+    except Exception as error:  # whatever it is: the judge looks at its type
+        outcome.error = error
+    return outcome
+
+
+def _restore_all(manager: Manager, outcome: Outcome, parts: Sequence[str]) -> None:
+    wanted = dict.fromkeys(parts)
+    before = manager.all_steps()
+    found = manager.restore(parts=wanted)
+    outcome.first = found.step if found is not None else None
+    outcome.steps = manager.all_steps()
+    for step in sorted(before, reverse=True):
+        try:
+            loaded = manager.restore(parts=wanted, step=step)
+        except CkptFsmError as error:
+            outcome.refused[step] = error
+        else:
+            assert loaded is not None and loaded.step == step
+            outcome.restored[step] = loaded.parts["state"]
+
+
+# ------------------------------------------------------------------------------------- corruption
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """One change of one tree. ``area`` says what was hit, ``steps`` whose it was, if a step's."""
+
+    how: str
+    path: str
+    area: str
+    steps: frozenset[int]
+    tree: Mapping[str, Any]
+    matters: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.how} {self.path} ({self.area})"
+
+
+class Fifo:
+    """A named pipe in a tree (real disk only)."""
+
+
+def _area(template: Template, path: str) -> tuple[str, int | None]:
+    top = path.split("/")[0]
+    step = parse_published(top)
+    if step is not None:
+        kind = "manifest" if path.endswith(MANIFEST) else "checkpoint"
+        return kind, step
+    if path == TRACKER:
+        return "tracker", None
+    for name, prefix in (
+        ("journal", JOURNAL), ("staging", STAGING), ("marker", PINS), ("marker", READERS),
+        ("epoch", LEASE), ("trash", TRASH), ("quarantine", QUARANTINE), ("lock", LOCK),
+    ):  # fmt: skip
+        if path == prefix or path.startswith(prefix + "/"):
+            return name, 30 if name == "staging" else None
+    return "stranger", None
+
+
+_WEIGHTS = {
+    "checkpoint": 9, "manifest": 4, "journal": 6, "staging": 20, "tracker": 3, "marker": 1,
+    "epoch": 1, "trash": 1, "quarantine": 1, "lock": 1,
+}  # fmt: skip
+
+
+def choose(template: Template, rng: random.Random, *, real: bool) -> Corruption:
+    """A corruption drawn at random: what is hit first, then how."""
+    areas: dict[str, list[str]] = {}
+    for path in template.files:
+        areas.setdefault(_area(template, path)[0], []).append(path)
+    names = sorted(areas)
+    area = rng.choices(names, [_WEIGHTS[name] for name in names])[0]
+    path = rng.choice(areas[area])
+    ways = [flip, flip, flip, truncate, extend, swap, remove, replace_by_directory]
+    ways += [replace_by_link, add_file, zero_block, gut_directory, newer_schema, spoil_padding]
+    if real:
+        ways += [replace_by_fifo] * 3
+    return rng.choice(ways)(template, path, rng)
+
+
+def _made(
+    template: Template, how: str, path: str, changes: Mapping[str, Any], *, matters: bool = True
+) -> Corruption:
+    """The tree with ``changes``: path -> content, None removed, or another kind of thing."""
+    tree: dict[str, Any] = dict(template.tree)
+    for name, value in changes.items():
+        for below in [p for p in tree if p == name or p.startswith(name + "/")]:
+            del tree[below]
+        if value is not _GONE:
+            tree[name] = value
+    hit = {step for name in (path, *changes) if (step := _area(template, name)[1]) is not None}
+    return Corruption(how, path, _area(template, path)[0], frozenset(hit), tree, matters)
+
+
+_GONE: Any = object()
+
+
+def _bytes(template: Template, path: str) -> bytes:
+    value = template.tree[path]
+    assert isinstance(value, bytes)
+    return value
+
+
+def flip(template: Template, path: str, rng: random.Random) -> Corruption:
+    """One bit. In a journal's padding it may not matter."""
+    data = bytearray(_bytes(template, path))
+    if not data:
+        return extend(template, path, rng)
+    used = len(bytes(data).rstrip(b"\n")) + 1 if path.startswith(JOURNAL) else len(data)
+    at = rng.randrange(min(used, len(data)))
+    data[at] ^= 1 << rng.randrange(8)
+    return _made(template, f"flip byte {at} of", path, {path: bytes(data)})
+
+
+def truncate(template: Template, path: str, rng: random.Random) -> Corruption:
+    data = _bytes(template, path)
+    used = len(data.rstrip(b"\n")) if path.startswith(JOURNAL) else len(data)
+    if not data:
+        return remove(template, path, rng)
+    keep = rng.randrange(max(used, 1))
+    return _made(template, f"cut to {keep} bytes", path, {path: data[:keep]})
+
+
+def extend(template: Template, path: str, rng: random.Random) -> Corruption:
+    """More bytes at the end. A journal ends in padding: what comes after is no record."""
+    more = rng.randbytes(1 + rng.randrange(40))
+    how, matters = f"{len(more)} bytes more at", not path.startswith(JOURNAL)
+    return _made(template, how, path, {path: _bytes(template, path) + more}, matters=matters)
+
+
+def zero_block(template: Template, path: str, rng: random.Random) -> Corruption:
+    """512 bytes, or what there is of them, read back as zeros."""
+    data = _bytes(template, path)
+    if not data:
+        return extend(template, path, rng)
+    used = len(data.rstrip(b"\n")) or 1
+    at = rng.randrange(-(-used // 512)) * 512
+    piece = data[at : at + 512]
+    changed = data[:at] + bytes(len(piece)) + data[at + 512 :]
+    return _made(template, f"zeros from {at} in", path, {path: changed})
+
+
+def swap(template: Template, path: str, rng: random.Random) -> Corruption:
+    """The contents of two files of the same area: two ranks' shards, two steps', two segments."""
+    area = _area(template, path)[0]
+    others = [
+        other
+        for other in template.files
+        if _area(template, other)[0] == area and template.tree[other] != template.tree[path]
+    ]
+    if not others:
+        return flip(template, path, rng)
+    other = rng.choice(others)
+    changes = {path: _bytes(template, other), other: _bytes(template, path)}
+    return _made(template, f"contents of {other} and", path, changes)
+
+
+def remove(template: Template, path: str, rng: random.Random) -> Corruption:
+    return _made(template, "remove", path, {path: _GONE})
+
+
+def replace_by_directory(template: Template, path: str, rng: random.Random) -> Corruption:
+    return _made(template, "a directory for", path, {path: None})
+
+
+def replace_by_link(template: Template, path: str, rng: random.Random) -> Corruption:
+    """A link to somewhere outside the root."""
+    return _made(template, "a link for", path, {path: OUTSIDE})
+
+
+def replace_by_fifo(template: Template, path: str, rng: random.Random) -> Corruption:
+    return _made(template, "a FIFO for", path, {path: Fifo()})
+
+
+def add_file(template: Template, path: str, rng: random.Random) -> Corruption:
+    """One more shard among those of a checkpoint counts; elsewhere a stranger's file does not."""
+    directory = path.rpartition("/")[0]
+    shard = path.startswith("iter_") and PRIVATE not in directory
+    name = "__7_0.distcp" if shard else f"stranger-{rng.randrange(100)}"
+    extra = f"{directory}/{name}" if directory else name
+    matters = shard or path.startswith(STAGING)
+    changes = {extra: _bytes(template, path)}
+    return _made(template, f"{name} added beside", path, changes, matters=matters)
+
+
+def spoil_padding(template: Template, path: str, rng: random.Random) -> Corruption:
+    """A byte behind a journal's last record: there is nothing to lose."""
+    data = bytearray(_bytes(template, path))
+    used = len(bytes(data).rstrip(b"\n")) + 1
+    if not path.startswith(JOURNAL) or used >= len(data):
+        return flip(template, path, rng)
+    at = rng.randrange(used, len(data))
+    data[at] ^= 1 << rng.randrange(8)
+    return _made(template, f"flip padding {at} of", path, {path: bytes(data)}, matters=False)
+
+
+def gut_directory(template: Template, path: str, rng: random.Random) -> Corruption:
+    """The whole directory of a step: gone, emptied, a link, or changed for another step's (F19)."""
+    step = _area(template, path)[1]
+    if step is None or not path.startswith("iter_"):
+        return remove(template, path, rng)
+    name = published_name(step)
+    how = rng.choice(["gone", "empty", "link", "file", "other"])
+    others = sorted(s for s in template.truth if s != step and published_name(s) in template.tree)
+    if how == "other" and others:
+        other = published_name(rng.choice(others))
+        changes: dict[str, Any] = {}
+        for one, two in ((name, other), (other, name)):
+            changes |= {
+                one + inner.removeprefix(two): value
+                for inner, value in template.tree.items()
+                if inner == two or inner.startswith(two + "/")
+            }
+        tree = {p: v for p, v in template.tree.items() if not p.startswith((name, other))}
+        hit = frozenset({step, parse_published(other) or 0})
+        return Corruption(f"change for {other}", name, "checkpoint", hit, {**tree, **changes})
+    value = {"gone": _GONE, "empty": None, "link": OUTSIDE, "file": b"x"}.get(how, _GONE)
+    return _made(template, f"{how}: all of", f"{name}/{MANIFEST}", {name: value})
+
+
+def newer_schema(template: Template, path: str, rng: random.Random) -> Corruption:
+    """A document as a newer version of the library would write it (F34)."""
+    data = _bytes(template, path)
+    try:
+        document = json.loads(data)
+    except ValueError:
+        return flip(template, path, rng)
+    if not isinstance(document, dict) or "schema_version" not in document:
+        return flip(template, path, rng)
+    changed = json.dumps({**document, "schema_version": 2, "news": [1]}).encode()
+    return _made(template, "newer schema in", path, {path: changed})
+
+
+# ------------------------------------------------------------------------------------------ judge
+
+
+def judge(template: Template, corruption: Corruption, outcome: Outcome, changed: bool) -> str:
+    """What is wrong with ``outcome``; "" if nothing. ``changed``: the root is not as it was."""
+    if outcome.error is not None:
+        return _judge_refusal(template, corruption, outcome.error, changed)
+    for step, content in outcome.restored.items():
+        if content != template.truth.get(step):
+            return f"step {step} is restored with another content than was saved"
+    if outcome.first is None or outcome.first not in outcome.restored:
+        return f"unasked comes step {outcome.first}, and it cannot be restored by its number"
+    if outcome.tracker != outcome.first and not _has_no_tracker(corruption):
+        return f"the tracker says {outcome.tracker}, restored was {outcome.first}"
+    if not corruption.matters:
+        return _judge_harmless(template, outcome)
+    if corruption.area in ("checkpoint", "manifest"):
+        return _judge_step(template, corruption, outcome)
+    if corruption.area == "journal" and (broken := _broken_rule(corruption)):
+        return f"opened, although its journal is no legal trace ({broken})"
+    if corruption.area in ("staging", "journal"):
+        lost = outcome.first < template.acknowledged
+        return f"only step {outcome.first} is restored" if lost else ""
+    if outcome.restored != template.truth:
+        return f"restored are {sorted(outcome.restored)}, intact are {sorted(template.truth)}"
+    if corruption.area == "tracker":
+        return _judge_tracker(template, corruption, outcome)
+    return ""
+
+
+def _judge_refusal(
+    template: Template, corruption: Corruption, error: BaseException, changed: bool
+) -> str:
+    """Refused: only where there is nothing else to do, by name, and with everything left as it was."""
+    if not isinstance(error, CkptFsmError):
+        return f"an error without a type of ours: {type(error).__name__}: {error}"
+    if not corruption.matters:
+        return f"refused although nothing that counts was changed: {error}"
+    newer = isinstance(error, NewerSchema) and corruption.how == "newer schema in"
+    if newer or (isinstance(error, JournalCorrupt) and corruption.area == "journal"):
+        return f"refused as {error.kind}, but the root was changed" if changed else ""
+    if isinstance(error, DeadlineExceeded) and _cannot_be_tracked(template, corruption):
+        return ""
+    kind = corruption.tree.get(corruption.path, b"")
+    own = corruption.area in ("journal", "lock", "epoch") and not isinstance(kind, bytes)
+    hopeless = not set(template.truth) - corruption.steps
+    return "" if own or hopeless else f"refused: {error}"
+
+
+def _broken_rule(corruption: Corruption) -> str:
+    """What the judge of journals, who shares no code with the reader, says; "" for a torn tail."""
+    try:
+        assert_journal_conforms(SimStorage(_disk_of(corruption.tree), "judge"))
+    except JournalViolation as error:
+        return error.rule
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _has_no_tracker(corruption: Corruption) -> bool:
+    """A directory at the tracker's name cannot be replaced by a rename: a person must move it."""
+    return corruption.area == "tracker" and corruption.tree.get(TRACKER, b"") is None
+
+
+def _cannot_be_tracked(template: Template, corruption: Corruption) -> bool:
+    """What is finalized cannot be acknowledged then, and closing in order says so."""
+    return _has_no_tracker(corruption) and template.latest != template.acknowledged
+
+
+def _judge_harmless(template: Template, outcome: Outcome) -> str:
+    said = [text for text in outcome.said if "stranger" not in text]
+    if outcome.restored != template.truth or outcome.refused or said:
+        return f"a false alarm: {said or sorted(outcome.refused) or sorted(outcome.restored)}"
+    return ""
+
+
+def _judge_step(template: Template, corruption: Corruption, outcome: Outcome) -> str:
+    wrong = corruption.steps & set(outcome.restored)
+    if wrong:
+        return f"corrupt, and restored: {sorted(wrong)}"
+    intact = set(template.truth) - corruption.steps
+    if sorted(outcome.restored) != sorted(intact):
+        return f"restored are {sorted(outcome.restored)}, intact are {sorted(intact)}"
+    if outcome.first != max(intact):
+        return f"step {outcome.first} is restored, {max(intact)} is intact"
+    return ""
+
+
+def _judge_tracker(template: Template, corruption: Corruption, outcome: Outcome) -> str:
+    """A tracker that says something else is rewritten, and a person hears of it (F18)."""
+    left = corruption.tree.get(TRACKER, _GONE)
+    same = left is _GONE or (isinstance(left, bytes) and parse_tracker(left) == template.latest)
+    lagging = template.acknowledged != template.latest
+    return "" if same or lagging or outcome.said else "the tracker was rewritten without a word"
+
+
+# ------------------------------------------------------------------------------------------ trials
+
+
+@dataclass
+class Bench:
+    """The templates, and what the trials found."""
+
+    templates: list[Template]
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def trial(self, seed: int) -> tuple[Corruption, str]:
+        """One corruption and what is wrong with what became of it."""
+        rng = random.Random(seed)
+        template = rng.choice(self.templates)
+        real = seed % REAL_SHARE == 0
+        corruption = choose(template, rng, real=real)
+        return corruption, self.judged(template, corruption, real=real)
+
+    def judged(self, template: Template, corruption: Corruption, *, real: bool = False) -> str:
+        """What is wrong with what becomes of a corruption; "" if nothing."""
+        run = _on_real_disk if real else _on_sim_disk
+        outcome, changed, problem = run(template, corruption)
+        problem = problem or judge(template, corruption, outcome, changed)
+        self.counts[corruption.area] += 1
+        self.counts["harmless" if not corruption.matters else _result(template, outcome)] += 1
+        return f"{template.name}: {corruption}: {problem}" if problem else ""
+
+    def control(self, template: Template) -> str:
+        """Nothing is changed: everything is restored, and nobody says anything."""
+        nothing = Corruption(
+            "nothing", TRACKER, "control", frozenset(), template.tree, matters=False
+        )
+        for run in (_on_sim_disk, _on_real_disk):
+            outcome, changed, problem = run(template, nothing)
+            problem = problem or judge(template, nothing, outcome, changed)
+            if problem:
+                return f"{template.name}, uncorrupted: {problem}"
+        return ""
+
+
+def _result(template: Template, outcome: Outcome) -> str:
+    if outcome.error is not None:
+        return f"refused: {getattr(outcome.error, 'kind', '?')}"
+    return "fell back" if outcome.restored != template.truth else "mended or untouched"
+
+
+def _on_sim_disk(template: Template, corruption: Corruption) -> tuple[Outcome, bool, str]:
+    disk = _disk_of(corruption.tree)
+    before = disk.snapshot()
+    outcome = examine(SimStorage(disk, "examiner"), template.parts)
+    changed = _without_owner(disk.snapshot()) != _without_owner(before)
+    problem = _journal_problem(corruption, outcome, SimStorage(disk, "judge"))
+    if not problem and outcome.error is None:
+        problem = _goes_on(disk, corruption, outcome)
+    return outcome, changed, problem
+
+
+def _goes_on(disk: SimDisk, corruption: Corruption, outcome: Outcome) -> str:
+    """The next run saves what comes next, also the very step that was corrupt (F15)."""
+    if _has_no_tracker(corruption):
+        return ""
+    assert outcome.first is not None
+    job = _job(disk, 77)
+    report = job.open()
+    if report.latest_step != outcome.first:
+        return f"the next run begins with {report.latest_step}, not {outcome.first}"
+    later = sorted(step for step in corruption.steps if step > outcome.first)
+    for step in (*later, outcome.first + 50):
+        try:
+            job.save(step, PARTS)
+        except StepExistsError:
+            continue  # something of value still stands at its name: never overwritten
+        if step not in job.acknowledged:
+            return f"step {step} cannot be saved afterwards"
+    return ""
+
+
+def _without_owner(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree without what opening a root changes before it is known whether it can be opened."""
+    return {p: v for p, v in tree.items() if not p.startswith((LEASE, LOCK))}
+
+
+def _journal_problem(corruption: Corruption, outcome: Outcome, storage: Storage) -> str:
+    if corruption.area in ("journal", "control") or outcome.error is not None:
+        return ""
+    try:
+        assert_journal_conforms(storage)
+    except JournalViolation as error:
+        return str(error)
+    return ""
+
+
+def _on_real_disk(template: Template, corruption: Corruption) -> tuple[Outcome, bool, str]:
+    with tempfile.TemporaryDirectory(dir=_fast_place()) as name:
+        place = Path(name)
+        beside, root = place / "beside", place / "root"
+        beside.mkdir()
+        (beside / "canary").write_bytes(b"canary")
+        _lay_out(root, corruption.tree, beside)
+        os.utime(beside, (1, 1))
+        before = _tree_of(root)
+        storage = PosixStorage(root)
+        try:
+            outcome = examine(storage, template.parts)
+        finally:
+            storage.close_root()
+        changed = _without_owner(_tree_of(root)) != _without_owner(before)
+        problem = _journal_problem(corruption, outcome, PosixStorage(root))
+        found = [(p.name, p.read_bytes()) for p in beside.iterdir()]
+        if found != [("canary", b"canary")] or beside.stat().st_mtime != 1:
+            problem = f"outside the root there is {found}"
+        return outcome, changed, problem
+
+
+def _fast_place() -> str | None:
+    memory = Path("/dev/shm")
+    return str(memory) if os.access(memory, os.W_OK) else None
+
+
+def _lay_out(root: Path, tree: Mapping[str, Any], beside: Path) -> None:
+    root.mkdir()
+    for path, value in sorted(tree.items()):
+        if value is None:
+            (root / path).mkdir()
+        elif isinstance(value, bytes):
+            (root / path).write_bytes(value)
+        elif isinstance(value, Fifo):
+            os.mkfifo(root / path)
+        else:
+            (root / path).symlink_to(beside)
+
+
+def _tree_of(root: Path) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for directory, inner, files in os.walk(root):
+        base = Path(directory)
+        for name in (*inner, *files):
+            path = base / name
+            value: bytes | str | None = None
+            if path.is_symlink():
+                value = f"-> {path.readlink()}"
+            elif not path.is_dir():
+                value = path.read_bytes() if path.is_file() else "a FIFO"
+            tree[str(path.relative_to(root))] = value
+    return tree
+
+
+# --------------------------------------------------------------------------------------------- run
+
+
+def make_bench(profile: Profile) -> Bench:
+    """Beyond the gate one root is Megatron's own."""
+    templates = [make_template(name) for name in LIVES]
+    if profile != "pr":
+        templates.append(make_megatron_template())
+    return Bench(templates)
+
+
+_FAULTS = {
+    "checkpoint": ("F21", State.TRACKED), "manifest": ("F21", State.TRACKED),
+    "staging": ("F30", State.SHARDS_WRITTEN),
+    "journal": ("F20", None), "tracker": ("F18", None), "marker": ("F30", None),
+    "epoch": ("F30", None), "trash": ("F30", None), "quarantine": ("F30", State.QUARANTINED),
+    "lock": ("F30", None),
+}  # fmt: skip
+
+
+def _count_faults(result: LayerResult, corruption: Corruption) -> None:
+    number, state = _FAULTS[corruption.area]
+    result.coverage.fault(number, state)
+    if corruption.how.startswith(("a link", "link")):
+        result.coverage.fault("F16", state)
+    if corruption.how.startswith("newer schema"):
+        result.coverage.fault("F34", state)
+    if corruption.how.startswith(("gone", "empty", "file")):
+        result.coverage.fault("F19", state)
+    if corruption.area == "checkpoint":
+        result.coverage.fault("F15", state)
+
+
+def run(budget: Budget) -> LayerResult:
+    """See the module."""
+    result = LayerResult("corruption")
+    began = time.monotonic()
+    with watch_moves(result.coverage):
+        bench = make_bench(budget.profile)
+        alarms = [problem for t in bench.templates if (problem := bench.control(t))]
+        for problem in alarms:
+            result.violations.append(Violation("I3", problem, "python -m proof.corruption"))
+        trials = budget.pick(pr=2000, nightly=10_000, release=20_000)
+        for seed in range(trials):
+            corruption, problem = bench.trial(seed)
+            _count_faults(result, corruption)
+            if problem:
+                replay = f"python -m proof.corruption --profile {budget.profile} --seed {seed}"
+                result.violations.append(Violation("I3", problem, replay))
+                if budget.stop_at_first:
+                    break
+    result.explored = {
+        "corruptions": trials - bench.counts["harmless"],
+        "harmless_changes": bench.counts["harmless"],
+        "controls": 2 * len(bench.templates),
+        "undetected": len(result.violations) - len(alarms),
+    }
+    result.notes.append(", ".join(f"{name}: {n}" for name, n in sorted(bench.counts.items())))
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m proof.corruption")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--profile", default="pr")
+    options = parser.parse_args(arguments)
+    if options.seed is not None:
+        corruption, problem = make_bench(options.profile).trial(options.seed)
+        print(corruption, problem or "as it should be", sep="\n")
+        return 1 if problem else 0
+    result = run(Budget(profile=options.profile))
+    print(result.explored, *result.notes, sep="\n")
+    print(*result.violations, sep="\n")
+    return 1 if result.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

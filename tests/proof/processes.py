@@ -1,0 +1,388 @@
+"""Layer 3: SIGKILL and errors at every changing storage call of real processes on a real disk.
+
+A job is forked from this warm process, struck at one call, and judged; then it is restarted, judged,
+restarted once more, and must save again. What is swept:
+
+* ``kill``: SIGKILL before each call of a life (save, track, prune, fail, roll back, pin, lease,
+  delete), on the coordinator, and on the manager with forked writers: trainer and writer each.
+* ``torn``: SIGKILL half way through each write.
+* each call of the recovery after a kill, for one kill per distinct thing that recovery decides.
+* errors at each call, before it (it did not happen) and after it (it did, and said otherwise), and
+  writes that take a part or nothing.
+
+Rules: every call of an unstruck life must have been struck in its turn, or the sweep itself is a
+violation. SIGKILL leaves the page cache alone, so no sweep here can show a missing fsync: the ``pr``
+profile counts and strikes those calls, but does not carry them out, and takes one kind of error per
+call, in turn. The other profiles sync, and take every kind at every call.
+
+    PYTHONPATH=tests python -m proof.processes
+    PYTHONPATH=tests python -m proof.processes --script roll_back --kind kill --site 17
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.pool import Pool
+from pathlib import Path
+
+from ckptfsm.lifecycle import State
+from ckptfsm.testing.coverage import Coverage
+from proof.layer import Budget, LayerResult, Violation, timed
+from proof.real_jobs import MANAGER, SCRIPTS, live, recover
+from proof.real_judge import Broken, broken, judge_with_restart
+from proof.real_site import CUTS, ERRNOS, KILLS, ROLES, Ended, Site, adopt_orphans, run_child
+
+MAIN_SCRIPT = "save_track_prune"
+PATIENCE_S = 180.0  # for one site; its child has an alarm of its own
+TRIES = 3  # a life on the manager makes its calls in an order that timing decides
+NEVER = 1_000_000
+Call = tuple[str, str]
+Lives = dict[str, Ended]  # the unstruck ones
+
+
+@dataclass
+class Finding:
+    """What striking one site showed. ``ended``: of an unstruck life or recovery, with its calls."""
+
+    site: Site
+    struck: Call | None = None
+    recovery_struck: bool = False
+    fatal: bool = False
+    decisions: tuple[str, ...] = ()
+    ended: Ended | None = None
+    coverage: Coverage = field(default_factory=Coverage)
+    violation: Violation | None = None
+
+
+class Enough(Exception):
+    """The first violation is enough."""
+
+
+# --------------------------------------------------------------------------------------- one site
+
+
+def strike(site: Site, *, synced: bool, place: str | None = None) -> Finding:
+    """Live, be struck, be judged, restart. Runs in a process that adopts orphans."""
+    finding = Finding(site)
+    root = tempfile.mkdtemp(prefix="ckptfsm-proof-", dir=place)
+    try:
+        _strike(site, root, synced, finding)
+    except Broken as error:
+        promise, what = error.args
+        where = " ".join(finding.struck) if finding.struck else "nothing struck"
+        finding.violation = Violation(promise, f"{where}: {what}", site.replay())
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return finding
+
+
+def _strike(site: Site, root: str, synced: bool, finding: Finding) -> None:
+    ended = run_child(partial(live, site, root, synced))
+    finding.struck, finding.fatal = ended.struck, bool(ended.told.get("fatal"))
+    if site.index < 0:
+        finding.ended = ended
+    _count(finding, site, ended)
+    _check_life(site, ended)
+    if site.recovery >= 0:
+        index = site.recovery if site.recovery != NEVER else -1
+        second = run_child(partial(recover, replace(site, index=index), root, synced))
+        finding.recovery_struck = second.struck is not None
+        finding.ended = second
+        _count(finding, replace(site, role="trainer"), second)
+        if "crashed" in second.told or second.killed != finding.recovery_struck:
+            raise broken("I8", f"recovery ended with {second.code}: {second.told.get('crashed')}")
+    twice = site.kind in KILLS
+    verdict = judge_with_restart(
+        root, ended.acknowledged, synced=synced, twice=twice, lost=ended.told.get("lost")
+    )
+    finding.decisions = verdict.decisions
+    finding.coverage.add(verdict.coverage)
+
+
+def _check_life(site: Site, ended: Ended) -> None:
+    """A killed process is dead; any other ended by itself, with typed errors, and went on."""
+    if ended.struck is not None and site.kind in KILLS and site.role == "trainer":
+        if not ended.killed:
+            raise broken("F2", f"the killed process ended with {ended.code}")
+        return
+    told = ended.told
+    if ended.code != 0:
+        raise broken("I10", f"the job hung or died: {ended.code}")
+    if "crashed" in told:
+        raise broken("F5", f"an error that is not typed: {told['crashed']}")
+    if any(error.startswith("IllegalTransition") for error in told["errors"]):
+        raise broken("I11", f"{told['errors']}")
+    if told["fsynced_again"]:
+        raise broken("F6", "the file was fsynced again after its fsync had failed")
+    if not told["fatal"] and not told["went_on"]:
+        raise broken("F5", f"training did not go on: {told['errors']}")
+    if site.kind in ("", "short") and told["errors"]:
+        raise broken("F7", f"{told['errors']}")
+
+
+def _count(finding: Finding, site: Site, ended: Ended) -> None:
+    if ended.told.get("coverage"):
+        finding.coverage.add(Coverage.from_json(ended.told["coverage"]))
+    if ended.struck is not None:
+        for number in _faults(site, ended.struck, ended.state):
+            finding.coverage.fault(number, ended.state)
+
+
+def _faults(site: Site, struck: Call, state: State | None) -> Iterator[str]:
+    """The rows of the catalogue that this strike is an instance of."""
+    method, path = struck
+    if site.kind in KILLS:
+        yield "F1" if site.role == "writer" else "F2"
+        publishing = state is State.SHARDS_WRITTEN and method == "rename" and " -> iter_" in path
+        if state is State.FINALIZED or publishing:
+            yield "F3"
+        if state is State.PRUNABLE:
+            yield "F17"
+    if site.kind in ("ENOSPC", "EDQUOT"):
+        yield "F5"
+    if site.kind == "EIO" and method in ("fsync", "fsync_dir"):
+        yield "F6"
+    if site.kind in ("EINTR", "short", "nothing"):
+        yield "F7"
+    if site.kind == "ESTALE" or (method == "rename" and site.after):
+        yield "F8"
+
+
+# ----------------------------------------------------------------------------------------- sweeps
+
+
+@dataclass
+class Sweep:
+    """All sites of one layer run, struck by a pool of processes.
+
+    ``whole``: every kind of error at every call, and each fsync carried out.
+    """
+
+    pool: Pool
+    place: str
+    result: LayerResult
+    stop_at_first: bool
+    whole: bool
+    fatal: Counter[str] = field(default_factory=Counter)
+
+    def strike_all(self, name: str, sites: Iterable[Site]) -> list[Finding]:
+        """Strike every site. Counts them, their coverage and what was broken."""
+        findings: list[Finding] = []
+        todo = list(sites)
+        arriving = self.pool.imap_unordered(
+            partial(strike, synced=self.whole, place=self.place), todo
+        )
+        for _ in todo:
+            finding: Finding = arriving.next(PATIENCE_S)
+            findings.append(finding)
+            self.result.coverage.add(finding.coverage)
+            if finding.violation is not None:
+                self.result.violations.append(finding.violation)
+                if self.stop_at_first:
+                    raise Enough
+            if finding.fatal:
+                self.fatal[name] += 1
+        struck = sum(f.struck is not None for f in findings)
+        self.result.explored[name] = self.result.explored.get(name, 0) + struck
+        return sorted(findings, key=_by_index)
+
+    def expect(self, finding: Finding, lives: Lives) -> None:
+        """The call that was struck is the one that the unstruck life makes there."""
+        expected = lives[finding.site.script].calls["trainer"][finding.site.index]
+        if finding.struck != expected:
+            self.gap(f"{finding.struck} was struck instead of {expected}", finding.site)
+
+    def gap(self, what: str, site: Site) -> None:
+        """The sweep itself missed something."""
+        self.result.violations.append(Violation("sweep", what, site.replay()))
+        if self.stop_at_first:
+            raise Enough
+
+
+def _by_index(finding: Finding) -> tuple[str, int, int]:
+    return (finding.site.script, finding.site.index, finding.site.recovery)
+
+
+def run(budget: Budget) -> LayerResult:
+    """Sweep everything that the profile asks for."""
+    result = LayerResult("processes")
+    place = tempfile.TemporaryDirectory(prefix="ckptfsm-proof-", ignore_cleanup_errors=True)
+    with place, _pool(budget.processes) as pool:
+        sweep = Sweep(pool, place.name, result, budget.stop_at_first, whole=budget.profile != "pr")
+        try:
+            _sweep(sweep)
+        except Enough:
+            result.notes.append("stopped at the first violation")
+    fatal = ", ".join(f"{name} {count}" for name, count in sorted(sweep.fatal.items()))
+    result.notes.append(f"sites that only a restart decides: {fatal or 'none'}")
+    result.notes.append(f"{tempfile.gettempdir()} is {file_system_of(tempfile.gettempdir())}")
+    return result
+
+
+def _sweep(sweep: Sweep) -> None:
+    names = (*SCRIPTS, MANAGER)
+    lives = {f.site.script: f.ended for f in sweep.strike_all("lives", map(Site, names))}
+    killed = _sweep_kills(sweep, lives)
+    _sweep_recoveries(sweep, killed)
+    _sweep_errors(sweep, lives)
+    _sweep_manager(sweep, lives[MANAGER])
+
+
+def _own_sites(lives: Lives) -> list[Site]:
+    """Every call on the coordinator. Where two lives begin alike, the beginning is one life's."""
+    sites: list[Site] = []
+    earlier: list[list[Call]] = []
+    for name in SCRIPTS:
+        calls = lives[name].calls["trainer"]
+        common = max((_common(calls, other) for other in earlier), default=0)
+        sites += [Site(name, i) for i in range(common, len(calls))]
+        earlier.append(calls)
+    return sites
+
+
+def _common(one: list[Call], other: list[Call]) -> int:
+    """How many calls two lives have in common before they part."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _sweep_kills(sweep: Sweep, lives: Lives) -> list[Finding]:
+    """SIGKILL before each call, and in the middle of each write. Every call, in its order."""
+    sites = [replace(site, kind="kill") for site in _own_sites(lives)]
+    killed = sweep.strike_all("kills", sites)
+    for finding in killed:
+        sweep.expect(finding, lives)
+    torn = [replace(site, kind="torn") for site in sites if _writes(lives, site)]
+    for finding in sweep.strike_all("torn writes", torn):
+        sweep.expect(finding, lives)
+    return killed
+
+
+def _writes(lives: Lives, site: Site) -> bool:
+    return lives[site.script].calls[site.role][site.index][0] in ("write", "pwrite")
+
+
+def _sweep_recoveries(sweep: Sweep, killed: list[Finding]) -> None:
+    """Each call of the recovery, for one kill of each kind: by what recovery decided there."""
+    kinds: dict[tuple[str, ...], Site] = {}
+    for finding in killed:
+        kinds.setdefault(finding.decisions, finding.site)
+    unstruck = [replace(site, recovery=NEVER) for site in kinds.values()]
+    sites: list[Site] = []
+    earlier: list[list[Call]] = []
+    for finding in sweep.strike_all("kinds of state to recover", unstruck):
+        calls = finding.ended.calls["trainer"] if finding.ended is not None else []
+        common = 0 if sweep.whole else max((_common(calls, other) for other in earlier), default=0)
+        sites += [replace(finding.site, recovery=i) for i in range(common, len(calls))]
+        earlier.append(calls)
+    for finding in sweep.strike_all("kills of recovery", sites):
+        if not finding.recovery_struck:
+            sweep.gap("the recovery was not struck", finding.site)
+
+
+def _sweep_errors(sweep: Sweep, lives: Lives) -> None:
+    """Errors before and after each call, and writes that take a part or nothing."""
+    own = _own_sites(lives)
+    sites = [error for site in own for error in _errors_at(site, lives, whole=sweep.whole)]
+    sites += [replace(s, kind=kind) for s in own if _writes(lives, s) for kind in CUTS[1:]]
+    for finding in sweep.strike_all("errors", sites):
+        sweep.expect(finding, lives)
+
+
+def _errors_at(site: Site, lives: Lives, *, whole: bool) -> list[Site]:
+    """The errors of one call: all kinds before and after it, or one kind of each, in turn.
+
+    A call that fails by itself cannot happen and then report an error.
+    """
+    sides = [False, True]
+    if not whole and site.script != MAIN_SCRIPT:
+        sides = [bool(site.index % 2)]
+    if site.index not in lives[site.script].succeeded[site.role]:
+        sides = [False]
+    turn = site.index + site.index // len(ERRNOS)
+    kinds = {after: ERRNOS if whole else (ERRNOS[(turn + 2 * after) % 5],) for after in sides}
+    return [replace(site, kind=kind, after=after) for after in sides for kind in kinds[after]]
+
+
+def _sweep_manager(sweep: Sweep, life: Ended) -> None:
+    """The same on the manager, trainer and forked writer each."""
+    for role in ROLES:
+        sites = [Site(MANAGER, i, "kill", role=role) for i in range(len(life.calls[role]))]
+        _strike_until_hit(sweep, f"kills of the manager's {role}", sites)
+        errors = [e for s in sites for e in _errors_at(s, {MANAGER: life}, whole=sweep.whole)]
+        _strike_until_hit(sweep, f"errors of the manager's {role}", errors)
+
+
+def _strike_until_hit(sweep: Sweep, name: str, sites: list[Site]) -> None:
+    for _ in range(TRIES):
+        findings = sweep.strike_all(name, sites)
+        sites = [f.site for f in findings if f.struck is None]
+        if not sites:
+            return
+    for site in sites:
+        sweep.gap("was never struck", site)
+
+
+@contextmanager
+def _pool(processes: int) -> Iterator[Pool]:
+    with get_context("fork").Pool(processes, initializer=adopt_orphans) as pool:
+        yield pool
+
+
+def file_system_of(directory: str) -> str:
+    """The type of the file system that holds ``directory``, as the kernel says (``ext4``)."""
+    device = os.stat(directory).st_dev
+    wanted = f" {os.major(device)}:{os.minor(device)} "
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        if wanted in line:
+            return re.split(r" - ", line, maxsplit=1)[1].split()[0]
+    return "of an unknown type"
+
+
+# -------------------------------------------------------------------------------------------- CLI
+
+
+def main() -> int:
+    """Run the layer, or replay one site. Exit code 1 if anything was broken."""
+    parser = argparse.ArgumentParser(prog="python -m proof.processes")
+    parser.add_argument("--profile", default="pr", choices=["pr", "nightly", "release", "soak"])
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--stop-at-first", action="store_true")
+    parser.add_argument("--script", default=MAIN_SCRIPT, choices=[*SCRIPTS, MANAGER])
+    parser.add_argument("--site", type=int)
+    parser.add_argument("--kind", default="kill", choices=["kill", *CUTS, *ERRNOS])
+    parser.add_argument("--after", action="store_true")
+    parser.add_argument("--role", default="trainer", choices=["trainer", "writer"])
+    parser.add_argument("--recovery", type=int, default=-1)
+    asked = parser.parse_args()
+    if asked.site is not None:
+        site = Site(asked.script, asked.site, asked.kind, asked.after, asked.role, asked.recovery)
+        with _pool(1) as pool:
+            finding = pool.apply(strike, (site,), {"synced": True})
+        print(f"struck: {finding.struck}\nrecovery decided: {finding.decisions}")
+        print(f"violation: {finding.violation}")
+        return int(finding.violation is not None)
+    budget = Budget(asked.profile, asked.processes, asked.stop_at_first)
+    result = timed(run, budget)
+    print(f"{result.layer}: {result.seconds:.1f} s, {result.explored}")
+    print(*result.notes, sep="\n")
+    for violation in result.violations[:20]:
+        print(f"VIOLATION {violation.promise}: {violation.what}\n  {violation.replay}")
+    print(
+        f"{len(result.violations)} violations; faults: {dict(sorted(result.coverage.faults.items()))}"
+    )
+    return int(bool(result.violations))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

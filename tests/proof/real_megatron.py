@@ -1,0 +1,172 @@
+"""What the ranks of a killed Megatron job do, and the fork server that serves such jobs.
+
+Each rank's storage counts the bytes that its writers put into the file that is aimed at, and kills at
+exactly one of them: the process that writes, the writer above it, or the whole rank.
+
+Rules: everything is the production manager on megatron-core's own state; nothing waits for a clock.
+Run as a script this is ``tests/megatron/forkserver.py`` with one job more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MEGATRON_TESTS = Path(__file__).resolve().parent.parent / "megatron"
+if __name__ == "__main__":
+    sys.path[:0] = [str(MEGATRON_TESTS), str(MEGATRON_TESTS.parent)]
+
+import forkserver  # noqa: E402
+import jobs  # noqa: E402
+
+from ckptfsm import CheckpointManager, TransitionRecord  # noqa: E402
+from ckptfsm.layout import published_name, receipt_name  # noqa: E402
+from ckptfsm.lifecycle import State  # noqa: E402
+from ckptfsm.retention import LatestN  # noqa: E402
+from ckptfsm.storage import PosixStorage  # noqa: E402
+from ckptfsm.testing.coverage import Coverage, watch_moves  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Aim:
+    """Kill ``victim`` of this rank when byte ``byte`` of ``file`` of ``step`` has been written."""
+
+    step: int
+    file: str
+    byte: int
+    victim: str
+
+
+class KillingDisk(PosixStorage):
+    """The real disk, which kills at one byte. A file that ends earlier is hit at its fsync."""
+
+    def __init__(self, root: str, *, create: bool) -> None:
+        super().__init__(root, create=create)
+        self.aim: Aim | None = None
+        self._trainer = os.getpid()
+        self._written = 0
+
+    def write(self, handle: int, data: bytes | memoryview) -> int:
+        aim = self._aimed_at(handle)
+        if aim is None:
+            return super().write(handle, data)
+        view = memoryview(data).cast("B")
+        if aim.byte > self._written + len(view):
+            taken = super().write(handle, view)
+            self._written += taken
+            return taken
+        if aim.byte > self._written:
+            super().write(handle, view[: aim.byte - self._written])
+        self._kill(aim.victim)
+        raise AssertionError("not reached")
+
+    def fsync(self, handle: int) -> None:
+        aim = self._aimed_at(handle)
+        if aim is not None:
+            self._kill(aim.victim)
+        super().fsync(handle)
+
+    def _aimed_at(self, handle: int) -> Aim | None:
+        path = self._path_of(handle)
+        aim = self.aim
+        if aim is None or not path.startswith(f".ckptfsm/staging/{aim.step}."):
+            return None
+        inside = path.split("/", 3)[3]
+        same = inside == aim.file or inside.startswith(f"{aim.file}.tmp-")
+        return aim if same else None
+
+    def _kill(self, victim: str) -> None:
+        me = os.getpid()
+        writer = me if os.getppid() == self._trainer else os.getppid()
+        os.kill({"process": me, "writer": writer, "rank": self._trainer}[victim], signal.SIGKILL)
+        while True:
+            signal.pause()  # the library ends whoever outlives its writer or its trainer
+
+
+def aim_at(root: str, rank: int, like: int, step: int, shot: Mapping[str, Any]) -> Aim:
+    """Choose file and byte among what this rank wrote for the good step ``like``."""
+    own = receipt_name("state", rank)
+    receipt = Path(root, published_name(like), own)
+    sizes = {f["name"]: f["bytes"] for f in json.loads(receipt.read_text())["files"]}
+    shards = sorted(name for name in sizes if name.endswith(".distcp"))
+    others = sorted(set(sizes) - set(shards)) + [own]
+    sizes[own] = receipt.stat().st_size
+    files = shards if shot["shard"] else others
+    file = files[int(shot["file"] * len(files))]
+    return Aim(step, file, int(shot["byte"] * (sizes[file] + 1)), shot["victim"])
+
+
+def die_in_saves(here: jobs.Here, root: str, told: str, shots: Sequence[Mapping[str, Any]]) -> Any:
+    """Load what is there; then, for every shot, a save that is hit and a good one.
+
+    What is acknowledged and what was seen is appended to ``told`` by rank 0, line by line.
+    """
+    coverage = Coverage()
+    disks: list[KillingDisk] = []
+
+    def open_disk(create: bool) -> KillingDisk:
+        disks.append(KillingDisk(root, create=create))
+        return disks[-1]
+
+    def tell(**facts: Any) -> None:
+        if here.rank == 0:
+            with open(told, "a") as lines:
+                lines.write(json.dumps(facts) + "\n")
+
+    def hook(record: TransitionRecord) -> None:
+        if record.dest is State.TRACKED and record.source is State.FINALIZED:
+            tell(acknowledged=record.step)
+        elif record.dest is State.FAILED:
+            how = {"state": record.source.value, "reason": record.reason, "detail": record.detail}
+            tell(failed=record.step, **how)
+
+    here.join()
+    settings = {**jobs.TIMES, "retention": LatestN(2)}
+    with (
+        watch_moves(coverage),
+        CheckpointManager(root, open_storage=open_disk, hooks=[hook], **settings) as manager,
+    ):
+        good = load(manager, here, None)
+        if good is None:
+            good = save_well(manager, here, 1)
+        for shot in shots:
+            hit = good + 1
+            if shot["rank"] == here.rank:
+                disks[0].aim = aim_at(root, here.rank, good, hit, shot)
+            error = jobs.save(manager, here, hit)
+            aim, disks[0].aim = disks[0].aim, None
+            assert error is not None, f"the save that was hit succeeded: {aim}"
+            assert load(manager, here, good) == good
+            manager.wait_until_finished()
+            left = os.listdir(f"{root}/.ckptfsm/staging")
+            assert not left, f"the failed attempt was not put away: {left}"
+            good = save_well(manager, here, hit + 1)
+            tell(survived=hit)
+    return {"latest": good, "coverage": coverage.as_json()}
+
+
+def save_well(manager: CheckpointManager, here: jobs.Here, step: int) -> int:
+    error = jobs.save(manager, here, step)
+    assert error is None, f"a good save failed: {error}"
+    return step
+
+
+def load(manager: CheckpointManager, here: jobs.Here, wanted: int | None) -> int | None:
+    """Restore, verified by digests, and compare bit by bit; the step, None where there is none."""
+    restored = manager.restore(jobs.template_of(here))
+    if restored is None:
+        return None
+    assert wanted in (None, restored.step), f"step {restored.step} came back instead of {wanted}"
+    assert jobs.is_state_of(restored.state, restored.step, here), "another state came back"
+    return restored.step
+
+
+if __name__ == "__main__":
+    jobs.die_in_saves = die_in_saves
+    forkserver.main()

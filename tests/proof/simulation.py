@@ -1,0 +1,198 @@
+"""Layer 2: deterministic simulation of whole jobs, seed by seed.
+
+Ranks, coordinator, writers, restarts, rivals and readers run the production code on a simulated clock,
+network and disk (``ckptfsm.testing.sim``); the judges look after every storage call. One seed is one
+run: seeds 0..N-1, never random ones. A violation is printed as the command that replays its seed:
+
+    PYTHONPATH=tests python -m proof.simulation --seed N
+
+Rules: seeds are shared out in chunks among processes that were forked before anything ran; what a
+worker that dies had is a violation too, never a smaller count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from ckptfsm.testing.coverage import Coverage, watch_moves
+from ckptfsm.testing.sim import simulate
+from proof.layer import Budget, LayerResult, Violation, timed
+
+LAYER = "simulation"
+_CHUNK = 250
+_REPLAY = "PYTHONPATH=tests python -m proof.simulation --seed"
+_SEEDS_RERUN = 20
+
+
+def run(budget: Budget) -> LayerResult:
+    """Seeds 0..N-1 on ``budget.processes`` processes, then some of them again."""
+    count = budget.pick(pr=20_000, nightly=100_000, release=60_000)
+    deadline = time.monotonic() + budget.hours * 3600 if budget.profile == "soak" else None
+    result = LayerResult(LAYER, {"runs": 0, "storage calls": 0, "saves": 0, "re-runs": 0})
+    seeds = _all_seeds(None if deadline is not None else count)
+    for part in _share_out(seeds, budget.processes):
+        _add(result, part)
+        late = deadline is not None and time.monotonic() >= deadline
+        if late or (budget.stop_at_first and result.violations):
+            break
+    if not result.violations:
+        times = 50 if budget.profile == "soak" else 1
+        _check_reruns(result, range(_SEEDS_RERUN), times)
+    return result
+
+
+def rerun_hashes(seeds: Sequence[int], times: int) -> list[int]:
+    """The seeds whose trace differs between runs, also under another ``PYTHONHASHSEED``."""
+    first = [simulate(seed).trace for seed in seeds]
+    different = [s for s, trace in zip(seeds, _elsewhere(seeds), strict=True) if trace not in first]
+    for _ in range(times):
+        again = [simulate(seed).trace for seed in seeds]
+        pairs = zip(seeds, first, again, strict=True)
+        different += [seed for seed, one, other in pairs if one != other]
+    return sorted(set(different))
+
+
+def _check_reruns(result: LayerResult, seeds: Sequence[int], times: int) -> None:
+    for seed in rerun_hashes(seeds, times):
+        what = "the same seed gave another trace"
+        result.violations.append(Violation("determinism", what, f"{_REPLAY} {seed}"))
+    result.explored["re-runs"] += len(seeds) * (times + 1)
+
+
+def _elsewhere(seeds: Sequence[int]) -> list[str]:
+    """The traces of the seeds as another interpreter with another hash seed makes them."""
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "proof.simulation", "--hashes", *map(str, seeds)]
+    paths = os.pathsep.join([str(root), str(root / "tests")])
+    environment = {**os.environ, "PYTHONHASHSEED": "4711", "PYTHONPATH": paths}
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=600, check=True
+    )
+    return ended.stdout.split()
+
+
+# ------------------------------------------------------------------------------------- many seeds
+
+
+def _all_seeds(count: int | None) -> Iterator[range]:
+    first = 0
+    while count is None or first < count:
+        last = first + _CHUNK if count is None else min(first + _CHUNK, count)
+        yield range(first, last)
+        first = last
+
+
+def _share_out(chunks: Iterable[range], processes: int) -> Iterator[str]:
+    """The results of the chunks, as JSON, in order, so that a count never depends on timing."""
+    if processes <= 1:
+        yield from map(run_chunk, chunks)
+        return
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        yield from pool.imap(run_chunk, chunks)
+
+
+def run_chunk(seeds: range) -> str:
+    """Run some seeds here; the result as JSON."""
+    coverage = Coverage()
+    result = LayerResult(LAYER, {"runs": 0, "storage calls": 0, "saves": 0}, coverage=coverage)
+    quiet, collecting = logging.getLogger("ckptfsm"), gc.isenabled()
+    level = quiet.level
+    quiet.setLevel(logging.CRITICAL + 1)
+    gc.disable()  # a run is small and leaves no cycles that matter within a chunk
+    try:
+        with watch_moves(coverage):
+            for seed in seeds:
+                one = simulate(seed, coverage=coverage)
+                result.explored["runs"] += 1
+                result.explored["storage calls"] += one.calls
+                result.explored["saves"] += one.saves
+                if one.failure is not None:
+                    found = Violation(one.failure.promise, one.failure.what, f"{_REPLAY} {seed}")
+                    result.violations.append(found)
+    finally:
+        quiet.setLevel(level)
+        if collecting:
+            gc.enable()
+        gc.collect()
+    return json.dumps(result.as_json())
+
+
+def _add(result: LayerResult, part: str) -> None:
+    other = LayerResult.from_json(json.loads(part))
+    for name, count in other.explored.items():
+        result.explored[name] = result.explored.get(name, 0) + count
+    result.violations += other.violations
+    result.coverage.add(other.coverage)
+
+
+# --------------------------------------------------------------------------------------- by hand
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Replay one seed, or run many."""
+    parser = argparse.ArgumentParser(prog="proof.simulation")
+    parser.add_argument("--seed", type=int, help="replay one seed and print the end of its trace")
+    parser.add_argument("--tail", type=int, default=80, help="how many lines of the trace")
+    parser.add_argument("--runs", type=int, help="run this many seeds")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--hashes", type=int, nargs="+", help="print the traces of these seeds")
+    chosen = parser.parse_args(arguments)
+    logging.getLogger("ckptfsm").setLevel(logging.CRITICAL + 1)
+    if chosen.hashes is not None:
+        print("\n".join(simulate(seed).trace for seed in chosen.hashes))
+        return 0
+    if chosen.seed is not None:
+        return _replay(chosen.seed, chosen.tail)
+    if chosen.runs is None:
+        result = timed(run, Budget(processes=chosen.processes))
+    else:
+        result = _run_some(chosen.first, chosen.runs, chosen.processes)
+    return _report(result)
+
+
+def _run_some(first: int, count: int, processes: int) -> LayerResult:
+    result = LayerResult(LAYER)
+    began = time.monotonic()
+    chunks = (
+        range(at, min(at + _CHUNK, first + count)) for at in range(first, first + count, _CHUNK)
+    )
+    for part in _share_out(chunks, processes):
+        _add(result, part)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def _replay(seed: int, tail: int) -> int:
+    one = simulate(seed, tail=tail, keep_tail=True)
+    print("\n".join(one.tail))
+    digest = hashlib.sha256(one.trace.encode()).hexdigest()[:8]
+    print(f"seed {seed}: {one.calls} calls, {one.sim_seconds:.1f} s, {one.saves} saves, {digest}")
+    print(f"VIOLATION {one.failure}" if one.failure is not None else "every promise held")
+    return 1 if one.failure is not None else 0
+
+
+def _report(result: LayerResult) -> int:
+    shown = ", ".join(f"{count} {name}" for name, count in result.explored.items())
+    print(f"{shown} in {result.seconds:.0f} s; {len(result.violations)} violations")
+    print("faults:", ", ".join(f"{k}: {n}" for k, n in sorted(result.coverage.faults.items())))
+    rows = result.coverage.rows
+    print(f"{len(rows)} rows of the table, {len(result.coverage.pairs)} state x event")
+    for violation in result.violations[:20]:
+        print(f"{violation.promise}: {violation.what[:300]}\n    {violation.replay}")
+    return 1 if result.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

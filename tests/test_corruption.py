@@ -1,0 +1,200 @@
+"""F15-F21, F30, F34: corrupted checkpoints are never restored, hostile input is refused by type.
+
+A sample of two layers of proof (``proof.corruption``, ``proof.fuzz``), and every case they found.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from proof import fuzz
+from proof.corruption import (
+    LIVES,
+    Bench,
+    Corruption,
+    Template,
+    add_file,
+    flip,
+    gut_directory,
+    make_template,
+    newer_schema,
+    swap,
+)
+
+from ckptfsm.documents import Manifest, Receipt, decode
+from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema
+from ckptfsm.journal import parse_segment_bytes
+from ckptfsm.layout import JOURNAL, MANIFEST, STAGING, parse_tracker, planned_name
+from ckptfsm.stock import load_metadata_stub
+
+pytestmark = pytest.mark.damages_journal("corrupts journals, among other things")
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=12,
+)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench([make_template(name) for name in LIVES])
+
+
+def named(bench: Bench, name: str) -> Template:
+    return next(template for template in bench.templates if template.name == name)
+
+
+def flipped(template: Template, path: str, at: int, area: str) -> Corruption:
+    data = bytearray(template.tree[path])
+    data[at] ^= 1 << at % 8
+    tree = {**template.tree, path: bytes(data)}
+    return Corruption(f"flip {at} of", path, area, frozenset({30}), tree)
+
+
+class Zero(random.Random):
+    """The first of everything."""
+
+    def randrange(self, *arguments: int) -> int:
+        return arguments[0] if len(arguments) > 1 else 0
+
+
+# -------------------------------------------------------------------------------------- corruption
+
+
+def test_F21_nothing_is_found_where_nothing_was_changed(bench: Bench):
+    """Catches: a false alarm, in memory or on a real disk."""
+    assert [problem for t in bench.templates if (problem := bench.control(t))] == []
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_F15_to_F21_a_sample_of_corruptions(bench: Bench, block: int):
+    """Catches: wrong bytes, a wrong step, a refusal without need or type, a touch outside."""
+    wrong = [bench.trial(seed)[1] for seed in range(block * 50, block * 50 + 50)]
+    assert list(filter(None, wrong)) == []
+
+
+def test_F21_a_flip_in_any_byte_of_a_manifest_is_found(bench: Bench):
+    """Catches: a commit record that is believed whatever it says: another name or place of a part,
+    other metrics, another writer."""
+    template, path = named(bench, "only one"), f"iter_0000030/{MANIFEST}"
+    for at in range(0, len(template.tree[path]), 7):
+        assert bench.judged(template, flipped(template, path, at, "manifest")) == ""
+
+
+@pytest.mark.parametrize(
+    "file", [planned_name("state"), "receipts/state/0.json", "receipts/ema/1.json"]
+)
+def test_F30_a_damaged_attempt_is_not_rolled_forward(bench: Bench, file: str):
+    """Catches: planned metadata or a receipt that is believed although a bit of it flipped; a root
+    that cannot be opened any more because of it."""
+    template = named(bench, "written")
+    path = next(p for p in template.files if p.startswith(STAGING) and p.endswith(file))
+    for at in range(0, len(template.tree[path]), 9 if "planned" in file else 4):
+        assert bench.judged(template, flipped(template, path, at, "staging")) == ""
+
+
+def test_F30_an_attempt_that_cannot_be_rolled_forward_is_cleaned_up(bench: Bench):
+    """Catches: a failed roll forward whose dead writers are awaited until close() gives up."""
+    template = named(bench, "written")
+    path = next(p for p in template.files if p.startswith(STAGING) and p.endswith("__0_0.distcp"))
+    corruption = add_file(template, path, random.Random(1))
+    assert bench.judged(template, corruption) == ""
+
+
+@pytest.mark.parametrize("change", [swap, gut_directory, newer_schema, add_file])
+@pytest.mark.parametrize("name", ["settled", "published", "pruning"])
+def test_F16_F17_F19_F34_whole_files_and_directories(
+    bench: Bench, name: str, change: Callable[..., Corruption]
+):
+    """Catches: another step's directory taken for this one's; a newer document rewritten."""
+    template = named(bench, name)
+    places = [p for p in template.files if p.startswith("iter_")]
+    for seed in range(12):
+        rng = random.Random(seed)
+        assert bench.judged(template, change(template, rng.choice(places), rng)) == ""
+
+
+def test_the_judge_of_corruptions_is_not_blind(bench: Bench):
+    """Catches: a judge that finds everything in order: here the truth itself is another."""
+    template = named(bench, "only one")
+    lie = Template(template.name, template.tree, {30: {"x": b"other"}, 31: {}}, template.parts)
+    assert "another content" in bench.control(lie)
+
+
+def test_F20_a_corrupt_sealed_segment_is_refused(bench: Bench):
+    """Catches: a sealed segment that nobody looks at because the newest says enough."""
+    template = named(bench, "settled")
+    corruption = flip(template, f"{JOURNAL}/000001.ndjson", Zero())
+    assert bench.judged(template, corruption) == ""
+    assert bench.counts["refused: journal_corrupt"] >= 1
+
+
+# -------------------------------------------------------------------------------------------- fuzz
+
+
+def test_F30_what_was_written_is_accepted():
+    """Catches: readers that refuse everything, which no other test here would notice."""
+    assert fuzz.legal_input_problem() == ""
+
+
+@pytest.mark.parametrize("name", fuzz.TARGETS)
+def test_F30_hostile_documents_are_refused_by_type(name: str):
+    """Catches: an untyped error, a misread document, a reader that takes for ever."""
+    verdicts = {fuzz.attempt(fuzz.TARGETS[name], seed) for seed in range(200)}
+    assert verdicts <= {"accepted", "refused"}
+
+
+def test_F30_hostile_roots_leave_the_rest_of_the_disk_alone():
+    """Catches: an untyped error out of a root, a file or time stamp changed beside it."""
+    assert {fuzz.attempt_root(seed) for seed in range(40)} <= {"accepted", "refused"}
+
+
+def test_F30_the_death_of_the_interpreter_is_a_finding(monkeypatch: pytest.MonkeyPatch):
+    """Catches: a reader that kills the process, which the layer would take for an end in order."""
+
+    def dies(data: bytes) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    target = fuzz.Target("pin", lambda rng: b"", dies)
+    monkeypatch.setattr(fuzz, "TARGETS", {"pin": target})
+    counts, problems = fuzz.run_in_child("pin", 3)
+    assert counts["wrong"] == 1
+    assert "died with -11" in problems[0][1]
+
+
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(st.binary(max_size=200))
+def test_F30_any_bytes_are_read_or_refused(data: bytes):
+    """Catches: an input that some reader answers with an error of its own."""
+    for read in (
+        lambda: parse_segment_bytes(1, data, "any"),
+        lambda: decode(Manifest, data, "any"),
+        lambda: load_metadata_stub(data),
+    ):
+        try:
+            read()
+        except DamagedRoot:
+            pass
+    step = parse_tracker(data)
+    assert step is None or step == "release" or isinstance(step, int)
+
+
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(st.dictionaries(st.sampled_from([*Manifest.model_fields, "extra"]), JSON))
+def test_F30_F34_any_json_is_read_or_refused(document: dict[str, object]):
+    """Catches: a value that slips through the fields of a document, or an untyped error."""
+    data = fuzz.to_text(document).encode("utf-8", "surrogatepass")
+    for model in (Manifest, Receipt):
+        try:
+            decode(model, data, "any")
+        except NewerSchema:
+            assert document["schema_version"] > 1
+        except CkptFsmError as error:
+            assert error.kind == "damaged_root"

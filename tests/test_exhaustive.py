@@ -1,0 +1,182 @@
+"""Every state of a few small worlds keeps the promises, and a planted bug is found in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from proof.exhaustive import SCOPES, Search, history, run, scope_named
+from proof.exhaustive_disk import Dir, tree
+from proof.layer import Budget
+
+from ckptfsm import engine, lifecycle, recovery
+from ckptfsm.effects import Effects
+from ckptfsm.engine import Engine
+from ckptfsm.errors import Fenced
+from ckptfsm.ledger import Ledger
+from ckptfsm.lifecycle import State
+from ckptfsm.messages import Prune
+from ckptfsm.testing.coverage import ALL_PAIRS, ALL_ROWS
+
+
+def test_I1_to_I11_hold_in_every_state_of_the_small_worlds():
+    """Catches: any order of requests, reports, crashes, errors and takeovers that breaks a promise."""
+    result = run(Budget("pr"))
+    assert not result.violations, result.violations[0].what + "\n" + result.violations[0].replay
+    assert result.explored["states"] >= 100_000
+    assert sum("to its end" in note for note in result.notes) == len(SCOPES), result.notes
+    assert set(ALL_ROWS) <= set(result.coverage.rows)
+    assert set(ALL_PAIRS) <= set(result.coverage.pairs)
+
+
+def without_guard(monkeypatch, guard):
+    rows = tuple(replace(r, guard=None) if r.guard is guard else r for r in lifecycle.TABLE)
+    monkeypatch.setattr(lifecycle, "TABLE", rows)
+
+
+def superseded_unguarded(monkeypatch):
+    without_guard(monkeypatch, lifecycle.a_newer_one_is_tracked_and_nothing_keeps_it)
+
+
+def cleaned_unguarded(monkeypatch):
+    without_guard(monkeypatch, lifecycle.never_published_and_writers_gone)
+
+
+def two_in_flight(monkeypatch):
+    monkeypatch.setattr(Ledger, "refuse", lambda self, event: None)
+
+
+def one_shard_short(monkeypatch):
+    def complete(checkpoint, event):
+        return len(checkpoint.reported) + 2 == len(lifecycle.expected_reports(checkpoint))
+
+    monkeypatch.setattr(lifecycle, "_shards_complete", complete)
+
+
+def any_shard_counts(monkeypatch):
+    monkeypatch.setattr(lifecycle, "_is_news_of_a_shard", lambda checkpoint, event: True)
+
+
+def the_latest_is_offered(monkeypatch):
+    def offer(self, checkpoint, latest, preserved):
+        return lifecycle.Superseded(checkpoint.id, latest + 1)
+
+    monkeypatch.setattr(Ledger, "_offer", offer)
+
+
+def no_second_look(monkeypatch):
+    monkeypatch.setattr(Effects, "_kept_by_people", lambda self, step: "")
+
+
+def the_finalized_are_passed_over(monkeypatch):
+    decide = recovery._decide
+
+    def forgetful(checkpoint, ledger, evidence):
+        found = decide(checkpoint, ledger, evidence)
+        return replace(found, actions=()) if checkpoint.state is State.FINALIZED else found
+
+    monkeypatch.setattr(recovery, "_decide", forgetful)
+
+
+def the_tracked_are_withdrawn(monkeypatch):
+    monkeypatch.setattr(recovery, "_survivors", lambda ledger, decisions: set())
+
+
+def missing_ones_are_kept(monkeypatch):
+    decide = recovery._decide
+
+    def trusting(checkpoint, ledger, evidence):
+        found = decide(checkpoint, ledger, evidence)
+        return replace(found, actions=()) if checkpoint.state is State.TRACKED else found
+
+    monkeypatch.setattr(recovery, "_decide", trusting)
+
+
+def pruned_before_journaled(monkeypatch):
+    commit = Engine.commit
+
+    def hasty(self, ledger, moved, command):
+        if isinstance(command, Prune):
+            self.effects.prune(moved.checkpoint, moved.event.newer_step)
+        commit(self, ledger, moved, command)
+
+    monkeypatch.setattr(Engine, "commit", hasty)
+
+
+def tracker_before_publishing(monkeypatch):
+    finalize = Effects.finalize
+
+    def hasty(self, checkpoint):
+        self.write_tracker(checkpoint.step)
+        finalize(self, checkpoint)
+
+    monkeypatch.setattr(Effects, "finalize", hasty)
+
+
+def fenced_and_deaf(monkeypatch):
+    write = Effects.write_tracker
+
+    def deaf(self, step):
+        try:
+            write(self, step)
+        except Fenced:
+            return
+
+    monkeypatch.setattr(Effects, "write_tracker", deaf)
+
+
+def clean_up_is_forgotten(monkeypatch):
+    monkeypatch.setattr(Engine, "_run_clean_up", lambda self, checkpoint: None)
+
+
+def prune_by_deleting(monkeypatch):
+    def prune(self, checkpoint, newer_step):
+        base = engine.published_name(checkpoint.step)
+        for name in self.storage.listdir(base):
+            if self.storage.stat(f"{base}/{name}").kind == "file":
+                self.storage.unlink(f"{base}/{name}")
+        return ""
+
+    monkeypatch.setattr(engine, "published_name", lambda step: f"iter_{step:07d}", raising=False)
+    monkeypatch.setattr(Effects, "prune", prune)
+
+
+PLANTED = (
+    (superseded_unguarded, "keep", "I7"),
+    (cleaned_unguarded, "ranks", "I1"),
+    (two_in_flight, "keep", "I5"),
+    (one_shard_short, "ranks", "I3"),
+    (any_shard_counts, "ranks", "I5"),
+    (the_latest_is_offered, "keep", "I7"),
+    (no_second_look, "keep", "I7"),
+    (the_finalized_are_passed_over, "keep", "I8"),
+    (the_tracked_are_withdrawn, "keep", "I8"),
+    (missing_ones_are_kept, "damage", "I2"),
+    (pruned_before_journaled, "keep", "I1"),
+    (tracker_before_publishing, "keep", "I2"),
+    (fenced_and_deaf, "epochs", "I9"),
+    (clean_up_is_forgotten, "ranks", "I10"),
+    (prune_by_deleting, "keep", "I1"),
+)
+
+
+@pytest.mark.parametrize(
+    ("plant", "scope", "promise"), PLANTED, ids=lambda v: getattr(v, "__name__", v)
+)
+def test_a_planted_bug_breaks_its_promise(plant, scope, promise, monkeypatch):
+    """Catches: a search that looks away. The history of what it finds shows it again."""
+    plant(monkeypatch)
+    found = Search(scope_named(scope), 20_000).run()
+    assert found.broken, f"not found in {found.states} states"
+    assert found.broken[0][0] == promise, found.broken[0]
+    told = history(scope_named(scope), found.broken[0][2])
+    assert promise == "I10" or f"BROKEN {promise}" in told[-1], told
+    print("\n".join(told), f"{found.states} states, {found.seconds:.2f} s", sep="\n")
+
+
+def test_equal_trees_are_equal_however_they_were_made():
+    """Catches: states counted twice, or taken for one another."""
+    one = tree(a=b"1").put("d", Dir({})).put("d/e", b"2")
+    two = Dir({"d": Dir({"e": b"2"}), "a": b"1"})
+    assert one == two and hash(one) == hash(two)
+    assert one != two.put("d/e", b"3") and one.put("d/e", None) != one

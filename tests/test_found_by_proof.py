@@ -1,0 +1,405 @@
+"""Faults that the layers of proof found in the library, each kept as a short history.
+
+The layers print such histories as traces and seeds; here they are written out for a reader, on a
+simulated disk and production code. Each test says which layer found it, and what it would catch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+from test_attacks import ONE, TWO, fails, judge, names, restarted, states
+from test_coordinator import (
+    content,
+    foreign_attempt,
+    left,
+    replace,
+    saved,
+    staged,
+    start,
+    stop,
+    tracked,
+)
+
+from ckptfsm import evidence as evidence_module
+from ckptfsm.errors import Fenced, StorageError
+from ckptfsm.layout import (
+    JOURNAL,
+    MANIFEST,
+    QUARANTINE,
+    STAGING,
+    TRACKER,
+    TRASH,
+    planned_name,
+)
+from ckptfsm.lifecycle import UNSETTLED, State
+from ckptfsm.messages import AttemptId, Event, Failed, FinalizersRan, WriterForked
+from ckptfsm.readers import ReaderLease
+from ckptfsm.retention import LatestN
+from ckptfsm.stock import StockVerdict
+from ckptfsm.testing.harness import FakeJob
+from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+
+Matches = Callable[[str], bool]
+FOUR = "iter_0000004"
+
+
+def moves(name: str) -> Matches:
+    """The rename that takes ``name`` away."""
+    return lambda path: path.startswith(f"{name} ->")
+
+
+def makes(name: str) -> Matches:
+    """The rename that puts ``name`` there."""
+    return lambda path: path.endswith(f"-> {name}")
+
+
+def in_journal(path: str) -> bool:
+    return path.startswith(JOURNAL)
+
+
+def is_root(path: str) -> bool:
+    return path == ""
+
+
+def dies_at(job: FakeJob, method: str, matches: Matches, step: int) -> None:
+    """Save ``step``; the process dies right before that call."""
+
+    def before(index: int, called: str, path: str) -> None:
+        if called == method and matches(path):
+            raise ProcessDead(path)
+
+    job.storage.before = before
+    with pytest.raises(ProcessDead):
+        job.save(step)
+
+
+def fails_after(job: FakeJob, renamed: Matches, method: str, matches: Matches) -> list[str]:
+    """Fail one call, the first of its kind after a rename was done. Returns what failed."""
+    done, failed = [], []
+
+    def after(index: int, called: str, path: str) -> None:
+        if called == "rename" and renamed(path):
+            done.append(path)
+
+    def before(index: int, called: str, path: str) -> None:
+        if done and not failed and called == method and matches(path):
+            failed.append(path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    job.storage.before, job.storage.after = before, after
+    return failed
+
+
+def once_before_listing(job: FakeJob, directory: str, happens: Callable[[], object]) -> None:
+    """Let something happen at the very moment when the job is about to list a directory."""
+    original, waiting = job.storage.listdir, [happens]
+
+    def listdir(path: str) -> list[str]:
+        if path == directory and waiting:
+            waiting.pop()()
+        return original(path)
+
+    job.storage.listdir = listdir
+
+
+def is_settled(job: FakeJob) -> bool:
+    return not job.coordinator.busy and not job.coordinator.ledger.in_state(*UNSETTLED)
+
+
+# ---------------------------------------------------------------------- I8: what a restart resumes
+
+
+def test_I8_a_start_that_cannot_write_the_tracker_does_not_begin_from_scratch():
+    """Found by exhaustive search. Catches: a full disk at a restart that lets it pass over the only
+    checkpoint, because the tracker of what is finalized could not be written."""
+    disk = SimDisk()
+    dies_at(start(disk), "open_exclusive", lambda p: p.startswith(TRACKER), 1)
+    disk.kill("first")
+    full = start(disk, "full", opened=False)
+    full.storage.before = fails("open_exclusive", lambda p: p.startswith(TRACKER), errno.ENOSPC)
+    with pytest.raises(StorageError, match="step 1 is finalized"):
+        full.open()
+    disk.kill("full")
+    assert tracked(restarted(disk, latest=1)) == [1]
+
+
+def test_I2_a_start_that_cannot_journal_does_not_write_the_tracker_back():
+    """Found by simulation. Catches: the tracker, which names the newest checkpoint already, set back
+    to an older one because the journal had no room to say so."""
+    disk = SimDisk()
+    first = saved(disk, 1)
+    killed: list[str] = []
+
+    def after(index: int, method: str, path: str) -> None:
+        if method == "rename" and makes(TRACKER)(path):
+            killed.append(path)
+            raise ProcessDead(path)
+
+    first.storage.after = after
+    with pytest.raises(ProcessDead):
+        first.save(2)
+    assert killed and content(disk, TRACKER) == b"2"
+    disk.kill("first")
+    full = start(disk, "full", opened=False)
+    failed = fails_after(full, makes(TRACKER), "pwrite", in_journal)
+    with suppress(StorageError):
+        full.open()
+    assert failed and content(disk, TRACKER) == b"2"
+    disk.kill("full")
+    assert tracked(restarted(disk, latest=2)) == [1, 2]
+
+
+def test_I8_a_torn_tracker_does_not_make_a_strangers_newer_step_the_latest(monkeypatch):
+    """Found by exhaustive search. Catches: a complete directory of somebody else, newer than all that
+    was in use, adopted and resumed from because the tracker could not be read."""
+    accepted = StockVerdict(True, "")
+    monkeypatch.setattr(evidence_module, "inspect_stock", lambda storage, directory: accepted)
+    disk = SimDisk()
+    left(disk, 1)
+    SimStorage(disk, "stranger").mkdir("iter_0000009")
+    replace(disk, TRACKER, b"")
+    job = start(disk, "second", opened=False)
+    report = job.open()
+    assert report.latest_step == 1 and tracked(job) == [1]
+    assert [(d.subject, d.result) for d in report.decisions if not d.actions] == [
+        ("iter_0000009", "reported")
+    ]
+    assert content(disk, TRACKER) == b"1" and "iter_0000009" in names(disk)
+
+
+def test_F19_a_fresh_start_leaves_no_tracker_that_names_what_it_put_aside():
+    """Found by the inductive invariant. Catches: a root that the next ordinary start refuses, as the
+    tracker still names the damaged checkpoint that a fresh start moved to quarantine."""
+    disk = SimDisk()
+    left(disk, 1)
+    replace(disk, f"{ONE}/__0_0.distcp", b"gutted")
+    fresh = start(disk, "fresh", opened=False, resume="fresh")
+    assert fresh.open().latest_step is None
+    assert TRACKER not in names(disk) and "1.e1.a1" in names(disk, QUARANTINE)
+    disk.kill("fresh")
+    again = start(disk, "again", opened=False)
+    assert again.open().latest_step is None
+    again.save(1)
+    assert judge(disk, 1) == 1
+
+
+# ---------------------------------------------------------- I4: published, and the journal lags
+
+
+LATE_NEWS: dict[str, Callable[[AttemptId], Event]] = {
+    "failure": lambda of: Failed(of, "late"),
+    "wrong_world_size": lambda of: WriterForked(of, 0, 3),
+}
+
+
+@pytest.mark.parametrize("news", LATE_NEWS)
+def test_I4_what_is_published_can_no_longer_fail(news: str):
+    """Found by exhaustive search. Catches: a late report that fails an attempt whose directory has its
+    name already, so that journaling ``published`` is illegal and stops the coordinator."""
+    disk = SimDisk()
+    job = start(disk)
+    failed = fails_after(job, makes(ONE), "pwrite", in_journal)
+    of = job.save(1)
+    assert failed and states(job) == {"1.e1.a1": "shards_written"} and ONE in names(disk)
+    job.coordinator.report([LATE_NEWS[news](of)])
+    job.coordinator.tick()
+    assert tracked(job) == [1] and judge(disk, 1) == 1
+
+
+def test_I1_a_damaged_attempt_that_was_published_ends_in_quarantine():
+    """Found by exhaustive search. Catches: an attempt that was published and damaged before its
+    journal knew, which stays failed for ever: nothing settles, and it keeps its name."""
+    disk = SimDisk()
+    dies_at(saved(disk, 1), "pwrite", lambda p: in_journal(p) and TWO in names(disk), 2)
+    disk.kill("first")
+    replace(disk, f"{TWO}/__0_0.distcp", b"gutted")
+    job = start(disk, "second")
+    assert tracked(job) == [1] and is_settled(job), states(job)
+    assert judge(disk, 1) == 1, "what does not hold is not left at a published name"
+    assert names(disk, QUARANTINE) == ["2.e1.a2"] and names(disk, TRASH) == []
+
+
+def test_F13_a_publish_that_lands_late_is_cleaned_up():
+    """Found by simulation. Catches: the rename of a fenced trainer that takes effect while its
+    successor looks around: the attempt failed, is published all the same, and nothing settles."""
+    disk = SimDisk()
+    dies_at(saved(disk, 1), "rename", makes(TWO), 2)
+    disk.kill("first")
+    (staging,) = names(disk, STAGING)
+    job = start(disk, "second", opened=False)
+    server = SimStorage(disk, "server")
+    once_before_listing(job, STAGING, lambda: server.rename(f"{STAGING}/{staging}", TWO))
+    assert job.open().latest_step == 1
+    assert is_settled(job), states(job)
+    assert names(disk, QUARANTINE) == ["2.e1.a2"] and judge(disk, 1) == 1
+    job.save(2)
+    assert judge(disk, 2) == 2
+
+
+# ------------------------------------------------------------------------ attempts that must end
+
+
+def test_F5_a_failed_roll_forward_waits_for_no_dead_writer():
+    """Found by simulation. Catches: an attempt whose roll forward failed at a restart, and that waits
+    for the end of writers that died with the run before: nothing ever settles."""
+    disk = SimDisk()
+    dies_at(start(disk), "open_exclusive", lambda p: "metadata" in p, 1)
+    disk.kill("first")
+    job = start(disk, "second", opened=False)
+    job.storage.before = fails("open_exclusive", lambda p: "metadata" in p)
+    job.open()
+    assert is_settled(job) and states(job) == {}, states(job)
+    assert names(disk, STAGING) == [], "out of the way"
+    job.save(1)
+    assert judge(disk, 1) == 1
+
+
+def test_I6_finalizers_that_end_after_their_attempt_failed_finalize_nothing():
+    """Found by simulation. Catches: an attempt that was condemned while its foreign finalizers ran,
+    and is committed once the last rank reports that they are done."""
+    disk = SimDisk()
+    job = start(disk)
+    of = foreign_attempt(job)
+    disk.plant_file(f"{ONE}/.metadata", b"m")
+    disk.plant_file(f"{ONE}/metadata.json", b"{}")
+    job.coordinator.report([FinalizersRan(of, 0), WriterForked(of, 1, 3), FinalizersRan(of, 1)])
+    failed = job.coordinator.ledger.checkpoints[of]
+    assert (failed.state, failed.reason) == (State.FAILED, "wrong_world_size")
+    assert f"{ONE}/{MANIFEST}" not in disk.snapshot() and TRACKER not in disk.snapshot()
+
+
+def test_F30_a_finisher_that_raises_fails_its_attempt():
+    """Found by corruption. Catches: an error of a part's own code that escapes, so that its attempt is
+    in flight until the deadline and no other save can begin."""
+    disk = SimDisk()
+    job = start(disk)
+    of, directory = staged(job, 1)
+    job.write(of, 0)
+    planned = f"{directory}/{planned_name('state')}"
+    replace(disk, planned, bytes(len(content(disk, planned))))
+    job.write(of, 1)
+    failed = job.coordinator.ledger.checkpoints[of]
+    assert (failed.state, failed.reason) == (State.FAILED, "finalize")
+    assert "planned metadata is torn" in failed.detail
+    job.fail(of)
+    job.save(1)
+    assert job.acknowledged == [1] and judge(disk, 1) == 1
+
+
+# ------------------------------------------------------------------- prunes, tried again or undone
+
+
+def test_F27_a_rollback_brings_a_pruned_directory_back_for_its_reader():
+    """Found by the inductive invariant. Catches: a rollback that takes a prune for done whose way back
+    failed, after which a reader's checkpoint is deleted under it."""
+    disk = SimDisk()
+    job = saved(disk, 1, retention=LatestN(1))
+    lease = ReaderLease("/sim", 1, storage=SimStorage(disk, "reader"))
+    failed = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and moves(ONE)(path):
+            lease.__enter__()
+        if method == "rename" and makes(ONE)(path) and not failed:
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    job.storage.before = before
+    job.save(2)
+    assert failed and states(job)["1.e1.a1"] == "prunable" and ONE not in names(disk)
+    job.coordinator.rollback(2)
+    job.coordinator.tick()
+    assert ONE in names(disk) and tracked(job) == [1, 2]
+    assert judge(disk, 2) == 2
+
+
+def test_I5_a_rollback_does_not_take_a_newer_attempt_for_a_pending_prunes():
+    """Found by the inductive invariant. Catches: a prune that was tried again by the name of its step
+    only: the rollback brings two attempts back for one directory, and the step is never free again."""
+    disk = SimDisk()
+    job = saved(disk, 1, retention=LatestN(1))
+    job.coordinator.pin(1, "keep")
+    job.save(2)
+    failed = fails_after(job, moves(TWO), "fsync_dir", is_root)
+    job.save(3)
+    assert failed and states(job)["2.e1.a2"] == "prunable" and TWO not in names(disk)
+    job.coordinator.withdraw_damaged(3, "bit rot")
+    job.save(2)
+    job.coordinator.rollback(1)
+    assert TWO not in names(disk) and names(disk, QUARANTINE) == ["2.e1.a4", "3.e1.a3"]
+    assert "2.e1.a2" not in states(job)
+    job.save(2)
+    assert tracked(job) == [1, 2] and judge(disk, 2) == 2
+
+
+def test_I2_the_tracker_is_durable_before_what_it_named_is_moved_away():
+    """Found by the inductive invariant. Catches: a withdrawal tried again after the root's fsync
+    failed: a power loss can leave a tracker that names what was moved away."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+    failed = fails_after(job, makes(TRACKER), "fsync_dir", is_root)
+    job.coordinator.withdraw_damaged(2, "bit rot")
+    assert failed and TWO in names(disk)
+    survivors = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and moves(TWO)(path):
+            survivors.extend(disk.content(kept) for kept in disk.possible(TRACKER))
+
+    job.storage.before = before
+    job.coordinator.tick()
+    assert survivors == [b"1"], "what a power loss could leave of the tracker at that moment"
+    assert names(disk, QUARANTINE) == ["2.e1.a2"] and judge(disk, 1) == 1
+
+
+def test_I2_a_checkpoint_older_than_one_brought_back_is_not_tracked():
+    """Found by the inductive invariant. Catches: the tracker written back below the latest, when a
+    checkpoint that waited to be pruned came back while an older step was being saved."""
+    disk = SimDisk()
+    job = saved(disk, 1, retention=LatestN(1))
+    job.coordinator.pin(1, "keep")
+    job.save(4)
+    job.storage.before = fails("rename", moves(FOUR))
+    job.save(6)
+    assert states(job)["4.e1.a2"] == "prunable"
+    job.coordinator.withdraw_damaged(6, "bit rot")
+    of = job.request(2)
+    job.fork(of)
+    job.coordinator.tick()
+    assert tracked(job) == [1, 4], "the prune was not done, and nothing newer is left"
+    for rank in range(job.ranks):
+        job.write(of, rank)
+    assert job.acknowledged == [1, 4, 6] and content(disk, TRACKER) != b"2"
+    assert job.coordinator.ledger.checkpoints[of].state is State.QUARANTINED
+    assert names(disk, QUARANTINE) == [str(of), "6.e1.a3"]
+    stop(disk, job)
+    assert tracked(restarted(disk, latest=4)) == [1, 4]
+
+
+# ------------------------------------------------------------------------------------ I9: fencing
+
+
+def test_I9_a_fenced_trainer_deletes_nothing_that_its_successor_put_in_the_trash():
+    """Found by the model of races. Catches: a paused trainer whose check of the epoch was long ago,
+    and that deletes a directory which its successor may still bring back for a reader."""
+    disk = SimDisk()
+    first = saved(disk, 1)
+    successors = []
+
+    def take_over() -> None:
+        second = start(disk, "second", takeover=True, retention=LatestN(1))
+        second.save(2)
+        successors.append(second)
+
+    once_before_listing(first, TRASH, take_over)
+    with suppress(Fenced):
+        first.coordinator.tick()
+    assert tracked(successors[0]) == [2] and names(disk, TRASH) == ["1.e1.a1"]
+    shards = [p for p in disk.snapshot() if p.startswith(TRASH) and p.endswith(".distcp")]
+    assert len(shards) == 2, "whole"
+    assert isinstance(first.coordinator.fatal, Fenced)

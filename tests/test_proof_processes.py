@@ -1,0 +1,186 @@
+"""That the checks of the sweeps over real processes can fail; ``python -m proof`` runs the sweeps.
+
+They fork from this process, so a bug that is planted here is the children's as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from proof import processes
+from proof.layer import Budget
+from proof.processes import Finding, _pool, file_system_of, strike
+from proof.real_jobs import MANAGER
+from proof.real_site import Site
+
+import ckptfsm.durable as durable
+import ckptfsm.writer as writer
+from ckptfsm.effects import Effects
+from ckptfsm.engine import Engine
+from ckptfsm.messages import Cleaned
+from ckptfsm.ports import Storage
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+# ------------------------------------------------------------------------------- can the checks fail?
+
+
+def strike_first(method: str, ending: str, kind: str) -> Finding:
+    """Strike the main script at the first such call."""
+    with _pool(1) as pool:
+        life = pool.apply(strike, (Site(processes.MAIN_SCRIPT),), {"synced": False})
+        assert life.ended is not None
+        calls = life.ended.calls["trainer"]
+        index = next(
+            i for i, (m, path) in enumerate(calls) if m == method and path.endswith(ending)
+        )
+        site = Site(processes.MAIN_SCRIPT, index, kind)
+        struck: Finding = pool.apply(strike, (site,), {"synced": False})
+    assert struck.struck == (method, calls[index][1])
+    return struck
+
+
+def tracker_first(patch: pytest.MonkeyPatch) -> None:
+    whole = Effects.finalize
+
+    def finalize(self: Effects, checkpoint: Any) -> None:
+        self.write_tracker(checkpoint.step)
+        whole(self, checkpoint)
+
+    patch.setattr(Effects, "finalize", finalize)
+
+
+def rename_errors_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(durable, "_content_is", lambda *ignored: True)
+
+
+def fsync_tried_again(patch: pytest.MonkeyPatch) -> None:
+    def write_new(storage: Storage, path: str, data: bytes) -> None:
+        handle = storage.open_exclusive(path)
+        durable.write_all(storage, handle, data)
+        try:
+            storage.fsync(handle)
+        except OSError:
+            storage.fsync(handle)
+        storage.close(handle)
+
+    patch.setattr(durable, "write_new", write_new)
+
+
+def short_write_taken_for_all(patch: pytest.MonkeyPatch) -> None:
+    def write_all(storage: Storage, handle: int, data: bytes | memoryview) -> None:
+        storage.write(handle, data)
+
+    patch.setattr(writer, "write_all", write_all)
+
+
+def nothing_tried_again(patch: pytest.MonkeyPatch) -> None:
+    def drop(self: Engine, command: Any, run: Callable[[Any], None], subject: Any) -> None:
+        try:
+            run(subject)
+        except OSError:
+            return
+
+    patch.setattr(Engine, "_retriable", drop)
+
+
+def partial_left_behind(patch: pytest.MonkeyPatch) -> None:
+    def say_cleaned(self: Engine, checkpoint: Any) -> None:
+        self.post(Cleaned(checkpoint.id))
+
+    patch.setattr(Engine, "_run_clean_up", say_cleaned)
+
+
+def never_cleaned(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Engine, "_run_clean_up", lambda self, checkpoint: None)
+
+
+def error_without_a_type(patch: pytest.MonkeyPatch) -> None:
+    whole = Effects.create_staging
+
+    def create_staging(self: Effects, checkpoint: Any) -> None:
+        try:
+            whole(self, checkpoint)
+        except OSError as error:
+            raise KeyError(checkpoint.id) from error
+
+    patch.setattr(Effects, "create_staging", create_staging)
+
+
+PLANTED: dict[str, tuple[Plant, str, tuple[str, str, str]]] = {
+    "the tracker is written before publishing": (
+        tracker_first,
+        "I2",
+        ("rename", "iter_0000001", "kill"),
+    ),
+    "an error of rename is not looked into": (
+        rename_errors_ignored,
+        "I4",
+        ("rename", ".ckptfsm/manifest.json", "EIO"),
+    ),
+    "a failed fsync is tried again": (
+        fsync_tried_again,
+        "F6",
+        ("fsync", "0.json.tmp-1.e1.a1.0", "EIO"),
+    ),
+    "a short write is taken for all": (
+        short_write_taken_for_all,
+        "F7",
+        ("write", ".distcp", "short"),
+    ),
+    "a pending command is forgotten": (
+        nothing_tried_again,
+        "F5",
+        ("write", "iteration.txt.tmp-1-1-nonce-1.0", "EIO"),
+    ),
+    "a partial is left behind": (partial_left_behind, "F5", ("write", ".distcp", "kill")),
+    "a failed attempt is never cleaned": (never_cleaned, "I8", ("write", ".distcp", "kill")),
+    "an error without a type": (error_without_a_type, "F5", ("mkdir", "1.e1.a1", "EIO")),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bug_is_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a check of this layer that cannot fail. The same site is green without the bug."""
+    plant, promise, where = PLANTED[bug]
+    assert strike_first(*where).violation is None
+    plant(monkeypatch)
+    violation = strike_first(*where).violation
+    assert violation is not None, "the layer does not see it"
+    assert violation.promise == promise, violation
+    assert f"--kind {where[2]} --site" in violation.replay
+
+
+def miss_a_call(site: Site, *, synced: bool, place: str) -> Finding:
+    finding = strike(site, synced=synced, place=place)
+    if site.index == 7:
+        finding.struck = None
+    return finding
+
+
+def test_a_sweep_that_misses_a_call_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a sweep that counts calls it never struck."""
+    only = {"fail_and_retry": processes.SCRIPTS["fail_and_retry"]}
+    monkeypatch.setattr(processes, "SCRIPTS", only)
+    monkeypatch.setattr(processes, "strike", miss_a_call)
+    result = processes.run(Budget(stop_at_first=True))
+    assert [v.promise for v in result.violations] == ["sweep"]
+    assert "--script fail_and_retry --kind kill --site 7" in result.violations[0].replay
+
+
+def test_the_writer_of_the_manager_dies_alone() -> None:
+    """Would catch: a sweep of the writer that strikes the trainer."""
+    with _pool(1) as pool:
+        site = Site(MANAGER, 5, "kill", role="writer")
+        finding = pool.apply(strike, (site,), {"synced": True})
+    assert finding.violation is None and finding.struck is not None
+    assert ".ckptfsm/staging/" in finding.struck[1]
+
+
+def test_the_file_system_is_named(tmp_path: Path) -> None:
+    assert file_system_of("/proc") == "proc"
+    assert file_system_of(str(tmp_path)) != "of an unknown type"

@@ -1,0 +1,183 @@
+"""The races of check and act: the model is searched, its accepted races replayed, its order compared."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from proof import races
+from proof.layer import Budget
+
+from ckptfsm.layout import LEASE, PINS, READERS, TRACKER, TRASH
+from ckptfsm.lifecycle import State
+from ckptfsm.readers import ReaderLease
+from ckptfsm.retention import LatestN
+from ckptfsm.testing.faults import FaultStorage
+from ckptfsm.testing.simfs import SimDisk, SimStorage
+
+needs_spin = pytest.mark.skipif(bool(races.missing()), reason=races.missing() or "-")
+QUICK = [build for build in (*races.HOLDS, *races.CONTROLS, *races.ACCEPTED) if build.switches]
+
+
+class Watched(FaultStorage):
+    """Also notes looks: what is listed, looked up or read of ``seen``, between the changes."""
+
+    def __init__(self, inner: SimStorage) -> None:
+        super().__init__(inner)
+        self.order: list[str] = []
+        self.after = lambda index, method, path: self.order.append(f"{method} {path}")
+
+    def listdir(self, path: str) -> list[str]:
+        self.order.append(f"listdir {path}")
+        return super().listdir(path)
+
+    def read(self, path: str, limit: int) -> bytes:
+        self.order.append(f"read {path}")
+        return super().read(path, limit)
+
+    def stat(self, path: str):
+        self.order.append(f"stat {path}")
+        return super().stat(path)
+
+
+def in_order(order: list[str], *expected: str) -> bool:
+    """The expected calls are there, in this order, with any others between them."""
+    rest = iter(order)
+    return all(any(call.startswith(each) for call in rest) for each in expected)
+
+
+def watched_job(disk: SimDisk) -> tuple[races.FakeJob, Watched]:
+    storage = Watched(SimStorage(disk, "watched"))
+    identity = races.Identity("sim", 7, "watched", "watched")
+    job = races.FakeJob(storage, identity=identity, retention=LatestN(1))
+    job.open()
+    return job, storage
+
+
+@needs_spin
+@pytest.mark.parametrize("build", QUICK, ids=str)
+def test_every_build_finds_what_it_must(build, tmp_path: Path):
+    """Catches: a control that no longer breaks anything, so that the model proves nothing."""
+    assert races.judge_build(build, races.search(build, tmp_path)) == ""
+
+
+@needs_spin
+def test_a_model_with_a_hole_is_red(tmp_path: Path):
+    """Catches: a layer that calls a counterexample of the model as it is a success."""
+    hole = races.Build(("NO_SECOND_LOOK",))  # said to hold
+    assert "held" in races.judge_build(hole, races.search(hole, tmp_path))
+    nothing = races.Build(("TAKING",), "holds")  # said to break
+    assert "should break" in races.judge_build(nothing, races.search(nothing, tmp_path))
+
+
+@pytest.mark.parametrize("replay", [r for _, r in races.REPLAYS], ids=lambda r: r.__name__)
+def test_I9_the_accepted_races_do_bounded_damage_on_production(replay):
+    """Catches: production that does worse than the model, where one side stops before its act."""
+    assert replay() == ""
+
+
+def test_where_spin_is_missing_the_layer_says_so(monkeypatch):
+    """Catches: a layer that is silently not run."""
+    monkeypatch.setattr(races.shutil, "which", lambda name: None)
+    result = races.run(Budget())
+    assert result.skipped == races.NO_SPIN
+    assert result.explored["replays on production"] == len(races.REPLAYS) and not result.violations
+
+
+def test_F27_the_order_of_a_prune_is_the_models():
+    """Catches: a look or a check of ``effects.prune`` moved or left out, and the model unaware."""
+    disk = SimDisk()
+    job, storage = watched_job(disk)
+    job.save(1)
+    storage.order.clear()
+    job.save(2)
+    assert in_order(
+        storage.order,
+        f"listdir {LEASE}",
+        f"listdir {PINS}",
+        f"listdir {READERS}",
+        f"read {TRACKER}",
+        f"rename {races.ONE} -> {TRASH}",
+        "fsync_dir",
+        f"listdir {PINS}",
+        f"listdir {READERS}",
+        "pwrite .ckptfsm/journal",
+    ), storage.order
+
+
+def test_I9_the_order_of_a_tracker_write_is_the_models():
+    """Catches: the tracker renamed without a check right before it, or not read back."""
+    disk = SimDisk()
+    job, storage = watched_job(disk)
+    storage.order.clear()
+    job.save(1)
+    temporary = f"{TRACKER}.tmp-"
+    assert in_order(
+        storage.order,
+        f"listdir {LEASE}",
+        f"open_exclusive {temporary}",
+        f"listdir {LEASE}",
+        f"rename {temporary}",
+        f"read {TRACKER}",
+        "pwrite .ckptfsm/journal",
+    )
+    at = next(i for i, c in enumerate(storage.order) if c.startswith(f"rename {temporary}"))
+    assert storage.order[at - 1] == f"listdir {LEASE}", "nothing between check and rename"
+
+
+def test_F27_a_reader_puts_its_lease_before_it_looks():
+    """Catches: the order of ``readers.py`` turned round, while the model still has it."""
+    disk = SimDisk()
+    job, _ = watched_job(disk)
+    job.save(1)
+    storage = Watched(SimStorage(disk, "reader"))
+    with ReaderLease("/sim", 1, storage=storage):
+        assert in_order(
+            storage.order, f"rename {READERS}", f"fsync_dir {READERS}", f"stat {races.ONE}"
+        )
+        assert not in_order(storage.order, f"stat {races.ONE}", f"rename {READERS}")
+
+
+def test_F12_an_opening_sweeps_after_it_took_its_epoch_and_before_it_writes():
+    """Catches: a sweep before the epoch, which leaves a zombie a tracker to rename later."""
+    disk = SimDisk()
+    job, _ = watched_job(disk)
+    job.save(1)
+    job.close()
+    disk.kill("watched")
+    disk.plant_file(f"{TRACKER}.tmp-zombie.0", b"7")
+    again = Watched(SimStorage(disk, "again"))
+    races.FakeJob(again, identity=races.Identity("sim", 8, "again", "again")).open()
+    assert in_order(
+        again.order,
+        f"link {LEASE}/take-",
+        f"fsync_dir {LEASE}",
+        f"unlink {TRACKER}.tmp-",
+        f"read {TRACKER}",
+    )
+
+
+def test_F27_the_trash_is_emptied_after_a_check_and_never_while_a_prune_is_undecided():
+    """Catches: ``give_space_back`` without its check, or without its look at the ledger."""
+    disk = SimDisk()
+    job, storage = watched_job(disk)
+    job.save(1)
+    job.save(2)
+    engine = job.coordinator._engine
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and path.endswith(f"-> {TRASH}/2.e1.a2"):
+            storage.before = None
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    storage.before = before
+    job.save(3)
+    assert engine.ledger.in_state(State.PRUNABLE) and engine.give_space_back(99) == 0
+    engine.run(engine.pending.pop())
+    storage.order.clear()
+    assert engine.give_space_back(99) > 0
+    assert in_order(
+        storage.order, f"listdir {LEASE}", f"listdir {TRASH}", f"unlink {TRASH}/", f"rmdir {TRASH}/"
+    )

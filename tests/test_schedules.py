@@ -1,0 +1,165 @@
+"""Schedules that a random search hits too rarely: one call at one moment, and what must not follow.
+
+Each test is the shortest history on which one planted bug (``mutants``) shows; it says which.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+from test_coordinator import saved, start, tracked
+
+from ckptfsm.config import make_config
+from ckptfsm.errors import OutcomeUnknown, SaveRefused
+from ckptfsm.executor import InlineExecutor
+from ckptfsm.layout import READERS, TRACKER
+from ckptfsm.lifecycle import State
+from ckptfsm.manager import Manager
+from ckptfsm.ports import Identity
+from ckptfsm.readers import ReaderLease
+from ckptfsm.retention import LatestN
+from ckptfsm.testing.fakes import fake_ports
+from ckptfsm.testing.faults import FaultStorage, crash_at
+from ckptfsm.testing.harness import FINISHERS, SimClock, check_root
+from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+from ckptfsm.testing.writers import SimWriters
+
+ONE, TWO = "iter_0000001", "iter_0000002"
+
+
+def look(disk: SimDisk) -> SimStorage:
+    return SimStorage(disk, "look")
+
+
+def test_I2_nothing_is_pruned_while_the_newer_one_is_away():
+    """``prune-does-not-look-at-the-newer-one``: somebody moved the newer directory meanwhile."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+    look(disk).rename(TWO, "elsewhere")
+    with pytest.raises(SaveRefused, match="taken into use"):
+        job.coordinator.delete(1)
+    assert ONE in look(disk).listdir("")
+
+
+def test_I2_a_late_retry_does_not_take_the_tracker_back():
+    """``late-retry-takes-the-tracker-back``: repairing it fails, a newer one is saved, then a tick."""
+    disk = SimDisk()
+    saved(disk, 1).close()
+    look(disk).unlink(TRACKER)
+    job = start(disk, opened=False)
+    job.storage.before = failing_once(TRACKER)
+    job.open()
+    assert job.coordinator.busy, "the repair is pending"
+    job.save(2)
+    job.coordinator.tick()
+    assert check_root(look(disk), 2) == 2
+    assert tracked(job) == [1, 2], "nor takes it anything out of service"
+
+
+def failing_once(path: str):
+    failed: list[str] = []
+
+    def hook(index: int, method: str, at: str) -> None:
+        if not failed and method == "open_exclusive" and at.startswith(path):
+            failed.append(at)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), at)
+
+    return hook
+
+
+def test_I2_a_tracker_that_reads_back_as_another_is_not_acknowledged():
+    """``tracker-not-read-back``: somebody else writes it in the same moment."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+
+    def after(index: int, method: str, path: str) -> None:
+        if method == "rename" and path.endswith(f"-> {TRACKER}"):
+            other = look(disk)
+            other.unlink(TRACKER)
+            handle = other.open_exclusive(TRACKER)
+            other.write(handle, b"1")
+            other.close(handle)
+
+    job.storage.after = after
+    with pytest.raises(OutcomeUnknown):
+        job.save(2)
+    assert job.acknowledged == [1]
+
+
+def test_I2_the_tracker_moves_before_what_it_names_goes_to_quarantine():
+    """``tracker-after-the-move-to-quarantine``: a kill at any call of a withdrawal."""
+    index = 0
+    while True:
+        disk = SimDisk()
+        job = saved(disk, 1, 2)
+        calls = len(job.storage.calls)
+        job.storage.before = crash_at(calls + index)
+        try:
+            job.coordinator.withdraw_damaged(2, "a test says so")
+        except ProcessDead:
+            assert check_root(look(disk), 1) in (1, 2)
+            index += 1
+            continue
+        break
+    assert index > 5 and check_root(look(disk), 1) == 1
+
+
+def test_F27_the_trash_waits_for_a_prune_that_is_undecided():
+    """``trash-emptied-before-a-prune-is-decided``: the way back of a reader's step fails at first."""
+    disk = SimDisk()
+    job = saved(disk, 1, retention=LatestN(1))
+    reader = ReaderLease("/sim", 1, storage=SimStorage(disk, "reader"))
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and path.startswith(f"{ONE} ->"):
+            reader.__enter__()
+        if method == "rename" and path.endswith(f"-> {ONE}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    job.storage.before = before
+    job.save(2)
+    assert [c.step for c in job.coordinator.ledger.in_state(State.PRUNABLE)] == [1]
+    assert SimStorage(disk, "look").listdir(READERS)
+    job.close()  # empties the trash, if nothing in it may still be wanted
+    start(disk, "again", retention=LatestN(1))
+    assert ONE in look(disk).listdir("") and check_root(look(disk), 2) == 2
+
+
+def test_I1_nothing_is_cleaned_up_under_a_writer_that_may_live():
+    """``gone-is-said-of-the-living``: a writer in an uninterruptible wait survives its SIGKILL."""
+    disk, clock = SimDisk(), SimClock()
+    writers = Immortal(disk)
+    ports = fake_ports(
+        lambda create: FaultStorage(SimStorage(disk, "trainer")),
+        clock=clock,
+        executor=InlineExecutor,
+        identity=lambda: Identity("sim", 1, "boot:1", "nonce"),
+        launch=writers,
+    )
+    ports.driver.finishers = FINISHERS
+    manager = Manager(ports, make_config({"on_failure": "warn", "writer_timeout_s": 5.0}))
+    manager.save(1, {"x": 1})
+    clock.now += 10.0
+    with pytest.warns(UserWarning):
+        for _ in range(5):
+            manager.poll()
+    staging = look(disk).listdir(".ckptfsm/staging")
+    assert len(staging) == 1, "its files were taken from under a writer that may live"
+    writers.mortal = True
+    for _ in range(5):
+        manager.poll()
+    assert look(disk).listdir(".ckptfsm/staging") == []
+
+
+class Immortal(SimWriters):
+    """Writers that no kill ends, until ``mortal``."""
+
+    mortal = False
+
+    def __call__(self, storage, job):
+        writer = super().__call__(storage, job)
+        kill = writer.kill
+        writer.kill = lambda timeout_s: self.mortal and kill(timeout_s)
+        return writer

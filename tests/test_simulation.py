@@ -1,0 +1,294 @@
+"""Simulation of whole jobs: that it holds, that it repeats itself, and that it can fail.
+
+Thousands of seeds are the business of ``proof.simulation``; here a few, and broken libraries that must
+be caught. Each test says what it would catch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pytest
+from proof import simulation
+from proof.layer import Budget, LayerResult
+
+import ckptfsm.durable as durable
+from ckptfsm.effects import Effects
+from ckptfsm.journal import JournalWriter
+from ckptfsm.lease import RootLease
+from ckptfsm.ledger import Ledger
+from ckptfsm.processes import Outcome
+from ckptfsm.retention import CheckpointInfo, LatestN, Policy
+from ckptfsm.testing.coverage import Coverage
+from ckptfsm.testing.invariants import RootBroken, Watch, check_root
+from ckptfsm.testing.sim import SimulationFailed, simulate
+from ckptfsm.testing.sim.world import World
+from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+# --------------------------------------------------------------------------------------- it holds
+
+
+def test_promises_hold_in_simulated_jobs():
+    """Catches: whatever breaks often; the rare things take the thousands of seeds of the layer."""
+    coverage = Coverage()
+    for seed in range(60):
+        run = simulate(seed, coverage=coverage)
+        assert run.failure is None, "\n".join([*run.tail, str(run.failure), f"seed {seed}"])
+    struck = {key.split(" ")[0] for key in coverage.faults}
+    assert {"F1", "F2", "F4", "F5", "F6", "F8", "F11", "F12", "F22", "F27"} <= struck
+
+
+def test_one_seed_is_one_trace():
+    """Catches: a run that depends on a hash seed, an address, a clock or what ran before it."""
+    assert simulation.rerun_hashes(range(6), times=1) == []
+    assert len({simulate(seed).trace for seed in range(6)}) == 6
+
+
+class KeepEven(Policy):
+    """A trainer's own policy: right."""
+
+    def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
+        return {c.step for c in checkpoints if c.step % 2 == 0}
+
+
+class Raises(Policy):
+    """A trainer's own policy: it raises, which keeps everything."""
+
+    def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
+        raise RuntimeError("a bug in a policy")
+
+
+class Nothing(Policy):
+    """A trainer's own policy: keeps nothing; the library keeps what must be kept (I7)."""
+
+    def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
+        return set()
+
+
+@pytest.mark.parametrize("policy", [KeepEven(), Raises(), Nothing(), LatestN(0)])
+def test_I7_a_trainers_own_policy_can_be_simulated(policy: Policy):
+    """Catches: a policy, right or wrong, that empties the store or stops a save."""
+    for seed in range(100, 115):
+        run = simulate(seed, retention=policy)
+        assert run.failure is None, "\n".join([*run.tail, str(run.failure)])
+
+
+# ------------------------------------------------------------------------------------- it can fail
+
+
+def first_failure(most: int = 400) -> SimulationFailed:
+    for seed in range(most):
+        failure = simulate(seed).failure
+        if failure is not None:
+            return failure
+    raise AssertionError(f"{most} runs did not find it")
+
+
+def no_effect(*arguments: Any, **keywords: Any) -> None:
+    """Stands for what was left out."""
+
+
+def test_F4_a_missing_fsync_of_a_directory_is_found(monkeypatch):
+    monkeypatch.setattr(Effects, "_fsync_names", no_effect)
+    assert first_failure().promise == "I4"
+
+
+def test_F4_a_missing_fsync_of_a_file_is_found(monkeypatch):
+    def write_new(storage: Any, path: str, data: bytes) -> None:
+        handle = storage.open_exclusive(path)
+        durable.write_all(storage, handle, data)
+        storage.close(handle)
+
+    monkeypatch.setattr(durable, "write_new", write_new)
+    assert first_failure().promise in ("I2", "I3", "I4")
+
+
+def test_F12_missing_fencing_is_found(monkeypatch):
+    monkeypatch.setattr(RootLease, "check", no_effect)
+    assert first_failure().promise == "I9"
+
+
+def test_an_effect_before_its_journal_record_is_found(monkeypatch):
+    monkeypatch.setattr(JournalWriter, "append", no_effect)
+    assert first_failure().promise == "I1"
+
+
+def test_F1_an_ignored_exit_code_is_found(monkeypatch):
+    monkeypatch.setattr(Outcome, "succeeded", property(lambda outcome: outcome.error is None))
+    assert first_failure().promise in ("I10", "I3")
+
+
+def test_I7_retention_that_forgets_pins_is_found(monkeypatch):
+    real = Ledger.protected
+    monkeypatch.setattr(Ledger, "protected", lambda s, pins, readers: real(s, (), ()))
+    monkeypatch.setattr(Effects, "_kept_by_people", lambda *ignored: "")
+    assert first_failure().promise == "I7"
+
+
+# ------------------------------------------------------------------------------------------- world
+
+
+def in_world(work: Any) -> World:
+    world = World(1)
+    process = world.process("p")
+    main = world.spawn(process, "main", lambda: work(world, process))
+    world.run(main)
+    return world
+
+
+def test_time_passes_only_when_everybody_waits():
+    seen: list[tuple[str, float]] = []
+
+    def work(world: World, process: Any) -> None:
+        def other() -> None:
+            world.sleep(5)
+            seen.append(("other", world.now))
+
+        task = world.spawn(process, "other", other)
+        world.pause()
+        seen.append(("main", world.now))
+        assert not world.join(task, 1.0)
+        assert world.join(task, 10.0)
+
+    assert in_world(work).now == 5
+    assert seen == [("main", 0.0), ("other", 5.0)]
+
+
+def test_I10_nobody_can_run_is_a_violation():
+    with pytest.raises(SimulationFailed, match="nobody can run"):
+        in_world(lambda world, process: world.park())
+
+
+def test_I10_a_run_without_end_is_a_violation():
+    def work(world: World, process: Any) -> None:
+        while True:
+            world.pause()
+
+    with pytest.raises(SimulationFailed, match="does not end"):
+        in_world(work)
+
+
+def test_a_killed_process_runs_no_further():
+    """Catches: code that survives its own death by catching everything."""
+    ran: list[str] = []
+
+    def work(world: World, process: Any) -> None:
+        victim = world.process("victim")
+
+        def stubborn() -> None:
+            try:
+                world.sleep(100)
+            except BaseException:
+                ran.append("caught")
+            world.sleep(1)
+            ran.append("survived")
+
+        task = world.spawn(victim, "victim", stubborn)
+        world.sleep(1)
+        world.kill(victim)
+        assert world.join(task, 50)
+
+    in_world(work)
+    assert ran == ["caught"]
+
+
+def test_an_error_of_a_program_is_a_violation():
+    def work(world: World, process: Any) -> None:
+        raise KeyError("a bug")
+
+    with pytest.raises(SimulationFailed, match="KeyError"):
+        in_world(work)
+
+
+# ------------------------------------------------------------------------------------------ judges
+
+
+def watched(process: str = "p") -> tuple[SimDisk, SimStorage, Watch]:
+    disk = SimDisk()
+    return disk, SimStorage(disk, process), Watch(disk)
+
+
+def test_check_root_judges_tracker_and_directories():
+    """Catches: a judge that lets a torn tracker, a missing step or a regression pass."""
+    disk, storage, _ = watched()
+    assert check_root(storage, None) is None
+    with pytest.raises(RootBroken, match="I2: step 3 was acknowledged"):
+        check_root(storage, 3)
+    disk.plant_file(TRACKER, b"3")
+    with pytest.raises(RootBroken, match="I2: the tracker names 3"):
+        check_root(storage, None)
+    assert check_root(storage, 3, ignore={3}) == 3
+    disk.overwrite(TRACKER, b"x")
+    with pytest.raises(RootBroken, match="I2: the tracker says"):
+        check_root(storage, None)
+    storage.mkdir("iter_0000003")
+    with pytest.raises(RootBroken, match="I4"):
+        check_root(storage, None)
+
+
+def test_the_watch_judges_what_has_no_reason():
+    """Catches: a watch that lets a directory be published, moved or deleted without a journal."""
+    disk, storage, watch = watched()
+    for path in (".ckptfsm", ".ckptfsm/staging", ".ckptfsm/trash"):
+        storage.mkdir(path)
+    with pytest.raises(RootBroken, match="without a journal"):
+        watch.changed("p", 0.0, "mkdir", ".ckptfsm/staging/1.e1.a1")
+    with pytest.raises(RootBroken, match="is published as"):
+        watch.changed("p", 0.0, "rename", "elsewhere", "iter_0000001")
+    with pytest.raises(RootBroken, match="the tracker is deleted"):
+        watch.changed("p", 0.0, "unlink", TRACKER)
+    with pytest.raises(RootBroken, match="without a fresh start"):
+        watch.changed("p", 0.0, "rename", TRACKER, ".ckptfsm/quarantine/tracker")
+    with pytest.raises(RootBroken, match="journal of another epoch"):
+        watch.changed("p", 0.0, "pwrite", ".ckptfsm/journal/000007.ndjson")
+
+
+def test_I7_the_watch_protects_a_reader():
+    disk, storage, watch = watched()
+    storage.mkdir("iter_0000001")
+    disk.plant_file("iter_0000001/f", b"x")
+    watch._remember("iter_0000001", (1, 1, 1))
+    watch.granted("reader", 1, until=10.0)
+    token = disk.find("iter_0000001/f")
+    with pytest.raises(RootBroken, match="while reader reads step 1"):
+        watch.deleting(token, ".ckptfsm/trash/1.e1.a1/f", 5.0)
+    watch.deleting(token, ".ckptfsm/trash/1.e1.a1/f", 11.0)
+    watch.returned("reader")
+    watch.deleting(token, ".ckptfsm/trash/1.e1.a1/f", 5.0)
+
+
+def test_a_dead_process_cannot_use_its_storage():
+    disk, storage, _ = watched()
+    disk.kill("p")
+    with pytest.raises(ProcessDead):
+        storage.listdir("")
+
+
+# ------------------------------------------------------------------------------------------- layer
+
+
+def test_the_layer_counts_and_names_the_command(monkeypatch, capsys):
+    """Catches: a violation that is lost on its way, or cannot be replayed."""
+    monkeypatch.setattr(Effects, "_fsync_names", no_effect)
+    part = simulation.run_chunk(range(2))
+    result = LayerResult("simulation")
+    simulation._add(result, part)
+    assert result.explored["runs"] == 2 and result.explored["storage calls"] > 100
+    assert len(result.violations) == 2
+    assert result.violations[0].replay.endswith("proof.simulation --seed 0")
+    assert result.coverage.rows and result.coverage.pairs
+    assert simulation.main(["--seed", "0", "--tail", "5"]) == 1
+    assert "VIOLATION I4" in capsys.readouterr().out
+
+
+def test_the_layer_shares_seeds_out_and_stops_when_told(monkeypatch):
+    monkeypatch.setattr(simulation, "_CHUNK", 3)
+    monkeypatch.setattr(Budget, "pick", lambda self, **amounts: 6)
+    monkeypatch.setattr(simulation, "_check_reruns", no_effect)
+    assert simulation.run(Budget(processes=2)).explored["runs"] == 6
+    monkeypatch.setattr(Effects, "_fsync_names", no_effect)
+    assert simulation.run(Budget(processes=1, stop_at_first=True)).explored["runs"] == 3
