@@ -54,6 +54,7 @@ from ckptfsm.messages import (
     Event,
     Failed,
     FinalizersRan,
+    FoundPublished,
     PartSpec,
     Prune,
     Quarantine,
@@ -226,6 +227,8 @@ class Coordinator:
         if isinstance(action, Adopted):
             self._engine.effects.pin(action.of.step, "adopted")
             self._engine.reread_protection()
+        if isinstance(action, FoundPublished):
+            self._engine.effects.settle_published(action.of.step)
         self._engine.post(action)
 
     def _let_writers_go(self, epoch: int) -> None:
@@ -363,8 +366,7 @@ class Coordinator:
         except StorageError as error:
             raise SaveRefused(f"cannot journal the save: {error}", step=request.step) from error
         except OSError as error:
-            self._engine.post(Failed(of, "staging", describe(error)))
-            self._engine.post(WritersLost(of))  # none was ever asked to write
+            self._give_up(Failed(of, "staging", describe(error)))
             raise SaveRefused(
                 f"cannot make the staging directory: {storage_error(error, 'mkdir')}",
                 step=request.step,
@@ -430,8 +432,16 @@ class Coordinator:
         """Fail a request that was accepted after nobody waited for it any more."""
         busy = self._engine.ledger.in_flight()
         if busy is not None and busy.state is State.REQUESTED:
-            late = [Failed(busy.id, "request_timed_out"), WritersLost(busy.id)]
-            self._guarded(self._report, late)
+            self._guarded(self._give_up, Failed(busy.id, "request_timed_out"))
+
+    def _give_up(self, failed: Failed) -> None:
+        """Fail an attempt that no rank was asked to write. If even that cannot be journaled: stop."""
+        try:
+            self._engine.post(failed)
+            self._engine.post(WritersLost(failed.of))
+        except StorageError as error:
+            self.fatal = self.fatal or error
+            raise
 
     def report(self, events: Sequence[Event]) -> None:
         """Take the reports of the ranks. What belongs to no living attempt is logged and dropped."""

