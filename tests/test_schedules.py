@@ -14,14 +14,15 @@ from test_coordinator import saved, start, tracked
 from ckptfsm.config import make_config
 from ckptfsm.errors import OutcomeUnknown, SaveRefused
 from ckptfsm.executor import InlineExecutor
-from ckptfsm.layout import READERS, TRACKER, staging_dir
+from ckptfsm.layout import READERS, TRACKER, TRASH, staging_dir
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
-from ckptfsm.ports import Identity
+from ckptfsm.ports import FileStat, Identity
 from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import LatestN
+from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import fake_ports
-from ckptfsm.testing.faults import FaultStorage, crash_at
+from ckptfsm.testing.faults import FaultStorage, Hook, crash_at
 from ckptfsm.testing.harness import FINISHERS, SimClock, check_root
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.testing.writers import SimWriters
@@ -58,11 +59,12 @@ def test_I2_a_late_retry_does_not_take_the_tracker_back():
     assert tracked(job) == [1, 2], "nor takes it anything out of service"
 
 
-def failing_once(path: str):
+def failing_once(path: str, *, method: str = "open_exclusive") -> Hook:
+    """Fails the first call of ``method`` on ``path``, or on what begins with it."""
     failed: list[str] = []
 
-    def hook(index: int, method: str, at: str) -> None:
-        if not failed and method == "open_exclusive" and at.startswith(path):
+    def hook(index: int, called: str, at: str) -> None:
+        if not failed and called == method and at.startswith(path):
             failed.append(at)
             raise OSError(errno.EIO, os.strerror(errno.EIO), at)
 
@@ -141,6 +143,58 @@ def test_F27_the_trash_waits_for_a_prune_that_is_undecided():
     job.close()  # empties the trash, if nothing in it may still be wanted
     start(disk, "again", retention=LatestN(1))
     assert ONE in look(disk).listdir("") and check_root(look(disk), 2) == 2
+
+
+def test_I1_what_was_found_moved_stays_moved_after_a_power_loss():
+    """``what-was-moved-is-not-settled``: a prune is renamed, its fsync fails, a tick ends it."""
+    disk = SimDisk()
+    job = saved(disk, 1, retention=LatestN(1))
+    job.storage.before = failing_once(TRASH, method="fsync_dir")
+    job.save(2)
+    job.coordinator.tick()
+    assert tracked(job) == [2] and not job.coordinator.ledger.in_state(State.PRUNABLE)
+    disk.crash("all_lost")
+    assert ONE not in look(disk).listdir("")
+
+
+def test_I8_a_name_that_cannot_be_read_is_not_a_missing_one():
+    """``an-unreadable-name-is-a-missing-one``: EIO for one name, once, while a root is opened."""
+    disk = SimDisk()
+    saved(disk, 1, 2).close()
+    job = start(disk, opened=False)
+    stat, sick = job.storage.stat, [TWO]
+
+    def failing(path: str) -> FileStat:
+        if path in sick:
+            sick.remove(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return stat(path)
+
+    job.storage.stat = failing
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        job.open()
+    assert tracked(start(disk, "again")) == [1, 2]
+
+
+def test_F4_the_real_disk_is_really_asked(tmp_path, monkeypatch):
+    """``posix-fsync-...-does-nothing``: only a power loss would show it, and that is not at hand."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def spy(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    storage = PosixStorage(tmp_path)
+    monkeypatch.setattr(os, "fsync", spy)
+    handle = storage.open_exclusive("file")
+    storage.fsync(handle)
+    storage.close(handle)
+    storage.mkdir("inner")
+    storage.fsync_dir("inner")
+    storage.fsync_dir("")
+    assert synced == [str(tmp_path / "file"), str(tmp_path / "inner"), str(tmp_path)]
+    storage.close_root()
 
 
 def test_I1_nothing_is_cleaned_up_under_a_writer_that_may_live():

@@ -49,8 +49,14 @@ def tear_tracker(site: Site) -> None:
 
 
 def edit_tracker(site: Site) -> None:
-    """F17, F19: a hand-edited tracker, at an older step or one that is not there."""
+    """F17, F19: a hand-edited tracker, at an older step or one that is not there.
+
+    Only where the journal knows all steps: without it the tracker is what tells which of them to resume.
+    """
     steps = _steps(site)
+    model = site.watch.models.get(site.watch.newest_epoch)
+    if model is None or not set(steps) <= model.steps("tracked"):
+        return
     if site.watch.floor() is not None and steps:
         site.count("F19")
         step = site.world.random.choice((*steps, max(steps) + 70))

@@ -435,7 +435,8 @@ class Reader:
                 check_directory(storage, f"iter_{step:07d}")
             except RootBroken as broken:
                 # Loud is allowed (it was moved, or the disk is sick); silently wrong is not.
-                if isinstance(broken.__cause__, OSError):
+                meanwhile = step in watch.damaged or step in watch.touched
+                if meanwhile or isinstance(broken.__cause__, OSError):
                     world.note(self.name, "UNREADABLE", str(broken))
                 else:
                     self.site.stop(broken)
