@@ -182,6 +182,7 @@ class Coordinator:
         return report
 
     def _recover(self, lease: RootLease, began: float) -> RecoveryReport:
+        sweep_temporaries(self._storage)  # what a fenced one would still rename over a segment
         history = read_history(self._storage)
         evidence = gather_evidence(self._storage, history.ledger)
         decided = plan(
@@ -199,7 +200,6 @@ class Coordinator:
         )
         self._opened = Engine(self._storage, self._clock, lease, trade)
         self._engine.begin(_forget_moved(history, decided.decisions), self._identity)
-        sweep_temporaries(self._storage)
         self._engine.reread_protection()
         for decision in decided.decisions:
             for action in decision.actions:

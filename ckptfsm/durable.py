@@ -92,14 +92,6 @@ def fsync_existing(storage: Storage, path: str) -> None:
         storage.close(handle)
 
 
-def rewrite(storage: Storage, path: str, *, tag: str, limit: int) -> None:
-    """Make a file durable whose own fsync may have failed: as a new file with the same content.
-
-    After a failed fsync the page cache shows content that no later fsync writes any more (F6).
-    """
-    put(storage, path, storage.read(path, limit), tag=tag)
-
-
 def move(storage: Storage, src: str, dst: str) -> None:
     """Rename a directory (or file) durably. If it was moved already, only make that durable."""
     try:

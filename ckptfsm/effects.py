@@ -401,11 +401,12 @@ class Effects:
             return "pin"
         return "reader" if step in self.reader_leases().values() else ""
 
-    def clean_up(self, checkpoint: Checkpoint) -> None:
+    def clean_up(self, checkpoint: Checkpoint, *, alone: bool) -> None:
         """Move a failed attempt's files to the trash.
 
         If it stands at its published name after all (a fenced trainer's rename can land late), it is
-        moved to quarantine: what was published is never deleted from here (I1).
+        moved to quarantine: what was published is never deleted from here (I1). ``alone``: no other
+        attempt has a right to that name.
         """
         self.check_epoch()
         directory = working_dir(checkpoint.id, checkpoint.in_place)
@@ -417,7 +418,8 @@ class Effects:
             except NewerSchema:
                 raise
             except DamagedRoot:  # whose it was, only the missing staging directory tells
-                damaged = checkpoint.in_place or lookup(self.storage, directory) is None
+                gone = checkpoint.in_place or lookup(self.storage, directory) is None
+                damaged = alone and gone
         if damaged or (manifest is not None and manifest.of == checkpoint.id):
             self._move_aside(name, quarantine_dir(checkpoint.id))
             return

@@ -13,21 +13,22 @@ Rules:
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptfsm.documents import (
-    MAX_DOCUMENT_BYTES,
     RollbackFinished,
     RollbackStarted,
+    Seal,
     SegmentClosed,
     SegmentOpened,
     TransitionRecord,
     checkpoint_record,
 )
-from ckptfsm.durable import rewrite, storage_error
+from ckptfsm.durable import put, storage_error
 from ckptfsm.effects import Effects
 from ckptfsm.errors import (
     CkptFsmError,
@@ -140,8 +141,7 @@ class Engine:
                 newer_epoch=history.newest_epoch,
             )
         if history.seals:
-            newest = f"{JOURNAL}/{segment_name(history.seals[-1].epoch)}"
-            rewrite(self._storage, newest, tag=self._lease.tag, limit=MAX_DOCUMENT_BYTES)
+            self._make_durable(history.seals[-1])
         self.ledger = history.ledger
         self._run_base, self._opened_at = history.run_seconds, self._clock.monotonic()
         checkpoints = sorted(history.ledger.checkpoints.values(), key=_by_id)
@@ -158,6 +158,24 @@ class Engine:
                 checkpoints=tuple(checkpoint_record(c) for c in checkpoints),
             )
         )
+
+    def _make_durable(self, seal: Seal) -> None:
+        """Write the sealed bytes, and no others, anew: their own fsync may have failed (F6).
+
+        After a failed fsync the page cache shows content that no later fsync writes any more. A page
+        that was dropped since it was read is noticed.
+        """
+        file = f"{JOURNAL}/{segment_name(seal.epoch)}"
+        try:
+            data = self._storage.read(file, seal.bytes)
+            if len(data) != seal.bytes or zlib.crc32(data) != seal.crc32:
+                raise StorageError("the journal reads otherwise than a moment ago", file=file)
+            put(self._storage, file, data, tag=self._lease.tag, check=self._lease.check)
+        except OSError as error:
+            self._lease.check()  # a successor sweeps our temporary file: then say so
+            if isinstance(error, CkptFsmError):
+                raise
+            raise storage_error(error, "journal", file) from error
 
     def end(self) -> None:
         """Nothing more is journaled."""
@@ -293,7 +311,9 @@ class Engine:
     def _run_clean_up(self, checkpoint: Checkpoint) -> None:
         self._finalizers.pop(checkpoint.id, None)
         self._finalized_by_rank.discard(checkpoint.id)
-        self.effects.clean_up(checkpoint)
+        living = self.ledger.in_state(State.FINALIZED, State.TRACKED, State.PRUNABLE)
+        alone = not any(other.step == checkpoint.step for other in living)
+        self.effects.clean_up(checkpoint, alone=alone)
         self.post(Cleaned(checkpoint.id))
 
     def _run_quarantine(self, command: Quarantine) -> None:

@@ -154,7 +154,7 @@ class Pump:
             if news.dest is State.FAILED:
                 self._on_failed(news)
             elif news.dest is State.QUARANTINED and handle is not None:
-                handle._error = failure_of(news)
+                self._on_withdrawn(news)
             elif news.dest is State.TRACKED and news.source is State.FINALIZED:
                 self._on_tracked(news)
             self._call_hooks(news)
@@ -174,13 +174,22 @@ class Pump:
         self._handles.pop(record.of, None)
 
     def _on_failed(self, record: TransitionRecord) -> None:
-        """End our own writer, tell the coordinator so, and do what ``on_failure`` says."""
+        """End our own writer, and tell the coordinator so."""
         if self.writer is not None and self.writer.of == record.of:
             self._dying.append(self.writer)
             self.writer = self._draft = None
         else:
             self._outbox.append(WriterGone(record.of, self._rank))
         self._bury()
+        self._settle_failure(record)
+
+    def _on_withdrawn(self, record: TransitionRecord) -> None:
+        """It was published, and not tracked after all: for the trainer it failed."""
+        self.writer = self._draft = None
+        self._settle_failure(record)
+
+    def _settle_failure(self, record: TransitionRecord) -> None:
+        """Tell the handle, and do what ``on_failure`` says."""
         error = failure_of(record)
         handle = self._handles.pop(record.of, None)
         if handle is None:

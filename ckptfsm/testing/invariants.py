@@ -426,7 +426,7 @@ class Watch:
         token = self.disk.find(_name_of(step))
         if token is None:
             raise RootBroken(f"I2: the tracker names {step}, which is not there")
-        if token not in self._complete and step not in self.damaged:  # somebody had touched it when it was last looked at
+        if token not in self._complete and step not in self.damaged:  # touched when last looked at
             self._judge_complete(_name_of(step))
         if self.disk.possible(_name_of(step)) != [token]:
             raise RootBroken(f"I2: the tracker names {step}, whose name is not durable")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import random
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 
 _WRITES = ("write", "pwrite", "fsync", "close")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -57,19 +58,21 @@ class Faults:
         return ""
 
 
-_SCALES = {
-    "full": (0.25, 0.02),
-    "error": (0.3, 0.02),
-    "unknown": (0.3, 0.02),
-    "read": (0.2, 0.005),
-    "short": (0.2, 0.3),
-    "slow": (0.3, 0.05),
-    "hang": (0.05, 0.002),
-    "kill_trainer": (0.3, 0.006),
-    "kill_writer": (0.25, 0.02),
-    "power": (0.3, 0.005),
-    "pause": (0.1, 0.01),
-}
+_SCALES = MappingProxyType(
+    {
+        "full": (0.25, 0.02),
+        "error": (0.3, 0.02),
+        "unknown": (0.3, 0.02),
+        "read": (0.2, 0.005),
+        "short": (0.2, 0.3),
+        "slow": (0.3, 0.05),
+        "hang": (0.05, 0.002),
+        "kill_trainer": (0.3, 0.006),
+        "kill_writer": (0.25, 0.02),
+        "power": (0.3, 0.005),
+        "pause": (0.1, 0.01),
+    }
+)
 
 
 def draw_faults(choose: random.Random) -> Faults:

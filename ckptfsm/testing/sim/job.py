@@ -188,7 +188,7 @@ class Trainer:
             self.manager = Manager(self.ports, self.job.config, (self._hook,))
         except DamagedRoot as error:
             fenced = site.watch.epoch_of(self.process.name) not in (0, site.watch.newest_epoch)
-            innocent = not (site.watch.damaged or site.watch.touched or site.meddled or fenced)
+            innocent = not (site.watch.damaged or site.meddled or fenced)
             site.check(not innocent, "I8", f"{self.process.name} cannot open: {error}")
             raise
         except RootBusy:
@@ -375,7 +375,7 @@ class Trainer:
             raise
         except DamagedRoot as error:
             site = self.site
-            fine = site.watch.damaged or site.watch.touched or site.meddled
+            fine = bool(site.watch.damaged or site.meddled)
             site.check(fine, "I2", f"{self.process.name}: {error}")
             raise
         if restored is None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import random
 import warnings
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from ckptfsm.config import CheckpointConfig, make_config
 from ckptfsm.errors import DamagedRoot
-from ckptfsm.journal import read_history
 from ckptfsm.messages import Event
 from ckptfsm.retention import BestN, EveryNSteps, KeepAll, LatestN, Policy
+from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.invariants import RootBroken, Watch
 from ckptfsm.testing.sim.damage import meddle, spoil_journal
@@ -38,28 +39,34 @@ POLICIES: tuple[Policy, ...] = (
     EveryNSteps(2) | LatestN(1),
     BestN("loss", 1) | LatestN(1),
 )
-_TIMES = {
-    "writer_timeout_s": 20.0,
-    "busy_timeout_s": 60.0,
-    "close_timeout_s": 60.0,
-    "exit_timeout_s": 5.0,
-    "effect_timeout_s": 30.0,
-    "exchange_timeout_s": 90.0,
-    "visibility_timeout_s": 3.0,
-    "reader_timeout_s": _READER_S,
-    "exchange_every": 3,
-}
+_TIMES = MappingProxyType(
+    {
+        "writer_timeout_s": 20.0,
+        "busy_timeout_s": 60.0,
+        "close_timeout_s": 60.0,
+        "exit_timeout_s": 5.0,
+        "effect_timeout_s": 30.0,
+        "exchange_timeout_s": 90.0,
+        "visibility_timeout_s": 3.0,
+        "reader_timeout_s": _READER_S,
+        "exchange_every": 3,
+    }
+)
 
 
 @dataclass
 class Run:
-    """What became of a run. ``failure`` is None if every promise held."""
+    """What became of a run. ``failure`` is None if every promise held.
+
+    ``journals``: how many times the journal was replayed against the specification.
+    """
 
     seed: int
     trace: str = ""
     calls: int = 0
     sim_seconds: float = 0.0
     saves: int = 0
+    journals: int = 0
     failure: SimulationFailed | None = None
     tail: list[str] = field(default_factory=list)
     coverage: Coverage = field(default_factory=Coverage)
@@ -94,6 +101,7 @@ def simulate(
         len(world.history),
         world.now,
         len(scenario.site.watch.ever_acknowledged),
+        scenario.journals,
         failure,
         world.tail(tail) if failure is not None or keep_tail else [],
         coverage,
@@ -120,6 +128,7 @@ class Scenario:
         self.readers = choose.random() < 0.2
         self.sent: list[Event] = []
         self.numbers = 0
+        self.journals = 0
         if choose.random() < 0.1:
             world.disk.capacity = choose.choice((40_000, 60_000, 90_000))
         world.disk.keeps_lost_data = choose.random() < 0.5
@@ -210,6 +219,7 @@ class Scenario:
             site.judge_root()
         except RootBroken as broken:
             site.stop(broken)
+        self._judge_journal()
         kind = choose.random()
         if kind < 0.15:
             site.count("F4")
@@ -229,7 +239,7 @@ class Scenario:
         meddled, site.meddled = site.meddled, True
         rates, site.faults = site.faults, Faults()
         self.numbers += 1
-        job = Job(site, self.numbers, 1, make_config(_TIMES), [], layout=self.layout).start()
+        job = Job(site, self.numbers, 1, make_config(dict(_TIMES)), [], layout=self.layout).start()
         job.wait(_LIMIT_S)
         error = job.errors.get(0)
         site.check(isinstance(error, DamagedRoot), "I8", f"a spoiled journal is taken: {error}")
@@ -270,7 +280,7 @@ class Scenario:
         if not job.wait(_LIMIT_S):
             self._report_hang(job)
         error = job.errors.get(0)
-        meddled = self.site.meddled or self.site.watch.touched or self.site.watch.damaged
+        meddled = self.site.meddled or self.site.watch.damaged
         if isinstance(error, DamagedRoot) and meddled:
             return None
         self.site.check(error is None, "I8", f"the last job ended with {error}")
@@ -284,4 +294,12 @@ class Scenario:
         except RootBroken as broken:
             site.stop(broken)
         site.check(tracked == newest, "I2", f"the tracker says {tracked}, not {newest}")
-        read_history(SimStorage(site.world.disk, "judge"))  # I11: raises what the task reports
+        self._judge_journal()
+
+    def _judge_journal(self) -> None:
+        """I11: nobody but the library ever writes to it; what is spoiled on purpose is put back."""
+        try:
+            assert_journal_conforms(SimStorage(self.site.world.disk, "judge"))
+        except JournalViolation as broken:
+            self.site.stop(SimulationFailed("I11", str(broken)))
+        self.journals += 1
