@@ -8,12 +8,16 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Entry:
-    """A layer. ``module`` has ``run(budget)``; ``profiles`` are those that include it."""
+    """A layer. ``module`` has ``run(budget)``; ``profiles`` are those that include it.
+
+    ``drives``: it runs jobs on a disk, so that what it came across was really reached.
+    """
 
     module: str
     about: str
     cpus: int
     profiles: tuple[str, ...] = ("pr", "nightly", "release")
+    drives: bool = False
 
 
 MAINTAINERS = ("nightly", "release")
@@ -23,28 +27,51 @@ WITH_SOAK = ("pr", "nightly", "release", "soak")
 LAYERS: MappingProxyType[str, Entry] = MappingProxyType(
     {
         "simulation": Entry(
-            "proof.simulation", "whole jobs, simulated clock, network and disk", 2, WITH_SOAK
+            "proof.simulation",
+            "whole jobs, simulated clock, network and disk",
+            cpus=2,
+            profiles=WITH_SOAK,
+            drives=True,
         ),
-        "mutants": Entry("proof.mutants", "planted bugs, each killed by a layer", 2),
+        "mutants": Entry("proof.mutants", "planted bugs, each killed by a layer", cpus=2),
         "processes": Entry(
-            "proof.processes", "SIGKILL and errors at every storage call, real disk", 2
+            "proof.processes",
+            "SIGKILL and errors at every storage call, real processes, real disk",
+            cpus=2,
+            drives=True,
         ),
         "megatron_kills": Entry(
-            "proof.megatron_kills", "real Megatron writers killed at random bytes", 2, WITH_SOAK
+            "proof.megatron_kills",
+            "real Megatron writers killed at random bytes",
+            cpus=2,
+            profiles=WITH_SOAK,
+            drives=True,
         ),
-        "exhaustive": Entry("proof.exhaustive", "every state of the pure core in small bounds", 1),
-        "suites": Entry("proof.suites", "Hypothesis over ledger, recovery and manager", 1),
         "determinism": Entry(
-            "proof.determinism", "the same seed gives the same trace", 2, WITH_SOAK
+            "proof.determinism", "the same seed gives the same trace", cpus=2, profiles=WITH_SOAK
         ),
-        "corruption": Entry("proof.corruption", "damaged checkpoints are told from whole ones", 1),
-        "fuzz": Entry("proof.fuzz", "readers of what lies on disk, fed with anything", 1),
-        "fieldbugs": Entry("proof.fieldbugs", "public bugs: red on the old way, green here", 1),
-        "traces": Entry("proof.traces", "journals replayed against the specification", 1),
-        "inductive": Entry("proof.inductive", "z3: the invariant holds for any number", 1),
-        "races": Entry("proof.races", "spin: check-then-act races", 1, MAINTAINERS),
+        "exhaustive": Entry("proof.exhaustive", "every state of the core in small bounds", cpus=1),
+        "suites": Entry(
+            "proof.suites", "Hypothesis over ledger, recovery and manager", cpus=1, drives=True
+        ),
+        "corruption": Entry(
+            "proof.corruption", "damaged checkpoints are told from whole ones", cpus=1, drives=True
+        ),
+        "fuzz": Entry("proof.fuzz", "readers of what lies on disk, fed with anything", cpus=1),
+        "fieldbugs": Entry(
+            "proof.fieldbugs", "public bugs: red on the old way, green here", cpus=1, drives=True
+        ),
+        "traces": Entry(
+            "proof.traces", "journals replayed against the specification", cpus=1, drives=True
+        ),
+        "inductive": Entry("proof.inductive", "z3: the invariant holds for any number", cpus=1),
+        "races": Entry("proof.races", "spin: check-then-act races", cpus=1, profiles=MAINTAINERS),
         "powerloss": Entry(
-            "proof.powerloss", "power loss below a real file system", 1, MAINTAINERS
+            "proof.powerloss",
+            "power loss below a real file system",
+            cpus=2,
+            profiles=MAINTAINERS,
+            drives=True,
         ),
     }
 )

@@ -1,14 +1,52 @@
 """Which fault can strike in which state of a checkpoint: what a whole run must have exercised.
 
-``any`` stands for faults that have nothing to do with one checkpoint's state.
+The state is that of the checkpoint in flight, or of the newest one, when the fault struck; ``absent`` is
+a root without any. What is not listed cannot happen or means the same thing there: a writer that died
+after its receipt (F1) is a rank that died (F2); a tracker (F18) is torn while a checkpoint is tracked.
 """
 
 from __future__ import annotations
 
 from types import MappingProxyType
 
-WRITING = ("requested", "forked", "shards_written")
-FLYING = (*WRITING, "finalized")
-ON_DISK = (*FLYING, "tracked", "prunable", "failed")
+_WRITING = ("requested", "forked", "shards_written")
+_LIVING = (*_WRITING, "finalized", "tracked", "prunable", "failed")
 
-APPLICABLE: MappingProxyType[str, tuple[str, ...]] = MappingProxyType({})
+APPLICABLE: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "F1": ("requested", "forked"),
+        "F2": _LIVING,
+        "F3": ("finalized",),
+        "F4": (*_LIVING, "absent"),
+        "F5": (*_LIVING, "absent"),
+        "F6": (*_WRITING, "tracked", "failed", "absent"),
+        "F7": (*_LIVING, "absent"),
+        "F8": (*_LIVING, "absent"),
+        "F9": _WRITING,
+        "F10": ("requested", "forked", "failed"),
+        "F11": (*_WRITING, "failed"),
+        "F12": ("requested", "shards_written", "tracked"),
+        "F13": (*_WRITING, "tracked"),
+        "F14": ("absent", "tracked"),
+        "F15": ("absent", "tracked", "failed"),
+        "F16": ("tracked",),
+        "F17": ("prunable",),
+        "F18": ("tracked",),
+        "F19": ("tracked",),
+        "F20": ("requested", "shards_written", "tracked"),
+        "F21": ("tracked",),
+        "F22": (*_WRITING, "finalized"),
+        "F23": (*_WRITING, "tracked", "failed"),
+        "F24": _LIVING,
+        "F25": _WRITING,
+        "F26": ("tracked",),
+        "F27": (*_WRITING, "tracked", "prunable"),
+        "F28": ("forked", "shards_written", "tracked"),
+        "F29": ("any",),
+        "F30": ("tracked",),
+        "F31": ("requested", "tracked"),
+        "F32": ("requested", "shards_written", "tracked"),
+        "F33": ("requested", "shards_written", "absent"),
+        "F34": ("tracked",),
+    }
+)

@@ -51,7 +51,7 @@ class LayerResult:
     """What a layer explored (named counts: runs, states, sites, kills) and found.
 
     ``skipped`` is the reason if it could not run at all; that is shown, never hidden. ``notes`` are
-    further lines for the report.
+    further lines for the report; ``kills`` how many mutants each layer has killed.
     """
 
     layer: str
@@ -61,6 +61,7 @@ class LayerResult:
     seconds: float = 0.0
     skipped: str = ""
     notes: list[str] = field(default_factory=list)
+    kills: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         return {

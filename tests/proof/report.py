@@ -9,17 +9,20 @@ from proof.catalogue import LAYERS, command_of
 from proof.faults import APPLICABLE
 from proof.layer import LayerResult
 
-HEAD = ("layer", "explored", "seconds", "violations")
+HEAD = ("layer", "explored", "seconds", "violations", "mutants killed")
 
 
-def rows(results: Sequence[LayerResult]) -> list[tuple[str, str, str, str]]:
+def rows(results: Sequence[LayerResult]) -> list[tuple[str, ...]]:
+    """The cells of each layer's line, as ``HEAD`` names them."""
+    kills = {layer: count for result in results for layer, count in result.kills.items()}
     lines = []
     for result in results:
         explored = ", ".join(f"{count:,} {what}" for what, count in result.explored.items())
-        found = str(len(result.violations))
         if result.skipped:
-            explored, found = f"skipped: {result.skipped}", "-"
-        lines.append((result.layer, explored, f"{result.seconds:.0f}", found))
+            explored = f"skipped: {result.skipped}"
+        found = "-" if result.skipped and not result.violations else str(len(result.violations))
+        killed = str(kills.get(result.layer, "")) if kills else ""
+        lines.append((result.layer, explored, f"{result.seconds:.0f}", found, killed))
     return lines
 
 
@@ -34,21 +37,26 @@ def table(results: Sequence[LayerResult]) -> str:
     return "\n".join(["", text[0], "-" * min(sum(widths) + 6, 100), *text[1:], ""])
 
 
-def merged(results: Sequence[LayerResult]) -> Coverage:
+def merged(results: Sequence[LayerResult], *, driving: bool = False) -> Coverage:
+    """The coverage of all layers; ``driving``: only of those that really run jobs on a disk."""
     whole = Coverage()
     for result in results:
-        whole.add(result.coverage)
+        if LAYERS[result.layer].drives or not driving:
+            whole.add(result.coverage)
     return whole
 
 
 def unexercised(results: Sequence[LayerResult]) -> list[str]:
-    """Table rows, state x event and fault x state that no layer of the run came across."""
-    whole = merged(results)
+    """Table rows, state x event and fault x state that no layer of the run came across.
+
+    A row and a fault count only where a job came to it by itself; a pair also where a search offered it.
+    """
+    whole, real = merged(results), merged(results, driving=True)
     expected = [f"{fault} x {state}" for fault, states in APPLICABLE.items() for state in states]
     return [
-        *(f"row {key}" for key in ALL_ROWS if not whole.rows[key]),
+        *(f"row {key}" for key in ALL_ROWS if not real.rows[key]),
         *(f"state x event {key}" for key in ALL_PAIRS if not whole.pairs[key]),
-        *(f"fault {key}" for key in expected if not whole.faults[key]),
+        *(f"fault {key}" for key in expected if not real.faults[key]),
     ]
 
 
@@ -61,15 +69,15 @@ def document(results: Sequence[LayerResult], profile: str) -> str:
         f"Written by `make proof` (profile `{profile}`). Every layer drives the production code; what",
         "each one does stands at the head of its module in `tests/proof/`.",
         "",
-        "| layer | what it is | explored | seconds | violations | command |",
-        "|---|---|---|---|---|---|",
+        "| layer | what it is | explored | seconds | violations | mutants killed | command |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, explored, seconds, found in rows(results):
-        command = command_of(name, profile)
-        about = LAYERS[name].about
-        lines.append(f"| {name} | {about} | {explored} | {seconds} | {found} | `{command}` |")
-    faults = sum(1 for count in whole.faults.values() if count)
-    moves = sum(1 for key in ALL_ROWS if whole.rows[key])
+    for name, *cells in rows(results):
+        about, command = LAYERS[name].about, command_of(name, profile)
+        lines.append(f"| {name} | {about} | {' | '.join(cells)} | `{command}` |")
+    real = merged(results, driving=True)
+    faults = sum(1 for count in real.faults.values() if count)
+    moves = sum(1 for key in ALL_ROWS if real.rows[key])
     pairs = sum(1 for key in ALL_PAIRS if whole.pairs[key])
     exercised = (
         f"Exercised: {moves} of {len(ALL_ROWS)} rows of the table, {pairs} of {len(ALL_PAIRS)} "

@@ -6,6 +6,8 @@ import dataclasses
 import importlib
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +17,8 @@ from pathlib import Path
 
 from proof.catalogue import LAYERS, command_of
 from proof.layer import Budget, LayerResult, Violation, timed
+
+_LIMIT_S = 3600.0  # of one layer that is not asked to go on for hours
 
 
 def run_one(name: str, budget: Budget) -> LayerResult:
@@ -44,17 +48,21 @@ def run_all(names: list[str], budget: Budget, scratch: Path) -> list[LayerResult
     """Run the layers, and return their results in the order given."""
     waiting, running = list(names), []
     results: dict[str, LayerResult] = {}
-    while waiting or running:
-        free = budget.processes - sum(r.cpus for r in running)
-        fitting = next((n for n in waiting if _cpus(n, budget) <= free), None)
-        if fitting is not None:
-            waiting.remove(fitting)
-            running.append(_start(fitting, budget, scratch))
-            continue
-        done = _wait_for_one(running)
-        running.remove(done)
-        results[done.name] = _result_of(done, budget)
-        print(_line(results[done.name]), flush=True)
+    try:
+        while waiting or running:
+            free = budget.processes - sum(r.cpus for r in running)
+            fitting = next((n for n in waiting if _cpus(n, budget) <= free), None)
+            if fitting is not None:
+                waiting.remove(fitting)
+                running.append(_start(fitting, budget, scratch))
+                continue
+            done = _wait_for_one(running, _LIMIT_S + budget.hours * 3600)
+            running.remove(done)
+            results[done.name] = _result_of(done, budget)
+            print(_line(results[done.name]), flush=True)
+    finally:
+        for each in running:  # a Ctrl-C reaches only us
+            _end(each)
     return [results[name] for name in names]
 
 
@@ -67,17 +75,28 @@ def _start(name: str, budget: Budget, scratch: Path) -> Running:
     values = dataclasses.replace(budget, processes=cpus)
     command = [sys.executable, "-m", "proof", "--profile", values.profile, "--only", name]
     command += ["--hours", str(values.hours), "--cpus", str(cpus), "--result", str(file)]
-    return Running(name, cpus, subprocess.Popen(command), file, time.monotonic())
+    return Running(
+        name, cpus, subprocess.Popen(command, start_new_session=True), file, time.monotonic()
+    )
 
 
-def _wait_for_one(running: list[Running]) -> Running:
+def _wait_for_one(running: list[Running], limit_s: float) -> Running:
+    """The first that ends; one that runs beyond ``limit_s`` is ended, and left no result."""
     while True:
         for each in running:
             try:
                 each.process.wait(timeout=0.1)
             except subprocess.TimeoutExpired:
-                continue
+                if time.monotonic() - each.began < limit_s:
+                    continue
+                _end(each)
             return each
+
+
+def _end(running: Running) -> None:
+    """End a layer with everything it started."""
+    os.killpg(running.process.pid, signal.SIGKILL)
+    running.process.wait()
 
 
 def _result_of(done: Running, budget: Budget) -> LayerResult:
@@ -90,7 +109,7 @@ def _result_of(done: Running, budget: Budget) -> LayerResult:
 
 
 def _line(result: LayerResult) -> str:
-    state = result.skipped or (
-        f"{len(result.violations)} VIOLATIONS" if result.violations else "ok"
-    )
+    found = f"{len(result.violations)} VIOLATIONS" if result.violations else "ok"
+    hidden = result.skipped and not result.violations
+    state = f"skipped: {result.skipped}" if hidden else found
     return f"{result.layer:16} {result.seconds:7.1f} s  {state}"
