@@ -43,7 +43,7 @@ from ckptfsm.errors import (
 )
 from ckptfsm.evidence import gather_evidence, inspect_published, read_manifest, read_tracker
 from ckptfsm.journal import History, newest_segment, read_history
-from ckptfsm.layout import QUARANTINE, READERS, TRACKER, pin_name, published_name
+from ckptfsm.layout import JOURNAL, QUARANTINE, READERS, TRACKER, pin_name, published_name
 from ckptfsm.lease import RootLease, open_root
 from ckptfsm.ledger import Ledger, Rejected
 from ckptfsm.lifecycle import UNSETTLED, Checkpoint, State, writing_ranks
@@ -182,7 +182,7 @@ class Coordinator:
         return report
 
     def _recover(self, lease: RootLease, began: float) -> RecoveryReport:
-        sweep_temporaries(self._storage)  # what a fenced one would still rename over a segment
+        sweep_temporaries(self._storage, (JOURNAL,))  # or a fenced one renames it over a segment
         history = read_history(self._storage)
         evidence = gather_evidence(self._storage, history.ledger)
         decided = plan(
@@ -200,6 +200,7 @@ class Coordinator:
         )
         self._opened = Engine(self._storage, self._clock, lease, trade)
         self._engine.begin(_forget_moved(history, decided.decisions), self._identity)
+        sweep_temporaries(self._storage)
         self._engine.reread_protection()
         for decision in decided.decisions:
             for action in decision.actions:
@@ -356,6 +357,7 @@ class Coordinator:
             self._engine.run_seconds(),
         )
         self._engine.ledger.refuse(event)
+        self._refuse_old_writers(request)
         self._clear_the_name(request)
         self._check_space(request)
         self._requests = of.attempt
@@ -399,12 +401,6 @@ class Coordinator:
 
     def _refuse_in_place(self, request: SaveRequest, there: PublishedEvidence) -> None:
         """A directory is written in place only if nothing of value and no old writer is in it."""
-        failed = [c for c in self._engine.ledger.in_state(State.FAILED) if c.step == request.step]
-        if failed:
-            raise SaveRefused(
-                f"a failed attempt at step {request.step} may still be written by its old writers",
-                step=request.step,
-            )
         earlier = [
             name
             for name, _ in walk_files(self._storage, published_name(request.step))
@@ -415,6 +411,15 @@ class Coordinator:
                 f"{published_name(request.step)} holds files of an earlier save; move it away first",
                 step=request.step,
                 latest=_step_of(self._engine.ledger.latest()),
+            )
+
+    def _refuse_old_writers(self, request: SaveRequest) -> None:
+        """Writers of a failed attempt may live; those of one in place write by the published name."""
+        failed = [c for c in self._engine.ledger.in_state(State.FAILED) if c.step == request.step]
+        if any(request.in_place or c.in_place for c in failed):
+            raise SaveRefused(
+                f"a failed attempt at step {request.step} may still be written by its old writers",
+                step=request.step,
             )
 
     def _check_space(self, request: SaveRequest) -> None:

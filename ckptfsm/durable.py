@@ -67,8 +67,8 @@ def put(
         check()
     try:
         storage.rename(temporary, path)
-    except OSError:
-        if not _content_is(storage, path, data):
+    except OSError:  # an unknown outcome is decided by looking at both names
+        if lookup(storage, temporary) is not None or not _content_is(storage, path, data):
             raise
     storage.fsync_dir(parent_of(path))
 

@@ -50,6 +50,7 @@ from ckptfsm.layout import (
     READERS,
     TRACKER,
     TRASH,
+    attempt_name,
     join,
     parse_pin,
     parse_reader,
@@ -337,6 +338,8 @@ class Effects:
             return "not a directory of this file system"
         if not self._is_own(checkpoint, source):
             return self._prune_moved(checkpoint, source)
+        if newer_step <= checkpoint.step:
+            return "nothing newer is tracked any more"
         kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(
             checkpoint, newer_step
         )
@@ -389,7 +392,9 @@ class Effects:
         manifest = read_manifest(self.storage, path)
         if manifest is not None:
             return manifest.of == checkpoint.id
-        return checkpoint.provenance == "adopted" and path == published_name(checkpoint.step)
+        name, aside = path.rpartition("/")[2], attempt_name(checkpoint.id)
+        mine = path == published_name(checkpoint.step) or f"{name}.".startswith(f"{aside}.")
+        return checkpoint.provenance == "adopted" and mine
 
     def _settle_names(self, directory: str) -> None:
         """What was found moved may have been moved by a rename that is not durable yet."""

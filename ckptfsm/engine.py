@@ -319,12 +319,15 @@ class Engine:
     def _run_quarantine(self, command: Quarantine) -> None:
         """If the tracker names it, the tracker goes to the newest that is left first (I2)."""
         checkpoint = self.ledger.checkpoints[command.of]
-        living = self.ledger.in_state(State.FINALIZED, State.TRACKED, State.PRUNABLE)
+        living = self.ledger.in_state(State.FINALIZED, State.TRACKED)
         if any(other.step == checkpoint.step for other in living):
             return  # its name belongs to a later attempt
         latest = self.ledger.latest()
         if latest is not None and read_tracker(self._storage).step == checkpoint.step:
             self.effects.write_tracker(latest.step)
+        undecided = self.ledger.in_state(State.PRUNABLE)
+        if any(other.step == checkpoint.step for other in undecided):
+            raise StorageError("an earlier attempt's prune is undecided", step=checkpoint.step)
         self.effects.quarantine(checkpoint)
 
     def retire_if_due(self) -> None:

@@ -20,8 +20,12 @@ The rules, by the last journaled state of an attempt:
 | prunable | gone from its name | removed, or brought back if a reader holds a lease |
 | failed | - | files to the trash |
 | quarantined | still at its name | moved aside |
-| none | complete, and not newer than the tracker | adopted, pinned |
+| none | complete, and not newer than the tracker | adopted, pinned; the newest first |
 | none | anything else | reported, never touched |
+
+A whole directory of another attempt at the name is not explained, nor is one that was damaged
+before the journal knew that it had been published. Where the tracker is torn or missing, "newer" is
+newer than the journal's latest; beside a ``release`` in use, every step is newer.
 
 Rules of this module: evidence is never explained away. If there is any and no checkpoint to resume
 from comes out, ``DamagedRoot`` is raised (I8); only ``resume="fresh"`` may begin again, after moving

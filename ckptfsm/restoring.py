@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -73,9 +74,7 @@ class Restorer:
 
         A disk that cannot be read is not damage: that raises, and nothing is withdrawn.
         """
-        executor = self.ports.executor()
-        share = executor.submit(partial(self._verify_share, located))
-        executor.shutdown()
+        share = self._everywhere(located.step, self._start_verifying, located)
         pause = _PAUSE_S
         while self.transport.any_flags([not share.done()])[0]:
             self.ports.clock.sleep(pause)  # the other ranks hear of us, however long it takes
@@ -83,6 +82,13 @@ class Restorer:
         found = self._everywhere(located.step, share.result)
         gathered = self.transport.gather(found)
         return str(self.transport.broadcast(next((p for p in gathered or () if p), "")))
+
+    def _start_verifying(self, located: Located) -> Future[str]:
+        """Look at this rank's files on another thread: it may take longer than a rank may be silent."""
+        executor = self.ports.executor()
+        share = executor.submit(partial(self._verify_share, located))
+        executor.shutdown()
+        return share
 
     def _verify_share(self, located: Located) -> str:
         """Each rank looks at its share of the files, so that verification scales with ranks."""

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from z3 import (
@@ -881,128 +882,135 @@ def _quiet(w: World) -> Any:
 
 # Each must hold always. Those named after a promise are what the promise says of one moment; the
 # others are what the proof needs besides.
-INVARIANT: dict[str, Condition] = {
-    "I1 what is in the trash was prunable or failed": _all(
-        lambda w, c: Implies(
-            Or(w.maybe(c, TRASH), w.maybe(c, GONE)),
-            Or(is_in(w.state(c), PRUNABLE, PRUNED, FAILED, DISCARDED), w.damaged(c)),
-        )
-    ),
-    "I1 what was pruned does not come back": _all(
-        lambda w, c: Implies(w.state(c) == PRUNED, Or(surely(w, c, TRASH, GONE), w.damaged(c)))
-    ),
-    "I2 what the tracker names is complete": _all(
-        lambda w, c: Implies(w.maybe_owner(c), _there(w, c))
-    ),
-    "I2 once one is tracked there is a tracker": _all(
-        lambda w, c: Implies(
-            Or(
-                is_in(w.state(c), TRACKED, PRUNABLE),
-                And(w.state(c) == ABSENT, w.maybe(c, PUBLISHED)),
-            ),
-            Or(And(w.named(), Not(w.maybe_other())), w.meddled()),
-        )
-    ),
-    "I2 what is finalized or tracked is complete": _all(
-        lambda w, c: Implies(is_in(w.state(c), FINALIZED, TRACKED), _there(w, c))
-    ),
-    "I3 what was written has every receipt": _all(
-        lambda w, c: Implies(
-            And(w.declared(c), is_in(w.state(c), SHARDS_WRITTEN, FINALIZED, TRACKED, PRUNABLE)),
-            ForAll([_q], Implies(expected(c, _q), w.receipt(c, _q))),
-        )
-    ),
-    "I4 what has its published name is complete": _all(
-        lambda w, c: Implies(w.maybe(c, PUBLISHED), Or(w.whole(c), w.damaged(c)))
-    ),
-    "I7 what a reader was told is there, is there": _all(
-        lambda w, c: Implies(
-            w.held(c),
-            And(
-                w.lease(step(c)),
+INVARIANT: Mapping[str, Condition] = MappingProxyType(
+    {
+        "I1 what is in the trash was prunable or failed": _all(
+            lambda w, c: Implies(
+                Or(w.maybe(c, TRASH), w.maybe(c, GONE)),
+                Or(is_in(w.state(c), PRUNABLE, PRUNED, FAILED, DISCARDED), w.damaged(c)),
+            )
+        ),
+        "I1 what was pruned does not come back": _all(
+            lambda w, c: Implies(w.state(c) == PRUNED, Or(surely(w, c, TRASH, GONE), w.damaged(c)))
+        ),
+        "I2 what the tracker names is complete": _all(
+            lambda w, c: Implies(w.maybe_owner(c), _there(w, c))
+        ),
+        "I2 once one is tracked there is a tracker": _all(
+            lambda w, c: Implies(
                 Or(
-                    is_in(w.place(c), PUBLISHED, ASIDE),
-                    And(w.place(c) == TRASH, w.state(c) == PRUNABLE, Not(w.cleared(c))),
-                    w.damaged(c),
+                    is_in(w.state(c), TRACKED, PRUNABLE),
+                    And(w.state(c) == ABSENT, w.maybe(c, PUBLISHED)),
+                ),
+                Or(And(w.named(), Not(w.maybe_other())), w.meddled()),
+            )
+        ),
+        "I2 what is finalized or tracked is complete": _all(
+            lambda w, c: Implies(is_in(w.state(c), FINALIZED, TRACKED), _there(w, c))
+        ),
+        "I3 what was written has every receipt": _all(
+            lambda w, c: Implies(
+                And(w.declared(c), is_in(w.state(c), SHARDS_WRITTEN, FINALIZED, TRACKED, PRUNABLE)),
+                ForAll([_q], Implies(expected(c, _q), w.receipt(c, _q))),
+            )
+        ),
+        "I4 what has its published name is complete": _all(
+            lambda w, c: Implies(w.maybe(c, PUBLISHED), Or(w.whole(c), w.damaged(c)))
+        ),
+        "I7 what a reader was told is there, is there": _all(
+            lambda w, c: Implies(
+                w.held(c),
+                And(
+                    w.lease(step(c)),
+                    Or(
+                        is_in(w.place(c), PUBLISHED, ASIDE),
+                        And(w.place(c) == TRASH, w.state(c) == PRUNABLE, Not(w.cleared(c))),
+                        w.damaged(c),
+                    ),
+                ),
+            )
+        ),
+        "I7 what is about to be removed is not pinned": _all(
+            lambda w, c: Implies(And(w.cleared(c), w.state(c) == PRUNABLE), Not(w.pin(step(c))))
+        ),
+        "one in flight": lambda w: ForAll(
+            [_c, _d], Implies(And(in_flight(w, _c), in_flight(w, _d)), _c == _d)
+        ),
+        "one directory per name": lambda w: ForAll(
+            [_c, _d],
+            Implies(
+                And(w.place(_c) == PUBLISHED, w.place(_d) == PUBLISHED, step(_c) == step(_d)),
+                _c == _d,
+            ),
+        ),
+        "it may be where it is": _all(lambda w, c: w.maybe(c, w.place(c))),
+        "the tracker may be what it is": lambda w: If(
+            w.named(), w.maybe_owner(w.owner()), w.maybe_other()
+        ),
+        "the tracker names what was published": _all(
+            lambda w, c: Implies(
+                w.maybe_owner(c),
+                is_in(w.state(c), FINALIZED, TRACKED, PRUNABLE, PRUNED, QUARANTINED),
+            )
+        ),
+        "prunable": _all(
+            lambda w, c: Implies(
+                w.state(c) == PRUNABLE,
+                Or(w.damaged(c), And(w.whole(c), surely(w, c, PUBLISHED, TRASH))),
+            )
+        ),
+        "absent": _all(
+            lambda w, c: Implies(
+                w.state(c) == ABSENT,
+                Or(surely(w, c, NOWHERE), surely(w, c, PUBLISHED), w.damaged(c)),
+            )
+        ),
+        "nowhere": _all(lambda w, c: Implies(w.place(c) == NOWHERE, surely(w, c, NOWHERE))),
+        "staging": _all(
+            lambda w, c: Implies(w.place(c) == STAGING, surely(w, c, NOWHERE, STAGING))
+        ),
+        "trash": _all(
+            lambda w, c: Implies(
+                And(is_in(w.place(c), TRASH, GONE), w.maybe(c, PUBLISHED)),
+                Or(w.state(c) == PRUNABLE, w.damaged(c)),
+            )
+        ),
+        "receipts before reports": lambda w: ForAll(
+            [_c, _q], Implies(w.reported(_c, _q), w.receipt(_c, _q))
+        ),
+        "removed after the second look": _all(
+            lambda w, c: Implies(
+                w.cleared(c),
+                And(
+                    is_in(w.state(c), PRUNABLE, PRUNED),
+                    is_in(w.place(c), TRASH, GONE),
+                    Not(w.held(c)),
+                ),
+            )
+        ),
+        "a pending quarantine has where to go": lambda w: Implies(
+            Exists([_c], And(w.maybe_owner(_c), w.state(_c) == QUARANTINED, Not(w.damaged(_c)))),
+            some_tracked(w),
+        ),
+        "order of steps": lambda w: Implies(
+            _quiet(w),
+            ForAll(
+                [_c],
+                And(
+                    Implies(
+                        w.state(_c) == TRACKED, And(w.has_top(), Not(older(w.top(), step(_c))))
+                    ),
+                    Implies(w.state(_c) == PRUNABLE, And(w.has_top(), older(step(_c), w.top()))),
+                    Implies(And(in_flight(w, _c), w.has_top()), older(w.top(), step(_c))),
                 ),
             ),
-        )
-    ),
-    "I7 what is about to be removed is not pinned": _all(
-        lambda w, c: Implies(And(w.cleared(c), w.state(c) == PRUNABLE), Not(w.pin(step(c))))
-    ),
-    "one in flight": lambda w: ForAll(
-        [_c, _d], Implies(And(in_flight(w, _c), in_flight(w, _d)), _c == _d)
-    ),
-    "one directory per name": lambda w: ForAll(
-        [_c, _d],
-        Implies(
-            And(w.place(_c) == PUBLISHED, w.place(_d) == PUBLISHED, step(_c) == step(_d)), _c == _d
         ),
-    ),
-    "it may be where it is": _all(lambda w, c: w.maybe(c, w.place(c))),
-    "the tracker may be what it is": lambda w: If(
-        w.named(), w.maybe_owner(w.owner()), w.maybe_other()
-    ),
-    "the tracker names what was published": _all(
-        lambda w, c: Implies(
-            w.maybe_owner(c),
-            is_in(w.state(c), FINALIZED, TRACKED, PRUNABLE, PRUNED, QUARANTINED),
-        )
-    ),
-    "prunable": _all(
-        lambda w, c: Implies(
-            w.state(c) == PRUNABLE,
-            Or(w.damaged(c), And(w.whole(c), surely(w, c, PUBLISHED, TRASH))),
-        )
-    ),
-    "absent": _all(
-        lambda w, c: Implies(
-            w.state(c) == ABSENT,
-            Or(surely(w, c, NOWHERE), surely(w, c, PUBLISHED), w.damaged(c)),
-        )
-    ),
-    "nowhere": _all(lambda w, c: Implies(w.place(c) == NOWHERE, surely(w, c, NOWHERE))),
-    "staging": _all(lambda w, c: Implies(w.place(c) == STAGING, surely(w, c, NOWHERE, STAGING))),
-    "trash": _all(
-        lambda w, c: Implies(
-            And(is_in(w.place(c), TRASH, GONE), w.maybe(c, PUBLISHED)),
-            Or(w.state(c) == PRUNABLE, w.damaged(c)),
-        )
-    ),
-    "receipts before reports": lambda w: ForAll(
-        [_c, _q], Implies(w.reported(_c, _q), w.receipt(_c, _q))
-    ),
-    "removed after the second look": _all(
-        lambda w, c: Implies(
-            w.cleared(c),
-            And(
-                is_in(w.state(c), PRUNABLE, PRUNED),
-                is_in(w.place(c), TRASH, GONE),
-                Not(w.held(c)),
-            ),
-        )
-    ),
-    "a pending quarantine has where to go": lambda w: Implies(
-        Exists([_c], And(w.maybe_owner(_c), w.state(_c) == QUARANTINED, Not(w.damaged(_c)))),
-        some_tracked(w),
-    ),
-    "order of steps": lambda w: Implies(
-        _quiet(w),
-        ForAll(
-            [_c],
-            And(
-                Implies(w.state(_c) == TRACKED, And(w.has_top(), Not(older(w.top(), step(_c))))),
-                Implies(w.state(_c) == PRUNABLE, And(w.has_top(), older(step(_c), w.top()))),
-                Implies(And(in_flight(w, _c), w.has_top()), older(w.top(), step(_c))),
-            ),
+        "the newest acknowledged one is tracked": lambda w: Implies(
+            And(_quiet(w), w.has_top()),
+            Exists([_c], And(w.state(_c) == TRACKED, step(_c) == w.top())),
         ),
-    ),
-    "the newest acknowledged one is tracked": lambda w: Implies(
-        And(_quiet(w), w.has_top()),
-        Exists([_c], And(w.state(_c) == TRACKED, step(_c) == w.top())),
-    ),
-}
+    }
+)
 
 Change = Callable[[World, World], Any]
 
@@ -1028,59 +1036,61 @@ def _never_back(w: World, v: World) -> Any:
 
 
 # Each must hold from one state to the next, by whatever rule of ``ROWS`` or ``EFFECTS``.
-STEPS: dict[str, Change] = {
-    "I1 prunable comes from tracked": _each(
-        lambda w, v, c: Implies(_becomes(w, v, c, PRUNABLE), w.state(c) == TRACKED)
-    ),
-    "I1 pruned comes from prunable": _each(
-        lambda w, v, c: Implies(_becomes(w, v, c, PRUNED), w.state(c) == PRUNABLE)
-    ),
-    "I1 only a prunable one leaves its name for the trash": _each(
-        lambda w, v, c: Implies(_leaves_its_name(w, v, c), w.state(c) == PRUNABLE)
-    ),
-    "I1 an unpublished one is removed from failed": _each(
-        lambda w, v, c: And(
-            Implies(And(w.place(c) == STAGING, v.place(c) == TRASH), w.state(c) == FAILED),
-            Implies(_becomes(w, v, c, DISCARDED), w.state(c) == FAILED),
-        )
-    ),
-    "I1 only what was pruned or failed is deleted": _each(
-        lambda w, v, c: Implies(
-            And(w.place(c) != GONE, v.place(c) == GONE),
-            Or(is_in(w.state(c), PRUNED, FAILED, DISCARDED), v.damaged(c)),
-        )
-    ),
-    "I2 what is acknowledged stays, or goes by retention or withdrawal": _each(
-        lambda w, v, c: Implies(
-            w.state(c) == TRACKED, is_in(v.state(c), TRACKED, PRUNABLE, QUARANTINED)
-        )
-    ),
-    "I2 the tracker never goes back": _never_back,
-    "I7 the newest tracked one is never taken": _each(
-        lambda w, v, c: Implies(_becomes(w, v, c, PRUNABLE), Not(newest_tracked(w, c)))
-    ),
-    "I7 one pinned or leased is never taken": _each(
-        lambda w, v, c: Implies(
-            _becomes(w, v, c, PRUNABLE), Not(Or(w.seen_pin(step(c)), w.seen_lease(step(c))))
-        )
-    ),
-    "I7 one in flight is never taken": _each(
-        lambda w, v, c: Implies(
-            in_flight(w, c), Not(Or(v.state(c) == PRUNABLE, _leaves_its_name(w, v, c)))
-        )
-    ),
-    "I7 what the tracker names stays": _each(
-        lambda w, v, c: Implies(
-            And(_leaves_its_name(w, v, c), w.named(), Not(w.damaged(c))), w.owner() != c
-        )
-    ),
-    "I7 the store is never emptied": _each(
-        lambda w, v, c: Implies(
-            _leaves_its_name(w, v, c),
-            Exists([_d], And(w.state(_d) == TRACKED, older(step(c), step(_d)))),
-        )
-    ),
-}
+STEPS: Mapping[str, Change] = MappingProxyType(
+    {
+        "I1 prunable comes from tracked": _each(
+            lambda w, v, c: Implies(_becomes(w, v, c, PRUNABLE), w.state(c) == TRACKED)
+        ),
+        "I1 pruned comes from prunable": _each(
+            lambda w, v, c: Implies(_becomes(w, v, c, PRUNED), w.state(c) == PRUNABLE)
+        ),
+        "I1 only a prunable one leaves its name for the trash": _each(
+            lambda w, v, c: Implies(_leaves_its_name(w, v, c), w.state(c) == PRUNABLE)
+        ),
+        "I1 an unpublished one is removed from failed": _each(
+            lambda w, v, c: And(
+                Implies(And(w.place(c) == STAGING, v.place(c) == TRASH), w.state(c) == FAILED),
+                Implies(_becomes(w, v, c, DISCARDED), w.state(c) == FAILED),
+            )
+        ),
+        "I1 only what was pruned or failed is deleted": _each(
+            lambda w, v, c: Implies(
+                And(w.place(c) != GONE, v.place(c) == GONE),
+                Or(is_in(w.state(c), PRUNED, FAILED, DISCARDED), v.damaged(c)),
+            )
+        ),
+        "I2 what is acknowledged stays, or goes by retention or withdrawal": _each(
+            lambda w, v, c: Implies(
+                w.state(c) == TRACKED, is_in(v.state(c), TRACKED, PRUNABLE, QUARANTINED)
+            )
+        ),
+        "I2 the tracker never goes back": _never_back,
+        "I7 the newest tracked one is never taken": _each(
+            lambda w, v, c: Implies(_becomes(w, v, c, PRUNABLE), Not(newest_tracked(w, c)))
+        ),
+        "I7 one pinned or leased is never taken": _each(
+            lambda w, v, c: Implies(
+                _becomes(w, v, c, PRUNABLE), Not(Or(w.seen_pin(step(c)), w.seen_lease(step(c))))
+            )
+        ),
+        "I7 one in flight is never taken": _each(
+            lambda w, v, c: Implies(
+                in_flight(w, c), Not(Or(v.state(c) == PRUNABLE, _leaves_its_name(w, v, c)))
+            )
+        ),
+        "I7 what the tracker names stays": _each(
+            lambda w, v, c: Implies(
+                And(_leaves_its_name(w, v, c), w.named(), Not(w.damaged(c))), w.owner() != c
+            )
+        ),
+        "I7 the store is never emptied": _each(
+            lambda w, v, c: Implies(
+                _leaves_its_name(w, v, c),
+                Exists([_d], And(w.state(_d) == TRACKED, older(step(c), step(_d)))),
+            )
+        ),
+    }
+)
 
 
 def initial(w: World) -> Any:

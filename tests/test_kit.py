@@ -9,6 +9,7 @@ import pytest
 from ckptfsm.documents import FileEntry
 from ckptfsm.ports import Written
 from ckptfsm.retention import AnyOf, BestN, EveryNSteps, LatestN, Policy
+from ckptfsm.testing import checks
 from ckptfsm.testing.checks import Unsound, assert_policy_sound, assert_writer_sound
 from ckptfsm.testing.harness import FakePart
 from ckptfsm.writer import FilePart, ShardFile
@@ -73,6 +74,8 @@ class Careless:
 
     def write(self, storage, location):
         path = f"{location}/extra.bin"
+        if self.how == "always fails":
+            raise OSError("it does not even try")
         if self.how == "no fsync":
             handle = storage.open_exclusive(path)
             storage.write(handle, b"x" * 1000)
@@ -99,7 +102,22 @@ def test_a_careful_writer_is_sound():
     assert_writer_sound(Careless("not"))
 
 
-@pytest.mark.parametrize("how", ["no fsync", "hides an error", "does not list", "wrong size"])
-def test_a_careless_writer_is_caught(how):
-    with pytest.raises(Unsound):
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("no fsync", "after a power loss|lost its content"),
+        ("hides an error", "its call"),
+        ("does not list", "is in no receipt"),
+        ("wrong size", "sound disk|lost its content"),
+        ("always fails", "failed on a sound disk: .*does not even try"),
+    ],
+)
+def test_a_careless_writer_is_caught(how, said):
+    with pytest.raises(Unsound, match=said):
         assert_writer_sound(Careless(how))
+
+
+def test_a_writer_that_leaves_no_receipt_is_caught(monkeypatch):
+    monkeypatch.setattr(checks, "write_rank", lambda storage, job: None)
+    with pytest.raises(Unsound, match="no receipt"):
+        assert_writer_sound(Careless("not"))

@@ -12,20 +12,33 @@ import pytest
 from test_coordinator import saved, start, tracked
 
 from ckptfsm.config import make_config
-from ckptfsm.errors import OutcomeUnknown, SaveRefused
+from ckptfsm.coordinator import SaveRequest
+from ckptfsm.durable import lookup
+from ckptfsm.errors import Fenced, OutcomeUnknown, SaveRefused
 from ckptfsm.executor import InlineExecutor
-from ckptfsm.layout import READERS, TRACKER, TRASH, staging_dir
+from ckptfsm.journal import read_history
+from ckptfsm.layout import MANIFEST, READERS, TRACKER, TRASH, published_name, staging_dir
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
-from ckptfsm.ports import FileStat, Identity
+from ckptfsm.messages import ShardReported
+from ckptfsm.ports import FileStat, Identity, RankJob
 from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import LatestN
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.testing.faults import FaultStorage, Hook, crash_at
-from ckptfsm.testing.harness import FINISHERS, SimClock, check_root
+from ckptfsm.testing.harness import (
+    FINISHERS,
+    PARTS,
+    FakeJob,
+    FakePart,
+    SimClock,
+    check_root,
+    fake_content,
+)
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.testing.writers import SimWriters
+from ckptfsm.writer import write_rank
 
 ONE, TWO = "iter_0000001", "iter_0000002"
 
@@ -122,6 +135,95 @@ def test_I3_a_shard_that_is_not_whole_any_more_is_not_committed():
     job.write(of, 1)
     assert [c.reason for c in job.coordinator.ledger.in_state(State.FAILED)] == ["shard_missing"]
     assert check_root(look(disk), 1) == 1
+
+
+def test_I3_what_a_restart_calls_published_is_durable():
+    """``found-published-without-fsync``: committed in place, killed before the manifest's name is
+    durable; then the restart loses power at any call."""
+    disk = SimDisk()
+    job = saved(disk, 1, ranks=1)
+    of = job.coordinator.request(SaveRequest(2, PARTS, 1, in_place=True))
+    job.fork(of)
+    part = FakePart("state", "", 0, fake_content(of, 0))
+    [(name, size, _)] = write_rank(job.storage, RankJob(of, 0, 1, TWO, (part,)))
+    job.storage.after = die_after(f"-> {TWO}/{MANIFEST}")
+    with pytest.raises(ProcessDead):
+        job.coordinator.report([ShardReported(of, name, 0, 1, size)])
+    disk.kill("first")
+    index, finished = 0, False
+    while not finished:
+        again = disk.fork()
+        storage = FaultStorage(SimStorage(again, "second"), before=crash_at(index))
+        try:
+            FakeJob(storage, identity=Identity("sim", 2, "second", "second")).open()
+            finished = True
+        except ProcessDead:
+            index += 1
+        again.crash("all_lost")
+        for c in read_history(look(again)).ledger.in_state(State.FINALIZED, State.TRACKED):
+            manifest = lookup(look(again), f"{published_name(c.step)}/{MANIFEST}")
+            assert manifest is not None, f"call {index}: step {c.step}"
+    assert index > 20
+
+
+def die_after(end: str) -> Hook:
+    """Kills the process right after the first call whose path ends so."""
+
+    def hook(index: int, method: str, path: str) -> None:
+        if path.endswith(end):
+            raise ProcessDead(path)
+
+    return hook
+
+
+def test_F8_a_rename_that_did_not_happen_publishes_nothing():
+    """``published-name-not-read-back``: the error is looked into, not believed and not ignored."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and path.endswith(f"-> {TWO}"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+
+    job.storage.before = before
+    job.save(2)
+    assert [c.step for c in job.coordinator.ledger.in_state(State.FAILED)] == [2]
+    assert check_root(look(disk), 1) == 1
+
+
+def test_F27_a_leased_step_never_leaves_its_name():
+    """``prune-does-not-look-first``: the lease comes after retention looked, before the prune does."""
+    disk = SimDisk()
+    job = saved(disk, 1, retention=LatestN(1))
+    reader = ReaderLease("/sim", 1, storage=SimStorage(disk, "reader"))
+
+    def after(index: int, method: str, path: str) -> None:
+        if method == "rename" and path.endswith(f"-> {TRACKER}"):
+            job.storage.after = on_prunable
+
+    def on_prunable(index: int, method: str, path: str) -> None:
+        written = look(disk).read(path, 1 << 20) if method == "pwrite" else b""
+        if b'"dest":"prunable"' in written:
+            job.storage.after = None
+            reader.__enter__()
+
+    job.storage.after = after
+    job.save(2)
+    assert job.storage.after is None and tracked(job) == [1, 2]
+    moved = [path for method, path in job.storage.calls if method == "rename" and ONE in path]
+    assert [path for path in moved if path.startswith(ONE)] == []
+
+
+def test_I9_a_fenced_one_leaves_the_trash_alone():
+    """``emptying-the-trash-is-not-fenced``: what lies there is the successor's to decide about."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2, retention=LatestN(1))
+    trash = look(disk).listdir(TRASH)
+    assert trash
+    start(disk, "successor", takeover=True)
+    with pytest.raises(Fenced):
+        job.coordinator.tick()
+    assert look(disk).listdir(TRASH) == trash
 
 
 def test_F27_the_trash_waits_for_a_prune_that_is_undecided():

@@ -90,14 +90,16 @@ def _check_answer(policy: Policy, keeps: Keeps | None, checkpoints: list[Checkpo
 def assert_writer_sound(part: PartJob) -> int:
     """Let ``part`` write on a disk that loses power, is killed or fails at each of its calls.
 
-    Raises ``Unsound`` if a file that its receipt lists is not there with its content after a power
-    loss (an fsync is missing), if it wrote a file that it does not list, or if it hides an error.
-    Returns how many of its storage calls were tried.
+    Raises ``Unsound`` if it fails on a sound disk, if a file that its receipt lists is not there with
+    its content after a power loss (an fsync is missing), or if it wrote a file that it does not list.
+    An error that it hides is found by its harm: one of its own calls fails, it ends as if all were
+    well, with a receipt, and what the receipt lists is not durable. Returns how many storage calls
+    were tried.
     """
     disk, calls = _write(part, None)
-    _judge(disk, "after it ended")
+    _judge(disk, "after it ended", ended=True)
     short, _ = _write(part, None, short_writes=7)
-    _judge(short, "on a disk that takes 7 bytes at a time")
+    _judge(short, "on a disk that takes 7 bytes at a time", ended=True)
     for index in range(calls):
         for loss in ("all_kept", Random(index)):
             disk, _ = _write(part, crash_at(index))
@@ -118,18 +120,25 @@ def _write(
     storage = FaultStorage(SimStorage(disk, "writer"), before=hook)
     try:
         write_rank(storage, RankJob(_OF, 0, 1, _LOCATION, (part,)))
-    except (ProcessDead, CkptFsmError, OSError):
+    except (ProcessDead, CkptFsmError, OSError) as error:
+        if hook is None:
+            raise Unsound(f"it failed on a sound disk: {type(error).__name__}: {error}") from error
         disk.kill("writer")  # it says so, as it should: its attempt fails
     return disk, len(storage.calls)
 
 
-def _judge(disk: SimDisk, when: str, loss: Crash = "all_lost") -> None:
-    """With its receipt there, everything the receipt lists must have survived, and nothing else."""
+def _judge(disk: SimDisk, when: str, loss: Crash = "all_lost", *, ended: bool = False) -> None:
+    """With its receipt there, everything the receipt lists must have survived, and nothing else.
+
+    ``ended``: nothing struck it, so the receipt must be there.
+    """
     disk.crash(loss)
     storage = SimStorage(disk, "judge")
     parts = list_names(storage, f"{_LOCATION}/{RECEIPTS}")
     path = f"{_LOCATION}/{receipt_name(parts[0], 0)}" if parts else ""
     if not parts or lookup(storage, path) is None:
+        if ended:
+            raise Unsound(f"{when}: there is no receipt after a power loss")
         return
     receipt = decode(Receipt, storage.read(path, _LIMIT), path)
     for entry in receipt.files:

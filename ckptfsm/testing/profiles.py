@@ -6,12 +6,14 @@ time, so that a red run is red again; the others keep what they found in ``.hypo
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-EXAMPLES = {"pr": 100, "nightly": 1_000, "release": 3_000}
+EXAMPLES = MappingProxyType({"pr": 100, "nightly": 1_000, "release": 3_000})
 _PHASES = frozenset({Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink})
-STEPS = {"pr": 30, "nightly": 60, "release": 60}
+STEPS = MappingProxyType({"pr": 30, "nightly": 60, "release": 60})
 
 
 def profile(name: str, *, scale: float = 1.0, shrink: bool = True) -> settings:

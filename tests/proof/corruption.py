@@ -1,4 +1,4 @@
-"""Layer 10a: real checkpoints are corrupted, and nothing wrong is ever restored (F15-F21, F30, F34).
+"""Real checkpoints are corrupted, and nothing wrong is ever restored (F15-F21, F30, F34).
 
 Roots that production code wrote (settled, interrupted, or just one checkpoint) get one corruption each:
 a bit, a length, two files changed for each other, something missing, something too many, or another kind
@@ -12,7 +12,7 @@ of file. Then production code opens the root and restores, and is judged:
   beside the root is untouched, and the journal goes on being a legal trace;
 * nothing is reported, refused or withdrawn where nothing, or nothing that counts, was changed.
 
-    python -m proof.corruption [--seed N] [--profile pr|nightly|release]
+    PYTHONPATH=tests python -m proof.corruption [--seed N] [--profile pr|nightly|release]
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _long_life(disk: SimDisk, last: Callable[[FakeJob], None]) -> None:
     third = _job(disk, 3)
     third.open()
     third.save(20, PARTS)
-    ReaderLease("/unused", 10, storage=SimStorage(disk, "reader")).renew()
+    ReaderLease("/unused", 10, storage=SimStorage(disk, "reader"), nonce="reader").renew()
     last(third)
 
 
@@ -831,19 +831,21 @@ def run(budget: Budget) -> LayerResult:
     with watch_moves(result.coverage):
         bench = make_bench(budget.profile)
         alarms = [problem for t in bench.templates if (problem := bench.control(t))]
+        again = f"PYTHONPATH=tests python -m proof.corruption --profile {budget.profile}"
         for problem in alarms:
-            result.violations.append(Violation("I3", problem, "python -m proof.corruption"))
-        trials = budget.pick(pr=2000, nightly=10_000, release=20_000)
+            result.violations.append(Violation("I3", problem, again))
+        trials = budget.pick(pr=2000, nightly=11_000, release=20_000)
+        tried = 0
         for seed in range(trials):
             corruption, problem = bench.trial(seed)
+            tried += 1
             _count_faults(result, corruption)
             if problem:
-                replay = f"python -m proof.corruption --profile {budget.profile} --seed {seed}"
-                result.violations.append(Violation("I3", problem, replay))
+                result.violations.append(Violation("I3", problem, f"{again} --seed {seed}"))
                 if budget.stop_at_first:
                     break
     result.explored = {
-        "corruptions": trials - bench.counts["harmless"],
+        "corruptions": tried - bench.counts["harmless"],
         "harmless_changes": bench.counts["harmless"],
         "controls": 2 * len(bench.templates),
         "undetected": len(result.violations) - len(alarms),

@@ -3,8 +3,10 @@
     PYTHONPATH=tests python -m proof.determinism
 
 A fingerprint is a hash over everything a layer did, in order: each call of the simulation, each event
-that a Hypothesis suite offered to a checkpoint. Each re-run is an interpreter of its own with
-another ``PYTHONHASHSEED``, so that an order that comes from a set, an address or a clock shows.
+that a Hypothesis suite offered to a checkpoint, each transition between the states of the exhaustive
+search, each journal that wandering jobs left, each corruption and what became of it. Each re-run is an
+interpreter of its own with another ``PYTHONHASHSEED``, so that an order that comes from a set, an
+address or a clock shows.
 """
 
 from __future__ import annotations
@@ -22,14 +24,21 @@ from pathlib import Path
 
 from ckptfsm.lifecycle import Checkpoint
 from ckptfsm.messages import Event
+from ckptfsm.testing.conformance import read_segments
 from ckptfsm.testing.coverage import Coverage, watch_moves
 from ckptfsm.testing.profiles import profile
 from ckptfsm.testing.sim import simulate
+from ckptfsm.testing.simfs import SimStorage
+from proof.corruption import Bench, make_template
+from proof.exhaustive import SCOPES, Search
 from proof.layer import Budget, LayerResult, Violation, timed
 from proof.suites import SUITES
+from proof.traces import Wanderer
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = range(40)
+STATES = 150  # of each scope of the exhaustive search
+PATIENCE_S = 600.0  # for one re-run; one that takes longer is an error
 EXAMPLES = 0.1  # of what the suites run in the gate
 
 
@@ -54,6 +63,26 @@ def fingerprints() -> Iterator[tuple[str, str]]:
         with watch_moves(trace):
             check(settings=profile("pr", scale=scale * EXAMPLES, shrink=False))
         yield f"suite {suite}", trace.hash.hexdigest()
+    for scope in SCOPES:
+        search = Search(scope, STATES)
+        search.run()
+        yield f"exhaustive {scope.name}", search.fingerprint()
+    yield "traces", _digest([_wander(seed) for seed in range(8)])
+    bench = Bench([make_template("killed")])
+    tried = [bench.trial(seed) for seed in range(40)]
+    yield (
+        "corruption",
+        _digest([f"{c} {problem}" for c, problem in tried], sorted(bench.counts.items())),
+    )
+
+
+def _wander(seed: int) -> object:
+    wanderer = Wanderer(seed)
+    return read_segments(SimStorage(wanderer.go(), "judge")), wanderer.done
+
+
+def _digest(*seen: object) -> str:
+    return hashlib.blake2b(repr(seen).encode(), digest_size=16).hexdigest()
 
 
 def run(budget: Budget) -> LayerResult:
@@ -79,7 +108,13 @@ def _elsewhere(number: int) -> dict[str, str]:
     command = [sys.executable, "-m", "proof.determinism", "--print"]
     with tempfile.TemporaryDirectory() as scratch:
         ended = subprocess.run(
-            command, env=environment, cwd=scratch, capture_output=True, text=True, check=False
+            command,
+            env=environment,
+            cwd=scratch,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE_S,
         )
     if ended.returncode != 0:
         raise RuntimeError(f"re-run {number} ended with {ended.returncode}: {ended.stderr[-2000:]}")

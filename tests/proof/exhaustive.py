@@ -12,6 +12,7 @@ to its end, or to a number of states that the report names.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import time
 from array import array
 from collections.abc import Iterator
@@ -160,6 +161,16 @@ class Search:
         self.found.offered = self._table.offered
         self.found.seconds = time.process_time() - began
         return self.found
+
+    def fingerprint(self) -> str:
+        """A hash over the states as they were found, and every way between them, in order."""
+        seen = hashlib.blake2b(digest_size=16)
+        for part in (self._parents, self._choices, self._sources, self._targets):
+            seen.update(part.tobytes())
+        for world in self._worlds:
+            seen.update(picture(world, self.scope).encode())
+        seen.update(repr(self.found.coverage.as_json()).encode())
+        return seen.hexdigest()
 
     def _expand(self, index: int) -> None:
         for choice, found in enumerate(self._moves.after(self._worlds[index])):

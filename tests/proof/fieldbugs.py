@@ -1,4 +1,4 @@
-"""Layer 9: public reports of lost checkpoints, red on the old semantics and green on the library.
+"""Public reports of lost checkpoints, red on the old semantics and green on the library.
 
 ``python -m proof.fieldbugs NAME`` shows one side by side, without a name it lists them, and ``--write``
 writes the documentation page. See the package ``fieldbugs`` for how one is checked.

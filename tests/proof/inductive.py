@@ -1,4 +1,4 @@
-"""Layer 7a: z3 shows that no number of checkpoints breaks I1, I2 or I7, and that the relation is ours.
+"""Z3 shows that no number of checkpoints breaks I1, I2 or I7, and that the relation is ours.
 
 ``specs/inductive.py`` has the relation, by hand. Three things are shown, and each is red unless shown:
 
@@ -585,7 +585,7 @@ def agree(spec: ModuleType, cases: int, coverage: Coverage) -> Iterator[tuple[st
 def run(budget: Budget) -> LayerResult:
     """The proof, its sanity, and its agreement with production."""
     spec = load_spec()
-    result = LayerResult("7a unbounded proof (z3)")
+    result = LayerResult("inductive")
     cases = budget.pick(pr=6_000, nightly=60_000, release=200_000)
     checks: tuple[tuple[str, Iterator[tuple[str, str]]], ...] = (
         ("I1 I2 I7", prove(spec)),

@@ -1,4 +1,4 @@
-"""Layer 3: real Megatron writers SIGKILLed at random bytes of what they write, on a real disk.
+"""Real Megatron writers SIGKILLed at random bytes of what they write, on a real disk.
 
 A round is one root and two jobs of two ranks. In each job every other save is hit: at a random byte of
 a random file of a random rank (shards, common state, planned metadata, receipt) a process dies: the
@@ -48,6 +48,7 @@ from cluster import (  # noqa: E402
 
 from ckptfsm.errors import CkptFsmError  # noqa: E402
 from ckptfsm.lifecycle import State  # noqa: E402
+from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms  # noqa: E402
 from ckptfsm.testing.coverage import Coverage  # noqa: E402
 from proof.layer import Budget, LayerResult, Violation, timed  # noqa: E402
 from proof.processes import file_system_of  # noqa: E402
@@ -105,6 +106,7 @@ class Round:
 
     def __init__(self, cluster: Cluster, place: Path, seed: int) -> None:
         self.kills = 0
+        self.journals = 0
         self.coverage = Coverage()
         self._cluster = cluster
         self._root = place / "root"
@@ -154,6 +156,11 @@ class Round:
         assert tracked is not None, "I2: nothing is tracked"
         assert tracked >= acknowledged, f"I2: {tracked} is tracked, {acknowledged} was acknowledged"
         history_of(self._root)
+        try:
+            assert_journal_conforms(self._root)
+        except JournalViolation as error:
+            raise AssertionError(f"I11: {error}") from error
+        self.journals += 1
         for step in steps_on_disk(self._root):
             assert_complete(self._root, step)
             assert step not in {line["failed"] for line in failed}, f"I3: {step} failed"
@@ -200,6 +207,7 @@ def play(server: ForkServer, seed: int, result: LayerResult) -> None:
     explored = result.explored
     explored["rounds"] = explored.get("rounds", 0) + 1
     explored["kills"] = explored.get("kills", 0) + played.kills
+    explored["journals"] = explored.get("journals", 0) + played.journals
     result.coverage.add(played.coverage)
 
 

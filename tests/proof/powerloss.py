@@ -25,7 +25,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,7 +36,7 @@ from proof.powerloss_jobs import SCRIPTS, Judge, Script, Site, recover_and_save
 from proof.powerloss_states import Builder, CrashState, Recording, drawn_states, prefix_states
 from proof.powerloss_workers import Workers
 
-LAYER = "8 power loss"
+LAYER = "powerloss"
 _MODULE = "proof.powerloss"
 _CHUNK = 40
 _SHOWN = 5
@@ -105,19 +104,7 @@ def run(budget: Budget) -> LayerResult:
         return LayerResult(LAYER, skipped="maintainer layer: run make proof")
     states = budget.pick(pr=0, nightly=400, release=3000)
     plan = Plan(states, processes=budget.processes, stop_at_first=budget.stop_at_first)
-    result = explore(plan)
-    until = time.monotonic() + budget.hours * 3600
-    while budget.profile == "soak" and not result.skipped and time.monotonic() < until:
-        plan = replace(plan, seed=plan.seed + 1)
-        _merge(result, explore(plan))
-    return result
-
-
-def _merge(into: LayerResult, more: LayerResult) -> None:
-    for name, count in more.explored.items():
-        into.explored[name] = into.explored.get(name, 0) + count
-    into.violations += more.violations
-    into.coverage.add(more.coverage)
+    return explore(plan)
 
 
 def explore(plan: Plan) -> LayerResult:
@@ -310,6 +297,10 @@ def _explore(plan: Plan, work: str, workers: Workers, result: LayerResult) -> No
             result.violations.append(_violation(recordings[verdicts.index], state, problem, kept))
         if plan.stop_at_first and result.violations:
             return
+    if not result.explored["states"]:
+        what = f"no state was judged, {result.explored['refused by the kernel']} were refused"
+        command = f"PYTHONPATH=tests python -m {_MODULE} --states {plan.states} --seed {plan.seed}"
+        result.violations.append(Violation("I8", what, command))
 
 
 def _recordings(made: Iterator[_Made], result: LayerResult) -> list[Recording]:

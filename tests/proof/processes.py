@@ -1,4 +1,4 @@
-"""Layer 3: SIGKILL and errors at every changing storage call of real processes on a real disk.
+"""SIGKILL and errors at every changing storage call of real processes on a real disk.
 
 A job is forked from this warm process, struck at one call, and judged; then it is restarted, judged,
 restarted once more, and must save again. What is swept:
@@ -225,6 +225,11 @@ def run(budget: Budget) -> LayerResult:
             result.notes.append("stopped at the first violation")
     fatal = ", ".join(f"{name} {count}" for name, count in sorted(sweep.fatal.items()))
     result.notes.append(f"sites that only a restart decides: {fatal or 'none'}")
+    if budget.profile == "pr":
+        kinds = "one kind of error per call, in turn, and no fsync is carried out"
+    else:
+        kinds = "every kind of error at every call, and each fsync is carried out"
+    result.notes.append(f"profile {budget.profile}: {kinds}")
     result.notes.append(f"{tempfile.gettempdir()} is {file_system_of(tempfile.gettempdir())}")
     return result
 

@@ -1,4 +1,4 @@
-"""Layer 7b: spin tries every interleaving of two trainers and a reader on one root.
+"""Spin tries every interleaving of two trainers and a reader on one root.
 
 ``specs/races.pml`` has the model and says what must hold. Each build of it either holds in every state,
 or finds a counterexample that it must find: a control (a look, a check or an order left out), or a race
@@ -285,7 +285,7 @@ def searched(builds: tuple[Build, ...], result: LayerResult) -> Iterator[str]:
 
 def run(budget: Budget) -> LayerResult:
     """The replays, then the model as it is and with every switch."""
-    result = LayerResult("7b races (spin)", explored={"replays on production": 0})
+    result = LayerResult("races", explored={"replays on production": 0})
     for build, replay in REPLAYS:
         result.explored["replays on production"] += 1
         if what := replay():

@@ -1,8 +1,8 @@
 """Whether a root kept its promises after its owner was struck, and whether a restart mends it.
 
-Rules: the judge is ``check_root``, the journal's own reader, and what was acknowledged before the
-strike. A restart is the production coordinator: it opens, finds nothing left to do the second time,
-saves, and leaves neither a partial nor a temporary file behind.
+Rules: the judge is ``check_root``, the specification of journals and their own reader, and what was
+acknowledged before the strike. A restart is the production coordinator: it opens, finds
+nothing left to do the second time, saves, and leaves neither a partial nor a temporary file behind.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ckptfsm.lifecycle import State
 from ckptfsm.ports import Identity
 from ckptfsm.retention import LatestN
 from ckptfsm.storage import PosixStorage
+from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 from ckptfsm.testing.coverage import Coverage, watch_moves
 from ckptfsm.testing.harness import FakeJob, RootBroken, check_root
 from proof.real_site import Disk
@@ -49,10 +50,11 @@ def judge(root: str, acknowledged: int | None) -> int | None:
     try:
         tracked = check_root(storage, acknowledged)
         read_history(storage)
+        assert_journal_conforms(storage)
     except RootBroken as error:
         promise, _, what = str(error).partition(": ")
         raise broken(promise, what) from error
-    except JournalCorrupt as error:
+    except (JournalCorrupt, JournalViolation) as error:
         raise broken("I11", str(error)) from error
     finally:
         storage.close_root()

@@ -1,4 +1,4 @@
-"""Layer 2: deterministic simulation of whole jobs, seed by seed.
+"""Deterministic simulation of whole jobs, seed by seed.
 
 Ranks, coordinator, writers, restarts, rivals and readers run the production code on a simulated clock,
 network and disk (``ckptfsm.testing.sim``); the judges look after every storage call. One seed is one
@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from ckptfsm.testing.coverage import Coverage, watch_moves
 from ckptfsm.testing.sim import simulate
@@ -33,13 +34,14 @@ LAYER = "simulation"
 _CHUNK = 250
 _REPLAY = "PYTHONPATH=tests python -m proof.simulation --seed"
 _SEEDS_RERUN = 20
+_NOTHING = MappingProxyType({"runs": 0, "storage calls": 0, "saves": 0, "journals": 0})
 
 
 def run(budget: Budget) -> LayerResult:
     """Seeds 0..N-1 on ``budget.processes`` processes, then some of them again."""
     count = budget.pick(pr=20_000, nightly=100_000, release=60_000)
     deadline = time.monotonic() + budget.hours * 3600 if budget.profile == "soak" else None
-    result = LayerResult(LAYER, {"runs": 0, "storage calls": 0, "saves": 0, "re-runs": 0})
+    result = LayerResult(LAYER, {**_NOTHING, "re-runs": 0})
     seeds = _all_seeds(None if deadline is not None else count)
     for part in _share_out(seeds, budget.processes):
         _add(result, part)
@@ -55,12 +57,12 @@ def run(budget: Budget) -> LayerResult:
 def rerun_hashes(seeds: Sequence[int], times: int) -> list[int]:
     """The seeds whose trace differs between runs, also under another ``PYTHONHASHSEED``."""
     first = [simulate(seed).trace for seed in seeds]
-    different = [s for s, trace in zip(seeds, _elsewhere(seeds), strict=True) if trace not in first]
-    for _ in range(times):
-        again = [simulate(seed).trace for seed in seeds]
+    different: set[int] = set()
+    for number in range(times + 1):
+        again = [simulate(seed).trace for seed in seeds] if number else _elsewhere(seeds)
         pairs = zip(seeds, first, again, strict=True)
-        different += [seed for seed, one, other in pairs if one != other]
-    return sorted(set(different))
+        different |= {seed for seed, one, other in pairs if one != other}
+    return sorted(different)
 
 
 def _check_reruns(result: LayerResult, seeds: Sequence[int], times: int) -> None:
@@ -105,7 +107,7 @@ def _share_out(chunks: Iterable[range], processes: int) -> Iterator[str]:
 def run_chunk(seeds: range) -> str:
     """Run some seeds here; the result as JSON."""
     coverage = Coverage()
-    result = LayerResult(LAYER, {"runs": 0, "storage calls": 0, "saves": 0}, coverage=coverage)
+    result = LayerResult(LAYER, dict(_NOTHING), coverage=coverage)
     quiet, collecting = logging.getLogger("ckptfsm"), gc.isenabled()
     level = quiet.level
     quiet.setLevel(logging.CRITICAL + 1)
@@ -117,6 +119,7 @@ def run_chunk(seeds: range) -> str:
                 result.explored["runs"] += 1
                 result.explored["storage calls"] += one.calls
                 result.explored["saves"] += one.saves
+                result.explored["journals"] += one.journals
                 if one.failure is not None:
                     found = Violation(one.failure.promise, one.failure.what, f"{_REPLAY} {seed}")
                     result.violations.append(found)

@@ -11,11 +11,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 
 from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.statistics import collector
 
 from ckptfsm.testing.coverage import watch_moves
 from ckptfsm.testing.profiles import profile
@@ -45,19 +48,33 @@ SUITES: MappingProxyType[str, tuple[Callable[..., None], float]] = MappingProxyT
 
 def run(budget: Budget) -> LayerResult:
     """Every suite of the profile; with ``stop_at_first`` nothing is shrunk."""
-    result = LayerResult("suites")
+    result = LayerResult("suites", {"suites": 0, "examples": 0})
     name = "release" if budget.profile == "soak" else budget.profile
     for suite, (check, scale) in SUITES.items():
         settings = profile(name, scale=scale, shrink=not budget.stop_at_first)
-        with watch_moves(result.coverage):
+        with watch_moves(result.coverage), count_examples() as ran:
             violation = violation_of(suite, name, partial(check, settings=settings))
-        result.explored["suites"] = result.explored.get("suites", 0) + 1
-        result.explored["examples"] = result.explored.get("examples", 0) + settings.max_examples
+        result.explored["suites"] += 1
+        result.explored["examples"] += ran["valid"] + ran["interesting"]
         if violation is not None:
             result.violations.append(violation)
             if budget.stop_at_first:
                 break
     return result
+
+
+@contextmanager
+def count_examples() -> Iterator[Counter[str]]:
+    """How many examples Hypothesis really ran within, by what became of them."""
+    ran: Counter[str] = Counter()
+
+    def note(statistics) -> None:
+        for name, phase in statistics.items():
+            if name.endswith("-phase"):
+                ran.update(case["status"] for case in phase["test-cases"])
+
+    with collector.with_value(note):
+        yield ran
 
 
 def violation_of(suite: str, name: str, check: Callable[[], None]) -> Violation | None:

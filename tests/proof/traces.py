@@ -1,11 +1,11 @@
-"""Layer 5: every journal is a legal trace (I11), and the judge of that can tell an illegal one.
+"""Every journal is a legal trace (I11), and the judge of that can tell an illegal one.
 
 Jobs of production code wander at random over a simulated disk: saves, failures, rollbacks, pins, errors,
 crashes, power losses, zombies, damage, fresh starts; every journal they leave must conform. Then
 journals that production code wrote are made illegal one way at a time, with right checksums, and each
 must be refused by the very rule it breaks. Last, the speed of the judge, from a real disk.
 
-    python -m proof.traces [--seed N]    one wander, with what it did
+    PYTHONPATH=tests python -m proof.traces [--seed N]    one wander, with what it did
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from proof.layer import Budget, LayerResult, Violation
 
 EVENTS_PER_SECOND = 100_000
+_REPLAY = "PYTHONPATH=tests python -m proof.traces"
 _TRIES = 5
 _WANDER = 120  # transitions after which a wander ends
 
@@ -194,18 +195,19 @@ class Wanderer:
 
 def _wander(budget: Budget, result: LayerResult) -> None:
     total = budget.pick(pr=150, nightly=1500, release=5000)
-    found = Conformance()
+    found, tried = Conformance(), 0
     with watch_moves(result.coverage):
         for seed in range(total):
             wanderer = Wanderer(seed)
+            tried += 1
             try:
                 found = _plus(found, assert_journal_conforms(SimStorage(wanderer.go(), "judge")))
             except JournalViolation as error:
-                _violate(result, "I11", str(error), f"python -m proof.traces --seed {seed}")
+                _violate(result, "I11", str(error), f"{_REPLAY} --seed {seed}")
                 if budget.stop_at_first:
                     break
     result.explored |= {
-        "journals": total,
+        "journals": tried,
         "segments": found.segments,
         "transitions": found.transitions,
     }
@@ -580,7 +582,7 @@ def refused_by(segments: dict[int, bytes]) -> str:
 
 def _controls(result: LayerResult) -> None:
     """Every forgery is refused by its rule; every rule refuses something."""
-    replay = "python -m proof.traces --forgeries"
+    replay = f"{_REPLAY} --forgeries"
     legal = refused_by(forged(Forgery("", "", lambda segments: None)))
     if legal:
         _violate(result, "I11", f"the sample itself is refused by {legal}", replay)
@@ -663,7 +665,7 @@ def _measure(budget: Budget, result: LayerResult) -> None:
     result.notes.append(f"{found.transitions} transitions from disk, {rate:,.0f}/s of CPU")
     if rate < EVENTS_PER_SECOND:
         what = f"{rate:,.0f} events/s from disk, less than {EVENTS_PER_SECOND:,}"
-        _violate(result, "I11", what, "python -m proof.traces --speed")
+        _violate(result, "I11", what, f"{_REPLAY} --speed")
 
 
 # --------------------------------------------------------------------------------------------- run

@@ -35,6 +35,7 @@ from ckptfsm.manager import Manager
 from ckptfsm.messages import Failed, ShardReported, WriterForked, WriterGone
 from ckptfsm.ports import Identity
 from ckptfsm.readers import ReaderLease
+from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.fakes import FakeDriver, FakeShard, fake_ports
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakePart, SimClock, check_root, fake_content
@@ -161,6 +162,7 @@ class TrainerMachine(RuleBasedStateMachine):
         self.disk.kill(f"trainer{self.runs}")
         if how == "power":
             self.disk.crash(chooser or "all_lost")
+        assert_journal_conforms(SimStorage(self.disk, "judge"))
         self.manager = None
         self.chaos.die_in = None
         self.handles = []
@@ -357,7 +359,8 @@ class TrainerMachine(RuleBasedStateMachine):
             check_root(SimStorage(self.disk, "judge"), self.acknowledged)
 
     @invariant()
-    def I11_the_journal_is_legal(self):
+    def I11_the_journal_is_readable(self):
+        """Whether it is a legal trace is judged whenever a trainer ends: that takes longer."""
         if self.runs:
             read_history(SimStorage(self.disk, "judge"))
 
@@ -383,6 +386,7 @@ class TrainerMachine(RuleBasedStateMachine):
         assert handle is not None and handle.state is State.TRACKED, "the run cannot go on"
         assert self.manager.latest_step() == step
         check_root(SimStorage(self.disk, "judge"), step)
+        assert_journal_conforms(SimStorage(self.disk, "judge"))
 
 
 class NamingWriters(SimWriters):

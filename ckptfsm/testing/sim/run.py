@@ -297,7 +297,7 @@ class Scenario:
         self._judge_journal()
 
     def _judge_journal(self) -> None:
-        """I11: nobody but the library ever writes to it; what is spoiled on purpose is put back."""
+        """I11, also of what somebody did to it: that looks like a torn tail, or was undone."""
         try:
             assert_journal_conforms(SimStorage(self.site.world.disk, "judge"))
         except JournalViolation as broken:
