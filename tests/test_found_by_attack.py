@@ -1,0 +1,186 @@
+"""Faults that an attacker of the library found after the layers of proof, each as a short history.
+
+As in ``test_found_by_proof``: production code, and one test for each fault, which says what it would
+catch. All but the restore of two ranks are on a simulated disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from test_attacks import FOREIGN, LATER, ONE, TWO, fails, judge, names, states
+from test_coordinator import content, replace, saved, start, tracked
+from test_found_by_proof import FOUR, fails_after, is_root, makes, moves
+from test_manager import QUICK, TEMPLATE, weights
+
+from ckptfsm import durable
+from ckptfsm import evidence as evidence_module
+from ckptfsm.config import make_config
+from ckptfsm.coordinator import SaveRequest
+from ckptfsm.errors import RestoreFailed, SaveRefused
+from ckptfsm.executor import ThreadExecutor
+from ckptfsm.layout import QUARANTINE, TRACKER, TRASH
+from ckptfsm.manager import Manager
+from ckptfsm.messages import Failed, WriterForked, WriterGone
+from ckptfsm.readers import ReaderLease
+from ckptfsm.retention import LatestN
+from ckptfsm.stock import StockVerdict
+from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
+from ckptfsm.testing.faults import FaultStorage
+from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+
+
+def test_F8_a_file_of_the_same_content_does_not_excuse_a_failed_rename():
+    """Found by attack. Catches: a rename that did not happen taken for done, as the old file says the
+    same: what is trusted is then a file that was never fsynced, and a power loss takes it."""
+    disk = SimDisk()
+    storage = FaultStorage(SimStorage(disk, "first"))
+    handle = storage.open_exclusive("f")
+    durable.write_all(storage, handle, b"content")  # never fsynced
+    storage.close(handle)
+    storage.before = fails("rename", makes("f"))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        durable.put(storage, "f", b"content", tag="1")
+    storage.before, storage.after = None, fails("rename", makes("f"))
+    durable.put(storage, "f", b"content", tag="2")  # it happened, and reported an error
+    assert [path for method, path in storage.calls if method == "rename"] == [
+        "f.tmp-1.0 -> f",
+        "f.tmp-2.0 -> f",
+    ]
+    disk.crash("all_lost")
+    assert content(disk, "f") == b"content"
+
+
+def test_I2_a_pending_prune_does_not_outlive_what_superseded_it():
+    """Found by attack. Catches: a prune tried again after the newer checkpoint was withdrawn, while the
+    tracker could not be written yet: the latest checkpoint is deleted, and the tracker goes back."""
+    disk = SimDisk()
+    job = saved(disk, 1, retention=LatestN(1))
+    job.coordinator.pin(1, "keep")
+    job.save(4)
+    job.storage.before = fails("rename", moves(FOUR))
+    job.save(6)
+    assert states(job)["4.e1.a2"] == "prunable" and FOUR in names(disk)
+    job.storage.before = fails("open_exclusive", lambda p: p.startswith(TRACKER), errno.ENOSPC)
+    job.coordinator.withdraw_damaged(6, "bit rot")
+    assert content(disk, TRACKER) == b"6", "it lags"
+    job.coordinator.tick()
+    assert tracked(job) == [1, 4] and FOUR in names(disk)
+    assert content(disk, TRACKER) == b"4"
+
+
+def test_I2_a_withdrawn_step_leaves_the_tracker_though_an_older_prune_is_undecided():
+    """Found by attack. Catches: a withdrawal taken for done because an older attempt of the step has
+    not left yet: the damaged directory keeps its name and the tracker, and the step is never free."""
+    disk = SimDisk()
+    job = saved(disk, 1, retention=LatestN(1))
+    job.coordinator.pin(1, "keep")
+    job.save(2)
+    failed = fails_after(job, moves(TWO), "fsync_dir", is_root)
+    job.save(3)
+    job.storage.after = None
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "fsync_dir" and path == TRASH:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    job.storage.before = before
+    job.coordinator.withdraw_damaged(3, "bit rot")
+    job.save(2)
+    assert failed and states(job)["2.e1.a2"] == "prunable" and content(disk, TRACKER) == b"2"
+    job.coordinator.withdraw_damaged(2, "bit rot again")
+    job.storage.before = None
+    job.coordinator.tick()
+    assert content(disk, TRACKER) == b"1" and TWO not in names(disk)
+    assert names(disk, QUARANTINE) == ["2.e1.a4", "3.e1.a3"]
+    job.save(2)
+    assert tracked(job) == [1, 2] and judge(disk, 2) == 2
+
+
+@pytest.mark.parametrize("trouble", ["error", "crash"])
+def test_F27_an_adopted_checkpoint_comes_back_for_its_reader(trouble: str, monkeypatch):
+    """Found by attack. Catches: an adopted directory, which has no manifest, not known again in the
+    trash after its way back failed: it is deleted under the reader that holds a lease on it."""
+    accepted = StockVerdict(True, "")
+    monkeypatch.setattr(evidence_module, "inspect_stock", lambda storage, directory: accepted)
+    disk = SimDisk()
+    SimStorage(disk, "stranger").mkdir(ONE)
+    disk.plant_file(f"{ONE}/__0_0.distcp", b"stock")
+    disk.plant_file(TRACKER, b"1")
+    job = saved(disk, 2, retention=LatestN(1))
+    assert tracked(job) == [1, 2], "what is adopted is pinned"
+    lease = ReaderLease("/sim", 1, storage=SimStorage(disk, "reader"))
+    failed = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and moves(ONE)(path):
+            lease.__enter__()
+        if method == "rename" and makes(ONE)(path) and not failed:
+            failed.append(path)
+            raise ProcessDead(path) if trouble == "crash" else OSError(errno.EIO, "", path)
+
+    job.storage.before = before
+    if trouble == "crash":
+        with pytest.raises(ProcessDead):
+            job.coordinator.unpin(1)
+        disk.kill("first")
+        job = start(disk, "second", retention=LatestN(1))
+    else:
+        job.coordinator.unpin(1)
+    job.clock.sleep(LATER)
+    job.coordinator.tick()
+    assert failed and tracked(job) == [1, 2]
+    assert content(disk, f"{ONE}/__0_0.distcp") == b"stock"
+
+
+def test_I3_a_step_waits_for_the_writers_of_its_failed_attempt_in_place():
+    """Found by attack. Catches: a save published where a writer of a failed attempt in place may still
+    write: that one opens its files by the published name, and overwrites a tracked checkpoint."""
+    disk = SimDisk()
+    job = start(disk)
+    request = SaveRequest(1, FOREIGN, 2, in_place=True, expected_bytes=100)
+    of = job.coordinator.request(request)
+    job.coordinator.report([WriterForked(of, 0, 2), WriterForked(of, 1, 2)])
+    late = f"{ONE}/__1_0.distcp"
+    disk.plant_file(late, b"stock")
+    job.coordinator.report([Failed(of, "writer_hung"), WriterGone(of, 0)])
+    with pytest.raises(SaveRefused, match="old writers"):
+        job.save(1)
+    replace(disk, late, b"late stock bytes")
+    job.coordinator.report([WriterGone(of, 1)])
+    job.save(1)
+    assert job.acknowledged == [1] and judge(disk, 1) == 1
+
+
+def test_F10_a_rank_that_cannot_verify_fails_the_restore_on_every_rank(tmp_path: Path):
+    """Found by attack. Catches: an error raised between two exchanges of a restore, by a rank that has
+    no thread left: the others wait for it, or take its next exchange for the one they are in."""
+
+    def work(transport: ThreadTransport) -> str:
+        exhausted: list[bool] = []
+
+        def executor() -> ThreadExecutor:
+            if exhausted:
+                raise RuntimeError("can't start new thread")
+            return ThreadExecutor()
+
+        driver = FakeDriver(transport.rank)
+        ports = fake_ports(tmp_path / "root", driver=driver, transport=transport, executor=executor)
+        manager = Manager(ports, make_config(QUICK))
+        try:
+            manager.save(1, weights(1)).wait()
+            if transport.rank == 1:
+                exhausted.append(True)
+            with pytest.raises(RestoreFailed, match="rank 1: RuntimeError: can't start") as caught:
+                manager.restore(TEMPLATE)
+            exhausted.clear()
+            restored = manager.restore(TEMPLATE)
+            manager.close()
+        finally:
+            manager.abandon()
+        return f"{caught.value.step}, then {restored.step}"
+
+    assert run_ranks(2, work) == ["1, then 1", "1, then 1"]
