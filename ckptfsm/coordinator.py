@@ -41,7 +41,13 @@ from ckptfsm.errors import (
     StorageError,
     describe,
 )
-from ckptfsm.evidence import gather_evidence, inspect_published, read_manifest, read_tracker
+from ckptfsm.evidence import (
+    gather_evidence,
+    inspect_published,
+    newest_published_epoch,
+    read_manifest,
+    read_tracker,
+)
 from ckptfsm.journal import History, newest_segment, read_history
 from ckptfsm.layout import JOURNAL, QUARANTINE, READERS, TRACKER, pin_name, published_name
 from ckptfsm.lease import RootLease, open_root
@@ -170,7 +176,7 @@ class Coordinator:
         lease = open_root(
             self._storage,
             self._identity,
-            above=newest_segment(self._storage),
+            above=newest_segment(self._storage) or newest_published_epoch(self._storage),
             takeover=self._options.takeover,
         )
         self._lease = lease

@@ -165,6 +165,25 @@ def inspect_staging(storage: Storage, checkpoint: Checkpoint) -> StagingEvidence
     return StagingEvidence(True)
 
 
+def newest_published_epoch(storage: Storage) -> int:
+    """The greatest epoch that a manifest under a published name is of; 0 if none.
+
+    Where the journal was lost, its epochs begin above it: no attempt may get the number of another.
+    """
+    newest = 0
+    for name in list_names(storage, ""):
+        if parse_published(name) is None:
+            continue
+        try:
+            manifest = read_manifest(storage, name)
+        except NewerSchema:
+            raise
+        except DamagedRoot:
+            continue  # it is nobody's: whoever looks at it will say so
+        newest = max(newest, manifest.epoch if manifest is not None else 0)
+    return newest
+
+
 def gather_evidence(storage: Storage, ledger: Ledger) -> Evidence:
     """Everything recovery needs to know about the root, in one pass."""
     published: dict[int, PublishedEvidence] = {}

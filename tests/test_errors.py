@@ -138,3 +138,13 @@ def test_a_refused_step_says_what_is_there():
     """Catches: a refusal that does not tell the caller the latest step."""
     error = StepExistsError("taken", step=5, latest=9)
     assert (error.step, error.latest) == (5, 9) and "latest=9" in str(error)
+
+
+def test_F30_what_utf8_cannot_hold_is_written_out():
+    """Catches: a file's name of arbitrary bytes that a journal record cannot carry."""
+    assert errors.printable("name\udcff.bin") == "name\\udcff.bin"
+    assert errors.printable("grün") == "grün"
+
+
+def test_describe_names_an_error_of_ours_by_what_it_says():
+    assert errors.describe(StorageError("no room", file="a")).startswith("StorageError: no room")

@@ -155,7 +155,7 @@ def test_I3_a_step_waits_for_the_writers_of_its_failed_attempt_in_place():
     assert job.acknowledged == [1] and judge(disk, 1) == 1
 
 
-def test_F10_a_rank_that_cannot_verify_fails_the_restore_on_every_rank(tmp_path: Path):
+def test_F31_a_rank_that_cannot_verify_fails_the_restore_on_every_rank(tmp_path: Path):
     """Found by attack. Catches: an error raised between two exchanges of a restore, by a rank that has
     no thread left: the others wait for it, or take its next exchange for the one they are in."""
 

@@ -17,6 +17,7 @@ from proof.real_jobs import MANAGER
 from proof.real_site import Site
 
 import ckptfsm.durable as durable
+import ckptfsm.effects as effects
 import ckptfsm.writer as writer
 from ckptfsm.effects import Effects
 from ckptfsm.engine import Engine
@@ -55,7 +56,15 @@ def tracker_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def rename_errors_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(durable, "_content_is", lambda *ignored: True)
+    def put(storage: Storage, path: str, data: bytes, *, tag: str, check: Any = None) -> None:
+        temporary = durable._write_temporary(storage, f"{path}{durable.TEMPORARY}{tag}", data)
+        try:
+            storage.rename(temporary, path)
+        except OSError:
+            return
+        storage.fsync_dir(durable.parent_of(path))
+
+    patch.setattr(effects, "put", put)
 
 
 def fsync_tried_again(patch: pytest.MonkeyPatch) -> None:

@@ -589,3 +589,11 @@ def test_I8_recovery_is_idempotent_and_ends_at_a_complete_checkpoint(world):
     assert again.warnings == () and world.ledger.latest() == latest
     third = decide(world.ledger, world.ev)
     assert [d for d in third.decisions if d.actions] == [] and third.warnings == ()
+
+
+def test_I8_an_interrupted_rollback_gives_no_warnings():
+    """Catches: a person told of a fallback that is only the rollback going on."""
+    ledger = ledger_of(checkpoint(100, S.TRACKED), checkpoint(200, S.TRACKED))
+    ev = evidence(names(100), whole(100), whole(200))
+    assert plan(ledger, ev, 9, "fallback").warnings
+    assert plan(ledger, ev, 9, "fallback", interrupted=True).warnings == ()

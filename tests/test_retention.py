@@ -263,3 +263,19 @@ def test_parse_policy_names_the_known_ones():
     with pytest.raises(ConfigError) as caught:
         parse_policy({"latest": 2})
     assert all(name in str(caught.value) for name in POLICIES)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: EveryNSeconds("x"),
+        lambda: Steps("12"),
+        lambda: parse_policy({"any_of": "latest_n"}),
+        lambda: parse_policy({"keep_all": False}),
+    ],
+    ids=["seconds", "steps", "any_of", "keep_all"],
+)
+def test_F28_text_and_false_are_no_policies(build):
+    """Catches: text taken for a number or for a list of policies; keep_all = false that keeps all."""
+    with pytest.raises(ConfigError):
+        build()

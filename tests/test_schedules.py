@@ -191,6 +191,18 @@ def test_F8_a_rename_that_did_not_happen_publishes_nothing():
     assert check_root(look(disk), 1) == 1
 
 
+def test_I1_a_prune_that_did_not_happen_is_not_journaled():
+    """``move-does-not-look``: an error of the rename that is neither believed nor looked into."""
+    disk = SimDisk()
+    job = saved(disk, 1, retention=LatestN(1))
+    job.storage.before = failing_once(f"{ONE} ->", method="rename")
+    job.save(2)
+    assert ONE in look(disk).listdir("")
+    assert [c.step for c in job.coordinator.ledger.in_state(State.PRUNABLE)] == [1]
+    job.coordinator.tick()
+    assert ONE not in look(disk).listdir("") and tracked(job) == [2]
+
+
 def test_F27_a_leased_step_never_leaves_its_name():
     """``prune-does-not-look-first``: the lease comes after retention looked, before the prune does."""
     disk = SimDisk()

@@ -239,6 +239,7 @@ class Watch:
         self._judge = SimStorage(self.disk, "judge")
         self._complete = {}
         self._files = set()
+        self._parsed = {p: at for p, at in self._parsed.items() if self.disk.find(p) is not None}
         outside = self.damaged | self.touched
         for name in self.disk.root.entries:
             if name.startswith("iter_") and not _is_step_of(name, outside):
@@ -432,6 +433,10 @@ class Watch:
             raise RootBroken(f"I2: the tracker names {step}, whose name is not durable")
         model = self._model(process)
         newest = max(model.steps("finalized", "tracked"), default=None) if model else None
+        if model is not None and self._tracker_states()[0] in model.steps("quarantined"):
+            newest = max(
+                model.steps("tracked"), default=None
+            )  # it fell back; the finalized is next
         if model is not None and model.rolling_back and model.target == step:
             return
         if step != newest:

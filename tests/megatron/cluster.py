@@ -31,9 +31,9 @@ PATIENCE_S = 60.0  # of any wait; the machine may be busy with other work
 
 
 class ForkServer:
-    """The other end of ``forkserver.py``."""
+    """The other end of ``forkserver.py``, or of another ``script`` that is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, script: Path = HERE / "forkserver.py") -> None:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -42,7 +42,7 @@ class ForkServer:
             "PYTHONUNBUFFERED": "1",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(HERE / "forkserver.py")],
+            [sys.executable, "-W", "ignore", str(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

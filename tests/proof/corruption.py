@@ -39,6 +39,7 @@ from ckptfsm.errors import (
     JournalCorrupt,
     NewerSchema,
     StepExistsError,
+    StorageError,
 )
 from ckptfsm.evidence import read_tracker
 from ckptfsm.executor import InlineExecutor
@@ -588,7 +589,8 @@ def _judge_refusal(
     newer = isinstance(error, NewerSchema) and corruption.how == "newer schema in"
     if newer or (isinstance(error, JournalCorrupt) and corruption.area == "journal"):
         return f"refused as {error.kind}, but the root was changed" if changed else ""
-    if isinstance(error, DeadlineExceeded) and _cannot_be_tracked(template, corruption):
+    given_up = isinstance(error, (DeadlineExceeded, StorageError))
+    if given_up and _cannot_be_tracked(template, corruption):
         return ""
     kind = corruption.tree.get(corruption.path, b"")
     own = corruption.area in ("journal", "lock", "epoch") and not isinstance(kind, bytes)

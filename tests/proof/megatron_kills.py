@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -57,30 +55,6 @@ KILLS = 25  # of a round
 PATIENCE_S = 300.0  # for a job; what hangs inside it has a deadline of its own
 DYING_S = 10.0
 IN_SHARDS = 0.7  # the part of the kills that hit a shard; the others hit what goes with it
-
-
-class KillServer(ForkServer):
-    """A fork server that knows the killed job too."""
-
-    def __init__(self) -> None:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "PYTHONUNBUFFERED": "1",
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(HERE / "real_megatron.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._commands, self._replies = self._process.stdin, self._process.stdout
-        self._lines = bytearray()
-        self._exits: dict[int, int] = {}
-        self._ready = False
 
 
 def shots_of(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -214,7 +188,7 @@ def play(server: ForkServer, seed: int, result: LayerResult) -> None:
 
 @contextmanager
 def _server() -> Iterator[ForkServer]:
-    server = KillServer()
+    server = ForkServer(HERE / "real_megatron.py")
     try:
         yield server
     finally:

@@ -1,0 +1,18 @@
+"""All planted bugs in one tuple."""
+
+from __future__ import annotations
+
+from mutants import core, durability, protocol, ranks
+from mutants.loader import Mutant
+
+MUTANTS: tuple[Mutant, ...] = (
+    *core.MUTANTS,
+    *durability.MUTANTS,
+    *protocol.MUTANTS,
+    *ranks.MUTANTS,
+)
+
+
+def by_name(name: str) -> Mutant:
+    """The mutant of that name. Raises ``KeyError``."""
+    return {planted.name: planted for planted in MUTANTS}[name]

@@ -1,0 +1,114 @@
+"""One mutant against one layer, in a process of its own: ``python -m mutants.child MUTANT LAYER``.
+
+Writes one line of JSON to standard output: what the layer saw. Everything else that is printed goes to
+standard error. Rules: the mutant is planted before anything of the library is imported, also in the
+interpreters that a layer starts (``planted/sitecustomize.py``). Only a
+violation, a failed assertion or an error that the library itself names counts; a layer that stumbles
+over the mutant in any other way has not seen it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+from mutants.catalogue import by_name
+from mutants.loader import install
+
+CONTROL = "control"
+PLANTED = "CKPTFSM_MUTANT"
+TESTS = "tests:"
+SEEDS = "seeds:"
+
+
+def main() -> None:
+    name, layer, profile = sys.argv[1:4]
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    if name != CONTROL and os.environ.get(PLANTED) != name:
+        install(by_name(name))
+    judges = {TESTS: _judge_by_tests, SEEDS: _judge_by_seeds}
+    found = judges.get(layer.partition(":")[0] + ":", _judge_by_layer)(layer, profile)
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    found["cpu_s"] = sum(u.ru_utime + u.ru_stime for u in used)
+    answer.write(json.dumps(found) + "\n")
+    answer.flush()
+    os._exit(0)  # a mutant may have left threads behind that never end
+
+
+def _judge_by_layer(layer: str, profile: str) -> dict[str, Any]:
+    """``saw``: what the layer says, ``replay``: how to see it again, in a copy with the mutant;
+    ``skipped``: why it did not look; ``broke``: how it stumbled.
+    """
+    name = layer if "." in layer else f"proof.{layer}"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in (name, name.rpartition(".")[0]):
+            raise
+        return {"skipped": "there is no such layer"}
+    budget_type = importlib.import_module("proof.layer").Budget
+    errors = importlib.import_module("ckptfsm.errors")
+    try:
+        result = module.run(budget_type(profile=profile, processes=1, stop_at_first=True))
+    except (AssertionError, errors.CkptFsmError) as error:
+        return {"saw": f"{type(error).__name__}: {error}"}
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is no finding
+        return {"broke": f"{type(error).__name__}: {error}"}
+    if result.violations:
+        first = result.violations[0]
+        return {"saw": f"{first.promise}: {first.what}", "replay": first.replay}
+    return {"skipped": result.skipped} if result.skipped else {}
+
+
+def _judge_by_seeds(layer: str, profile: str) -> dict[str, Any]:
+    """``red``: those of the simulation's seeds ``seeds:1,2,3`` that violate something."""
+    simulate = importlib.import_module("ckptfsm.testing.sim").simulate
+    seeds = [int(seed) for seed in layer.removeprefix(SEEDS).split(",")]
+    return {"red": [seed for seed in seeds if simulate(seed).failure is not None]}
+
+
+class _FirstFailure:
+    """A pytest plugin that keeps the first test that failed."""
+
+    def __init__(self) -> None:
+        self.seen = ""
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed and not self.seen:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = crash.message.splitlines()[0] if crash is not None else "failed"
+            self.seen = f"{report.nodeid.rpartition('::')[2]}: {message}"
+
+
+def _judge_by_tests(layer: str, profile: str) -> dict[str, Any]:
+    import pytest
+
+    tests = Path(__file__).parents[1]
+    files = [str(tests / name) for name in layer.removeprefix(TESTS).split(",")]
+    missing = [file for file in files if not Path(file.partition("::")[0]).exists()]
+    if missing:
+        return {"skipped": f"there is no {Path(missing[0]).name}"}
+    first = _FirstFailure()
+    arguments = [
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not megatron",
+        f"--rootdir={tests.parent}",
+    ]
+    code = pytest.main([*arguments, *files], plugins=[first])
+    if code == pytest.ExitCode.TESTS_FAILED:
+        return {"saw": first.seen}
+    return {} if code == pytest.ExitCode.OK else {"broke": f"pytest ended with {code}"}
+
+
+if __name__ == "__main__":
+    main()

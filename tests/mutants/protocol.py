@@ -1,0 +1,607 @@
+"""Mutants of the protocol on disk: orderings swapped, second looks and fences dropped, one by one."""
+
+from __future__ import annotations
+
+from mutants.loader import mutant
+
+ORDER = (
+    mutant(
+        "effect-before-journal",
+        "engine",
+        """        if moved.source is not moved.dest:
+            record = self._record(moved)
+            self.append(record, essential=moved.dest is State.FAILED)
+            self.moves += 1
+            self.news.append(record)
+            log.info("transition", extra={"record": record})
+        self.ledger = ledger
+        if command is not None:
+            self.run(command)
+""",
+        """        self.ledger = ledger
+        if command is not None:
+            self.run(command)
+        if moved.source is not moved.dest:
+            record = self._record(moved)
+            self.append(record, essential=moved.dest is State.FAILED)
+            self.moves += 1
+            self.news.append(record)
+            log.info("transition", extra={"record": record})
+""",
+        breaks="I11",
+        source="order",
+        killers=("simulation", "processes"),
+    ),
+    mutant(
+        "pruned-before-prunable-is-journaled",
+        "engine",
+        "        if moved.source is not moved.dest:\n            record = self._record(moved)\n",
+        """        if isinstance(command, Prune):
+            latest = self.ledger.latest()
+            self.effects.prune(moved.checkpoint, latest.step if latest else -1)
+        if moved.source is not moved.dest:
+            record = self._record(moved)
+""",
+        breaks="I1",
+        source="order",
+        killers=("simulation", "processes"),
+        why="a crash in between leaves a tracked checkpoint without its directory",
+    ),
+    mutant(
+        "acknowledged-before-the-tracker",
+        "engine",
+        """        self.effects.write_tracker(checkpoint.step)
+        self._finalized_by_rank.discard(checkpoint.id)
+        self._published.discard(checkpoint.id)
+        if checkpoint.state is State.FINALIZED:
+            self.post(TrackerWritten(checkpoint.id))
+""",
+        """        if checkpoint.state is State.FINALIZED:
+            self.post(TrackerWritten(checkpoint.id))
+        self.effects.write_tracker(checkpoint.step)
+        self._finalized_by_rank.discard(checkpoint.id)
+        self._published.discard(checkpoint.id)
+        if checkpoint.state is State.FINALIZED:
+""",
+        breaks="I2",
+        source="order",
+        killers=("simulation", "processes"),
+    ),
+    mutant(
+        "published-before-the-manifest",
+        "effects",
+        '            put(self.storage, f"{directory}/{MANIFEST}",',
+        """            self.check_epoch()
+            self.storage.rename(directory, target)
+            put(self.storage, f"{target}/{MANIFEST}",""",
+        (
+            "effects",
+            "            self._publish(checkpoint, directory, target)\n",
+            "            self._fsync_names(checkpoint, target)\n",
+        ),
+        breaks="I4",
+        source="order",
+        killers=("simulation", "processes"),
+    ),
+    mutant(
+        "tracker-after-the-move-to-quarantine",
+        "engine",
+        "            self.effects.write_tracker(latest.step)\n        undecided",
+        "            named = True\n        undecided",
+        (
+            "engine",
+            "        self.effects.quarantine(checkpoint)\n",
+            """        self.effects.quarantine(checkpoint)
+        if 'named' in locals():
+            self.effects.write_tracker(latest.step)
+""",
+        ),
+        breaks="I2",
+        source="order",
+        killers=("tests:test_schedules.py", "simulation"),
+    ),
+    mutant(
+        "rollback-without-intent",
+        "coordinator",
+        "        self._engine.append(RollbackStarted(to_step=step, at=self._clock.wall()))\n",
+        "",
+        breaks="I8",
+        source="order",
+        killers=("simulation", "traces"),
+        why="a crash in the middle undoes it, or half of it",
+    ),
+    mutant(
+        "unfinished-rollback-is-forgotten",
+        "coordinator",
+        "        self._finish_rollback(history)\n",
+        "",
+        breaks="I8",
+        source="order",
+        killers=("simulation",),
+    ),
+    mutant(
+        "trash-emptied-before-a-prune-is-decided",
+        "engine",
+        "        if self.ledger.in_state(State.PRUNABLE):\n            return 0\n",
+        "",
+        breaks="F27",
+        source="order",
+        killers=("tests:test_schedules.py", "simulation"),
+        why="a reader's step, moved aside a moment too early, cannot be brought back",
+    ),
+    mutant(
+        "reader-looks-before-its-lease",
+        "readers",
+        """        put(self._storage, self._file, encode(mark), tag=self._nonce)
+        found = lookup(self._storage, published_name(self._step))
+""",
+        """        found = lookup(self._storage, published_name(self._step))
+        put(self._storage, self._file, encode(mark), tag=self._nonce)
+""",
+        breaks="F27",
+        source="order",
+        killers=("exhaustive", "simulation"),
+    ),
+    mutant(
+        "lease-given-back-before-the-load",
+        "restoring",
+        """                if not problem:
+                    return self._load(located, named)
+""",
+        """                if not problem:
+                    self.agree(Coordinator.release, located.lease)
+                    return self._load(located, named)
+""",
+        breaks="F27",
+        source="order",
+        killers=("tests:test_manager.py::test_F27_restore_holds_a_lease_while_it_loads",),
+    ),
+    mutant(
+        "tracker-not-repaired-at-start",
+        "coordinator",
+        "        self._finish_rollback(history)\n        self._repair_tracker()\n",
+        "        self._finish_rollback(history)\n",
+        breaks="F18",
+        source="order",
+        killers=("corruption", "simulation"),
+    ),
+    mutant(
+        "late-retry-takes-the-tracker-back",
+        "engine",
+        "            return  # a retry that came too late: the tracker never goes back\n",
+        "            pass\n",
+        breaks="I2",
+        source="order",
+        killers=("tests:test_schedules.py", "simulation"),
+    ),
+)
+
+LOOKS = (
+    mutant(
+        "tracker-not-read-back",
+        "effects",
+        "        if seen.step != step:\n",
+        "        if False:\n",
+        breaks="I2",
+        source="read-back",
+        killers=("tests:test_schedules.py", "simulation"),
+    ),
+    mutant(
+        "published-name-not-read-back",
+        "effects",
+        "            if manifest is None or manifest.of != checkpoint.id:\n",
+        "            if False:\n",
+        (
+            "effects",
+            """            if lookup(self.storage, directory) is not None:
+                raise  # it certainly did not happen; something else may stand at the name
+""",
+            "            pass\n",
+        ),
+        breaks="I3",
+        source="read-back",
+        killers=("tests:test_schedules.py", "simulation"),
+        why="a rename that failed is taken for done",
+    ),
+    mutant(
+        "unknown-outcome-is-a-failure",
+        "engine",
+        """            self.effects.finalize(checkpoint)
+        except (Fenced, OutcomeUnknown):
+            raise
+""",
+        """            self.effects.finalize(checkpoint)
+        except Fenced:
+            raise
+""",
+        breaks="I1",
+        source="F8",
+        killers=("tests:test_coordinator.py", "simulation"),
+        why="what may be published is failed and taken away",
+    ),
+    mutant(
+        "a-published-one-may-fail",
+        "engine",
+        "            if checkpoint.id in self._published:\n",
+        "            if False:\n",
+        breaks="I1",
+        source="F5",
+        killers=("tests:test_attacks.py", "simulation"),
+    ),
+    mutant(
+        "prune-does-not-look-for-pins",
+        "effects",
+        """        kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(
+            checkpoint, newer_step
+        )
+""",
+        "        kept = self._kept_by_tracker(checkpoint, newer_step)\n",
+        (
+            "effects",
+            """        kept = self._kept_by_people(checkpoint.step)
+        if kept:
+            move(self.storage, aside, source)
+        return kept
+""",
+            '        return ""\n',
+        ),
+        breaks="I7",
+        source="F27",
+        killers=("exhaustive", "simulation"),
+    ),
+    mutant(
+        "prune-does-not-look-first",
+        "effects",
+        """        kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(
+            checkpoint, newer_step
+        )
+""",
+        "        kept = self._kept_by_tracker(checkpoint, newer_step)\n",
+        breaks="F27",
+        source="F27",
+        killers=("tests:test_schedules.py", "simulation"),
+        why="a leased step is away for a moment",
+    ),
+    mutant(
+        "prune-does-not-look-again",
+        "effects",
+        """        kept = self._kept_by_people(checkpoint.step)
+        if kept:
+            move(self.storage, aside, source)
+        return kept
+""",
+        '        return ""\n',
+        breaks="F27",
+        source="F27",
+        killers=("exhaustive", "simulation"),
+        why="the second look of the pruner: a lease taken between look and rename",
+    ),
+    mutant(
+        "prune-does-not-bring-back",
+        "effects",
+        """        if not kept or not own or lookup(self.storage, source) is not None:
+            return ""
+""",
+        '        return ""\n',
+        breaks="F27",
+        source="F17",
+        killers=("tests:test_attacks.py", "simulation"),
+        why="a crash between the move and the second look",
+    ),
+    mutant(
+        "prune-does-not-read-the-tracker",
+        "effects",
+        "        if tracker.step is None or tracker.step <= checkpoint.step:\n",
+        "        if False:\n",
+        breaks="I2",
+        source="F17",
+        killers=("tests:test_coordinator.py", "simulation"),
+        why="a tracker edited by hand names the one that is pruned",
+    ),
+    mutant(
+        "prune-does-not-look-at-the-newer-one",
+        "effects",
+        '        if newer is None or newer.kind != "dir":\n            return f"step',
+        '        if newer is None:\n            return ""\n        if False:\n            return f"step',
+        breaks="I2",
+        source="F19",
+        killers=("tests:test_schedules.py", "simulation"),
+    ),
+    mutant(
+        "prune-takes-whatever-has-the-name",
+        "effects",
+        "            return self._prune_moved(checkpoint, source)\n        if newer",
+        "            pass\n        if newer",
+        breaks="I1",
+        source="F15",
+        killers=("simulation",),
+        why="also a later attempt's directory, or a person's",
+    ),
+    mutant(
+        "prune-deletes-in-place",
+        "effects",
+        "        aside = self._move_aside(source, trash_dir(checkpoint.id))\n        kept",
+        """        for inner, _ in walk_files(self.storage, source):
+            if not inner.startswith(".ckptfsm"):
+                self.storage.unlink(f"{source}/{inner}")
+        aside = self._move_aside(source, trash_dir(checkpoint.id))
+        kept""",
+        breaks="I4",
+        source="verl (open): gutted directory",
+        killers=("simulation", "processes"),
+        why="a deletion that is interrupted leaves a directory that looks like a checkpoint",
+    ),
+    mutant(
+        "clean-up-takes-what-was-published",
+        "effects",
+        "            self._move_aside(name, quarantine_dir(checkpoint.id))\n",
+        "            self._move_aside(name, trash_dir(checkpoint.id))\n",
+        (
+            "recovery",
+            '    if whole:\n        why = "published with its own manifest',
+            '    if False:\n        why = "published with its own manifest',
+        ),
+        breaks="I1",
+        source="I1",
+        killers=("simulation", "processes", "exhaustive"),
+        why="published, not yet journaled, killed: a restart throws it away",
+    ),
+    mutant(
+        "quarantine-is-the-trash",
+        "effects",
+        "            self._move_aside(source, quarantine_dir(checkpoint.id))\n",
+        "            self._move_aside(source, trash_dir(checkpoint.id))\n",
+        breaks="I1",
+        source="I1",
+        killers=("simulation", "fieldbugs"),
+        why="what a person or damage took out of service is deleted",
+    ),
+    mutant(
+        "unlisted-files-are-published",
+        "effects",
+        "        self._refuse_unlisted(directory, files)\n",
+        "",
+        breaks="F21",
+        source="F13",
+        killers=("tests:test_coordinator.py", "simulation"),
+        why="a late writer's file in the directory",
+    ),
+    mutant(
+        "a-taken-name-is-cleared",
+        "coordinator",
+        '        if there.found in ("manifest", "stock"):\n            raise StepExistsError(',
+        "        if there.found in ():\n            raise StepExistsError(",
+        breaks="F15",
+        source="F15",
+        killers=("tests:test_manager.py::test_adopt_a_stock_directory",),
+        why="a complete checkpoint that is not in use is moved away unasked",
+    ),
+    mutant(
+        "adopted-without-pin",
+        "coordinator",
+        '            self._engine.effects.pin(action.of.step, "adopted")\n',
+        "",
+        breaks="I8",
+        source="F26",
+        killers=("tests:test_manager.py::test_adopt_a_manifest_without_a_journal",),
+    ),
+    mutant(
+        "renewals-do-not-count",
+        "coordinator",
+        "known[0] == content else now",
+        "known[0] != b'' else now",
+        breaks="F27",
+        source="F27",
+        killers=("tests:test_coordinator.py", "simulation"),
+        why="a reader that lives and renews loses its lease",
+    ),
+)
+
+FENCES = (
+    mutant(
+        "nobody-is-fenced",
+        "lease",
+        "        if newest != self.epoch:\n            raise Fenced(",
+        "        if False:\n            raise Fenced(",
+        breaks="I9",
+        source="fencing",
+        killers=("simulation",),
+    ),
+    mutant(
+        "finalize-is-not-fenced",
+        "effects",
+        "        self.check_epoch()\n        target = published_name(checkpoint.step)\n",
+        "        target = published_name(checkpoint.step)\n",
+        (
+            "effects",
+            "        fsync_tree_dirs(self.storage, directory)\n        self.check_epoch()\n",
+            "        fsync_tree_dirs(self.storage, directory)\n",
+        ),
+        (
+            "effects",
+            "        self.check_epoch()\n        try:\n            self.storage.rename(dir",
+            "        try:\n            self.storage.rename(dir",
+        ),
+        breaks="I9",
+        source="fencing",
+        killers=("simulation",),
+    ),
+    mutant(
+        "tracker-is-not-fenced",
+        "effects",
+        """        self.check_epoch()
+        put(self.storage, TRACKER, b"%d" % step, tag=self.tag, check=self.check_epoch)
+""",
+        """        put(self.storage, TRACKER, b"%d" % step, tag=self.tag)
+""",
+        breaks="I9",
+        source="fencing",
+        killers=("simulation",),
+    ),
+    mutant(
+        "prune-is-not-fenced",
+        "effects",
+        """        self.check_epoch()
+        source = published_name(checkpoint.step)
+        found = lookup(self.storage, source)
+""",
+        """        source = published_name(checkpoint.step)
+        found = lookup(self.storage, source)
+""",
+        breaks="I9",
+        source="fencing",
+        killers=("simulation",),
+    ),
+    mutant(
+        "clean-up-is-not-fenced",
+        "effects",
+        """        self.check_epoch()
+        directory = working_dir(checkpoint.id, checkpoint.in_place)
+        name = published_name(checkpoint.step)
+""",
+        """        directory = working_dir(checkpoint.id, checkpoint.in_place)
+        name = published_name(checkpoint.step)
+""",
+        breaks="I9",
+        source="fencing",
+        killers=("simulation",),
+    ),
+    mutant(
+        "quarantine-is-not-fenced",
+        "effects",
+        """        self.check_epoch()
+        source = published_name(checkpoint.step)
+        try:
+            manifest = read_manifest(self.storage, source)
+""",
+        """        source = published_name(checkpoint.step)
+        try:
+            manifest = read_manifest(self.storage, source)
+""",
+        breaks="I9",
+        source="fencing",
+        killers=("simulation",),
+    ),
+    mutant(
+        "a-request-is-not-fenced",
+        "coordinator",
+        "        self._engine.check_epoch()\n        of = AttemptId(",
+        "        of = AttemptId(",
+        (
+            "effects",
+            """        self.check_epoch()
+        directory = working_dir(checkpoint.id, checkpoint.in_place)
+        if checkpoint.in_place and""",
+            """        directory = working_dir(checkpoint.id, checkpoint.in_place)
+        if checkpoint.in_place and""",
+        ),
+        breaks="I9",
+        source="fencing",
+        killers=("simulation",),
+    ),
+    mutant(
+        "emptying-the-trash-is-not-fenced",
+        "engine",
+        "        return remove_some(self._storage, limit, self.check_epoch)\n",
+        "        return remove_some(self._storage, limit)\n",
+        (
+            "coordinator",
+            "        self._engine.check_epoch()\n        interval = ",
+            "        interval = ",
+        ),
+        breaks="I9",
+        source="fencing",
+        killers=("tests:test_schedules.py", "simulation"),
+    ),
+    mutant(
+        "a-fenced-one-goes-on",
+        "coordinator",
+        """        except (Fenced, OutcomeUnknown, IllegalTransition) as error:
+            self.fatal = error
+            raise
+        except OSError as error:
+            if""",
+        """        except (Fenced, OutcomeUnknown, IllegalTransition):
+            raise
+        except OSError as error:
+            if""",
+        breaks="I9",
+        source="fencing",
+        killers=("tests:test_coordinator.py", "simulation"),
+    ),
+    mutant(
+        "the-lock-is-not-asked",
+        "lease",
+        "        if not takeover and (lock is None or _is_this_process(holder, identity)):\n",
+        "        if False:\n",
+        breaks="F12",
+        source="fencing",
+        killers=("tests:test_coordinator.py", "simulation"),
+        why="a second job takes a living root over unasked",
+    ),
+    mutant(
+        "an-epoch-can-be-taken-twice",
+        "lease",
+        "            storage.link(temporary, _epoch_path(epoch))\n",
+        "            storage.rename(temporary, _epoch_path(epoch))\n",
+        breaks="I9",
+        source="fencing",
+        killers=("simulation",),
+        why="rename replaces where link refuses: two managers hold one epoch",
+    ),
+)
+
+JOURNAL = (
+    mutant(
+        "damage-in-the-middle-is-skipped",
+        "journal",
+        """            if torn_at is not None:
+                raise JournalCorrupt(
+                    "journal damaged before its last record", file=file, offset=torn_at
+                )
+""",
+        "",
+        breaks="F20",
+        source="F20",
+        killers=("tests:test_coordinator.py", "corruption"),
+    ),
+    mutant(
+        "checksums-are-not-compared",
+        "journal",
+        ' == b"%08x" % zlib.crc32(body) else None\n',
+        ' != b"" else None\n',
+        breaks="F20",
+        source="F20",
+        killers=("tests:test_journal.py", "corruption"),
+    ),
+    mutant(
+        "seals-are-not-checked",
+        "journal",
+        "    _check_seals(storage, opened.seals)\n",
+        "",
+        breaks="F20",
+        source="F20",
+        killers=("corruption",),
+    ),
+    mutant(
+        "illegal-moves-are-replayed",
+        "journal",
+        "    if not legal or created != (record.created is not None):\n",
+        "    if False:\n",
+        breaks="I11",
+        source="I11",
+        killers=("tests:test_journal.py", "corruption"),
+    ),
+    mutant(
+        "moves-within-the-table-only-by-name",
+        "engine",
+        "            source=moved.source,\n",
+        "            source=State.REQUESTED if moved.source is State.FORKED else moved.source,\n",
+        breaks="I11",
+        source="I11",
+        killers=("simulation", "traces"),
+        why="the journal says another source than the ledger moved from",
+    ),
+)
+
+MUTANTS = (*ORDER, *LOOKS, *FENCES, *JOURNAL)

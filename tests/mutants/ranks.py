@@ -1,0 +1,360 @@
+"""Mutants of what the ranks do: writers, reports, collectives, and whole field bugs as they were."""
+
+from __future__ import annotations
+
+from mutants.loader import mutant
+
+WRITERS = (
+    mutant(
+        "the-exit-code-is-ignored",
+        "ports",
+        "        return self.exitcode == 0 and self.complete and self.error is None\n",
+        "        return True\n",
+        (
+            "writer",
+            """        if tuple(name for name, _, _ in outcome.payload) != self._names:
+            problem = "its result is not of its parts"
+        if problem:
+""",
+            "        if False:\n",
+        ),
+        (
+            "writer",
+            "        self.payloads = {name: payload for name, _, payload in outcome.payload}\n",
+            "        self.payloads = {}\n",
+        ),
+        (
+            "writer",
+            "rank, size, count) for name, count, _ in outcome.payload\n",
+            "rank, size, 0) for name in self._names\n",
+        ),
+        breaks="I10",
+        source="Megatron-core (temporal caller)",
+        killers=("fieldbugs", "simulation"),
+        why="a writer that was killed has succeeded",
+    ),
+    mutant(
+        "only-the-payload-is-believed",
+        "ports",
+        "        return self.exitcode == 0 and self.complete and self.error is None\n",
+        "        return self.complete\n",
+        breaks="I6",
+        source="exit code",
+        killers=("tests:test_processes.py", "simulation"),
+        why="it sent its result, then died",
+    ),
+    mutant(
+        "a-killed-writer-is-polled-for-ever",
+        "writer",
+        "        if outcome is None and now < self._deadline:\n            return []\n",
+        "        if outcome is None or not outcome.succeeded:\n            return []\n",
+        breaks="I10",
+        source="Megatron-LM #6970",
+        killers=("tests:test_writer.py", "fieldbugs", "simulation"),
+    ),
+    mutant(
+        "a-hung-writer-is-waited-for",
+        "writer",
+        "        if outcome is None and now < self._deadline:\n",
+        "        if outcome is None:\n",
+        breaks="I10",
+        source="F1",
+        killers=("tests:test_writer.py", "simulation"),
+    ),
+    mutant(
+        "no-receipt-is-needed",
+        "writer",
+        "        problem = self._missing_receipt()\n",
+        '        problem = ""\n',
+        breaks="I3",
+        source="receipt",
+        killers=("tests:test_writer.py", "simulation"),
+    ),
+    mutant(
+        "gone-is-said-of-the-living",
+        "pump",
+        "            if writer.kill(timeout_s=0.0):\n                self._dying.remove(writer)\n",
+        "            if True:\n                self._dying.remove(writer)\n",
+        breaks="I1",
+        source="F13",
+        killers=("tests:test_schedules.py", "simulation"),
+        why="the writer of a failed attempt writes on into a directory that was moved",
+    ),
+    mutant(
+        "writers-outlive-their-trainer",
+        "processes",
+        "        _die_with(abs(parent), by_kernel=parent > 0)\n",
+        "",
+        breaks="F29",
+        source="F29",
+        killers=("tests:test_processes.py::test_F29_a_child_dies_with_its_trainer",),
+    ),
+    mutant(
+        "writers-keep-the-trainers-sockets",
+        "processes",
+        "        _let_go_of_all_but({0, 1, 2, pipe, *keep})\n",
+        "",
+        breaks="F29",
+        source="F29",
+        killers=("tests:test_processes.py",),
+    ),
+    mutant(
+        "results-are-shared-between-attempts",
+        "writer",
+        "        self.payloads = {name: payload for name, _, payload in outcome.payload}\n",
+        """        for name, _, payload in outcome.payload:
+            _SHARED.setdefault(name, payload)
+        self.payloads = _SHARED
+""",
+        (
+            "writer",
+            "_OVERLAP_BYTES = 1 << 20  #",
+            "_SHARED: dict[str, Any] = {}\n_OVERLAP_BYTES = 1 << 20  #",
+        ),
+        breaks="I5",
+        source="Megatron-core (results queue)",
+        killers=("fieldbugs", "simulation", "tests:test_manager.py"),
+        why="the result of the attempt before is taken for this one's",
+    ),
+)
+
+PEOPLE = (
+    mutant(
+        "polling-does-nothing",
+        "manager",
+        "            self._pump.exchange(expired=False)\n",
+        "            pass\n",
+        breaks="F28",
+        source="verl #6067 / #7363",
+        killers=("fieldbugs", "simulation"),
+        why="nobody polls: nothing is ever tracked",
+    ),
+    mutant(
+        "a-hook-ends-training",
+        "pump",
+        "            except Exception:  # a user's hook: training and the machine go on (F24)\n",
+        "            except ZeroDivisionError:\n",
+        breaks="F24",
+        source="F24",
+        killers=("simulation", "tests:test_manager.py"),
+    ),
+    mutant(
+        "a-bad-policy-keeps-nothing",
+        "engine",
+        '            log.exception("retention_policy_failed", extra={"error": describe(error)})\n'
+        "            return\n",
+        '            log.exception("retention_policy_failed", extra={"error": describe(error)})\n'
+        "            preserved = frozenset()\n",
+        breaks="I7",
+        source="I7",
+        killers=("tests:test_manager.py::test_I7_a_policy_that_raises_keeps_everything",),
+    ),
+    mutant(
+        "clean-up-errors-end-the-job",
+        "engine",
+        "            self.pending.append(command)\n\n    def _run_finalize",
+        "            raise\n\n    def _run_finalize",
+        breaks="I10",
+        source="prime-rl #1763",
+        killers=("fieldbugs", "simulation", "processes"),
+    ),
+    mutant(
+        "what-failed-is-not-tried-again",
+        "engine",
+        "            self.pending.append(command)\n\n    def _run_finalize",
+        "\n    def _run_finalize",
+        breaks="I10",
+        source="Automodel #3390",
+        killers=("simulation", "fieldbugs"),
+        why="the quota is exceeded while the tracker is written: never tracked",
+    ),
+    mutant(
+        "one-rank-raises-alone",
+        "pump",
+        '            detail = f"rank {self._rank}: {describe(error)}"\n',
+        "            raise\n",
+        breaks="I10",
+        source="F31",
+        killers=("simulation", "tests:test_manager.py"),
+        why="the other ranks wait in a collective",
+    ),
+    mutant(
+        "the-coordinators-error-stays-at-rank-0",
+        "link",
+        "                answer = Answer(error=typed(error), update=self.collect())\n",
+        "                raise\n",
+        breaks="I10",
+        source="Automodel #3390",
+        killers=("simulation", "tests:test_manager.py"),
+    ),
+    mutant(
+        "one-ranks-finalizers-are-enough",
+        "engine",
+        "        elif not waiting:\n",
+        "        else:\n",
+        breaks="I6",
+        source="I6",
+        killers=("tests:test_coordinator.py", "simulation"),
+    ),
+    mutant(
+        "errors-of-finalizers-do-not-count",
+        "engine",
+        "        if event.error:\n",
+        "        if False:\n",
+        breaks="I6",
+        source="I6",
+        killers=("tests:test_manager.py::test_I6_a_finalizer_that_raises_fails_the_save",),
+    ),
+    mutant(
+        "finalizers-run-twice",
+        "pump",
+        "                finalize(writer.payloads.get(name))\n",
+        "                finalize(writer.payloads.get(name))\n"
+        "                finalize(writer.payloads.get(name))\n",
+        breaks="I6",
+        source="I6",
+        killers=("simulation", "tests:test_manager.py"),
+    ),
+)
+
+FIELD = (
+    mutant(
+        "tracker-before-the-save",
+        "coordinator",
+        "        try:\n            self._engine.post(event)\n        except OutcomeUnknown:\n",
+        """        try:
+            self._engine.post(event)
+            self._engine.effects.write_tracker(of.step)
+        except OutcomeUnknown:
+""",
+        breaks="I2",
+        source="verl #4638 / #4667",
+        killers=("fieldbugs", "simulation", "processes"),
+    ),
+    mutant(
+        "the-old-one-goes-before-the-new-one-is-there",
+        "coordinator",
+        "        self._requests = of.attempt\n        try:\n",
+        """        self._requests = of.attempt
+        latest = self._engine.ledger.latest()
+        if latest is not None and type(self._options.retention).__name__ == "LatestN":
+            move(self._storage, published_name(latest.step), f"{QUARANTINE}/old.{of}")
+        try:
+""",
+        breaks="I2",
+        source="verl #4873",
+        killers=("fieldbugs", "simulation", "processes"),
+        why="keep=1: the slot is made free when the new save begins",
+    ),
+    mutant(
+        "latest-advances-while-the-save-is-pending",
+        "engine",
+        "            case CreateStaging():\n                self.effects.create_staging(checkpoint)\n",
+        """            case CreateStaging():
+                self.effects.create_staging(checkpoint)
+                self.effects.write_tracker(checkpoint.step)
+                for old in self.ledger.in_state(State.TRACKED):
+                    self.effects.prune(old, old.step)
+""",
+        breaks="I2",
+        source="SkyRL #2145",
+        killers=("fieldbugs", "simulation", "processes"),
+    ),
+    mutant(
+        "moved-before-it-is-durable",
+        "writer",
+        "            self._storage.fsync(self._handle)\n",
+        "            pass\n",
+        (
+            "effects",
+            "        self.check_epoch()\n        target = published_name(checkpoint.step)\n",
+            """        self.check_epoch()
+        target = published_name(checkpoint.step)
+        put(self.storage, TRACKER, b"%d" % checkpoint.step, tag=self.tag)
+""",
+        ),
+        breaks="I2",
+        source="KempnerForge #102",
+        killers=("fieldbugs", "simulation"),
+    ),
+    mutant(
+        "async-saves-are-never-finalized",
+        "engine",
+        "            case Finalize():\n                self._run_finalize(checkpoint)\n",
+        "            case Finalize():\n                pass\n",
+        breaks="I10",
+        source="verl #4253",
+        killers=("fieldbugs", "simulation"),
+    ),
+    mutant(
+        "nobody-writes-the-tracker",
+        "effects",
+        """        put(self.storage, TRACKER, b"%d" % step, tag=self.tag, check=self.check_epoch)
+        seen = read_tracker(self.storage)
+        if seen.step != step:
+""",
+        "        seen = read_tracker(self.storage)\n        if False:\n",
+        breaks="I2",
+        source="verl #7952, rllm #897",
+        killers=("fieldbugs", "simulation", "processes"),
+    ),
+    mutant(
+        "a-rank-guesses-that-it-writes-the-tracker",
+        "writer",
+        "        self.payloads = {name: payload for name, _, payload in outcome.payload}\n",
+        """        self.payloads = {name: payload for name, _, payload in outcome.payload}
+        if self._rank == self._world_size - 1:
+            put(self._storage, "latest_checkpointed_iteration.txt", b"%d" % self.of.step, tag="guess")
+""",
+        breaks="I2",
+        source="verl #5016",
+        killers=("fieldbugs", "simulation"),
+    ),
+    mutant(
+        "other-ranks-delete",
+        "pump",
+        "        location = working_dir(of, in_place)\n",
+        """        location = working_dir(of, in_place)
+        if self._rank != 0 and self.view.latest is not None:
+            from ckptfsm.durable import walk_files
+
+            old = f"iter_{self.view.latest:07d}"
+            for name, _ in walk_files(storage, old):
+                if not name.startswith(".ckptfsm"):
+                    storage.unlink(f"{old}/{name}")
+""",
+        breaks="I1",
+        source="verl (open): other ranks delete",
+        killers=("fieldbugs", "simulation"),
+    ),
+    mutant(
+        "the-tracker-names-the-live-step",
+        "engine",
+        "        self.effects.write_tracker(checkpoint.step)\n        self._finalized_by_rank",
+        "        self.effects.write_tracker(getattr(self, 'live_step', checkpoint.step))\n"
+        "        self._finalized_by_rank",
+        (
+            "coordinator",
+            "        self._engine.check_epoch()\n        of = AttemptId(",
+            """        self._engine.check_epoch()
+        self._engine.live_step = request.step
+        of = AttemptId(""",
+        ),
+        breaks="I2",
+        source="Megatron-Bridge #3267",
+        killers=("fieldbugs", "simulation"),
+        why="the step is read when the save is finished, not when it was asked for",
+    ),
+    mutant(
+        "attempts-share-their-number",
+        "coordinator",
+        "        return max(self._requests, max(here, default=0)) + 1\n",
+        "        return 1\n",
+        breaks="I5",
+        source="F11",
+        killers=("simulation", "suites"),
+        why="a late report of the failed attempt counts for the next one at the step",
+    ),
+)
+
+MUTANTS = (*WRITERS, *PEOPLE, *FIELD)

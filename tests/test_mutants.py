@@ -1,0 +1,170 @@
+"""The planted bugs themselves: that they still fit the library, and that planting one works."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mutants.catalogue import MUTANTS, by_name
+from mutants.loader import Edit, Mutant, mutant, mutated_sources
+from proof import mutants as layer
+from proof.layer import Budget
+
+TESTS = Path(__file__).parent
+LIBRARY = TESTS.parent / "ckptfsm"
+PROMISES = {f"I{number}" for number in range(1, 12)}
+REPORTS = """verl #4253; verl #4638 / #4667; verl #4873; verl #5016; verl #6067 / #7363;
+verl #7952, rllm #897; verl (open): other ranks delete; verl (open): gutted directory;
+verl (open): restart forgets; verl (open): same step registered twice;
+verl (open): keep=1 deletes itself; Megatron-Bridge #5184; Megatron-Bridge #5117;
+Megatron-Bridge #3267; Megatron-LM #6970;
+Megatron-core (results queue); Megatron-core (temporal caller); Megatron-LM (tracker);
+Megatron-LM (non-persistent); SkyRL #2145; KempnerForge #102; NeMo #10228; Automodel #3390;
+prime-rl #1763; metaseq #53; ferrosa #399"""
+
+FSYNC = re.compile(r"^ +(?!def|#)[^\n\"]*(?<!def )\b(_?fsync\w*\().*$", re.MULTILINE)
+ELSEWHERE = {
+    "fsync_existing(self.storage, path)": "fsync_existing is made to do nothing",
+    "fsync_existing(storage, path)": "the same, for what megatron-core wrote",
+    "storage.fsync_dir(join(location, PLANNED))": "finalize does it again; lost before, the save fails",
+    "_fsync_path(os.path.dirname(made))": "_fsync_path is made to do nothing",
+    'self.storage.fsync_dir(parent_of(f"{directory}/{MANIFEST}"))': "put did it before any retry",
+    "storage.fsync_dir(LEASE)": "remove_marker does it again, in the line before",
+    "storage.fsync_dir(job.location)": "make_dirs does it again, in the next line",
+    "self._fsync_names(checkpoint, target)": "each of the two fsyncs in it is left out",
+}  # the calls that no mutant of their own leaves out, and why
+
+
+@pytest.mark.parametrize("planted", MUTANTS, ids=lambda m: m.name)
+def test_every_mutant_still_fits_the_library(planted: Mutant) -> None:
+    """Catches code that moved under a mutant: it would be planted nowhere, or in two places."""
+    for module, source in mutated_sources(planted).items():
+        compile(source, module, "exec")
+        assert source != planted.edits[0].path.read_text() or len(planted.edits) > 1
+
+
+def test_the_catalogue_breaks_every_promise_and_has_every_field_bug() -> None:
+    """Catches a promise or a report for which nobody has shown that a layer sees it broken."""
+    assert {m.breaks for m in MUTANTS} >= PROMISES
+    sources = {m.source for m in MUTANTS}
+    assert {" ".join(name.split()) for name in REPORTS.split(";")} <= sources
+    assert len({m.name for m in MUTANTS}) == len(MUTANTS) >= 40
+    assert all(re.fullmatch(r"[a-z0-9-]{1,50}", m.name) for m in MUTANTS)
+    assert all(re.fullmatch(r"[IF]\d+", m.breaks) for m in MUTANTS)
+
+
+def test_every_fsync_of_the_library_is_left_out_by_some_mutant() -> None:
+    """Catches a new fsync that no mutant leaves out: nothing would show that it is needed."""
+    left_out: dict[Path, list[range]] = {}
+    for edit in (edit for planted in MUTANTS for edit in planted.edits):
+        if edit.old.count("fsync") > edit.new.count("fsync"):
+            at = edit.path.read_text().index(edit.old)
+            left_out.setdefault(edit.path, []).append(range(at, at + len(edit.old)))
+    for path in sorted(LIBRARY.rglob("*.py")):
+        if {"testing", "demo"} & set(path.parts):
+            continue
+        text = path.read_text()
+        for found in FSYNC.finditer(text):
+            call = found[0].partition("  #")[0].strip()
+            missing = not any(found.start(1) in span for span in left_out.get(path, ()))
+            assert not missing or call in ELSEWHERE, f"{path.name}: {call}"
+
+
+def test_an_old_text_that_moved_is_an_error() -> None:
+    """Catches a loader that plants nothing and lets the mutant survive, or be killed by chance."""
+    gone = mutant("x", "durable", "no such text", "", breaks="I1", source="")
+    with pytest.raises(LookupError, match="0 times"):
+        mutated_sources(gone)
+    twice = Mutant("x", "I1", "", (Edit("durable", "storage.fsync", ""),))
+    with pytest.raises(LookupError, match="times in ckptfsm.durable"):
+        mutated_sources(twice)
+
+
+def test_the_mutated_text_is_what_is_imported() -> None:
+    """Catches cached byte code, or a finder that is asked too late."""
+    script = """
+import sys
+from mutants.catalogue import by_name
+from mutants.loader import install
+install(by_name("names-may-climb-out"))
+from ckptfsm.documents import FileEntry
+print(FileEntry(name="../x", bytes=1).name)
+try:
+    install(by_name("names-may-climb-out"))
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=TESTS, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines() == [
+        "../x",
+        "ckptfsm was imported before the mutant was planted",
+    ], done.stderr
+
+
+def make_layer(folder: Path, body: str) -> None:
+    (folder / "pretended").mkdir()
+    (folder / "pretended" / "__init__.py").touch()
+    (folder / "pretended" / "one.py").write_text(
+        "import os, time\n"
+        "from ckptfsm.errors import Fenced\n"
+        "from ckptfsm.documents import FileEntry\n"
+        "from proof.layer import LayerResult, Violation\n"
+        "def run(budget):\n"
+        f"    {body}\n"
+        "    return LayerResult('pretended')\n"
+    )
+
+
+ENDS = {
+    "assert False, 'torn'": "AssertionError: torn",
+    "raise Fenced('late')": "Fenced: late",
+    "FileEntry(name='../x', bytes=1); assert False, 'climbed'": "AssertionError: climbed",
+    "return LayerResult('p', violations=[Violation('I4', 'half', '')])": "I4: half",
+    "raise NameError('x')": "",
+    "import no_such_module": "",
+    "os.abort()": "",
+    "time.sleep(600)": "",
+}
+
+
+@pytest.mark.parametrize("body", ENDS)
+def test_only_a_finding_kills(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a kill by accident: a layer that crashes, hangs or cannot be imported saw nothing."""
+    make_layer(tmp_path, body)
+    monkeypatch.setattr(layer, "_SHARE_S", 3.0)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(layer, "layers_for", lambda *_: ["pretended.one", "pretended.two"])
+    verdict = layer.judge(by_name("names-may-climb-out"), (), "pr")
+    assert verdict.message.startswith(ENDS[body]) and bool(verdict.message) == bool(ENDS[body])
+    assert verdict.killer == ("pretended.one" if ENDS[body] else "")
+    assert bool(verdict.absent) == (not ENDS[body])  # the second one is not there
+
+
+def test_a_survivor_is_a_violation_and_a_kill_is_not() -> None:
+    """Catches a report that is green whatever happens."""
+    harmless = mutant(
+        "harmless",
+        "documents",
+        '"""Canonical bytes of a document: one line of JSON."""',
+        '"""Canonical bytes."""',
+        breaks="I3",
+        source="none",
+    )
+    result = layer.run(Budget(stop_at_first=True), [harmless], ["absent"])
+    assert result.explored == {"mutants": 1, "killed": 0}
+    assert [v.promise for v in result.violations] == ["I3"]
+    killed = layer.run(Budget(stop_at_first=True), [by_name("names-may-climb-out")], ["absent"])
+    assert killed.explored == {"mutants": 1, "killed": 1} and not killed.violations
+    assert any("tests:test_documents.py" in note for note in killed.notes)
+
+
+def test_the_list_names_every_mutant(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a command line that no longer works."""
+    assert layer.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [m.name for m in MUTANTS]
