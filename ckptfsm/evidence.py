@@ -180,6 +180,10 @@ def newest_published_epoch(storage: Storage) -> int:
             raise
         except DamagedRoot:
             continue  # it is nobody's: whoever looks at it will say so
+        except OSError as error:
+            if not says_what_is_there(error):
+                raise
+            continue  # a link, or no directory: never followed
         newest = max(newest, manifest.epoch if manifest is not None else 0)
     return newest
 

@@ -434,9 +434,8 @@ class Watch:
         model = self._model(process)
         newest = max(model.steps("finalized", "tracked"), default=None) if model else None
         if model is not None and self._tracker_states()[0] in model.steps("quarantined"):
-            newest = max(
-                model.steps("tracked"), default=None
-            )  # it fell back; the finalized is next
+            if step == max(model.steps("tracked"), default=None):
+                return  # it fell back from a damaged one; the finalized one is next
         if model is not None and model.rolling_back and model.target == step:
             return
         if step != newest:
