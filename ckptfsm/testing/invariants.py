@@ -433,13 +433,17 @@ class Watch:
             raise RootBroken(f"I2: the tracker names {step}, whose name is not durable")
         model = self._model(process)
         newest = max(model.steps("finalized", "tracked"), default=None) if model else None
-        if model is not None and self._tracker_states()[0] in model.steps("quarantined"):
-            if step == max(model.steps("tracked"), default=None):
-                return  # it fell back from a damaged one; the finalized one is next
+        if model is not None and self._fell_back(model, step):
+            return  # from a damaged one; the finalized one is next
         if model is not None and model.rolling_back and model.target == step:
             return
         if step != newest:
             raise RootBroken(f"I2: the tracker goes to {step}, the journal's newest is {newest}")
+
+    def _fell_back(self, model: JournalModel, step: int) -> bool:
+        """The tracker named one that was withdrawn, and now names the newest that is left tracked."""
+        withdrawn = self._tracker_states()[0] in model.steps("quarantined")
+        return withdrawn and step == max(model.steps("tracked"), default=None)
 
     # --------------------------------------------------------------------------------- removal
 
