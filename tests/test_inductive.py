@@ -54,7 +54,7 @@ def changed_row(event: str, **fields) -> tuple[lifecycle.Row, ...]:
         ("tracker_written", {"dest": State.PRUNABLE}),
         ("shard_reported", {"guard": lambda c, e: True}),
     ],
-    ids=str,
+    ids=("superseded", "cleaned", "removed", "tracker_written", "shard_reported"),
 )
 def test_a_changed_table_disagrees(spec, monkeypatch, event, fields):
     """Catches: an agreement that would agree with anything."""
