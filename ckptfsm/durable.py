@@ -131,12 +131,17 @@ def make_dirs(storage: Storage, path: str, *, base: str = "") -> None:
     made = base
     for piece in path.split("/"):
         parent, made = made, f"{made}/{piece}" if made else piece
-        try:
-            storage.mkdir(made)
-        except FileExistsError:
-            if storage.stat(made).kind != "dir":
-                raise
+        make_dir(storage, made)
         storage.fsync_dir(parent)  # also when it was there: a crash may have come before its fsync
+
+
+def make_dir(storage: Storage, path: str) -> None:
+    """Create one directory unless it is there. Its name is not durable yet."""
+    try:
+        storage.mkdir(path)
+    except FileExistsError:
+        if storage.stat(path).kind != "dir":
+            raise
 
 
 def list_names(storage: Storage, path: str) -> list[str]:

@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 
 from ckptfsm.documents import Holder, decode, encode_sealed
-from ckptfsm.durable import list_names, make_dirs, put, write_new
+from ckptfsm.durable import list_names, make_dir, put, write_new
 from ckptfsm.errors import DamagedRoot, Fenced, NewerSchema, RootBusy
 from ckptfsm.layout import DIRECTORIES, LEASE, LOCK, TAKING, epoch_name, parse_epoch
 from ckptfsm.ports import Identity, Storage
@@ -99,7 +99,8 @@ def open_root(
     Raises ``RootBusy`` with host and pid of the living owner, unless ``takeover``.
     """
     for directory in DIRECTORIES:
-        make_dirs(storage, directory)
+        make_dir(storage, directory)
+    for directory in ("", *DIRECTORIES):
         storage.fsync_dir(directory)  # a killed process may have left names that are not durable
     lock = storage.try_lock(LOCK)
     try:

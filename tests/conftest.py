@@ -5,6 +5,8 @@ disk dies, and those of every root below ``tmp_path`` (and, at the end, below wh
 made). A test that damages or invents a journal on purpose says so, with its reason:
 
     @pytest.mark.damages_journal("cuts a record in two")
+
+Where several processes share the tests (``-n 2``), each one tells the first what it judged.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from ckptfsm.testing.conformance import JournalViolation, check_segments, read_s
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 
 MARKER = "damages_journal"
+_TOLD = ("journals", "transitions", "exempt_tests", "leftover")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -124,9 +127,19 @@ class JournalWatch:
             for place in set(self._basetemp.iterdir()) - self._places:
                 if place.is_dir() and not place.is_symlink():
                     self.judge_place(place)
-        self.leftover = list(self.problems)
+        self.leftover += self.problems
+        told = getattr(self.config, "workeroutput", None)
+        if told is not None:
+            told["journals"] = [getattr(self, name) for name in _TOLD]
         if self.leftover and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """A process that shared the tests has ended. One that died tells nothing: its test failed."""
+        told = getattr(node, "workeroutput", {}).get("journals", ())
+        for name, value in zip(_TOLD, told, strict=False):
+            setattr(self, name, getattr(self, name) + value)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         for problem in self.leftover:

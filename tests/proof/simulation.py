@@ -32,6 +32,7 @@ from proof.layer import Budget, LayerResult, Violation, timed
 
 LAYER = "simulation"
 _CHUNK = 250
+_CHUNK_HURRIED = 8  # when the first violation ends the run
 _REPLAY = "PYTHONPATH=tests python -m proof.simulation --seed"
 _SEEDS_RERUN = 20
 _NOTHING = MappingProxyType({"runs": 0, "storage calls": 0, "saves": 0, "journals": 0})
@@ -42,7 +43,8 @@ def run(budget: Budget) -> LayerResult:
     count = budget.pick(pr=20_000, nightly=100_000, release=60_000)
     deadline = time.monotonic() + budget.hours * 3600 if budget.profile == "soak" else None
     result = LayerResult(LAYER, {**_NOTHING, "re-runs": 0})
-    seeds = _all_seeds(None if deadline is not None else count)
+    size = _CHUNK_HURRIED if budget.stop_at_first else _CHUNK
+    seeds = _chunks(0, None if deadline is not None else count, size)
     for part in _share_out(seeds, budget.processes):
         _add(result, part)
         late = deadline is not None and time.monotonic() >= deadline
@@ -87,10 +89,10 @@ def _elsewhere(seeds: Sequence[int]) -> list[str]:
 # ------------------------------------------------------------------------------------- many seeds
 
 
-def _all_seeds(count: int | None) -> Iterator[range]:
-    first = 0
-    while count is None or first < count:
-        last = first + _CHUNK if count is None else min(first + _CHUNK, count)
+def _chunks(first: int, end: int | None, size: int = _CHUNK) -> Iterator[range]:
+    """Seeds from ``first`` up to ``end``, or without end."""
+    while end is None or first < end:
+        last = first + size if end is None else min(first + size, end)
         yield range(first, last)
         first = last
 
@@ -168,10 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_some(first: int, count: int, processes: int) -> LayerResult:
     result = LayerResult(LAYER)
     began = time.monotonic()
-    chunks = (
-        range(at, min(at + _CHUNK, first + count)) for at in range(first, first + count, _CHUNK)
-    )
-    for part in _share_out(chunks, processes):
+    for part in _share_out(_chunks(first, first + count), processes):
         _add(result, part)
     result.seconds = time.monotonic() - began
     return result

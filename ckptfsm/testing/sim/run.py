@@ -31,6 +31,7 @@ from ckptfsm.testing.simfs import SimStorage
 _LIMIT_S = 3000.0
 _READER_S = 40.0
 _LATE_S = 2.0
+_JOBS = (1, 1, 1, 2, 2, 3)
 POLICIES: tuple[Policy, ...] = (
     KeepAll(),
     LatestN(0),
@@ -124,7 +125,7 @@ class Scenario:
         self.site.orphans = choose.choice((0.0, 0.3))
         self.site.stale = choose.choice((0.0, 0.0, 0.3))
         self.retention = retention
-        self.large = choose.random() < 0.04
+        self.large = choose.random() < 0.01
         self.rivals = choose.random() < 0.15
         self.readers = choose.random() < 0.2
         self.sent: list[Event] = []
@@ -144,7 +145,7 @@ class Scenario:
 
     def _control(self) -> None:
         choose = self.site.world.random
-        for _ in range(1 + choose.randrange(3) + 4 * self.large):
+        for _ in range(choose.choice(_JOBS) + 5 * self.large):
             job = self._job().start()
             rival = self._rival() if self.rivals and choose.random() < 0.6 else None
             for _ in range(3 * self.readers):
@@ -164,7 +165,7 @@ class Scenario:
         choose = self.site.world.random
         self.numbers += 1
         world_size = choose.choice((1, 1, 2, 2, 3)) if not self.large else 3
-        length = 2 + choose.randrange(5) + 6 * self.large
+        length = 1 + choose.randrange(4) + 6 * self.large
         return Job(
             self.site,
             self.numbers,
