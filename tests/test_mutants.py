@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from mutants.catalogue import MUTANTS, by_name
 from mutants.loader import Edit, Mutant, mutant, mutated_sources
+from mutants.nursery import Nursery
 from proof import mutants as layer
 from proof.layer import Budget
 
@@ -139,7 +140,8 @@ def test_only_a_finding_kills(body: str, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(layer, "_SHARE_S", 3.0)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(layer, "layers_for", lambda *_: ["pretended.one", "pretended.two"])
-    verdict = layer.judge(by_name("names-may-climb-out"), (), "pr")
+    with Nursery() as nursery:
+        verdict = layer.judge(nursery, by_name("names-may-climb-out"), (), "pr")
     assert verdict.message.startswith(ENDS[body]) and bool(verdict.message) == bool(ENDS[body])
     assert verdict.killer == ("pretended.one" if ENDS[body] else "")
     assert bool(verdict.absent) == (not ENDS[body])  # the second one is not there

@@ -18,7 +18,6 @@ from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 
 needs_spin = pytest.mark.skipif(bool(races.missing()), reason=races.missing() or "-")
-QUICK = [build for build in (*races.HOLDS, *races.CONTROLS, *races.ACCEPTED) if build.switches]
 
 
 class Watched(FaultStorage):
@@ -54,13 +53,6 @@ def watched_job(disk: SimDisk) -> tuple[races.FakeJob, Watched]:
     job = races.FakeJob(storage, identity=identity, retention=LatestN(1))
     job.open()
     return job, storage
-
-
-@needs_spin
-@pytest.mark.parametrize("build", QUICK, ids=str)
-def test_every_build_finds_what_it_must(build, tmp_path: Path):
-    """Catches: a control that no longer breaks anything, so that the model proves nothing."""
-    assert races.judge_build(build, races.search(build, tmp_path)) == ""
 
 
 @needs_spin

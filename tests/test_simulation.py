@@ -21,7 +21,7 @@ from ckptfsm.ledger import Ledger
 from ckptfsm.processes import Outcome
 from ckptfsm.retention import CheckpointInfo, LatestN, Policy
 from ckptfsm.testing.coverage import Coverage
-from ckptfsm.testing.invariants import RootBroken, Watch, check_root
+from ckptfsm.testing.invariants import Confirmed, RootBroken, Watch, check_root
 from ckptfsm.testing.sim import SimulationFailed, simulate
 from ckptfsm.testing.sim.world import World
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
@@ -286,9 +286,19 @@ def test_the_layer_counts_and_names_the_command(monkeypatch, capsys):
 
 
 def test_the_layer_shares_seeds_out_and_stops_when_told(monkeypatch):
-    monkeypatch.setattr(simulation, "_CHUNK", 3)
+    """Catches: seeds that nobody runs, or a hurried run that goes on after what it found."""
+    monkeypatch.setattr(simulation, "_CHUNK", 4)
+    monkeypatch.setattr(simulation, "_CHUNK_HURRIED", 3)
     monkeypatch.setattr(Budget, "pick", lambda self, **amounts: 6)
     monkeypatch.setattr(simulation, "_check_reruns", no_effect)
     assert simulation.run(Budget(processes=2)).explored["runs"] == 6
     monkeypatch.setattr(Effects, "_fsync_names", no_effect)
     assert simulation.run(Budget(processes=1, stop_at_first=True)).explored["runs"] == 3
+
+
+def test_F27_a_lease_that_a_person_removed_keeps_nothing():
+    """Catches: a judge that blames the pruner for a lease that went with the private directory."""
+    watch = Watch(SimDisk())
+    watch.readers["reader"] = Confirmed(3, frozenset(), until=100.0)
+    watch.began_anew()
+    assert not watch.readers

@@ -230,7 +230,8 @@ class Watch:
         self.readers.pop(reader, None)
 
     def began_anew(self) -> None:
-        """Somebody removed the private directory: epochs and journals begin again."""
+        """Somebody removed the private directory, leases and all: epochs and journals begin again."""
+        self.readers.clear()
         self.models, self._epochs, self._parsed, self._aside = {}, {}, {}, {}
         self.newest_epoch = 0
 

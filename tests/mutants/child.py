@@ -1,10 +1,8 @@
-"""One mutant against one layer, in a process of its own: ``python -m mutants.child MUTANT LAYER``.
+"""One mutant against one layer, in a process of its own, which ``mutants.nursery`` forks.
 
-Writes one line of JSON to standard output: what the layer saw. Everything else that is printed goes to
-standard error. Rules: the mutant is planted before anything of the library is imported, also in the
-interpreters that a layer starts (``planted/sitecustomize.py``). Only a
-violation, a failed assertion or an error that the library itself names counts; a layer that stumbles
-over the mutant in any other way has not seen it.
+Rules: the mutant is planted before anything of the library is imported, also in the interpreters that
+a layer starts (``planted/sitecustomize.py``). Only a violation, a failed assertion or an error that the
+library itself names counts; a layer that stumbles over the mutant in any other way has not seen it.
 """
 
 from __future__ import annotations
@@ -13,9 +11,8 @@ import importlib
 import json
 import os
 import resource
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mutants.catalogue import by_name
 from mutants.loader import install
@@ -24,21 +21,24 @@ CONTROL = "control"
 PLANTED = "CKPTFSM_MUTANT"
 TESTS = "tests:"
 SEEDS = "seeds:"
+_MOST_CHARACTERS = 8_000
 
 
-def main() -> None:
-    name, layer, profile = sys.argv[1:4]
-    answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    if name != CONTROL and os.environ.get(PLANTED) != name:
+def answer(name: str, layer: str, profile: str, out: int) -> NoReturn:
+    """Write what the layer saw to ``out``, a line of JSON, and end this process."""
+    if name != CONTROL:
         install(by_name(name))
     judges = {TESTS: _judge_by_tests, SEEDS: _judge_by_seeds}
     found = judges.get(layer.partition(":")[0] + ":", _judge_by_layer)(layer, profile)
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     found["cpu_s"] = sum(u.ru_utime + u.ru_stime for u in used)
-    answer.write(json.dumps(found) + "\n")
-    answer.flush()
+    os.write(out, json.dumps({k: _short(v) for k, v in found.items()}).encode())
     os._exit(0)  # a mutant may have left threads behind that never end
+
+
+def _short(value: Any) -> Any:
+    """What a pipe takes at once, whoever reads it."""
+    return value[:_MOST_CHARACTERS] if isinstance(value, str) else value
 
 
 def _judge_by_layer(layer: str, profile: str) -> dict[str, Any]:
@@ -108,7 +108,3 @@ def _judge_by_tests(layer: str, profile: str) -> dict[str, Any]:
     if code == pytest.ExitCode.TESTS_FAILED:
         return {"saw": first.seen}
     return {} if code == pytest.ExitCode.OK else {"broke": f"pytest ended with {code}"}
-
-
-if __name__ == "__main__":
-    main()

@@ -295,7 +295,7 @@ RECOVERY = (
         ),
         breaks="I8",
         source="I8",
-        killers=_SEARCH,
+        killers=("exhaustive", "fieldbugs"),
     ),
     mutant(
         "published-ones-are-failed-at-a-restart",
@@ -332,7 +332,7 @@ RECOVERY = (
         '    return _decision(checkpoint, found, "discarded", "it had failed")\n',
         breaks="I10",
         source="F17",
-        killers=_SEARCH,
+        killers=("tests:test_recovery.py",),
         why="the files of a failed attempt stay for ever",
     ),
     mutant(

@@ -70,7 +70,7 @@ MUTANTS = (
         "        pass\n",
         breaks="I2",
         source="read-back",
-        killers=("simulation", "processes"),
+        killers=("tests:test_durable.py",),
     ),
     mutant(
         "a-short-write-is-an-end",

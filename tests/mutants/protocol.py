@@ -117,7 +117,7 @@ ORDER = (
         "",
         breaks="I8",
         source="order",
-        killers=("simulation",),
+        killers=("tests:test_attacks.py",),
     ),
     mutant(
         "trash-emptied-before-a-prune-is-decided",
@@ -314,7 +314,7 @@ LOOKS = (
         "            pass\n        if newer",
         breaks="I1",
         source="F15",
-        killers=("simulation",),
+        killers=("tests:test_schedules.py",),
         why="also a later attempt's directory, or a person's",
     ),
     mutant(

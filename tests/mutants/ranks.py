@@ -30,7 +30,7 @@ WRITERS = (
         ),
         breaks="I10",
         source="Megatron-core (temporal caller)",
-        killers=("fieldbugs", "simulation"),
+        killers=("tests:test_processes.py",),
         why="a writer that was killed has succeeded",
     ),
     mutant(
@@ -126,7 +126,7 @@ PEOPLE = (
         "            pass\n",
         breaks="F28",
         source="verl #6067 / #7363",
-        killers=("fieldbugs", "simulation"),
+        killers=("tests:test_manager.py",),
         why="nobody polls: nothing is ever tracked",
     ),
     mutant(
@@ -284,7 +284,7 @@ FIELD = (
         "            case Finalize():\n                pass\n",
         breaks="I10",
         source="verl #4253",
-        killers=("fieldbugs", "simulation"),
+        killers=("simulation", "fieldbugs"),
     ),
     mutant(
         "nobody-writes-the-tracker",

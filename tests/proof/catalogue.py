@@ -33,9 +33,7 @@ LAYERS: MappingProxyType[str, Entry] = MappingProxyType(
             profiles=WITH_SOAK,
             drives=True,
         ),
-        "mutants": Entry(
-            "proof.mutants", "planted bugs, each killed by a layer", cpus=2, profiles=MAINTAINERS
-        ),
+        "mutants": Entry("proof.mutants", "planted bugs, each killed by a layer", cpus=2),
         "processes": Entry(
             "proof.processes",
             "SIGKILL and errors at every storage call, real processes, real disk",

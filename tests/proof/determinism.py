@@ -36,7 +36,7 @@ from proof.suites import SUITES
 from proof.traces import Wanderer
 
 ROOT = Path(__file__).resolve().parents[2]
-SEEDS = range(40)
+SEEDS = range(24)
 STATES = 150  # of each scope of the exhaustive search
 PATIENCE_S = 600.0  # for one re-run; one that takes longer is an error
 EXAMPLES = 0.1  # of what the suites run in the gate
@@ -67,9 +67,9 @@ def fingerprints() -> Iterator[tuple[str, str]]:
         search = Search(scope, STATES)
         search.run()
         yield f"exhaustive {scope.name}", search.fingerprint()
-    yield "traces", _digest([_wander(seed) for seed in range(8)])
+    yield "traces", _digest([_wander(seed) for seed in range(4)])
     bench = Bench([make_template("killed")])
-    tried = [bench.trial(seed) for seed in range(40)]
+    tried = [bench.trial(seed) for seed in range(20)]
     yield (
         "corruption",
         _digest([f"{c} {problem}" for c, problem in tried], sorted(bench.counts.items())),

@@ -3,32 +3,30 @@
 ``PYTHONPATH=tests python -m proof.mutants [--only NAME ...] [--list]``
 
 Rules: every mutant must be seen by some layer of the ``pr`` profile within ``LIMIT_S``. A layer runs
-in a fresh process that imports the mutated code; a layer that crashes or hangs has seen nothing. The
-mutant's own hints say which layers are asked first; that saves time and decides nothing. A control,
-the unbroken library, must be seen by none. A layer that is not there is reported.
+in a process of its own that imports the mutated code; a layer that crashes or hangs has seen nothing.
+The mutant's own hints say which layers are asked first; that saves time and decides nothing. A control,
+the unbroken library, must be seen by none; in the gate, the layers and tests beside this one are it.
+A layer that is not there is reported.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import queue
-import signal
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mutants.catalogue import MUTANTS, by_name
-from mutants.child import CONTROL, PLANTED, SEEDS, TESTS
+from mutants.child import CONTROL, SEEDS, TESTS
 from mutants.loader import Mutant, mutated_sources
+from mutants.nursery import Nursery
 
 from proof.layer import Budget, LayerResult, Violation, timed
 
@@ -102,48 +100,8 @@ def layers_for(planted: Mutant, layers: Sequence[str]) -> list[str]:
     return [n for n in dict.fromkeys(wanted) if n in known or n.startswith(TESTS)]
 
 
-def ask(name: str, layer: str, profile: str, limit_s: float) -> dict[str, Any]:
-    """One mutant against one layer, in a process group that is gone afterwards."""
-    command = [sys.executable, "-m", "mutants.child", name, layer, profile]
-    planted = str(_TESTS / "mutants" / "planted")  # its sitecustomize reaches every interpreter
-    paths = [planted, str(_TESTS), str(_TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
-    environment[PLANTED] = "" if name == CONTROL else name
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        text=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=max(1.0, limit_s))
-    except subprocess.TimeoutExpired:
-        return {"late": f"nothing in {limit_s:.0f} s"}
-    finally:
-        _end(process)
-    line = output.strip()
-    if not line:
-        return {"broke": f"ended with {process.returncode} and no answer"}
-    answer: dict[str, Any] = json.loads(line)
-    return answer
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End what the layer may have left running, then reap it."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
-
-
 def judge(
-    planted: Mutant, layers: Sequence[str], profile: str, limit_s: float = LIMIT_S
+    nursery: Nursery, planted: Mutant, layers: Sequence[str], profile: str, limit_s: float = LIMIT_S
 ) -> Verdict:
     """Ask layer after layer until one sees the mutant."""
     verdict = Verdict(planted.name, planted.breaks, planted.source)
@@ -156,7 +114,7 @@ def judge(
             break
         share = _HINTED_S if layer in planted.killers else _SHARE_S
         limit = left if layer == order[-1] else min(left, share)
-        answer = ask(planted.name, layer, profile, limit)
+        answer = nursery.ask(planted.name, layer, profile, limit)
         verdict.cpu_s += answer.get("cpu_s", 0.0)
         if "saw" in answer:
             verdict.killer, verdict.message = layer, answer["saw"]
@@ -173,7 +131,7 @@ def judge(
 
 
 def control(
-    layers: Sequence[str], profile: str, verdicts: Sequence[Verdict]
+    nursery: Nursery, layers: Sequence[str], profile: str, verdicts: Sequence[Verdict]
 ) -> Iterator[Violation]:
     """The unbroken library: whoever sees a bug in it would kill every mutant for nothing.
 
@@ -181,7 +139,7 @@ def control(
     """
     seeds = {v.replay.split()[-1]: v.name for v in verdicts if v.killer == "simulation"}
     if seeds:
-        answer = ask(CONTROL, SEEDS + ",".join(seeds), profile, LIMIT_S)
+        answer = nursery.ask(CONTROL, SEEDS + ",".join(seeds), profile, LIMIT_S)
         for seed in answer.get("red", seeds):
             yield Violation(
                 "",
@@ -189,7 +147,7 @@ def control(
                 f"{_REPLAY} {CONTROL}",
             )
     for layer in layers:
-        answer = ask(CONTROL, layer, profile, _CONTROL_S)
+        answer = nursery.ask(CONTROL, layer, profile, _CONTROL_S)
         problem = answer.get("saw") or answer.get("broke")
         if problem:
             yield Violation(
@@ -216,8 +174,9 @@ def run(
         for v in verdicts
         if not v.killer
     ]
-    if not budget.stop_at_first:
-        result.violations += control(layers, PROFILE, verdicts)
+    if budget.profile != PROFILE and not budget.stop_at_first:
+        with Nursery() as nursery:
+            result.violations += control(nursery, layers, PROFILE, verdicts)
     result.explored = {"mutants": len(verdicts), "killed": len(killed)}
     result.notes = [v.line() for v in verdicts]
     by_layer = Counter(v.killer.partition("::")[0] for v in killed)
@@ -244,22 +203,21 @@ def judge_all(
     stop = threading.Event()
 
     def work() -> None:
-        while not stop.is_set():
-            try:
-                planted = todo.get_nowait()
-            except queue.Empty:
-                return
-            verdict = judge(planted, layers, PROFILE)
-            verdicts[planted.name] = verdict
-            tell(verdict.line())
-            if budget.stop_at_first and not verdict.killer:
-                stop.set()
+        with Nursery() as nursery:
+            while not stop.is_set():
+                try:
+                    planted = todo.get_nowait()
+                except queue.Empty:
+                    return
+                verdict = judge(nursery, planted, layers, PROFILE)
+                verdicts[planted.name] = verdict
+                tell(verdict.line())
+                if budget.stop_at_first and not verdict.killer:
+                    stop.set()
 
-    threads = [threading.Thread(target=work) for _ in range(budget.processes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(budget.processes) as pool:
+        for working in [pool.submit(work) for _ in range(budget.processes)]:
+            working.result()
     return [verdicts[planted.name] for planted in mutants if planted.name in verdicts]
 
 

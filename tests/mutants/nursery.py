@@ -1,0 +1,132 @@
+"""Forks one process per question from an interpreter that has imported all but the library.
+
+``python -m mutants.nursery`` reads questions from standard input, a line of JSON each (mutant, layer,
+profile, seconds), and answers each with one line: what ``mutants.child`` found, or how it ended.
+Importing Hypothesis, pydantic and pytest anew for every question would take longer than most layers
+need to see a mutant.
+
+Rules: nothing of the library, nor of the layers, is imported here, so that every child imports the
+mutated text; a child is a session of its own, and nothing of it is left when its answer is given.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mutants import child
+
+_PRELOADED = ("greenlet", "hypothesis.stateful", "pydantic", "pytest", "transitions", "xxhash")
+_TESTS = Path(__file__).parents[1]
+_LOOK_S = 0.01
+_ANSWER_BYTES = 1 << 20
+
+
+class Nursery:
+    """The asking side: one question at a time. A context manager."""
+
+    def __init__(self) -> None:
+        planted = str(_TESTS / "mutants" / "planted")  # its sitecustomize reaches every interpreter
+        paths = [planted, str(_TESTS), str(_TESTS.parent), os.environ.get("PYTHONPATH", "")]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mutants.nursery"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def ask(self, name: str, layer: str, profile: str, limit_s: float) -> dict[str, Any]:
+        """What ``layer`` says of the library with mutant ``name``: see ``mutants.child``.
+
+        ``late``: nothing within ``limit_s``; ``broke``: it stumbled, or its process ended otherwise.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([name, layer, profile, limit_s]) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._process.communicate()  # no more questions: it ends
+
+
+def serve() -> None:
+    """Answer questions until there are no more."""
+    for module in _PRELOADED:
+        importlib.import_module(module)
+    for line in sys.stdin:
+        print(json.dumps(answer_by_child(*json.loads(line))), flush=True)
+
+
+def answer_by_child(name: str, layer: str, profile: str, limit_s: float) -> dict[str, Any]:
+    """Fork, let the child answer, and end whatever it leaves behind."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.close(read_end)
+        _become(name)
+        child.answer(name, layer, profile, write_end)
+    os.close(write_end)
+    status = _wait(pid, limit_s)
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    if status is None:
+        os.waitpid(pid, 0)
+    os.set_blocking(read_end, False)
+    try:
+        data = os.read(read_end, _ANSWER_BYTES)
+    except BlockingIOError:  # somebody in yet another session still holds the other end
+        data = b""
+    os.close(read_end)
+    if data:
+        found: dict[str, Any] = json.loads(data)
+        return found
+    if status is None:
+        return {"late": f"nothing in {limit_s:.0f} s"}
+    return {"broke": f"ended with {os.waitstatus_to_exitcode(status)} and no answer"}
+
+
+def _become(name: str) -> None:
+    """A child has no input and no output but its answer; its own children get the mutant too."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(null, number)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, m) for n, m in ((0, "r"), (1, "w"), (2, "w")))
+    os.environ[child.PLANTED] = "" if name == child.CONTROL else name
+
+
+def _wait(pid: int, limit_s: float) -> int | None:
+    """The child's status; None if it goes on beyond ``limit_s``."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(_LOOK_S)
+
+
+if __name__ == "__main__":
+    serve()
