@@ -178,7 +178,7 @@ def play(server: ForkServer, seed: int, result: LayerResult) -> None:
         result.violations.append(Violation(promise, str(error)[-4000:], command))
     finally:
         cluster.end()
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(place)
     explored = result.explored
     explored["rounds"] = explored.get("rounds", 0) + 1
     explored["kills"] = explored.get("kills", 0) + played.kills

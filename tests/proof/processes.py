@@ -82,7 +82,7 @@ def strike(site: Site, *, synced: bool, place: str | None = None) -> Finding:
         where = " ".join(finding.struck) if finding.struck else "nothing struck"
         finding.violation = Violation(promise, f"{where}: {what}", site.replay())
     finally:
-        shutil.rmtree(root, ignore_errors=True)
+        shutil.rmtree(root)
     return finding
 
 
