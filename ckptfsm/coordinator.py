@@ -63,7 +63,6 @@ from ckptfsm.messages import (
     FoundPublished,
     PartSpec,
     Prune,
-    Quarantine,
     Removed,
     Reprieved,
     SaveRequested,
@@ -72,7 +71,15 @@ from ckptfsm.messages import (
     WriteTracker,
 )
 from ckptfsm.ports import Clock, Identity, PartFinisher, Storage
-from ckptfsm.recovery import Decision, PublishedEvidence, Resume, plan
+from ckptfsm.recovery import (
+    Decision,
+    PublishedEvidence,
+    Resume,
+    forget_moved,
+    hopeless,
+    is_whole,
+    plan,
+)
 from ckptfsm.retention import KeepAll, Policy
 from ckptfsm.trash import remove_marker, sweep_temporaries
 
@@ -205,17 +212,19 @@ class Coordinator:
             self._options.visibility_timeout_s,
         )
         self._opened = Engine(self._storage, self._clock, lease, trade)
-        self._engine.begin(_forget_moved(history, decided.decisions), self._identity)
+        ledger = forget_moved(history.ledger, decided.decisions)
+        self._engine.begin(replace(history, ledger=ledger), self._identity)
         sweep_temporaries(self._storage)
         self._engine.reread_protection()
+        self._engine.last_hope = decided.last_hope
         for decision in decided.decisions:
             for action in decision.actions:
                 self._carry_out(action)
+        self._engine.last_hope = None
         self._let_writers_go(lease.epoch)
         self._finish_rollback(history)
-        self._repair_tracker()
-        self._refuse_half_open()
-        self._engine.retire()
+        self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))
+        self._refuse_half_open(decided.reasons)
         for warning in decided.warnings:
             log.warning("recovery_warning", extra={"root": self._storage.root, "what": warning})
         latest = self._engine.ledger.latest()
@@ -232,6 +241,7 @@ class Coordinator:
             self._engine.run(action)
             return
         if isinstance(action, Adopted):
+            self._engine.effects.settle_adopted(action.of.step)
             self._engine.effects.pin(action.of.step, "adopted")
             self._engine.reread_protection()
         if isinstance(action, FoundPublished):
@@ -266,17 +276,25 @@ class Coordinator:
         )
         self._engine.append(RollbackFinished(at=self._clock.wall()))
 
-    def _repair_tracker(self) -> None:
-        """Not while a newer one waits for its journal record: the tracker may name it already."""
+    def _repair_tracker(self, *, rewrite: bool) -> None:
+        """Not while a newer one waits for its journal record: the tracker may name it already.
+
+        ``rewrite``: somebody else wrote it, and nobody knows whether it is durable.
+        """
         waiting = any(isinstance(command, WriteTracker) for command in self._engine.pending)
         latest = self._engine.ledger.latest()
         if waiting or latest is None:
             return
-        if read_tracker(self._storage).step != latest.step:
+        if rewrite or read_tracker(self._storage).step != latest.step:
             self._engine.run(WriteTracker(latest.id))
 
-    def _refuse_half_open(self) -> None:
-        """A published checkpoint that the disk did not let be tracked is not passed over (I8)."""
+    def _refuse_half_open(self, reasons: Sequence[str]) -> None:
+        """A published checkpoint that the disk did not let be tracked is not passed over (I8).
+
+        Nor is one that was to be rolled forward and could not be, if it was all there was.
+        """
+        if reasons and self._engine.ledger.latest() is None:
+            raise hopeless(reasons)
         waiting = self._engine.ledger.in_flight()
         if waiting is not None:
             raise StorageError(
@@ -286,12 +304,14 @@ class Coordinator:
             )
 
     def close(self) -> None:
-        """Journal the end and give the root back in order."""
-        if self._lease is not None and self.fatal is None:
-            self._empty_trash()
-            run_seconds = self._engine.run_seconds()
-            self._engine.append(SegmentClosed(run_seconds=run_seconds, at=self._clock.wall()))
-        self.abandon()
+        """Journal the end and give the root back in order; give it back in any case."""
+        try:
+            if self._lease is not None and self.fatal is None:
+                self._empty_trash()
+                run_seconds = self._engine.run_seconds()
+                self._engine.append(SegmentClosed(run_seconds=run_seconds, at=self._clock.wall()))
+        finally:
+            self.abandon()
 
     def _empty_trash(self) -> None:
         """Use a few seconds to give space back; the next run goes on where this one stopped."""
@@ -561,7 +581,7 @@ class Coordinator:
             raise SaveRefused(
                 f"step {busy.step} is in flight; wait for it before going back", step=step
             )
-        self._engine.tracked(step)
+        self._refuse_broken_target(self._engine.tracked(step))
         self._engine.check_epoch()
         self._engine.append(RollbackStarted(to_step=step, at=self._clock.wall()))
         try:
@@ -571,6 +591,16 @@ class Coordinator:
                 f"the rollback to step {step} is not finished, a restart goes on with it: {error}",
                 step=step,
             ) from error
+
+    def _refuse_broken_target(self, checkpoint: Checkpoint) -> None:
+        """What is to be the latest must be whole: everything newer leaves its name for it (I2)."""
+        there = inspect_published(self._storage, checkpoint.step)
+        if not is_whole(checkpoint, there):
+            raise DamagedRoot(
+                f"step {checkpoint.step} is not whole, so nothing was rolled back: {there.detail}",
+                step=checkpoint.step,
+                file=published_name(checkpoint.step),
+            )
 
     def _roll_back_to(self, target: int | None) -> None:
         """Tracker first, so that it never names what is being moved; then the later steps."""
@@ -632,10 +662,14 @@ class Coordinator:
         )
 
     def release(self, lease: str) -> None:
-        """Give a reader's lease back."""
-        if lease:
+        """Give a reader's lease back. One that cannot be removed expires like any other."""
+        if not lease:
+            return
+        try:
             remove_marker(self._storage, lease)
             self._engine.reread_protection()
+        except OSError as error:
+            log.warning("lease_not_removed", extra={"file": lease, "error": describe(error)})
 
     def withdraw_damaged(self, step: int, detail: str) -> None:
         """Take a damaged checkpoint out of service. Raises ``DamagedRoot`` if none would be left."""
@@ -691,20 +725,14 @@ class Coordinator:
             if isinstance(error, CkptFsmError):
                 raise
             raise storage_error(error, work.__name__.strip("_")) from error
+        except CkptFsmError:
+            raise
+        except Exception as error:  # whatever was half done, only a restart can tell
+            self.fatal = OutcomeUnknown(f"an unexpected error: {describe(error)}")
+            raise self.fatal from error
         finally:
             if self._engine.moves != before and not self._engine.ledger.in_state(*UNSETTLED):
                 self._engine.news.append(Settled())
-
-
-def _forget_moved(history: History, decisions: Sequence[Decision]) -> History:
-    """Leave out of the snapshot what was moved to quarantine by an earlier run."""
-    moving = {a.of for d in decisions for a in d.actions if isinstance(a, Quarantine)}
-    living = {
-        of: c
-        for of, c in history.ledger.checkpoints.items()
-        if c.state is not State.QUARANTINED or of in moving
-    }
-    return replace(history, ledger=replace(history.ledger, checkpoints=living))
 
 
 def _step_of(checkpoint: Checkpoint | None) -> int | None:

@@ -66,6 +66,7 @@ from ckptfsm.layout import (
 from ckptfsm.lifecycle import Checkpoint, expected_reports
 from ckptfsm.messages import PartSpec
 from ckptfsm.ports import Clock, PartFinisher, Storage
+from ckptfsm.stock import inspect_stock
 from ckptfsm.trash import sweep_attempt
 
 _POLL_S = 0.05
@@ -91,10 +92,9 @@ class Effects:
         """Make the attempt's directory. In place, a stock trainer may have made it already."""
         self.check_epoch()
         directory = working_dir(checkpoint.id, checkpoint.in_place)
-        if checkpoint.in_place and lookup(self.storage, directory) is not None:
-            return
-        self.storage.mkdir(directory)
-        self.storage.fsync_dir(directory.rpartition("/")[0])
+        if not (checkpoint.in_place and lookup(self.storage, directory) is not None):
+            self.storage.mkdir(directory)
+        self.storage.fsync_dir(directory.rpartition("/")[0])  # whoever made it
 
     # ---------------------------------------------------------------------------------- finalize
 
@@ -110,10 +110,11 @@ class Effects:
             self._fsync_names(checkpoint, target)
             return
         receipts = self._read_receipts(checkpoint, directory)
-        sweep_attempt(self.storage, directory)
         files = self._listed_files(checkpoint, directory, receipts)
+        sweep_attempt(self.storage, directory, {entry.name for entry in files})
         for part in checkpoint.parts:
             files += self._finish_part(checkpoint, part, directory, receipts)
+        self._refuse_duplicates(checkpoint, files)
         self._refuse_unlisted(directory, files)
         manifest = self._manifest(checkpoint, files)
         fsync_tree_dirs(self.storage, directory)
@@ -183,6 +184,13 @@ class Effects:
         """What a killed process published may have names that are not durable yet."""
         fsync_tree_dirs(self.storage, published_name(step))
         self.storage.fsync_dir("")
+
+    def settle_adopted(self, step: int) -> None:
+        """What somebody else wrote may be in the page cache only: nothing is given up for that."""
+        name = published_name(step)
+        for file, _ in walk_files(self.storage, name):
+            fsync_existing(self.storage, f"{name}/{file}")
+        self.settle_published(step)
 
     def _read_receipts(self, checkpoint: Checkpoint, directory: str) -> list[Receipt]:
         """Every receipt, opened again until a deadline: network file systems show names late (F9)."""
@@ -263,9 +271,9 @@ class Effects:
         results = [r.results for r in receipts if r.part == part.name]
         try:
             return finisher(data, results, f"{self.storage.root}/{final}")
-        except (CkptFsmError, OSError):
+        except (CkptFsmError, OSError, KeyboardInterrupt, SystemExit):
             raise
-        except Exception as error:
+        except BaseException as error:  # torch's CheckpointException is one
             raise SaveFailed(
                 f"part {part.name!r} cannot be completed: {describe(error)}", file=final
             ) from error
@@ -281,6 +289,16 @@ class Effects:
             raise SaveFailed(f"the finalizers of {part.name} left an empty {name}", file=path)
         digest = self.storage.digest(path)
         return FileEntry(name=join(part.directory, name), bytes=size, digest=digest)
+
+    def _refuse_duplicates(self, checkpoint: Checkpoint, files: list[FileEntry]) -> None:
+        """What completes a part must not take the place of a file that a receipt lists."""
+        seen: set[str] = set()
+        for entry in files:
+            if entry.name in seen:
+                raise SaveFailed(
+                    f"{entry.name} is written twice", file=entry.name, step=checkpoint.step
+                )
+            seen.add(entry.name)
 
     def _refuse_unlisted(self, directory: str, files: list[FileEntry]) -> None:
         """A file nobody claims may be a late writer's: such a checkpoint is not committed."""
@@ -348,7 +366,7 @@ class Effects:
         aside = self._move_aside(source, trash_dir(checkpoint.id))
         kept = self._kept_by_people(checkpoint.step)
         if kept:
-            move(self.storage, aside, source)
+            self._bring_back(aside, source)
         return kept
 
     def settle_prunable(self, checkpoint: Checkpoint) -> str:
@@ -369,8 +387,13 @@ class Effects:
         own = [path for path in asides if self._is_own(checkpoint, path)]
         if not kept or not own or lookup(self.storage, source) is not None:
             return ""
-        move(self.storage, own[0], source)
+        self._bring_back(own[0], source)
         return kept
+
+    def _bring_back(self, aside: str, source: str) -> None:
+        """An effect of its own: a successor may be emptying the trash by now (I9)."""
+        self.check_epoch()
+        move(self.storage, aside, source)
 
     def _kept_by_tracker(self, checkpoint: Checkpoint, newer_step: int) -> str:
         tracker = read_tracker(self.storage)
@@ -389,11 +412,19 @@ class Effects:
         found = lookup(self.storage, path)
         if found is None or found.kind != "dir":
             return False
-        manifest = read_manifest(self.storage, path)
+        name, aside = path.rpartition("/")[2], attempt_name(checkpoint.id)
+        named = f"{name}.".startswith(f"{aside}.")
+        try:
+            manifest = read_manifest(self.storage, path)
+        except NewerSchema:
+            raise
+        except DamagedRoot:
+            if path == published_name(checkpoint.step):
+                raise  # the caller decides what becomes of it
+            return named
         if manifest is not None:
             return manifest.of == checkpoint.id
-        name, aside = path.rpartition("/")[2], attempt_name(checkpoint.id)
-        mine = path == published_name(checkpoint.step) or f"{name}.".startswith(f"{aside}.")
+        mine = path == published_name(checkpoint.step) or named
         return checkpoint.provenance == "adopted" and mine
 
     def _settle_names(self, directory: str) -> None:
@@ -428,12 +459,19 @@ class Effects:
         if damaged or (manifest is not None and manifest.of == checkpoint.id):
             self._move_aside(name, quarantine_dir(checkpoint.id))
             return
-        if checkpoint.in_place and manifest is not None:
+        if checkpoint.in_place and (manifest is not None or self._is_reached(checkpoint)):
             return  # somebody else's by now
         if lookup(self.storage, directory) is not None:
-            self._move_aside(directory, trash_dir(checkpoint.id))
+            loadable = checkpoint.in_place and inspect_stock(self.storage, directory).acceptable
+            aside = quarantine_dir if loadable else trash_dir
+            self._move_aside(directory, aside(checkpoint.id))
         else:
             self._settle_names(TRASH)
+
+    def _is_reached(self, checkpoint: Checkpoint) -> bool:
+        """True if the tracker names this step or a newer one: then another trainer went on from here."""
+        tracker = read_tracker(self.storage)
+        return tracker.step is not None and tracker.step >= checkpoint.step
 
     def quarantine(self, checkpoint: Checkpoint) -> None:
         """Move a withdrawn checkpoint aside, for a person to look at. It is never deleted.

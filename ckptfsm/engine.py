@@ -32,8 +32,10 @@ from ckptfsm.durable import put, storage_error
 from ckptfsm.effects import Effects
 from ckptfsm.errors import (
     CkptFsmError,
+    DamagedRoot,
     Fenced,
     IllegalTransition,
+    NewerSchema,
     OutcomeUnknown,
     ShardMissing,
     StepNotFoundError,
@@ -108,6 +110,7 @@ class Engine:
         self.news: deque[News] = deque()
         self.pending: list[Command] = []
         self.retire_due = False
+        self.last_hope: AttemptId | None = None  # nothing but this could be resumed from
         self.effects = Effects(
             storage,
             clock,
@@ -173,9 +176,7 @@ class Engine:
             put(self._storage, file, data, tag=self._lease.tag, check=self._lease.check)
         except OSError as error:
             self._lease.check()  # a successor sweeps our temporary file: then say so
-            if isinstance(error, CkptFsmError):
-                raise
-            raise storage_error(error, "journal", file) from error
+            raise _typed(error, "journal", file) from error
 
     def end(self) -> None:
         """Nothing more is journaled."""
@@ -276,6 +277,8 @@ class Engine:
             if checkpoint.id in self._published:
                 self.pending.append(Finalize(checkpoint.id))
                 return
+            if checkpoint.id == self.last_hope and isinstance(error, OSError):
+                raise _typed(error, "finalize") from error  # a disk that works can still finish it
             reason = error.kind if isinstance(error, ShardMissing) else "finalize"
             self.post(Failed(checkpoint.id, reason, describe(error)))
             return
@@ -302,7 +305,14 @@ class Engine:
             return
         latest = self.ledger.latest()
         newer = latest.step if latest is not None else -1
-        kept = self.effects.prune(checkpoint, newer)
+        try:
+            kept = self.effects.prune(checkpoint, newer)
+        except NewerSchema:
+            raise
+        except DamagedRoot as error:  # as recovery decides it: out of service, for a person
+            self.post(Reprieved(checkpoint.id, "damaged"))
+            self.post(Withdrawn(checkpoint.id, "damaged", describe(error)))
+            return
         self.post(Reprieved(checkpoint.id, kept) if kept else Removed(checkpoint.id))
         latest = self.ledger.latest()
         if kept and latest is not None and latest.id == checkpoint.id:
@@ -320,6 +330,7 @@ class Engine:
         """If the tracker names it, the tracker goes to the newest that is left first (I2)."""
         checkpoint = self.ledger.checkpoints[command.of]
         living = self.ledger.in_state(State.FINALIZED, State.TRACKED)
+        living += [c for c in self.ledger.in_state(*UNPUBLISHED, State.FAILED) if c.in_place]
         if any(other.step == checkpoint.step for other in living):
             return  # its name belongs to a later attempt
         latest = self.ledger.latest()
@@ -426,3 +437,7 @@ class Engine:
 
 def _by_id(checkpoint: Checkpoint) -> AttemptId:
     return checkpoint.id
+
+
+def _typed(error: OSError, what: str, file: str | None = None) -> CkptFsmError:
+    return error if isinstance(error, CkptFsmError) else storage_error(error, what, file)

@@ -117,8 +117,12 @@ def inspect_published(storage: Storage, step: int) -> PublishedEvidence:
             return PublishedEvidence(step, "stock")
         return PublishedEvidence(step, "unexplained", detail=f"{directory}: {verdict.reason}")
     problem = "" if manifest.step == step else f"its manifest is of step {manifest.step}"
-    problem = problem or check_sizes(storage, directory, manifest.files)
-    problem = problem or check_extra_shards(storage, directory, manifest.files)
+    try:
+        problem = problem or check_sizes(storage, directory, manifest.files)
+        problem = problem or check_extra_shards(storage, directory, manifest.files)
+    except OSError as error:  # a link or a file where a directory was
+        _raise_unless_damage(error)
+        problem = str(error)
     if problem:
         return PublishedEvidence(step, "damaged", manifest.of, detail=f"{directory}: {problem}")
     return PublishedEvidence(step, "manifest", manifest.of, manifest.run_seconds)

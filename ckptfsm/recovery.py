@@ -34,8 +34,8 @@ the evidence to quarantine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckptfsm.errors import DamagedRoot
@@ -121,10 +121,16 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The decisions in the order to carry them out. ``warnings`` are for people."""
+    """The decisions in the order to carry them out. ``warnings`` are for people.
+
+    ``reasons`` speak against beginning from scratch; ``last_hope`` is an attempt that is to be rolled
+    forward, if nothing else is left to resume from.
+    """
 
     decisions: tuple[Decision, ...]
     warnings: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+    last_hope: AttemptId | None = None
 
 
 def plan(
@@ -136,15 +142,42 @@ def plan(
     Raises ``DamagedRoot`` when there is evidence of a checkpoint and none to resume from, or, with
     ``strict``, when the newest one is not what tracker and journal say.
     """
-    decisions = [_decide(c, ledger, evidence) for c in _all(ledger)]
-    decisions += _unknown(ledger, evidence, epoch, everything=resume == "fresh")
+    known = [_decide(c, ledger, evidence) for c in _all(ledger)]
+    unknown = _unknown(ledger, evidence, epoch, everything=resume == "fresh")
+    decisions = _in_order(ledger, known, unknown)
     survivors = _survivors(ledger, decisions)
-    _refuse_hopeless(evidence, survivors, resume, decisions, interrupted)
+    reasons = _reasons(evidence, resume, decisions, interrupted)
+    if reasons and not survivors:
+        raise hopeless(reasons)
     warnings = () if interrupted else _warnings(evidence, survivors, decisions)
     if resume == "strict" and warnings:
         raise DamagedRoot(f"resume='strict': {warnings[0]}", warnings=warnings)
     found = [d for d in decisions if d.actions or d.result == "reported"]
-    return Plan((*found, *_strays(ledger, evidence)), warnings)
+    forward = {a.of for d in decisions for a in d.actions if isinstance(a, Finalize)}
+    only = bool(reasons) and survivors == {of.step for of in forward}
+    last_hope = next(iter(forward)) if only else None
+    return Plan((*found, *_strays(ledger, evidence)), warnings, reasons, last_hope)
+
+
+def forget_moved(ledger: Ledger, decisions: Sequence[Decision]) -> Ledger:
+    """The ledger to begin with: without what was moved to quarantine by an earlier run."""
+    moving = {a.of for d in decisions for a in d.actions if isinstance(a, Quarantine)}
+    living = {
+        of: c
+        for of, c in ledger.checkpoints.items()
+        if c.state is not State.QUARANTINED or of in moving
+    }
+    return replace(ledger, checkpoints=living)
+
+
+def _in_order(ledger: Ledger, known: list[Decision], unknown: list[Decision]) -> list[Decision]:
+    """What is adopted comes first, so that the tracker never goes back below it meanwhile.
+
+    Not where the journal's own checkpoint has to leave the step before.
+    """
+    ours = {published_name(c.step) for c in ledger.checkpoints.values()}
+    first = [d for d in unknown if d.actions and d.subject not in ours]
+    return [*first, *known, *(d for d in unknown if d not in first)]
 
 
 def _all(ledger: Ledger) -> list[Checkpoint]:
@@ -155,15 +188,19 @@ def _by_id(checkpoint: Checkpoint) -> AttemptId:
     return checkpoint.id
 
 
+def is_whole(checkpoint: Checkpoint, there: PublishedEvidence) -> bool:
+    """True if what stands at its name is this very checkpoint, with all its files."""
+    if there.found == "stock":
+        return checkpoint.provenance == "adopted"
+    return there.found == "manifest" and there.of == checkpoint.id
+
+
 def _decide(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> Decision:
     """The row of the module's table for one checkpoint of the journal."""
     of, state = checkpoint.id, checkpoint.state
     there = evidence.published.get(of.step)
     ours = there is not None and there.of == of
-    adopted = checkpoint.provenance == "adopted"
-    whole = there is not None and (
-        (ours and there.found == "manifest") or (adopted and there.found == "stock")
-    )
+    whole = there is not None and is_whole(checkpoint, there)
     found = there.found if there is not None else "not published"
     if state in (State.REQUESTED, State.FORKED, State.SHARDS_WRITTEN):
         return _decide_unpublished(checkpoint, whole, there is not None, evidence)
@@ -185,6 +222,8 @@ def _decide(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> Decis
         gone = Withdrawn(of, "damaged", why)
         return _decision(checkpoint, found, "withdrawn(damaged)", gone.detail, gone)
     if state is State.QUARANTINED:
+        if whole and _put_back(checkpoint, ledger, evidence):
+            return _decision(checkpoint, found, "forgotten", "a person put it back")
         if ours or whole:
             return _decision(checkpoint, found, "quarantined", "withdrawn before", Quarantine(of))
         return _decision(checkpoint, found, "forgotten", "moved aside before")
@@ -238,7 +277,7 @@ def _unknown(ledger: Ledger, evidence: Evidence, epoch: int, everything: bool) -
 
     An adoption that is interrupted then has the one to resume from already.
     """
-    explained = {c.step for c in ledger.checkpoints.values() if _explains(c, evidence)}
+    explained = {c.step for c in ledger.checkpoints.values() if _explains(c, ledger, evidence)}
     tracker, latest = evidence.tracker.step, ledger.latest()
     if tracker is None and latest is not None:
         tracker = latest.step  # torn or missing: the journal says what was in use
@@ -264,12 +303,32 @@ def _unknown(ledger: Ledger, evidence: Evidence, epoch: int, everything: bool) -
     return decisions
 
 
-def _explains(checkpoint: Checkpoint, evidence: Evidence) -> bool:
-    """True if what stands at its step's name is this checkpoint's, and decided with it."""
+def _put_back(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> bool:
+    """True if somebody else moved the tracker to where it uses what a rollback took away.
+
+    Ours was moved below, durably, before anything was withdrawn.
+    """
+    tracker, latest = evidence.tracker.step, ledger.latest()
+    if tracker is None or checkpoint.reason == "damaged":
+        return False
+    return checkpoint.step <= tracker and (latest is None or latest.step < tracker)
+
+
+def _explains(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> bool:
+    """True if what stands at its step's name is this checkpoint's, and decided with it.
+
+    What a stock loader would accept is not that of an attempt in place that never was tracked, if the
+    tracker has reached its step all the same: another trainer went on from here.
+    """
     state = checkpoint.state
     there = evidence.published.get(checkpoint.step)
     if there is None:
         return False
+    if state is State.QUARANTINED and is_whole(checkpoint, there):
+        return not _put_back(checkpoint, ledger, evidence)
+    if checkpoint.in_place and there.found == "stock" and state in (*UNPUBLISHED, State.FAILED):
+        tracker = evidence.tracker.step
+        return tracker is None or tracker < checkpoint.step
     if there.of == checkpoint.id:  # damaged before it was ever tracked: that is for a person
         return there.found == "manifest" or state not in UNPUBLISHED
     if there.found == "manifest":  # whole, and of another attempt
@@ -304,16 +363,15 @@ def _survivors(ledger: Ledger, decisions: list[Decision]) -> set[int]:
     return steps
 
 
-def _refuse_hopeless(
-    evidence: Evidence,
-    survivors: set[int],
-    resume: Resume,
-    decisions: list[Decision],
-    interrupted: bool,
-) -> None:
-    """Never begin from scratch while there is evidence of a checkpoint (I8)."""
+def _reasons(
+    evidence: Evidence, resume: Resume, decisions: list[Decision], interrupted: bool
+) -> tuple[str, ...]:
+    """Why not to begin from scratch: the evidence of a checkpoint (I8). Empty if there is none."""
     published = [
-        d for d in decisions if d.result in ("reported", "withdrawn(damaged)", "withdrawn")
+        d
+        for d in decisions
+        if d.result in ("reported", "withdrawn(damaged)", "withdrawn")
+        or (d.result == "quarantined" and d.found in ("manifest", "stock") and not interrupted)
     ]
     if resume == "fresh":
         stuck = [d.subject for d in published if d.result == "reported"]
@@ -322,15 +380,20 @@ def _refuse_hopeless(
                 f"resume='fresh' would leave {', '.join(stuck[:5])} behind: move it away first",
                 evidence=tuple(stuck),
             )
-        return
+        return ()
     named = evidence.tracker.found in ("step", "torn")
     nothing = not published and (interrupted or not named)
-    if survivors or evidence.release or nothing:
-        return
+    if evidence.release or nothing:
+        return ()
     reasons = [f"{d.subject}: {d.why}" for d in published]
     if named:
         reasons.append(f"the tracker says {_tracker_text(evidence.tracker)}")
-    raise DamagedRoot(
+    return tuple(reasons)
+
+
+def hopeless(reasons: Sequence[str]) -> DamagedRoot:
+    """The error of a root that shows checkpoints, and none to resume from."""
+    return DamagedRoot(
         "there is evidence of a checkpoint but none to resume from: "
         + "; ".join(reasons[:5])
         + ". Repair it, or pass resume='fresh' to move it to quarantine and begin again",

@@ -8,7 +8,7 @@ leaves the rest for the next slice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ckptfsm.durable import TEMPORARY, list_names, lookup, walk_files
 from ckptfsm.layout import JOURNAL, LEASE, PINS, TAKING, TRACKER, TRASH
@@ -20,17 +20,25 @@ _DEPTH = 64
 def remove_some(storage: Storage, limit: int, check: Callable[[], None] | None = None) -> int:
     """Delete up to ``limit`` entries of the trash, deepest first. Returns how many were deleted.
 
+    What cannot be deleted is passed over; its error is raised once nothing else is left.
+
     ``check`` is called between looking and deleting: what a successor moves to the trash after it took
     the root over was not there when a fenced manager looked.
     """
     removed = 0
+    stuck: OSError | None = None
     names = list_names(storage, TRASH)
     if check is not None:
         check()
     for name in names:
         if removed >= limit:
             break
-        removed += _remove(storage, f"{TRASH}/{name}", limit - removed, _DEPTH)
+        try:
+            removed += _remove(storage, f"{TRASH}/{name}", limit - removed, _DEPTH)
+        except OSError as error:  # it must not keep the others
+            stuck = stuck or error
+    if stuck is not None and not removed:
+        raise stuck
     return removed
 
 
@@ -71,10 +79,14 @@ def sweep_temporaries(
     return swept
 
 
-def sweep_attempt(storage: Storage, directory: str) -> None:
-    """Delete what a crash in the middle of a ``put`` left inside an unpublished attempt."""
+def sweep_attempt(storage: Storage, directory: str, listed: Collection[str]) -> None:
+    """Delete what a crash in the middle of a ``put`` left inside an unpublished attempt.
+
+    ``listed``: the files of its receipts, whatever they are called.
+    """
     for name, stat in walk_files(storage, directory):
-        if TEMPORARY in name.rpartition("/")[2] and stat.kind == "file":
+        left = TEMPORARY in name.rpartition("/")[2] and name not in listed
+        if left and stat.kind == "file":
             storage.unlink(f"{directory}/{name}")
 
 

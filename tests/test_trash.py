@@ -160,7 +160,7 @@ def test_an_attempts_temporaries_are_swept_at_every_depth(storage):
     write_new(storage, "attempt/.ckptfsm/receipts/state/0.json.tmp-5.e1.a1", b"x")
     write_new(storage, "attempt/.metadata.tmp-1-2-x", b"x")
     write_new(storage, "attempt/__0_0.distcp", b"x")
-    sweep_attempt(storage, "attempt")
+    sweep_attempt(storage, "attempt", ())
     assert storage.listdir("attempt") == [".ckptfsm", "__0_0.distcp"]
     assert storage.listdir("attempt/.ckptfsm/receipts/state") == []
 

@@ -27,6 +27,7 @@ from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.messages import PartSpec
 from ckptfsm.ports import Storage, Written
 from ckptfsm.processes import let_children_die_too
+from ckptfsm.stock import COMMON
 
 _WATCH_S = 0.1
 _WORKER_DIED = 78
@@ -81,8 +82,11 @@ class ForeignPart:
             payload = self._run()
         names = _files_of(payload)
         if self.rank == 0:
-            here = list_names(storage, join(location, self.directory))
-            names |= {name for name in here if name == "common.pt"}
+            if COMMON not in list_names(storage, join(location, self.directory)):
+                raise SaveFailed(
+                    f"{COMMON} of {self.name}'s request is gone: make the request anew"
+                )
+            names.add(COMMON)
         files = []
         for name in sorted(names):
             path = join(location, self.directory, name)

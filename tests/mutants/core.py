@@ -258,8 +258,8 @@ RECOVERY = (
     mutant(
         "starts-from-scratch",
         "recovery",
-        "    _refuse_hopeless(evidence, survivors, resume, decisions, interrupted)\n",
-        "",
+        "    if reasons and not survivors:\n        raise hopeless(reasons)\n",
+        "    reasons = ()\n",
         breaks="I8",
         source="NeMo #10228",
         killers=("exhaustive", "fieldbugs", "corruption"),

@@ -208,9 +208,22 @@ MUTANTS = (
         why="the rename may be durable at one of its ends only",
     ),
     mutant(
+        "adopted-without-fsync",
+        "effects",
+        """        for file, _ in walk_files(self.storage, name):
+            fsync_existing(self.storage, f"{name}/{file}")
+        self.settle_published(step)
+""",
+        "",
+        breaks="I2",
+        source="fsync",
+        killers=("tests:test_found_by_review.py",),
+        why="an older one is pruned for what a stock trainer left in the page cache",
+    ),
+    mutant(
         "staging-without-fsync",
         "effects",
-        '        self.storage.fsync_dir(directory.rpartition("/")[0])\n',
+        '        self.storage.fsync_dir(directory.rpartition("/")[0])  # whoever made it\n',
         "",
         breaks="I3",
         source="fsync",

@@ -159,8 +159,8 @@ ORDER = (
     mutant(
         "tracker-not-repaired-at-start",
         "coordinator",
-        "        self._finish_rollback(history)\n        self._repair_tracker()\n",
-        "        self._finish_rollback(history)\n",
+        '        self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))\n',
+        "",
         breaks="F18",
         source="order",
         killers=("corruption", "simulation"),
@@ -240,7 +240,7 @@ LOOKS = (
             "effects",
             """        kept = self._kept_by_people(checkpoint.step)
         if kept:
-            move(self.storage, aside, source)
+            self._bring_back(aside, source)
         return kept
 """,
             '        return ""\n',
@@ -267,7 +267,7 @@ LOOKS = (
         "effects",
         """        kept = self._kept_by_people(checkpoint.step)
         if kept:
-            move(self.storage, aside, source)
+            self._bring_back(aside, source)
         return kept
 """,
         '        return ""\n',
@@ -483,6 +483,33 @@ FENCES = (
         killers=("simulation",),
     ),
     mutant(
+        "bringing-back-is-not-fenced",
+        "effects",
+        "        self.check_epoch()\n        move(self.storage, aside, source)\n",
+        "        move(self.storage, aside, source)\n",
+        breaks="I9",
+        source="fencing",
+        killers=("tests:test_found_by_review.py",),
+    ),
+    mutant(
+        "rolled-back-to-a-broken-one",
+        "coordinator",
+        "        self._refuse_broken_target(self._engine.tracked(step))\n",
+        "        self._engine.tracked(step)\n",
+        breaks="I2",
+        source="F19",
+        killers=("tests:test_found_by_review.py",),
+    ),
+    mutant(
+        "pruned-before-the-latest-was-read",
+        "coordinator",
+        "        self._refuse_half_open(decided.reasons)\n",
+        "        self._refuse_half_open(decided.reasons)\n        self._engine.retire()\n",
+        breaks="I2",
+        source="F21",
+        killers=("tests:test_found_by_review.py",),
+    ),
+    mutant(
         "a-request-is-not-fenced",
         "coordinator",
         "        self._engine.check_epoch()\n        of = AttemptId(",
@@ -491,9 +518,9 @@ FENCES = (
             "effects",
             """        self.check_epoch()
         directory = working_dir(checkpoint.id, checkpoint.in_place)
-        if checkpoint.in_place and""",
+        if not""",
             """        directory = working_dir(checkpoint.id, checkpoint.in_place)
-        if checkpoint.in_place and""",
+        if not""",
         ),
         breaks="I9",
         source="fencing",

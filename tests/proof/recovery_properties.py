@@ -15,7 +15,13 @@ from ckptfsm import messages as m
 from ckptfsm.errors import DamagedRoot, IllegalTransition
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import IN_FLIGHT, Checkpoint, State
-from ckptfsm.recovery import Evidence, PublishedEvidence, TrackerEvidence, plan
+from ckptfsm.recovery import (
+    Evidence,
+    PublishedEvidence,
+    TrackerEvidence,
+    forget_moved,
+    plan,
+)
 from ckptfsm.retention import describe_tracked
 from ckptfsm.testing.strategies import evidences, ledgers, policies, steps
 
@@ -98,7 +104,7 @@ class Played:
 
 
 def carry_out(ledger: Ledger, evidence: Evidence, decisions) -> Played:
-    played = Played(ledger, evidence)
+    played = Played(forget_moved(ledger, decisions), evidence)
     for decision in decisions:
         for action in decision.actions:
             if isinstance(action, m.Command):

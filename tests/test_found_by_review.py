@@ -1,0 +1,406 @@
+"""Faults that a review and an attack of the finished library found, each as a short history.
+
+As in ``test_found_by_attack``: production code on a simulated disk, and one test for each fault, which
+says what it would catch.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+from typing import Any
+
+import pytest
+from proof.fuzz import _CONFIG, _zip, written_metadata
+from test_coordinator import content, saved, start, tracked
+
+from ckptfsm import messages as m
+from ckptfsm.coordinator import SaveRequest
+from ckptfsm.documents import Pin, encode
+from ckptfsm.durable import put
+from ckptfsm.errors import DamagedRoot, Fenced, OutcomeUnknown, StepNotFoundError, StorageError
+from ckptfsm.layout import TRACKER, TRASH, working_dir
+from ckptfsm.messages import PartSpec, ShardReported
+from ckptfsm.ports import Identity, RankJob, Written
+from ckptfsm.readers import ReaderLease
+from ckptfsm.retention import LatestN
+from ckptfsm.testing.faults import FaultStorage
+from ckptfsm.testing.harness import PARTS, FakeJob, FakePart, check_root, fake_content
+from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+from ckptfsm.writer import ShardFile, write_rank
+
+SHARD = "__0_0.distcp"
+
+
+def stock_saves(disk: SimDisk, step: int) -> None:
+    """A stock trainer saves a step and moves the tracker; it fsyncs nothing."""
+    storage, name = SimStorage(disk, "stock"), f"iter_{step:07d}"
+    if name not in storage.listdir(""):
+        storage.mkdir(name)
+    files = {
+        f"{name}/.metadata": written_metadata(),
+        f"{name}/metadata.json": _CONFIG,
+        f"{name}/common.pt": _zip(),
+        f"{name}/{SHARD}": bytes(100),
+        f"{TRACKER}.stock": b"%d" % step,
+    }
+    for path, data in files.items():
+        handle = storage.open_exclusive(path)
+        storage.write(handle, data)
+        storage.close(handle)
+    storage.rename(f"{TRACKER}.stock", TRACKER)
+    disk.kill("stock")
+
+
+def in_place(job: FakeJob, step: int) -> m.AttemptId:
+    """A save whose path the trainer fixed, as far as its writer's fork."""
+    of = job.coordinator.request(SaveRequest(step, PARTS, job.ranks, True, expected_bytes=1))
+    job.fork(of)
+    return of
+
+
+def leave_written(disk: SimDisk, step: int) -> None:
+    """A job that dies with all its shards of ``step`` written, before it could publish them."""
+    storage = FaultStorage(SimStorage(disk, "dies"))
+    job = start_with(storage, "dies")
+    of = job.request(step)
+    job.fork(of)
+    job.write(of, 0)
+    storage.before = Strike("open_exclusive", ".metadata", ProcessDead("dies"))
+    with pytest.raises(ProcessDead):
+        job.write(of, 1)
+    disk.kill("dies")
+
+
+def start_with(storage: Any, name: str, **options: Any) -> FakeJob:
+    job = FakeJob(storage, identity=identity(name), **options)
+    job.open()
+    return job
+
+
+def identity(name: str) -> Identity:
+    return Identity("sim", len(name), f"boot:{name}", name)
+
+
+class Strike:
+    """A hook that raises at every call of a method on a path."""
+
+    def __init__(self, method: str, path: str, error: BaseException) -> None:
+        self.method, self.path, self.error = method, path, error
+
+    def __call__(self, index: int, method: str, path: str) -> None:
+        if method == self.method and self.path in path:
+            raise self.error
+
+
+class TakesOver(FaultStorage):
+    """Between the move to the trash and the way back: a reader asks, and a successor takes over."""
+
+    def __init__(self, disk: SimDisk) -> None:
+        super().__init__(SimStorage(disk, "first"))
+        self.after = self.ask
+        self.disk = disk
+        self.lease = ReaderLease("/sim", 1, storage=SimStorage(disk, "reader"), nonce="r")
+        self.successor: FakeJob | None = None
+
+    def ask(self, index: int, method: str, path: str) -> None:
+        if method == "rename" and path.startswith(f"iter_0000001 -> {TRASH}"):
+            mark = Pin(step=1, reason="reader", nonce="r-1")
+            put(self.lease._storage, self.lease._file, encode(mark), tag="r")
+
+    def listdir(self, path: str) -> list[str]:
+        """The pruner sees the lease in its second look, and is paused right there."""
+        found = super().listdir(path)
+        if self.successor is None and path == ".ckptfsm/leases" and found:
+            with pytest.raises(StepNotFoundError):
+                self.lease.renew()
+            self.lease._let_go()
+            storage = SimStorage(self.disk, "next")
+            self.successor = start_with(storage, "next", takeover=True, retention=LatestN(1))
+            assert self.successor.coordinator._engine.give_space_back(3)
+        return found
+
+
+def test_I9_a_fenced_pruner_brings_nothing_back():
+    """Catches: half a checkpoint at its published name, because its way back from the trash had no
+    check of the epoch, and the successor was emptying the trash."""
+    disk = SimDisk()
+    storage = TakesOver(disk)
+    job = start_with(storage, "first", retention=LatestN(1))
+    job.save(1)
+    with pytest.raises(Fenced):
+        job.save(2)
+    assert storage.successor is not None
+    check_root(SimStorage(disk, "judge"), 2)
+
+
+def test_I8_the_last_hope_is_not_failed_by_a_full_disk():
+    """Catches: a start from scratch, and the shards in the trash, because the disk was full while the
+    only checkpoint that is left was rolled forward."""
+    disk = SimDisk()
+    saved(disk, 1)
+    disk.kill("first")
+    leave_written(disk, 2)
+    disk.uproot(f"iter_0000001/{SHARD}")
+    full = Strike("write", ".metadata", OSError(errno.ENOSPC, "full"))
+    job = FakeJob(FaultStorage(SimStorage(disk, "full"), before=full), identity=identity("full"))
+    with pytest.raises(StorageError):
+        job.open()
+    disk.kill("full")
+    assert start(disk, "again").coordinator.ledger.latest().step == 2
+
+
+def test_I2_a_directory_that_the_trainer_made_is_durable_before_the_tracker_names_it():
+    """Catches: a tracker that names a directory whose name a power loss takes away."""
+    for seed in range(60):
+        disk = SimDisk()
+        storage = FaultStorage(SimStorage(disk, "first"))
+        job = start_with(storage, "first", ranks=1)
+        job.save(1)
+        SimStorage(disk, "trainer").mkdir("iter_0000002")
+        of = in_place(job, 2)
+        part = FakePart("state", "", 0, fake_content(of, 0))
+        written = write_rank(storage, RankJob(of, 0, 1, working_dir(of, True), (part,)))
+        storage.before = DiesAfterTracker()
+        with pytest.raises(ProcessDead):
+            job.coordinator.report([ShardReported(of, n, 0, 1, s) for n, s, _ in written])
+        disk.crash(random.Random(seed))
+        snapshot = disk.snapshot()
+        assert snapshot[TRACKER] == b"1" or "iter_0000002/.ckptfsm/manifest.json" in snapshot, seed
+
+
+class DiesAfterTracker:
+    """Dies at the fsync that makes the tracker's name durable."""
+
+    def __init__(self) -> None:
+        self.renamed = False
+
+    def __call__(self, index: int, method: str, path: str) -> None:
+        self.renamed = self.renamed or (method == "rename" and path.endswith(f"-> {TRACKER}"))
+        if self.renamed and method == "fsync_dir" and path == "":
+            raise ProcessDead("first")
+
+
+def test_I2_what_is_adopted_is_durable_before_anything_is_pruned_for_it():
+    """Catches: our own checkpoint pruned for one that a stock trainer left in the page cache."""
+    disk = SimDisk()
+    saved(disk, 1)
+    disk.kill("first")
+    stock_saves(disk, 2)
+    job = start(disk, "second", retention=LatestN(1))
+    assert tracked(job)[-1] == 2
+    disk.crash("all_lost")
+    assert tracked(start(disk, "third"))[-1] == 2
+    assert content(disk, TRACKER) == b"2"
+
+
+@pytest.mark.parametrize("damage", ["gone", "gutted"])
+def test_I2_a_rollback_looks_at_its_target(damage: str):
+    """Catches: every good checkpoint moved to quarantine for one that is not whole."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2, 3)
+    disk.uproot("iter_0000001" if damage == "gone" else f"iter_0000001/{SHARD}")
+    with pytest.raises(DamagedRoot, match="nothing was rolled back"):
+        job.coordinator.rollback(1)
+    assert tracked(job) == [1, 2, 3] and content(disk, TRACKER) == b"3"
+    job.coordinator.rollback(2)
+    assert content(disk, TRACKER) == b"2"
+
+
+def test_F16_a_link_inside_an_old_checkpoint_is_damage_of_that_one():
+    """Catches: a root that cannot be opened at all for a link in an old checkpoint's directory."""
+    disk = SimDisk()
+    job = start(disk, "first")
+    parts = (PartSpec("state"), PartSpec("actor", directory="actor"))
+    for step in (1, 2):
+        job.save(step, parts)
+    job.close()
+    disk.uproot("iter_0000001/actor")
+    disk.plant_symlink("iter_0000001/actor", "elsewhere")
+    assert tracked(start(disk, "second")) == [2]
+
+
+def test_I10_an_unexpected_error_stops_the_coordinator():
+    """Catches: an attempt that nobody ends, because its report was lost with a bug or the memory."""
+    disk = SimDisk()
+    job = start(disk, "first")
+    of = job.request(1)
+    job.fork(of)
+    job.write(of, 0)
+    job.storage.before = Strike("rename", "iter_0000001", MemoryError("no memory"))
+    with pytest.raises(OutcomeUnknown, match="MemoryError"):
+        job.write(of, 1)
+    assert isinstance(job.coordinator.fatal, OutcomeUnknown)
+    with pytest.raises(OutcomeUnknown):
+        job.request(2)
+
+
+def test_F5_a_damaged_manifest_does_not_stop_space_from_coming_back():
+    """Catches: a prune that is pending for ever, and a trash that is never emptied beside it."""
+    disk = SimDisk()
+    job = start(disk, "first", retention=LatestN(2))
+    for step in (1, 2):
+        job.save(step)
+    disk.overwrite("iter_0000001/.ckptfsm/manifest.json", b"{")
+    for step in range(3, 8):
+        job.save(step)
+        job.clock.now += 60
+        job.coordinator.tick()
+        job.coordinator.tick()
+    assert tracked(job) == [6, 7] and not job.coordinator.busy
+    left = {path.split("/")[2] for path in disk.snapshot() if path.startswith(f"{TRASH}/")}
+    assert not left, "what was pruned is deleted"
+    assert any("quarantine/1.e1.a1" in path for path in disk.snapshot())
+
+
+def test_F5_an_entry_of_the_trash_that_stays_does_not_keep_the_others():
+    """Catches: a disk that fills up behind one file that cannot be deleted."""
+    disk = SimDisk()
+    stuck = Strike("unlink", f"{TRASH}/1.e1.a1/{SHARD}", OSError(errno.EPERM, "immutable"))
+    job = start_with(
+        FaultStorage(SimStorage(disk, "first"), before=stuck), "first", retention=LatestN(1)
+    )
+    for step in range(1, 5):
+        job.save(step)
+        for _ in range(4):
+            job.clock.now += 60
+            job.coordinator.tick()
+    left = {path.split("/")[2] for path in disk.snapshot() if path.startswith(f"{TRASH}/")}
+    assert left == {"1.e1.a1"}
+
+
+def test_F5_a_close_that_fails_gives_the_root_back():
+    """Catches: a process that is in its own way, and in its successor's, for a last record on a full
+    disk."""
+    disk = SimDisk()
+    storage = FaultStorage(SimStorage(disk, "first"))
+    job = start_with(storage, "first")
+    job.save(1)
+    storage.before = Strike("pwrite", ".ckptfsm/journal", OSError(errno.ENOSPC, "full"))
+    with pytest.raises(StorageError):
+        job.close()
+    assert tracked(start(disk, "second")) == [1]
+
+
+def test_I2_nothing_is_pruned_before_the_latest_was_read():
+    """Catches: the last good checkpoint pruned at a restart with a smaller keep, before restore found
+    that the newest one is damaged."""
+    disk = SimDisk()
+    saved(disk, 1, 2)
+    disk.kill("first")
+    path = f"iter_0000002/{SHARD}"
+    disk.overwrite(path, content(disk, path)[:-1] + b"?")
+    job = start(disk, "second", retention=LatestN(1))
+    located = job.coordinator.locate(None)
+    assert located is not None and located.step == 2
+    job.coordinator.release(located.lease)
+    job.coordinator.withdraw_damaged(2, "another content")
+    assert tracked(job) == [1]
+
+
+def test_I1_what_a_stock_trainer_completed_is_not_our_failed_attempts():
+    """Catches: a complete checkpoint that the tracker names, moved to the trash, because an attempt in
+    place at its step had been killed."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    in_place(job, 2)
+    disk.kill("first")
+    stock_saves(disk, 2)
+    job = start(disk, "second")
+    assert tracked(job) == [1, 2]
+    job.close()
+    assert f"iter_0000002/{SHARD}" in disk.snapshot() and content(disk, TRACKER) == b"2"
+
+
+def test_I1_a_loadable_directory_in_place_is_never_deleted():
+    """Catches: the trash for what foreign finalizers had completed when their job was killed."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    in_place(job, 2)
+    disk.kill("first")
+    stock_saves(disk, 2)
+    disk.overwrite(TRACKER, b"1")
+    start(disk, "second").close()
+    assert any(path.startswith(".ckptfsm/quarantine/2.") for path in disk.snapshot())
+
+
+def test_I2_a_roll_forward_never_takes_the_tracker_back():
+    """Catches: a kill in the middle of opening that leaves the tracker below what a stock trainer had
+    reached, so that its checkpoints are newer than the tracker for ever."""
+    base = SimDisk()
+    saved(base, 1)
+    base.kill("first")
+    leave_written(base, 2)
+    for step in (3, 4):
+        stock_saves(base, step)
+    calls = FaultStorage(SimStorage(base.fork(), "count"))
+    start_with(calls, "count")
+    for index in range(len(calls.calls)):
+        disk = base.fork()
+        storage = FaultStorage(SimStorage(disk, "killed"), before=DiesAt(index))
+        with pytest.raises(ProcessDead):
+            start_with(storage, "killed")
+        assert content(disk, TRACKER) == b"4", index
+        disk.kill("killed")
+        assert start(disk, "again").coordinator.ledger.latest().step == 4, index
+
+
+class DiesAt:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __call__(self, index: int, method: str, path: str) -> None:
+        if index == self.index:
+            raise ProcessDead(path)
+
+
+def test_I8_what_a_person_puts_back_is_evidence():
+    """Catches: a start from scratch without a word, beside a whole checkpoint at its name."""
+    disk = SimDisk()
+    saved(disk, 1, 2)
+    disk.kill("first")
+    start(disk, "fresh", resume="fresh").close()
+    storage = SimStorage(disk, "person")
+    storage.rename(".ckptfsm/quarantine/2.e1.a2", "iter_0000002")
+    with pytest.raises(DamagedRoot, match="withdrawn before"):
+        start(disk, "second")
+    disk.plant_file(TRACKER, b"2")
+    assert tracked(start(disk, "third")) == [2]
+
+
+def test_I4_a_listed_file_is_never_swept():
+    """Catches: a part's own file deleted for its name, after its receipt was believed."""
+    disk = SimDisk()
+    job = start(disk, "first", ranks=1)
+    of = job.request(1, (PartSpec("vocab", "file", ranks=(0,)),))
+    job.fork(of)
+    written = write_rank(job.storage, RankJob(of, 0, 1, working_dir(of, False), (Vocabulary(),)))
+    job.coordinator.report([ShardReported(of, n, 0, 1, s) for n, s, _ in written])
+    assert tracked(job) == [1]
+    assert "iter_0000001/bpe.tmp-final.json" in disk.snapshot()
+
+
+class Vocabulary:
+    name, directory = "vocab", ""
+
+    def write(self, storage: Any, location: str) -> Written:
+        shard = ShardFile(storage, f"{location}/bpe.tmp-final.json")
+        shard.write(b"{}")
+        return Written((shard.close_durably("bpe.tmp-final.json"),))
+
+
+def test_I1_a_pending_quarantine_leaves_an_attempt_in_place_alone():
+    """Catches: the directory that a save is being written into, moved aside for an earlier one."""
+    disk = SimDisk()
+    storage = FaultStorage(SimStorage(disk, "first"))
+    job = start_with(storage, "first")
+    for step in (1, 2):
+        job.save(step)
+    storage.after = Strike("fsync_dir", ".ckptfsm/quarantine", OSError(errno.EIO, "sick"))
+    job.coordinator.rollback(1)
+    storage.after = None
+    assert job.coordinator.busy
+    of = in_place(job, 2)
+    job.clock.now += 60
+    job.coordinator.tick()
+    assert f"iter_{of.step:07d}" in SimStorage(disk, "judge").listdir("")
