@@ -241,6 +241,7 @@ class Coordinator:
             self._engine.run(action)
             return
         if isinstance(action, Adopted):
+            self._engine.continue_from(action.run_seconds)
             self._engine.effects.settle_adopted(action.of.step)
             self._engine.effects.pin(action.of.step, "adopted")
             self._engine.reread_protection()
@@ -519,6 +520,8 @@ class Coordinator:
         removed = 0
         if self._engine.ledger.in_flight() is None:
             try:
+                if self._lease is not None:
+                    self._lease.claim_lock()
                 self._expire_readers()
                 removed = self._engine.give_space_back(_TRASH_SLICE)
             except OSError as error:

@@ -149,9 +149,10 @@ class Effects:
 
     def _is_published(self, checkpoint: Checkpoint, target: str) -> bool:
         """True if this very attempt has its name already; another one there is an error."""
-        if lookup(self.storage, target) is None:
+        found = lookup(self.storage, target)
+        if found is None:
             return False
-        manifest = read_manifest(self.storage, target)
+        manifest = read_manifest(self.storage, target) if found.kind == "dir" else None
         if manifest is not None and manifest.of == checkpoint.id:
             return True
         raise SaveFailed(f"{target} is taken by something else", file=target, step=checkpoint.step)
@@ -448,7 +449,8 @@ class Effects:
         directory = working_dir(checkpoint.id, checkpoint.in_place)
         name = published_name(checkpoint.step)
         manifest, damaged = None, False
-        if lookup(self.storage, name) is not None:
+        found = lookup(self.storage, name)
+        if found is not None and found.kind == "dir":  # a link there is somebody else's
             try:
                 manifest = read_manifest(self.storage, name)
             except NewerSchema:

@@ -186,6 +186,10 @@ class Engine:
         """Training time accumulated over all runs on this root, in seconds."""
         return self._run_base + (self._clock.monotonic() - self._opened_at)
 
+    def continue_from(self, run_seconds: float) -> None:
+        """Training had come this far, says a checkpoint that the journal did not know."""
+        self._run_base = max(self._run_base, run_seconds)
+
     def post(self, event: Event) -> None:
         """Make a move of our own. Raises ``IllegalTransition``, or what the journal raises."""
         self.commit(*self.ledger.post(event))

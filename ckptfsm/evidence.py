@@ -125,7 +125,8 @@ def inspect_published(storage: Storage, step: int) -> PublishedEvidence:
         problem = str(error)
     if problem:
         return PublishedEvidence(step, "damaged", manifest.of, detail=f"{directory}: {problem}")
-    return PublishedEvidence(step, "manifest", manifest.of, manifest.run_seconds)
+    metrics = tuple(sorted(manifest.metrics.items()))
+    return PublishedEvidence(step, "manifest", manifest.of, manifest.run_seconds, metrics=metrics)
 
 
 def read_receipt(storage: Storage, checkpoint: Checkpoint, part: str, rank: int) -> Receipt:

@@ -54,6 +54,11 @@ class RootLease:
                 "a newer manager took this root over", epoch=self.epoch, newer_epoch=newest
             )
 
+    def claim_lock(self) -> None:
+        """After a takeover: take the lock as soon as the one before has died (F32)."""
+        if self._lock is None:
+            self._lock = self._storage.try_lock(LOCK)
+
     def release(self) -> None:
         """Let go of the root: another manager of this very process may open it now."""
         try:

@@ -396,6 +396,11 @@ def _absorb(checkpoint: Checkpoint, event: Event) -> Checkpoint:
         case Failed() | Withdrawn():
             return replace(checkpoint, reason=event.reason, detail=event.detail)
         case Adopted():
-            return replace(checkpoint, provenance="adopted", run_seconds=event.run_seconds)
+            return replace(
+                checkpoint,
+                provenance="adopted",
+                run_seconds=event.run_seconds,
+                metrics=event.metrics,
+            )
         case _:
             return checkpoint

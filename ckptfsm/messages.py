@@ -213,6 +213,7 @@ class Adopted(Event):
 
     name: ClassVar[str] = "adopted"
     run_seconds: float = 0.0
+    metrics: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

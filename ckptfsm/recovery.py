@@ -74,6 +74,7 @@ class PublishedEvidence:
     of: AttemptId | None = None
     run_seconds: float = 0.0
     detail: str = ""
+    metrics: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +296,7 @@ def _unknown(ledger: Ledger, evidence: Evidence, epoch: int, everything: bool) -
             adopted += 1
             of = there.of or AttemptId(step, epoch, adopted)
             why = "complete, and no journal explains it: adopted in place and pinned"
-            adopt = Adopted(of, there.run_seconds)
+            adopt = Adopted(of, there.run_seconds, there.metrics)
             decisions.append(Decision(name, "none", there.found, "adopted", why, (adopt,)))
         else:
             why = "newer than the tracker: never resumed from unasked" if newer else there.detail

@@ -18,8 +18,16 @@ from ckptfsm import messages as m
 from ckptfsm.coordinator import SaveRequest
 from ckptfsm.documents import Pin, encode
 from ckptfsm.durable import put
-from ckptfsm.errors import DamagedRoot, Fenced, OutcomeUnknown, StepNotFoundError, StorageError
+from ckptfsm.errors import (
+    DamagedRoot,
+    Fenced,
+    OutcomeUnknown,
+    RootBusy,
+    StepNotFoundError,
+    StorageError,
+)
 from ckptfsm.layout import TRACKER, TRASH, working_dir
+from ckptfsm.lifecycle import absent, apply
 from ckptfsm.messages import PartSpec, ShardReported
 from ckptfsm.ports import Identity, RankJob, Written
 from ckptfsm.readers import ReaderLease
@@ -404,3 +412,53 @@ def test_I1_a_pending_quarantine_leaves_an_attempt_in_place_alone():
     job.clock.now += 60
     job.coordinator.tick()
     assert f"iter_{of.step:07d}" in SimStorage(disk, "judge").listdir("")
+
+
+def test_F32_a_taken_over_root_is_locked_once_the_one_before_is_dead():
+    """Catches: a stray job that opens the root of a living one, because that had taken it over from a
+    process that died later, and held no lock since."""
+    disk = SimDisk()
+    start(disk, "first")
+    job = start(disk, "second", takeover=True)
+    disk.kill("first")
+    job.clock.now += 60
+    job.coordinator.tick()
+    with pytest.raises(RootBusy):
+        start(disk, "stray")
+    job.save(1)
+    assert tracked(job) == [1]
+
+
+def test_I10_a_link_at_the_published_name_does_not_stay_in_the_way():
+    """Catches: a failed attempt that can never be cleaned up, so that every close takes its deadline."""
+    disk = SimDisk()
+    job = start(disk, "first")
+    of = job.request(1)
+    job.fork(of)
+    disk.plant_symlink("iter_0000001", "elsewhere")
+    job.write(of, 0)
+    job.write(of, 1)
+    for rank in (0, 1):
+        job.coordinator.report([m.WriterGone(of, rank)])
+    assert not job.coordinator.busy and of not in job.coordinator.ledger.checkpoints
+    assert disk.snapshot()["iter_0000001"] == "-> elsewhere"
+
+
+def test_F20_what_is_adopted_brings_its_time_and_metrics():
+    """Catches: policies that prune the wrong ones after the journal was moved away: run time begins at
+    zero again, and the best checkpoint has no metric."""
+    disk = SimDisk()
+    job = start(disk, "first")
+    job.clock.now += 7200
+    job.save(1)
+    of = job.coordinator.ledger.latest().id
+    job.close()
+    for name in SimStorage(disk, "person").listdir(".ckptfsm/journal"):
+        SimStorage(disk, "person").unlink(f".ckptfsm/journal/{name}")
+    again = start(disk, "second")
+    adopted = again.coordinator.ledger.checkpoints[of]
+    assert adopted.provenance == "adopted" and adopted.run_seconds >= 7200
+    again.save(2)
+    assert again.coordinator.ledger.latest().run_seconds >= adopted.run_seconds
+    metrics = (("loss", 1.5),)
+    assert apply(absent(of), m.Adopted(of, 1.0, metrics))[0].metrics == metrics
