@@ -128,7 +128,7 @@ def parse_reader(name: str) -> int | None:
 def parse_tracker(text: bytes) -> int | str | None:
     """The tracker's content: a step, ``"release"``, or None when it is neither."""
     try:
-        word = text.decode("ascii").strip()
+        word = text.decode("ascii").strip(" \t\r\n")  # str.strip takes control characters too
     except UnicodeDecodeError:
         return None
     if word == "release":

@@ -123,6 +123,8 @@ def test_F30_other_names_that_are_not_ours():
         (b"1.0", None),
         (b"1 2", None),
         (b"10\x00", None),
+        (b"1\x1f", None),
+        (b"\x1d1", None),
         (b"\xff\xfe", None),
         ("٣".encode(), None),
         (b"9" * 5000, None),

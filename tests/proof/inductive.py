@@ -586,7 +586,7 @@ def run(budget: Budget) -> LayerResult:
     """The proof, its sanity, and its agreement with production."""
     spec = load_spec()
     result = LayerResult("inductive")
-    cases = budget.pick(pr=6_000, nightly=60_000, release=200_000)
+    cases = budget.pick(pr=6_000, nightly=60_000, release=60_000)
     checks: tuple[tuple[str, Iterator[tuple[str, str]]], ...] = (
         ("I1 I2 I7", prove(spec)),
         ("sanity", vacuous(spec)),

@@ -151,7 +151,7 @@ class Round:
 def run(budget: Budget) -> LayerResult:
     """Rounds of 25 kills: 2 in ``pr``, 40 in the soak and until its hours are over."""
     result = LayerResult("megatron_kills")
-    rounds = budget.pick(pr=2, nightly=8, release=40)
+    rounds = budget.pick(pr=2, nightly=8, release=8, soak=40)
     deadline = time.monotonic() + budget.hours * 3600
     seed = 0
     with _server() as server:

@@ -194,7 +194,7 @@ class Wanderer:
 
 
 def _wander(budget: Budget, result: LayerResult) -> None:
-    total = budget.pick(pr=150, nightly=1500, release=5000)
+    total = budget.pick(pr=150, nightly=1500, release=1500)
     found, tried = Conformance(), 0
     with watch_moves(result.coverage):
         for seed in range(total):
