@@ -247,6 +247,23 @@ def test_the_watch_judges_what_has_no_reason():
         watch.changed("p", 0.0, "pwrite", ".ckptfsm/journal/000007.ndjson")
 
 
+def test_I9_bringing_a_directory_back_needs_a_fresh_look():
+    """Catches: a watch that takes a bring-back from the trash for no effect of its own."""
+    _, _, watch = watched()
+    watch.changed("p", 0.0, "link", ".ckptfsm/lease/taking", ".ckptfsm/lease/epoch-1")
+    back = ("rename", ".ckptfsm/trash/1.e1.a1", "iter_0000001")
+    with pytest.raises(RootBroken, match="I9: p acts on .*, its epoch unchecked"):
+        watch.changed("p", 0.0, *back)
+    watch.looked("p")
+    with pytest.raises(RootBroken, match="I1: .* comes back from the trash, not from prunable"):
+        watch.changed("p", 0.0, *back)
+    watch.newest_epoch = 2  # one checked effect of a fenced one may land, and no second one
+    for broken in ("I1", "I9: p of epoch 1 acts again"):
+        watch.looked("p")
+        with pytest.raises(RootBroken, match=broken):
+            watch.changed("p", 0.0, *back)
+
+
 def test_I7_the_watch_protects_a_reader():
     disk, storage, watch = watched()
     storage.mkdir("iter_0000001")

@@ -387,7 +387,8 @@ class Watch:
         if src.startswith(STAGING):
             self._effect(process, src)
             self._require(process, src[len(STAGING) :], "shards_written", "publish")
-        elif src.startswith(TRASH):
+        elif src.startswith(TRASH):  # a reader was told that it is there: brought back
+            self._effect(process, src)
             model = self._model(process)
             name = src[len(TRASH) :]
             found = _ATTEMPT.match(name)
