@@ -6,6 +6,7 @@ be caught. Each test says what it would catch.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ from ckptfsm.retention import CheckpointInfo, LatestN, Policy
 from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.invariants import Confirmed, RootBroken, Watch, check_root
 from ckptfsm.testing.sim import SimulationFailed, simulate
+from ckptfsm.testing.sim.faults import Faults
+from ckptfsm.testing.sim.site import Site
+from ckptfsm.testing.sim.storage import WorldStorage
 from ckptfsm.testing.sim.world import World
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 
@@ -202,6 +206,51 @@ def test_an_error_of_a_program_is_a_violation():
 
     with pytest.raises(SimulationFailed, match="KeyError"):
         in_world(work)
+
+
+@pytest.mark.parametrize(("fault", "number"), [("kill_after", "F2"), ("power_after", "F4")])
+@pytest.mark.parametrize("call", ["listdir", "stat", "mkdir"])
+def test_a_death_after_a_call_strikes_and_is_counted_once(fault: str, number: str, call: str):
+    """Catches: deaths that are counted and never happen: after a read, or a call that failed."""
+    world = World(1)
+    site = Site(world, Watch(world.disk), Faults(), Coverage())
+    site.before_call = lambda *ignored: fault  # type: ignore[method-assign]
+    victim = world.process("victim", role="trainer")
+    storage = WorldStorage(site, victim)
+    survived: list[str] = []
+
+    def work() -> None:
+        getattr(storage, call)("name" if call != "listdir" else "")
+        survived.append(call)
+
+    controller = world.process("controller")
+    task = world.spawn(victim, "victim", work)
+    world.run(world.spawn(controller, "main", lambda: world.join(task)))
+    assert not survived and not victim.alive
+    assert site.coverage.faults[f"{number} x absent"] == 1
+
+
+def test_no_death_is_drawn_that_does_not_happen(monkeypatch):
+    """Catches: a fault that is drawn for a call and forgotten on the way there."""
+    drawn, died = 0, 0
+    strike, strike_dead = Site._strike, Site.strike_dead
+
+    def count_drawn(site: Site, kind: str, owner: Any, method: str) -> str:
+        nonlocal drawn
+        fault = strike(site, kind, owner, method)
+        drawn += fault.endswith("_after")
+        return fault
+
+    def count_died(site: Site, owner: Any, fault: str) -> None:
+        nonlocal died
+        died += "_strike" not in {f.name for f in traceback.extract_stack(limit=3)}
+        strike_dead(site, owner, fault)
+
+    monkeypatch.setattr(Site, "_strike", count_drawn)
+    monkeypatch.setattr(Site, "strike_dead", count_died)
+    for seed in range(40):
+        simulate(seed)
+    assert drawn == died > 2
 
 
 # ------------------------------------------------------------------------------------------ judges

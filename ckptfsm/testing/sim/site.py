@@ -82,6 +82,13 @@ class Site:
         role = owner.role
         if kind.startswith("kill_") and kind != f"kill_{role}":
             return ""
+        if kind.startswith("kill_") or kind == "power":
+            after = "power_after" if kind == "power" else "kill_after"
+            if self.world.random.random() < 0.5:
+                return after
+            self.strike_dead(owner, after)
+        if kind == "unknown":
+            return kind  # counted once it happened
         self.struck(kind, method)
         match kind:
             case "slow":
@@ -93,11 +100,6 @@ class Site:
                 self.world.note(owner.name, "STOPPED")
                 owner.paused_until = self.world.now + _PAUSE_S * self.world.random.random()
                 self.world.pause()
-            case "kill_trainer" | "kill_writer" | "power":
-                after = "power_after" if kind == "power" else "kill_after"
-                if self.world.random.random() < 0.5:
-                    return after
-                self.strike_dead(owner, after)
             case _:
                 return kind
         return ""
@@ -113,7 +115,8 @@ class Site:
             self.count("F33")
 
     def strike_dead(self, owner: Process, fault: str) -> None:
-        """The process (or the power) is gone at this very call."""
+        """The process (or the power) is gone at this very call. Counted here, where it happens."""
+        self.struck("power" if fault == "power_after" else f"kill_{owner.role}", "")
         if owner.role == "trainer":
             self.count_death()
         if fault == "power_after":

@@ -125,10 +125,12 @@ class WorldStorage(SimStorage):
             result = call(*arguments)
         except OSError as error:
             site.world.history.append((name, method, path, f"errno {error.errno}"))
+            self._die_after(fault)
             raise
         site.world.history.append((name, method, path, other))
         if method not in READS:
             self._after(method, path, other, fault)
+        self._die_after(fault)
         return result
 
     def _after(self, method: str, path: str, other: str, fault: str) -> None:
@@ -137,21 +139,27 @@ class WorldStorage(SimStorage):
         if site.lag_s and method in _CREATES:
             site.hide(self.owner, other or path)
         if fault == "unknown":
+            site.struck(fault, method)
             site.world.note(site.world.current.name, method, path, "unknown outcome")
             raise self._error(fault, path)
+
+    def _die_after(self, fault: str) -> None:
+        """The call was the last one of its process, whether it read, changed something or failed."""
         if fault in ("kill_after", "power_after"):
-            site.strike_dead(self.owner, fault)
+            self.site.strike_dead(self.owner, fault)
 
     def _write(self, method: str, handle: int, data: bytes | memoryview, offset: int | None) -> int:
         """A write may be short; what it hits is judged by the file, not only by the name."""
         arguments: tuple[Any, ...] = (handle, data) if offset is None else (handle, data, offset)
-        if self.site.faults.short and len(data) > 1 and self.site.chance(self.site.faults.short):
-            self.site.struck("short", method)
+        short = len(data) > 1 and self.site.chance(self.site.faults.short)
+        if short:
             cut = data[: 1 + self.site.world.random.randrange(len(data) - 1)]
             arguments = (handle, cut, *arguments[2:])
         found = self._process.handles.get(handle)
         call = super().write if offset is None else super().pwrite
         taken = self._call(method, call, *arguments)
+        if short:
+            self.site.struck("short", method)
         if found is not None:
             self.site.judge_token(found.node, found.path)
         return taken
