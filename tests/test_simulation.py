@@ -19,6 +19,7 @@ from ckptfsm.effects import Effects
 from ckptfsm.journal import JournalWriter
 from ckptfsm.lease import RootLease
 from ckptfsm.ledger import Ledger
+from ckptfsm.manager import Manager
 from ckptfsm.processes import Outcome
 from ckptfsm.retention import CheckpointInfo, LatestN, Policy
 from ckptfsm.testing.coverage import Coverage
@@ -84,10 +85,10 @@ def test_I7_a_trainers_own_policy_can_be_simulated(policy: Policy):
 # ------------------------------------------------------------------------------------- it can fail
 
 
-def first_failure(most: int = 400) -> SimulationFailed:
+def first_failure(most: int = 400, what: str = "") -> SimulationFailed:
     for seed in range(most):
         failure = simulate(seed).failure
-        if failure is not None:
+        if failure is not None and what in failure.what:
             return failure
     raise AssertionError(f"{most} runs did not find it")
 
@@ -131,6 +132,11 @@ def test_I7_retention_that_forgets_pins_is_found(monkeypatch):
     monkeypatch.setattr(Ledger, "protected", lambda s, pins, readers: real(s, (), ()))
     monkeypatch.setattr(Effects, "_kept_by_people", lambda *ignored: "")
     assert first_failure().promise == "I7"
+
+
+def test_F28_silence_about_missing_polls_is_found(monkeypatch):
+    monkeypatch.setattr(Manager, "_watch_polls", no_effect)
+    assert first_failure(what="nobody polls").promise == "I10"
 
 
 # ------------------------------------------------------------------------------------------- world

@@ -3,6 +3,8 @@
 The state is that of the checkpoint in flight, or of the newest one, when the fault struck; ``absent`` is
 a root without any. What is not listed cannot happen or means the same thing there: a writer that died
 after its receipt (F1) is a rank that died (F2); a tracker (F18) is torn while a checkpoint is tracked.
+Who does not poll after a save (F28) reports nothing of it, so the save
+stays ``requested``.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ APPLICABLE: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         "F25": _WRITING,
         "F26": ("tracked",),
         "F27": (*_WRITING, "tracked", "prunable"),
-        "F28": ("forked", "shards_written", "tracked"),
+        "F28": ("requested",),
         "F29": ("any",),
         "F30": ("tracked",),
         "F31": ("requested", "tracked"),

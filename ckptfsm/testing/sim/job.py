@@ -8,6 +8,7 @@ ends a rank ends its process, and its peers must notice (I10).
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from ckptfsm.errors import (
     Fenced,
     IllegalTransition,
     OutcomeUnknown,
+    PollMissingWarning,
     RestoreFailed,
     RootBusy,
     SaveFailed,
@@ -284,6 +286,10 @@ class Trainer:
         self._save(max(self.step - int(number * 2), 0), number)
 
     def _save(self, step: int, number: float) -> None:
+        self._begin(step, number)
+        self._train(1 + int(number * 4))
+
+    def _begin(self, step: int, number: float) -> SaveHandle:
         state = self._state(step)
         manager = self.manager
         metrics = {"loss": 1.0 + number}
@@ -302,7 +308,7 @@ class Trainer:
             handle = manager.save(step, parts={"state": state, "extra": second}, metrics=metrics)
         state["step"] = -1  # training goes on and changes it
         self.handles.append(handle)
-        self._train(1 + int(number * 4))
+        return handle
 
     def _op_train(self, number: float) -> None:
         self._train(1 + int(number * 8))
@@ -319,11 +325,25 @@ class Trainer:
             self._goes_on(error)
 
     def _op_idle(self, number: float) -> None:
-        """F28: a trainer that does not poll; it is told so."""
-        self.site.world.sleep(_STEP_S)
-        if self.handles and not self.handles[-1].done and self.rank == 0:
-            self.site.count("F28")
-        self.manager.should_save(self.step + 60)
+        """F28: a trainer that saves and does not poll; it is told so once, with the step."""
+        step = max(self.step, self.manager.latest_step() or 0) + 1
+        handle = self._begin(step, number)
+        self.site.world.sleep(_STEP_S * (1 + number * 8))
+        if not handle.done:
+            limit = self.job.config.poll_warning_steps
+            self.site.check(not self._warned(step + limit - 1), "I10", "warned of polls too early")
+            told = [text for text in self._warned(step + limit) if f"step {step} " in text]
+            self.site.check(len(told) == 1, "I10", f"nobody polls after step {step}: told {told}")
+            if self.rank == 0 and self.newest:
+                self.site.count("F28")
+        self._train(1 + int(number * 4))
+
+    def _warned(self, step: int) -> list[str]:
+        """What asking for ``step`` says of polls that are missing. No other task runs meanwhile."""
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            self.manager.should_save(step)
+        return [str(w.message) for w in said if w.category is PollMissingWarning]
 
     def _op_wait(self, number: float) -> None:
         self.manager.wait_until_finished()
