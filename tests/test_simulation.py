@@ -15,6 +15,7 @@ from proof import simulation
 from proof.layer import Budget, LayerResult
 
 import ckptfsm.durable as durable
+from ckptfsm.coordinator import Coordinator
 from ckptfsm.effects import Effects
 from ckptfsm.journal import JournalWriter
 from ckptfsm.lease import RootLease
@@ -30,6 +31,7 @@ from ckptfsm.testing.sim.site import Site
 from ckptfsm.testing.sim.storage import WorldStorage
 from ckptfsm.testing.sim.world import World
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+from ckptfsm.writer import RankWriter
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -132,6 +134,18 @@ def test_I7_retention_that_forgets_pins_is_found(monkeypatch):
     monkeypatch.setattr(Ledger, "protected", lambda s, pins, readers: real(s, (), ()))
     monkeypatch.setattr(Effects, "_kept_by_people", lambda *ignored: "")
     assert first_failure().promise == "I7"
+
+
+@pytest.mark.damages_journal("the planted bug journals a step twice")
+def test_F15_a_step_that_is_saved_twice_is_found(monkeypatch):
+    monkeypatch.setattr(Ledger, "refuse", no_effect)
+    monkeypatch.setattr(Coordinator, "_clear_the_name", no_effect)
+    assert first_failure(what="is saved once more").promise == "I1"
+
+
+def test_F23_a_part_that_nobody_looks_for_is_found(monkeypatch):
+    monkeypatch.setattr(RankWriter, "_missing_receipt", lambda writer: "")
+    assert first_failure(what="never written").promise == "I3"
 
 
 def test_F28_silence_about_missing_polls_is_found(monkeypatch):

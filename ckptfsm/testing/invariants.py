@@ -159,6 +159,7 @@ class Watch:
     """Judges every change of a disk as it happens. Tell it by ``changed``; it raises ``RootBroken``.
 
     ``damaged``: steps whose directories somebody else has damaged, which may be withdrawn.
+    ``doomed``: attempts of which something was never written, whatever was said of it.
     ``touched``: steps that the one checked effect of a fenced process has hit (I9 allows that one).
     """
 
@@ -168,6 +169,7 @@ class Watch:
         self.acknowledged: set[int] = set()
         self.ever_acknowledged: list[int] = []
         self.damaged: set[int] = set()
+        self.doomed: set[Attempt] = set()
         self.touched: set[int] = set()
         self.models: dict[int, JournalModel] = {}
         self.newest_epoch = 0
@@ -232,6 +234,7 @@ class Watch:
     def began_anew(self) -> None:
         """Somebody removed the private directory, leases and all: epochs and journals begin again."""
         self.readers.clear()
+        self.doomed.clear()
         self.models, self._epochs, self._parsed, self._aside = {}, {}, {}, {}
         self.newest_epoch = 0
 
@@ -553,6 +556,8 @@ class Watch:
         model.states[of] = state
         if record["created"] is not None and record["created"]["in_place"]:
             model.in_place.add(of)
+        if of in self.doomed and state in ("shards_written", "finalized", "tracked"):
+            raise RootBroken(f"I3: {of} is {state}, something of it was never written")
         if not newest or of[0] in self.touched:
             return
         step, name = of[0], _name_of(of[0])

@@ -3,7 +3,8 @@
 The state is that of the checkpoint in flight, or of the newest one, when the fault struck; ``absent`` is
 a root without any. What is not listed cannot happen or means the same thing there: a writer that died
 after its receipt (F1) is a rank that died (F2); a tracker (F18) is torn while a checkpoint is tracked.
-Who does not poll after a save (F28) reports nothing of it, so the save
+One of several parts (F23) is late or fails while its attempt is being written: nothing is
+``shards_written`` without it. Who does not poll after a save (F28) reports nothing of it, so the save
 stays ``requested``.
 """
 
@@ -38,7 +39,7 @@ APPLICABLE: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         "F20": ("requested", "shards_written", "tracked"),
         "F21": ("tracked",),
         "F22": (*_WRITING, "finalized"),
-        "F23": (*_WRITING, "tracked", "failed"),
+        "F23": ("requested", "forked", "failed"),
         "F24": _LIVING,
         "F25": _WRITING,
         "F26": ("tracked",),

@@ -280,10 +280,32 @@ class Trainer:
         self._save(max(self.step, self.manager.latest_step() or 0) + 1 + int(number * 3), number)
 
     def _op_again(self, number: float) -> None:
-        """F15: the same step, or one before."""
-        if self.rank == 0:
-            self.site.count("F15")
-        self._save(max(self.step - int(number * 2), 0), number)
+        """F15: the same step, or one before. What is tracked is refused, what failed tried again."""
+        watch, step = self.site.watch, max(self.step - int(number * 2), 0)
+        stood, state = self._standing(step), watch.state_in_flight()
+        try:
+            handle = self._begin(step, number)
+        except SaveRefused:
+            if stood == "tracked" and self.rank == 0 and self.newest:
+                self.site.count("F15", state)
+            raise
+        if self.newest and not handle.skipped:
+            again = stood == "tracked"
+            self.site.check(not again, "I1", f"step {step} is tracked, and is saved once more")
+            if stood == "failed" and self.rank == 0:
+                self.site.count("F15", state)
+        self._train(1 + int(number * 4))
+
+    def _standing(self, step: int) -> str:
+        """What the journal says of earlier saves of ``step``: tracked, failed, or nothing to tell."""
+        watch = self.site.watch
+        model = watch.models.get(watch.newest_epoch)
+        if model is None or not self.newest or step in watch.damaged | watch.touched:
+            return ""
+        if model.of_step(step, "tracked"):
+            return "tracked"
+        flying = model.steps("requested", "forked", "shards_written", "finalized")
+        return "failed" if not flying and model.of_step(step, "failed", "discarded") else ""
 
     def _save(self, step: int, number: float) -> None:
         self._begin(step, number)
@@ -302,8 +324,6 @@ class Trainer:
             request = WorldRequest(b"", state=state)
             handle = manager.save(step, parts={"state": request}, metrics=metrics)
         else:
-            if self.rank == 0:
-                self.site.count("F23")
             second: Any = b"tokens" if self.job.layout == "file" else dict(state)
             handle = manager.save(step, parts={"state": state, "extra": second}, metrics=metrics)
         state["step"] = -1  # training goes on and changes it

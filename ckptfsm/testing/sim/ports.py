@@ -7,6 +7,7 @@ the launch: nothing is ever shared that separate processes would not share.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import pickle
@@ -33,6 +34,7 @@ from ckptfsm.ports import (
 )
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, FakeRequest
 from ckptfsm.testing.harness import FakePart
+from ckptfsm.testing.invariants import Attempt
 from ckptfsm.testing.sim.site import Site
 from ckptfsm.testing.sim.storage import WorldStorage
 from ckptfsm.testing.sim.world import Process, SimulationFailed, Task, World
@@ -41,6 +43,7 @@ from ckptfsm.writer import FilePart, ShardFile, write_rank
 
 T = TypeVar("T")
 _NOTICED_S = 0.5
+_LATE_PART_S = 5.0
 
 
 class WorldClock:
@@ -279,9 +282,10 @@ class WorldWriter:
         lies = site.chance(site.stale * 0.1)
         try:
             if lies:  # says that it wrote, and did not
+                site.watch.doomed.add(_attempt_of(self._job))
                 payload = [(part.name, 1, None) for part in self._job.parts]
             else:
-                payload = write_rank(self._storage, self._job)
+                payload = self._write()
         except Exception as error:  # as the real child: the parent hears of it
             cause = first_os_error(error)
             words = describe(cause) if cause else ""
@@ -296,9 +300,56 @@ class WorldWriter:
             whole = Outcome(0, payload=payload, complete=True)
             self._end(site.world.random.choice((killed, silent)) if odd else whole)
 
+    def _write(self) -> list[tuple[str, int, Any]]:
+        """F23: of several parts, one may be late, fail, or be said to be there and not be."""
+        job, site = self._job, self._site
+        if len(job.parts) < 2 or not site.chance(site.uneven):
+            return write_rank(self._storage, job)
+        index = site.world.random.randrange(len(job.parts))
+        how = site.world.random.choice(("late", "fails", "missing"))
+        one = StruckPart(site, job, job.parts[index], how)
+        if how != "missing":
+            parts = (*job.parts[:index], one, *job.parts[index + 1 :])
+            return write_rank(self._storage, replace(job, parts=parts))
+        parts = (*job.parts[:index], *job.parts[index + 1 :])
+        written = write_rank(self._storage, replace(job, parts=parts))
+        one.strike()
+        written.insert(index, (one.name, 1, None))
+        return written
+
     def _end(self, outcome: Outcome) -> None:
         self._ended = outcome
         self._site.kill(self._process)
+
+
+def _attempt_of(job: RankJob) -> Attempt:
+    return (job.of.step, job.of.epoch, job.of.attempt)
+
+
+class StruckPart:
+    """One part of several that is ``late``, ``fails`` or is ``missing``. Counted once it is."""
+
+    def __init__(self, site: Site, job: RankJob, part: PartJob, how: str) -> None:
+        self.name = part.name
+        self.directory = part.directory
+        self._site, self._job, self._part, self._how = site, job, part, how
+
+    def write(self, storage: Storage, location: str) -> Written:
+        if self._how == "late":
+            self._site.world.sleep(self._site.world.random.random() * _LATE_PART_S)
+        self.strike()
+        if self._how == "fails":
+            raise OSError(errno.EIO, "made-up failure of a part", f"{location}/{self.name}")
+        return self._part.write(storage, location)
+
+    def strike(self) -> None:
+        watch, of = self._site.watch, _attempt_of(self._job)
+        if self._how != "late":
+            watch.doomed.add(of)
+        model = watch.models.get(watch.newest_epoch)
+        state = model.states.get(of) if model is not None else None
+        if state is not None:  # not an orphan's, whose attempt is forgotten
+            self._site.count("F23", state)
 
 
 # ------------------------------------------------------------------------------------------- driver

@@ -124,6 +124,7 @@ class Scenario:
         self.site.latency_s = choose.choice((0.0, 0.02, 0.1))
         self.site.orphans = choose.choice((0.0, 0.3))
         self.site.stale = choose.choice((0.0, 0.0, 0.3))
+        self.site.uneven = choose.choice((0.0, 0.2))
         self.retention = retention
         self.large = choose.random() < 0.01
         self.rivals = choose.random() < 0.15
@@ -257,7 +258,7 @@ class Scenario:
         site, world = self.site, self.site.world
         site.faults.heal()
         world.disk.capacity = None
-        site.lag_s = site.stale = site.switch = 0.0
+        site.lag_s = site.stale = site.uneven = site.switch = 0.0
         world.sleep(_READER_S * 4)
         site.patient = True
         floor = site.watch.floor()

@@ -26,7 +26,8 @@ class Site:
     """One run's world, judges and faults. ``switch``: how likely others run before a call,
 
     for ``latency_s`` at most if that is not 0; ``lag_s``: how late names are seen on other hosts;
-    ``orphans``: how likely a writer outlives its trainer; ``stale``: how likely a report is late.
+    ``orphans``: how likely a writer outlives its trainer; ``stale``: how likely a report is late;
+    ``uneven``: how likely one of a writer's parts is late, fails or is missing.
     """
 
     world: World
@@ -38,6 +39,7 @@ class Site:
     lag_s: float = 0.0
     orphans: float = 0.0
     stale: float = 0.0
+    uneven: float = 0.0
     hidden: dict[str, tuple[str, float]] = field(default_factory=dict)
     patient: bool = False
     meddled: bool = False
@@ -52,9 +54,9 @@ class Site:
         if number:
             self.count(number)
 
-    def count(self, number: str) -> None:
-        """Count fault ``number`` with the state of what is in flight."""
-        self.coverage.fault(number, State(self.watch.state_in_flight()))
+    def count(self, number: str, state: str = "") -> None:
+        """Count fault ``number`` with the state of what is in flight, or was when it struck."""
+        self.coverage.fault(number, State(state or self.watch.state_in_flight()))
 
     # ------------------------------------------------------------------------------ every call
 
