@@ -14,17 +14,20 @@ import pytest
 from proof import simulation
 from proof.layer import Budget, LayerResult
 
+import ckptfsm.coordinator as coordinator
 import ckptfsm.durable as durable
 from ckptfsm.coordinator import Coordinator
 from ckptfsm.effects import Effects
+from ckptfsm.errors import DamagedRoot
 from ckptfsm.journal import JournalWriter
 from ckptfsm.lease import RootLease
 from ckptfsm.ledger import Ledger
 from ckptfsm.manager import Manager
 from ckptfsm.processes import Outcome
 from ckptfsm.retention import CheckpointInfo, LatestN, Policy
+from ckptfsm.testing import invariants
 from ckptfsm.testing.coverage import Coverage
-from ckptfsm.testing.invariants import Confirmed, RootBroken, Watch, check_root
+from ckptfsm.testing.invariants import Confirmed, JournalModel, RootBroken, Watch, check_root
 from ckptfsm.testing.sim import SimulationFailed, simulate
 from ckptfsm.testing.sim.faults import Faults
 from ckptfsm.testing.sim.site import Site
@@ -146,6 +149,19 @@ def test_F15_a_step_that_is_saved_twice_is_found(monkeypatch):
 def test_F23_a_part_that_nobody_looks_for_is_found(monkeypatch):
     monkeypatch.setattr(RankWriter, "_missing_receipt", lambda writer: "")
     assert first_failure(what="never written").promise == "I3"
+
+
+def test_I8_a_sound_root_that_is_given_up_is_found(monkeypatch):
+    """Catches: judges that excuse any refusal once somebody has planted a harmless stray."""
+    plan = coordinator.plan
+
+    def give_up(ledger: Ledger, evidence: Any, *others: Any, **keywords: Any) -> Any:
+        if 900_000 in evidence.published:
+            raise DamagedRoot("gives up because of a stray")
+        return plan(ledger, evidence, *others, **keywords)
+
+    monkeypatch.setattr(coordinator, "plan", give_up)
+    assert first_failure(what="because of a stray").promise == "I8"
 
 
 def test_F28_silence_about_missing_polls_is_found(monkeypatch):
@@ -331,6 +347,31 @@ def test_I9_bringing_a_directory_back_needs_a_fresh_look():
         watch.looked("p")
         with pytest.raises(RootBroken, match=broken):
             watch.changed("p", 0.0, *back)
+
+
+def test_I8_the_watch_tells_a_hopeless_root(monkeypatch):
+    """Catches: a watch that takes a whole checkpoint for lost, or a lost one for whole."""
+    disk, storage, watch = watched()
+    whole = {"iter_0000001": (1, 1, 1), "iter_0000002": (2, 1, 2)}
+
+    def check(storage: Any, name: str) -> tuple[int, int, int]:
+        if name not in whole:
+            raise RootBroken(f"I4: {name}")
+        return whole[name]
+
+    monkeypatch.setattr(invariants, "check_directory", check)
+    assert watch.hopeless()
+    for name in ("iter_0000001", "iter_0000002", "iter_0900000"):
+        storage.mkdir(name)
+    watch.strays.add(900_000)
+    disk.plant_file(TRACKER, b"1")
+    assert not watch.hopeless()  # no journal is left: the tracker says what was in use
+    watch.damaged.add(1)
+    assert watch.hopeless()
+    watch.models[1] = JournalModel({(1, 1, 1): "tracked", (2, 1, 2): "tracked"})
+    assert not watch.hopeless()
+    watch.models[1].states[2, 1, 2] = "quarantined"
+    assert watch.hopeless()
 
 
 def test_I7_the_watch_protects_a_reader():

@@ -159,6 +159,7 @@ class Watch:
     """Judges every change of a disk as it happens. Tell it by ``changed``; it raises ``RootBroken``.
 
     ``damaged``: steps whose directories somebody else has damaged, which may be withdrawn.
+    ``strays``: names of steps at which somebody else planted what is no checkpoint.
     ``doomed``: attempts of which something was never written, whatever was said of it.
     ``touched``: steps that the one checked effect of a fenced process has hit (I9 allows that one).
     """
@@ -169,6 +170,7 @@ class Watch:
         self.acknowledged: set[int] = set()
         self.ever_acknowledged: list[int] = []
         self.damaged: set[int] = set()
+        self.strays: set[int] = set()
         self.doomed: set[Attempt] = set()
         self.touched: set[int] = set()
         self.models: dict[int, JournalModel] = {}
@@ -194,6 +196,34 @@ class Watch:
         if model is not None and model.rolling_back:
             safe = {step for step in safe if model.target is not None and step <= model.target}
         return max(safe, default=None)
+
+    def outside(self) -> set[int]:
+        """The steps whose names do not show what the library did, but what others did to them."""
+        return self.damaged | self.touched | self.strays
+
+    def hopeless(self) -> bool:
+        """True if no whole checkpoint is left on disk that was in use: only then a root is given up.
+
+        In use: tracked, as the newest journal says; where somebody removed that, what the tracker
+        does not call too new.
+        """
+        model = self.models.get(max(self.models, default=0))
+        newest = self._tracker_states()[-1]
+        for name in self.disk.listed(""):
+            step = int(name[5:]) if name.startswith("iter_") and name[5:].isdigit() else -1
+            if step < 0 or step in self.outside():
+                continue
+            try:
+                of = check_directory(self._judge, name)
+            except RootBroken:
+                continue
+            if model is not None:
+                used = model.states.get(of) == "tracked"
+            else:
+                used = newest is None or step <= newest
+            if used:
+                return False
+        return True
 
     def epoch_of(self, process: str) -> int:
         """The epoch that a process has taken; 0 if none."""
@@ -244,7 +274,7 @@ class Watch:
         self._complete = {}
         self._files = set()
         self._parsed = {p: at for p, at in self._parsed.items() if self.disk.find(p) is not None}
-        outside = self.damaged | self.touched
+        outside = self.outside()
         for name in self.disk.root.entries:
             if name.startswith("iter_") and not _is_step_of(name, outside):
                 if self.in_place and not _has_manifest(self._judge, name):

@@ -37,7 +37,7 @@ def _steps(site: Site) -> list[int]:
     disk = site.world.disk
     names = [n for n in disk.listed("") if n.startswith("iter_") and n != _STRAY]
     steps = [int(n[5:]) for n in names if disk.find(f"{n}/.ckptfsm/manifest.json") is not None]
-    return [step for step in steps if step not in site.watch.damaged | site.watch.touched]
+    return [step for step in steps if step not in site.watch.outside()]
 
 
 def tear_tracker(site: Site) -> None:
@@ -135,7 +135,6 @@ def lose_tail(site: Site) -> None:
         return  # another one is to be left
     site.count("F20")
     site.world.note("SOMEBODY", "loses the tail", segments[-1], str(lost))
-    site.meddled = True
     site.watch.damaged |= {step for step in steps if step is not None}
     disk.overwrite(segments[-1], kept + b"\n" * (len(data) - len(kept)))
 
@@ -147,7 +146,6 @@ def lose_journal(site: Site) -> None:
         return
     site.count("F26")
     site.world.note("SOMEBODY", "removes", ".ckptfsm")
-    site.meddled = True
     disk.uproot(".ckptfsm")
     site.watch.began_anew()
 
@@ -196,7 +194,7 @@ def plant_stray(site: Site) -> None:
     site.count("F16")
     site.count("F30")
     site.world.note("SOMEBODY", "plants", _STRAY)
-    site.watch.damaged.add(int(_STRAY[5:]))
+    site.watch.strays.add(int(_STRAY[5:]))
     how = site.world.random.randrange(3)
     if how == 0:
         disk.plant_symlink(_STRAY, "/etc")

@@ -170,6 +170,12 @@ class Trainer:
         watch = self.site.watch
         return watch.epoch_of(self.job.processes[0].name) == watch.newest_epoch
 
+    @property
+    def _fenced(self) -> bool:
+        """True if this job took the root, and another one has taken it over since."""
+        watch = self.site.watch
+        return watch.epoch_of(self.job.processes[0].name) not in (0, watch.newest_epoch)
+
     def main(self) -> None:
         """The whole life of the process; it ends with it, whatever happened."""
         try:
@@ -189,9 +195,8 @@ class Trainer:
         try:
             self.manager = Manager(self.ports, self.job.config, (self._hook,))
         except DamagedRoot as error:
-            fenced = site.watch.epoch_of(self.process.name) not in (0, site.watch.newest_epoch)
-            innocent = not (site.watch.damaged or site.meddled or fenced)
-            site.check(not innocent, "I8", f"{self.process.name} cannot open: {error}")
+            excused = site.spoiled or self._fenced or site.watch.hopeless()
+            site.check(excused, "I8", f"{self.process.name} cannot open: {error}")
             raise
         except RootBusy:
             if self.rank == 0:
@@ -300,7 +305,7 @@ class Trainer:
         """What the journal says of earlier saves of ``step``: tracked, failed, or nothing to tell."""
         watch = self.site.watch
         model = watch.models.get(watch.newest_epoch)
-        if model is None or not self.newest or step in watch.damaged | watch.touched:
+        if model is None or not self.newest or step in watch.outside():
             return ""
         if model.of_step(step, "tracked"):
             return "tracked"
@@ -414,9 +419,8 @@ class Trainer:
         except (Fenced, OutcomeUnknown, RestoreFailed):
             raise
         except DamagedRoot as error:
-            site = self.site
-            fine = bool(site.watch.damaged or site.meddled)
-            site.check(fine, "I2", f"{self.process.name}: {error}")
+            excused = self._fenced or self.site.watch.hopeless()
+            self.site.check(excused, "I2", f"{self.process.name}: {error}")
             raise
         if restored is None:
             fine = floor is None or self.site.watch.floor() is None or not self.newest
@@ -469,14 +473,13 @@ class Reader:
                 watch.granted(self.name, step, world.now + self.renew_within_s)
             except RootBroken as broken:
                 self.site.stop(broken)
-            if step in watch.damaged or step in watch.touched:
+            if step in watch.outside():
                 return
             try:
                 check_directory(storage, f"iter_{step:07d}")
             except RootBroken as broken:
                 # Loud is allowed (it was moved, or the disk is sick); silently wrong is not.
-                meanwhile = step in watch.damaged or step in watch.touched
-                if meanwhile or isinstance(broken.__cause__, OSError):
+                if step in watch.outside() or isinstance(broken.__cause__, OSError):
                     world.note(self.name, "UNREADABLE", str(broken))
                 else:
                     self.site.stop(broken)

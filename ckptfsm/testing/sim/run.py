@@ -239,7 +239,7 @@ class Scenario:
         if undo is None:
             return
         before = _without_leases(site.world.disk.snapshot())
-        meddled, site.meddled = site.meddled, True
+        site.spoiled = True
         rates, site.faults = site.faults, Faults()
         self.numbers += 1
         job = Job(site, self.numbers, 1, make_config(dict(_TIMES)), [], layout=self.layout).start()
@@ -249,7 +249,7 @@ class Scenario:
         same = _without_leases(site.world.disk.snapshot()) == before
         site.check(same, "I8", "a spoiled journal was refused, and something was changed")
         undo()
-        site.meddled, site.faults = meddled, rates
+        site.spoiled, site.faults = False, rates
 
     # --------------------------------------------------------------------------------- the end
 
@@ -276,15 +276,14 @@ class Scenario:
         self._judge_end(newest)
 
     def _last_job(self, script: list[Op]) -> Job | None:
-        """A job on a sound machine. None if the damage done to the root is beyond repair."""
+        """A job on a sound machine. None if nothing whole is left of what was in use."""
         self.numbers += 1
         config = make_config({**_TIMES, "retention": LatestN(1), "on_failure": "raise"})
         job = Job(self.site, self.numbers, 1, config, script, layout=self.layout).start()
         if not job.wait(_LIMIT_S):
             self._report_hang(job)
         error = job.errors.get(0)
-        meddled = self.site.meddled or self.site.watch.damaged
-        if isinstance(error, DamagedRoot) and meddled:
+        if isinstance(error, DamagedRoot) and self.site.watch.hopeless():
             return None
         self.site.check(error is None, "I8", f"the last job ended with {error}")
         return job

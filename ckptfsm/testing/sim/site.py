@@ -27,7 +27,8 @@ class Site:
 
     for ``latency_s`` at most if that is not 0; ``lag_s``: how late names are seen on other hosts;
     ``orphans``: how likely a writer outlives its trainer; ``stale``: how likely a report is late;
-    ``uneven``: how likely one of a writer's parts is late, fails or is missing.
+    ``uneven``: how likely one of a writer's parts is late, fails or is missing; ``spoiled``: the journal
+    is damaged in a way that a start must refuse.
     """
 
     world: World
@@ -42,7 +43,7 @@ class Site:
     uneven: float = 0.0
     hidden: dict[str, tuple[str, float]] = field(default_factory=dict)
     patient: bool = False
-    meddled: bool = False
+    spoiled: bool = False
     power_losses: int = 0
 
     def chance(self, probability: float) -> bool:
@@ -202,8 +203,8 @@ class Site:
         """The whole root, as it is now. Raises ``RootBroken``."""
         if self.watch.meddled:
             return None  # somebody else has written the tracker, and nobody has repaired it yet
-        ignore = self.watch.damaged | self.watch.touched
         judge = SimStorage(self.world.disk, "judge")
+        ignore = self.watch.outside()
         return check_root(judge, self.watch.floor(), ignore, in_place=self.watch.in_place)
 
     def hide(self, owner: Process, path: str) -> None:
