@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 from proof.exhaustive import Search, history, scope_named
-from proof.exhaustive_disk import Dir, tree
+from proof.exhaustive_disk import Dir, EpochLease, tree
 
-from ckptfsm import engine, lifecycle, recovery
+from ckptfsm import engine, layout, lifecycle, recovery
+from ckptfsm.durable import put
 from ckptfsm.effects import Effects
 from ckptfsm.engine import Engine
 from ckptfsm.errors import Fenced
@@ -113,6 +114,17 @@ def fenced_and_deaf(monkeypatch):
     monkeypatch.setattr(Effects, "write_tracker", deaf)
 
 
+def nobody_looks_at_the_epoch(monkeypatch):
+    monkeypatch.setattr(EpochLease, "check", lambda lease: None)
+
+
+def a_tracker_written_unlooked(monkeypatch):
+    def write(self, step):
+        put(self.storage, layout.TRACKER, b"%d" % step, tag=self.tag)
+
+    monkeypatch.setattr(Effects, "write_tracker", write)
+
+
 def clean_up_is_forgotten(monkeypatch):
     monkeypatch.setattr(Engine, "_run_clean_up", lambda self, checkpoint: None)
 
@@ -143,6 +155,8 @@ PLANTED = (
     (pruned_before_journaled, "keep", "I1"),
     (tracker_before_publishing, "keep", "I2"),
     (fenced_and_deaf, "epochs", "I9"),
+    (nobody_looks_at_the_epoch, "epochs", "I9"),
+    (a_tracker_written_unlooked, "epochs", "I9"),
     (clean_up_is_forgotten, "ranks", "I10"),
     (prune_by_deleting, "keep", "I1"),
 )

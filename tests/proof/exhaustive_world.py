@@ -206,6 +206,7 @@ class Run:
         self.moments: list[Moment] = []
         self.points = 0
         self.checked = False
+        self.fresh = False  # the epoch was looked at since the last effect
         self.interject: Callable[[Run, int], None] | None = None
         self.disk = Disk(world.disk, self._before)
         self.disk.journal = RecordJournal(world.journal, self._before, self._journaled)  # type: ignore[attr-defined]
@@ -222,9 +223,11 @@ class Run:
 
     def _before(self, call: str, args: tuple[Any, ...]) -> None:
         if call == "check":
-            self.checked = True
+            self.checked = self.fresh = True
             return
         self._watch(self, call, args)
+        if is_effect(call, args):
+            self.fresh = False
         if call in POINTS:
             if call not in ("rmdir", "unlink") or self._is_first_unlink():
                 self.moments.append(
@@ -253,6 +256,20 @@ class Run:
                 self.acked = max(record.step, self.acked if self.acked is not None else -1)
             elif record.dest is State.QUARANTINED and is_gutted(self.world, record.of):
                 self.acked = max(tracked, default=None)
+
+
+def is_effect(call: str, args: tuple[Any, ...]) -> bool:
+    """What a fenced process must not do: a directory or the tracker gets, changes or loses its name."""
+    if call == "mkdir":
+        return bool(layout.parse_attempt(args[0].removeprefix(f"{layout.STAGING}/")))
+    if call != "rename":
+        return False
+    src, dst = args
+    if layout.TRACKER in (src, dst):
+        return True
+    published = layout.parse_published(src), layout.parse_published(dst)
+    cleaned = src.startswith(layout.STAGING) and dst.startswith(layout.TRASH)
+    return cleaned or published != (None, None)
 
 
 def is_gutted(world: World, of: AttemptId) -> bool:
