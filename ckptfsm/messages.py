@@ -15,6 +15,8 @@ from ckptfsm.errors import ConfigError
 MAX_STEP = 10**15
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 PartKind = Literal["torch_dist", "foreign", "file", "report"]
+RESERVED = frozenset({".ckptfsm", ".metadata", "metadata.json", "common.pt"})
+"""Names that the library or megatron-core writes itself, in the directory of a torch_dist part."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -57,6 +59,12 @@ def check_parts(parts: tuple[PartSpec, ...], world_size: int) -> None:
         names.add(part.name)
         if ".tmp-" in part.name or ".tmp-" in part.directory:
             raise ConfigError("'.tmp-' marks our temporary files", part=part.name)
+        if part.kind == "file" and (part.name in RESERVED or part.name.endswith(".distcp")):
+            raise ConfigError(
+                f"a plain file cannot be named {part.name!r}: a torch_dist save writes such a file "
+                "itself",
+                part=part.name,
+            )
         pieces = part.directory.split("/") if part.directory else []
         if any(p in ("", ".", "..") or p.startswith(".ckptfsm") for p in pieces):
             raise ConfigError(f"part directory {part.directory!r} is not allowed", part=part.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -282,3 +283,15 @@ def test_F30_a_part_named_like_a_temporary_file_is_refused(part: PartSpec):
     """Catches: a part whose shards are swept away as left-over temporary files."""
     with pytest.raises(ConfigError, match="tmp"):
         check_parts((part,), 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["metadata.json", "common.pt", "data.distcp", ".metadata", ".ckptfsm"]
+)
+def test_I3_a_plain_file_is_not_named_like_what_a_save_writes(name: str):
+    """Catches: a trainer's file in whose place ``metadata.json`` or a shard is written: the save is
+    acknowledged, its file is lost, and a restart finds damage."""
+    with pytest.raises(ConfigError, match=re.escape(name)) as caught:
+        check_parts((PartSpec("state"), PartSpec(name, "file", ranks=(0,))), 2)
+    assert caught.value.part == name
+    check_parts((PartSpec("state"), PartSpec(f"my-{name.strip('.')}x", "file", ranks=(0,))), 2)
