@@ -2,7 +2,8 @@
 
 A policy looks at the tracked checkpoints, oldest first, and returns the steps to preserve. Policies
 are pure and may be wrong: the ledger keeps the latest, the pinned and the leased whatever a policy
-says (I7), and a policy that raises keeps everything.
+says (I7), and a policy that raises keeps everything. What they are given cannot be changed, so that
+one that sorts or empties it raises, and does not decide for the policies beside it.
 
 Rules: no policy reads a clock or a file. ``EveryNSeconds`` counts accumulated run time, which the
 journal carries over restarts, never wall time or mtime.
@@ -11,8 +12,8 @@ journal carries over restarts, never wall time or mtime.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -28,6 +29,11 @@ class CheckpointInfo:
     step: int
     run_seconds: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def immutable(checkpoints: Iterable[CheckpointInfo]) -> tuple[CheckpointInfo, ...]:
+    """The same checkpoints, for a policy that is not trusted to leave them alone."""
+    return tuple(replace(c, metrics=MappingProxyType(dict(c.metrics))) for c in checkpoints)
 
 
 class Policy:
@@ -144,7 +150,8 @@ class AnyOf(Policy):
     policies: tuple[Policy, ...]
 
     def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
-        return {step for policy in self.policies for step in policy.preserve(checkpoints)}
+        given = immutable(checkpoints)
+        return {step for policy in self.policies for step in policy.preserve(given)}
 
 
 @dataclass(frozen=True)
@@ -154,9 +161,10 @@ class AllOf(Policy):
     policies: tuple[Policy, ...]
 
     def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
-        kept = {c.step for c in checkpoints}
+        given = immutable(checkpoints)
+        kept = {c.step for c in given}
         for policy in self.policies:
-            kept &= set(policy.preserve(checkpoints))
+            kept &= set(policy.preserve(given))
         return kept
 
 
@@ -165,12 +173,12 @@ def _whole(name: str, value: Any, at_least: int) -> None:
         raise ConfigError(f"{name} needs a whole number of at least {at_least}, not {value!r}")
 
 
-def describe_tracked(ledger: Ledger) -> list[CheckpointInfo]:
+def describe_tracked(ledger: Ledger) -> tuple[CheckpointInfo, ...]:
     """The tracked checkpoints as policies see them, oldest first."""
-    return [
+    return immutable(
         CheckpointInfo(c.step, c.run_seconds, dict(c.metrics))
         for c in ledger.in_state(State.TRACKED)
-    ]
+    )
 
 
 POLICIES: Mapping[str, type[Policy]] = MappingProxyType(

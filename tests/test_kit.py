@@ -30,6 +30,16 @@ def test_a_policy_that_keeps_what_its_author_means():
     assert_policy_sound(KeepEven(), keeps=lambda cs: {c.step for c in cs if c.step % 4 == 0})
 
 
+def test_a_policy_that_answers_with_a_generator_is_sound():
+    """Catches: an answer that is looked at twice: the second time it is empty."""
+
+    class Lazy(Policy):
+        def preserve(self, checkpoints):
+            return (c.step for c in checkpoints if c.step % 2 == 0)
+
+    assert_policy_sound(Lazy(), keeps=lambda cs: [c.step for c in cs if c.step % 2 == 0])
+
+
 def wrong_policies():
     answers = itertools.count()
 
@@ -40,7 +50,9 @@ def wrong_policies():
     return {
         "raises": (lambda cs: [cs[0].step], "IndexError"),
         "stranger": (lambda cs: {10**6}, "which are not there"),
-        "changes": (changes, "changed the list"),
+        "lazy stranger": (lambda cs: (s for s in (10**6,)), "which are not there"),
+        "changes": (changes, "it raised AttributeError"),
+        "changes metrics": (lambda cs: {c.step for c in cs if c.metrics.pop("loss", 0)}, "raised"),
         "fickle": (lambda cs: {c.step for c in cs if next(answers) % 2}, "asked twice"),
         "forgets": (lambda cs: {c.step for c in cs[:-1]}, "and not"),
     }

@@ -197,10 +197,39 @@ def test_describe_tracked_shows_only_tracked_oldest_first():
             for step, state in states.items()
         )
     )
-    assert describe_tracked(ledger) == [
+    assert describe_tracked(ledger) == (
         CheckpointInfo(10, 20.0, {"loss": 1.0}),
         CheckpointInfo(30, 60.0, {"loss": 3.0}),
-    ]
+    )
+
+
+class Sorts(Policy):
+    def preserve(self, checkpoints):
+        checkpoints.sort(key=lambda c: c.metrics["loss"])
+        return {c.step for c in checkpoints[:1]}
+
+
+class Pops(Policy):
+    def preserve(self, checkpoints):
+        return {c.step for c in checkpoints if c.metrics.pop("loss") < 0}
+
+
+@pytest.mark.parametrize("wrong", [Sorts(), Pops()], ids=["sorts", "pops"])
+def test_I7_a_policy_cannot_change_what_the_policies_beside_it_see(wrong):
+    """Catches: one list for all policies, which a wrong one sorts or empties: ``LatestN`` deletes the
+    newest, ``BestN`` the best. A policy that raises keeps everything."""
+    beside = LatestN(1) | BestN("loss", 1)
+    history = scored(s1=3.0, s2=2.0, s3=1.0)
+    for policy in (wrong | beside, wrong & beside):
+        with pytest.raises((AttributeError, TypeError)):
+            policy.preserve(history)
+    assert history == scored(s1=3.0, s2=2.0, s3=1.0)
+    tracked = describe_tracked(
+        ledger_of(*(checkpoint(s, State.TRACKED, metrics=(("loss", 1.0),)) for s in (1, 2)))
+    )
+    with pytest.raises((AttributeError, TypeError)):
+        wrong.preserve(tracked)
+    assert kept(beside, tracked) == [2]
 
 
 # ------------------------------------------------------------------------------- plain data
