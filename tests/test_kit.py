@@ -129,6 +129,37 @@ def test_a_careless_writer_is_caught(how, said):
         assert_writer_sound(Careless(how))
 
 
+class Named:
+    """A part of one file with this name; with ``results`` it stands for a torch_dist part."""
+
+    name = "extra"
+    directory = ""
+
+    def __init__(self, file: str, results: tuple = (), digest: bool = True) -> None:
+        self.file, self.results, self.digest = file, results, digest
+
+    def write(self, storage, location):
+        shard = ShardFile(storage, f"{location}/{self.file}")
+        shard.write(b"content")
+        entry = shard.close_durably(self.file)
+        if not self.digest:
+            entry = FileEntry(name=entry.name, bytes=entry.bytes)
+        return Written((entry,), self.results)
+
+
+@pytest.mark.parametrize("file", ["bpe.tmp-final.json", "metadata.json", ".metadata", "common.pt"])
+def test_I3_a_writer_whose_file_would_not_stay_is_caught(file):
+    """Catches: a part called sound whose file is swept away, or replaced, when the save is finished."""
+    with pytest.raises(Unsound, match="swept away|writes such a file"):
+        assert_writer_sound(Named(file))
+
+
+def test_a_writer_may_leave_the_digest_out_and_torch_dist_has_its_common_state():
+    """Catches: a check that is too strict."""
+    assert_writer_sound(Named("data.bin", digest=False))
+    assert_writer_sound(Named("common.pt", results=((0, 7),)))
+
+
 def test_a_writer_that_leaves_no_receipt_is_caught(monkeypatch):
     monkeypatch.setattr(checks, "write_rank", lambda storage, job: None)
     with pytest.raises(Unsound, match="no receipt"):

@@ -13,10 +13,10 @@ from random import Random
 from hypothesis import given, settings
 
 from ckptfsm.documents import Receipt, decode
-from ckptfsm.durable import list_names, lookup, make_dirs, walk_files
+from ckptfsm.durable import TEMPORARY, list_names, lookup, make_dirs, walk_files
 from ckptfsm.errors import CkptFsmError
 from ckptfsm.layout import RECEIPTS, receipt_name, staging_dir
-from ckptfsm.messages import AttemptId
+from ckptfsm.messages import RESERVED, AttemptId
 from ckptfsm.ports import Identity, PartJob, RankJob
 from ckptfsm.retention import CheckpointInfo, Policy, immutable
 from ckptfsm.testing.faults import FaultStorage, Hook, crash_at, fail_at
@@ -89,7 +89,8 @@ def assert_writer_sound(part: PartJob) -> int:
     """Let ``part`` write on a disk that loses power, is killed or fails at each of its calls.
 
     Raises ``Unsound`` if it fails on a sound disk, if a file that its receipt lists is not there with
-    its content after a power loss (an fsync is missing), or if it wrote a file that it does not list.
+    its content after a power loss (an fsync is missing), if it wrote a file that it does not list, or
+    one that the library or megatron-core would sweep away or write itself.
     An error that it hides is found by its harm: one of its own calls fails, it ends as if all were
     well, with a receipt, and what the receipt lists is not durable. Returns how many storage calls
     were tried.
@@ -140,13 +141,24 @@ def _judge(disk: SimDisk, when: str, loss: Crash = "all_lost", *, ended: bool = 
         return
     receipt = decode(Receipt, storage.read(path, _LIMIT), path)
     for entry in receipt.files:
+        _refuse_name(entry.name, torch_dist=bool(receipt.results))
         name = f"{_LOCATION}/{entry.name}"
         stat = lookup(storage, name)
         if stat is None or stat.kind != "file":
             raise Unsound(f"{when}: {entry.name} is listed, and gone after a power loss")
-        if stat.size != entry.bytes or storage.digest(name) != entry.digest:
+        known = entry.digest is None or storage.digest(name) == entry.digest
+        if stat.size != entry.bytes or not known:
             raise Unsound(f"{when}: {entry.name} has lost its content: was it fsynced?")
     listed = {entry.name for entry in receipt.files}
     for name, _ in walk_files(storage, _LOCATION):
         if name not in listed and not name.startswith(".ckptfsm/receipts/"):
             raise Unsound(f"{when}: {name} is in no receipt: such a checkpoint is refused")
+
+
+def _refuse_name(name: str, *, torch_dist: bool) -> None:
+    """What a save puts in its place, or sweeps away. A part with results writes its own common state."""
+    last = name.rpartition("/")[2]
+    if TEMPORARY in last:
+        raise Unsound(f"{name}: files with {TEMPORARY!r} in their name are swept away")
+    if last in RESERVED and not (torch_dist and last == "common.pt"):
+        raise Unsound(f"{name}: a torch_dist save writes such a file itself")
