@@ -220,7 +220,7 @@ class ReshardWarning(UserWarning):
 
 
 class RecoveryWarning(UserWarning):
-    """Opening the root found something that a person should know."""
+    """Opening the root, or restoring from it, found something that a person should know."""
 
 
 class PollMissingWarning(UserWarning):

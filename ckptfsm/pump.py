@@ -22,6 +22,7 @@ from ckptfsm.engine import FinalizersDue, Settled
 from ckptfsm.errors import (
     CkptFsmError,
     DeadlineExceeded,
+    RecoveryWarning,
     SaveFailed,
     SaveFailedWarning,
     ShardMissing,
@@ -151,6 +152,8 @@ class Pump:
             handle = self._handles.get(news.of)
             if handle is not None:
                 handle.state = news.dest
+            if news.source is State.TRACKED and news.reason == "damaged":
+                self._say_damaged(news)
             if news.dest is State.FAILED:
                 self._on_failed(news)
             elif news.dest is State.QUARANTINED and handle is not None:
@@ -167,6 +170,12 @@ class Pump:
                 self.writer = self._draft = None
                 self._bury()
             self.view = View(self.view.steps)  # the coordinator is gone: nothing more will come
+
+    def _say_damaged(self, record: TransitionRecord) -> None:
+        """A person should know that an older step is used instead."""
+        text = f"step {record.step} is damaged, and in quarantine now: {record.detail}"
+        log.warning("checkpoint_damaged", extra={"step": record.step, "what": record.detail})
+        self.notes.append(RecoveryWarning(text))
 
     def _on_tracked(self, record: TransitionRecord) -> None:
         self._retries = 0
@@ -238,16 +247,16 @@ class Pump:
 
     def raise_failures(self) -> None:
         """At a point that every rank reaches: what there is to say, then what there is to raise."""
-        self.say_notes()
+        self.say_notes(stacklevel=4)
         if self.failures:
             failures, self.failures = self.failures, []
             raise failures[0]
 
-    def say_notes(self) -> None:
+    def say_notes(self, stacklevel: int = 3) -> None:
         """Warnings wait for a point without collectives after it: they may be made errors."""
         notes, self.notes = self.notes, []
         for note in notes:
-            warnings.warn(note, stacklevel=4)
+            warnings.warn(note, stacklevel=stacklevel)
 
     # -------------------------------------------------------------------------------------- a save
 

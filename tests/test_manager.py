@@ -30,6 +30,7 @@ from ckptfsm.errors import (
     Fenced,
     PollMissingWarning,
     RankFailed,
+    RecoveryWarning,
     RestoreFailed,
     RootBusy,
     SaveFailed,
@@ -742,6 +743,27 @@ def digest_unreadable(run: Run) -> None:
     text = re.sub(r'"crc":"\w{8}",', "", manifest.read_text())
     at = text.index("xxh3_128:", text.index(SHARD)) + len("xxh3_128:")
     manifest.write_text(text[:at] + "0" * 32 + text[at + 32 :])
+
+
+def test_I2_a_restore_that_falls_back_says_so_on_every_rank(run: Run, caplog):
+    """Catches: hours of training from an older step, and nobody knows."""
+
+    def work(transport: ThreadTransport) -> None:
+        ports = fake_ports(run.root, driver=FakeDriver(transport.rank), transport=transport)
+        manager = Manager(ports, make_config(QUICK))
+        for step in (1, 2):
+            manager.save(step, weights(step)).wait()
+        if transport.rank == 0:
+            (run.root / "iter_0000002" / SHARD).write_bytes(b"x")
+        assert manager.restore(TEMPLATE).step == 1
+        manager.close()
+
+    with pytest.warns(RecoveryWarning, match=f"step 2 is damaged.*{SHARD}") as caught:
+        assert run_ranks(2, work) == [None, None]
+    said = [w for w in caught if w.filename == __file__]
+    assert len(said) == 2
+    logged = [r for r in caplog.records if r.message == "checkpoint_damaged"]
+    assert [(r.levelname, r.step) for r in logged] == [("WARNING", 2)] * 2
 
 
 def test_F21_a_given_step_that_is_damaged_is_never_replaced(run: Run):
