@@ -17,6 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from ckptfsm.config import CheckpointConfig
 from ckptfsm.coordinator import Coordinator, Located
+from ckptfsm.documents import FileEntry
+from ckptfsm.durable import says_what_is_there
 from ckptfsm.errors import CkptFsmError, ConfigError, DamagedRoot, RestoreFailed, describe
 from ckptfsm.evidence import check_digests, check_extra_shards, check_sizes
 from ckptfsm.handle import Restored, only
@@ -62,12 +64,21 @@ class Restorer:
                 if not problem:
                     return self._load(located, named)
             finally:
-                self.agree(Coordinator.release, located.lease)
+                self._release(located)
             if step is not None:
                 raise DamagedRoot(
                     f"step {step} is damaged: {problem}", step=step, file=located.directory
                 )
             self.agree(Coordinator.withdraw_damaged, located.step, problem)
+
+    def _release(self, located: Located) -> None:
+        """Give the lease back. One that stays expires by itself, and spoils nothing meanwhile."""
+        try:
+            self.agree(Coordinator.release, located.lease)
+        except OSError as error:  # the same on every rank: it is the coordinator's answer
+            log.warning(
+                "lease_not_released", extra={"step": located.step, "error": describe(error)}
+            )
 
     def _damage(self, located: Located) -> str:
         """What is wrong with the checkpoint, the same on every rank; "" if nothing is.
@@ -94,14 +105,21 @@ class Restorer:
         """Each rank looks at its share of the files, so that verification scales with ranks."""
         if located.problem:
             return located.problem
-        depth = self.config.verify
-        if depth == "none" or not located.files:
+        if self.config.verify == "none" or not located.files:
             return ""
         share = located.files[self.transport.rank :: self.transport.world_size]
+        try:
+            return self._look_at(located, share)
+        except OSError as error:
+            if not says_what_is_there(error):
+                raise
+            return describe(error)  # a link where a directory was, for example
+
+    def _look_at(self, located: Located, share: Sequence[FileEntry]) -> str:
         problem = check_sizes(self.storage, located.directory, share)
         if not problem and self.transport.rank == 0:
             problem = check_extra_shards(self.storage, located.directory, located.files)
-        if not problem and depth == "digests":
+        if not problem and self.config.verify == "digests":
             problem = check_digests(self.storage, located.directory, share)
         return problem
 

@@ -1,7 +1,7 @@
 """Faults that an attacker of the library found after the layers of proof, each as a short history.
 
 As in ``test_found_by_proof``: production code, and one test for each fault, which says what it would
-catch. All but the restore of two ranks are on a simulated disk.
+catch. Those of a trainer's calls are on a real disk, the others on a simulated one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckptfsm import durable
 from ckptfsm import evidence as evidence_module
 from ckptfsm.config import make_config
 from ckptfsm.coordinator import SaveRequest
-from ckptfsm.errors import RestoreFailed, SaveRefused
+from ckptfsm.errors import RecoveryWarning, RestoreFailed, SaveRefused
 from ckptfsm.executor import ThreadExecutor
 from ckptfsm.layout import QUARANTINE, TRACKER, TRASH
 from ckptfsm.manager import Manager
@@ -28,6 +28,7 @@ from ckptfsm.messages import Failed, WriterForked, WriterGone
 from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import LatestN
 from ckptfsm.stock import StockVerdict
+from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
@@ -184,3 +185,42 @@ def test_F31_a_rank_that_cannot_verify_fails_the_restore_on_every_rank(tmp_path:
         return f"{caught.value.step}, then {restored.step}"
 
     assert run_ranks(2, work) == ["1, then 1", "1, then 1"]
+
+
+def test_F21_a_link_in_place_of_a_directory_is_damage(tmp_path: Path):
+    """Found by attack. Catches: a part's directory that became a link (somebody saved space) taken for
+    a sick disk: no restart resumes, though an older checkpoint is whole."""
+    parts = {"state": {"weights": b"w"}, "actor": {"weights": b"a"}}
+    manager = Manager(fake_ports(tmp_path / "root"), make_config(QUICK))
+    for step in (1, 2):
+        manager.save(step, parts=parts).wait()
+    actor = tmp_path / "root/iter_0000002/actor"
+    actor.rename(tmp_path / "elsewhere")
+    actor.symlink_to(tmp_path / "elsewhere")
+    with pytest.warns(RecoveryWarning, match="step 2 is damaged"):
+        assert manager.restore(parts={"state": TEMPLATE, "actor": TEMPLATE}).step == 1
+    assert manager.all_steps() == [1]
+    manager.close()
+
+
+def test_F27_a_lease_that_cannot_be_given_back_does_not_undo_a_restore(tmp_path: Path, caplog):
+    """Found by attack. Catches: a restore that has loaded everything, and raises because its own lease
+    cannot be removed; it also hid why a load failed."""
+    sick: list[bool] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if sick and method == "unlink" and "/leases/" in path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    driver = FakeDriver()
+    storage = FaultStorage(PosixStorage(tmp_path / "root"), before=before)
+    manager = Manager(fake_ports(lambda create: storage, driver=driver), make_config(QUICK))
+    manager.save(1, weights(1)).wait()
+    sick.append(True)
+    assert manager.restore(TEMPLATE).step == 1
+    assert "lease_not_released" in caplog.messages
+    driver.failures["load"] = ValueError("another shape")
+    with pytest.raises(RestoreFailed, match="another shape"):
+        manager.restore(TEMPLATE)
+    sick.clear()
+    manager.close()
