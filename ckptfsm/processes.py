@@ -242,7 +242,10 @@ def _read_outcome(exitcode: int | None, data: bytes) -> Outcome:
     body = data[_HEAD.size :]
     if len(body) != length:
         return Outcome(exitcode)
-    value = pickle.loads(body)
+    try:
+        value = pickle.loads(body)
+    except Exception as error:  # a payload's own code; its writer failed, and its trainer goes on
+        return Outcome(exitcode, error=ChildError(f"its result cannot be read: {describe(error)}"))
     if kind == _ERROR:
         return Outcome(exitcode, error=value)
     return Outcome(exitcode, payload=value, complete=True)

@@ -112,6 +112,22 @@ def test_a_result_that_cannot_be_pickled_is_a_failure():
     assert not outcome.succeeded and "pickle" in outcome.explain().lower()
 
 
+class Odd(Exception):
+    """Pickles, and does not unpickle: many exceptions with two arguments do that."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one)
+
+
+def test_I10_a_result_that_cannot_be_read_is_a_failure():
+    """Catches: an error out of ``poll``, between two exchanges, while the other ranks wait."""
+    child = fork_child(lambda: Odd(1, 2), keep=(), group=True)
+    outcome = child.wait(30)
+    assert outcome is not None and not outcome.succeeded and outcome.exitcode == 0
+    assert "its result cannot be read: TypeError" in outcome.explain()
+    assert child.poll() is outcome
+
+
 def test_a_truncated_payload_is_no_result():
     """Catches: a writer killed in the middle of its report, whose report is believed."""
     read_end, write_end = os.pipe()
