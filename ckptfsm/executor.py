@@ -36,7 +36,11 @@ class ThreadExecutor:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            run_into(*item)
+            work, future = item
+            try:
+                run_into(work, future)
+            except BaseException as error:  # torch's CheckpointException is one; the next must run
+                future.set_exception(error)
 
 
 class InlineExecutor:

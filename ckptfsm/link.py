@@ -102,6 +102,11 @@ class Link:
                 timeout_s=self._effect_timeout_s,
                 waiting_for=getattr(work, "__name__", "the coordinator"),
             ) from None
+        except BaseException as error:
+            theirs = future.done() and future.exception() is error
+            if isinstance(error, Exception) or not theirs:
+                raise
+            raise typed(error) from error  # torch's, say: the other ranks must hear of it
 
     def together(
         self,

@@ -38,6 +38,23 @@ def test_an_exception_belongs_to_its_future(executor):
     assert good.result(WAIT_S) == "still here"
 
 
+def test_I10_torchs_exception_belongs_to_its_future_too():
+    """Catches: an error that is no ``Exception`` (torch has one) ending the thread: no question is
+    answered any more, and every rank waits for its deadline."""
+
+    class CheckpointException(BaseException):
+        pass
+
+    def work() -> None:
+        raise CheckpointException
+
+    executor = ThreadExecutor()
+    bad, good = executor.submit(work), executor.submit(lambda: "still here")
+    assert isinstance(bad.exception(WAIT_S), CheckpointException)
+    assert good.result(WAIT_S) == "still here"
+    executor.shutdown()
+
+
 def test_work_runs_on_one_other_thread():
     """Catches: a hanging disk that hangs the training thread."""
     executor = ThreadExecutor()

@@ -19,8 +19,8 @@ from test_manager import QUICK, TEMPLATE, weights
 from ckptfsm import durable
 from ckptfsm import evidence as evidence_module
 from ckptfsm.config import make_config
-from ckptfsm.coordinator import SaveRequest
-from ckptfsm.errors import RecoveryWarning, RestoreFailed, SaveRefused
+from ckptfsm.coordinator import Coordinator, SaveRequest
+from ckptfsm.errors import CkptFsmError, RecoveryWarning, RestoreFailed, SaveRefused
 from ckptfsm.executor import ThreadExecutor
 from ckptfsm.layout import QUARANTINE, TRACKER, TRASH
 from ckptfsm.manager import Manager
@@ -224,3 +224,29 @@ def test_F27_a_lease_that_cannot_be_given_back_does_not_undo_a_restore(tmp_path:
         manager.restore(TEMPLATE)
     sick.clear()
     manager.close()
+
+
+def test_I10_torchs_exception_of_a_question_reaches_every_rank(tmp_path: Path, monkeypatch):
+    """Found by attack. Catches: an error that is no ``Exception``, raised by rank 0 alone, between two
+    exchanges: the other ranks wait for its answer."""
+
+    class CheckpointException(BaseException):
+        pass
+
+    def pin(coordinator: Coordinator, step: int, reason: str) -> None:
+        raise CheckpointException("of torch")
+
+    monkeypatch.setattr(Coordinator, "pin", pin)
+
+    def work(transport: ThreadTransport) -> int:
+        ports = fake_ports(
+            tmp_path / "root", driver=FakeDriver(transport.rank), transport=transport
+        )
+        manager = Manager(ports, make_config(QUICK))
+        with pytest.raises(CkptFsmError, match="of torch"):
+            manager.pin(1)
+        manager.save(1, weights(1)).wait()
+        manager.close()
+        return manager.latest_step()
+
+    assert run_ranks(2, work) == [1, 1]
