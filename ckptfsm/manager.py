@@ -66,7 +66,11 @@ class Manager:
         self._link = Link(ports.transport, config.effect_timeout_s)
         self._pump = Pump(ports, config, self._link, hooks)
         self._storage: Storage
-        self._open()
+        try:
+            self._open()
+        except BaseException:  # a Ctrl-C too: the root must not stay ours
+            self._let_go(idle=self._link.abandon(_LET_GO_S))
+            raise
 
     # ------------------------------------------------------------------------------ open and close
 
@@ -85,7 +89,6 @@ class Manager:
         problem = answer.error or self._open_locally()
         failed = self._ports.transport.any_flags([problem is not None])[0]
         if failed:
-            self._let_go(idle=self._link.abandon(_LET_GO_S))
             raise problem or RankFailed("another rank could not open the root")
         self.recovery, view = answer.value
         self._pump.begin(view, [r for r in answer.update.news if isinstance(r, TransitionRecord)])
@@ -264,13 +267,7 @@ class Manager:
             return SaveHandle(step)
         call = (state, parts)
         draft, proposal = propose(self._ports.driver, self.world_size, step, call, metrics)
-        gathered = self._ports.transport.gather(proposal)
-        planned: Mapping[str, bytes] = {}
-        answer = Answer()
-        if gathered is not None:
-            answer, planned = self._judge(gathered)
-        answer = self._ports.transport.broadcast(answer)
-        self._pump.take_update(answer.update)
+        answer, planned = self._ask_for(proposal)
         if answer.error is not None:
             self._ports.driver.refuse()
             raise answer.error
@@ -303,6 +300,22 @@ class Manager:
         self._pump.raise_failures()
         return True
 
+    def _ask_for(self, proposal: Proposal) -> tuple[Answer, Mapping[str, bytes]]:
+        """The one exchange that a save begins with. Returns the answer and, at rank 0, the plan."""
+        planned: Mapping[str, bytes] = {}
+        answer = Answer()
+        gathered = self._ports.transport.gather(proposal)
+        if gathered is not None:
+            answer, planned = self._judge(gathered)
+        try:
+            answer = self._ports.transport.broadcast(answer)
+            self._pump.take_update(answer.update)
+        except BaseException as error:  # a Ctrl-C: what was accepted gets no writer of this rank
+            if answer.value is not None:
+                self._pump.give_up(answer.value[0], error)
+            raise
+        return answer, planned
+
     def _judge(self, proposals: list[Proposal]) -> tuple[Answer, Mapping[str, bytes]]:
         """At rank 0: accept or refuse for everyone. Returns the answer and the planned metadata."""
         step = proposals[0].step
@@ -321,6 +334,9 @@ class Manager:
         except Exception as error:  # a bad state dict must not strand the other ranks
             log.exception("save_refused", extra={"step": step})
             refused = SaveRefused(f"the save cannot begin: {describe(error)}", step=step)
+        except BaseException:  # a Ctrl-C: no rank will write it
+            self._link.forget_request()
+            raise
         return Answer(accepted, refused, self._link.collect()), planned
 
     # ----------------------------------------------------------------------------------- poll

@@ -283,16 +283,23 @@ class Pump:
             self._draft = draft
             self._ports.driver.accept()
             self._outbox.append(WriterForked(of, self._rank, self._world_size))
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:  # also torch's; the others must not wait for this rank
             self._ports.driver.refuse()
-            log.exception("fork_failed", extra={"step": of.step, "rank": self._rank})
-            detail = f"rank {self._rank}: {describe(error)}"
-            self._outbox.append(Failed(of, "fork_failed", detail, self._rank))
-        handle = SaveHandle(of.step, State.REQUESTED, of, None, self.wait_for)
-        self._handles[of] = handle
-        return handle
+            self.give_up(of, error)
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+        return self._handle_of(of)
+
+    def _handle_of(self, of: AttemptId) -> SaveHandle:
+        fresh = SaveHandle(of.step, State.REQUESTED, of, None, self.wait_for)
+        return self._handles.setdefault(of, fresh)
+
+    def give_up(self, of: AttemptId, error: BaseException) -> None:
+        """This rank will not write what was accepted: the attempt fails at the next exchange."""
+        self._handle_of(of)  # its failure comes out here as on the other ranks
+        log.error("fork_failed", exc_info=error, extra={"step": of.step, "rank": self._rank})
+        detail = f"rank {self._rank}: {describe(error)}"
+        self._outbox.append(Failed(of, "fork_failed", detail, self._rank))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -20,11 +23,22 @@ from ckptfsm import durable
 from ckptfsm import evidence as evidence_module
 from ckptfsm.config import make_config
 from ckptfsm.coordinator import Coordinator, SaveRequest
-from ckptfsm.errors import CkptFsmError, RecoveryWarning, RestoreFailed, SaveRefused
+from ckptfsm.documents import TransitionRecord
+from ckptfsm.errors import (
+    CkptFsmError,
+    RecoveryWarning,
+    RestoreFailed,
+    RootBusy,
+    SaveFailed,
+    SaveRefused,
+)
 from ckptfsm.executor import ThreadExecutor
 from ckptfsm.layout import QUARANTINE, TRACKER, TRASH
+from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
 from ckptfsm.messages import Failed, WriterForked, WriterGone
+from ckptfsm.ports import RankJob, Storage
+from ckptfsm.processes import Child
 from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import LatestN
 from ckptfsm.stock import StockVerdict
@@ -32,6 +46,7 @@ from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+from ckptfsm.writer import launch_forked
 
 
 def test_F8_a_file_of_the_same_content_does_not_excuse_a_failed_rename():
@@ -250,3 +265,69 @@ def test_I10_torchs_exception_of_a_question_reaches_every_rank(tmp_path: Path, m
         return manager.latest_step()
 
     assert run_ranks(2, work) == [1, 1]
+
+
+class CtrlC:
+    """Interrupts the training thread at a call of the coordinator's thread, once it is armed."""
+
+    def __init__(self, method: str, path: str) -> None:
+        self.method, self.path = method, path
+        self.armed = False
+
+    def __call__(self, index: int, method: str, path: str) -> None:
+        if self.armed and method == self.method and self.path in path:
+            self.armed = False
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+@pytest.mark.parametrize("where", ["asking", "told", "staging", "forking"])
+def test_I10_a_save_interrupted_before_its_fork_is_not_in_flight_for_ever(
+    where: str, tmp_path: Path
+):
+    """Found by attack. Catches: a Ctrl-C, which a notebook survives, in the middle of ``save``: the
+    attempt waits for a writer that nobody forks, and every later save runs into its deadline."""
+    ctrl_c = CtrlC("mkdir", ".ckptfsm/staging/2.")
+    storage = FaultStorage(PosixStorage(tmp_path / "root"), before=ctrl_c)
+    driver = FakeDriver()
+
+    def hook(record: TransitionRecord) -> None:
+        if where == "told" and (record.step, record.dest) == (2, State.REQUESTED):
+            raise KeyboardInterrupt
+
+    def launch(storage: Storage, job: RankJob) -> Child:
+        if where == "forking" and job.of.step == 2:
+            raise KeyboardInterrupt
+        return launch_forked(storage, job)
+
+    ports = fake_ports(lambda create: storage, driver=driver, launch=launch)
+    manager = Manager(ports, make_config({**QUICK, "busy_timeout_s": 5.0}), (hook,))
+    manager.save(1, weights(1)).wait()
+    ctrl_c.armed = where == "asking"
+    if where == "staging":
+        driver.failures["stage"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        manager.save(2, weights(2))
+    driver.failures.clear()
+    if where != "asking":  # its failure comes out here as on every other rank
+        with pytest.raises(SaveFailed, match="KeyboardInterrupt"):
+            manager.wait_until_finished()
+    manager.save(3, weights(3)).wait()
+    assert manager.all_steps() == [1, 3]
+    manager.close()
+
+
+def test_I10_an_opening_that_is_interrupted_gives_the_root_back(tmp_path: Path):
+    """Found by attack. Catches: a Ctrl-C while the root is opened: the process that survives it finds
+    the root owned by itself."""
+    ctrl_c = CtrlC("open_exclusive", "journal")
+    ctrl_c.armed = True
+    storage = FaultStorage(PosixStorage(tmp_path / "root"), before=ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        Manager(fake_ports(lambda create: storage), make_config(QUICK))
+    deadline = time.monotonic() + 30
+    while True:  # the other thread lets go in its own time
+        try:
+            Manager(fake_ports(tmp_path / "root"), make_config(QUICK)).close()
+            break
+        except RootBusy:
+            assert time.monotonic() < deadline

@@ -171,7 +171,7 @@ PEOPLE = (
     mutant(
         "one-rank-raises-alone",
         "pump",
-        '            detail = f"rank {self._rank}: {describe(error)}"\n',
+        "            self.give_up(of, error)\n",
         "            raise\n",
         breaks="I10",
         source="F31",
