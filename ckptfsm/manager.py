@@ -101,7 +101,8 @@ class Manager:
                 self._storage = self._ports.open_storage(False)
             for name in self.config.preemption_signals:
                 number = signal.Signals[name]
-                self._signals[number] = signal.signal(number, self._on_signal)
+                self._signals[number] = signal.getsignal(number)
+                signal.signal(number, self._on_signal)
         except Exception as error:  # the other ranks must not believe that the manager is open
             return typed(error)
         return None
@@ -176,9 +177,10 @@ class Manager:
 
     def _let_go(self, *, idle: bool) -> None:
         """Let go of signals, transport and root. ``idle``: nothing works on the root any more."""
-        for number, handler in self._signals.items():
-            signal.signal(number, handler)
-        self._signals.clear()
+        for number, previous in self._signals.items():
+            # Another's handler stays: it may lead to ours, which leads on.
+            if signal.getsignal(number) == self._on_signal and previous is not None:
+                signal.signal(number, previous)
         self._closed = True
         self._link.stop()
         self._ports.transport.close()
@@ -236,7 +238,16 @@ class Manager:
         self._pump.save_asked = True
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self._pump.save_asked = True
+        """Ask for a save; once closed, do what was done before us: a later manager led here."""
+        if not self._closed:
+            self._pump.save_asked = True
+            return
+        previous = self._signals[number]
+        if callable(previous):
+            previous(number, frame)
+        elif previous == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     # ----------------------------------------------------------------------------------- save
 

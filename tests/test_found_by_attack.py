@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -331,3 +333,44 @@ def test_I10_an_opening_that_is_interrupted_gives_the_root_back(tmp_path: Path):
             break
         except RootBusy:
             assert time.monotonic() < deadline
+
+
+SIGNALS = """
+import os, signal, sys
+from ckptfsm.config import make_config
+from ckptfsm.manager import Manager
+from ckptfsm.testing.fakes import fake_ports
+
+def opened(name):
+    ports = fake_ports(f"{sys.argv[1]}/{name}")
+    return Manager(ports, make_config({"preemption_signals": ("SIGTERM",)}))
+
+if sys.argv[2] == "handler":
+    signal.signal(signal.SIGTERM, lambda number, frame: print("the trainer's", flush=True))
+a, b = opened("a"), opened("b")
+a.close()
+os.kill(os.getpid(), signal.SIGTERM)
+for _ in range(10):
+    b.poll()
+print(b.preempted, flush=True)
+b.close()
+os.kill(os.getpid(), signal.SIGTERM)
+print("alive")
+"""
+
+
+@pytest.mark.parametrize(
+    ("trainers", "ends"),
+    [
+        ("default", (-signal.SIGTERM, ["True"])),
+        ("handler", (0, ["True", "the trainer's", "alive"])),
+    ],
+)
+def test_F25_managers_closed_in_the_order_they_were_opened_leave_signals_alone(
+    trainers: str, ends: tuple[int, list[str]], tmp_path: Path
+):
+    """Found by attack. Catches: the first manager taking the second one's handler away, and the second
+    putting back the dead first one's: no scheduler can end the process any more."""
+    command = [sys.executable, "-c", SIGNALS, str(tmp_path), trainers]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stdout.splitlines()) == ends
