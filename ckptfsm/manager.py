@@ -153,6 +153,7 @@ class Manager:
         """
         if self._closed:
             return
+        self._pump.refuse_inside_a_hook()
         try:
             self.wait_until_finished(self.config.close_timeout_s)
         except BaseException:
@@ -172,6 +173,7 @@ class Manager:
         """
         if self._closed:
             return
+        self._pump.refuse_inside_a_hook()
         self._pump.abandon()
         self._let_go(idle=self._link.abandon(self.config.exit_timeout_s))
 
@@ -375,6 +377,7 @@ class Manager:
     def _require_open(self) -> None:
         if self._closed:
             raise ManagerClosed("the manager is closed", file=self._storage.root)
+        self._pump.refuse_inside_a_hook()
 
     def _watch_polls(self, step: int) -> None:
         """A save that nobody polls never gets tracked: say so, with its step (F28)."""

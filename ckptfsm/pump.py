@@ -6,6 +6,7 @@ if so: all reports go to the coordinator, all news come back, the same on every 
 Rules:
 * A local error is never raised between collectives: it is a report, and comes back to every rank.
 * What there is to raise or to warn of waits for a point that every rank reaches.
+* News are taken one after the other: what is called meanwhile (a hook) cannot take any.
 * The writer of a failed attempt is killed; only one that is certainly gone is reported gone.
 """
 
@@ -13,14 +14,16 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptfsm.config import CheckpointConfig
 from ckptfsm.documents import TransitionRecord
-from ckptfsm.engine import FinalizersDue, Settled
+from ckptfsm.engine import FinalizersDue, News, Settled
 from ckptfsm.errors import (
     CkptFsmError,
+    ConfigError,
     DeadlineExceeded,
     RecoveryWarning,
     SaveFailed,
@@ -66,6 +69,9 @@ class Pump:
         self._link = link
         self._hooks = tuple(hooks)
         self._rank, self._world_size = ports.transport.rank, ports.transport.world_size
+        self._inbox: deque[News] = deque()
+        self._fatal: CkptFsmError | None = None
+        self._taking = False
         self._outbox: list[Event] = []
         self._handles: dict[AttemptId, SaveHandle] = {}
         self._dying: list[RankWriter] = []
@@ -91,6 +97,7 @@ class Pump:
 
     def drive(self, finished: Callable[[View], bool], timeout_s: float, waiting_for: str) -> None:
         """Pump until ``finished``. The deadline is agreed, so all ranks stop waiting together."""
+        self.refuse_inside_a_hook()
         deadline = self._ports.clock.monotonic() + timeout_s
         pause = _PAUSE_S
         while not finished(self.view):
@@ -140,36 +147,56 @@ class Pump:
         return timed and now >= self._next_timed_save
 
     def take_update(self, update: Update) -> None:
-        """What happened, on every rank in the same order."""
-        for news in update.news:
-            if isinstance(news, FinalizersDue):
-                self._run_finalizers(news.of)
-                continue
-            if isinstance(news, Settled):
-                self.view.settling = False
-                continue
-            self.view.apply(news)
-            handle = self._handles.get(news.of)
-            if handle is not None:
-                handle.state = news.dest
-            if news.source is State.TRACKED and news.reason == "damaged":
-                self._say_damaged(news)
-            if news.dest is State.FAILED:
-                self._on_failed(news)
-            elif news.dest is State.QUARANTINED and handle is not None:
-                self._on_withdrawn(news)
-            elif news.dest is State.TRACKED and news.source is State.FINALIZED:
-                self._on_tracked(news)
-            self._call_hooks(news)
-        if update.fatal is not None:
-            self.failures.append(update.fatal)
-            for handle in self._handles.values():
-                handle._error = handle._error or update.fatal
-            if self.writer is not None:
-                self._dying.append(self.writer)
-                self.writer = self._draft = None
-                self._bury()
-            self.view = View(self.view.steps)  # the coordinator is gone: nothing more will come
+        """What happened, on every rank in the same order. What an interrupt leaves comes next time."""
+        self._inbox += update.news
+        self._fatal = self._fatal or update.fatal
+        self._taking = True
+        try:
+            while self._inbox:
+                self._take(self._inbox.popleft())
+            if self._fatal is not None:
+                fatal, self._fatal = self._fatal, None
+                self._end(fatal)
+        finally:
+            self._taking = False
+
+    def refuse_inside_a_hook(self) -> None:
+        """Raise ``ConfigError`` in a call that comes from a hook or a finalizer: it would wait for
+        news that only the caller of the hook can take."""
+        if self._taking:
+            raise ConfigError("a hook or a finalizer may not call its manager: do it after poll()")
+
+    def _take(self, news: News) -> None:
+        if isinstance(news, FinalizersDue):
+            self._run_finalizers(news.of)
+            return
+        if isinstance(news, Settled):
+            self.view.settling = False
+            return
+        self.view.apply(news)
+        handle = self._handles.get(news.of)
+        if handle is not None:
+            handle.state = news.dest
+        if news.source is State.TRACKED and news.reason == "damaged":
+            self._say_damaged(news)
+        if news.dest is State.FAILED:
+            self._on_failed(news)
+        elif news.dest is State.QUARANTINED and handle is not None:
+            self._on_withdrawn(news)
+        elif news.dest is State.TRACKED and news.source is State.FINALIZED:
+            self._on_tracked(news)
+        self._call_hooks(news)
+
+    def _end(self, fatal: CkptFsmError) -> None:
+        """The coordinator is gone: nothing more will come."""
+        self.failures.append(fatal)
+        for handle in self._handles.values():
+            handle._error = handle._error or fatal
+        if self.writer is not None:
+            self._dying.append(self.writer)
+            self.writer = self._draft = None
+            self._bury()
+        self.view = View(self.view.steps)
 
     def _say_damaged(self, record: TransitionRecord) -> None:
         """A person should know that an older step is used instead."""

@@ -26,8 +26,10 @@ from ckptfsm import evidence as evidence_module
 from ckptfsm.config import make_config
 from ckptfsm.coordinator import Coordinator, SaveRequest
 from ckptfsm.documents import TransitionRecord
+from ckptfsm.engine import Settled
 from ckptfsm.errors import (
     CkptFsmError,
+    ConfigError,
     RecoveryWarning,
     RestoreFailed,
     RootBusy,
@@ -37,8 +39,9 @@ from ckptfsm.errors import (
 from ckptfsm.executor import ThreadExecutor
 from ckptfsm.layout import QUARANTINE, TRACKER, TRASH
 from ckptfsm.lifecycle import State
+from ckptfsm.link import Update
 from ckptfsm.manager import Manager
-from ckptfsm.messages import Failed, WriterForked, WriterGone
+from ckptfsm.messages import AttemptId, Failed, WriterForked, WriterGone
 from ckptfsm.ports import RankJob, Storage
 from ckptfsm.processes import Child
 from ckptfsm.readers import ReaderLease
@@ -374,3 +377,73 @@ def test_F25_managers_closed_in_the_order_they_were_opened_leave_signals_alone(
     command = [sys.executable, "-c", SIGNALS, str(tmp_path), trainers]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode, done.stdout.splitlines()) == ends
+
+
+CALLS = {
+    "pin": lambda manager: manager.pin(2),
+    "wait": lambda manager: manager.wait_until_finished(3),
+    "save": lambda manager: manager.save(9, weights(9)),
+    "poll": lambda manager: manager.poll(),
+    "restore": lambda manager: manager.restore(TEMPLATE),
+    "close": lambda manager: manager.close(),
+    "abandon": lambda manager: manager.abandon(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_F24_a_hook_that_calls_its_manager_is_refused(call: str, tmp_path: Path):
+    """Found by attack. Catches: news taken by a call from inside a hook, before those that the hook was
+    called for: the manager waits for ever for the end of what has ended."""
+    managers: list[Manager] = []
+    refused: list[str] = []
+
+    def hook(record: TransitionRecord) -> None:
+        if managers and (record.step, record.dest) == (2, State.TRACKED):
+            with pytest.raises(ConfigError, match="a hook"):
+                CALLS[call](managers[0])
+            refused.append(call)
+
+    ports = fake_ports(tmp_path / "root")
+    manager = Manager(ports, make_config({**QUICK, "retention": LatestN(1)}), (hook,))
+    managers.append(manager)
+    for step in (1, 2, 3):
+        manager.save(step, weights(step))
+        manager.wait_until_finished()
+    assert refused == [call] and manager.all_steps() == [3]
+    manager.close()
+
+
+def test_F24_an_interrupted_hook_loses_no_news(tmp_path: Path):
+    """Found by attack. Catches: what was told together with the record of an interrupted hook, and is
+    never told again: the save stays in flight for this rank."""
+
+    def hook(record: TransitionRecord) -> None:
+        if record.dest is State.REQUESTED and record.step == 1:
+            raise KeyboardInterrupt
+
+    manager = Manager(fake_ports(tmp_path / "root"), make_config(QUICK))
+    of = AttemptId(1, 1, 1)
+    manager._pump._hooks = (hook,)
+    ends = [(State.ABSENT, State.REQUESTED), (State.REQUESTED, State.FAILED)]
+    ends.append((State.FAILED, State.DISCARDED))
+    news = [told(of, source, dest) for source, dest in ends]
+    with pytest.raises(KeyboardInterrupt):
+        manager._pump.take_update(Update((*news, Settled())))
+    assert not manager._pump.view.quiet
+    manager._pump.take_update(Update())
+    assert manager._pump.view.quiet
+    manager.close()
+
+
+def told(of: AttemptId, source: State, dest: State) -> TransitionRecord:
+    return TransitionRecord(
+        seq=0,
+        step=of.step,
+        epoch=of.epoch,
+        attempt=of.attempt,
+        event="made up",
+        source=source,
+        dest=dest,
+        run_seconds=0.0,
+        at="now",
+    )
