@@ -294,8 +294,6 @@ class Coordinator:
 
         Nor is one that was to be rolled forward and could not be, if it was all there was.
         """
-        if reasons and self._engine.ledger.latest() is None:
-            raise hopeless(reasons)
         waiting = self._engine.ledger.in_flight()
         if waiting is not None:
             raise StorageError(
@@ -303,6 +301,8 @@ class Coordinator:
                 file=self._storage.root,
                 step=waiting.step,
             )
+        if reasons and self._engine.ledger.latest() is None:
+            raise hopeless(reasons)
 
     def close(self) -> None:
         """Journal the end and give the root back in order; give it back in any case."""

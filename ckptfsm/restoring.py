@@ -64,21 +64,12 @@ class Restorer:
                 if not problem:
                     return self._load(located, named)
             finally:
-                self._release(located)
+                self.agree(Coordinator.release, located.lease)
             if step is not None:
                 raise DamagedRoot(
                     f"step {step} is damaged: {problem}", step=step, file=located.directory
                 )
             self.agree(Coordinator.withdraw_damaged, located.step, problem)
-
-    def _release(self, located: Located) -> None:
-        """Give the lease back. One that stays expires by itself, and spoils nothing meanwhile."""
-        try:
-            self.agree(Coordinator.release, located.lease)
-        except OSError as error:  # the same on every rank: it is the coordinator's answer
-            log.warning(
-                "lease_not_released", extra={"step": located.step, "error": describe(error)}
-            )
 
     def _damage(self, located: Located) -> str:
         """What is wrong with the checkpoint, the same on every rank; "" if nothing is.

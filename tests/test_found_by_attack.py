@@ -238,7 +238,7 @@ def test_F27_a_lease_that_cannot_be_given_back_does_not_undo_a_restore(tmp_path:
     manager.save(1, weights(1)).wait()
     sick.append(True)
     assert manager.restore(TEMPLATE).step == 1
-    assert "lease_not_released" in caplog.messages
+    assert "lease_not_removed" in caplog.messages
     driver.failures["load"] = ValueError("another shape")
     with pytest.raises(RestoreFailed, match="another shape"):
         manager.restore(TEMPLATE)

@@ -19,8 +19,10 @@ from proof.real_site import Site
 import ckptfsm.durable as durable
 import ckptfsm.effects as effects
 import ckptfsm.writer as writer
+from ckptfsm.coordinator import Coordinator
 from ckptfsm.effects import Effects
 from ckptfsm.engine import Engine
+from ckptfsm.errors import SaveRefused
 from ckptfsm.messages import Cleaned
 from ckptfsm.ports import Storage
 
@@ -109,15 +111,15 @@ def never_cleaned(patch: pytest.MonkeyPatch) -> None:
 
 
 def error_without_a_type(patch: pytest.MonkeyPatch) -> None:
-    whole = Effects.create_staging
+    whole = Coordinator.request
 
-    def create_staging(self: Effects, checkpoint: Any) -> None:
+    def request(self: Coordinator, asked: Any) -> Any:
         try:
-            whole(self, checkpoint)
-        except OSError as error:
-            raise KeyError(checkpoint.id) from error
+            return whole(self, asked)
+        except SaveRefused as error:
+            raise KeyError(asked.step) from error
 
-    patch.setattr(Effects, "create_staging", create_staging)
+    patch.setattr(Coordinator, "request", request)
 
 
 PLANTED: dict[str, tuple[Plant, str, tuple[str, str, str]]] = {

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -110,12 +111,10 @@ def run_chunk(seeds: range) -> str:
     """Run some seeds here; the result as JSON."""
     coverage = Coverage()
     result = LayerResult(LAYER, dict(_NOTHING), coverage=coverage)
-    quiet, collecting = logging.getLogger("ckptfsm"), gc.isenabled()
-    level = quiet.level
-    quiet.setLevel(logging.CRITICAL + 1)
+    collecting = gc.isenabled()
     gc.disable()  # a run is small and leaves no cycles that matter within a chunk
     try:
-        with watch_moves(coverage):
+        with quiet(), watch_moves(coverage):
             for seed in seeds:
                 one = simulate(seed, coverage=coverage)
                 result.explored["runs"] += 1
@@ -126,11 +125,22 @@ def run_chunk(seeds: range) -> str:
                     found = Violation(one.failure.promise, one.failure.what, f"{_REPLAY} {seed}")
                     result.violations.append(found)
     finally:
-        quiet.setLevel(level)
         if collecting:
             gc.enable()
         gc.collect()
     return json.dumps(result.as_json())
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Nobody wants to read of the millions of failures that a simulation makes."""
+    log = logging.getLogger("ckptfsm")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _add(result: LayerResult, part: str) -> None:
@@ -154,7 +164,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--hashes", type=int, nargs="+", help="print the traces of these seeds")
     chosen = parser.parse_args(arguments)
-    logging.getLogger("ckptfsm").setLevel(logging.CRITICAL + 1)
+    with quiet():
+        return _do(chosen)
+
+
+def _do(chosen: argparse.Namespace) -> int:
     if chosen.hashes is not None:
         print("\n".join(simulate(seed).trace for seed in chosen.hashes))
         return 0
