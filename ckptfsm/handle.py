@@ -70,11 +70,15 @@ class Restored:
 
 @dataclass(slots=True)
 class View:
-    """The root as every rank sees it, from the transitions alone."""
+    """The root as every rank sees it, from the transitions alone.
+
+    ``awaiting``: the coordinator is still at work on what nobody waited for; news of it will come.
+    """
 
     steps: set[int] = field(default_factory=set)
     unsettled: dict[AttemptId, State] = field(default_factory=dict)
     settling: bool = False
+    awaiting: bool = False
 
     def apply(self, record: TransitionRecord) -> None:
         self.settling = True  # until the coordinator says that nothing more follows
@@ -89,8 +93,8 @@ class View:
 
     @property
     def quiet(self) -> bool:
-        """True while nothing is in flight, being cleaned up or being pruned."""
-        return not self.unsettled and not self.settling
+        """True while nothing is in flight, being cleaned up, being pruned, or answered late."""
+        return not self.unsettled and not self.settling and not self.awaiting
 
     @property
     def latest(self) -> int | None:

@@ -30,10 +30,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What the coordinator tells every rank. ``fatal`` ends it: nothing more will come."""
+    """What the coordinator tells every rank. ``fatal`` ends it: nothing more will come.
+
+    ``answered``: it is done with the last question that ran into its deadline.
+    """
 
     news: tuple[News, ...] = ()
     fatal: CkptFsmError | None = None
+    answered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,8 @@ class Link:
         self._effect_timeout_s = effect_timeout_s
         self._coordinator: Coordinator | None = None
         self._executor: Executor | None = None
-        self._submitted: list[Future[None]] = []
+        self._submitted: list[Future[Any]] = []
+        self._late: Future[Any] | None = None
         self._fatal_told = False
 
     def start(self, coordinator: Coordinator, executor: Executor) -> None:
@@ -97,6 +102,8 @@ class Link:
         except FutureTimeout:
             if future.done():
                 raise
+            self._late = future
+            self._submitted.append(future)
             raise DeadlineExceeded(
                 f"the disk did not answer within {self._effect_timeout_s} s",
                 timeout_s=self._effect_timeout_s,
@@ -156,7 +163,11 @@ class Link:
         if self._coordinator is None:
             return False
         ended = self._coordinator.fatal is not None and not self._fatal_told
-        return ended or self._coordinator.has_news
+        return ended or self._has_answered or self._coordinator.has_news
+
+    @property
+    def _has_answered(self) -> bool:
+        return self._late is not None and self._late.done()
 
     def collect(self) -> Update:
         """At rank 0: the coordinator's news, and the error that ended it, if one did."""
@@ -168,7 +179,10 @@ class Link:
                 log.error("coordinator_error", extra={"error": describe(error)})
         fatal = self._coordinator.fatal if not self._fatal_told else None
         self._fatal_told = self._fatal_told or fatal is not None
-        return Update(tuple(self._coordinator.take_news()), fatal)
+        answered = self._has_answered  # asked before the news are taken: these are all there then
+        if answered:
+            self._late = None
+        return Update(tuple(self._coordinator.take_news()), fatal, answered)
 
     def _submit(
         self,

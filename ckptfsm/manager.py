@@ -322,7 +322,7 @@ class Manager:
             answer, planned = self._judge(gathered)
         try:
             answer = self._ports.transport.broadcast(answer)
-            self._pump.take_update(answer.update)
+            self._pump.take_answer(answer)
         except BaseException as error:  # a Ctrl-C: what was accepted gets no writer of this rank
             if answer.value is not None:
                 self._pump.give_up(answer.value[0], error)
@@ -447,7 +447,7 @@ class Manager:
         """Ask the coordinator together; its news first, then its error on every rank."""
         self._require_open()
         answer = self._link.together(work, *arguments)
-        self._pump.take_update(answer.update)
+        self._pump.take_answer(answer)
         if answer.error is not None:
             raise answer.error
         return answer.value

@@ -35,7 +35,7 @@ from ckptfsm.errors import (
 from ckptfsm.handle import SaveHandle, View
 from ckptfsm.layout import working_dir
 from ckptfsm.lifecycle import State
-from ckptfsm.link import Link, Update
+from ckptfsm.link import Answer, Link, Update
 from ckptfsm.messages import AttemptId, Event, Failed, FinalizersRan, WriterForked, WriterGone
 from ckptfsm.ports import Draft, Ports, RankJob, Storage
 from ckptfsm.writer import RankWriter
@@ -150,6 +150,7 @@ class Pump:
         """What happened, on every rank in the same order. What an interrupt leaves comes next time."""
         self._inbox += update.news
         self._fatal = self._fatal or update.fatal
+        self.view.awaiting = self.view.awaiting and not update.answered
         self._taking = True
         try:
             while self._inbox:
@@ -159,6 +160,12 @@ class Pump:
                 self._end(fatal)
         finally:
             self._taking = False
+
+    def take_answer(self, answer: Answer) -> None:
+        """The news that come with an answer. One that is late has its own, which must not be missed."""
+        if isinstance(answer.error, DeadlineExceeded):
+            self.view.awaiting = True
+        self.take_update(answer.update)
 
     def refuse_inside_a_hook(self) -> None:
         """Raise ``ConfigError`` in a call that comes from a hook or a finalizer: it would wait for

@@ -30,6 +30,7 @@ from ckptfsm.engine import Settled
 from ckptfsm.errors import (
     CkptFsmError,
     ConfigError,
+    DeadlineExceeded,
     RecoveryWarning,
     RestoreFailed,
     RootBusy,
@@ -447,3 +448,54 @@ def told(of: AttemptId, source: State, dest: State) -> TransitionRecord:
         run_seconds=0.0,
         at="now",
     )
+
+
+class Stuck:
+    """Holds the coordinator's thread at a call, once it is armed, until it is let go."""
+
+    def __init__(self, method: str, path: str) -> None:
+        self.method, self.path = method, path
+        self.armed = False
+        self.go = threading.Event()
+
+    def __call__(self, index: int, method: str, path: str) -> None:
+        if self.armed and method == self.method and self.path in path:
+            self.armed = False
+            assert self.go.wait(30)
+
+
+@pytest.mark.parametrize("call", ["rollback", "pin"])
+def test_I2_a_rollback_that_was_too_slow_is_seen_once_it_is_done(call: str, tmp_path: Path):
+    """Found by attack. Catches: ranks that see the steps of before a rollback, for ever, because it was
+    done only after its deadline: they do not save where it is due. After a slow ``pin``, of
+    which there is no news, they are quiet again."""
+    go = threading.Event()
+
+    def work(transport: ThreadTransport) -> list[object]:
+        stuck = Stuck("open_exclusive", TRACKER if call == "rollback" else "pins/")
+        stuck.go = go
+        storage = FaultStorage(PosixStorage(tmp_path / "root"), before=stuck)
+        where = (lambda create: storage) if transport.rank == 0 else tmp_path / "root"
+        ports = fake_ports(where, driver=FakeDriver(transport.rank), transport=transport)
+        settings = {"effect_timeout_s": 0.5, "save_interval_steps": 10, **QUICK}
+        manager = Manager(ports, make_config(settings))
+        for step in (10, 20, 30):
+            manager.save(step, weights(step)).wait()
+        manager.wait_until_finished()
+        stuck.armed = True
+        with pytest.raises(DeadlineExceeded):
+            getattr(manager, call)(10)
+        manager.poll()
+        seen = [manager.all_steps()]
+        if transport.rank == 0:
+            go.set()
+        manager.wait_until_finished()
+        seen += [manager.all_steps(), manager.should_save(20), manager._pump.view.quiet]
+        idle = transport.exchanges
+        manager.poll()
+        assert transport.exchanges == idle, "it costs nothing any more"
+        manager.close()
+        return seen
+
+    after = [[10], True, True] if call == "rollback" else [[10, 20, 30], False, True]
+    assert run_ranks(2, work) == [[[10, 20, 30], *after]] * 2
