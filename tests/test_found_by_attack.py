@@ -25,6 +25,7 @@ from ckptfsm import durable
 from ckptfsm import evidence as evidence_module
 from ckptfsm.config import make_config
 from ckptfsm.coordinator import Coordinator, SaveRequest
+from ckptfsm.demo.run import DemoOptions, _fresh_root
 from ckptfsm.documents import TransitionRecord
 from ckptfsm.engine import Settled
 from ckptfsm.errors import (
@@ -499,3 +500,21 @@ def test_I2_a_rollback_that_was_too_slow_is_seen_once_it_is_done(call: str, tmp_
 
     after = [[10], True, True] if call == "rollback" else [[10, 20, 30], False, True]
     assert run_ranks(2, work) == [[[10, 20, 30], *after]] * 2
+
+
+def test_I1_the_demo_leaves_a_living_jobs_root_alone(tmp_path: Path, monkeypatch):
+    """Found by attack. Catches: `ckptfsm demo`, started in a directory where a job writes to
+    ``runs/demo``, deleting that job's checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    options = DemoOptions()
+    root = _fresh_root(options)
+    manager = Manager(fake_ports(root), make_config(QUICK))
+    manager.save(1, weights(1)).wait()
+    with pytest.raises(RootBusy):
+        _fresh_root(options)
+    manager.save(2, weights(2)).wait()
+    manager.close()
+    assert _fresh_root(options) == root and not root.exists()
+    root.mkdir()
+    (root / "something").write_text("of an earlier demo that did not get far")
+    assert _fresh_root(options) == root and not root.exists()

@@ -22,6 +22,7 @@ from typing import IO
 from ckptfsm.errors import ConfigError
 from ckptfsm.evidence import read_tracker
 from ckptfsm.layout import parse_published
+from ckptfsm.lease import open_root, this_process
 from ckptfsm.lives import read_lives, render_html, render_table
 from ckptfsm.retention import CheckpointInfo, EveryNSteps, LatestN
 from ckptfsm.storage import PosixStorage
@@ -87,12 +88,28 @@ def _fresh_root(options: DemoOptions) -> Path:
     if options.root is None:
         root = Path("runs/demo").absolute()
         if root.is_dir():
-            shutil.rmtree(root)
+            _remove(root)
         return root
     root = options.root.absolute()
     if root.is_dir() and any(root.iterdir()):
         raise ConfigError(f"{root} is not empty: the demo wants a root of its own", root=str(root))
     return root
+
+
+def _remove(root: Path) -> None:
+    """Remove an earlier demo's root. Raises ``RootBusy`` if a job lives on it."""
+    if not (root / ".ckptfsm").is_dir():
+        shutil.rmtree(root)
+        return
+    storage = PosixStorage(root, create=False)
+    try:
+        lease = open_root(storage, this_process())
+        try:
+            shutil.rmtree(root)
+        finally:
+            lease.drop()
+    finally:
+        storage.close_root()
 
 
 def _train_and_crash(options: DemoOptions, root: Path, scratch: Path) -> None:
