@@ -7,8 +7,10 @@ from functools import partial
 import pytest
 from proof import suites
 from proof.layer import Budget
+from proof.trainers import TrainerMachine
 
 from ckptfsm import ledger, lifecycle
+from ckptfsm.errors import IllegalTransition
 from ckptfsm.testing.profiles import profile
 
 
@@ -37,6 +39,16 @@ def test_a_broken_guard_is_a_violation_with_its_history(monkeypatch):
     found = suites.violation_of("ledger", "pr", partial(check, settings=settings))
     assert found is not None and found.promise == "I7"
     assert "forced_offer" in found.what and "--suite ledger" in found.replay
+
+
+def test_I11_an_illegal_move_is_a_violation():
+    """Catches: a trainer that takes our own bugs for one more refusal."""
+
+    def move():
+        raise IllegalTransition("tracked, and removed")
+
+    with pytest.raises(AssertionError, match="I11: an illegal move was tried"):
+        TrainerMachine().attempt(move)
 
 
 def test_stop_at_first_stops_at_the_first(monkeypatch):

@@ -26,7 +26,13 @@ from hypothesis.stateful import (
 )
 
 from ckptfsm.config import CheckpointConfig
-from ckptfsm.errors import CkptFsmError, DamagedRoot, RootBusy, StepNotFoundError
+from ckptfsm.errors import (
+    CkptFsmError,
+    DamagedRoot,
+    IllegalTransition,
+    RootBusy,
+    StepNotFoundError,
+)
 from ckptfsm.executor import InlineExecutor
 from ckptfsm.journal import read_history
 from ckptfsm.layout import published_name
@@ -140,6 +146,8 @@ class TrainerMachine(RuleBasedStateMachine):
                 return work(*arguments)
         except ProcessDead:
             self.end("kill")
+        except IllegalTransition as error:
+            raise AssertionError(f"I11: an illegal move was tried: {error}") from error
         except CkptFsmError as error:
             if isinstance(error, DamagedRoot) and not self.chaos.rate:
                 raise AssertionError(f"I8: the root was given up: {error}") from error
