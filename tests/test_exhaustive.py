@@ -9,6 +9,7 @@ from proof.exhaustive import Search, history, scope_named
 from proof.exhaustive_disk import Dir, EpochLease, tree
 
 from ckptfsm import engine, layout, lifecycle, recovery
+from ckptfsm.coordinator import Coordinator
 from ckptfsm.durable import put
 from ckptfsm.effects import Effects
 from ckptfsm.engine import Engine
@@ -118,6 +119,10 @@ def nobody_looks_at_the_epoch(monkeypatch):
     monkeypatch.setattr(EpochLease, "check", lambda lease: None)
 
 
+def a_tick_that_breaks(monkeypatch):
+    monkeypatch.setattr(Coordinator, "_tick", lambda coordinator: {}["a bug"])
+
+
 def a_tracker_written_unlooked(monkeypatch):
     def write(self, step):
         put(self.storage, layout.TRACKER, b"%d" % step, tag=self.tag)
@@ -158,6 +163,7 @@ PLANTED = (
     (nobody_looks_at_the_epoch, "epochs", "I9"),
     (a_tracker_written_unlooked, "epochs", "I9"),
     (clean_up_is_forgotten, "ranks", "I10"),
+    (a_tick_that_breaks, "epochs", "I10"),
     (prune_by_deleting, "keep", "I1"),
 )
 

@@ -164,6 +164,12 @@ def test_I8_a_sound_root_that_is_given_up_is_found(monkeypatch):
     assert first_failure(what="because of a stray").promise == "I8"
 
 
+def test_I10_an_error_that_stops_the_coordinator_is_found(monkeypatch):
+    """Catches: a bug that comes out as an unknown outcome, which every trainer must expect."""
+    monkeypatch.setattr(Coordinator, "_tick", lambda asked: {}["a bug"])
+    assert first_failure(what="KeyError('a bug')").promise == "I10"
+
+
 def test_F28_silence_about_missing_polls_is_found(monkeypatch):
     monkeypatch.setattr(Manager, "_watch_polls", no_effect)
     assert first_failure(what="nobody polls").promise == "I10"

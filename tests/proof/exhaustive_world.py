@@ -574,6 +574,9 @@ def perform(run: Run, scope: Scope, action: Action) -> World:
         stopped = made.fatal is not None
     if made.fatal is not None:
         stopped = True
+        cause = made.fatal.__cause__
+        if not isinstance(cause, (CkptFsmError, OSError, type(None))):
+            raise Broken("I10", f"{action.text} stops the coordinator: {cause!r}")
     left = run.world.left.less(action.cost) if action.cost else run.world.left
     writers = run.world.writers if action.writers is None else action.writers
     after = run.world._replace(

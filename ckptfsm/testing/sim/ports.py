@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ckptfsm.durable import write_all
-from ckptfsm.errors import CkptFsmError, RankFailed, describe, first_os_error
+from ckptfsm.errors import CkptFsmError, OutcomeUnknown, RankFailed, describe, first_os_error
 from ckptfsm.executor import run_into
 from ckptfsm.messages import Event, PartSpec, ShardReported, WriterForked
 from ckptfsm.ports import (
@@ -121,6 +121,8 @@ class WorldExecutor:
                 return
             run_into(*item)
             error = item[1].exception()
+            if isinstance(error, OutcomeUnknown) and error.__cause__ is not None:
+                error = error.__cause__  # also what the coordinator stopped for, whatever it was
             typed = error is None or isinstance(error, (CkptFsmError, OSError))
             self._site.check(typed, "I10", f"the coordinator's thread raised {error!r}")
 
