@@ -301,7 +301,7 @@ def run(budget: Budget) -> LayerResult:
     To stop at the first violation, every scope is first searched a little: most bugs are near.
     """
     result = LayerResult("exhaustive search")
-    limit = budget.pick(pr=14_000, nightly=40_000, release=40_000)
+    limit = budget.pick(pr=50_000, nightly=150_000, release=150_000)
     names = [s.name for s in (SCOPES if budget.profile == "pr" else (*SCOPES, *WIDER))]
     for part in (limit // 20, limit) if budget.stop_at_first else (limit,):
         found = []
