@@ -381,13 +381,13 @@ class Manager:
 
     def _watch_polls(self, step: int) -> None:
         """A save that nobody polls never gets tracked: say so, with its step (F28)."""
-        since = self._unpolled_since
-        if since is None or not isinstance(step, int):
+        since, busy = self._unpolled_since, self._pump.view.in_flight
+        if since is None or busy is None or not isinstance(step, int):
             return
         if step - since >= self.config.poll_warning_steps:
             self._unpolled_since = step
             warnings.warn(
-                f"the save of step {since} is in flight and poll() was not called for "
+                f"the save of step {busy.step} is in flight and poll() was not called for "
                 f"{step - since} steps: it cannot be tracked without",
                 PollMissingWarning,
                 stacklevel=3,

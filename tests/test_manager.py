@@ -916,8 +916,19 @@ def test_F28_nobody_polls(run: Run):
     manager.save(10, weights(10))
     for step in range(11, 15):
         manager.should_save(step)
-    with pytest.warns(PollMissingWarning, match="save of step 10 .* 5 steps"):
-        manager.should_save(15)
+    for step in (15, 20):  # the same save, named again
+        with pytest.warns(PollMissingWarning, match="save of step 10 .* 5 steps"):
+            manager.should_save(step)
+
+
+def test_F28_a_finished_save_is_not_warned_about(run: Run):
+    """Catches: an alarm about a save that was waited for and is tracked."""
+    manager = run.open(poll_warning_steps=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        manager.save(1, weights(1))
+        manager.wait_until_finished()
+        manager.should_save(20)
 
 
 def test_F28_polling_is_not_warned_about(run: Run):
