@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -287,6 +288,15 @@ class CtrlC:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A job in the background ignores Ctrl-C, and its tests with it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("where", ["asking", "told", "staging", "forking"])
 def test_I10_a_save_interrupted_before_its_fork_is_not_in_flight_for_ever(
     where: str, tmp_path: Path
@@ -323,6 +333,7 @@ def test_I10_a_save_interrupted_before_its_fork_is_not_in_flight_for_ever(
     manager.close()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_I10_an_opening_that_is_interrupted_gives_the_root_back(tmp_path: Path):
     """Found by attack. Catches: a Ctrl-C while the root is opened: the process that survives it finds
     the root owned by itself."""

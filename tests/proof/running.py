@@ -31,6 +31,8 @@ def run_one(name: str, budget: Budget) -> LayerResult:
         text = traceback.format_exc()
         result = LayerResult(name)
         result.violations.append(Violation("", text, command_of(name, budget.profile)))
+    finally:
+        logging.disable(logging.NOTSET)
     result.layer = name
     return result
 
