@@ -129,14 +129,22 @@ def lose_tail(site: Site) -> None:
     lines = data.rstrip(b"\n").split(b"\n")
     lost = min(1 + choose.randrange(4), len(lines) - 1)
     kept = b"".join(line + b"\n" for line in lines[: len(lines) - lost])
-    whole = [line for line in lines[len(lines) - lost :] if line.endswith(b"}}")]  # not a torn one
-    steps = {json.loads(line)["record"].get("step") for line in whole}
+    steps = {_step_in(line) for line in lines[len(lines) - lost :]}
     if lost < 1 or steps - {None} >= set(_steps(site)):
         return  # another one is to be left
     site.count("F20")
     site.world.note("SOMEBODY", "loses the tail", segments[-1], str(lost))
     site.watch.damaged |= {step for step in steps if step is not None}
     disk.overwrite(segments[-1], kept + b"\n" * (len(data) - len(kept)))
+
+
+def _step_in(line: bytes) -> int | None:
+    """The step that a record is about; None where it is about none, or torn."""
+    try:
+        step: int | None = json.loads(line)["record"].get("step")
+    except ValueError:
+        return None
+    return step
 
 
 def lose_journal(site: Site) -> None:
