@@ -189,8 +189,9 @@ class Effects:
     def settle_adopted(self, step: int) -> None:
         """What somebody else wrote may be in the page cache only: nothing is given up for that."""
         name = published_name(step)
-        for file, _ in walk_files(self.storage, name):
-            fsync_existing(self.storage, f"{name}/{file}")
+        for file, stat in walk_files(self.storage, name):
+            if stat.kind == "file":  # a link of somebody's is never followed (F16)
+                fsync_existing(self.storage, f"{name}/{file}")
         self.settle_published(step)
 
     def _read_receipts(self, checkpoint: Checkpoint, directory: str) -> list[Receipt]:

@@ -462,3 +462,14 @@ def test_F20_what_is_adopted_brings_its_time_and_metrics():
     assert again.coordinator.ledger.latest().run_seconds >= adopted.run_seconds
     metrics = (("loss", 1.5),)
     assert apply(absent(of), m.Adopted(of, 1.0, metrics))[0].metrics == metrics
+
+
+def test_F16_a_link_in_an_adopted_directory_is_not_followed():
+    """Catches: a root that cannot be opened, because a stock run's directory holds a link."""
+    disk = SimDisk()
+    saved(disk, 1)
+    disk.kill("first")
+    stock_saves(disk, 2)
+    disk.plant_symlink("iter_0000002/tokenizer", "elsewhere")
+    assert tracked(start(disk, "second")) == [1, 2]
+    assert disk.snapshot()["iter_0000002/tokenizer"] == "-> elsewhere"
