@@ -26,7 +26,7 @@ from ckptfsm.clock import SystemClock
 from ckptfsm.coordinator import Coordinator, CoordinatorOptions, SaveRequest
 from ckptfsm.documents import Receipt, decode
 from ckptfsm.durable import make_dirs
-from ckptfsm.layout import PLANNED, PRIVATE, join, published_name, receipt_name, working_dir
+from ckptfsm.layout import MEGATRON, PLANNED, PRIVATE, join, receipt_name
 from ckptfsm.lease import this_process
 from ckptfsm.megatron.driver import MegatronDriver
 from ckptfsm.messages import PartSpec, ShardReported, WriterForked
@@ -87,7 +87,7 @@ def _record_part(root: Path) -> ReplayedPart:
     """A real save of a small state, as a part that can be written again and again."""
     with CheckpointManager(root) as manager:
         manager.save(1, TrainingState(_SEED_BYTES).sharded(1)).wait()
-    directory = root / published_name(1)
+    directory = root / MEGATRON.published_name(1)
     path = directory / receipt_name(_PART, 0)
     receipt = decode(Receipt, path.read_bytes(), str(path))
     files = tuple((f.name, (directory / f.name).read_bytes()) for f in receipt.files)
@@ -122,7 +122,7 @@ def _track(coordinator: Coordinator, storage: Storage, step: int, part: Replayed
     of = coordinator.request(SaveRequest(step, (PartSpec(_PART, "torch_dist"),), world_size=1))
     coordinator.report([WriterForked(of, 0, 1)])
     written: Sequence[tuple[str, int, Any]] = write_rank(
-        storage, RankJob(of, 0, 1, working_dir(of, False), (part,))
+        storage, RankJob(of, 0, 1, MEGATRON.working_dir(of, False), (part,))
     )
     coordinator.report([ShardReported(of, name, 0, 1, size) for name, size, _ in written])
 

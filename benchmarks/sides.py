@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 from ckptfsm import CheckpointManager, LatestN, SaveHandle
-from ckptfsm.layout import TRASH, published_name
+from ckptfsm.layout import MEGATRON, TRASH
 from ckptfsm.megatron.compat import cpu_devices, process_group
 
 _TENSORS = 16
@@ -73,7 +73,7 @@ class StockSide:
         self._queue = AsyncCallsQueue(persistent=False)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        directory = self._root / published_name(step)
+        directory = self._root / MEGATRON.published_name(step)
         directory.mkdir()
         request = dist_checkpointing.save(state, str(directory), async_sharded_save=True)
         self._queue.schedule_async_request(request)

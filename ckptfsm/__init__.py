@@ -1,21 +1,25 @@
 """Every training checkpoint as an explicit state machine that drives Megatron-core's async saves.
 
-Importing this imports neither torch nor megatron-core: ``CheckpointManager`` and ``ForeignRequest``
-are loaded when they are first asked for.
+Importing this imports neither torch nor megatron-core: ``CheckpointManager``, ``ForeignRequest`` and
+``GroupWorker`` are loaded when they are first asked for.
 """
 
 from __future__ import annotations
 
 import logging
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ckptfsm.config import CheckpointConfig, load_config, save_again
+from ckptfsm.controller import Controller, GroupPart, GroupSave, Reading, Ticket
 from ckptfsm.coordinator import RecoveryReport
 from ckptfsm.documents import TransitionRecord
 from ckptfsm.errors import CkptFsmError, DamagedRoot, RootBusy, SaveFailed, SaveRefused
+from ckptfsm.files import FileTree
 from ckptfsm.handle import Restored, SaveHandle
 from ckptfsm.lifecycle import State
+from ckptfsm.proposal import OptionalPart
 from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import (
     AllOf,
@@ -33,6 +37,7 @@ from ckptfsm.retention import (
 if TYPE_CHECKING:
     from ckptfsm.megatron.foreign import ForeignRequest
     from ckptfsm.megatron.manager import CheckpointManager
+    from ckptfsm.megatron.worker import GroupWorker
 
 __all__ = [
     "CheckpointManager",
@@ -51,6 +56,14 @@ __all__ = [
     "RootBusy",
     "DamagedRoot",
     "ForeignRequest",
+    "FileTree",
+    "OptionalPart",
+    "Controller",
+    "GroupPart",
+    "GroupSave",
+    "Ticket",
+    "Reading",
+    "GroupWorker",
     "Policy",
     "CheckpointInfo",
     "LatestN",
@@ -66,9 +79,16 @@ __all__ = [
 logging.getLogger("ckptfsm").addHandler(logging.NullHandler())
 
 
+BESIDE_TORCH = MappingProxyType(
+    {
+        "CheckpointManager": "ckptfsm.megatron.manager",
+        "ForeignRequest": "ckptfsm.megatron.foreign",
+        "GroupWorker": "ckptfsm.megatron.worker",
+    }
+)
+
+
 def __getattr__(name: str) -> Any:
-    if name == "CheckpointManager":
-        return import_module("ckptfsm.megatron.manager").CheckpointManager
-    if name == "ForeignRequest":
-        return import_module("ckptfsm.megatron.foreign").ForeignRequest
+    if name in BESIDE_TORCH:
+        return getattr(import_module(BESIDE_TORCH[name]), name)
     raise AttributeError(f"module 'ckptfsm' has no attribute {name!r}")

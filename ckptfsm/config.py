@@ -62,6 +62,7 @@ class CheckpointConfig(BaseModel):
     resume: Resume = "fallback"
     takeover: bool = False
     verify: Literal["none", "sizes", "digests"] = "digests"
+    layout: Literal["megatron", "verl"] = "megatron"
     writer_files: Annotated[int, Field(ge=1, le=64)] = 2
     reshard_drops: tuple[str, ...] = ("rng_state",)
     agree_when_idle: bool = False
@@ -143,6 +144,17 @@ def save_again(times: int) -> int:
 def make_config(values: Mapping[str, Any]) -> CheckpointConfig:
     """A configuration from plain values. Raises ``ConfigError``."""
     return CheckpointConfig(**values)
+
+
+def config_of(
+    config: CheckpointConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]
+) -> CheckpointConfig:
+    """The configuration of a call that takes either one or keyword arguments."""
+    if config is not None and settings:
+        raise ConfigError("give either a config or keyword arguments")
+    if isinstance(config, CheckpointConfig):
+        return config
+    return make_config(settings if config is None else config)
 
 
 def _as_config_error(error: ValidationError) -> ConfigError:

@@ -31,6 +31,7 @@ from ckptfsm.durable import lookup, move, put, storage_error, walk_files
 from ckptfsm.engine import Engine, News, Settled, Trade
 from ckptfsm.errors import (
     CkptFsmError,
+    ConfigError,
     DamagedRoot,
     Fenced,
     IllegalTransition,
@@ -49,7 +50,7 @@ from ckptfsm.evidence import (
     read_tracker,
 )
 from ckptfsm.journal import History, newest_segment, read_history
-from ckptfsm.layout import JOURNAL, QUARANTINE, READERS, TRACKER, pin_name, published_name
+from ckptfsm.layout import JOURNAL, MEGATRON, QUARANTINE, READERS, TRACKER, Layout, pin_name
 from ckptfsm.lease import RootLease, open_root
 from ckptfsm.ledger import Ledger, Rejected
 from ckptfsm.lifecycle import UNSETTLED, Checkpoint, State, writing_ranks
@@ -98,6 +99,7 @@ class CoordinatorOptions:
     visibility_timeout_s: float = 10.0
     reader_timeout_s: float = 600.0
     retry_interval_s: float = 5.0
+    layout: Layout = MEGATRON
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,7 @@ class Coordinator:
         self._clock = clock
         self._identity = identity
         self._options = options
+        self._layout = options.layout
         self._finishers = finishers
         self._provenance = provenance
         self._lease: RootLease | None = None
@@ -179,11 +182,12 @@ class Coordinator:
         A damaged journal is refused before anything is touched.
         """
         began = self._clock.monotonic()
-        read_history(self._storage)
+        self._refuse_other_layout(read_history(self._storage))
         lease = open_root(
             self._storage,
             self._identity,
-            above=newest_segment(self._storage) or newest_published_epoch(self._storage),
+            above=newest_segment(self._storage)
+            or newest_published_epoch(self._storage, self._layout),
             takeover=self._options.takeover,
         )
         self._lease = lease
@@ -194,10 +198,20 @@ class Coordinator:
             raise
         return report
 
+    def _refuse_other_layout(self, history: History) -> None:
+        """Under other names every checkpoint of the journal would seem to be missing."""
+        if history.layout not in ("", self._layout.name):
+            raise ConfigError(
+                f"{self._storage.root} was written in the layout {history.layout!r}, not "
+                f"{self._layout.name!r}",
+                file=self._storage.root,
+                key="layout",
+            )
+
     def _recover(self, lease: RootLease, began: float) -> RecoveryReport:
         sweep_temporaries(self._storage, (JOURNAL,))  # or a fenced one renames it over a segment
         history = read_history(self._storage)
-        evidence = gather_evidence(self._storage, history.ledger)
+        evidence = gather_evidence(self._storage, self._layout, history.ledger)
         decided = plan(
             history.ledger,
             evidence,
@@ -210,6 +224,7 @@ class Coordinator:
             self._options.retention,
             self._provenance,
             self._options.visibility_timeout_s,
+            self._layout,
         )
         self._opened = Engine(self._storage, self._clock, lease, trade)
         ledger = forget_moved(history.ledger, decided.decisions)
@@ -409,10 +424,10 @@ class Coordinator:
 
     def _clear_the_name(self, request: SaveRequest) -> None:
         """What already stands at the published name: complete -> refuse, partial -> quarantine."""
-        name = published_name(request.step)
+        name = self._layout.published_name(request.step)
         if lookup(self._storage, name) is None:
             return
-        there = inspect_published(self._storage, request.step)
+        there = inspect_published(self._storage, self._layout, request.step)
         if request.in_place:
             self._refuse_in_place(request, there)
             return
@@ -428,14 +443,15 @@ class Coordinator:
 
     def _refuse_in_place(self, request: SaveRequest, there: PublishedEvidence) -> None:
         """A directory is written in place only if nothing of value and no old writer is in it."""
+        name = self._layout.published_name(request.step)
         earlier = [
-            name
-            for name, _ in walk_files(self._storage, published_name(request.step))
-            if name.rpartition("/")[2] != "common.pt"  # what a stock save leaves before its writer
+            file
+            for file, _ in walk_files(self._storage, name)
+            if file.rpartition("/")[2] != "common.pt"  # what a stock save leaves before its writer
         ]
         if there.found != "unexplained" or earlier:
             raise StepExistsError(
-                f"{published_name(request.step)} holds files of an earlier save; move it away first",
+                f"{name} holds files of an earlier save; move it away first",
                 step=request.step,
                 latest=_step_of(self._engine.ledger.latest()),
             )
@@ -597,12 +613,12 @@ class Coordinator:
 
     def _refuse_broken_target(self, checkpoint: Checkpoint) -> None:
         """What is to be the latest must be whole: everything newer leaves its name for it (I2)."""
-        there = inspect_published(self._storage, checkpoint.step)
+        there = inspect_published(self._storage, self._layout, checkpoint.step)
         if not is_whole(checkpoint, there):
             raise DamagedRoot(
                 f"step {checkpoint.step} is not whole, so nothing was rolled back: {there.detail}",
                 step=checkpoint.step,
-                file=published_name(checkpoint.step),
+                file=self._layout.published_name(checkpoint.step),
             )
 
     def _roll_back_to(self, target: int | None) -> None:
@@ -648,7 +664,7 @@ class Coordinator:
         self._engine.check_epoch()
         put(self._storage, lease, encode(mark), tag=self._engine.effects.tag)
         self._engine.reread_protection()
-        directory, problem, manifest = published_name(checkpoint.step), "", None
+        directory, problem, manifest = self._layout.published_name(checkpoint.step), "", None
         try:
             manifest = read_manifest(self._storage, directory)
         except NewerSchema:
@@ -686,7 +702,7 @@ class Coordinator:
                 f"step {step} is damaged ({detail}) and "
                 + ("resume='strict'" if others else "there is no other checkpoint"),
                 step=step,
-                file=published_name(step),
+                file=self._layout.published_name(step),
             )
         self._engine.post(Withdrawn(checkpoint.id, "damaged", detail))
 

@@ -24,8 +24,9 @@ from pydantic import (
 )
 
 from ckptfsm.errors import DamagedRoot, NewerSchema
+from ckptfsm.layout import MEGATRON
 from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.messages import MAX_STEP, AttemptId, PartSpec
+from ckptfsm.messages import MAX_STEP, AttemptId, PartKind, PartSpec
 
 SCHEMA_VERSION = 1
 MAX_DOCUMENT_BYTES = 1 << 30
@@ -65,12 +66,13 @@ class Part(Document):
     """A declared part, see ``messages.PartSpec``."""
 
     name: FileName
-    kind: Literal["torch_dist", "foreign", "file", "report"] = "torch_dist"
+    kind: PartKind = "torch_dist"
     directory: FileName | Literal[""] = ""
     ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    optional: bool = False
 
     def spec(self) -> PartSpec:
-        return PartSpec(self.name, self.kind, self.directory, self.ranks)
+        return PartSpec(self.name, self.kind, self.directory, self.ranks, self.optional)
 
 
 class Receipt(Document):
@@ -78,6 +80,7 @@ class Receipt(Document):
 
     ``files`` are named relative to the step's directory. ``results`` are the part's own rows: for
     ``torch_dist`` one ``[key, offset or null, index or null, file, offset, length]`` per item.
+    ``dropped`` is why this rank could not write an optional part; it lists no files then.
     """
 
     schema_version: Literal[1] = 1
@@ -89,6 +92,7 @@ class Receipt(Document):
     world_size: Number
     files: tuple[FileEntry, ...]
     results: tuple[tuple[Any, ...], ...] = ()
+    dropped: str = ""
 
     @property
     def of(self) -> AttemptId:
@@ -99,7 +103,7 @@ class Manifest(Document):
     """The commit record inside a published directory: a directory that carries it is complete.
 
     ``files`` lists everything else in it, receipts included; ``provenance`` says what wrote it
-    (library versions), for people.
+    (library versions), for people. ``dropped`` are optional parts that are not in it, and why.
     """
 
     schema_version: Literal[1] = 1
@@ -112,6 +116,7 @@ class Manifest(Document):
     metrics: dict[str, float] = {}
     run_seconds: float = 0.0
     provenance: dict[str, str] = {}
+    dropped: dict[str, str] = {}
     written_at: str = ""
 
     @property
@@ -179,6 +184,7 @@ class SegmentOpened(Document):
     run_seconds: float
     rolling_back: bool = False
     rolling_back_to: Step | None = None
+    layout: str = MEGATRON.name
     checkpoints: tuple[CheckpointRecord, ...]
 
 
@@ -298,7 +304,14 @@ def first_problem(error: ValidationError) -> str:
 def part_records(parts: tuple[PartSpec, ...]) -> tuple[Part, ...]:
     """Declared parts as documents carry them."""
     return tuple(
-        Part(name=p.name, kind=p.kind, directory=p.directory, ranks=p.ranks) for p in parts
+        Part(
+            name=p.name,
+            kind=p.kind,
+            directory=p.directory,
+            ranks=p.ranks,
+            optional=p.optional,
+        )
+        for p in parts
     )
 
 

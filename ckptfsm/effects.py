@@ -8,7 +8,7 @@ a restart decides from what is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from ckptfsm.documents import (
@@ -42,7 +42,13 @@ from ckptfsm.errors import (
     describe,
     name_ranks,
 )
-from ckptfsm.evidence import check_sizes, read_manifest, read_receipt, read_tracker
+from ckptfsm.evidence import (
+    check_sizes,
+    dropped_parts,
+    read_manifest,
+    read_receipt,
+    read_tracker,
+)
 from ckptfsm.layout import (
     MANIFEST,
     PINS,
@@ -50,18 +56,17 @@ from ckptfsm.layout import (
     READERS,
     TRACKER,
     TRASH,
+    Layout,
     attempt_name,
     join,
     parse_pin,
     parse_reader,
     pin_name,
     planned_name,
-    published_name,
     quarantine_dir,
     receipt_name,
     staging_dir,
     trash_dir,
-    working_dir,
 )
 from ckptfsm.lifecycle import Checkpoint, expected_reports
 from ckptfsm.messages import PartSpec
@@ -85,13 +90,14 @@ class Effects:
     finishers: Mapping[str, PartFinisher]
     provenance: Mapping[str, str]
     visibility_timeout_s: float
+    layout: Layout
 
     # ----------------------------------------------------------------------------------- staging
 
     def create_staging(self, checkpoint: Checkpoint) -> None:
         """Make the attempt's directory. In place, a stock trainer may have made it already."""
         self.check_epoch()
-        directory = working_dir(checkpoint.id, checkpoint.in_place)
+        directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
         if not (checkpoint.in_place and lookup(self.storage, directory) is not None):
             self.storage.mkdir(directory)
         self.storage.fsync_dir(directory.rpartition("/")[0])  # whoever made it
@@ -101,22 +107,26 @@ class Effects:
     def finalize(self, checkpoint: Checkpoint) -> None:
         """Check every receipt, write metadata and manifest, publish by one rename (I3, I4)."""
         self.check_epoch()
-        target = published_name(checkpoint.step)
-        directory = working_dir(checkpoint.id, checkpoint.in_place)
+        target = self.layout.published_name(checkpoint.step)
+        directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
         if checkpoint.in_place:
             if self._is_committed(checkpoint, directory):
                 return
         elif self._is_published(checkpoint, target):
             self._fsync_names(checkpoint, target)
             return
-        receipts = self._read_receipts(checkpoint, directory)
-        files = self._listed_files(checkpoint, directory, receipts)
+        receipts, dropped = self._read_receipts(checkpoint, directory)
+        files = self._listed_files(checkpoint, directory, receipts, dropped)
         sweep_attempt(self.storage, directory, {entry.name for entry in files})
+        kept = [part for part in checkpoint.parts if part.name not in dropped]
         for part in checkpoint.parts:
-            files += self._finish_part(checkpoint, part, directory, receipts)
+            if part in kept:
+                files += self._finish_part(checkpoint, part, directory, receipts)
+            else:
+                self._leave_out(checkpoint, part, directory)
         self._refuse_duplicates(checkpoint, files)
         self._refuse_unlisted(directory, files)
-        manifest = self._manifest(checkpoint, files)
+        manifest = self._manifest(checkpoint, tuple(kept), files, dropped)
         fsync_tree_dirs(self.storage, directory)
         self.check_epoch()
         if checkpoint.in_place:
@@ -183,44 +193,75 @@ class Effects:
 
     def settle_published(self, step: int) -> None:
         """What a killed process published may have names that are not durable yet."""
-        fsync_tree_dirs(self.storage, published_name(step))
+        fsync_tree_dirs(self.storage, self.layout.published_name(step))
         self.storage.fsync_dir("")
 
     def settle_adopted(self, step: int) -> None:
         """What somebody else wrote may be in the page cache only: nothing is given up for that."""
-        name = published_name(step)
+        name = self.layout.published_name(step)
         for file, stat in walk_files(self.storage, name):
             if stat.kind == "file":  # a link of somebody's is never followed (F16)
                 fsync_existing(self.storage, f"{name}/{file}")
         self.settle_published(step)
 
-    def _read_receipts(self, checkpoint: Checkpoint, directory: str) -> list[Receipt]:
-        """Every receipt, opened again until a deadline: network file systems show names late (F9)."""
+    def _read_receipts(
+        self, checkpoint: Checkpoint, directory: str
+    ) -> tuple[list[Receipt], dict[str, str]]:
+        """Every receipt, and the optional parts that some rank left out, with the reason.
+
+        Opened again until a deadline: network file systems show names late (F9).
+        """
         deadline = self.clock.monotonic() + self.visibility_timeout_s
-        receipts: list[Receipt] = []
-        for part, rank in sorted(expected_reports(checkpoint)):
-            while True:
-                try:
-                    receipt = read_receipt(self.storage, checkpoint, part, rank)
-                    problem = check_sizes(self.storage, directory, receipt.files)
-                except FileNotFoundError:
-                    problem = f"{receipt_name(part, rank)} is missing"
-                if not problem:
-                    receipts.append(receipt)
-                    break
-                if self.clock.monotonic() >= deadline:
-                    raise ShardMissing(
-                        f"part {part!r} of rank {name_ranks([rank])}: {problem}",
-                        step=checkpoint.step,
-                        attempt=str(checkpoint.id),
-                        part=part,
-                        ranks=(rank,),
-                    )
-                self.clock.sleep(_POLL_S)
-        return receipts
+        expected = sorted(expected_reports(checkpoint))
+        receipts = [self._await_receipt(checkpoint, key, deadline) for key in expected]
+        dropped = dropped_parts(checkpoint, receipts)
+        for receipt in receipts:
+            if receipt.part in dropped:
+                continue
+            while problem := check_sizes(self.storage, directory, receipt.files):
+                self._pause(checkpoint, (receipt.part, receipt.rank), problem, deadline)
+        return receipts, dropped
+
+    def _await_receipt(
+        self, checkpoint: Checkpoint, key: tuple[str, int], deadline: float
+    ) -> Receipt:
+        part, rank = key
+        while True:
+            try:
+                return read_receipt(self.storage, self.layout, checkpoint, part, rank)
+            except FileNotFoundError:
+                problem = f"{receipt_name(part, rank)} is missing"
+            self._pause(checkpoint, key, problem, deadline)
+
+    def _pause(
+        self, checkpoint: Checkpoint, key: tuple[str, int], problem: str, deadline: float
+    ) -> None:
+        """Look again in a moment. Raises ``ShardMissing`` once the deadline has passed."""
+        part, rank = key
+        if self.clock.monotonic() >= deadline:
+            raise ShardMissing(
+                f"part {part!r} of rank {name_ranks([rank])}: {problem}",
+                step=checkpoint.step,
+                attempt=str(checkpoint.id),
+                part=part,
+                ranks=(rank,),
+            )
+        self.clock.sleep(_POLL_S)
+
+    def _leave_out(self, checkpoint: Checkpoint, part: PartSpec, directory: str) -> None:
+        """Take an optional part that was not written everywhere out of the unpublished attempt."""
+        location = join(directory, part.directory)
+        planned = f"{directory}/{planned_name(part.name)}"
+        for path in (location, planned):
+            if lookup(self.storage, path) is not None:
+                self._move_aside(path, trash_dir(checkpoint.id))
 
     def _listed_files(
-        self, checkpoint: Checkpoint, directory: str, receipts: list[Receipt]
+        self,
+        checkpoint: Checkpoint,
+        directory: str,
+        receipts: list[Receipt],
+        dropped: Collection[str],
     ) -> list[FileEntry]:
         """The files of all receipts and the receipts themselves; a name may be claimed once."""
         files: dict[str, FileEntry] = {}
@@ -228,7 +269,8 @@ class Effects:
             own = receipt_name(receipt.part, receipt.rank)
             size = self.storage.stat(f"{directory}/{own}").size
             digest = self.storage.digest(f"{directory}/{own}")
-            for entry in (*receipt.files, FileEntry(name=own, bytes=size, digest=digest)):
+            own_files = receipt.files if receipt.part not in dropped else ()
+            for entry in (*own_files, FileEntry(name=own, bytes=size, digest=digest)):
                 if entry.name in files:
                     raise SaveFailed(
                         f"{entry.name} is claimed by two receipts",
@@ -246,7 +288,7 @@ class Effects:
         location = join(directory, part.directory)
         if part.kind == "foreign":
             return [self._entry_of(location, part, name) for name in _FOREIGN_METADATA]
-        final = join(published_name(checkpoint.step), part.directory)
+        final = join(self.layout.published_name(checkpoint.step), part.directory)
         entries = []
         for name, content in self._metadata_of(part, directory, receipts, final).items():
             put(self.storage, join(location, name), content, tag=self.tag)
@@ -309,17 +351,24 @@ class Effects:
             if name not in listed or stat.kind != "file":
                 raise SaveFailed(f"{name} is in no receipt", file=f"{directory}/{name}")
 
-    def _manifest(self, checkpoint: Checkpoint, files: list[FileEntry]) -> Manifest:
+    def _manifest(
+        self,
+        checkpoint: Checkpoint,
+        parts: tuple[PartSpec, ...],
+        files: list[FileEntry],
+        dropped: dict[str, str],
+    ) -> Manifest:
         return Manifest(
             step=checkpoint.id.step,
             epoch=checkpoint.id.epoch,
             attempt=checkpoint.id.attempt,
             world_size=checkpoint.world_size,
-            parts=part_records(checkpoint.parts),
+            parts=part_records(parts),
             files=tuple(sorted(files, key=_by_name)),
             metrics=dict(checkpoint.metrics),
             run_seconds=checkpoint.run_seconds,
             provenance=dict(self.provenance),
+            dropped=dropped,
             written_at=self.clock.wall(),
         )
 
@@ -352,7 +401,7 @@ class Effects:
         between the two.
         """
         self.check_epoch()
-        source = published_name(checkpoint.step)
+        source = self.layout.published_name(checkpoint.step)
         found = lookup(self.storage, source)
         if found is not None and found.kind != "dir":
             return "not a directory of this file system"
@@ -374,7 +423,7 @@ class Effects:
     def settle_prunable(self, checkpoint: Checkpoint) -> str:
         """Decide a prune that a rollback finds open: "" if it is gone, else why it stays."""
         self.check_epoch()
-        source = published_name(checkpoint.step)
+        source = self.layout.published_name(checkpoint.step)
         return (
             "rollback"
             if self._is_own(checkpoint, source)
@@ -401,10 +450,10 @@ class Effects:
         tracker = read_tracker(self.storage)
         if tracker.step is None or tracker.step <= checkpoint.step:
             return f"the tracker says {tracker.step}"
-        newer = lookup(self.storage, published_name(newer_step))
+        newer = lookup(self.storage, self.layout.published_name(newer_step))
         if newer is None or newer.kind != "dir":
             return f"step {newer_step} is not there"
-        found = lookup(self.storage, published_name(checkpoint.step))
+        found = lookup(self.storage, self.layout.published_name(checkpoint.step))
         if found is not None and found.device != newer.device:
             return "not a directory of this file system"
         return ""
@@ -421,12 +470,12 @@ class Effects:
         except NewerSchema:
             raise
         except DamagedRoot:
-            if path == published_name(checkpoint.step):
+            if path == self.layout.published_name(checkpoint.step):
                 raise  # the caller decides what becomes of it
             return named
         if manifest is not None:
             return manifest.of == checkpoint.id
-        mine = path == published_name(checkpoint.step) or named
+        mine = path == self.layout.published_name(checkpoint.step) or named
         return checkpoint.provenance == "adopted" and mine
 
     def _settle_names(self, directory: str) -> None:
@@ -447,8 +496,8 @@ class Effects:
         attempt has a right to that name.
         """
         self.check_epoch()
-        directory = working_dir(checkpoint.id, checkpoint.in_place)
-        name = published_name(checkpoint.step)
+        directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
+        name = self.layout.published_name(checkpoint.step)
         manifest, damaged = None, False
         found = lookup(self.storage, name)
         if found is not None and found.kind == "dir":  # a link there is somebody else's
@@ -465,7 +514,10 @@ class Effects:
         if checkpoint.in_place and (manifest is not None or self._is_reached(checkpoint)):
             return  # somebody else's by now
         if lookup(self.storage, directory) is not None:
-            loadable = checkpoint.in_place and inspect_stock(self.storage, directory).acceptable
+            loadable = (
+                checkpoint.in_place
+                and inspect_stock(self.storage, directory, self.layout.tree).acceptable
+            )
             aside = quarantine_dir if loadable else trash_dir
             self._move_aside(directory, aside(checkpoint.id))
         else:
@@ -482,7 +534,7 @@ class Effects:
         Only what is its own is moved: its step may have been saved again meanwhile.
         """
         self.check_epoch()
-        source = published_name(checkpoint.step)
+        source = self.layout.published_name(checkpoint.step)
         try:
             manifest = read_manifest(self.storage, source)
         except DamagedRoot:

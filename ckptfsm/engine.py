@@ -45,7 +45,7 @@ from ckptfsm.errors import (
 )
 from ckptfsm.evidence import read_tracker
 from ckptfsm.journal import History, JournalWriter
-from ckptfsm.layout import JOURNAL, segment_name
+from ckptfsm.layout import JOURNAL, Layout, segment_name
 from ckptfsm.lease import RootLease
 from ckptfsm.ledger import Ledger, Rejected, Transition
 from ckptfsm.lifecycle import UNPUBLISHED, Checkpoint, State, writing_ranks
@@ -99,6 +99,7 @@ class Trade:
     retention: Policy
     provenance: Mapping[str, str]
     visibility_timeout_s: float
+    layout: Layout
 
 
 class Engine:
@@ -119,6 +120,7 @@ class Engine:
             trade.finishers,
             trade.provenance,
             trade.visibility_timeout_s,
+            trade.layout,
         )
         self._storage = storage
         self._clock = clock
@@ -158,6 +160,7 @@ class Engine:
                 run_seconds=history.run_seconds,
                 rolling_back=history.rolling_back,
                 rolling_back_to=history.rolling_back_to,
+                layout=self.effects.layout.name,
                 checkpoints=tuple(checkpoint_record(c) for c in checkpoints),
             )
         )

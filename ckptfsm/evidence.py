@@ -16,13 +16,11 @@ from ckptfsm.layout import (
     MANIFEST,
     STAGING,
     TRACKER,
+    Layout,
     parse_attempt,
-    parse_published,
     parse_tracker,
     planned_name,
-    published_name,
     receipt_name,
-    working_dir,
 )
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint, State, expected_reports
@@ -99,9 +97,9 @@ def _raise_unless_damage(error: DamagedRoot | OSError) -> None:
         raise error
 
 
-def inspect_published(storage: Storage, step: int) -> PublishedEvidence:
+def inspect_published(storage: Storage, layout: Layout, step: int) -> PublishedEvidence:
     """Judge the directory at the published name of ``step``, by names and sizes."""
-    directory = published_name(step)
+    directory = layout.published_name(step)
     found = lookup(storage, directory)
     if found is None or found.kind != "dir":
         kind = found.kind if found else "nothing"
@@ -112,7 +110,7 @@ def inspect_published(storage: Storage, step: int) -> PublishedEvidence:
         _raise_unless_damage(error)
         return PublishedEvidence(step, "damaged", detail=f"{directory}: {error}")
     if manifest is None:
-        verdict = inspect_stock(storage, directory)
+        verdict = inspect_stock(storage, directory, layout.tree)
         if verdict.acceptable:
             return PublishedEvidence(step, "stock")
         return PublishedEvidence(step, "unexplained", detail=f"{directory}: {verdict.reason}")
@@ -129,9 +127,11 @@ def inspect_published(storage: Storage, step: int) -> PublishedEvidence:
     return PublishedEvidence(step, "manifest", manifest.of, manifest.run_seconds, metrics=metrics)
 
 
-def read_receipt(storage: Storage, checkpoint: Checkpoint, part: str, rank: int) -> Receipt:
+def read_receipt(
+    storage: Storage, layout: Layout, checkpoint: Checkpoint, part: str, rank: int
+) -> Receipt:
     """The receipt of one (part, rank). Raises ``DamagedRoot`` if it is not of this attempt (I5)."""
-    directory = working_dir(checkpoint.id, checkpoint.in_place)
+    directory = layout.working_dir(checkpoint.id, checkpoint.in_place)
     path = f"{directory}/{receipt_name(part, rank)}"
     receipt = decode(Receipt, storage.read(path, MAX_DOCUMENT_BYTES), path)
     expected = (checkpoint.id, part, rank, checkpoint.world_size)
@@ -146,20 +146,43 @@ def read_receipt(storage: Storage, checkpoint: Checkpoint, part: str, rank: int)
     return receipt
 
 
-def inspect_staging(storage: Storage, checkpoint: Checkpoint) -> StagingEvidence:
+def dropped_parts(checkpoint: Checkpoint, receipts: Sequence[Receipt]) -> dict[str, str]:
+    """The optional parts that a rank could not write, and why. Raises ``DamagedRoot`` for others."""
+    optional = {spec.name for spec in checkpoint.parts if spec.optional}
+    dropped: dict[str, str] = {}
+    for receipt in receipts:
+        if receipt.dropped and receipt.part not in optional:
+            raise DamagedRoot(
+                f"part {receipt.part!r} was left out, and it is required: {receipt.dropped}",
+                rank=receipt.rank,
+                step=checkpoint.step,
+            )
+        if receipt.dropped:
+            dropped.setdefault(receipt.part, f"rank {receipt.rank}: {receipt.dropped}")
+    return dropped
+
+
+def inspect_staging(storage: Storage, layout: Layout, checkpoint: Checkpoint) -> StagingEvidence:
     """Could this attempt be finalized as it lies there?"""
-    directory = working_dir(checkpoint.id, checkpoint.in_place)
+    directory = layout.working_dir(checkpoint.id, checkpoint.in_place)
     if lookup(storage, directory) is None:
         return StagingEvidence(False, "its directory is gone")
     if any(part.kind == "foreign" for part in checkpoint.parts):
         return StagingEvidence(False, "a foreign part's finalizers ended with its process")
     try:
-        for part, rank in sorted(expected_reports(checkpoint)):
-            receipt = read_receipt(storage, checkpoint, part, rank)
-            problem = check_sizes(storage, directory, receipt.files)
+        receipts = [
+            read_receipt(storage, layout, checkpoint, part, rank)
+            for part, rank in sorted(expected_reports(checkpoint))
+        ]
+        dropped = dropped_parts(checkpoint, receipts)
+        for receipt in receipts:
+            files = receipt.files if receipt.part not in dropped else ()
+            problem = check_sizes(storage, directory, files)
             if problem:
                 return StagingEvidence(False, problem)
         for spec in checkpoint.parts:
+            if spec.name in dropped:
+                continue
             if spec.kind == "torch_dist" and not lookup(
                 storage, f"{directory}/{planned_name(spec.name)}"
             ):
@@ -170,14 +193,14 @@ def inspect_staging(storage: Storage, checkpoint: Checkpoint) -> StagingEvidence
     return StagingEvidence(True)
 
 
-def newest_published_epoch(storage: Storage) -> int:
+def newest_published_epoch(storage: Storage, layout: Layout) -> int:
     """The greatest epoch that a manifest under a published name is of; 0 if none.
 
     Where the journal was lost, its epochs begin above it: no attempt may get the number of another.
     """
     newest = 0
     for name in list_names(storage, ""):
-        if parse_published(name) is None:
+        if layout.parse_published(name) is None:
             continue
         try:
             manifest = read_manifest(storage, name)
@@ -193,13 +216,13 @@ def newest_published_epoch(storage: Storage) -> int:
     return newest
 
 
-def gather_evidence(storage: Storage, ledger: Ledger) -> Evidence:
+def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidence:
     """Everything recovery needs to know about the root, in one pass."""
     published: dict[int, PublishedEvidence] = {}
     for name in list_names(storage, ""):
-        step = parse_published(name)
+        step = layout.parse_published(name)
         if step is not None:
-            published[step] = inspect_published(storage, step)
+            published[step] = inspect_published(storage, layout, step)
     staging: dict[AttemptId, StagingEvidence] = {}
     strays: list[str] = []
     for name in list_names(storage, STAGING):
@@ -210,9 +233,14 @@ def gather_evidence(storage: Storage, ledger: Ledger) -> Evidence:
             staging[of] = StagingEvidence(False, "no journal explains it")
     for checkpoint in ledger.checkpoints.values():
         if checkpoint.state is State.SHARDS_WRITTEN:
-            staging[checkpoint.id] = inspect_staging(storage, checkpoint)
+            staging[checkpoint.id] = inspect_staging(storage, layout, checkpoint)
     tracker = read_tracker(storage)
     release = tracker.found == "release" and inspect_stock(storage, "release").acceptable
     return Evidence(
-        tracker, MappingProxyType(published), MappingProxyType(staging), tuple(strays), release
+        tracker,
+        MappingProxyType(published),
+        MappingProxyType(staging),
+        tuple(strays),
+        release,
+        layout,
     )

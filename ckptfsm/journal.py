@@ -117,7 +117,10 @@ def _decode_record(body: bytes, file: str, offset: int) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the journal of a root says. ``rolling_back``: an intent that was not finished."""
+    """What the journal of a root says. ``rolling_back``: an intent that was not finished.
+
+    ``layout`` is the name of the one it was written in, "" where there is no journal.
+    """
 
     ledger: Ledger
     run_seconds: float
@@ -126,6 +129,7 @@ class History:
     rolling_back: bool = False
     rolling_back_to: int | None = None
     known: frozenset[AttemptId] = frozenset()
+    layout: str = ""
 
 
 def _segment_epochs(storage: Storage) -> list[int]:
@@ -208,7 +212,16 @@ def _replay(
             case _:
                 raise JournalCorrupt("a segment is opened twice", file=file, offset=0, record=index)
     ledger = Ledger(MappingProxyType(checkpoints))
-    return History(ledger, run_seconds, seals, newest, rolling_back, target, frozenset(known))
+    return History(
+        ledger,
+        run_seconds,
+        seals,
+        newest,
+        rolling_back,
+        target,
+        frozenset(known),
+        opened.layout,
+    )
 
 
 def _replay_transition(

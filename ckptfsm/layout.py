@@ -1,4 +1,7 @@
-"""Names on disk, in the Megatron-LM layout. Pure: builds and parses names, touches nothing.
+"""Names on disk. Pure: builds and parses names, touches nothing.
+
+A ``Layout`` is what differs between trainers: how a step's directory is called, and where in it a stock
+reader looks for torch_dist directories. Everything else is the same for all of them.
 
 Rules: a name is accepted only if building it again gives the same text, so that ``iter_5``,
 ``iter_+0000005`` or a step of a thousand digits is not taken for a checkpoint. Paths are relative
@@ -8,6 +11,8 @@ to the root (see ``ports``).
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from ckptfsm.messages import MAX_STEP, AttemptId
 
@@ -33,18 +38,38 @@ _EPOCH = re.compile(r"epoch-(\d{6,9})\Z")
 _SEGMENT = re.compile(r"(\d{6,9})\.ndjson\Z")
 
 
-def published_name(step: int) -> str:
-    """``iter_0000100``: the name a stock Megatron-LM reader looks for."""
-    return f"iter_{step:07d}"
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a trainer names the directory of a step.
+
+    ``tree`` is the name of the torch_dist directories inside it, "" if it is one itself.
+    """
+
+    name: str
+    prefix: str
+    digits: int
+    tree: str
+
+    def published_name(self, step: int) -> str:
+        """``iter_0000100`` or ``global_step_100``: the name a stock reader looks for."""
+        return f"{self.prefix}{step:0{self.digits}d}"
+
+    def parse_published(self, name: str) -> int | None:
+        """The step of a published name, or None."""
+        digits = name.removeprefix(self.prefix)
+        if digits == name or not digits.isascii() or not digits.isdigit() or len(digits) > 16:
+            return None
+        step = int(digits)
+        return step if step <= MAX_STEP and self.published_name(step) == name else None
+
+    def working_dir(self, of: AttemptId, in_place: bool) -> str:
+        """Where an attempt is written: staging, or its final name if the trainer fixed the path."""
+        return self.published_name(of.step) if in_place else staging_dir(of)
 
 
-def parse_published(name: str) -> int | None:
-    """The step of a published name, or None."""
-    digits = name.removeprefix("iter_")
-    if digits == name or not digits.isascii() or not digits.isdigit() or len(digits) > 16:
-        return None
-    step = int(digits)
-    return step if step <= MAX_STEP and published_name(step) == name else None
+MEGATRON = Layout("megatron", "iter_", 7, "")
+VERL = Layout("verl", "global_step_", 1, "dist_ckpt")
+LAYOUTS = MappingProxyType({layout.name: layout for layout in (MEGATRON, VERL)})
 
 
 def attempt_name(of: AttemptId) -> str:
@@ -70,11 +95,6 @@ def trash_dir(of: AttemptId) -> str:
 
 def quarantine_dir(of: AttemptId) -> str:
     return f"{QUARANTINE}/{attempt_name(of)}"
-
-
-def working_dir(of: AttemptId, in_place: bool) -> str:
-    """Where an attempt is written: staging, or its final name where the trainer fixed the path."""
-    return published_name(of.step) if in_place else staging_dir(of)
 
 
 def receipt_name(part: str, rank: int) -> str:

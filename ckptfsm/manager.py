@@ -15,243 +15,32 @@ Rules:
 from __future__ import annotations
 
 import logging
-import operator
-import signal
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Mapping
 from typing import Any
 
-from ckptfsm.config import CheckpointConfig
-from ckptfsm.coordinator import Coordinator, CoordinatorOptions, RecoveryReport
-from ckptfsm.documents import TransitionRecord
+from ckptfsm.coordinator import Coordinator
 from ckptfsm.errors import (
     CkptFsmError,
-    ConfigError,
     DeadlineExceeded,
     Fenced,
-    ManagerClosed,
     OutcomeUnknown,
-    PollMissingWarning,
-    RankFailed,
-    RecoveryWarning,
     ReshardWarning,
     SaveRefused,
     describe,
 )
-from ckptfsm.handle import Restored, SaveHandle, View
-from ckptfsm.lifecycle import UNSETTLED, State
-from ckptfsm.link import Answer, Link, typed
-from ckptfsm.messages import AttemptId
-from ckptfsm.ports import Ports, Storage
-from ckptfsm.proposal import Proposal, agree, propose
-from ckptfsm.pump import HandleDone, Hook, Pump
+from ckptfsm.handle import Restored, SaveHandle
+from ckptfsm.link import Answer
+from ckptfsm.owner import Owner, whole_step
+from ckptfsm.proposal import Accepted, Proposal, agree, propose
+from ckptfsm.pump import HandleDone
 from ckptfsm.restoring import Restorer
 
 log = logging.getLogger("ckptfsm")
-_LET_GO_S = 0.1
 
 
-class Manager:
+class Manager(Owner):
     """The life of the checkpoints of one root, from one rank. See the module for its rules."""
-
-    def __init__(self, ports: Ports, config: CheckpointConfig, hooks: Sequence[Hook] = ()) -> None:
-        self.config = config
-        self.recovery: RecoveryReport | None = None
-        self._ports = ports
-        self._closed = False
-        self._polls = 0
-        self._unpolled_since: int | None = None
-        self._signals: dict[int, Any] = {}
-        self._link = Link(ports.transport, config.effect_timeout_s)
-        self._pump = Pump(ports, config, self._link, hooks)
-        self._storage: Storage
-        try:
-            self._open()
-        except BaseException:  # a Ctrl-C too: the root must not stay ours
-            self._let_go(idle=self._link.abandon(_LET_GO_S))
-            raise
-
-    # ------------------------------------------------------------------------------ open and close
-
-    def _open(self) -> None:
-        """Open the root at rank 0, tell everyone what it holds, or raise on every rank."""
-        answer = Answer()
-        if self.rank == 0:
-            try:
-                self._storage = self._ports.open_storage(True)
-                self._link.start(self._make_coordinator(self._storage), self._ports.executor())
-                report = self._link.ask(Coordinator.open)
-                answer = Answer((report, self._link.ask(_view_of)), update=self._link.collect())
-            except Exception as error:  # the other ranks wait for the broadcast
-                answer = Answer(error=typed(error))
-        answer = self._ports.transport.broadcast(answer)
-        problem = answer.error or self._open_locally()
-        failed = self._ports.transport.any_flags([problem is not None])[0]
-        if failed:
-            raise problem or RankFailed("another rank could not open the root")
-        self.recovery, view = answer.value
-        self._pump.begin(view, [r for r in answer.update.news if isinstance(r, TransitionRecord)])
-        self._note_recovery()
-
-    def _open_locally(self) -> CkptFsmError | None:
-        """This rank's own part: its storage and the signals it was asked to watch."""
-        try:
-            if self.rank != 0:
-                self._storage = self._ports.open_storage(False)
-            for name in self.config.preemption_signals:
-                number = signal.Signals[name]
-                self._signals[number] = signal.getsignal(number)
-                signal.signal(number, self._on_signal)
-        except Exception as error:  # the other ranks must not believe that the manager is open
-            return typed(error)
-        return None
-
-    def _note_recovery(self) -> None:
-        """What a person should know before hours of training go by; said at the first step."""
-        assert self.recovery is not None
-        reported = [d for d in self.recovery.decisions if d.result == "reported"]
-        notes = [f"{d.subject} is left alone: {d.why}" for d in reported]
-        for note in (*self.recovery.warnings, *notes):
-            self._pump.notes.append(RecoveryWarning(note))
-
-    def _make_coordinator(self, storage: Storage) -> Coordinator:
-        config, driver = self.config, self._ports.driver
-        return Coordinator(
-            storage,
-            clock=self._ports.clock,
-            identity=self._ports.identity(),
-            options=CoordinatorOptions(
-                config.retention,
-                config.resume,
-                config.takeover,
-                config.visibility_timeout_s,
-                config.reader_timeout_s,
-            ),
-            finishers=driver.finishers,
-            provenance=driver.provenance(),
-        )
-
-    def __enter__(self) -> Manager:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
-
-    def close(self) -> None:
-        """Drain what is in flight, journal the end, give the root back (collective).
-
-        Raises ``DeadlineExceeded`` after ``close_timeout_s``; the root is given back all the same.
-        """
-        if self._closed:
-            return
-        self._pump.refuse_inside_a_hook()
-        try:
-            self.wait_until_finished(self.config.close_timeout_s)
-        except BaseException:
-            self.abandon()
-            raise
-        idle = False
-        try:
-            self._agree(Coordinator.close)
-            idle = True
-        finally:
-            self._let_go(idle=idle)
-
-    def abandon(self) -> None:
-        """Leave without the other ranks: a bounded wait for the own writer, then only local work.
-
-        What was not tracked by then is decided by recovery at the next start.
-        """
-        if self._closed:
-            return
-        self._pump.refuse_inside_a_hook()
-        self._pump.abandon()
-        self._let_go(idle=self._link.abandon(self.config.exit_timeout_s))
-
-    def _let_go(self, *, idle: bool) -> None:
-        """Let go of signals, transport and root. ``idle``: nothing works on the root any more."""
-        for number, previous in self._signals.items():
-            # Another's handler stays: it may lead to ours, which leads on.
-            if signal.getsignal(number) == self._on_signal and previous is not None:
-                signal.signal(number, previous)
-        self._closed = True
-        self._link.stop()
-        self._ports.transport.close()
-        if idle and hasattr(self, "_storage"):
-            self._storage.close_root()
-
-    # ----------------------------------------------------------------------------------- questions
-
-    @property
-    def rank(self) -> int:
-        return self._ports.transport.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._ports.transport.world_size
-
-    @property
-    def preempted(self) -> bool:
-        """True once the ranks agreed that one of them was asked to end (a signal)."""
-        return self._pump.preempted
-
-    def latest_step(self) -> int | None:
-        """The newest tracked step (not collective)."""
-        return self._pump.view.latest
-
-    def all_steps(self) -> list[int]:
-        """Every tracked step, ascending (not collective)."""
-        return sorted(self._pump.view.steps)
-
-    def should_save(self, step: int) -> bool:
-        """True if a save is due at ``step`` (not collective: the same on every rank).
-
-        Due by interval or step list, because the coordinator's timer or a preemption was agreed in
-        an earlier ``poll``, or because a failed save is to be tried again.
-        """
-        self._watch_polls(step)
-        latest = self._pump.view.latest
-        if latest is not None and step <= latest:
-            return False
-        interval = self.config.save_interval_steps
-        return (
-            self._pump.save_due
-            or step in self.config.save_steps
-            or (interval is not None and step > 0 and step % interval == 0)
-        )
-
-    def request_save(self) -> None:
-        """Ask for a save at the next step that all ranks agree on (one rank is enough).
-
-        Raises ``ConfigError`` if the ranks do not agree on anything while nothing is in flight:
-        configure ``agree_when_idle``, ``save_interval_s`` or ``preemption_signals``.
-        """
-        if not self.config.needs_agreement:
-            raise ConfigError("request_save() needs agree_when_idle=True")
-        self._pump.save_asked = True
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        """Ask for a save; once closed, do what was done before us: a later manager led here."""
-        if not self._closed:
-            self._pump.save_asked = True
-            return
-        previous = self._signals[number]
-        if callable(previous):
-            previous(number, frame)
-        elif previous == signal.SIG_DFL:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-
-    # ----------------------------------------------------------------------------------- save
 
     def save(
         self,
@@ -273,20 +62,19 @@ class Manager:
         flight.
         """
         self._require_open()
-        whole = hasattr(step, "__index__") and not isinstance(step, bool)
-        step = operator.index(step) if whole else step
+        step = whole_step(step)
         self._watch_polls(step)
         if not self._make_way(step):
             return SaveHandle(step)
         call = (state, parts)
         draft, proposal = propose(self._ports.driver, self.world_size, step, call, metrics)
-        answer, planned = self._ask_for(proposal)
+        answer, accepted = self._ask_for(proposal)
         if answer.error is not None:
             self._ports.driver.refuse()
             raise answer.error
-        assert draft is not None
+        assert draft is not None and accepted is not None
         self._pump.save_due = False
-        handle = self._pump.begin_writing(self._storage, answer.value, draft, planned)
+        handle = self._pump.begin_writing(self._storage, accepted, draft)
         self._unpolled_since = step
         if self.config.sync:
             done = HandleDone(handle)
@@ -294,51 +82,31 @@ class Manager:
             self._pump.raise_failures()
         return handle
 
-    def _make_way(self, step: int) -> bool:
-        """One in flight per root: wait, skip or refuse. The same decision on every rank."""
-        self._pump.raise_failures()
-        busy = self._pump.view.in_flight
-        if busy is None:
-            return True
-        if self.config.on_busy == "skip":
-            log.warning("save_skipped", extra={"step": step, "in_flight": busy.step})
-            return False
-        if self.config.on_busy == "raise":
-            raise SaveRefused(
-                f"step {busy.step} is still in flight", step=step, in_flight=busy.step
-            )
-        self._pump.drive(
-            _no_save_in_flight, self.config.busy_timeout_s, f"the save of step {busy.step}"
-        )
-        self._pump.raise_failures()
-        return True
-
-    def _ask_for(self, proposal: Proposal) -> tuple[Answer, Mapping[str, bytes]]:
-        """The one exchange that a save begins with. Returns the answer and, at rank 0, the plan."""
-        planned: Mapping[str, bytes] = {}
-        answer = Answer()
+    def _ask_for(self, proposal: Proposal) -> tuple[Answer, Accepted | None]:
+        """The one exchange that a save begins with."""
+        answer, accepted = Answer(), None
         gathered = self._ports.transport.gather(proposal)
         if gathered is not None:
-            answer, planned = self._judge(gathered)
+            answer, accepted = self._judge(gathered)
         try:
             answer = self._ports.transport.broadcast(answer)
             self._pump.take_answer(answer)
         except BaseException as error:  # a Ctrl-C: what was accepted gets no writer of this rank
             if answer.value is not None:
-                self._pump.give_up(answer.value[0], error)
+                self._pump.give_up(answer.value.of, error)
             raise
-        return answer, planned
+        return answer, accepted or answer.value
 
-    def _judge(self, proposals: list[Proposal]) -> tuple[Answer, Mapping[str, bytes]]:
-        """At rank 0: accept or refuse for everyone. Returns the answer and the planned metadata."""
+    def _judge(self, proposals: list[Proposal]) -> tuple[Answer, Accepted | None]:
+        """At rank 0: accept or refuse for everyone. Returns the answer, and what rank 0 keeps."""
         step = proposals[0].step
-        planned: Mapping[str, bytes] = {}
-        accepted: tuple[AttemptId, bool] | None = None
+        accepted: Accepted | None = None
         refused: CkptFsmError | None = None
         try:
             request = agree(proposals)
             planned = self._ports.driver.merge([p.summary for p in proposals])
-            accepted = (self._link.ask(Coordinator.request, request), request.in_place)
+            of = self._link.ask(Coordinator.request, request)
+            accepted = Accepted(of, request.in_place, request.parts, planned)
         except DeadlineExceeded as error:
             self._link.forget_request()
             refused = error
@@ -350,50 +118,8 @@ class Manager:
         except BaseException:  # a Ctrl-C: no rank will write it
             self._link.forget_request()
             raise
-        return Answer(accepted, refused, self._link.collect()), planned
-
-    # ----------------------------------------------------------------------------------- poll
-
-    def poll(self) -> None:
-        """Drive the machine; call it every step (collective).
-
-        Raises what a save failed with, on every rank, under ``on_failure="raise"``.
-        """
-        self._require_open()
-        self._unpolled_since = None
-        self._polls += 1
-        due = self._polls % self.config.exchange_every == 0
-        if not self._pump.view.quiet or (due and self.config.needs_agreement):
-            self._pump.exchange(expired=False)
-        self._link.work_in_background()
-        self._pump.raise_failures()
-
-    def wait_until_finished(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is in flight (collective). Raises failures and ``DeadlineExceeded``."""
-        limit = timeout_s if timeout_s is not None else self.config.busy_timeout_s
-        self._pump.drive(_nothing_unsettled, limit, "the saves in flight")
-        self._pump.raise_failures()
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ManagerClosed("the manager is closed", file=self._storage.root)
-        self._pump.refuse_inside_a_hook()
-
-    def _watch_polls(self, step: int) -> None:
-        """A save that nobody polls never gets tracked: say so, with its step (F28)."""
-        since, busy = self._unpolled_since, self._pump.view.in_flight
-        if since is None or busy is None or not isinstance(step, int):
-            return
-        if step - since >= self.config.poll_warning_steps:
-            self._unpolled_since = step
-            warnings.warn(
-                f"the save of step {busy.step} is in flight and poll() was not called for "
-                f"{step - since} steps: it cannot be tracked without",
-                PollMissingWarning,
-                stacklevel=3,
-            )
-
-    # ----------------------------------------------------------------------------------- restore
+        shared = accepted.for_others() if accepted is not None else None
+        return Answer(shared, refused, self._link.collect()), accepted
 
     def restore(
         self,
@@ -424,44 +150,3 @@ class Manager:
                 stacklevel=2,
             )
         return restored
-
-    # --------------------------------------------------------------------- what people ask for
-
-    def pin(self, step: int, reason: str = "") -> None:
-        """Keep ``step`` from retention until ``unpin`` (collective). ``StepNotFoundError``."""
-        self._agree(Coordinator.pin, step, reason)
-
-    def unpin(self, step: int) -> None:
-        """Release a pin, also that of an adopted checkpoint (collective)."""
-        self._agree(Coordinator.unpin, step)
-
-    def delete(self, step: int) -> None:
-        """Delete a checkpoint (collective). ``SaveRefused`` if anything keeps it (I7)."""
-        self._agree(Coordinator.delete, step)
-
-    def rollback(self, step: int) -> None:
-        """Go back to ``step``; later ones are moved to quarantine (collective)."""
-        self._agree(Coordinator.rollback, step)
-
-    def _agree(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Ask the coordinator together; its news first, then its error on every rank."""
-        self._require_open()
-        answer = self._link.together(work, *arguments)
-        self._pump.take_answer(answer)
-        if answer.error is not None:
-            raise answer.error
-        return answer.value
-
-
-def _no_save_in_flight(view: View) -> bool:
-    return view.in_flight is None
-
-
-def _nothing_unsettled(view: View) -> bool:
-    return view.quiet
-
-
-def _view_of(coordinator: Coordinator) -> View:
-    ledger = coordinator.ledger
-    steps = {c.step for c in ledger.in_state(State.TRACKED)}
-    return View(steps, {c.id: c.state for c in ledger.in_state(*UNSETTLED)})

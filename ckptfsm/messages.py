@@ -14,7 +14,7 @@ from ckptfsm.errors import ConfigError
 
 MAX_STEP = 10**15
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
-PartKind = Literal["torch_dist", "foreign", "file", "report"]
+PartKind = Literal["torch_dist", "foreign", "file", "tree", "report"]
 RESERVED = frozenset({".ckptfsm", ".metadata", "metadata.json", "common.pt"})
 """Names that the library or megatron-core writes itself, in the directory of a torch_dist part."""
 
@@ -36,13 +36,20 @@ class PartSpec:
     """A declared part of a checkpoint.
 
     ``directory`` is relative to the step's directory ("" is its root). ``ranks`` are the ranks that
-    write it; None means every rank of the job.
+    write it; None means every rank of the job. The checkpoint goes on without an ``optional`` part
+    that a rank could not write.
     """
 
     name: str
     kind: PartKind = "torch_dist"
     directory: str = ""
     ranks: tuple[int, ...] | None = None
+    optional: bool = False
+
+    @property
+    def first_rank(self) -> int:
+        """The rank that writes what is common to all ranks of the part."""
+        return 0 if self.ranks is None else self.ranks[0]
 
 
 def check_parts(parts: tuple[PartSpec, ...], world_size: int) -> None:
@@ -80,6 +87,26 @@ def check_parts(parts: tuple[PartSpec, ...], world_size: int) -> None:
                     "torch_dist saves into one directory destroy each other's .metadata",
                     part=part.name,
                 )
+    for part in parts:
+        if part.optional:
+            _check_optional(part, parts)
+
+
+def _check_optional(part: PartSpec, parts: tuple[PartSpec, ...]) -> None:
+    """What is left out goes with its whole directory: nothing else may live there."""
+    if not part.directory or part.kind in ("foreign", "file"):
+        raise ConfigError(
+            f"part {part.name!r} cannot be optional: it needs a directory of its own, and a plain file "
+            "or a foreign request has none",
+            part=part.name,
+        )
+    for other in parts:
+        shared = f"{other.directory}/".startswith(f"{part.directory}/")
+        if other is not part and shared:
+            raise ConfigError(
+                f"part {other.name!r} lies in the directory of the optional part {part.name!r}",
+                part=part.name,
+            )
 
 
 # --------------------------------------------------------------------------------------- events

@@ -182,11 +182,13 @@ class Written(NamedTuple):
     """What a part wrote: its files (relative to the step's directory), its result rows, its payload.
 
     ``payload`` goes back to the rank that forked the writer (foreign parts need it to finalize).
+    ``dropped`` says why an optional part was left out.
     """
 
     files: tuple[FileEntry, ...]
     results: tuple[tuple[Any, ...], ...] = ()
     payload: Any = None
+    dropped: str = ""
 
 
 class PartJob(Protocol):
@@ -205,13 +207,17 @@ class PartJob(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankJob:
-    """All parts of one rank for one attempt. ``location`` is where the attempt is written."""
+    """All parts of one rank for one attempt. ``location`` is where the attempt is written.
+
+    ``optional`` are the names of the parts that it may leave out if they cannot be written.
+    """
 
     of: AttemptId
     rank: int
     world_size: int
     location: str
     parts: tuple[PartJob, ...]
+    optional: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,10 +292,13 @@ class Draft(Protocol):
     summary: Any
     expected_bytes: int
 
-    def stage(self, location: str, planned: Mapping[str, bytes]) -> tuple[PartJob, ...]:
-        """Bring the data to where a forked child owns it. ``location`` is absolute.
+    def stage(
+        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
+    ) -> tuple[PartJob, ...]:
+        """Bring the data of these parts, in order, to where a forked child owns it.
 
-        ``planned`` is what ``Driver.merge`` returned, on rank 0; empty elsewhere.
+        ``specs`` are this rank's parts as all ranks agreed on them, ``location`` is absolute.
+        ``planned`` is what ``Driver.merge`` returned, for parts whose first rank this is.
         """
         ...
 
@@ -323,11 +332,17 @@ class Driver(Protocol):
         ...
 
     def draft(self, parts: Mapping[str, Any]) -> Draft:
-        """Plan a save of named parts. Local: no collective, no effect; may raise."""
+        """Plan a save of named parts. Local: no collective, no effect; may raise.
+
+        A part that is None is one that other ranks write.
+        """
         ...
 
     def merge(self, summaries: Sequence[Any]) -> Mapping[str, bytes]:
-        """At rank 0: check the drafts of all ranks together; planned metadata for each part."""
+        """At rank 0: check the drafts of all ranks together; planned metadata for each part.
+
+        A rank's summary says nothing of parts that it does not write.
+        """
         ...
 
     def accept(self) -> None:

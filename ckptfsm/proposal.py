@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptfsm.coordinator import SaveRequest
 from ckptfsm.errors import ConfigError, SaveRefused, describe, name_ranks
-from ckptfsm.messages import PartSpec
+from ckptfsm.messages import AttemptId, PartSpec
 from ckptfsm.ports import Draft, Driver
 
 log = logging.getLogger("ckptfsm")
@@ -21,12 +21,60 @@ STATE = "state"  # the one part of a checkpoint whose trainer names none
 
 
 @dataclass(frozen=True, slots=True)
+class OptionalPart:
+    """A part that the checkpoint can do without: if a rank cannot write it, it is left out.
+
+    ``content`` is what would be given for a required part. The checkpoint is then complete without
+    it, and its manifest says why. A writer that dies fails the checkpoint all the same.
+    """
+
+    content: Any
+
+
+def content_of(value: Any) -> Any:
+    """What a part's value is, required or not."""
+    return value.content if isinstance(value, OptionalPart) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A save that may begin, the same on every rank.
+
+    ``planned`` has planned metadata by part, for the first rank of each.
+    """
+
+    of: AttemptId
+    in_place: bool
+    parts: tuple[PartSpec, ...]
+    planned: Mapping[str, bytes] = field(default_factory=dict)
+
+    def for_others(self) -> Accepted:
+        """The same, to be sent: rank 0 keeps the plans of its own parts."""
+        far = {p.name for p in self.parts if p.ranks is not None and 0 not in p.ranks}
+        planned = {name: plan for name, plan in self.planned.items() if name in far}
+        return replace(self, planned=planned)
+
+    def of_rank(self, rank: int) -> tuple[PartSpec, ...]:
+        """The parts that ``rank`` writes, the required ones first."""
+        own = [p for p in self.parts if p.ranks is None or rank in p.ranks]
+        return tuple(sorted(own, key=_by_need))
+
+
+def _by_need(part: PartSpec) -> bool:
+    return part.optional
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
-    """One rank's side of a save, as it is sent to the coordinator."""
+    """One rank's side of a save, as it is sent to the coordinator.
+
+    ``specs`` are the parts that this rank writes, ``elsewhere`` the names of those it does not.
+    """
 
     step: int
     world_size: int
     specs: tuple[PartSpec, ...] = ()
+    elsewhere: frozenset[str] = frozenset()
     in_place: bool = False
     summary: Any = None
     expected_bytes: int = 0
@@ -35,7 +83,10 @@ class Proposal:
 
 
 def name_parts(state: Any, parts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The parts of a call: ``state`` alone is the part named ``state``. Raises ``ConfigError``."""
+    """The parts of a call: ``state`` alone is the part named ``state``. Raises ``ConfigError``.
+
+    A part that is None is one that other ranks write.
+    """
     if (state is None) == (parts is None):
         raise ConfigError("give either a state or named parts")
     return {STATE: state} if parts is None else dict(parts)
@@ -65,6 +116,7 @@ def propose(
         step,
         world_size,
         draft.specs,
+        frozenset(name for name, value in named.items() if value is None),
         draft.in_place,
         draft.summary,
         draft.expected_bytes,
@@ -91,18 +143,62 @@ def agree(proposals: Sequence[Proposal]) -> SaveRequest:
                 step=first.step,
                 rank=rank,
             )
-        same = (proposal.step, proposal.specs, proposal.in_place)
-        if same != (first.step, first.specs, first.in_place):
+        if (proposal.step, _names(proposal)) != (first.step, _names(first)):
             raise SaveRefused(
                 f"rank {rank} asks for step {proposal.step} or parts that rank 0 does not ask for",
                 step=first.step,
                 rank=rank,
             )
+    in_order = _in_order(proposals)
+    nobody = sorted(_names(first) - set(in_order))
+    if nobody:
+        raise SaveRefused(f"no rank writes part {nobody[0]!r}", step=first.step, part=nobody[0])
     return SaveRequest(
         first.step,
-        first.specs,
+        tuple(_agreed(name, proposals) for name in in_order),
         len(proposals),
-        first.in_place,
+        _in_place(proposals),
         first.metrics,
         sum(p.expected_bytes for p in proposals),
     )
+
+
+def _names(proposal: Proposal) -> set[str]:
+    return {spec.name for spec in proposal.specs} | proposal.elsewhere
+
+
+def _in_order(proposals: Sequence[Proposal]) -> list[str]:
+    """Every part's name once, in the order in which the ranks give them."""
+    return list(dict.fromkeys(spec.name for p in proposals for spec in p.specs))
+
+
+def _agreed(name: str, proposals: Sequence[Proposal]) -> PartSpec:
+    """One part as its ranks propose it; plain files are written by the first of them."""
+    found = {r: spec for r, p in enumerate(proposals) for spec in p.specs if spec.name == name}
+    first = next(iter(found.values()))
+    for rank, spec in found.items():
+        if spec != first:
+            raise SaveRefused(
+                f"rank {rank} describes part {name!r} otherwise than rank {min(found)}",
+                step=proposals[0].step,
+                rank=rank,
+                part=name,
+            )
+    if first.kind in ("file", "tree"):
+        return replace(first, ranks=(min(found),))
+    if first.kind == "foreign" and len(found) < len(proposals):
+        raise SaveRefused(
+            f"part {name!r} is a foreign request, whose finalizers hold collectives: every rank must "
+            "have one",
+            step=proposals[0].step,
+            part=name,
+        )
+    return replace(first, ranks=None if len(found) == len(proposals) else tuple(found))
+
+
+def _in_place(proposals: Sequence[Proposal]) -> bool:
+    """Raises ``SaveRefused`` unless all ranks that write anything agree."""
+    said = {p.in_place for p in proposals if p.specs}
+    if len(said) > 1:
+        raise SaveRefused("some ranks write in place, others do not", step=proposals[0].step)
+    return said == {True}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckptfsm.config import CheckpointConfig
@@ -33,11 +33,12 @@ from ckptfsm.errors import (
     describe,
 )
 from ckptfsm.handle import SaveHandle, View
-from ckptfsm.layout import working_dir
+from ckptfsm.layout import LAYOUTS
 from ckptfsm.lifecycle import State
 from ckptfsm.link import Answer, Link, Update
 from ckptfsm.messages import AttemptId, Event, Failed, FinalizersRan, WriterForked, WriterGone
 from ckptfsm.ports import Draft, Ports, RankJob, Storage
+from ckptfsm.proposal import Accepted
 from ckptfsm.writer import RankWriter
 
 log = logging.getLogger("ckptfsm")
@@ -64,6 +65,7 @@ class Pump:
         self.failures: list[CkptFsmError] = []
         self.notes: list[Warning] = []
         self.writer: RankWriter | None = None
+        self.source: Callable[[], None] | None = None  # where reports of workers come from
         self._ports = ports
         self._config = config
         self._link = link
@@ -76,6 +78,7 @@ class Pump:
         self._handles: dict[AttemptId, SaveHandle] = {}
         self._dying: list[RankWriter] = []
         self._draft: Draft | None = None
+        self._bystander: AttemptId | None = None  # an attempt that this rank writes nothing of
         self._retries = 0
         self._next_timed_save = 0.0
 
@@ -123,6 +126,8 @@ class Pump:
         """One cheap exchange; a full one if any rank has news. Returns the agreed ``expired``."""
         now = self._ports.clock.monotonic()
         self._bury()
+        if self.source is not None:
+            self.source()
         if self.writer is not None:
             self._outbox += self.writer.poll(now)
         flags = [
@@ -141,6 +146,10 @@ class Pump:
             outbox, self._outbox = self._outbox, []
             self.take_update(self._link.exchange(outbox))
         return agreed[_EXPIRED]
+
+    def report(self, event: Event) -> None:
+        """Take the report of another process to the next exchange."""
+        self._outbox.append(event)
 
     def _timed_save_due(self, now: float) -> bool:
         timed = self._rank == 0 and self._config.save_interval_s is not None
@@ -221,7 +230,7 @@ class Pump:
         if self.writer is not None and self.writer.of == record.of:
             self._dying.append(self.writer)
             self.writer = self._draft = None
-        else:
+        elif record.of != self._bystander:
             self._outbox.append(WriterGone(record.of, self._rank))
         self._bury()
         self._settle_failure(record)
@@ -297,16 +306,23 @@ class Pump:
     def begin_writing(
         self,
         storage: Storage,
-        accepted: tuple[AttemptId, bool],
+        accepted: Accepted,
         draft: Draft,
-        planned: Mapping[str, bytes],
     ) -> SaveHandle:
-        """Stage and fork. An error here is carried: the attempt fails at the next exchange."""
-        of, in_place = accepted
-        location = working_dir(of, in_place)
+        """Stage and fork. An error here is carried: the attempt fails at the next exchange.
+
+        A rank that writes none of the parts has no writer.
+        """
+        of, specs = accepted.of, accepted.of_rank(self._rank)
+        location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)
+        self._bystander = None if specs else of
+        if not specs:
+            self._ports.driver.accept()
+            return self._handle_of(of)
         try:
-            parts = draft.stage(f"{storage.root}/{location}", planned)
-            job = RankJob(of, self._rank, self._world_size, location, parts)
+            parts = draft.stage(f"{storage.root}/{location}", specs, accepted.planned)
+            optional = frozenset(spec.name for spec in specs if spec.optional)
+            job = RankJob(of, self._rank, self._world_size, location, parts, optional)
             self.writer = RankWriter(
                 storage,
                 job,

@@ -13,11 +13,12 @@ from __future__ import annotations
 import os
 import uuid
 from types import TracebackType
+from typing import Literal
 
 from ckptfsm.documents import Pin, encode
 from ckptfsm.durable import lookup, put
 from ckptfsm.errors import StepNotFoundError
-from ckptfsm.layout import READERS, published_name
+from ckptfsm.layout import LAYOUTS, READERS
 from ckptfsm.ports import Storage
 from ckptfsm.storage import PosixStorage
 from ckptfsm.trash import remove_marker
@@ -26,9 +27,9 @@ from ckptfsm.trash import remove_marker
 class ReaderLease:
     """Keeps one step from being pruned while the ``with`` block runs.
 
-    ``path`` is the absolute directory to read; ``nonce`` names the reader, uniquely, by default by
-    its pid and chance. Raises ``StepNotFoundError`` if the step is not there,
-    ``ConfigError`` if the root is not.
+    ``layout`` is the job's (see ``CheckpointConfig``). ``path`` is the absolute directory to read;
+    ``nonce`` names the reader, uniquely, by default by its pid and chance. Raises
+    ``StepNotFoundError`` if the step is not there, ``ConfigError`` if the root is not.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class ReaderLease:
         root: str | os.PathLike[str],
         step: int,
         *,
+        layout: Literal["megatron", "verl"] = "megatron",
         storage: Storage | None = None,
         nonce: str | None = None,
     ) -> None:
@@ -45,7 +47,8 @@ class ReaderLease:
         self._nonce = nonce or f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._file = f"{READERS}/{step}.{self._nonce}.json"
         self._renewals = 0
-        self.path = f"{self._storage.root}/{published_name(step)}"
+        self._name = LAYOUTS[layout].published_name(step)
+        self.path = f"{self._storage.root}/{self._name}"
 
     def __enter__(self) -> ReaderLease:
         try:
@@ -60,7 +63,7 @@ class ReaderLease:
         self._renewals += 1
         mark = Pin(step=self._step, reason="reader", nonce=f"{self._nonce}-{self._renewals}")
         put(self._storage, self._file, encode(mark), tag=self._nonce)
-        found = lookup(self._storage, published_name(self._step))
+        found = lookup(self._storage, self._name)
         if found is None or found.kind != "dir":
             raise StepNotFoundError(
                 f"step {self._step} is not at {self.path}", step=self._step, file=self.path

@@ -39,7 +39,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckptfsm.errors import DamagedRoot
-from ckptfsm.layout import published_name
+from ckptfsm.layout import MEGATRON, Layout
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import UNPUBLISHED, Checkpoint, State
 from ckptfsm.messages import (
@@ -102,6 +102,7 @@ class Evidence:
     staging: Mapping[AttemptId, StagingEvidence] = field(default_factory=dict)
     strays: tuple[str, ...] = ()
     release: bool = False
+    layout: Layout = MEGATRON
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +177,8 @@ def _in_order(ledger: Ledger, known: list[Decision], unknown: list[Decision]) ->
 
     Not where the journal's own checkpoint has to leave the step before.
     """
-    ours = {published_name(c.step) for c in ledger.checkpoints.values()}
-    first = [d for d in unknown if d.actions and d.subject not in ours]
+    ours = {c.step for c in ledger.checkpoints.values()}
+    first = [d for d in unknown if d.actions and not any(a.of.step in ours for a in d.actions)]
     return [*first, *known, *(d for d in unknown if d not in first)]
 
 
@@ -289,7 +290,7 @@ def _unknown(ledger: Ledger, evidence: Evidence, epoch: int, everything: bool) -
     for step, there in sorted(evidence.published.items(), reverse=True):
         if step in explained:
             continue
-        name = published_name(step)
+        name = evidence.layout.published_name(step)
         complete = there.found in ("manifest", "stock")
         newer = tracker is not None and step > tracker
         if complete and (everything or not newer):

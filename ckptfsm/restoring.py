@@ -55,16 +55,29 @@ class Restorer:
     ) -> Restored | None:
         """See ``Manager.restore``."""
         named = self._everywhere(step, name_parts, state, parts)
+        located = self.choose(step)
+        if located is None:
+            return None
+        try:
+            return self.load(located, named)
+        finally:
+            self.agree(Coordinator.release, located.lease)
+
+    def choose(self, step: int | None) -> Located | None:
+        """The checkpoint to read, verified, with a lease on it that the caller has to release."""
         while True:
             located: Located | None = self.agree(Coordinator.locate, step)
             if located is None:
                 return None
+            problem = ""
             try:
                 problem = self._damage(located)
-                if not problem:
-                    return self._load(located, named)
-            finally:
+            except BaseException:
                 self.agree(Coordinator.release, located.lease)
+                raise
+            if not problem:
+                return located
+            self.agree(Coordinator.release, located.lease)
             if step is not None:
                 raise DamagedRoot(
                     f"step {step} is damaged: {problem}", step=step, file=located.directory
@@ -114,15 +127,26 @@ class Restorer:
             problem = check_digests(self.storage, located.directory, share)
         return problem
 
-    def _load(self, located: Located, named: Mapping[str, Any]) -> Restored:
+    def load(self, located: Located, named: Mapping[str, Any]) -> Restored:
+        """Load what was chosen. A part that is None is loaded by other ranks only."""
         step = located.step
-        directories = self._everywhere(step, self._part_directories, located, named)
-        survey = self._everywhere(step, self.driver.survey, named, directories)
+        wanted = self._everywhere(step, self._with_others, located, named)
+        directories = self._everywhere(step, self._part_directories, located, wanted)
+        survey = self._everywhere(step, self.driver.survey, wanted, directories)
         dropped = self._agree_on_drops(survey.missing)
         surveys = self.transport.gather(survey)
         self._everywhere(step, self._check_surveys, surveys, dropped)
-        loaded = self._everywhere(step, self.driver.load, named, directories, dropped)
-        return Restored(located.step, only(loaded.values()), dict(loaded), tuple(sorted(dropped)))
+        loaded = self._everywhere(step, self.driver.load, wanted, directories, dropped)
+        own = {name: loaded[name] for name, value in named.items() if value is not None}
+        return Restored(step, only(own.values()), own, tuple(sorted(dropped)))
+
+    def _with_others(self, located: Located, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Loading a torch_dist part holds collectives: ranks without a share ask for nothing in it."""
+        plain = {spec.name for spec in located.parts if spec.kind in ("file", "tree", "report")}
+        wanted = {
+            name: value for name, value in named.items() if value is not None or name not in plain
+        }
+        return {name: {} if value is None else value for name, value in wanted.items()}
 
     def _part_directories(self, located: Located, named: Mapping[str, Any]) -> dict[str, str]:
         known = {spec.name: spec.directory for spec in located.parts}

@@ -33,10 +33,12 @@ from ckptfsm.ports import FileStat, Storage
 METADATA = ".metadata"
 CONFIG = "metadata.json"
 COMMON = "common.pt"
+CONTENTS = "ckpt_contents.json"
 MAX_METADATA_BYTES = 1 << 30
 MAX_COMMON_BYTES = 1 << 30
 MAX_CONFIG_BYTES = 64 << 10
 MAX_DIMENSIONS = 64
+_TREE_DEPTH = 3  # role/part/tree
 MAX_INTEGER = (1 << 63) - 1
 
 _DCP = "torch.distributed.checkpoint"
@@ -119,13 +121,15 @@ class _Global:
     name: str
 
 
-def inspect_stock(storage: Storage, directory: str) -> StockVerdict:
+def inspect_stock(storage: Storage, directory: str, tree: str = "") -> StockVerdict:
     """Whether a stock Megatron-core loader would accept ``directory``; never raises for content.
 
+    ``tree`` is the name of the torch_dist directories inside it, at most three levels down: there must
+    be one, and each must be acceptable. "" says that ``directory`` is one itself.
     A failing storage call is a reason too: what cannot be read is not accepted.
     """
     try:
-        return _inspect(storage, directory)
+        return _inspect_trees(storage, directory, tree) if tree else _inspect(storage, directory)
     except DamagedRoot as error:
         file = error.facts.get("file")
         return StockVerdict(False, f"{file}: {error.message}"[:500].replace("\n", " "))
@@ -167,7 +171,74 @@ def _inspect(storage: Storage, directory: str) -> StockVerdict:
     return StockVerdict(True, "", files, total, objects, tensors)
 
 
+def _inspect_trees(storage: Storage, directory: str, tree: str) -> StockVerdict:
+    """The verdicts of all trees as one; files and keys are named from the directory's top."""
+    files: list[tuple[str, int]] = []
+    objects: set[str] = set()
+    tensors: set[str] = set()
+    for inner in _trees_in_use(storage, directory, tree):
+        try:
+            found = _inspect(storage, join(directory, inner))
+        except DamagedRoot as error:
+            raise _damaged(join(inner, str(error.facts.get("file"))), error.message) from None
+        files += [(join(inner, name), size) for name, size in found.files]
+        objects |= {join(inner, key) for key in found.object_keys}
+        tensors |= {join(inner, key) for key in found.tensor_keys}
+    if not files:
+        raise _damaged(directory, f"no {tree} inside")
+    total = sum(size for _, size in files)
+    return StockVerdict(True, "", tuple(files), total, frozenset(objects), frozenset(tensors))
+
+
+def _trees_in_use(storage: Storage, directory: str, tree: str) -> list[str]:
+    """The trees that a loader reads: verl 0.9 makes empty ones too, and lists what is in use."""
+    found = _find_trees(storage, directory, tree, _TREE_DEPTH)
+    split = [path for path in found if path.count("/") == _TREE_DEPTH - 1]
+    listed: set[str] = set()
+    for role in sorted({path.split("/")[0] for path in split}):
+        listed |= _contents_of(storage, directory, role)
+    return [path for path in found if path not in split or path in listed]
+
+
+def _contents_of(storage: Storage, directory: str, role: str) -> set[str]:
+    """What verl lists of a role, last of all: without that list the save was cut off."""
+    name = join(role, CONTENTS)
+    try:
+        contents = json.loads(_read(storage, directory, name, MAX_CONFIG_BYTES))["contents"]
+        paths = [entry["path"] for entry in contents.values()]
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        raise _damaged(name, "not a list of contents") from None
+    for path in paths:
+        if type(path) is not str or any(piece in ("", ".", "..") for piece in path.split("/")):
+            raise _damaged(name, "names something outside of its role")
+        _stat(storage, directory, join(role, path))
+    return {join(role, path) for path in paths}
+
+
+def _find_trees(storage: Storage, directory: str, tree: str, depth: int) -> list[str]:
+    """Directories called ``tree`` inside ``directory``, in the order of their names."""
+    found: list[str] = []
+    for name in _names(storage, directory):
+        path = join(directory, name)
+        if name.startswith(".") or _stat(storage, path, "").kind != "dir":
+            continue
+        if name == tree:
+            found.append(name)
+        elif depth > 1:
+            found += [join(name, inner) for inner in _find_trees(storage, path, tree, depth - 1)]
+    return found
+
+
 # ------------------------------------------------------------------------------------- files
+
+
+def _names(storage: Storage, directory: str) -> list[str]:
+    try:
+        return storage.listdir(directory)
+    except OSError as error:
+        if not says_what_is_there(error):
+            raise
+        raise _damaged(directory, _os_reason(error)) from None
 
 
 def _os_reason(error: OSError) -> str:

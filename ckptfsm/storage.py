@@ -25,6 +25,7 @@ import stat as modes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import xxhash
 
@@ -420,3 +421,13 @@ def _open_root(root: str) -> int:
             reason="symlink",
         )
     raise ConfigError("the root is not a directory", root=root, reason="not_a_directory")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPosix:
+    """``Ports.open_storage`` on a real disk."""
+
+    root: str
+
+    def __call__(self, create: bool) -> PosixStorage:
+        return PosixStorage(self.root, create=create)

@@ -1,4 +1,4 @@
-"""The transport of a job of one process: the same calls, nobody else to talk to."""
+"""The transport of a process that decides alone: the same calls, nobody to ask."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 
 class LocalTransport:
-    """One rank, alone."""
+    """Rank 0, alone. A controller counts its workers in ``world_size``: they send reports instead."""
 
     rank = 0
-    world_size = 1
+
+    def __init__(self, world_size: int = 1) -> None:
+        self.world_size = world_size
 
     def any_flags(self, flags: Sequence[bool]) -> list[bool]:
         return list(flags)

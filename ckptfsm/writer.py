@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptfsm.documents import FileEntry, Receipt, encode_sealed
 from ckptfsm.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error, write_all
-from ckptfsm.errors import StorageError, WriterDied, describe
+from ckptfsm.errors import StorageError, WriterDied, describe, printable
 from ckptfsm.layout import RECEIPTS, join, receipt_name
 from ckptfsm.messages import Event, Failed, ShardReported
 from ckptfsm.ports import Launch, Outcome, PartJob, RankJob, Storage, Written
@@ -114,17 +114,32 @@ def write_rank(storage: Storage, job: RankJob) -> list[tuple[str, int, Any]]:
     """Write every part of a rank and its receipt, in order: (part, bytes, payload) for each."""
     written = []
     for part in job.parts:
-        if part.directory:
-            make_dirs(storage, part.directory, base=job.location)
-        result = part.write(storage, job.location)
+        if part.name in job.optional:
+            result = _try_part(storage, job, part)
+        else:
+            result = _write_part(storage, job, part)
         put_receipt(storage, job, part, result)
         written.append((part.name, sum(f.bytes for f in result.files), result.payload))
     return written
 
 
+def _write_part(storage: Storage, job: RankJob, part: PartJob) -> Written:
+    if part.directory:
+        make_dirs(storage, part.directory, base=job.location)
+    return part.write(storage, job.location)
+
+
+def _try_part(storage: Storage, job: RankJob, part: PartJob) -> Written:
+    """An optional part that cannot be written is left out, and its receipt says why."""
+    try:
+        return _write_part(storage, job, part)
+    except Exception as error:
+        return Written((), dropped=describe(error) or type(error).__name__)
+
+
 def put_receipt(storage: Storage, job: RankJob, part: PartJob, result: Written) -> None:
     """Make the part's names durable, then its receipt: from here on the shard counts (I3)."""
-    if part.directory:
+    if part.directory and not result.dropped:
         fsync_tree_dirs(storage, join(job.location, part.directory))
     storage.fsync_dir(job.location)
     make_dirs(storage, f"{RECEIPTS}/{part.name}", base=job.location)
@@ -137,6 +152,7 @@ def put_receipt(storage: Storage, job: RankJob, part: PartJob, result: Written) 
         world_size=job.world_size,
         files=result.files,
         results=result.results,
+        dropped=printable(result.dropped),
     )
     path = f"{job.location}/{receipt_name(part.name, job.rank)}"
     put(storage, path, encode_sealed(receipt), tag=str(job.of))

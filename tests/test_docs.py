@@ -186,10 +186,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def job_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """All snippets marked ``run=job``, in one process: torch and megatron-core are slow to import."""
-    place = tmp_path_factory.mktemp("jobs")
+@pytest.mark.megatron
+def test_job_snippets_run(tmp_path):
+    """Catches: a snippet that is not true of the code.
+
+    All of them in one process and one test: torch and megatron-core are slow to import.
+    """
+    place = tmp_path
     (place / "driver.py").write_text(DRIVER)
     (place / "snippets.json").write_text(json.dumps(dict(marked("run=job"))))
     files = [str(place / name) for name in ("driver.py", "snippets.json", ".", "results.json")]
@@ -199,14 +202,9 @@ def job_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         )
     found = place / "results.json"
     assert found.exists(), (place / "output").read_text(errors="replace")[-4000:]
-    return json.loads(found.read_text())
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("name", [n for n, _ in marked("run=job")])
-def test_job_snippets_run(name, job_results):
-    """Catches: a snippet that is not true of the code."""
-    assert job_results[name] == ""
+    results = json.loads(found.read_text())
+    assert set(results) == {name for name, _ in marked("run=job")}
+    assert [problem for problem in results.values() if problem] == []
 
 
 def torchrun(place: Path, ranks: int, *arguments: str, **environment: str) -> subprocess.Popen:

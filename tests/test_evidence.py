@@ -21,7 +21,15 @@ from ckptfsm.evidence import (
     read_receipt,
     read_tracker,
 )
-from ckptfsm.layout import MANIFEST, STAGING, TRACKER, planned_name, receipt_name, staging_dir
+from ckptfsm.layout import (
+    MANIFEST,
+    MEGATRON,
+    STAGING,
+    TRACKER,
+    planned_name,
+    receipt_name,
+    staging_dir,
+)
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint, State
 from ckptfsm.messages import AttemptId, PartSpec
@@ -150,7 +158,7 @@ def test_F16_a_file_that_became_a_link_is_damage(disk: SimDisk):
     SimStorage(disk, "vandal").rename(f"{STEP}/__0_0.distcp", "moved")
     disk.plant_symlink(f"{STEP}/__0_0.distcp", "../moved")
     assert "symlink" in check_sizes(reader(disk), STEP, entries(disk))
-    assert inspect_published(reader(disk), 1).found == "damaged"
+    assert inspect_published(reader(disk), MEGATRON, 1).found == "damaged"
 
 
 def test_F21_an_extra_shard_is_found_and_other_files_are_not_ours(disk: SimDisk):
@@ -159,7 +167,7 @@ def test_F21_an_extra_shard_is_found_and_other_files_are_not_ours(disk: SimDisk)
     assert check_extra_shards(reader(disk), STEP, entries(disk)) == ""
     disk.plant_file(f"{STEP}/__7_0.distcp", b"of another save")
     assert "__7_0.distcp" in check_extra_shards(reader(disk), STEP, entries(disk))
-    assert inspect_published(reader(disk), 1).found == "damaged"
+    assert inspect_published(reader(disk), MEGATRON, 1).found == "damaged"
 
 
 # ----------------------------------------------------------------------------- published directories
@@ -167,7 +175,7 @@ def test_F21_an_extra_shard_is_found_and_other_files_are_not_ours(disk: SimDisk)
 
 def test_a_published_checkpoint_is_recognised(disk: SimDisk):
     """Catches: a good checkpoint taken for damaged, or for one without an attempt."""
-    found = inspect_published(reader(disk), 1)
+    found = inspect_published(reader(disk), MEGATRON, 1)
     assert (found.found, found.of) == ("manifest", AttemptId(1, 1, 1))
 
 
@@ -183,7 +191,7 @@ def test_I8_what_is_not_a_checkpoint_is_unexplained(disk: SimDisk, kind: str):
     elif kind == "no_manifest":
         make_dirs(SimStorage(disk, "vandal"), "iter_0000007")
         disk.plant_file("iter_0000007/__0_0.distcp", b"half")
-    found = inspect_published(reader(disk), 7)
+    found = inspect_published(reader(disk), MEGATRON, 7)
     assert found.found == "unexplained" and "iter_0000007" in found.detail
 
 
@@ -193,7 +201,7 @@ def test_I8_what_is_not_a_checkpoint_is_unexplained(disk: SimDisk, kind: str):
 def test_F30_a_torn_manifest_is_damage(disk: SimDisk, content: bytes):
     """Catches: a traceback of the parser instead of a fallback."""
     replace(disk, f"{STEP}/{MANIFEST}", content)
-    assert inspect_published(reader(disk), 1).found == "damaged"
+    assert inspect_published(reader(disk), MEGATRON, 1).found == "damaged"
 
 
 @pytest.mark.parametrize("kind", ["dir", "symlink"])
@@ -204,13 +212,13 @@ def test_F16_a_manifest_that_is_no_file_is_damage(disk: SimDisk, kind: str):
         disk.plant_mount(f"{STEP}/{MANIFEST}", device=1)
     else:
         disk.plant_symlink(f"{STEP}/{MANIFEST}", "../../manifest")
-    assert inspect_published(reader(disk), 1).found == "damaged"
+    assert inspect_published(reader(disk), MEGATRON, 1).found == "damaged"
 
 
 def test_F21_a_manifest_of_another_step_is_damage(disk: SimDisk):
     """Catches: a renamed directory that resumes from the wrong step."""
     SimStorage(disk, "vandal").rename(STEP, "iter_0000009")
-    found = inspect_published(reader(disk), 9)
+    found = inspect_published(reader(disk), MEGATRON, 9)
     assert found.found == "damaged" and "step 1" in found.detail
 
 
@@ -219,9 +227,9 @@ def test_F34_a_newer_manifest_stops_everything(disk: SimDisk):
     manifest = json.loads(disk.snapshot()[f"{STEP}/{MANIFEST}"]) | {"schema_version": 2}
     replace(disk, f"{STEP}/{MANIFEST}", json.dumps(manifest).encode())
     with pytest.raises(NewerSchema):
-        inspect_published(reader(disk), 1)
+        inspect_published(reader(disk), MEGATRON, 1)
     with pytest.raises(NewerSchema):
-        gather_evidence(reader(disk), Ledger())
+        gather_evidence(reader(disk), MEGATRON, Ledger())
 
 
 # ------------------------------------------------------------------------------ staging, receipts
@@ -229,7 +237,7 @@ def test_F34_a_newer_manifest_stops_everything(disk: SimDisk):
 
 def test_a_written_attempt_is_complete(disk: SimDisk):
     """Catches: a written attempt thrown away at a restart."""
-    assert inspect_staging(reader(disk), WRITTEN).complete
+    assert inspect_staging(reader(disk), MEGATRON, WRITTEN).complete
 
 
 @pytest.mark.parametrize(
@@ -240,20 +248,20 @@ def test_a_written_attempt_is_complete(disk: SimDisk):
 def test_I3_an_attempt_with_anything_missing_is_not_complete(disk: SimDisk, gone: str):
     """Catches: half an attempt that is rolled forward."""
     replace(disk, f"{staging_dir(OF)}/{gone}", None)
-    found = inspect_staging(reader(disk), WRITTEN)
+    found = inspect_staging(reader(disk), MEGATRON, WRITTEN)
     assert not found.complete and gone.rpartition("/")[2].split(".")[0] in found.detail
 
 
 def test_I3_an_attempt_whose_directory_is_gone(disk: SimDisk):
     """Catches: an error where "no" is the answer."""
     SimStorage(disk, "vandal").rename(staging_dir(OF), "moved")
-    assert not inspect_staging(reader(disk), WRITTEN).complete
+    assert not inspect_staging(reader(disk), MEGATRON, WRITTEN).complete
 
 
 def test_I6_a_foreign_attempt_is_never_rolled_forward(disk: SimDisk):
     """Catches: finalizers run by a process that does not have their queue."""
     foreign = Checkpoint(OF, State.SHARDS_WRITTEN, (PartSpec("state", "foreign"),), world_size=2)
-    assert not inspect_staging(reader(disk), foreign).complete
+    assert not inspect_staging(reader(disk), MEGATRON, foreign).complete
 
 
 @pytest.mark.parametrize("field", ["step", "epoch", "attempt", "rank", "world_size", "part"])
@@ -265,9 +273,9 @@ def test_I5_a_receipt_of_something_else_does_not_count(disk: SimDisk, field: str
     receipt[field] = "other" if field == "part" else receipt[field] + 1
     replace(disk, path, json.dumps(receipt).encode())
     with pytest.raises(DamagedRoot) as caught:
-        read_receipt(reader(disk), WRITTEN, "state", 1)
+        read_receipt(reader(disk), MEGATRON, WRITTEN, "state", 1)
     assert caught.value.file == path and caught.value.rank == 1
-    assert not inspect_staging(reader(disk), WRITTEN).complete
+    assert not inspect_staging(reader(disk), MEGATRON, WRITTEN).complete
 
 
 @pytest.mark.parametrize("name", ["../x", "./x", "a//b", "/x", "a/../b", "a\0b", ".", ""])
@@ -278,7 +286,7 @@ def test_F30_a_receipt_with_a_hostile_name_is_not_complete(disk: SimDisk, name: 
     del receipt["crc"]
     receipt["files"].append({"name": name, "bytes": 0, "digest": None})
     replace(disk, path, json.dumps(receipt).encode())
-    assert not inspect_staging(reader(disk), WRITTEN).complete
+    assert not inspect_staging(reader(disk), MEGATRON, WRITTEN).complete
 
 
 # ------------------------------------------------------------------------------------ everything
@@ -291,7 +299,7 @@ def test_gather_changes_nothing_and_finds_everything(disk: SimDisk):
     disk.plant_mount(f"{STAGING}/hostile..", device=1)
     disk.plant_mount(f"{STAGING}/9.e9.a9", device=1)
     before = disk.snapshot()
-    found = gather_evidence(reader(disk), Ledger().restore(WRITTEN))
+    found = gather_evidence(reader(disk), MEGATRON, Ledger().restore(WRITTEN))
     assert disk.snapshot() == before
     assert found.tracker == TrackerEvidence("step", 1)
     assert {step: e.found for step, e in found.published.items()} == {1: "manifest"}
@@ -304,7 +312,7 @@ def test_gather_changes_nothing_and_finds_everything(disk: SimDisk):
 
 def test_gather_on_an_empty_root():
     """F33. Catches: an error on the very first start."""
-    found = gather_evidence(SimStorage(SimDisk(), "reader"), Ledger())
+    found = gather_evidence(SimStorage(SimDisk(), "reader"), MEGATRON, Ledger())
     assert (found.tracker.found, dict(found.published), dict(found.staging)) == ("missing", {}, {})
 
 
@@ -321,7 +329,7 @@ def test_F30_random_damage_is_a_finding_not_a_crash(disk: SimDisk, seed: int):
         replace(disk, path, bytes(data[: choose.randrange(len(data) + 1)]))
     before = disk.snapshot()
     try:
-        gather_evidence(reader(disk), Ledger().restore(WRITTEN))
+        gather_evidence(reader(disk), MEGATRON, Ledger().restore(WRITTEN))
     except CkptFsmError:
         pass  # typed: a newer schema, by chance
     assert disk.snapshot() == before
@@ -337,4 +345,4 @@ def test_a_receipt_round_trip():
     storage = SimStorage(disk, "p")
     make_dirs(storage, f"{staging_dir(OF)}/.ckptfsm/receipts/state")
     write_new(storage, f"{staging_dir(OF)}/{receipt_name('state', 0)}", encode(receipt))
-    assert read_receipt(storage, WRITTEN, "state", 0) == receipt
+    assert read_receipt(storage, MEGATRON, WRITTEN, "state", 0) == receipt

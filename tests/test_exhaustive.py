@@ -136,7 +136,7 @@ def clean_up_is_forgotten(monkeypatch):
 
 def prune_by_deleting(monkeypatch):
     def prune(self, checkpoint, newer_step):
-        base = engine.published_name(checkpoint.step)
+        base = layout.MEGATRON.published_name(checkpoint.step)
         for name in self.storage.listdir(base):
             if self.storage.stat(f"{base}/{name}").kind == "file":
                 self.storage.unlink(f"{base}/{name}")

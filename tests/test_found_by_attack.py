@@ -129,7 +129,7 @@ def test_F27_an_adopted_checkpoint_comes_back_for_its_reader(trouble: str, monke
     """Found by attack. Catches: an adopted directory, which has no manifest, not known again in the
     trash after its way back failed: it is deleted under the reader that holds a lease on it."""
     accepted = StockVerdict(True, "")
-    monkeypatch.setattr(evidence_module, "inspect_stock", lambda storage, directory: accepted)
+    monkeypatch.setattr(evidence_module, "inspect_stock", lambda *arguments: accepted)
     disk = SimDisk()
     SimStorage(disk, "stranger").mkdir(ONE)
     disk.plant_file(f"{ONE}/__0_0.distcp", b"stock")

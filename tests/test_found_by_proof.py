@@ -158,7 +158,7 @@ def test_I8_a_torn_tracker_does_not_make_a_strangers_newer_step_the_latest(monke
     """Found by exhaustive search. Catches: a complete directory of somebody else, newer than all that
     was in use, adopted and resumed from because the tracker could not be read."""
     accepted = StockVerdict(True, "")
-    monkeypatch.setattr(evidence_module, "inspect_stock", lambda storage, directory: accepted)
+    monkeypatch.setattr(evidence_module, "inspect_stock", lambda *arguments: accepted)
     disk = SimDisk()
     left(disk, 1)
     SimStorage(disk, "stranger").mkdir("iter_0000009")

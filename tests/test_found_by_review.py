@@ -26,7 +26,7 @@ from ckptfsm.errors import (
     StepNotFoundError,
     StorageError,
 )
-from ckptfsm.layout import TRACKER, TRASH, working_dir
+from ckptfsm.layout import MEGATRON, TRACKER, TRASH
 from ckptfsm.lifecycle import absent, apply
 from ckptfsm.messages import PartSpec, ShardReported
 from ckptfsm.ports import Identity, RankJob, Written
@@ -168,7 +168,7 @@ def test_I2_a_directory_that_the_trainer_made_is_durable_before_the_tracker_name
         SimStorage(disk, "trainer").mkdir("iter_0000002")
         of = in_place(job, 2)
         part = FakePart("state", "", 0, fake_content(of, 0))
-        written = write_rank(storage, RankJob(of, 0, 1, working_dir(of, True), (part,)))
+        written = write_rank(storage, RankJob(of, 0, 1, MEGATRON.working_dir(of, True), (part,)))
         storage.before = DiesAfterTracker()
         with pytest.raises(ProcessDead):
             job.coordinator.report([ShardReported(of, n, 0, 1, s) for n, s, _ in written])
@@ -382,7 +382,9 @@ def test_I4_a_listed_file_is_never_swept():
     job = start(disk, "first", ranks=1)
     of = job.request(1, (PartSpec("vocab", "file", ranks=(0,)),))
     job.fork(of)
-    written = write_rank(job.storage, RankJob(of, 0, 1, working_dir(of, False), (Vocabulary(),)))
+    written = write_rank(
+        job.storage, RankJob(of, 0, 1, MEGATRON.working_dir(of, False), (Vocabulary(),))
+    )
     job.coordinator.report([ShardReported(of, n, 0, 1, s) for n, s, _ in written])
     assert tracked(job) == [1]
     assert "iter_0000001/bpe.tmp-final.json" in disk.snapshot()

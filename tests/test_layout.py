@@ -21,7 +21,7 @@ near = st.text(alphabet="0123456789٣²+-._ eaiter/\n\x00epoch-jsnd", max_size=2
 @quick
 def test_what_is_built_parses_back(step, of, epoch):
     """Catches: a checkpoint, attempt or epoch that a restart would not recognise."""
-    assert layout.parse_published(layout.published_name(step)) == step
+    assert layout.MEGATRON.parse_published(layout.MEGATRON.published_name(step)) == step
     assert layout.parse_attempt(layout.attempt_name(of)) == of
     assert layout.attempt_name(of) == str(of)
     assert layout.parse_epoch(layout.epoch_name(epoch)) == epoch
@@ -36,8 +36,8 @@ def test_what_is_built_parses_back(step, of, epoch):
 def test_F30_whatever_parses_builds_the_same_text(text):
     """Catches: ``iter_5`` or ``iter_+0000005`` taken for a checkpoint."""
     for name in (text, f"iter_{text}", f"epoch-{text}", f"{text}.ndjson", f"{text}.e1.a1"):
-        step = layout.parse_published(name)
-        assert step is None or layout.published_name(step) == name
+        step = layout.MEGATRON.parse_published(name)
+        assert step is None or layout.MEGATRON.published_name(step) == name
         of = layout.parse_attempt(name)
         assert of is None or layout.attempt_name(of) == name
         epoch = layout.parse_epoch(name)
@@ -69,7 +69,7 @@ def test_F30_whatever_parses_builds_the_same_text(text):
 )
 def test_F30_names_that_are_no_checkpoints(name):
     """Catches: something a person left there treated as a checkpoint, or a crash on it."""
-    assert layout.parse_published(name) is None
+    assert layout.MEGATRON.parse_published(name) is None
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,8 @@ def test_paths_of_an_attempt():
     assert layout.staging_dir(of) == ".ckptfsm/staging/100.e7.a2"
     assert layout.trash_dir(of) == ".ckptfsm/trash/100.e7.a2"
     assert layout.quarantine_dir(of) == ".ckptfsm/quarantine/100.e7.a2"
-    assert layout.working_dir(of, in_place=False) == layout.staging_dir(of)
-    assert layout.working_dir(of, in_place=True) == "iter_0000100"
+    assert layout.MEGATRON.working_dir(of, in_place=False) == layout.staging_dir(of)
+    assert layout.MEGATRON.working_dir(of, in_place=True) == "iter_0000100"
     assert layout.receipt_name("state", 3) == ".ckptfsm/receipts/state/3.json"
     assert layout.planned_name("state") == ".ckptfsm/planned/state.bin"
     assert layout.MANIFEST == ".ckptfsm/manifest.json"

@@ -24,7 +24,7 @@ from ledgers import (
 
 from ckptfsm import messages as m
 from ckptfsm.errors import DamagedRoot
-from ckptfsm.layout import published_name
+from ckptfsm.layout import MEGATRON
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint, State
 from ckptfsm.messages import AttemptId
@@ -61,7 +61,7 @@ def about(found: Plan, step: int) -> Decision:
 def reported_besides(found: Plan, step: int) -> Decision:
     """The report of the directory at the name of ``step``; the attempt's is the only other decision."""
     assert len(found.decisions) == 2, found.decisions
-    (report,) = [d for d in found.decisions if d.subject == published_name(step)]
+    (report,) = [d for d in found.decisions if d.subject == MEGATRON.published_name(step)]
     assert (report.last, report.result, report.actions) == ("none", "reported", ())
     return report
 

@@ -149,10 +149,10 @@ def test_I5_a_save_at_an_adopted_step_gets_an_attempt_of_its_own(monkeypatch, sa
     """Catches: adopted checkpoints and requests numbered apart, so that two share an id and the
     table forbids the save."""
     accepted = StockVerdict(True, "")
-    monkeypatch.setattr(evidence_module, "inspect_stock", lambda storage, directory: accepted)
+    monkeypatch.setattr(evidence_module, "inspect_stock", lambda *arguments: accepted)
     disk = SimDisk()
     for step in (10, 20):
-        SimStorage(disk, "stock run").mkdir(layout.published_name(step))
+        SimStorage(disk, "stock run").mkdir(layout.MEGATRON.published_name(step))
     disk.plant_file(layout.TRACKER, b"20")
     job = start(disk)
     assert [c.step for c in job.coordinator.ledger.in_state(S.TRACKED)] == [10, 20]
@@ -267,10 +267,10 @@ def test_F30_a_hostile_name_in_a_manifest_is_damage():
     manifest = Manifest(step=10, epoch=1, attempt=1, world_size=1, parts=(), files=())
     hostile = encode(manifest).replace(b'"files":[]', b'"files":[{"name":"./x","bytes":1}]')
     storage = SimStorage(SimDisk())
-    path = f"{layout.published_name(10)}/{layout.MANIFEST}"
+    path = f"{layout.MEGATRON.published_name(10)}/{layout.MANIFEST}"
     durable.make_dirs(storage, durable.parent_of(path))
     durable.put(storage, path, hostile, tag="t")
-    assert inspect_published(storage, 10).found == "damaged"
+    assert inspect_published(storage, layout.MEGATRON, 10).found == "damaged"
 
 
 @pytest.mark.parametrize("name", ["0005.json", "9999999999999999.json"])

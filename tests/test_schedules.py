@@ -17,7 +17,7 @@ from ckptfsm.durable import lookup
 from ckptfsm.errors import Fenced, OutcomeUnknown, SaveRefused
 from ckptfsm.executor import InlineExecutor
 from ckptfsm.journal import read_history
-from ckptfsm.layout import MANIFEST, READERS, TRACKER, TRASH, published_name, staging_dir
+from ckptfsm.layout import MANIFEST, MEGATRON, READERS, TRACKER, TRASH, staging_dir
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
 from ckptfsm.messages import ShardReported
@@ -161,7 +161,7 @@ def test_I3_what_a_restart_calls_published_is_durable():
             index += 1
         again.crash("all_lost")
         for c in read_history(look(again)).ledger.in_state(State.FINALIZED, State.TRACKED):
-            manifest = lookup(look(again), f"{published_name(c.step)}/{MANIFEST}")
+            manifest = lookup(look(again), f"{MEGATRON.published_name(c.step)}/{MANIFEST}")
             assert manifest is not None, f"call {index}: step {c.step}"
     assert index > 20
 

@@ -21,7 +21,7 @@ from typing import IO
 
 from ckptfsm.errors import ConfigError
 from ckptfsm.evidence import read_tracker
-from ckptfsm.layout import parse_published
+from ckptfsm.layout import MEGATRON
 from ckptfsm.lease import open_root, this_process
 from ckptfsm.lives import read_lives, render_html, render_table
 from ckptfsm.retention import CheckpointInfo, EveryNSteps, LatestN
@@ -248,7 +248,7 @@ def _check_directories(options: DemoOptions, root: Path) -> None:
     saved = [CheckpointInfo(step, 0.0) for step in steps]
     policy = LatestN(options.keep) | EveryNSteps(options.keep_every)
     expected = sorted(policy.preserve(saved))
-    found = sorted(s for p in root.iterdir() if (s := parse_published(p.name)) is not None)
+    found = sorted(s for p in root.iterdir() if (s := MEGATRON.parse_published(p.name)) is not None)
     if found != expected:
         raise DemoFailed(f"on disk are steps {found}, retention promises {expected}")
     print(f"  on disk are exactly the steps that retention promises: {found}")

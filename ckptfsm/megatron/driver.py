@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +23,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 
 from ckptfsm.errors import ConfigError, SaveRefused
+from ckptfsm.files import bytes_of, file_spec, load_file, provenance, stage_file
 from ckptfsm.megatron.compat import cpu_devices, process_group
 from ckptfsm.megatron.foreign import ForeignPart, ForeignRequest, stage_foreign
 from ckptfsm.megatron.torch_dist import (
@@ -37,7 +36,7 @@ from ckptfsm.megatron.torch_dist import (
 )
 from ckptfsm.messages import PartSpec
 from ckptfsm.ports import PartFinisher, PartJob, Survey
-from ckptfsm.writer import FilePart
+from ckptfsm.proposal import OptionalPart, content_of
 
 _ROOT_PART = "state"
 
@@ -63,15 +62,18 @@ class MegatronDraft:
     values: Mapping[str, Any]
     foreign: list[ForeignPart]
 
-    def stage(self, location: str, planned: Mapping[str, bytes]) -> tuple[PartJob, ...]:
+    def stage(
+        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
+    ) -> tuple[PartJob, ...]:
         drafts = {part.spec.name: part for part in self.planned_parts}
         jobs: list[PartJob] = []
-        for spec in self.specs:
+        for spec in specs:
             value = self.values[spec.name]
             if spec.kind == "torch_dist":
-                jobs.append(stage_part(drafts[spec.name], self.rank, planned.get(spec.name)))
-            elif spec.kind == "file" and self.rank == 0:
-                jobs.append(FilePart(spec.name, spec.name, bytes(value)))
+                plan = planned[spec.name] if self.rank == spec.first_rank else None
+                jobs.append(stage_part(spec, drafts[spec.name], self.rank, plan))
+            elif spec.kind in ("file", "tree"):
+                jobs.append(stage_file(spec, value, location))
             elif spec.kind == "foreign":
                 part = stage_foreign(spec, value, self.rank, location)
                 self.foreign.append(part)
@@ -102,14 +104,16 @@ class MegatronDriver:
         self._merged: tuple[tuple[str, ...], Mapping[str, bytes]] = ((), {})
 
     def provenance(self) -> Mapping[str, str]:
-        names = ("ckptfsm", "torch", "megatron-core")
-        return {name: _version_of(name) for name in names}
+        return provenance("ckptfsm", "torch", "megatron-core")
 
     def draft(self, parts: Mapping[str, Any]) -> MegatronDraft:
-        specs = tuple(_spec_of(name, value, len(parts)) for name, value in parts.items())
+        specs = tuple(
+            _spec_of(name, value, len(parts)) for name, value in parts.items() if value is not None
+        )
+        values = {name: content_of(value) for name, value in parts.items()}
         with process_group():
             drafts = tuple(
-                draft_part(spec, parts[spec.name], self._rank, self._files)
+                draft_part(spec, values[spec.name], self._files)
                 for spec in specs
                 if spec.kind == "torch_dist"
             )
@@ -117,15 +121,14 @@ class MegatronDriver:
         digest = xxhash.xxh3_128_hexdigest(plans)
         known = digest == self._accepted
         self._sent = digest
-        files = sum(len(v) for v in parts.values() if isinstance(v, (bytes, bytearray)))
         return MegatronDraft(
             specs,
-            any(isinstance(v, ForeignRequest) and v.request is not None for v in parts.values()),
+            any(isinstance(v, ForeignRequest) and v.request is not None for v in values.values()),
             Summary(digest, None if known else plans),
-            sum(d.expected_bytes for d in drafts) + files,
+            sum(d.expected_bytes for d in drafts) + bytes_of(values),
             self._rank,
             drafts,
-            parts,
+            values,
             [],
         )
 
@@ -148,7 +151,8 @@ class MegatronDriver:
         self._candidates = {digest: known[digest] for digest in digests}
         ranks = [dict(pickle.loads(known[digest])) for digest in digests]
         with process_group():
-            merged = {name: merge_part(_same_part(ranks, name)) for name in ranks[0]}
+            names = dict.fromkeys(name for rank in ranks for name in rank)
+            merged = {name: merge_part(_same_part(ranks, name)) for name in names}
         self._merged = (digests, merged)
         return merged
 
@@ -156,7 +160,7 @@ class MegatronDriver:
         absent: set[str] = set()
         shardings: dict[str, Any] = {}
         for name, state in parts.items():
-            if isinstance(state, (bytes, bytearray)):
+            if file_spec(name, state) is not None:
                 continue
             prepared, _, _ = load_preprocess(state)
             sharded, _ = extract_sharded_base(prepared)
@@ -185,38 +189,34 @@ class MegatronDriver:
 
 
 def _load_part(name: str, state: Any, directory: str, drop: set[str]) -> Any:
-    """A plain file comes back as bytes. Access was validated before, see ``check``."""
-    if isinstance(state, (bytes, bytearray)):
-        return (Path(directory) / name).read_bytes()
+    """Access was validated before, see ``check``."""
+    if file_spec(name, state) is not None:
+        return load_file(name, state, directory)
     wanted = _without(state, drop)
     return dist_checkpointing.load(wanted, directory, validate_access_integrity=False)
 
 
-def _version_of(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:  # used from a source tree that was never installed
-        return "not installed"
-
-
 def _spec_of(name: str, value: Any, count: int) -> PartSpec:
     """A lone part sits at the root of the step's directory, as Megatron-LM expects it."""
-    if isinstance(value, (bytes, bytearray)):
-        return PartSpec(name, "file", "", (0,))
+    if isinstance(value, OptionalPart):
+        return replace(_spec_of(name, value.content, count), optional=True)
+    plain = file_spec(name, value)
+    if plain is not None:
+        return plain
     directory = "" if count == 1 or name == _ROOT_PART else name
     if isinstance(value, ForeignRequest):
         return PartSpec(name, "foreign", value.directory or directory)
     if isinstance(value, dict):
         return PartSpec(name, "torch_dist", directory)
     raise ConfigError(
-        f"part {name!r} is a {type(value).__name__}; give a sharded state dict, bytes, or a "
+        f"part {name!r} is a {type(value).__name__}; give a sharded state dict, bytes, a FileTree or a "
         "ForeignRequest",
         part=name,
     )
 
 
 def _same_part(ranks: Sequence[Mapping[str, PartSummary]], name: str) -> list[PartSummary]:
-    return [rank[name] for rank in ranks]
+    return [rank[name] for rank in ranks if name in rank]
 
 
 def _without(state: Any, drop: set[str]) -> Any:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from ckptfsm.clock import SystemClock
-from ckptfsm.config import CheckpointConfig, make_config
-from ckptfsm.errors import ConfigError
+from ckptfsm.config import CheckpointConfig, config_of
 from ckptfsm.executor import ThreadExecutor
 from ckptfsm.lease import this_process
 from ckptfsm.manager import Manager
 from ckptfsm.megatron.driver import MegatronDriver
-from ckptfsm.megatron.transport import GlooTransport
-from ckptfsm.ports import Ports, Storage, Transport
+from ckptfsm.megatron.transport import transport_of
+from ckptfsm.ports import Ports, Storage
 from ckptfsm.pump import Hook
-from ckptfsm.storage import PosixStorage
-from ckptfsm.transport import LocalTransport
+from ckptfsm.storage import OpenPosix
 from ckptfsm.writer import launch_forked
 
 
@@ -46,32 +41,21 @@ class CheckpointManager(Manager):
         open_storage: Callable[[bool], Storage] | None = None,
         **settings: Any,
     ) -> None:
-        if config is not None and settings:
-            raise ConfigError("give either a config or keyword arguments")
-        if not isinstance(config, CheckpointConfig):
-            config = make_config(settings if config is None else config)
-        transport = _transport(config)
-        ports = Ports(
-            transport,
-            MegatronDriver(transport.rank, config.writer_files),
-            SystemClock(),
-            ThreadExecutor,
-            open_storage or _OpenStorage(os.fspath(root)),
-            this_process,
-            launch_forked,
+        config = config_of(config, settings)
+        super().__init__(
+            ports_of(config, open_storage or OpenPosix(os.fspath(root))), config, hooks
         )
-        super().__init__(ports, config, hooks)
 
 
-def _transport(config: CheckpointConfig) -> Transport:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return GlooTransport(config.exchange_timeout_s)
-    return LocalTransport()
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenStorage:
-    root: str
-
-    def __call__(self, create: bool) -> PosixStorage:
-        return PosixStorage(self.root, create=create)
+def ports_of(config: CheckpointConfig, open_storage: Callable[[bool], Storage]) -> Ports:
+    """The real ports of one rank: torch.distributed, megatron-core, forked writers."""
+    transport = transport_of(config)
+    return Ports(
+        transport,
+        MegatronDriver(transport.rank, config.writer_files),
+        SystemClock(),
+        ThreadExecutor,
+        open_storage,
+        this_process,
+        launch_forked,
+    )

@@ -72,13 +72,13 @@ class PartDraft:
     expected_bytes: int
 
 
-def draft_part(spec: PartSpec, state: Any, rank: int, files: int) -> PartDraft:
+def draft_part(spec: PartSpec, state: Any, files: int) -> PartDraft:
     """Plan one sharded state dict. Local; may raise what megatron-core raises for a bad one."""
     sharded, common = save_preprocess(state, validate_access_integrity=False)
     shardings = [value.without_data() for value in nested_values(sharded)]
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    planner.set_up_planner(mcore_to_pyt_state_dict(flat, False), is_coordinator=rank == 0)
+    planner.set_up_planner(mcore_to_pyt_state_dict(flat, False), is_coordinator=False)
     plan = planner.finish_plan(
         planner.create_decentralized_global_plan(planner.create_local_plan())
     )
@@ -88,9 +88,7 @@ def draft_part(spec: PartSpec, state: Any, rank: int, files: int) -> PartDraft:
     ]
     buckets = tuple(bucket for bucket in resolved if bucket)
     size = sum(_size_of(value) for bucket in buckets for _, value in bucket)
-    return PartDraft(
-        spec, buckets, common if rank == 0 else None, PartSummary(plan, shardings), size
-    )
+    return PartDraft(spec, buckets, common, PartSummary(plan, shardings), size)
 
 
 def _resolve(planner: MCoreSavePlanner, item: WriteItem) -> Any:
@@ -122,15 +120,19 @@ def merge_part(summaries: Sequence[PartSummary]) -> bytes:
     return pickle.dumps(metadata)
 
 
-def stage_part(draft: PartDraft, rank: int, planned: bytes | None) -> TorchDistPart:
-    """Bring accelerator tensors to host memory. CPU tensors stay: the fork makes them immutable."""
+def stage_part(spec: PartSpec, draft: PartDraft, rank: int, planned: bytes | None) -> TorchDistPart:
+    """Bring accelerator tensors to host memory. CPU tensors stay: the fork makes them immutable.
+
+    ``spec`` is the part as all ranks agreed on it. ``planned`` is None except on the part's first rank,
+    which writes what is common to all.
+    """
     buckets = tuple(
         tuple((item, _to_host(value)) for item, value in bucket) for bucket in draft.buckets
     )
-    common = tree_map(_to_host, draft.common)
+    common = tree_map(_to_host, draft.common) if planned is not None else None
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()  # the copies above do not wait for each other
-    return TorchDistPart(draft.spec.name, draft.spec.directory, rank, buckets, common, planned)
+    return TorchDistPart(spec.name, spec.directory, rank, buckets, common, planned)
 
 
 def _to_host(value: Any) -> Any:

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckptfsm.config import CheckpointConfig
 from ckptfsm.errors import RankFailed, describe
+from ckptfsm.ports import Transport
+from ckptfsm.transport import LocalTransport
 
 
 class GlooTransport:
@@ -59,3 +62,10 @@ def _named(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RankFailed(f"a rank is gone: could not {what}: {describe(error)}") from error
+
+
+def transport_of(config: CheckpointConfig) -> Transport:
+    """The transport among the ranks of the default process group, if there is one."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return GlooTransport(config.exchange_timeout_s)
+    return LocalTransport()

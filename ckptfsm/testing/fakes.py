@@ -13,7 +13,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from ckptfsm.clock import SystemClock
 from ckptfsm.errors import RankFailed, SaveRefused
 from ckptfsm.executor import ThreadExecutor
+from ckptfsm.files import file_spec, load_file, stage_file
 from ckptfsm.lease import this_process
 from ckptfsm.messages import PartSpec
 from ckptfsm.ports import (
@@ -36,10 +37,11 @@ from ckptfsm.ports import (
     Transport,
     Written,
 )
+from ckptfsm.proposal import OptionalPart, content_of
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.harness import FINISHERS, FakePart
 from ckptfsm.transport import LocalTransport
-from ckptfsm.writer import FilePart, ShardFile, launch_forked
+from ckptfsm.writer import ShardFile, launch_forked
 
 T = TypeVar("T")
 State = Mapping[str, Any]
@@ -86,12 +88,14 @@ class FakeShard:
     rank: int
     state: State
     before: Callable[[str, int], None] | None
+    first_rank: int = 0
 
     def write(self, storage: Storage, location: str) -> Written:
         if self.before is not None:
             self.before(self.name, self.rank)
         content = encode_state(self.state)
-        return FakePart(self.name, self.directory, self.rank, content).write(storage, location)
+        part = FakePart(self.name, self.directory, self.rank, content, self.first_rank)
+        return part.write(storage, location)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,21 +126,22 @@ class FakeDraft:
     values: Mapping[str, Any]
     location: str = ""
 
-    def stage(self, location: str, planned: Mapping[str, bytes]) -> tuple[PartJob, ...]:
+    def stage(
+        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
+    ) -> tuple[PartJob, ...]:
         self.driver.maybe_fail("stage")
         self.location = location
         rank = self.driver.rank
         jobs: list[PartJob] = []
-        for spec in self.specs:
+        for spec in specs:
             value = self.values[spec.name]
             if isinstance(value, FakeRequest):
                 jobs.append(FakeForeignPart(spec.name, spec.directory, rank, value))
-            elif spec.kind == "file":
-                jobs += [FilePart(spec.name, spec.name, bytes(value))] if rank == 0 else []
+            elif spec.kind in ("file", "tree"):
+                jobs.append(stage_file(spec, value, location))
             else:
-                jobs.append(
-                    FakeShard(spec.name, spec.directory, rank, value, self.driver.before_write)
-                )
+                before, first = self.driver.before_write, spec.first_rank
+                jobs.append(FakeShard(spec.name, spec.directory, rank, value, before, first))
         return tuple(jobs)
 
     def let_go(self) -> None:
@@ -184,7 +189,10 @@ class FakeDriver:
 
     def draft(self, parts: Mapping[str, Any]) -> FakeDraft:
         self.maybe_fail("draft")
-        specs = tuple(_spec_of(name, value, len(parts)) for name, value in parts.items())
+        specs = tuple(
+            _spec_of(name, value, len(parts)) for name, value in parts.items() if value is not None
+        )
+        parts = {name: content_of(value) for name, value in parts.items()}
         size = sum(len(encode_state(v)) for v in parts.values() if isinstance(v, Mapping))
         if self.expected_bytes is not None:
             size = self.expected_bytes
@@ -194,8 +202,11 @@ class FakeDriver:
 
     def merge(self, summaries: Sequence[Any]) -> Mapping[str, bytes]:
         self.maybe_fail("merge")
-        if any(summary != summaries[0] for summary in summaries):
-            raise SaveRefused("the ranks' states have different keys")
+        keys: dict[str, Any] = {}
+        for summary in summaries:
+            for name, found in summary.items():
+                if keys.setdefault(name, found) != found:
+                    raise SaveRefused("the ranks' states have different keys")
         return {}
 
     def accept(self) -> None:
@@ -209,7 +220,7 @@ class FakeDriver:
         self.maybe_fail("survey")
         absent: set[str] = set()
         for name, value in parts.items():
-            if isinstance(value, Mapping):
+            if isinstance(value, Mapping) and value:
                 absent |= set(value) - set(self._shard(directories[name]))
         return Survey(absent, {})
 
@@ -226,10 +237,10 @@ class FakeDriver:
         loaded: dict[str, Any] = {}
         for name, value in parts.items():
             if isinstance(value, Mapping):
-                stored = self._shard(directories[name])
+                stored = self._shard(directories[name]) if value else {}
                 loaded[name] = {key: stored[key] for key in value if key not in drop}
             else:
-                loaded[name] = (Path(directories[name]) / name).read_bytes()
+                loaded[name] = load_file(name, value, directories[name])
         return loaded
 
     def _shard(self, directory: str) -> dict[str, Any]:
@@ -238,10 +249,13 @@ class FakeDriver:
 
 def _spec_of(name: str, value: Any, count: int) -> PartSpec:
     """As the Megatron driver lays parts out: ``state`` at the root, others in their own place."""
+    if isinstance(value, OptionalPart):
+        return replace(_spec_of(name, value.content, count), optional=True)
     if isinstance(value, FakeRequest):
         return PartSpec(name, "foreign")
-    if isinstance(value, (bytes, bytearray)):
-        return PartSpec(name, "file", ranks=(0,))
+    plain = file_spec(name, value)
+    if plain is not None:
+        return plain
     if isinstance(value, Mapping):
         return PartSpec(name, directory="" if name == "state" or count == 1 else name)
     raise TypeError(f"part {name!r} is a {type(value).__name__}")

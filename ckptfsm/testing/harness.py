@@ -18,7 +18,7 @@ from typing import Any
 from ckptfsm.coordinator import Coordinator, CoordinatorOptions, RecoveryReport, SaveRequest
 from ckptfsm.documents import FileEntry, TransitionRecord
 from ckptfsm.durable import make_dirs
-from ckptfsm.layout import PLANNED, join, planned_name, working_dir
+from ckptfsm.layout import MEGATRON, PLANNED, join, planned_name
 from ckptfsm.lifecycle import State
 from ckptfsm.messages import AttemptId, Failed, PartSpec, ShardReported, WriterForked, WriterGone
 from ckptfsm.ports import Identity, PartFinisher, RankJob, Storage, Written
@@ -64,10 +64,11 @@ class FakePart:
     directory: str
     rank: int
     content: bytes
+    first_rank: int = 0
 
     def write(self, storage: Storage, location: str) -> Written:
         files = [self._file(storage, location, join(self.directory, f"__{self.rank}_0.distcp"))]
-        if self.rank == 0:
+        if self.rank == self.first_rank:
             make_dirs(storage, PLANNED, base=location)
             files.append(self._file(storage, location, planned_name(self.name)))
             storage.fsync_dir(join(location, PLANNED))
@@ -140,7 +141,7 @@ class FakeJob:
 
     def write(self, of: AttemptId, rank: int, parts: tuple[PartSpec, ...] = PARTS) -> None:
         """Write and report one rank's shards."""
-        location = working_dir(of, False)
+        location = MEGATRON.working_dir(of, False)
         fakes = tuple(FakePart(p.name, p.directory, rank, fake_content(of, rank)) for p in parts)
         job = RankJob(of, rank, self.ranks, location, fakes)
         written = write_rank(self.storage, job)

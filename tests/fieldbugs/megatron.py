@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptfsm.config import make_config
 from ckptfsm.errors import WriterDied
-from ckptfsm.layout import TRACKER, published_name
+from ckptfsm.layout import MEGATRON, TRACKER
 from ckptfsm.ledger import Rejected
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
@@ -238,7 +238,7 @@ def results_are_not_mixed(trainer: TwoParts) -> None:
     """The overlap was refused; each part's metadata has the results of its own shards."""
     assert trainer.tracker() == 100 and trainer.steps() == [100]
     for part in "ab":
-        directory = f"{published_name(100)}/{part}"
+        directory = f"{MEGATRON.published_name(100)}/{part}"
         recorded = json.loads(trainer.reader().read(f"{directory}/.metadata", 1 << 16))
         shards = [trainer.reader().stat(f"{directory}/__{r}_0.distcp").size for r in range(2)]
         assert recorded == [[[rank, size]] for rank, size in enumerate(shards)], (part, recorded)
@@ -266,7 +266,7 @@ def names_the_saved_step(trainer: RealTrainer) -> None:
     """Step, directory and content are those of the call."""
     assert trainer.acknowledged == [100] and (trainer.root / TRACKER).read_text() == "100"
     manifest = json.loads(
-        (trainer.root / published_name(100) / ".ckptfsm/manifest.json").read_text()
+        (trainer.root / MEGATRON.published_name(100) / ".ckptfsm/manifest.json").read_text()
     )
     assert manifest["step"] == 100
     trainer.restart()
@@ -342,7 +342,7 @@ def no_finalizer_ran(trainer: RealTrainer) -> None:
     assert trainer.driver.finalized == []
     assert [type(e) for e in trainer.failures] == [WriterDied]
     assert not (trainer.root / TRACKER).exists()
-    assert not (trainer.root / published_name(100)).exists()
+    assert not (trainer.root / MEGATRON.published_name(100)).exists()
     trainer.hold = False
     trainer.save(101)
     trainer.poll()

@@ -14,7 +14,7 @@ from greenlet import getcurrent, greenlet
 from ckptfsm.config import make_config
 from ckptfsm.durable import put
 from ckptfsm.errors import DamagedRoot, Fenced, StepExistsError
-from ckptfsm.layout import TRACKER, TRASH, published_name
+from ckptfsm.layout import MEGATRON, TRACKER, TRASH
 from ckptfsm.manager import Manager
 from ckptfsm.ports import Identity, Storage
 from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
@@ -60,7 +60,7 @@ class OneLast(Believing):
 def never_from_scratch(trainer: SimTrainer) -> None:
     """The last good one is resumed from; if that is damaged too, the job ends with an error."""
     resumed_from_100(trainer)
-    shard = f"{published_name(300)}/__0_0.distcp"
+    shard = f"{MEGATRON.published_name(300)}/__0_0.distcp"
     trainer.kill()
     SimStorage(trainer.disk, "somebody").unlink(shard)
     before = trainer.disk.snapshot()
@@ -201,7 +201,7 @@ def no_empty_shard(trainer: SimTrainer) -> None:
         trainer.save(step)
         trainer.written(step)
         trainer.poll()
-    shard = f"{published_name(300)}/__1_0.distcp"
+    shard = f"{MEGATRON.published_name(300)}/__1_0.distcp"
     trainer.job.close()
     SimStorage(trainer.disk, "somebody").unlink(shard)
     trainer.disk.plant_file(shard, b"")

@@ -25,16 +25,7 @@ from ckptfsm.coordinator import RecoveryReport
 from ckptfsm.durable import lookup
 from ckptfsm.errors import SaveFailed, SaveRefused, StepNotFoundError
 from ckptfsm.evidence import read_tracker
-from ckptfsm.layout import (
-    MANIFEST,
-    STAGING,
-    TRACKER,
-    TRASH,
-    parse_attempt,
-    parse_published,
-    published_name,
-    working_dir,
-)
+from ckptfsm.layout import MANIFEST, MEGATRON, STAGING, TRACKER, TRASH, parse_attempt
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
 from ckptfsm.messages import AttemptId, Event, PartSpec, ShardReported
@@ -57,12 +48,12 @@ LIMIT_S = 20.0
 
 def published_steps(storage: Storage) -> list[int]:
     """The steps under a published name, whatever is in them."""
-    steps = (parse_published(name) for name in storage.listdir(""))
+    steps = (MEGATRON.parse_published(name) for name in storage.listdir(""))
     return sorted(step for step in steps if step is not None)
 
 
 def has_manifest(storage: Storage, step: int) -> bool:
-    return lookup(storage, f"{published_name(step)}/{MANIFEST}") is not None
+    return lookup(storage, f"{MEGATRON.published_name(step)}/{MANIFEST}") is not None
 
 
 def show_root(storage: Storage) -> str:
@@ -254,7 +245,7 @@ class SimTrainer(Player):
         storage = FaultStorage(inner, before=self._before_write)
         self.calls.setdefault(rank, []).append(storage)
         parts = tuple(self.part(spec, of, rank) for spec in self.parts)
-        job = RankJob(of, rank, RANKS, working_dir(of, False), parts)
+        job = RankJob(of, rank, RANKS, MEGATRON.working_dir(of, False), parts)
         done = write_rank(storage, job)
         return [ShardReported(of, name, rank, RANKS, size) for name, size, _ in done]
 

@@ -193,12 +193,12 @@ class StagingDraft(FakeDraft):
 
     copies: dict[str, Any] = field(default_factory=dict)
 
-    def stage(self, location: str, planned: Any) -> Any:
+    def stage(self, location: str, specs: Any, planned: Any) -> Any:
         for name, value in self.values.items():
             self.copies[name] = {**value, "staged": Staged(b"x" * 1000)}
             self.driver.staged.append(weakref.ref(self.copies[name]["staged"]))  # type: ignore[attr-defined]
         self.values = dict(self.copies)  # what the writers are made from
-        return FakeDraft.stage(self, location, planned)
+        return FakeDraft.stage(self, location, specs, planned)
 
     def let_go(self) -> None:
         self.values = {}

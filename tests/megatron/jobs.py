@@ -8,10 +8,12 @@ come from signals, limits, a full disk, or a storage that returns an errno.
 from __future__ import annotations
 
 import atexit
+import base64
 import fnmatch
 import json
 import multiprocessing
 import os
+import pickle
 import resource
 import socket
 import time
@@ -21,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
@@ -34,7 +37,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
 
-from ckptfsm import CheckpointManager, ForeignRequest, SaveHandle, TransitionRecord  # noqa: E402
+from ckptfsm import (  # noqa: E402
+    CheckpointManager,
+    FileTree,
+    ForeignRequest,
+    GroupWorker,
+    SaveHandle,
+    Ticket,
+    TransitionRecord,
+)
 from ckptfsm.coordinator import Coordinator  # noqa: E402
 from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel  # noqa: E402
 from ckptfsm.errors import CkptFsmError  # noqa: E402
@@ -784,3 +795,52 @@ def train_gpt(here: Here, root: str, tp: int, until: int, save_at: int) -> Told:
             "losses": losses,
             "latest": manager.latest_step(),
         }
+
+
+# ------------------------------------------------------------------------------------ composites
+
+
+def save_composite(here: Here, root: str) -> Told:
+    """Rank 0 has an actor, rank 1 a critic, both a shared part; rank 1 adds files."""
+    alone = Here(0, 1, False)
+    mine, other = ("actor", "critic") if here.rank == 0 else ("critic", "actor")
+    tree = FileTree(partial(_make_tokenizer, here.rank)) if here.rank == 1 else None
+    with managed(here, root) as manager:
+        parts = {
+            "actor": None,
+            "critic": None,
+            mine: state_of(7 + here.rank, alone),
+            "both": state_of(7, here),
+            "tokenizer": tree,
+        }
+        error = tell(manager.save(7, parts={k: parts[k] for k in sorted(parts)}).wait)
+        wanted = {mine: template_of(alone), other: None, "both": template_of(here)}
+        found = manager.restore(parts={k: wanted[k] for k in sorted(wanted)})
+        assert found is not None
+        return {
+            "error": error,
+            "mine": is_state_of(found.parts[mine], 7 + here.rank, alone),
+            "both": is_state_of(found.parts["both"], 7, here),
+            "parts": sorted(found.parts),
+        }
+
+
+def _make_tokenizer(rank: int, directory: str) -> None:
+    Path(directory, "vocab.txt").write_text(f"of rank {rank}")
+
+
+def work_in_a_group(here: Here, root: str, ticket: str) -> list[str]:
+    """A rank of a group of workers: writes its share. Returns its reports, pickled."""
+    here.join()
+    worker = GroupWorker(root)
+    given: Ticket = pickle.loads(base64.b64decode(ticket))
+    state = state_of(given.of.step, here)
+    events = worker.write(given, parts={"model/dist_ckpt": state, "extra/dist_ckpt": {"a": 1}})
+    said = list(events)
+    for _ in range(MANY_STEPS):
+        if any(isinstance(e, (ShardReported, Failed)) for e in said):
+            break
+        time.sleep(PACE_S)
+        said += worker.poll()
+    worker.close()
+    return [base64.b64encode(pickle.dumps(event)).decode() for event in said]

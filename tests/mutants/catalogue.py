@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants import core, durability, protocol, ranks
+from mutants import composites, core, durability, protocol, ranks
 from mutants.loader import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -10,6 +10,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *durability.MUTANTS,
     *protocol.MUTANTS,
     *ranks.MUTANTS,
+    *composites.MUTANTS,
 )
 
 

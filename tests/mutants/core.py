@@ -368,8 +368,8 @@ DOCUMENTS = (
     mutant(
         "sizes-are-not-compared-at-finalize",
         "effects",
-        "                    problem = check_sizes(self.storage, directory, receipt.files)\n",
-        '                    problem = ""\n',
+        "            while problem := check_sizes(self.storage, directory, receipt.files):\n",
+        '            while problem := "":\n',
         breaks="I3",
         source="F9",
         killers=("tests:test_schedules.py", "simulation"),

@@ -243,7 +243,7 @@ MUTANTS = (
     mutant(
         "found-published-without-fsync",
         "effects",
-        """        fsync_tree_dirs(self.storage, published_name(step))
+        """        fsync_tree_dirs(self.storage, self.layout.published_name(step))
         self.storage.fsync_dir("")
 """,
         "        pass\n",

@@ -133,9 +133,9 @@ ORDER = (
         "reader-looks-before-its-lease",
         "readers",
         """        put(self._storage, self._file, encode(mark), tag=self._nonce)
-        found = lookup(self._storage, published_name(self._step))
+        found = lookup(self._storage, self._name)
 """,
-        """        found = lookup(self._storage, published_name(self._step))
+        """        found = lookup(self._storage, self._name)
         put(self._storage, self._file, encode(mark), tag=self._nonce)
 """,
         breaks="F27",
@@ -145,12 +145,9 @@ ORDER = (
     mutant(
         "lease-given-back-before-the-load",
         "restoring",
-        """                if not problem:
-                    return self._load(located, named)
-""",
-        """                if not problem:
-                    self.agree(Coordinator.release, located.lease)
-                    return self._load(located, named)
+        "            return self.load(located, named)\n",
+        """            self.agree(Coordinator.release, located.lease)
+            return self.load(located, named)
 """,
         breaks="F27",
         source="order",
@@ -410,8 +407,8 @@ FENCES = (
     mutant(
         "finalize-is-not-fenced",
         "effects",
-        "        self.check_epoch()\n        target = published_name(checkpoint.step)\n",
-        "        target = published_name(checkpoint.step)\n",
+        "        self.check_epoch()\n        target = self.layout.published_name(checkpoint.step)\n",
+        "        target = self.layout.published_name(checkpoint.step)\n",
         (
             "effects",
             "        fsync_tree_dirs(self.storage, directory)\n        self.check_epoch()\n",
@@ -442,10 +439,10 @@ FENCES = (
         "prune-is-not-fenced",
         "effects",
         """        self.check_epoch()
-        source = published_name(checkpoint.step)
+        source = self.layout.published_name(checkpoint.step)
         found = lookup(self.storage, source)
 """,
-        """        source = published_name(checkpoint.step)
+        """        source = self.layout.published_name(checkpoint.step)
         found = lookup(self.storage, source)
 """,
         breaks="I9",
@@ -456,11 +453,11 @@ FENCES = (
         "clean-up-is-not-fenced",
         "effects",
         """        self.check_epoch()
-        directory = working_dir(checkpoint.id, checkpoint.in_place)
-        name = published_name(checkpoint.step)
+        directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
+        name = self.layout.published_name(checkpoint.step)
 """,
-        """        directory = working_dir(checkpoint.id, checkpoint.in_place)
-        name = published_name(checkpoint.step)
+        """        directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
+        name = self.layout.published_name(checkpoint.step)
 """,
         breaks="I9",
         source="fencing",
@@ -470,11 +467,11 @@ FENCES = (
         "quarantine-is-not-fenced",
         "effects",
         """        self.check_epoch()
-        source = published_name(checkpoint.step)
+        source = self.layout.published_name(checkpoint.step)
         try:
             manifest = read_manifest(self.storage, source)
 """,
-        """        source = published_name(checkpoint.step)
+        """        source = self.layout.published_name(checkpoint.step)
         try:
             manifest = read_manifest(self.storage, source)
 """,
@@ -517,9 +514,9 @@ FENCES = (
         (
             "effects",
             """        self.check_epoch()
-        directory = working_dir(checkpoint.id, checkpoint.in_place)
+        directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
         if not""",
-            """        directory = working_dir(checkpoint.id, checkpoint.in_place)
+            """        directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
         if not""",
         ),
         breaks="I9",

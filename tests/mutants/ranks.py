@@ -121,7 +121,7 @@ WRITERS = (
 PEOPLE = (
     mutant(
         "polling-does-nothing",
-        "manager",
+        "owner",
         "            self._pump.exchange(expired=False)\n",
         "            pass\n",
         breaks="F28",
@@ -238,7 +238,7 @@ FIELD = (
         """        self._requests = of.attempt
         latest = self._engine.ledger.latest()
         if latest is not None and type(self._options.retention).__name__ == "LatestN":
-            move(self._storage, published_name(latest.step), f"{QUARANTINE}/old.{of}")
+            move(self._storage, self._layout.published_name(latest.step), f"{QUARANTINE}/old.{of}")
         try:
 """,
         breaks="I2",
@@ -267,9 +267,9 @@ FIELD = (
         "            pass\n",
         (
             "effects",
-            "        self.check_epoch()\n        target = published_name(checkpoint.step)\n",
+            "        self.check_epoch()\n        target = self.layout.published_name(checkpoint.step)\n",
             """        self.check_epoch()
-        target = published_name(checkpoint.step)
+        target = self.layout.published_name(checkpoint.step)
         put(self.storage, TRACKER, b"%d" % checkpoint.step, tag=self.tag)
 """,
         ),
@@ -313,8 +313,8 @@ FIELD = (
     mutant(
         "other-ranks-delete",
         "pump",
-        "        location = working_dir(of, in_place)\n",
-        """        location = working_dir(of, in_place)
+        "        location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)\n",
+        """        location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)
         if self._rank != 0 and self.view.latest is not None:
             from ckptfsm.durable import walk_files
 

@@ -48,6 +48,7 @@ from ckptfsm.layout import (
     LEASE,
     LOCK,
     MANIFEST,
+    MEGATRON,
     PINS,
     PRIVATE,
     QUARANTINE,
@@ -55,9 +56,7 @@ from ckptfsm.layout import (
     STAGING,
     TRACKER,
     TRASH,
-    parse_published,
     parse_tracker,
-    published_name,
 )
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
@@ -359,7 +358,7 @@ class Fifo:
 
 def _area(template: Template, path: str) -> tuple[str, int | None]:
     top = path.split("/")[0]
-    step = parse_published(top)
+    step = MEGATRON.parse_published(top)
     if step is not None:
         kind = "manifest" if path.endswith(MANIFEST) else "checkpoint"
         return kind, step
@@ -516,11 +515,13 @@ def gut_directory(template: Template, path: str, rng: random.Random) -> Corrupti
     step = _area(template, path)[1]
     if step is None or not path.startswith("iter_"):
         return remove(template, path, rng)
-    name = published_name(step)
+    name = MEGATRON.published_name(step)
     how = rng.choice(["gone", "empty", "link", "file", "other"])
-    others = sorted(s for s in template.truth if s != step and published_name(s) in template.tree)
+    others = sorted(
+        s for s in template.truth if s != step and MEGATRON.published_name(s) in template.tree
+    )
     if how == "other" and others:
-        other = published_name(rng.choice(others))
+        other = MEGATRON.published_name(rng.choice(others))
         changes: dict[str, Any] = {}
         for one, two in ((name, other), (other, name)):
             changes |= {
@@ -529,7 +530,7 @@ def gut_directory(template: Template, path: str, rng: random.Random) -> Corrupti
                 if inner == two or inner.startswith(two + "/")
             }
         tree = {p: v for p, v in template.tree.items() if not p.startswith((name, other))}
-        hit = frozenset({step, parse_published(other) or 0})
+        hit = frozenset({step, MEGATRON.parse_published(other) or 0})
         return Corruption(f"change for {other}", name, "checkpoint", hit, {**tree, **changes})
     value = {"gone": _GONE, "empty": None, "link": OUTSIDE, "file": b"x"}.get(how, _GONE)
     return _made(template, f"{how}: all of", f"{name}/{MANIFEST}", {name: value})

@@ -266,7 +266,7 @@ def picture(world: World, scope: Scope) -> str:
     """A state in one line."""
     names = []
     for name, node in sorted(world.disk.names.items()):
-        if layout.parse_published(name) is not None:
+        if layout.MEGATRON.parse_published(name) is not None:
             names.append(name if judge(node, scope).complete else f"{name}(damaged)")
     for directory in (layout.STAGING, layout.TRASH, layout.QUARANTINE, layout.PINS, layout.READERS):
         inner = world.disk.get(directory)

@@ -103,7 +103,9 @@ class Moves:
                 yield _attempt(f"{action.text}; error at call {at}", again, work)
         if world.live is None:
             return
-        if any(layout.parse_published(m.args[0]) for m in run.moments if m.call == "rename"):
+        if any(
+            layout.MEGATRON.parse_published(m.args[0]) for m in run.moments if m.call == "rename"
+        ):
             yield from self._read_into(world, action, work, run.points)
         if world.left.takeovers:
             yield from self._overtaken(world, spent, action, work, run)
@@ -214,7 +216,7 @@ class Moves:
         """The world guts or removes what was published, or tears the tracker."""
         left = world.left.less("damages")
         for name, node in sorted(world.disk.names.items()):
-            step = layout.parse_published(name)
+            step = layout.MEGATRON.parse_published(name)
             verdict = judge(node, self.scope)
             if step is None or not isinstance(node, Dir) or not verdict.complete:
                 continue
@@ -252,7 +254,7 @@ def readers_that_may_step(world: World) -> Iterator[tuple[Reader, Left]]:
             yield world.reader, world.left
     elif world.left.readers:
         for name in sorted(world.disk.names):
-            step = layout.parse_published(name)
+            step = layout.MEGATRON.parse_published(name)
             if step is not None:
                 yield Reader(step), world.left.less("readers")
 
@@ -269,7 +271,7 @@ def _look_away(run: Run, call: str, args: tuple[Any, ...]) -> None:
 
 
 def _is_whole(disk: Dir, of: AttemptId, provenance: str, scope: Scope) -> bool:
-    verdict = judge(disk.get(layout.published_name(of.step)), scope)
+    verdict = judge(disk.get(layout.MEGATRON.published_name(of.step)), scope)
     return verdict.complete and (verdict.of == of or provenance == "adopted")
 
 

@@ -140,7 +140,7 @@ class Watch:
     def _renamed(self, run: Run, src: str, dst: str) -> None:
         """A directory leaves its name only as the journal says (I1)."""
         node = run.disk.value.get(src)
-        step = layout.parse_published(src)
+        step = layout.MEGATRON.parse_published(src)
         if step is not None:
             verdict = judge(node, self.scope)
             of = verdict.of or _of_step(run, step)
@@ -151,7 +151,7 @@ class Watch:
         elif src.startswith(STAGING) and dst.startswith(TRASH):
             state = run.journal.value.state_of(layout.parse_attempt(src.rpartition("/")[2]))
             require(state == "failed", "I1", f"{src} ({state}) was moved to {dst}")
-        elif layout.parse_published(dst) is not None:
+        elif layout.MEGATRON.parse_published(dst) is not None:
             require(judge(node, self.scope).complete, "I4", f"{src} got the name {dst}, incomplete")
         else:
             require(TEMPORARY in src, "I1", f"{src} was moved to {dst}")
@@ -174,7 +174,7 @@ class Watch:
         if run.world.scarred:
             return
         disk, of, scope = run.disk.value, record.of, self.scope
-        at_name = judge(disk.get(layout.published_name(of.step)), scope)
+        at_name = judge(disk.get(layout.MEGATRON.published_name(of.step)), scope)
         if record.dest is State.SHARDS_WRITTEN:
             here = _holds_all(disk.get(layout.staging_dir(of)), of, scope)
             require(here, "I3", f"{of} is shards_written, but a shard is missing")
@@ -217,7 +217,7 @@ def _of_step(run: Run, step: int) -> AttemptId | None:
 
 def _elsewhere(run: Run, of: AttemptId, scope: Scope) -> bool:
     """What is deleted is a second copy or a remainder: the checkpoint itself is at its name."""
-    return judge(run.disk.value.get(layout.published_name(of.step)), scope) == (of, True)
+    return judge(run.disk.value.get(layout.MEGATRON.published_name(of.step)), scope) == (of, True)
 
 
 # ---------------------------------------------------------------------------------- in every state
@@ -239,7 +239,7 @@ def _check_names(world: World, scope: Scope) -> dict[int, Verdict]:
     """I4: what has a published name is complete, but for what the world itself gutted."""
     whole: dict[int, Verdict] = {}
     for name, node in world.disk.names.items():
-        step = layout.parse_published(name)
+        step = layout.MEGATRON.parse_published(name)
         if step is None:
             continue
         verdict = whole[step] = judge(node, scope)
@@ -290,7 +290,7 @@ def _check_reader(world: World, scope: Scope) -> None:
     reader = world.reader
     if reader is None or reader.told != "there":
         return
-    if world.disk.get(layout.published_name(reader.step)) is not None:
+    if world.disk.get(layout.MEGATRON.published_name(reader.step)) is not None:
         return
     if reader.step in {of.step for of in world.damaged}:
         return

@@ -267,7 +267,7 @@ def is_effect(call: str, args: tuple[Any, ...]) -> bool:
     src, dst = args
     if layout.TRACKER in (src, dst):
         return True
-    published = layout.parse_published(src), layout.parse_published(dst)
+    published = layout.MEGATRON.parse_published(src), layout.MEGATRON.parse_published(dst)
     cleaned = src.startswith(layout.STAGING) and dst.startswith(layout.TRASH)
     return cleaned or published != (None, None)
 
@@ -339,7 +339,7 @@ def first_world(scope: Scope) -> World:
     for directory in layout.DIRECTORIES:
         disk = disk.put(directory, EMPTY)
     for step in scope.stock:
-        disk = disk.put(layout.published_name(step), tree(stock=b"", shard=b"%d" % step))
+        disk = disk.put(layout.MEGATRON.published_name(step), tree(stock=b"", shard=b"%d" % step))
     if scope.tracker is not None:
         disk = disk.put(layout.TRACKER, scope.tracker)
     return World(
@@ -458,7 +458,7 @@ def load(run: Run, scope: Scope) -> Coordinator:
     live = run.world.live
     if live is None:
         return made
-    trade = engine_module.Trade({}, scope.retention, {}, 0.0)
+    trade = engine_module.Trade({}, scope.retention, {}, 0.0, layout.MEGATRON)
     engine = engine_module.Engine(run.disk, CLOCK, run.lease, trade)  # type: ignore[arg-type]
     engine.ledger = ledger_module.Ledger(
         MappingProxyType({c.id: c for c in live.checkpoints}), live.pins, live.readers

@@ -52,14 +52,13 @@ from ckptfsm.layout import (
     JOURNAL,
     LEASE,
     MANIFEST,
+    MEGATRON,
     PINS,
     QUARANTINE,
     STAGING,
     TRACKER,
     TRASH,
     epoch_name,
-    parse_published,
-    published_name,
     receipt_name,
     segment_name,
 )
@@ -77,7 +76,7 @@ SECONDS_EACH = 2.0
 PATIENCE_S = 120.0  # for one input, on a busy machine; then its child is killed
 _REPLAY = "PYTHONPATH=tests python -m proof.fuzz"
 BYTES_MORE = 1 << 30
-_STEP = published_name(30)
+_STEP = MEGATRON.published_name(30)
 _CONFIG = b'{"sharded_backend":"torch_dist","sharded_backend_version":1}'
 _FIRST_SEGMENT = f"{JOURNAL}/{segment_name(1)}"  # the one that seals no other
 
@@ -332,7 +331,7 @@ def _fuzz_document(path: str, rng: random.Random) -> bytes:
 
 def read_a_manifest(data: bytes) -> None:
     storage = _plant_at(f"{_STEP}/{MANIFEST}", data)
-    inspect_published(storage, 30)
+    inspect_published(storage, MEGATRON, 30)
     manifest = read_manifest(storage, _STEP)
     assert manifest is not None
     check_sizes(storage, _STEP, manifest.files)
@@ -516,7 +515,7 @@ def hostile_root(seed: int) -> dict[str, Any]:
             name = rng.choice(_STRANGE)
             tree[name] = rng.choice([b"", b"{}", None, "-> outside", rng.randbytes(50)])
         elif how == 1:
-            step = published_name(rng.choice([2, 10, 20, 30]))
+            step = MEGATRON.published_name(rng.choice([2, 10, 20, 30]))
             tree[f"{step}/{MANIFEST}"] = _fuzz_manifest(rng)
         elif how == 2:
             tree[TRACKER] = _fuzz_tracker(rng)
@@ -571,7 +570,7 @@ def attempt_root(seed: int) -> str:
 def intact_steps(tree: Mapping[str, Any]) -> dict[str, dict[str, bytes]]:
     """The published steps that nobody changed: directory -> name of a file in it -> content."""
     steps: dict[str, dict[str, bytes]] = {}
-    for name in (path for path in written() if parse_published(path) is not None):
+    for name in (path for path in written() if MEGATRON.parse_published(path) is not None):
         inside, once = _inside(tree, name), _inside(written(), name)
         if inside == once:
             steps[name] = {path: data for path, data in inside.items() if isinstance(data, bytes)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from ckptfsm.documents import TransitionRecord
 from ckptfsm.journal import read_history
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
-from ckptfsm.messages import AttemptId
+from ckptfsm.messages import AttemptId, PartSpec
 from ckptfsm.ports import Identity, PartJob, Storage
 from ckptfsm.retention import LatestN, Policy
 from ckptfsm.storage import PosixStorage
@@ -198,11 +198,13 @@ class _Driver(FakeDriver):
 
 
 class _Draft(FakeDraft):
-    def stage(self, location: str, planned: Mapping[str, bytes]) -> tuple[PartJob, ...]:
+    def stage(
+        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
+    ) -> tuple[PartJob, ...]:
         attempt = [int(number.lstrip("ea")) for number in location.rpartition("/")[2].split(".")]
         rank = self.driver.rank
         content = fake_content(AttemptId(*attempt), rank)
-        return tuple(FakePart(s.name, s.directory, rank, content) for s in self.specs)
+        return tuple(FakePart(s.name, s.directory, rank, content) for s in specs)
 
 
 SCRIPTS: Mapping[str, Script] = {

@@ -9,7 +9,7 @@ same order, with made-up time and a fixed identity.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -272,13 +272,13 @@ class QuickClock(ShiftedClock):
 class NamedDraft(FakeDraft):
     """A draft whose shards name their attempt, which is what ``check_root`` looks for."""
 
-    def stage(self, location: str, planned: Mapping[str, bytes]) -> tuple[PartJob, ...]:
+    def stage(
+        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
+    ) -> tuple[PartJob, ...]:
         of = parse_attempt(Path(location).name)
         assert of is not None
         rank = self.driver.rank
-        return tuple(
-            FakePart(s.name, s.directory, rank, fake_content(of, rank)) for s in self.specs
-        )
+        return tuple(FakePart(s.name, s.directory, rank, fake_content(of, rank)) for s in specs)
 
 
 class NamingDriver(FakeDriver):

@@ -26,7 +26,7 @@ import forkserver  # noqa: E402
 import jobs  # noqa: E402
 
 from ckptfsm import CheckpointManager, TransitionRecord  # noqa: E402
-from ckptfsm.layout import published_name, receipt_name  # noqa: E402
+from ckptfsm.layout import MEGATRON, receipt_name  # noqa: E402
 from ckptfsm.lifecycle import State  # noqa: E402
 from ckptfsm.retention import LatestN  # noqa: E402
 from ckptfsm.storage import PosixStorage  # noqa: E402
@@ -92,7 +92,7 @@ class KillingDisk(PosixStorage):
 def aim_at(root: str, rank: int, like: int, step: int, shot: Mapping[str, Any]) -> Aim:
     """Choose file and byte among what this rank wrote for the good step ``like``."""
     own = receipt_name("state", rank)
-    receipt = Path(root, published_name(like), own)
+    receipt = Path(root, MEGATRON.published_name(like), own)
     sizes = {f["name"]: f["bytes"] for f in json.loads(receipt.read_text())["files"]}
     shards = sorted(name for name in sizes if name.endswith(".distcp"))
     others = sorted(set(sizes) - set(shards)) + [own]

@@ -33,7 +33,7 @@ from ckptfsm.documents import (
 )
 from ckptfsm.errors import CkptFsmError, DamagedRoot
 from ckptfsm.journal import encode_line
-from ckptfsm.layout import JOURNAL, MANIFEST, QUARANTINE, published_name, segment_name
+from ckptfsm.layout import JOURNAL, MANIFEST, MEGATRON, QUARANTINE, segment_name
 from ckptfsm.lifecycle import State
 from ckptfsm.ports import Identity
 from ckptfsm.retention import KeepAll, LatestN
@@ -184,7 +184,9 @@ class Wanderer:
 
     def _damage(self, job: FakeJob) -> None:
         """A person deletes a manifest: the directory is no checkpoint of ours any more."""
-        SimStorage(self.disk, "person").unlink(f"{published_name(self._any_step(job))}/{MANIFEST}")
+        SimStorage(self.disk, "person").unlink(
+            f"{MEGATRON.published_name(self._any_step(job))}/{MANIFEST}"
+        )
 
     def _forget_evidence(self) -> None:
         person = SimStorage(self.disk, "person")

@@ -35,7 +35,7 @@ from ckptfsm.errors import (
 )
 from ckptfsm.executor import InlineExecutor
 from ckptfsm.journal import read_history
-from ckptfsm.layout import published_name
+from ckptfsm.layout import MEGATRON
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
 from ckptfsm.messages import Failed, ShardReported, WriterForked, WriterGone
@@ -303,7 +303,7 @@ class TrainerMachine(RuleBasedStateMachine):
         if found is None:
             return
         storage = found._storage
-        name = published_name(found._step)
+        name = MEGATRON.published_name(found._step)
         assert storage.read(f"{name}/.ckptfsm/manifest.json", 1 << 20), "F27: half a checkpoint"
         assert storage.read(f"{name}/__0_0.distcp", 1 << 20), "F27: half a checkpoint"
         found.__exit__(None, None, None)

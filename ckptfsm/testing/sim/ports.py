@@ -32,6 +32,7 @@ from ckptfsm.ports import (
     Storage,
     Written,
 )
+from ckptfsm.proposal import OptionalPart, content_of
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, FakeRequest
 from ckptfsm.testing.harness import FakePart
 from ckptfsm.testing.invariants import Attempt
@@ -365,10 +366,12 @@ class WorldShard:
     directory: str
     rank: int
     state: Mapping[str, Any]
+    first_rank: int = 0
 
     def write(self, storage: Storage, location: str) -> Written:
         content = _content(location, self.rank, self.name, self.state)
-        return FakePart(self.name, self.directory, self.rank, content).write(storage, location)
+        part = FakePart(self.name, self.directory, self.rank, content, self.first_rank)
+        return part.write(storage, location)
 
 
 @dataclass(frozen=True)
@@ -417,19 +420,21 @@ class WorldDraft(FakeDraft):
                 write_all(storage, handle, b"{}")
                 storage.close(handle)
 
-    def stage(self, location: str, planned: Mapping[str, bytes]) -> tuple[PartJob, ...]:
+    def stage(
+        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
+    ) -> tuple[PartJob, ...]:
         self.driver.maybe_fail("stage")
         rank = self.driver.rank
         self.location = location.removeprefix(self.driver.storage.root + "/")
         jobs: list[PartJob] = []
-        for spec in self.specs:
+        for spec in specs:
             value = self.values[spec.name]
             if isinstance(value, WorldRequest):
                 jobs.append(WorldForeignShard(spec.name, "", rank, value.state))
             elif spec.kind == "file":
-                jobs += [FilePart(spec.name, spec.name, bytes(value))] if rank == 0 else []
+                jobs.append(FilePart(spec.name, spec.name, bytes(value)))
             else:
-                jobs.append(WorldShard(spec.name, spec.directory, rank, value))
+                jobs.append(WorldShard(spec.name, spec.directory, rank, value, spec.first_rank))
         return tuple(jobs)
 
 
@@ -455,7 +460,10 @@ class WorldDriver(FakeDriver):
 
     def draft(self, parts: Mapping[str, Any]) -> FakeDraft:
         self.maybe_fail("draft")
-        specs = tuple(_spec_of(name, value, len(parts)) for name, value in parts.items())
+        specs = tuple(
+            _spec_of(name, value, len(parts)) for name, value in parts.items() if value is not None
+        )
+        parts = {name: content_of(value) for name, value in parts.items()}
         keys = {name: sorted(v) for name, v in parts.items() if isinstance(v, Mapping)}
         in_place = any(isinstance(v, FakeRequest) for v in parts.values())
         return WorldDraft(specs, in_place, keys, 100 * len(parts), self, dict(parts))
@@ -483,6 +491,8 @@ class WorldDriver(FakeDriver):
 
 
 def _spec_of(name: str, value: Any, count: int) -> PartSpec:
+    if isinstance(value, OptionalPart):
+        return replace(_spec_of(name, value.content, count), optional=True)
     if isinstance(value, FakeRequest):
         return PartSpec(name, "foreign")
     if isinstance(value, (bytes, bytearray)):

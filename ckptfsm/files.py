@@ -1,0 +1,188 @@
+"""Parts that are plain files: bytes that are there already, or what a call writes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ckptfsm.documents import FileEntry
+from ckptfsm.durable import fsync_existing, walk_files
+from ckptfsm.errors import ConfigError, SaveFailed, describe
+from ckptfsm.layout import join
+from ckptfsm.messages import PartSpec
+from ckptfsm.ports import PartFinisher, PartJob, Storage, Survey, Written
+from ckptfsm.proposal import OptionalPart, content_of
+from ckptfsm.writer import FilePart
+
+
+@dataclass(frozen=True, slots=True)
+class FileTree:
+    """A part that is a directory of files which ``make(directory)`` writes, on its first rank.
+
+    ``make`` is called on the training thread, with the absolute path of a directory that is there and
+    empty; the writer makes what it left durable and lists it. Links are refused.
+    """
+
+    make: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TreePart:
+    """Files that are there already: the writer fsyncs and digests them. ``skip`` are inner directories
+    whose files are another part's."""
+
+    name: str
+    directory: str
+    skip: tuple[str, ...] = ()
+
+    def write(self, storage: Storage, location: str) -> Written:
+        files = []
+        for name, stat in walk_files(storage, join(location, self.directory)):
+            if any(f"{name}/".startswith(f"{inner}/") for inner in self.skip):
+                continue
+            path = join(location, self.directory, name)
+            if stat.kind != "file":
+                raise SaveFailed(f"{name} of part {self.name!r} is a {stat.kind}", file=path)
+            fsync_existing(storage, path)
+            digest = storage.digest(path)
+            entry = FileEntry(name=join(self.directory, name), bytes=stat.size, digest=digest)
+            files.append(entry)
+        return Written(tuple(files))
+
+
+@dataclass(frozen=True, slots=True)
+class UnmadePart:
+    """An optional part whose files could not be made: there is nothing to write."""
+
+    name: str
+    directory: str
+    why: str
+
+    def write(self, storage: Storage, location: str) -> Written:
+        raise SaveFailed(self.why)
+
+
+def stage_tree(spec: PartSpec, tree: FileTree, location: str) -> TreePart | UnmadePart:
+    """Let the trainer write the files of a tree. ``location`` is the step's, absolute.
+
+    What ``make`` raises comes out, unless the part is optional.
+    """
+    directory = Path(location)  # the attempt's own, which must be there
+    for piece in spec.directory.split("/"):
+        directory /= piece
+        directory.mkdir(exist_ok=True)
+    try:
+        tree.make(str(directory))
+    except Exception as error:
+        if not spec.optional:
+            raise
+        return UnmadePart(spec.name, spec.directory, describe(error))
+    return TreePart(spec.name, spec.directory)
+
+
+def file_spec(name: str, value: Any) -> PartSpec | None:
+    """The spec of a part of plain files; None if ``value`` is something else."""
+    if isinstance(value, (bytes, bytearray)):
+        return PartSpec(name, "file")
+    if isinstance(value, FileTree):
+        return PartSpec(name, "tree", name)
+    return None
+
+
+def stage_file(spec: PartSpec, value: Any, location: str) -> PartJob:
+    """The job of a part of plain files."""
+    if isinstance(value, FileTree):
+        return stage_tree(spec, value, location)
+    return FilePart(spec.name, spec.name, bytes(value))
+
+
+@dataclass(slots=True)
+class FilesDraft:
+    """See ``ports.Draft``."""
+
+    specs: tuple[PartSpec, ...]
+    values: Mapping[str, Any]
+    expected_bytes: int
+    in_place: bool = False
+    summary: Any = None
+
+    def stage(
+        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
+    ) -> tuple[PartJob, ...]:
+        return tuple(stage_file(spec, self.values[spec.name], location) for spec in specs)
+
+    def let_go(self) -> None:
+        """Bytes do not change."""
+
+    def finalizers(self) -> list[tuple[str, Callable[[Any], None]]]:
+        return []
+
+
+class FilesDriver:
+    """``ports.Driver`` of a process that has no tensors: a controller's own files."""
+
+    finishers: Mapping[str, PartFinisher] = MappingProxyType({})
+
+    def provenance(self) -> Mapping[str, str]:
+        return provenance("ckptfsm")
+
+    def draft(self, parts: Mapping[str, Any]) -> FilesDraft:
+        specs = []
+        values = {name: content_of(value) for name, value in parts.items()}
+        for name, value in parts.items():
+            spec = file_spec(name, values[name])
+            if spec is None:
+                raise ConfigError(
+                    f"part {name!r} is a {type(values[name]).__name__}; give bytes or a FileTree",
+                    part=name,
+                )
+            specs.append(replace(spec, ranks=(0,), optional=isinstance(value, OptionalPart)))
+        return FilesDraft(tuple(specs), values, bytes_of(values))
+
+    def merge(self, summaries: Sequence[Any]) -> Mapping[str, bytes]:
+        return {}
+
+    def accept(self) -> None:
+        """Nothing is planned."""
+
+    def refuse(self) -> None:
+        """Nothing is planned."""
+
+    def survey(self, parts: Mapping[str, Any], directories: Mapping[str, str]) -> Survey:
+        return Survey(set(), {})
+
+    def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:
+        """Files fit everywhere."""
+
+    def load(
+        self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]
+    ) -> Mapping[str, Any]:
+        return {name: load_file(name, value, directories[name]) for name, value in parts.items()}
+
+
+def load_file(name: str, value: Any, directory: str) -> Any:
+    """A plain file comes back as bytes, a tree as the absolute path of its directory."""
+    if isinstance(value, FileTree):
+        return directory
+    return (Path(directory) / name).read_bytes()
+
+
+def bytes_of(values: Mapping[str, Any]) -> int:
+    """The size of the plain files among parts, in bytes."""
+    return sum(len(v) for v in values.values() if isinstance(v, (bytes, bytearray)))
+
+
+def provenance(*names: str) -> dict[str, str]:
+    """The versions of installed packages, for a manifest."""
+    return {name: _version_of(name) for name in names}
+
+
+def _version_of(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # used from a source tree that was never installed
+        return "not installed"

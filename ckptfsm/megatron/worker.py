@@ -1,0 +1,36 @@
+"""``GroupWorker``: the worker of a group wired to torch.distributed, megatron-core and a real disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckptfsm.config import CheckpointConfig, config_of
+from ckptfsm.megatron.manager import ports_of
+from ckptfsm.ports import Storage
+from ckptfsm.storage import OpenPosix
+from ckptfsm.worker import Worker
+
+
+class GroupWorker(Worker):
+    """One rank of a group of workers, which writes below the ``root`` of its controller.
+
+    Construction is collective in the group, whose ranks are those of its default process group
+    (initialise it first); without ``torch.distributed``, a group of one. ``config`` (a model or a dict)
+    or keyword arguments: ``writer_files``, ``exchange_timeout_s``, ``verify`` and ``reshard_drops``
+    count here. ``open_storage(create)`` replaces the storage adapter, for tests and fault injection.
+
+    Raises ``ConfigError``.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        config: CheckpointConfig | Mapping[str, Any] | None = None,
+        *,
+        open_storage: Callable[[bool], Storage] | None = None,
+        **settings: Any,
+    ) -> None:
+        config = config_of(config, settings)
+        super().__init__(ports_of(config, open_storage or OpenPosix(os.fspath(root))), config)

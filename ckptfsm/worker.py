@@ -1,0 +1,340 @@
+"""One worker of a group, in a job with one controller: writes its share of a part. No torch.
+
+Rules:
+* ``write`` is collective in the group: its ranks plan together, as they would in any Megatron save.
+  After that nothing is: ``poll`` is local, so that a dead worker never leaves another one waiting.
+* A group completes its part itself, because a controller without torch cannot: the writer of the
+  group's first rank waits for the other receipts on the shared disk, writes what a loader needs
+  (``.metadata``), and only then its own receipt. Once every receipt is there, every part is complete.
+* What goes wrong is a report, not an exception: the controller decides.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptfsm.config import CheckpointConfig
+from ckptfsm.controller import Reading, Ticket
+from ckptfsm.coordinator import Located
+from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Receipt, decode
+from ckptfsm.durable import make_dirs
+from ckptfsm.errors import ConfigError, DamagedRoot, SaveFailed, ShardMissing, describe, name_ranks
+from ckptfsm.files import FileTree
+from ckptfsm.handle import Restored
+from ckptfsm.layout import join, planned_name, receipt_name
+from ckptfsm.messages import (
+    AttemptId,
+    Event,
+    Failed,
+    PartKind,
+    PartSpec,
+    WriterForked,
+    WriterGone,
+)
+from ckptfsm.ports import Clock, Draft, PartFinisher, PartJob, Ports, RankJob, Storage, Written
+from ckptfsm.proposal import Accepted, Proposal, agree, propose
+from ckptfsm.restoring import Restorer
+from ckptfsm.writer import RankWriter, ShardFile
+
+log = logging.getLogger("ckptfsm")
+_LOOK_EVERY_S = 0.02
+
+
+class Worker:
+    """One rank of a group of workers: ``ports.transport`` is the group's own.
+
+    ``open_storage`` of the ports opens the root of a ticket. ``config`` counts for restoring.
+    """
+
+    def __init__(self, ports: Ports, config: CheckpointConfig | None = None) -> None:
+        self._ports = ports
+        self._config = config or CheckpointConfig()
+        self._writer: RankWriter | None = None
+        self._dying: list[RankWriter] = []
+        self._number = 0
+        self._storage: Storage | None = None
+        self._outbox: list[Event] = []
+
+    # ----------------------------------------------------------------------------------- writing
+
+    def write(
+        self, ticket: Ticket, state: Any = None, *, parts: Mapping[str, Any] | None = None
+    ) -> list[Event]:
+        """Begin to write this rank's share (collective in the group). Returns reports for the
+        controller.
+
+        ``state`` is a sharded state dict that sits at the part's directory itself; ``parts`` maps
+        directories inside it to several of them, to a ``FileTree``, or to None where other ranks write
+        it. When it returns, the tensors may change. Raises ``RankFailed`` if a rank of the
+        group is gone.
+        """
+        transport = self._ports.transport
+        self._number = ticket.first_rank + transport.rank
+        shares = Shares.of(ticket.part, state, parts)
+        draft, proposal = propose(
+            self._ports.driver, transport.world_size, ticket.of.step, (None, shares.values), None
+        )
+        gathered = transport.gather(proposal)
+        accepted, problem = (None, "") if gathered is None else self._judge(ticket, gathered)
+        sent = accepted.for_others() if accepted is not None else None
+        problem, shared = transport.broadcast((problem, sent))
+        if problem or draft is None:
+            self._ports.driver.refuse()
+            self._fail(ticket.of, problem)
+            return self.poll()
+        try:
+            self._begin(ticket, draft, accepted or shared, shares)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # also torch's: the controller must hear of it
+            log.exception("fork_failed", extra={"step": ticket.of.step, "rank": self._number})
+            self._ports.driver.refuse()
+            self._fail(ticket.of, describe(error))
+        return self.poll()
+
+    def _judge(self, ticket: Ticket, proposals: list[Proposal]) -> tuple[Accepted | None, str]:
+        """At the group's first rank: do the shares fit together? Returns the plan, or the problem."""
+        try:
+            if ticket.size != len(proposals):
+                raise ConfigError(
+                    f"the controller counts {ticket.size} ranks in this group, it has "
+                    f"{len(proposals)}"
+                )
+            request = agree(proposals)
+            for spec in request.parts:
+                if spec.kind in ("foreign", "file") or spec.optional:
+                    raise ConfigError(
+                        f"{spec.name!r}: a worker writes sharded state dicts and FileTrees, and it is "
+                        "the whole part that may be optional"
+                    )
+            planned = self._ports.driver.merge([p.summary for p in proposals])
+            return Accepted(ticket.of, False, request.parts, planned), ""
+        except Exception as error:
+            return None, describe(error) or type(error).__name__
+
+    def _begin(self, ticket: Ticket, draft: Draft, accepted: Accepted, shares: Shares) -> None:
+        """Stage and fork, as a rank of an SPMD job does."""
+        rank, storage = self._ports.transport.rank, self._open(ticket.root)
+        placed = [shares.place(spec) for spec in accepted.of_rank(rank)]
+        if ticket.part.directory:
+            make_dirs(storage, ticket.part.directory, base=ticket.location)
+        jobs = draft.stage(f"{storage.root}/{ticket.location}", placed, accepted.planned)
+        unfinished = self._to_finish(accepted, shares) if rank == 0 else ()
+        share = GroupShare(ticket, self._number, jobs, unfinished, self._ports.clock)
+        job = RankJob(
+            ticket.of,
+            self._number,
+            ticket.world_size,
+            ticket.location,
+            (share,),
+            frozenset({ticket.part.name} if ticket.part.optional else ()),
+        )
+        deadline = self._ports.clock.monotonic() + ticket.timeout_s
+        self._writer = RankWriter(storage, job, launch=self._ports.launch, deadline=deadline)
+        draft.let_go()
+        self._ports.driver.accept()
+        self._outbox.append(WriterForked(ticket.of, self._number, ticket.world_size))
+
+    def _to_finish(self, accepted: Accepted, shares: Shares) -> tuple[Unfinished, ...]:
+        """What the group's first rank completes: the parts whose kind has a finisher."""
+        finishers = self._ports.driver.finishers
+        return tuple(
+            Unfinished(spec.name, shares.place(spec).directory, finishers[spec.kind])
+            for spec in accepted.parts
+            if spec.kind in finishers
+        )
+
+    def _open(self, root: str) -> Storage:
+        if self._storage is None:
+            self._storage = self._ports.open_storage(False)
+        if self._storage.root != root:
+            raise ConfigError(f"this worker works on {self._storage.root}, not on {root}")
+        return self._storage
+
+    def _fail(self, of: AttemptId, problem: str) -> None:
+        detail = f"rank {self._number}: {problem}"
+        self._outbox.append(Failed(of, "fork_failed", detail, self._number))
+
+    # ----------------------------------------------------------------------------------- reports
+
+    def poll(self, doomed: Sequence[AttemptId] = ()) -> list[Event]:
+        """What there is to report since the last call (local). ``doomed``: attempts that have failed.
+
+        Their writers are killed; a report that one is gone says so for certain.
+        """
+        writer = self._writer
+        if writer is not None and writer.of in doomed:
+            self._dying.append(writer)
+            self._writer = None
+        elif writer is not None:
+            self._outbox += writer.poll(self._ports.clock.monotonic())
+        alive = {w.of for w in self._dying if not w.kill(timeout_s=0.0)}
+        self._dying = [w for w in self._dying if w.of in alive]
+        gone = [of for of in doomed if of not in alive and self._number]
+        reports = [*self._outbox, *(WriterGone(of, self._number) for of in gone)]
+        self._outbox = []
+        return reports
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """A bounded wait for the own writer, then end it (local)."""
+        if self._writer is not None and not self._writer.wait(timeout_s):
+            self._writer.kill(timeout_s)
+        self._writer = None
+        self._ports.transport.close()
+        if self._storage is not None:
+            self._storage.close_root()
+
+    # ----------------------------------------------------------------------------------- reading
+
+    def restore(
+        self,
+        found: Reading,
+        part: str,
+        state: Any = None,
+        *,
+        parts: Mapping[str, Any] | None = None,
+    ) -> Restored:
+        """Load this rank's share of ``part`` from what the controller found (collective in the group).
+
+        The shapes are those of ``write``. Raises what the load raised, ``RestoreFailed`` on other ranks.
+        """
+        spec = next((s for s in found.parts if s.name == part), PartSpec(part, "report", part))
+        shares = Shares.of(spec, state, parts)
+        root, _, name = found.directory.rpartition("/")
+        inner = tuple(shares.place(PartSpec(n, _kind_of(v))) for n, v in shares.values.items())
+        restorer = Restorer(self._ports, self._open(root), self._config, _ask_nobody)
+        restored = restorer.load(Located(found.step, name, "", (), inner), shares.values)
+        by_key = {shares.keys[n]: value for n, value in restored.parts.items()}
+        return replace(restored, parts=by_key)
+
+
+def _kind_of(value: Any) -> PartKind:
+    return "tree" if isinstance(value, FileTree) else "torch_dist"
+
+
+def _ask_nobody(*arguments: Any) -> None:
+    raise AssertionError("a worker has no coordinator to ask")
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What the ranks of a group write, under plain names that are unique in the checkpoint.
+
+    ``keys`` are the directories inside the part's, by name.
+    """
+
+    part: PartSpec
+    keys: Mapping[str, str]
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, part: PartSpec, state: Any, parts: Mapping[str, Any] | None) -> Shares:
+        named = {"": state} if parts is None else parts
+        keys = {f"{part.name}.{key.replace('/', '.')}".rstrip("."): key for key in named}
+        return cls(part, keys, {name: named[key] for name, key in keys.items()})
+
+    def place(self, spec: PartSpec) -> PartSpec:
+        """A share with its directory in the step's."""
+        return replace(spec, directory=join(self.part.directory, self.keys[spec.name]))
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A torch_dist directory that the group's first rank completes once all its ranks have written."""
+
+    name: str
+    directory: str
+    finisher: PartFinisher
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShare:
+    """Everything that one rank of a group writes of the group's part. See ``ports.PartJob``."""
+
+    ticket: Ticket
+    rank: int
+    jobs: tuple[PartJob, ...]
+    unfinished: tuple[Unfinished, ...]
+    clock: Clock
+
+    @property
+    def name(self) -> str:
+        return self.ticket.part.name
+
+    @property
+    def directory(self) -> str:
+        return self.ticket.part.directory
+
+    def write(self, storage: Storage, location: str) -> Written:
+        files: list[FileEntry] = []
+        rows: list[tuple[Any, ...]] = []
+        for job in self.jobs:
+            if job.directory:
+                make_dirs(storage, job.directory, base=location)
+            written = job.write(storage, location)
+            files += written.files
+            rows += [(job.name, *row) for row in written.results]
+        if self.unfinished:
+            results = [rows, *(r.results for r in self._await_others(storage, location))]
+            for part in self.unfinished:
+                files += self._finish(storage, location, part, results)
+        return Written(tuple(files), tuple(rows))
+
+    def _await_others(self, storage: Storage, location: str) -> list[Receipt]:
+        """The receipts of the group's other ranks. Raises ``ShardMissing`` when the time is up."""
+        first, size = self.ticket.first_rank, self.ticket.size
+        waiting = [rank for rank in range(first, first + size) if rank != self.rank]
+        receipts: dict[int, Receipt] = {}
+        deadline = self.clock.monotonic() + self.ticket.timeout_s
+        while True:
+            for rank in waiting:
+                receipt = self._receipt_of(storage, location, rank)
+                if receipt is not None:
+                    receipts[rank] = receipt
+            waiting = [rank for rank in waiting if rank not in receipts]
+            if not waiting:
+                return [receipts[rank] for rank in sorted(receipts)]
+            if self.clock.monotonic() >= deadline:
+                raise ShardMissing(
+                    f"no receipt of rank {name_ranks(waiting)} for part {self.name!r}",
+                    ranks=tuple(waiting),
+                    part=self.name,
+                )
+            self.clock.sleep(_LOOK_EVERY_S)
+
+    def _receipt_of(self, storage: Storage, location: str, rank: int) -> Receipt | None:
+        """Raises ``DamagedRoot`` if what is there is not of this attempt (I5)."""
+        path = f"{location}/{receipt_name(self.name, rank)}"
+        try:
+            data = storage.read(path, MAX_DOCUMENT_BYTES)
+        except FileNotFoundError:
+            return None
+        receipt = decode(Receipt, data, path)
+        if (receipt.of, receipt.part, receipt.rank) != (self.ticket.of, self.name, rank):
+            raise DamagedRoot(
+                f"a receipt of {receipt.of} in {self.ticket.of}", file=path, rank=rank
+            )
+        if receipt.dropped:
+            raise SaveFailed(f"rank {rank} left it out: {receipt.dropped}", rank=rank)
+        return receipt
+
+    def _finish(
+        self,
+        storage: Storage,
+        location: str,
+        part: Unfinished,
+        results: Sequence[Sequence[tuple[Any, ...]]],
+    ) -> list[FileEntry]:
+        rows = [[row[1:] for row in rank if row[0] == part.name] for rank in results]
+        planned = storage.read(f"{location}/{planned_name(part.name)}", MAX_DOCUMENT_BYTES)
+        final = join(self.ticket.published, part.directory)
+        entries = []
+        for name, content in part.finisher(planned, rows, final).items():
+            relative = join(part.directory, name)
+            shard = ShardFile(storage, join(location, relative))
+            shard.write(content)
+            entries.append(shard.close_durably(relative))
+        return entries

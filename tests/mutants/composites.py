@@ -1,0 +1,126 @@
+"""Mutants of composite checkpoints: optional parts, groups under a controller, names of steps."""
+
+from __future__ import annotations
+
+from mutants.loader import mutant
+
+MUTANTS = (
+    mutant(
+        "a-group-is-completed-by-its-first-rank-alone",
+        "worker",
+        "            results = [rows, *(r.results for r in self._await_others(storage, location))]\n",
+        "            results = [rows]\n",
+        breaks="I3",
+        source="order",
+        killers=("tests:test_controller.py::test_two_groups_and_a_file_make_one_checkpoint",),
+        why="metadata that lacks what the other ranks wrote",
+    ),
+    mutant(
+        "receipts-of-another-attempt-complete-a-group",
+        "worker",
+        "        if (receipt.of, receipt.part, receipt.rank) != (self.ticket.of, self.name, rank):\n",
+        "        if False:\n",
+        breaks="I5",
+        source="F11",
+        killers=(
+            "tests:test_controller.py::test_I5_a_receipt_of_another_attempt_does_not_complete_a_group",
+        ),
+    ),
+    mutant(
+        "the-controller-waits-for-ever",
+        "controller",
+        "        self._end_in_time(now)\n",
+        "        pass\n",
+        breaks="I10",
+        source="F1",
+        killers=(
+            "tests:test_controller.py::test_F1_workers_that_say_nothing_are_not_awaited_for_ever",
+        ),
+    ),
+    mutant(
+        "dead-workers-are-awaited",
+        "controller",
+        "                if writing:\n                    why",
+        "                if False:\n                    why",
+        breaks="I10",
+        source="F1",
+        killers=(
+            "tests:test_controller.py::test_F1_a_dead_worker_fails_the_save_and_training_goes_on",
+        ),
+    ),
+    mutant(
+        "doomed-writers-write-on",
+        "worker",
+        "            self._dying.append(writer)\n            self._writer = None\n",
+        "            self._writer = None\n",
+        breaks="F13",
+        source="F13",
+        killers=("tests:test_controller.py::test_F13_the_writer_of_a_failed_attempt_is_ended",),
+        why="a writer that nobody ends is reported gone",
+    ),
+    mutant(
+        "any-part-may-be-left-out",
+        "writer",
+        "        if part.name in job.optional:\n",
+        "        if True:\n",
+        (
+            "evidence",
+            "        if receipt.dropped and receipt.part not in optional:\n",
+            "        if False:\n",
+        ),
+        breaks="F23",
+        source="F23",
+        killers=("tests:test_composite.py", "simulation"),
+    ),
+    mutant(
+        "half-of-an-optional-part-is-published",
+        "effects",
+        "            own_files = receipt.files if receipt.part not in dropped else ()\n",
+        "            own_files = receipt.files\n",
+        (
+            "effects",
+            "                self._leave_out(checkpoint, part, directory)\n",
+            "                pass\n",
+        ),
+        breaks="I4",
+        source="F23",
+        killers=("tests:test_composite.py",),
+    ),
+    mutant(
+        "a-root-is-opened-under-other-names",
+        "coordinator",
+        '        if history.layout not in ("", self._layout.name):\n',
+        "        if False:\n",
+        breaks="I2",
+        source="F30",
+        killers=("tests:test_composite.py",),
+        why="every checkpoint seems to be missing, and is withdrawn",
+    ),
+    mutant(
+        "ranks-need-not-name-the-same-parts",
+        "proposal",
+        "        if (proposal.step, _names(proposal)) != (first.step, _names(first)):\n",
+        "        if proposal.step != first.step:\n",
+        breaks="I3",
+        source="F10",
+        killers=("tests:test_composite.py",),
+    ),
+    mutant(
+        "a-part-that-nobody-writes-is-complete",
+        "proposal",
+        "    if nobody:\n",
+        "    if False:\n",
+        breaks="I3",
+        source="F10",
+        killers=("tests:test_composite.py",),
+    ),
+    mutant(
+        "a-tree-is-not-made-durable",
+        "files",
+        "            fsync_existing(storage, path)\n",
+        "",
+        breaks="I3",
+        source="fsync",
+        killers=("tests:test_composite.py",),
+    ),
+)

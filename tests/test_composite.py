@@ -1,0 +1,257 @@
+"""Composite checkpoints in an SPMD job: parts on different ranks, optional ones, files, layouts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfsm.errors import ConfigError, SaveFailed, SaveRefused
+from ckptfsm.files import FileTree, TreePart
+from ckptfsm.layout import VERL
+from ckptfsm.manager import Manager
+from ckptfsm.messages import PartSpec, check_parts
+from ckptfsm.proposal import OptionalPart
+from ckptfsm.readers import ReaderLease
+from ckptfsm.retention import LatestN
+from ckptfsm.storage import PosixStorage
+from ckptfsm.testing.fakes import FakeDriver, FakeRequest, ThreadTransport, fake_ports, run_ranks
+from ckptfsm.testing.faults import FaultStorage
+
+TEMPLATE = {"w": None}
+QUICK = {"exit_timeout_s": 0.5, "close_timeout_s": 20.0, "busy_timeout_s": 20.0}
+
+
+def together(
+    root: Path, work: Callable[[Manager], Any], ranks: int = 2, **settings: Any
+) -> list[Any]:
+    """Run ``work`` with one manager per rank; what each returned or raised."""
+
+    def one(transport: ThreadTransport) -> Any:
+        driver = FakeDriver(transport.rank)
+        with Manager(
+            fake_ports(root, transport=transport, driver=driver), make(settings), ()
+        ) as manager:
+            return work(manager)
+
+    return run_ranks(ranks, one)
+
+
+def make(settings: dict[str, Any]) -> Any:
+    from ckptfsm.config import make_config
+
+    return make_config({**QUICK, **settings})
+
+
+def manifest_of(root: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((root / name / ".ckptfsm/manifest.json").read_text())
+    return found
+
+
+def test_parts_that_live_on_different_ranks(tmp_path):
+    """Catches: a part awaited from a rank that does not have it, or not awaited from one that has."""
+
+    def work(manager: Manager) -> Any:
+        mine, other = ("actor", "critic") if manager.rank == 0 else ("critic", "actor")
+        parts = {"actor": None, "critic": None, "both": {"w": manager.rank}, mine: {"w": mine}}
+        manager.save(1, parts=parts).wait()
+        wanted = {"actor": None, "critic": None, "both": TEMPLATE, mine: TEMPLATE}
+        found = manager.restore(parts=wanted)
+        assert found is not None
+        return found.parts[mine], found.parts["both"]
+
+    assert together(tmp_path, work) == [({"w": "actor"}, {"w": 0}), ({"w": "critic"}, {"w": 1})]
+    parts = {p["name"]: p["ranks"] for p in manifest_of(tmp_path, "iter_0000001")["parts"]}
+    assert parts == {"actor": [0], "both": None, "critic": [1]}
+
+
+def test_a_rank_that_writes_nothing_has_no_writer(tmp_path):
+    """Catches: a rank without a share that is awaited, or whose failure report condemns others."""
+
+    def work(manager: Manager) -> Any:
+        part = {"w": 1} if manager.rank == 1 else None
+        manager.save(1, parts={"critic": part, "more": None if part is None else {"w": 2}}).wait()
+        manager._ports.driver.failures["stage"] = OSError(28, "full")
+        with pytest.raises(SaveFailed, match="rank 1"):
+            manager.save(2, parts={"critic": part}).wait()
+        manager._ports.driver.failures.clear()
+        manager.wait_until_finished()
+        return manager.all_steps()
+
+    assert together(tmp_path, work)[1] == [1]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        ({"a": {"w": 1}, "b": None}, {"a": {"w": 1}, "b": None}, "no rank writes part 'b'"),
+        ({"a": {"w": 1}}, {"a": {"w": 1}, "b": None}, "rank 1 asks for step 1 or parts"),
+        (
+            {"a": {"w": 1}, "b": None},
+            {"a": b"bytes", "b": {"w": 1}},
+            "describes part 'a' otherwise",
+        ),
+        ({"a": FakeRequest(b"x"), "b": {"w": 1}}, {"a": None, "b": {"w": 1}}, "every rank must"),
+    ],
+)
+def test_ranks_must_agree_on_the_parts(tmp_path, first, second, why):
+    """Catches: a part that every rank leaves to the others; a mistake of one rank saved as a whole."""
+
+    def work(manager: Manager) -> None:
+        with pytest.raises(SaveRefused, match=why):
+            manager.save(1, parts=second if manager.rank else first)
+
+    assert together(tmp_path, work) == [None, None]
+
+
+def test_an_optional_part_that_fails_on_one_rank_is_left_out(tmp_path):
+    """Catches: an optional part that fails the checkpoint, or that stays in it in half."""
+
+    def work(manager: Manager) -> Any:
+        driver = manager._ports.driver
+        driver.before_write = fail_export if manager.rank == 1 else None
+        parts = {"state": {"w": 1}, "export": OptionalPart({"w": 2})}
+        manager.save(1, parts=parts).wait()
+        driver.before_write = None
+        manager.save(2, parts=parts).wait()
+        return manager.latest_step()
+
+    assert together(tmp_path, work) == [2, 2]
+    assert not (tmp_path / "iter_0000001/export").exists()
+    assert not (tmp_path / "iter_0000001/.ckptfsm/planned/export.bin").exists()
+    left_out = manifest_of(tmp_path, "iter_0000001")
+    assert [p["name"] for p in left_out["parts"]] == ["state"]
+    assert left_out["dropped"] == {"export": "rank 1: OSError: [Errno 5] no export"}
+    assert [p["name"] for p in manifest_of(tmp_path, "iter_0000002")["parts"]] == [
+        "state",
+        "export",
+    ]
+    assert (tmp_path / "iter_0000002/export").exists()
+
+
+def fail_export(part: str, rank: int) -> None:
+    if part == "export":
+        raise OSError(5, "no export")
+
+
+def test_a_required_part_that_fails_fails_the_checkpoint(tmp_path):
+    """Catches: every part treated as an optional one."""
+
+    def work(manager: Manager) -> None:
+        manager._ports.driver.before_write = fail_export
+        with pytest.raises(SaveFailed, match="no export"):
+            manager.save(1, parts={"state": {"w": 1}, "export": {"w": 2}}).wait()
+
+    assert together(tmp_path, work) == [None, None]
+
+
+def test_a_tree_of_files_is_made_durable_and_listed(tmp_path):
+    """Catches: files beside the shards that no receipt lists and nobody fsynced."""
+
+    def make_files(directory: str) -> None:
+        inner = Path(directory, "tokenizer")
+        inner.mkdir()
+        (inner / "vocab.txt").write_text("a b c")
+        Path(directory, "config.json").write_text("{}")
+
+    def work(manager: Manager) -> Any:
+        tree = FileTree(make_files) if manager.rank == 1 else None
+        manager.save(1, parts={"state": {"w": 1}, "huggingface": tree}).wait()
+        if manager.rank == 0:
+            names = {f["name"] for f in manifest_of(tmp_path, "iter_0000001")["files"]}
+            assert {"huggingface/config.json", "huggingface/tokenizer/vocab.txt"} <= names
+        found = manager.restore(parts={"state": TEMPLATE, "huggingface": tree})
+        assert found is not None
+        return found.parts.get("huggingface")
+
+    found = together(tmp_path, work)
+    assert found == [None, str(tmp_path / "iter_0000001/huggingface")]
+
+
+def test_every_file_of_a_tree_is_fsynced(tmp_path):
+    """Catches: files that a power loss takes out of a tracked checkpoint."""
+    (tmp_path / "step/files/inner").mkdir(parents=True)
+    for name in ("a", "inner/b"):
+        (tmp_path / "step/files" / name).write_text(name)
+    calls: list[tuple[str, str]] = []
+    disk = PosixStorage(str(tmp_path), create=False)
+    storage = FaultStorage(disk, before=lambda index, method, path: calls.append((method, path)))
+    written = TreePart("files", "files").write(storage, "step")
+    assert [f.name for f in written.files] == ["files/a", "files/inner/b"]
+    synced = [path for method, path in calls if method == "fsync"]
+    assert synced == ["step/files/a", "step/files/inner/b"]
+    disk.close_root()
+
+
+def test_F16_a_tree_with_a_link_is_refused(tmp_path):
+    """Catches: a checkpoint that depends on something outside of it."""
+
+    def link(directory: str) -> None:
+        os.symlink("/etc/passwd", Path(directory, "link"))
+
+    def work(manager: Manager) -> None:
+        with pytest.raises(SaveFailed, match="is a symlink"):
+            manager.save(1, parts={"state": {"w": 1}, "files": FileTree(link)}).wait()
+
+    assert together(tmp_path, work, ranks=1) == [None]
+
+
+def test_an_optional_tree_that_cannot_be_made_is_left_out(tmp_path):
+    """Catches: an export that raises on the training thread and ends the save."""
+
+    def raising(directory: str) -> None:
+        Path(directory, "half").write_text("x")
+        raise RuntimeError("no bridge")
+
+    def work(manager: Manager) -> None:
+        tree = OptionalPart(FileTree(raising))
+        manager.save(1, parts={"state": {"w": 1}, "export": tree}).wait()
+
+    assert together(tmp_path, work, ranks=1) == [None]
+    assert "RuntimeError: no bridge" in manifest_of(tmp_path, "iter_0000001")["dropped"]["export"]
+    assert not (tmp_path / "iter_0000001/export").exists()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (PartSpec("state", optional=True),),
+        (PartSpec("a", "torch_dist", "a", optional=True), PartSpec("b", "torch_dist", "a/b")),
+        (PartSpec("f", "file", "f", optional=True),),
+        (PartSpec("f", "foreign", "f", optional=True),),
+    ],
+)
+def test_an_optional_part_needs_a_directory_of_its_own(parts):
+    """Catches: a required part that goes out with an optional one."""
+    with pytest.raises(ConfigError, match="optional"):
+        check_parts(parts, 1)
+
+
+def test_steps_are_named_as_verl_names_them(tmp_path):
+    """Catches: one place that still says iter_: recovery, retention, readers, in that order."""
+
+    def work(manager: Manager) -> list[int]:
+        for step in (1, 2, 3):
+            manager.save((manager.latest_step() or 0) + 1, {"w": step}).wait()
+        return manager.all_steps()
+
+    settings = {"layout": "verl", "retention": LatestN(2)}
+    assert together(tmp_path, work, ranks=1, **settings) == [[2, 3]]
+    assert together(tmp_path, work, ranks=1, **settings) == [[5, 6]]
+    names = {p.name for p in tmp_path.iterdir() if not p.name.startswith(".")}
+    assert names == {"global_step_5", "global_step_6", "latest_checkpointed_iteration.txt"}
+    with ReaderLease(tmp_path, 5, layout="verl") as lease:
+        assert lease.path == str(tmp_path / VERL.published_name(5))
+
+
+def test_a_root_is_not_opened_under_other_names(tmp_path):
+    """Catches: every checkpoint taken for missing, and withdrawn, because of one word in a config."""
+    together(tmp_path, lambda manager: manager.save(1, {"w": 1}).wait() and None, ranks=1)
+    before = sorted(str(p) for p in tmp_path.rglob("*"))
+    (refused,) = together(tmp_path, lambda manager: None, ranks=1, layout="verl")
+    assert isinstance(refused, ConfigError) and "layout 'megatron'" in str(refused)
+    assert sorted(str(p) for p in tmp_path.rglob("*")) == before
