@@ -403,3 +403,26 @@ def test_I9_a_fenced_trainer_deletes_nothing_that_its_successor_put_in_the_trash
     shards = [p for p in disk.snapshot() if p.startswith(TRASH) and p.endswith(".distcp")]
     assert len(shards) == 2, "whole"
     assert isinstance(first.coordinator.fatal, Fenced)
+
+
+def test_I4_the_trash_waits_until_a_failed_attempt_in_place_is_durably_there():
+    """Found by simulation. Catches: files deleted from the trash while the move that took their
+    directory from its published name is not durable: a power loss brings it back, gutted."""
+    disk = SimDisk()
+    job = start(disk)
+    of = foreign_attempt(job)
+    failed: list[str] = []
+
+    def before(index: int, called: str, path: str) -> None:
+        moved = ONE not in names(disk)
+        if called == "fsync_dir" and is_root(path) and moved and not failed:
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    job.storage.before = before
+    job.fail(of)
+    engine = job.coordinator._engine
+    assert failed and engine.pending and engine.give_space_back(99) == 0
+    job.coordinator.tick()
+    assert not engine.pending
+    assert job.storage.listdir(TRASH) == [], "now its space is given back"

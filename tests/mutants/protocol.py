@@ -130,6 +130,16 @@ ORDER = (
         why="a reader's step, moved aside a moment too early, cannot be brought back",
     ),
     mutant(
+        "trash-emptied-before-a-clean-up-is-durable",
+        "engine",
+        "        if any(isinstance(command, CleanUp) for command in self.pending):\n",
+        "        if False:\n",
+        breaks="I4",
+        source="F8",
+        killers=("tests:test_found_by_proof.py",),
+        why="a power loss brings an attempt in place back under its published name, gutted",
+    ),
+    mutant(
         "reader-looks-before-its-lease",
         "readers",
         """        put(self._storage, self._file, encode(mark), tag=self._nonce)
