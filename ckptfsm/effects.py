@@ -254,6 +254,7 @@ class Effects:
         planned = f"{directory}/{planned_name(part.name)}"
         for path in (location, planned):
             if lookup(self.storage, path) is not None:
+                self.check_epoch()
                 self._move_aside(path, trash_dir(checkpoint.id))
 
     def _listed_files(

@@ -16,6 +16,7 @@ import pytest
 from ckptfsm.errors import CkptFsmError
 from ckptfsm.journal import read_history
 from ckptfsm.lifecycle import State
+from ckptfsm.messages import PartSpec
 from ckptfsm.ports import Identity
 from ckptfsm.retention import LatestN
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
@@ -57,10 +58,25 @@ def roll_back(job: FakeJob) -> None:
     job.close()
 
 
+def compose(job: FakeJob) -> None:
+    """A composite whose optional part is written, and one whose optional part cannot be."""
+    job.open()
+    job.save(1, COMPOSITE)
+    job.cannot = frozenset({"export"})
+    job.save(2, COMPOSITE)
+    job.close()
+
+
+COMPOSITE = (
+    PartSpec("actor", directory="actor"),
+    PartSpec("critic", directory="critic", ranks=(1,)),
+    PartSpec("export", directory="export", optional=True),
+)
 SCRIPTS = {
     "save_track_prune": (save_track_prune, LatestN(1)),
     "fail_and_retry": (fail_and_retry, LatestN(2)),
     "roll_back": (roll_back, LatestN(5)),
+    "compose": (compose, LatestN(1)),
 }
 CODES = (errno.EIO, errno.ENOSPC, errno.ESTALE)
 LOSSES = ("all_lost", "drawn")
@@ -149,7 +165,7 @@ def test_I8_crash_in_the_middle_of_recovery(name: str) -> None:
                 break
 
 
-@pytest.mark.parametrize("name", ["save_track_prune"])
+@pytest.mark.parametrize("name", ["save_track_prune", "compose"])
 def test_I2_sigkill_at_every_storage_call(name: str) -> None:
     """F2: SIGKILL keeps what was written; the next start decides from it, also right after."""
     script, retention = SCRIPTS[name]
@@ -161,7 +177,7 @@ def test_I2_sigkill_at_every_storage_call(name: str) -> None:
         recover_and_judge(disk, max(job.acknowledged, default=None), f"{name} call {index}")
 
 
-@pytest.mark.parametrize("name", ["fail_and_retry"])
+@pytest.mark.parametrize("name", ["fail_and_retry", "compose"])
 def test_F5_F6_F8_an_error_at_every_storage_call(name: str) -> None:
     """An error at any call, of each kind in turn, ends typed or in a failed attempt; nothing is lost."""
     script, retention = SCRIPTS[name]

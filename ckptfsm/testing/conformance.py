@@ -497,7 +497,13 @@ def _id_of(record: _Raw) -> _Id:
 
 def _spec_of(part: _Raw) -> PartSpec:
     ranks = part["ranks"]
-    return PartSpec(part["name"], part["kind"], part["directory"], ranks and tuple(ranks))
+    return PartSpec(
+        part["name"],
+        part["kind"],
+        part["directory"],
+        ranks and tuple(ranks),
+        part.get("optional", False),
+    )
 
 
 def _text(of: _Id) -> str:

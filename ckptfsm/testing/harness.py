@@ -8,8 +8,10 @@ finalize, tracker and recovery are the library's own code; only the tensors are 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -80,6 +82,15 @@ class FakePart:
         return shard.close_durably(name)
 
 
+class HalfPart(FakePart):
+    """A shard of which the disk takes one half."""
+
+    def write(self, storage: Storage, location: str) -> Written:
+        name = join(location, self.directory, f"__{self.rank}_0.distcp")
+        ShardFile(storage, name).write(self.content[: len(self.content) // 2])
+        raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+
+
 def fake_finisher(
     planned: bytes, results: Sequence[Sequence[Any]], location: str
 ) -> Mapping[str, bytes]:
@@ -102,7 +113,8 @@ FINISHERS: Mapping[str, PartFinisher] = MappingProxyType({"torch_dist": fake_fin
 class FakeJob:
     """One run of a trainer: a coordinator and the writers of ``ranks`` ranks, all on one thread.
 
-    ``acknowledged`` collects the steps that were reported as tracked to the trainer.
+    ``cannot``: parts that the last rank begins to write and cannot. ``acknowledged`` collects the steps
+    that were reported as tracked to the trainer.
     """
 
     storage: Storage
@@ -112,6 +124,7 @@ class FakeJob:
     takeover: bool = False
     identity: Identity = FIRST
     clock: SimClock = field(default_factory=SimClock)
+    cannot: frozenset[str] = frozenset()
     acknowledged: list[int] = field(default_factory=list)
     records: list[TransitionRecord] = field(default_factory=list)
 
@@ -142,13 +155,20 @@ class FakeJob:
     def write(self, of: AttemptId, rank: int, parts: tuple[PartSpec, ...] = PARTS) -> None:
         """Write and report one rank's shards."""
         location = MEGATRON.working_dir(of, False)
-        fakes = tuple(FakePart(p.name, p.directory, rank, fake_content(of, rank)) for p in parts)
-        job = RankJob(of, rank, self.ranks, location, fakes)
+        own = [p for p in parts if p.ranks is None or rank in p.ranks]
+        fakes = tuple(self._part(p, rank, fake_content(of, rank)) for p in own)
+        optional = frozenset(p.name for p in own if p.optional)
+        job = RankJob(of, rank, self.ranks, location, fakes, optional)
         written = write_rank(self.storage, job)
         self.coordinator.report(
             [ShardReported(of, name, rank, self.ranks, size) for name, size, _ in written]
         )
         self._listen()
+
+    def _part(self, spec: PartSpec, rank: int, content: bytes) -> FakePart:
+        failing = spec.name in self.cannot and rank == self.ranks - 1
+        made = HalfPart if failing else FakePart
+        return made(spec.name, spec.directory, rank, content, spec.first_rank)
 
     def save(self, step: int, parts: tuple[PartSpec, ...] = PARTS) -> AttemptId:
         """A whole save of all ranks."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from ckptfsm.layout import join, planned_name
 from ckptfsm.ports import Storage
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 
@@ -102,10 +103,9 @@ def check_directory(storage: Storage, name: str) -> Attempt:
         raise RootBroken(f"I4: {name} is published without a whole manifest: {error}") from error
     listed = {entry["name"]: entry for entry in manifest["files"]}
     foreign = {part["directory"] for part in manifest["parts"] if part["kind"] == "foreign"}
-    sharded = [part for part in manifest["parts"] if part["kind"] != "file"]
-    for rank in range(manifest["world_size"]):
-        if sharded and not any(file.endswith(f"__{rank}_0.distcp") for file in listed):
-            raise RootBroken(f"I3: {name} lists no shard of rank {rank}")
+    for shard in _shards_of(manifest):
+        if shard not in listed:
+            raise RootBroken(f"I3: {name} lists no {shard}")
     for file, entry in listed.items():
         try:
             data = storage.read(f"{name}/{file}", _LIMIT)
@@ -117,6 +117,18 @@ def check_directory(storage: Storage, name: str) -> Attempt:
         if file.endswith(".distcp") and file.rpartition("/")[0] not in foreign:
             _check_shard(name, file, data, manifest)
     return (manifest["step"], manifest["epoch"], manifest["attempt"])
+
+
+def _shards_of(manifest: Mapping[str, Any]) -> list[str]:
+    """The first shard of every rank of every part. A group numbers its own ranks from 0."""
+    shards = []
+    for part in manifest["parts"]:
+        if part["kind"] in ("file", "tree"):
+            continue
+        ranks = part["ranks"] or range(manifest["world_size"])
+        numbers = range(len(ranks)) if part["kind"] == "report" else ranks
+        shards += [join(part["directory"], f"__{number}_0.distcp") for number in numbers]
+    return shards
 
 
 def _check_shard(name: str, file: str, data: bytes, manifest: Mapping[str, Any]) -> None:
@@ -132,12 +144,28 @@ def _check_shard(name: str, file: str, data: bytes, manifest: Mapping[str, Any])
 
 @dataclass
 class JournalModel:
-    """What one epoch's segment says durably: state by attempt, and a rollback under way."""
+    """What one epoch's segment says durably: state by attempt, and a rollback under way.
+
+    ``required``: the names of the parts that an attempt cannot do without. ``loose``: where the files of
+    the others are, which nobody needs to have written.
+    """
 
     states: dict[Attempt, str] = field(default_factory=dict)
     in_place: set[Attempt] = field(default_factory=set)
+    required: dict[Attempt, set[str]] = field(default_factory=dict)
+    loose: dict[Attempt, tuple[str, ...]] = field(default_factory=dict)
     rolling_back: bool = False
     target: int | None = None
+
+    def declare(self, of: Attempt, entry: Mapping[str, Any]) -> None:
+        """Remember how a checkpoint was asked for."""
+        self.required[of] = {part["name"] for part in entry["parts"] if not part["optional"]}
+        optional = [part for part in entry["parts"] if part["optional"]]
+        self.loose[of] = tuple(
+            path for part in optional for path in (part["directory"], planned_name(part["name"]))
+        )
+        if entry["in_place"]:
+            self.in_place.add(of)
 
     def steps(self, *states: str) -> set[int]:
         return {of[0] for of, state in self.states.items() if state in states}
@@ -359,7 +387,11 @@ class Watch:
         elif src.startswith("iter_") and "/" not in src:
             self._moved_away(process, src, dst)
         elif src.startswith(STAGING) and dst.startswith(TRASH):
-            self._require(process, src[len(STAGING) :], "failed", "clean up")
+            attempt, _, inner = src[len(STAGING) :].partition("/")
+            if inner:  # an optional part that was not written everywhere
+                self._require(process, attempt, "shards_written", "leave a part out")
+            else:
+                self._require(process, attempt, "failed", "clean up")
             self._effect(process, src)
         if _RECEIPTS in dst and dst.endswith(".json") and ".tmp-" not in dst:
             self._received(dst)
@@ -433,12 +465,23 @@ class Watch:
         self._judge_complete(dst)
 
     def _judge_complete(self, name: str) -> None:
-        self._remember(name, check_directory(self._judge, name))
+        of = check_directory(self._judge, name)
+        self._remember(name, of)
+        self._judge_parts(name, of)
         volatile = self.disk.unsettled(name)
         if self.in_place:  # the rename of the manifest is the commit; its fsync comes after it
             volatile = [v for v in volatile if not v.startswith(f"{name}{_MANIFEST}")]
         if volatile:
             raise RootBroken(f"I4: {name} is published, {volatile[0]} is not durable")
+
+    def _judge_parts(self, name: str, of: Attempt) -> None:
+        """I3: nothing that was declared as required is missing."""
+        manifest = json.loads(self._judge.read(f"{name}{_MANIFEST}", _LIMIT))
+        there = {part["name"] for part in manifest["parts"]}
+        for model in self.models.values():
+            missing = model.required.get(of, set()) - there
+            if missing:
+                raise RootBroken(f"I3: {name} is published without {sorted(missing)[0]}")
 
     def _complete_at(self, path: str) -> bool:
         return self.disk.find(path.partition("/")[0]) in self._complete
@@ -564,8 +607,7 @@ class Watch:
             for entry in record["checkpoints"]:
                 of = (entry["step"], entry["epoch"], entry["attempt"])
                 model.states[of] = entry["state"]
-                if entry["in_place"]:
-                    model.in_place.add(of)
+                model.declare(of, entry)
             return
         model = self.models.setdefault(epoch, JournalModel())
         if kind == "rollback_started":
@@ -584,8 +626,8 @@ class Watch:
         state = record["dest"]
         model.states.pop(of, None)  # the last one that moved comes last
         model.states[of] = state
-        if record["created"] is not None and record["created"]["in_place"]:
-            model.in_place.add(of)
+        if record["created"] is not None:
+            model.declare(of, record["created"])
         if of in self.doomed and state in ("shards_written", "finalized", "tracked"):
             raise RootBroken(f"I3: {of} is {state}, something of it was never written")
         if not newest or of[0] in self.touched:
@@ -594,7 +636,8 @@ class Watch:
         token = self.disk.find(name)
         if state == "shards_written":
             where = name if of in model.in_place else STAGING + _attempt_name(of)
-            volatile = self.disk.unsettled(where)
+            loose = tuple(f"{where}/{path}" for path in model.loose.get(of, ()))
+            volatile = [v for v in self.disk.unsettled(where) if not v.startswith(loose)]
             if of in model.in_place:  # what finalizers leave comes later, a rival's too
                 volatile = [v for v in volatile if "metadata" not in v]
             if volatile:

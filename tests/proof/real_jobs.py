@@ -34,7 +34,11 @@ from proof.real_site import Disk, Noting, Site, Strike, Tell
 
 LAST_STEP = 1000  # the save that shows that training goes on
 RETRY_S = 6.0  # longer than a coordinator waits before it tries a command again
-TWO_PARTS = (PartSpec("state"), PartSpec("optimizer", directory="optimizer"))
+COMPOSITE = (
+    PartSpec("state"),
+    PartSpec("critic", directory="critic", ranks=(1,)),
+    PartSpec("export", directory="export", optional=True),
+)
 
 
 class Stopped(Exception):
@@ -126,9 +130,13 @@ def save_track_prune(on: Training) -> None:
 
 
 def fail_and_retry(on: Training) -> None:
-    """The very first save fails and is cleaned up; the same step again, of two parts."""
+    """The very first save fails and is cleaned up; the same step again, of three parts.
+
+    One of them lives on one rank only, and an optional one cannot be written there.
+    """
     on.save(1, ranks=1)
-    on.save(1, TWO_PARTS)
+    on.job.cannot = frozenset({"export"})
+    on.save(1, COMPOSITE)
 
 
 def roll_back(on: Training) -> None:

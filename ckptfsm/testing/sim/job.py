@@ -34,6 +34,8 @@ from ckptfsm.handle import SaveHandle
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
 from ckptfsm.messages import Event
+from ckptfsm.owner import Owner
+from ckptfsm.proposal import OptionalPart
 from ckptfsm.readers import ReaderLease
 from ckptfsm.testing.invariants import RootBroken, check_directory
 from ckptfsm.testing.sim.ports import (
@@ -64,7 +66,7 @@ _OPS = (
 )
 _NAMES = tuple(name for name, _ in _OPS)
 _WEIGHTS = tuple(weight for _, weight in _OPS)
-LAYOUTS = ("state", "parts", "file", "foreign")
+LAYOUTS = ("state", "parts", "file", "foreign", "split", "optional", "groups")
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class Trainer:
         self.step = 0
         transport = WorldTransport(group, rank, process, job.sent)
         self.ports = world_ports(self.site, process, transport)
-        self.manager: Manager
+        self.manager: Owner
 
     @property
     def newest(self) -> bool:
@@ -193,7 +195,7 @@ class Trainer:
     def _live(self) -> None:
         site, floor = self.site, self.site.watch.floor()
         try:
-            self.manager = Manager(self.ports, self.job.config, (self._hook,))
+            self.manager = self._open()
         except DamagedRoot as error:
             excused = site.spoiled or self._fenced or site.watch.hopeless()
             site.check(excused, "I8", f"{self.process.name} cannot open: {error}")
@@ -222,6 +224,9 @@ class Trainer:
             self._note_error(error)
             self._check_patience(error)
             manager.abandon()
+
+    def _open(self) -> Owner:
+        return Manager(self.ports, self.job.config, (self._hook,))
 
     def _check_latest(self, floor: int | None) -> None:
         """I2: what was acknowledged before the start is there, unless somebody changed it since."""
@@ -262,9 +267,7 @@ class Trainer:
 
     def _do(self, op: Op) -> None:
         if op.fails is not None and op.fails[0] == self.rank:
-            driver = self.ports.driver
-            assert isinstance(driver, WorldDriver)
-            driver.strike(op.fails[1])
+            self._fail_at(op.fails[1])
         work = getattr(self, f"_op_{op.name}")
         try:
             work(op.number)
@@ -274,6 +277,12 @@ class Trainer:
             if isinstance(error, OutcomeUnknown) or op.name == "restore":
                 raise
             self._goes_on(error)
+
+    def _fail_at(self, call: str) -> None:
+        """F31: this rank fails in the middle of what all of them do."""
+        driver = self.ports.driver
+        assert isinstance(driver, WorldDriver)
+        driver.strike(call)
 
     def _goes_on(self, error: CkptFsmError) -> None:
         self.site.world.note(self.process.name, "REFUSED", type(error).__name__, error.message)
@@ -318,22 +327,30 @@ class Trainer:
 
     def _begin(self, step: int, number: float) -> SaveHandle:
         state = self._state(step)
-        manager = self.manager
-        metrics = {"loss": 1.0 + number}
         self.step = step
         if self.handles and not self.handles[-1].done and self.rank == 0:
             self.site.count("F22")
-        if self.job.layout == "state":
-            handle = manager.save(step, state, metrics=metrics)
-        elif self.job.layout == "foreign":
-            request = WorldRequest(b"", state=state)
-            handle = manager.save(step, parts={"state": request}, metrics=metrics)
-        else:
-            second: Any = b"tokens" if self.job.layout == "file" else dict(state)
-            handle = manager.save(step, parts={"state": state, "extra": second}, metrics=metrics)
+        handle = self._save_parts(step, state, {"loss": 1.0 + number})
         state["step"] = -1  # training goes on and changes it
         self.handles.append(handle)
         return handle
+
+    def _save_parts(
+        self, step: int, state: dict[str, Any], metrics: dict[str, float]
+    ) -> SaveHandle:
+        manager, layout = self.manager, self.job.layout
+        assert isinstance(manager, Manager)
+        if layout == "state":
+            return manager.save(step, state, metrics=metrics)
+        if layout == "foreign":
+            request = WorldRequest(b"", state=state)
+            return manager.save(step, parts={"state": request}, metrics=metrics)
+        second: Any = b"tokens" if layout == "file" else dict(state)
+        if layout == "optional":
+            second = OptionalPart(second)
+        elif layout == "split" and self.rank == 0 and self.job.world_size > 1:
+            second = None  # the other ranks have it
+        return manager.save(step, parts={"state": state, "extra": second}, metrics=metrics)
 
     def _op_train(self, number: float) -> None:
         self._train(1 + int(number * 8))
@@ -414,6 +431,7 @@ class Trainer:
     def _op_restore(self, number: float) -> None:
         floor = self.site.watch.floor()
         template: Mapping[str, Any] = {"step": None, "token": None}
+        assert isinstance(self.manager, Manager)
         try:
             restored = self.manager.restore(parts={"state": template})
         except (Fenced, OutcomeUnknown, RestoreFailed):

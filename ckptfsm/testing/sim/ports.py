@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import pickle
 from collections import deque
@@ -257,7 +258,7 @@ class WorldWriter:
         if not parent.alive:
             raise ProcessDead(parent.name)
         self._site = site
-        self._job: RankJob = pickle.loads(pickle.dumps(job))  # what the fork does
+        self._job = _forked(job, WorldClock(site, parent))
         self._process = site.world.process(name, parent.host, parent, "writer")
         self._storage = WorldStorage(site, self._process)
         self._ended: Outcome | None = None
@@ -325,6 +326,22 @@ class WorldWriter:
         self._site.kill(self._process)
 
 
+def _forked(job: RankJob, clock: WorldClock) -> RankJob:
+    """What the fork does: a copy of everything but the time."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer)
+    pickler.persistent_id = _is_time  # type: ignore[method-assign]
+    pickler.dump(job)
+    unpickler = pickle.Unpickler(io.BytesIO(buffer.getvalue()))
+    unpickler.persistent_load = lambda token: clock  # type: ignore[method-assign]
+    copy: RankJob = unpickler.load()
+    return copy
+
+
+def _is_time(value: object) -> str | None:
+    return "clock" if isinstance(value, WorldClock) else None
+
+
 def _attempt_of(job: RankJob) -> Attempt:
     return (job.of.step, job.of.epoch, job.of.attempt)
 
@@ -347,7 +364,8 @@ class StruckPart:
 
     def strike(self) -> None:
         watch, of = self._site.watch, _attempt_of(self._job)
-        if self._how != "late":
+        spared = self._how == "fails" and self.name in self._job.optional
+        if self._how != "late" and not spared:
             watch.doomed.add(of)
         model = watch.models.get(watch.newest_epoch)
         state = model.states.get(of) if model is not None else None

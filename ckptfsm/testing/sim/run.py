@@ -23,6 +23,7 @@ from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.invariants import RootBroken, Watch
 from ckptfsm.testing.sim.damage import meddle, spoil_journal
 from ckptfsm.testing.sim.faults import Faults, draw_faults
+from ckptfsm.testing.sim.groups import start_controller
 from ckptfsm.testing.sim.job import LAYOUTS, Job, Op, Reader, draw_script
 from ckptfsm.testing.sim.site import Site
 from ckptfsm.testing.sim.world import SimulationFailed, Task, World
@@ -147,7 +148,7 @@ class Scenario:
     def _control(self) -> None:
         choose = self.site.world.random
         for _ in range(choose.choice(_JOBS) + 5 * self.large):
-            job = self._job().start()
+            job = self._start(self._job())
             rival = self._rival() if self.rivals and choose.random() < 0.6 else None
             for _ in range(3 * self.readers):
                 self._start_reader()
@@ -157,6 +158,9 @@ class Scenario:
                     self._report_hang(running)
             self._between()
         self._finish()
+
+    def _start(self, job: Job) -> Job:
+        return start_controller(job) if self.layout == "groups" else job.start()
 
     def _report_hang(self, job: Job) -> None:
         waiting = [task.name for task in job.tasks if not task.done]
@@ -197,7 +201,7 @@ class Scenario:
         """F12: a second job on the same root, sometimes with the right to take it over."""
         choose = self.site.world.random
         self.site.world.sleep(choose.random() * 4)
-        return self._job(takeover=choose.random() < 0.7).start()
+        return self._start(self._job(takeover=choose.random() < 0.7))
 
     def _start_reader(self) -> None:
         choose = self.site.world.random
@@ -245,8 +249,8 @@ class Scenario:
         site.spoiled = True
         rates, site.faults = site.faults, Faults()
         self.numbers += 1
-        job = Job(site, self.numbers, 1, make_config(dict(_TIMES)), [], layout=self.layout).start()
-        job.wait(_LIMIT_S)
+        job = Job(site, self.numbers, 1, make_config(dict(_TIMES)), [], layout=self.layout)
+        self._start(job).wait(_LIMIT_S)
         error = job.errors.get(0)
         site.check(isinstance(error, DamagedRoot), "I8", f"a spoiled journal is taken: {error}")
         same = _without_leases(site.world.disk.snapshot()) == before
@@ -282,8 +286,8 @@ class Scenario:
         """A job on a sound machine. None if nothing whole is left of what was in use."""
         self.numbers += 1
         config = make_config({**_TIMES, "retention": LatestN(1), "on_failure": "raise"})
-        job = Job(self.site, self.numbers, 1, config, script, layout=self.layout).start()
-        if not job.wait(_LIMIT_S):
+        job = Job(self.site, self.numbers, 1, config, script, layout=self.layout)
+        if not self._start(job).wait(_LIMIT_S):
             self._report_hang(job)
         error = job.errors.get(0)
         if isinstance(error, DamagedRoot) and self.site.watch.hopeless():
