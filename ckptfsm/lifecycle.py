@@ -140,22 +140,22 @@ def writing_ranks(checkpoint: Checkpoint) -> frozenset[int]:
 
 def another_writer_is_awaited(checkpoint: Checkpoint, event: WriterForked) -> bool:
     """A declared rank that had not forked has; others have not."""
-    return _is_news_of_a_fork(checkpoint, event) and not _forks_complete(checkpoint, event)
+    return _is_news_of_a_fork(checkpoint, event) and not _forks_complete(checkpoint)
 
 
 def every_writer_has_forked(checkpoint: Checkpoint, event: WriterForked) -> bool:
     """The last declared rank has forked."""
-    return _is_news_of_a_fork(checkpoint, event) and _forks_complete(checkpoint, event)
+    return _is_news_of_a_fork(checkpoint, event) and _forks_complete(checkpoint)
 
 
 def another_shard_is_awaited(checkpoint: Checkpoint, event: ShardReported) -> bool:
     """A declared shard that had not been reported is durable; others are not (I3)."""
-    return _is_news_of_a_shard(checkpoint, event) and not _shards_complete(checkpoint, event)
+    return _is_news_of_a_shard(checkpoint, event) and not _shards_complete(checkpoint)
 
 
 def every_shard_is_durable(checkpoint: Checkpoint, event: ShardReported) -> bool:
     """The last declared shard is durable: all parts of all ranks (I3)."""
-    return _is_news_of_a_shard(checkpoint, event) and _shards_complete(checkpoint, event)
+    return _is_news_of_a_shard(checkpoint, event) and _shards_complete(checkpoint)
 
 
 def a_newer_one_is_tracked_and_nothing_keeps_it(checkpoint: Checkpoint, event: Superseded) -> bool:
@@ -170,12 +170,12 @@ def never_published_and_writers_gone(checkpoint: Checkpoint, event: Cleaned) -> 
 
 def another_writer_may_live(checkpoint: Checkpoint, event: WriterGone) -> bool:
     """A writer that was not known to be gone is; others may still write."""
-    return _is_news_of_an_end(checkpoint, event) and not _all_gone(checkpoint, event)
+    return _is_news_of_an_end(checkpoint, event) and not _all_gone(checkpoint)
 
 
 def every_writer_is_gone(checkpoint: Checkpoint, event: WriterGone) -> bool:
     """The last writer is gone: the files can be moved without a late write into them."""
-    return _is_news_of_an_end(checkpoint, event) and _all_gone(checkpoint, event)
+    return _is_news_of_an_end(checkpoint, event) and _all_gone(checkpoint)
 
 
 def writers_may_live(checkpoint: Checkpoint, event: WritersLost) -> bool:
@@ -197,7 +197,7 @@ def _is_news_of_a_fork(checkpoint: Checkpoint, event: WriterForked) -> bool:
     return awaited and event.world_size == checkpoint.world_size
 
 
-def _forks_complete(checkpoint: Checkpoint, event: WriterForked) -> bool:
+def _forks_complete(checkpoint: Checkpoint) -> bool:
     return len(checkpoint.forked) + 1 == len(writing_ranks(checkpoint))
 
 
@@ -207,7 +207,7 @@ def _is_news_of_a_shard(checkpoint: Checkpoint, event: ShardReported) -> bool:
     return awaited and event.rank in checkpoint.forked and event.world_size == checkpoint.world_size
 
 
-def _shards_complete(checkpoint: Checkpoint, event: ShardReported) -> bool:
+def _shards_complete(checkpoint: Checkpoint) -> bool:
     return len(checkpoint.reported) + 1 == len(expected_reports(checkpoint))
 
 
@@ -215,7 +215,7 @@ def _is_news_of_an_end(checkpoint: Checkpoint, event: WriterGone) -> bool:
     return event.rank in writing_ranks(checkpoint) and event.rank not in checkpoint.gone
 
 
-def _all_gone(checkpoint: Checkpoint, event: WriterGone) -> bool:
+def _all_gone(checkpoint: Checkpoint) -> bool:
     return len(checkpoint.gone) + 1 == len(writing_ranks(checkpoint))
 
 

@@ -37,7 +37,7 @@ def two_in_flight(monkeypatch):
 
 
 def one_shard_short(monkeypatch):
-    def complete(checkpoint, event):
+    def complete(checkpoint):
         return len(checkpoint.reported) + 2 == len(lifecycle.expected_reports(checkpoint))
 
     monkeypatch.setattr(lifecycle, "_shards_complete", complete)

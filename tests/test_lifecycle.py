@@ -254,8 +254,9 @@ def test_what_apply_remembers():
     one, _ = apply(failed, m.WriterGone(OF, 1))
     assert one.gone == {1}
     assert apply(one, m.WritersLost(OF))[0].gone == {0, 1}
-    adopted, _ = apply(absent(OF), m.Adopted(OF, 4.0))
+    adopted, _ = apply(absent(OF), m.Adopted(OF, 4.0, (("loss", 1.0),)))
     assert (adopted.provenance, adopted.run_seconds) == ("adopted", 4.0)
+    assert adopted.metrics == (("loss", 1.0),)
     out, _ = apply(adopted, m.Withdrawn(OF, "rollback", "to 50"))
     assert (out.reason, out.detail) == ("rollback", "to 50")
 
