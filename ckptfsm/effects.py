@@ -8,6 +8,7 @@ a restart decides from what is there.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
@@ -74,6 +75,7 @@ from ckptfsm.ports import Clock, PartFinisher, Storage
 from ckptfsm.stock import inspect_stock
 from ckptfsm.trash import sweep_attempt
 
+log = logging.getLogger("ckptfsm")
 _POLL_S = 0.05
 _NAMES = 100
 _FOREIGN_METADATA = (".metadata", "metadata.json")
@@ -123,6 +125,8 @@ class Effects:
             if part in kept:
                 files += self._finish_part(checkpoint, part, directory, receipts)
             else:
+                why = {"step": checkpoint.step, "part": part.name, "why": dropped[part.name]}
+                log.warning("part_left_out", extra=why)
                 self._leave_out(checkpoint, part, directory)
         self._refuse_duplicates(checkpoint, files)
         self._refuse_unlisted(directory, files)
