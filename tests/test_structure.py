@@ -46,7 +46,8 @@ HARMLESS = {
 }
 LIBRARIES = {"documents.py": {"pydantic", "zlib"}, "lifecycle.py": {"transitions"}}
 LIBRARIES["config.py"] = {"pydantic", "pathlib", "sys", "tomllib", "tomli"}
-UPPER = {"coordinator", "manager", "pump", "cli", "megatron", "demo", "testing", "handle"}
+UPPER = {"coordinator", "owner", "manager", "controller", "worker", "pump", "handle"}
+UPPER |= {"cli", "megatron", "integrations", "demo", "testing"}
 LOWER = PURE | {
     "clock.py",
     "durable.py",
