@@ -17,12 +17,11 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from ckptfsm.documents import (
     FileEntry,
     Pin,
-    RollbackFinished,
     RollbackStarted,
     SegmentClosed,
     encode,
@@ -50,34 +49,27 @@ from ckptfsm.evidence import (
     read_tracker,
 )
 from ckptfsm.journal import History, newest_segment, read_history
-from ckptfsm.layout import JOURNAL, MEGATRON, QUARANTINE, READERS, TRACKER, Layout, pin_name
+from ckptfsm.layout import JOURNAL, MEGATRON, QUARANTINE, READERS, Layout, pin_name
 from ckptfsm.lease import RootLease, open_root
 from ckptfsm.ledger import Ledger, Rejected
-from ckptfsm.lifecycle import UNSETTLED, Checkpoint, State, writing_ranks
+from ckptfsm.lifecycle import UNSETTLED, Checkpoint, State
 from ckptfsm.messages import (
-    Adopted,
     AttemptId,
-    Command,
     Event,
     Failed,
     FinalizersRan,
-    FoundPublished,
     PartSpec,
-    Prune,
-    Removed,
-    Reprieved,
     SaveRequested,
     Withdrawn,
     WritersLost,
-    WriteTracker,
 )
+from ckptfsm.opening import Opening, roll_back
 from ckptfsm.ports import Clock, Identity, PartFinisher, Storage
 from ckptfsm.recovery import (
     Decision,
     PublishedEvidence,
     Resume,
     forget_moved,
-    hopeless,
     is_whole,
     plan,
 )
@@ -229,17 +221,9 @@ class Coordinator:
         self._opened = Engine(self._storage, self._clock, lease, trade)
         ledger = forget_moved(history.ledger, decided.decisions)
         self._engine.begin(replace(history, ledger=ledger), self._identity)
-        sweep_temporaries(self._storage)
-        self._engine.reread_protection()
-        self._engine.last_hope = decided.last_hope
-        for decision in decided.decisions:
-            for action in decision.actions:
-                self._carry_out(action)
-        self._engine.last_hope = None
-        self._let_writers_go(lease.epoch)
-        self._finish_rollback(history)
-        self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))
-        self._refuse_half_open(decided.reasons)
+        Opening(self._storage, self._clock, self._engine, self._options.resume).run(
+            history, decided
+        )
         for warning in decided.warnings:
             log.warning("recovery_warning", extra={"root": self._storage.root, "what": warning})
         latest = self._engine.ledger.latest()
@@ -250,74 +234,6 @@ class Coordinator:
             decided.warnings,
             self._clock.monotonic() - began,
         )
-
-    def _carry_out(self, action: Event | Command) -> None:
-        if isinstance(action, Command):
-            self._engine.run(action)
-            return
-        if isinstance(action, Adopted):
-            self._engine.continue_from(action.run_seconds)
-            self._engine.effects.settle_adopted(action.of.step)
-            self._engine.effects.pin(action.of.step, "adopted")
-            self._engine.reread_protection()
-        if isinstance(action, FoundPublished):
-            self._engine.effects.settle_published(action.of.step)
-        self._engine.post(action)
-
-    def _let_writers_go(self, epoch: int) -> None:
-        """A roll-forward that failed just now has no writers left that could report their end."""
-        for failed in self._engine.ledger.in_state(State.FAILED):
-            if failed.id.epoch != epoch and failed.gone != writing_ranks(failed):
-                self._engine.post(WritersLost(failed.id))
-
-    def _finish_rollback(self, history: History) -> None:
-        """Complete an intent that a crash interrupted, or a fresh start asked for now."""
-        if history.rolling_back:
-            self._resume_rollback(history.rolling_back_to)
-        elif self._options.resume == "fresh" and (
-            self._engine.ledger.latest() is not None or lookup(self._storage, TRACKER) is not None
-        ):
-            self._engine.append(RollbackStarted(to_step=None, at=self._clock.wall()))
-            self._roll_back_to(None)
-
-    def _resume_rollback(self, target: int | None) -> None:
-        """Go on with it; if its target is damaged by now, to the next one below, or not at all."""
-        steps = [c.step for c in self._engine.ledger.in_state(State.TRACKED)]
-        reachable = [step for step in steps if target is not None and step <= target]
-        if target is None or reachable:
-            self._roll_back_to(reachable[-1] if reachable else None)
-            return
-        log.warning(
-            "rollback_given_up", extra={"target": target, "latest": max(steps, default=None)}
-        )
-        self._engine.append(RollbackFinished(at=self._clock.wall()))
-
-    def _repair_tracker(self, *, rewrite: bool) -> None:
-        """Not while a newer one waits for its journal record: the tracker may name it already.
-
-        ``rewrite``: somebody else wrote it, and nobody knows whether it is durable.
-        """
-        waiting = any(isinstance(command, WriteTracker) for command in self._engine.pending)
-        latest = self._engine.ledger.latest()
-        if waiting or latest is None:
-            return
-        if rewrite or read_tracker(self._storage).step != latest.step:
-            self._engine.run(WriteTracker(latest.id))
-
-    def _refuse_half_open(self, reasons: Sequence[str]) -> None:
-        """A published checkpoint that the disk did not let be tracked is not passed over (I8).
-
-        Nor is one that was to be rolled forward and could not be, if it was all there was.
-        """
-        waiting = self._engine.ledger.in_flight()
-        if waiting is not None:
-            raise StorageError(
-                f"step {waiting.step} is {waiting.state.value}, and its next effect failed",
-                file=self._storage.root,
-                step=waiting.step,
-            )
-        if reasons and self._engine.ledger.latest() is None:
-            raise hopeless(reasons)
 
     def close(self) -> None:
         """Journal the end and give the root back in order; give it back in any case."""
@@ -604,7 +520,7 @@ class Coordinator:
         self._engine.check_epoch()
         self._engine.append(RollbackStarted(to_step=step, at=self._clock.wall()))
         try:
-            self._roll_back_to(step)
+            roll_back(self._engine, step, self._clock.wall())
         except OSError as error:
             raise OutcomeUnknown(
                 f"the rollback to step {step} is not finished, a restart goes on with it: {error}",
@@ -620,27 +536,6 @@ class Coordinator:
                 step=checkpoint.step,
                 file=self._layout.published_name(checkpoint.step),
             )
-
-    def _roll_back_to(self, target: int | None) -> None:
-        """Tracker first, so that it never names what is being moved; then the later steps."""
-        if target is None:
-            self._engine.effects.put_aside_tracker()
-        else:
-            self._engine.effects.write_tracker(target)
-        reason: Literal["fresh", "rollback"] = "fresh" if target is None else "rollback"
-        for checkpoint in self._engine.ledger.in_state(State.PRUNABLE):
-            self._settle_prunable(checkpoint)
-        self._engine.pending = [c for c in self._engine.pending if not isinstance(c, WriteTracker)]
-        for checkpoint in reversed(self._engine.ledger.in_state(State.TRACKED)):
-            if target is None or checkpoint.step > target:
-                self._engine.post(Withdrawn(checkpoint.id, reason, f"to {target}"))
-        self._engine.append(RollbackFinished(at=self._clock.wall()))
-
-    def _settle_prunable(self, checkpoint: Checkpoint) -> None:
-        """A prune that waits to be tried again must not come back after a rollback."""
-        self._engine.pending = [c for c in self._engine.pending if c != Prune(checkpoint.id)]
-        kept = self._engine.effects.settle_prunable(checkpoint)
-        self._engine.post(Reprieved(checkpoint.id, kept) if kept else Removed(checkpoint.id))
 
     # ------------------------------------------------------------------------------------- readers
 

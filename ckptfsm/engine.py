@@ -133,6 +133,10 @@ class Engine:
         self._finalized_by_rank: set[AttemptId] = set()
         self._published: set[AttemptId] = set()  # on disk; the journal may not know it yet
 
+    @property
+    def epoch(self) -> int:
+        return self._lease.epoch
+
     def begin(self, history: History, identity: Identity) -> None:
         """Open this epoch's segment: seals of the older ones and the ledger as it stands.
 

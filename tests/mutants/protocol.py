@@ -112,7 +112,7 @@ ORDER = (
     ),
     mutant(
         "unfinished-rollback-is-forgotten",
-        "coordinator",
+        "opening",
         "        self._finish_rollback(history)\n",
         "",
         breaks="I8",
@@ -165,7 +165,7 @@ ORDER = (
     ),
     mutant(
         "tracker-not-repaired-at-start",
-        "coordinator",
+        "opening",
         '        self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))\n',
         "",
         breaks="F18",
@@ -385,8 +385,8 @@ LOOKS = (
     ),
     mutant(
         "adopted-without-pin",
-        "coordinator",
-        '            self._engine.effects.pin(action.of.step, "adopted")\n',
+        "opening",
+        '            self.engine.effects.pin(action.of.step, "adopted")\n',
         "",
         breaks="I8",
         source="F26",
@@ -509,9 +509,9 @@ FENCES = (
     ),
     mutant(
         "pruned-before-the-latest-was-read",
-        "coordinator",
+        "opening",
         "        self._refuse_half_open(decided.reasons)\n",
-        "        self._refuse_half_open(decided.reasons)\n        self._engine.retire()\n",
+        "        self._refuse_half_open(decided.reasons)\n        self.engine.retire()\n",
         breaks="I2",
         source="F21",
         killers=("tests:test_found_by_review.py",),

@@ -1,0 +1,157 @@
+"""What an opening does once recovery has decided: in order, on an engine that has just begun.
+
+Rules: every decision goes through the table and the commands of a living save. What was adopted is
+durable before anything else counts on it; a rollback that was interrupted is completed; the tracker is
+put right last. A root that the disk does not let be opened as decided is not opened (I8).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptfsm.documents import RollbackFinished, RollbackStarted
+from ckptfsm.durable import lookup
+from ckptfsm.engine import Engine
+from ckptfsm.errors import StorageError
+from ckptfsm.evidence import read_tracker
+from ckptfsm.journal import History
+from ckptfsm.layout import TRACKER
+from ckptfsm.lifecycle import Checkpoint, State, writing_ranks
+from ckptfsm.messages import (
+    Adopted,
+    Command,
+    Event,
+    FoundPublished,
+    Prune,
+    Removed,
+    Reprieved,
+    Withdrawn,
+    WritersLost,
+    WriteTracker,
+)
+from ckptfsm.ports import Clock, Storage
+from ckptfsm.recovery import Plan, Resume, hopeless
+from ckptfsm.trash import sweep_temporaries
+
+log = logging.getLogger("ckptfsm")
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """See the module. ``engine`` has journaled the beginning of its epoch."""
+
+    storage: Storage
+    clock: Clock
+    engine: Engine
+    resume: Resume
+
+    def run(self, history: History, decided: Plan) -> None:
+        """Carry out what was decided. Raises ``DamagedRoot``, or what the disk raises."""
+        sweep_temporaries(self.storage)
+        self.engine.reread_protection()
+        self.engine.last_hope = decided.last_hope
+        for decision in decided.decisions:
+            for action in decision.actions:
+                self._carry_out(action)
+        self.engine.last_hope = None
+        self._let_writers_go()
+        self._finish_rollback(history)
+        self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))
+        self._refuse_half_open(decided.reasons)
+
+    def _carry_out(self, action: Event | Command) -> None:
+        if isinstance(action, Command):
+            self.engine.run(action)
+            return
+        if isinstance(action, Adopted):
+            self.engine.continue_from(action.run_seconds)
+            self.engine.effects.settle_adopted(action.of.step)
+            self.engine.effects.pin(action.of.step, "adopted")
+            self.engine.reread_protection()
+        if isinstance(action, FoundPublished):
+            self.engine.effects.settle_published(action.of.step)
+        self.engine.post(action)
+
+    def _let_writers_go(self) -> None:
+        """A roll-forward that failed just now has no writers left that could report their end."""
+        for failed in self.engine.ledger.in_state(State.FAILED):
+            if failed.id.epoch != self.engine.epoch and failed.gone != writing_ranks(failed):
+                self.engine.post(WritersLost(failed.id))
+
+    def _finish_rollback(self, history: History) -> None:
+        """Complete an intent that a crash interrupted, or a fresh start asked for now."""
+        if history.rolling_back:
+            self._resume_rollback(history.rolling_back_to)
+        elif self.resume == "fresh" and (
+            self.engine.ledger.latest() is not None or lookup(self.storage, TRACKER) is not None
+        ):
+            self.engine.append(RollbackStarted(to_step=None, at=self.clock.wall()))
+            roll_back(self.engine, None, self.clock.wall())
+
+    def _resume_rollback(self, target: int | None) -> None:
+        """Go on with it; if its target is damaged by now, to the next one below, or not at all."""
+        steps = [c.step for c in self.engine.ledger.in_state(State.TRACKED)]
+        reachable = [step for step in steps if target is not None and step <= target]
+        if target is None or reachable:
+            roll_back(self.engine, reachable[-1] if reachable else None, self.clock.wall())
+            return
+        log.warning(
+            "rollback_given_up", extra={"target": target, "latest": max(steps, default=None)}
+        )
+        self.engine.append(RollbackFinished(at=self.clock.wall()))
+
+    def _repair_tracker(self, *, rewrite: bool) -> None:
+        """Not while a newer one waits for its journal record: the tracker may name it already.
+
+        ``rewrite``: somebody else wrote it, and nobody knows whether it is durable.
+        """
+        waiting = any(isinstance(command, WriteTracker) for command in self.engine.pending)
+        latest = self.engine.ledger.latest()
+        if waiting or latest is None:
+            return
+        if rewrite or read_tracker(self.storage).step != latest.step:
+            self.engine.run(WriteTracker(latest.id))
+
+    def _refuse_half_open(self, reasons: Sequence[str]) -> None:
+        """A published checkpoint that the disk did not let be tracked is not passed over (I8).
+
+        Nor is one that was to be rolled forward and could not be, if it was all there was.
+        """
+        waiting = self.engine.ledger.in_flight()
+        if waiting is not None:
+            raise StorageError(
+                f"step {waiting.step} is {waiting.state.value}, and its next effect failed",
+                file=self.storage.root,
+                step=waiting.step,
+            )
+        if reasons and self.engine.ledger.latest() is None:
+            raise hopeless(reasons)
+
+
+def roll_back(engine: Engine, target: int | None, at: str) -> None:
+    """Make ``target`` the latest. Its intent is journaled already; ``at`` is the time, for people.
+
+    Tracker first, so that it never names what is being moved; then the later steps.
+    """
+    if target is None:
+        engine.effects.put_aside_tracker()
+    else:
+        engine.effects.write_tracker(target)
+    reason: Literal["fresh", "rollback"] = "fresh" if target is None else "rollback"
+    for checkpoint in engine.ledger.in_state(State.PRUNABLE):
+        _settle_prunable(engine, checkpoint)
+    engine.pending = [c for c in engine.pending if not isinstance(c, WriteTracker)]
+    for checkpoint in reversed(engine.ledger.in_state(State.TRACKED)):
+        if target is None or checkpoint.step > target:
+            engine.post(Withdrawn(checkpoint.id, reason, f"to {target}"))
+    engine.append(RollbackFinished(at=at))
+
+
+def _settle_prunable(engine: Engine, checkpoint: Checkpoint) -> None:
+    """A prune that waits to be tried again must not come back after a rollback."""
+    engine.pending = [c for c in engine.pending if c != Prune(checkpoint.id)]
+    kept = engine.effects.settle_prunable(checkpoint)
+    engine.post(Reprieved(checkpoint.id, kept) if kept else Removed(checkpoint.id))
