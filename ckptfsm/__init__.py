@@ -19,6 +19,7 @@ from ckptfsm.errors import CkptFsmError, DamagedRoot, RootBusy, SaveFailed, Save
 from ckptfsm.files import FileTree
 from ckptfsm.handle import Restored, SaveHandle
 from ckptfsm.lifecycle import State
+from ckptfsm.ports import Staging
 from ckptfsm.proposal import OptionalPart
 from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import (
@@ -58,6 +59,7 @@ __all__ = [
     "ForeignRequest",
     "FileTree",
     "OptionalPart",
+    "Staging",
     "Controller",
     "GroupPart",
     "GroupSave",

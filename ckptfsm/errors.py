@@ -163,6 +163,13 @@ class RankFailed(CkptFsmError):
     advice = "restart the job; recovery decides from disk"
 
 
+class StagingFailed(CkptFsmError):
+    """A rank could not offload its state after a save (``step``, ``rank``). The save itself goes on."""
+
+    kind = "staging_failed"
+    advice = "the state of that rank may be on either device: leave and restart the job"
+
+
 class StorageError(CkptFsmError, OSError):
     """A storage call failed (``file``, ``call``, ``errno_name``)."""
 

@@ -32,9 +32,10 @@ from ckptfsm.errors import (
 from ckptfsm.handle import Restored, SaveHandle
 from ckptfsm.link import Answer
 from ckptfsm.owner import Owner, whole_step
-from ckptfsm.proposal import Accepted, Proposal, agree, propose
+from ckptfsm.proposal import Accepted, Proposal, agree
 from ckptfsm.pump import HandleDone
 from ckptfsm.restoring import Restorer
+from ckptfsm.staging import Stage
 
 log = logging.getLogger("ckptfsm")
 
@@ -54,12 +55,13 @@ class Manager(Owner):
 
         ``state`` is a Megatron sharded state dict, saved as the one part ``state`` at the root of the
         step's directory; ``parts`` maps names to several of them, to ``bytes`` (a plain file), or to
-        foreign requests. Returns once this rank's data is owned by its writer: tensors may change
+        foreign requests. Each may be a function that returns it, called when the save begins (after
+        ``Staging.load``). Returns once this rank's data is owned by its writer: tensors may change
         from then on. With ``sync`` it returns when the checkpoint is tracked.
 
         Raises ``SaveRefused`` (on every rank) if it was not accepted, ``SaveFailed`` for an earlier
         save that failed under ``on_failure="raise"``, ``DeadlineExceeded`` if another save stays in
-        flight.
+        flight, ``StagingFailed`` if a rank could not offload.
         """
         self._require_open()
         step = whole_step(step)
@@ -67,20 +69,37 @@ class Manager(Owner):
         if not self._make_way(step):
             return SaveHandle(step)
         call = (state, parts)
-        draft, proposal = propose(self._ports.driver, self.world_size, step, call, metrics)
-        answer, accepted = self._ask_for(proposal)
-        if answer.error is not None:
-            self._ports.driver.refuse()
-            raise answer.error
-        assert draft is not None and accepted is not None
-        self._pump.save_due = False
-        handle = self._pump.begin_writing(self._storage, accepted, draft)
-        self._unpolled_since = step
+        with Stage(self._ports.staging, self._ports.transport, step) as stage:
+            handle, refused = self._begin(stage, step, call, metrics)
+        stage.agree()
+        if refused is not None:
+            raise refused
         if self.config.sync:
             done = HandleDone(handle)
             self._pump.drive(done, self.config.busy_timeout_s, f"the save of step {step}")
             self._pump.raise_failures()
         return handle
+
+    def _begin(
+        self,
+        stage: Stage,
+        step: int,
+        call: tuple[Any, Mapping[str, Any] | None],
+        metrics: Mapping[str, float] | None,
+    ) -> tuple[SaveHandle, CkptFsmError | None]:
+        """Draft, ask, stage and fork; why it was refused, the same on every rank."""
+        draft, proposal = stage.propose(self._ports.driver, call, metrics)
+        answer, accepted = self._ask_for(proposal)
+        if answer.error is not None:
+            self._ports.driver.refuse()
+            if draft is not None:
+                draft.let_go()
+            return SaveHandle(step), answer.error
+        assert draft is not None and accepted is not None
+        self._pump.save_due = False
+        handle = self._pump.begin_writing(self._storage, accepted, draft)
+        self._unpolled_since = step
+        return handle, None
 
     def _ask_for(self, proposal: Proposal) -> tuple[Answer, Accepted | None]:
         """The one exchange that a save begins with."""

@@ -369,6 +369,25 @@ class Driver(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Staging:
+    """What a trainer does around each save that begins, on every rank, on the training thread.
+
+    ``load`` brings the state to the accelerator, ``offload`` brings it back to host memory once the
+    writer owns its copy. Give the state to ``save`` as a function then: it is called after ``load``.
+    ``offload`` is called too when ``load`` raised, or the save is refused or fails: it must cope with
+    state that is loaded in part, or not at all. Neither may hold a collective. A save that is skipped
+    calls neither.
+
+    If ``load`` raises on a rank, the save is refused on every rank. If ``offload`` does,
+    ``StagingFailed`` comes out of ``save`` on every rank; a ``GroupWorker`` reports that its share
+    failed.
+    """
+
+    load: Callable[[], object]
+    offload: Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
 class Ports:
     """What a manager is built from: ``open_storage(create)`` gives this rank's storage."""
 
@@ -379,3 +398,4 @@ class Ports:
     open_storage: Callable[[bool], Storage]
     identity: Callable[[], Identity]
     launch: Launch
+    staging: Staging | None = None

@@ -85,11 +85,18 @@ class Proposal:
 def name_parts(state: Any, parts: Mapping[str, Any] | None) -> dict[str, Any]:
     """The parts of a call: ``state`` alone is the part named ``state``. Raises ``ConfigError``.
 
-    A part that is None is one that other ranks write.
+    A part that is None is one that other ranks write; one that is a function is made now.
     """
     if (state is None) == (parts is None):
         raise ConfigError("give either a state or named parts")
-    return {STATE: state} if parts is None else dict(parts)
+    named = {STATE: state} if parts is None else parts
+    return {name: _made(value) for name, value in named.items()}
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, OptionalPart) and callable(value.content):
+        return OptionalPart(value.content())
+    return value() if callable(value) else value
 
 
 def propose(

@@ -335,6 +335,7 @@ class Pump:
             self._outbox.append(WriterForked(of, self._rank, self._world_size))
         except BaseException as error:  # also torch's; the others must not wait for this rank
             self._ports.driver.refuse()
+            draft.let_go()
             self.give_up(of, error)
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise

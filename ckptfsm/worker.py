@@ -35,8 +35,9 @@ from ckptfsm.messages import (
     WriterGone,
 )
 from ckptfsm.ports import Clock, Draft, PartFinisher, PartJob, Ports, RankJob, Storage, Written
-from ckptfsm.proposal import Accepted, Proposal, agree, propose
+from ckptfsm.proposal import Accepted, Proposal, agree
 from ckptfsm.restoring import Restorer
+from ckptfsm.staging import Stage
 from ckptfsm.writer import RankWriter, ShardFile
 
 log = logging.getLogger("ckptfsm")
@@ -71,12 +72,18 @@ class Worker:
         it. When it returns, the tensors may change. Raises ``RankFailed`` if a rank of the
         group is gone.
         """
-        transport = self._ports.transport
-        self._number = ticket.first_rank + transport.rank
+        self._number = ticket.first_rank + self._ports.transport.rank
         shares = Shares.of(ticket.part, state, parts)
-        draft, proposal = propose(
-            self._ports.driver, transport.world_size, ticket.of.step, (None, shares.values), None
-        )
+        with Stage(self._ports.staging, self._ports.transport, ticket.of.step) as stage:
+            self._write(ticket, shares, stage)
+        if stage.problem:
+            self._fail(ticket.of, stage.problem)
+        return self.poll()
+
+    def _write(self, ticket: Ticket, shares: Shares, stage: Stage) -> None:
+        """Plan with the group, stage and fork; what goes wrong becomes a report."""
+        transport = self._ports.transport
+        draft, proposal = stage.propose(self._ports.driver, (None, shares.values), None)
         gathered = transport.gather(proposal)
         accepted, problem = (None, "") if gathered is None else self._judge(ticket, gathered)
         sent = accepted.for_others() if accepted is not None else None
@@ -84,7 +91,7 @@ class Worker:
         if problem or draft is None:
             self._ports.driver.refuse()
             self._fail(ticket.of, problem)
-            return self.poll()
+            return
         try:
             self._begin(ticket, draft, accepted or shared, shares)
         except (KeyboardInterrupt, SystemExit):
@@ -93,7 +100,6 @@ class Worker:
             log.exception("fork_failed", extra={"step": ticket.of.step, "rank": self._number})
             self._ports.driver.refuse()
             self._fail(ticket.of, describe(error))
-        return self.poll()
 
     def _judge(self, ticket: Ticket, proposals: list[Proposal]) -> tuple[Accepted | None, str]:
         """At the group's first rank: do the shares fit together? Returns the plan, or the problem."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ckptfsm import (
     Policy,
     Restored,
     SaveHandle,
+    Staging,
     State,
     Steps,
     TransitionRecord,
@@ -123,6 +124,11 @@ def look_after(manager: CheckpointManager) -> list[int]:
     steps: list[int] = manager.all_steps()
     manager.close()
     return steps if not preempted else [*steps, *size]
+
+
+def offloaded(root: str, load: Callable[[], None], offload: Callable[[], None]) -> SaveHandle:
+    manager = CheckpointManager(root, staging=Staging(load=load, offload=offload))
+    return manager.save(1, lambda: {"w": 1})
 
 
 def keyword_settings(root: str) -> CheckpointManager:

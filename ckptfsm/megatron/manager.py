@@ -13,7 +13,7 @@ from ckptfsm.lease import this_process
 from ckptfsm.manager import Manager
 from ckptfsm.megatron.driver import MegatronDriver
 from ckptfsm.megatron.transport import transport_of
-from ckptfsm.ports import Ports, Storage
+from ckptfsm.ports import Ports, Staging, Storage
 from ckptfsm.pump import Hook
 from ckptfsm.storage import OpenPosix
 from ckptfsm.writer import launch_forked
@@ -27,7 +27,7 @@ class CheckpointManager(Manager):
     ``CheckpointConfig``. ``hooks`` are called with one frozen ``TransitionRecord`` per transition, on
     every rank that registers them, at most once after a crash; what they raise is logged.
     ``open_storage(create)`` replaces the storage adapter of this rank (``root`` is then only a name),
-    for tests and fault injection.
+    for tests and fault injection. ``staging`` loads offloaded state around each save, see ``Staging``.
 
     Raises ``ConfigError``, ``RootBusy``, ``DamagedRoot``, ``StorageError``, on every rank.
     """
@@ -39,15 +39,19 @@ class CheckpointManager(Manager):
         *,
         hooks: Sequence[Hook] = (),
         open_storage: Callable[[bool], Storage] | None = None,
+        staging: Staging | None = None,
         **settings: Any,
     ) -> None:
         config = config_of(config, settings)
-        super().__init__(
-            ports_of(config, open_storage or OpenPosix(os.fspath(root))), config, hooks
-        )
+        opener = open_storage or OpenPosix(os.fspath(root))
+        super().__init__(ports_of(config, opener, staging), config, hooks)
 
 
-def ports_of(config: CheckpointConfig, open_storage: Callable[[bool], Storage]) -> Ports:
+def ports_of(
+    config: CheckpointConfig,
+    open_storage: Callable[[bool], Storage],
+    staging: Staging | None = None,
+) -> Ports:
     """The real ports of one rank: torch.distributed, megatron-core, forked writers."""
     transport = transport_of(config)
     return Ports(
@@ -58,4 +62,5 @@ def ports_of(config: CheckpointConfig, open_storage: Callable[[bool], Storage]) 
         open_storage,
         this_process,
         launch_forked,
+        staging,
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptfsm.config import CheckpointConfig, config_of
 from ckptfsm.megatron.manager import ports_of
-from ckptfsm.ports import Storage
+from ckptfsm.ports import Staging, Storage
 from ckptfsm.storage import OpenPosix
 from ckptfsm.worker import Worker
 
@@ -20,6 +20,7 @@ class GroupWorker(Worker):
     (initialise it first); without ``torch.distributed``, a group of one. ``config`` (a model or a dict)
     or keyword arguments: ``writer_files``, ``exchange_timeout_s``, ``verify`` and ``reshard_drops``
     count here. ``open_storage(create)`` replaces the storage adapter, for tests and fault injection.
+    ``staging`` loads offloaded state around each ``write``, see ``Staging``.
 
     Raises ``ConfigError``.
     """
@@ -30,7 +31,9 @@ class GroupWorker(Worker):
         config: CheckpointConfig | Mapping[str, Any] | None = None,
         *,
         open_storage: Callable[[bool], Storage] | None = None,
+        staging: Staging | None = None,
         **settings: Any,
     ) -> None:
         config = config_of(config, settings)
-        super().__init__(ports_of(config, open_storage or OpenPosix(os.fspath(root))), config)
+        opener = open_storage or OpenPosix(os.fspath(root))
+        super().__init__(ports_of(config, opener, staging), config)

@@ -32,6 +32,7 @@ from ckptfsm.ports import (
     PartFinisher,
     PartJob,
     Ports,
+    Staging,
     Storage,
     Survey,
     Transport,
@@ -426,6 +427,7 @@ def fake_ports(
     executor: Callable[[], Executor] = ThreadExecutor,
     identity: Callable[[], Identity] = this_process,
     launch: Launch = launch_forked,
+    staging: Staging | None = None,
 ) -> Ports:
     """Ports of a ``Manager`` without torch.
 
@@ -443,6 +445,7 @@ def fake_ports(
         storage,
         identity,
         launch,
+        staging,
     )
 
 

@@ -1,0 +1,266 @@
+"""Load before the fork, offload after: the hook around a save, on every rank, without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from groups import GroupJob
+
+from ckptfsm.config import make_config
+from ckptfsm.errors import CkptFsmError, SaveRefused, StagingFailed
+from ckptfsm.handle import SaveHandle
+from ckptfsm.manager import Manager
+from ckptfsm.messages import Failed
+from ckptfsm.ports import Staging
+from ckptfsm.testing.fakes import FakeDriver, Gate, ThreadTransport, fake_ports, run_ranks
+
+QUICK = {"exit_timeout_s": 0.5, "close_timeout_s": 20.0, "busy_timeout_s": 20.0}
+TEMPLATE = {"where": None}
+
+
+class Trainer:
+    """State that is somewhere. ``calls``: what the hook and the making of the state did, in order."""
+
+    def __init__(self) -> None:
+        self.where = "host"
+        self.calls: list[str] = []
+        self.failures: dict[str, BaseException] = {}
+
+    def load(self) -> None:
+        self._do("load", "device")
+
+    def offload(self) -> None:
+        self._do("offload", "host")
+
+    def state(self) -> dict[str, object]:
+        self.calls.append("state")
+        return {"where": self.where}
+
+    @property
+    def staging(self) -> Staging:
+        return Staging(self.load, self.offload)
+
+    def _do(self, call: str, where: str) -> None:
+        self.calls.append(call)
+        if call in self.failures:
+            raise self.failures[call]
+        self.where = where
+
+
+class Running:
+    """One rank: a manager, its trainer and its driver."""
+
+    def __init__(self, root: Path, transport: ThreadTransport | None = None, **settings) -> None:
+        self.trainer = Trainer()
+        self.driver = FakeDriver(transport.rank if transport is not None else 0)
+        staging = self.trainer.staging
+        ports = fake_ports(root, driver=self.driver, transport=transport, staging=staging)
+        self.manager = Manager(ports, make_config({**QUICK, **settings}))
+
+    def save(self, step: int) -> SaveHandle:
+        return self.manager.save(step, self.trainer.state)
+
+    def outcome(self, step: int) -> str:
+        try:
+            self.save(step).wait()
+        except CkptFsmError as error:
+            return f"{error.kind}: {error.message}"
+        return "saved"
+
+
+@pytest.fixture
+def alone(tmp_path: Path):
+    running = Running(tmp_path / "root")
+    yield running
+    running.manager.abandon()
+
+
+def test_state_is_loaded_before_it_is_made_and_offloaded_after_the_fork(alone: Running):
+    """Catches: a draft of the state where it was before, an offload that the writer sees."""
+    handle = alone.save(1)
+    assert alone.trainer.calls == ["load", "state", "offload"]
+    assert alone.trainer.where == "host"
+    handle.wait()
+    assert alone.manager.restore(TEMPLATE).state == {"where": "device"}
+
+
+def test_parts_may_be_functions(alone: Running):
+    """Catches: a part that is made before the state was loaded."""
+    alone.manager.save(1, parts={"a": alone.trainer.state, "notes": b"plain"}).wait()
+    assert alone.manager.restore(parts={"a": TEMPLATE}).parts == {"a": {"where": "device"}}
+
+
+def test_a_sync_save_offloads_before_it_waits(tmp_path: Path):
+    """Catches: the accelerator held for as long as the disk takes."""
+    seen: list[str] = []
+    running = Running(tmp_path / "root", sync=True)
+    hooked = Manager(
+        fake_ports(tmp_path / "other", staging=running.trainer.staging),
+        make_config({**QUICK, "sync": True}),
+        hooks=[lambda record: seen.append(f"{record.dest.value} {running.trainer.where}")],
+    )
+    hooked.save(1, running.trainer.state)
+    assert seen[-1] == "tracked host"
+    for manager in (hooked, running.manager):
+        manager.close()
+
+
+@pytest.mark.parametrize("call", ["draft", "merge", "stage"])
+def test_offload_runs_when_the_save_does_not_begin(alone: Running, call: str):
+    """Catches: state left on the accelerator by a save that was refused or could not be staged."""
+    alone.driver.failures[call] = OSError("no")
+    assert alone.outcome(1) != "saved"
+    assert alone.trainer.calls == ["load", "state", "offload"]
+    alone.driver.failures.clear()
+    assert alone.outcome(2) == "saved"
+
+
+def test_the_hook_is_called_once_per_save_that_begins(tmp_path: Path):
+    """Catches: gigabytes moved for a save that is skipped."""
+    gate = Gate(tmp_path / "gate")
+    running = Running(tmp_path / "root", on_busy="skip")
+    running.driver.before_write = gate.hold
+    first = running.save(1)
+    calls = list(running.trainer.calls)
+    assert running.save(2).skipped
+    assert running.trainer.calls == calls
+    gate.open()
+    first.wait()
+    running.manager.close()
+
+
+@pytest.mark.parametrize("call", ["load", "offload"])
+def test_an_interrupt_in_the_hook_comes_out(alone: Running, call: str):
+    """Catches: a Ctrl-C taken for a failed load; state left on the accelerator; a root that is lost."""
+    alone.trainer.failures[call] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        alone.save(1)
+    assert alone.trainer.calls[-1] == "offload"
+    alone.trainer.failures.clear()
+    alone.manager.wait_until_finished()
+    assert alone.outcome(2) == "saved"
+
+
+# --------------------------------------------------------------------------------- several ranks
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_I10_load_fails_on_one_rank(tmp_path: Path, culprit: int):
+    """Catches: a rank that makes its state, which may hold collectives, without the others."""
+
+    def work(transport: ThreadTransport):
+        running = Running(tmp_path / "root", transport)
+        if transport.rank == culprit:
+            running.trainer.failures["load"] = RuntimeError("out of memory")
+        first = running.outcome(1)
+        calls = list(running.trainer.calls)
+        running.trainer.failures.clear()
+        second = running.outcome(2)
+        running.manager.close()
+        return first, calls, second
+
+    results = run_ranks(2, work)
+    assert results[0] == results[1]
+    first, calls, second = results[0]
+    assert first.startswith(SaveRefused.kind) and "out of memory" in first
+    assert f"rank {culprit} cannot" in first
+    assert calls == ["load", "offload"] and second == "saved"
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_I10_offload_fails_on_one_rank(tmp_path: Path, refused: bool):
+    """Catches: an error that only its own rank raises, or that costs a checkpoint that is good."""
+
+    def work(transport: ThreadTransport):
+        running = Running(tmp_path / "root", transport)
+        if refused:
+            running.driver.failures["draft"] = OSError("no")
+        if transport.rank == 1:
+            running.trainer.failures["offload"] = MemoryError("host is full")
+        try:
+            running.save(1)
+            error = None
+        except StagingFailed as failed:
+            error = str(failed)
+        running.manager.wait_until_finished()
+        steps = running.manager.all_steps()
+        running.manager.close()
+        return error, steps
+
+    results = run_ranks(2, work)
+    assert results[0] == results[1]
+    error, steps = results[0]
+    assert "rank 1: offload: MemoryError: host is full" in error
+    assert steps == ([] if refused else [1])
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_save_without_the_hook_costs_no_exchange_more(tmp_path: Path, hooked: bool):
+    """Catches: every trainer paying for the hook."""
+
+    def work(transport: ThreadTransport):
+        staging = Trainer().staging if hooked else None
+        ports = fake_ports(
+            tmp_path / "root",
+            driver=FakeDriver(transport.rank),
+            transport=transport,
+            staging=staging,
+        )
+        manager = Manager(ports, make_config(QUICK))
+        before = transport.exchanges
+        handle = manager.save(1, {"where": "host"})
+        cost = transport.exchanges - before
+        handle.wait()
+        manager.close()
+        return cost
+
+    assert run_ranks(2, work) == [4, 4] if hooked else [2, 2]
+
+
+# -------------------------------------------------------------------------------- with a controller
+
+
+def group_job(root: Path) -> tuple[GroupJob, list[Trainer]]:
+    """A group of two whose workers have the hook."""
+    job = GroupJob(root, {"actor": 2})
+    trainers = [Trainer(), Trainer()]
+    for worker, trainer in zip(job.groups["actor"].workers, trainers, strict=True):
+        ports = worker._ports
+        worker._ports = fake_ports(
+            root, driver=ports.driver, transport=ports.transport, staging=trainer.staging
+        )
+    return job, trainers
+
+
+def write_share(job: GroupJob, trainers: list[Trainer], step: int):
+    save = job.begin(step)
+    events = job.groups["actor"].write(save.tickets["actor"], [t.state for t in trainers])
+    job.controller.feed(events)
+    return save, events
+
+
+def test_a_group_loads_and_offloads_too(tmp_path: Path):
+    """Catches: a hook that works in one kind of job only."""
+    job, trainers = group_job(tmp_path / "root")
+    save, _ = write_share(job, trainers, 1)
+    assert [t.calls for t in trainers] == [["load", "state", "offload"]] * 2
+    save.handle.wait()
+    assert job.controller.latest_step() == 1
+    job.controller.close()
+
+
+@pytest.mark.parametrize("call", ["load", "offload"])
+def test_a_group_reports_what_the_hook_raised(tmp_path: Path, call: str):
+    """Catches: an error of the hook that the controller does not hear of, or that hangs the group."""
+    job, trainers = group_job(tmp_path / "root")
+    trainers[1].failures[call] = RuntimeError("out of memory")
+    save, events = write_share(job, trainers, 1)
+    failed = [event for event in events if isinstance(event, Failed)]
+    assert failed and f"{call}: RuntimeError: out of memory" in failed[0].detail
+    assert [t.calls[-1] for t in trainers] == ["offload", "offload"]
+    with pytest.raises(CkptFsmError, match="out of memory"):
+        save.handle.wait()
+    trainers[1].failures.clear()
+    write_share(job, trainers, 2)[0].handle.wait()
+    job.controller.close()
