@@ -36,6 +36,7 @@ def test_every_group_reports_its_figures(tmp_path: Path) -> None:
     figures = {figure["name"]: figure for figure in report["figures"]}
     assert {figure["group"] for figure in figures.values()} == {
         "saving",
+        "memory",
         "polling",
         "transition",
         "recovery",
@@ -54,6 +55,7 @@ def test_every_group_reports_its_figures(tmp_path: Path) -> None:
         assert math.isfinite(figure["median"]), name
     for side in ("stock", "ckptfsm"):
         assert len(figures[f"save(), {side}"]["samples"]) == 2
+        assert figures[f"trainer + writers, peak PSS, {side}"]["median"] > 10  # torch alone is more
     assert report["environment"]["state_bytes"] == 65536
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stderr", "stdout"], "left behind"
 
@@ -64,3 +66,53 @@ def test_the_table_of_one_group(tmp_path: Path) -> None:
     assert "[transition]" in table
     assert "[saving]" not in table
     assert "JournalWriter.append" in table
+
+
+TRAINER = """
+import os, signal, sys
+signal.alarm(60)  # children end with it: they wait for the pipe to be closed
+reading, writing = os.pipe()
+
+def fork():
+    if not os.fork():
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+
+fork()  # a helper: it was there before the save
+state = bytearray(b"a") * (32 << 20)
+print("up", flush=True)
+sys.stdin.readline()
+fork()  # the writer
+for page in range(0, len(state), 4096):
+    state[page] = 98
+print("changed", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_the_sampler_sees_what_only_the_writer_holds() -> None:
+    """Catches: a page counted twice, a helper taken for a writer, a writer that nobody looks at."""
+    sampler = str(ROOT / "benchmarks" / "sampler.py")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    with subprocess.Popen([sys.executable, "-c", TRAINER], **pipes) as trainer:
+        assert ask(trainer, "") == "up"
+        with subprocess.Popen([sys.executable, "-I", sampler, str(trainer.pid)], **pipes) as watch:
+            assert ask(watch, "begin") == "ready"
+            assert ask(trainer, "fork") == "changed"
+            peaks = json.loads(ask(watch, "end"))
+            watch.stdin.close()
+        trainer.stdin.close()
+    assert 30 < peaks["writers_only"] / (1 << 20) < 40
+    assert 30 < peaks["private"] / (1 << 20) < 40
+    assert (
+        60 < peaks["together"] / (1 << 20) < 120
+    )  # its usual step makes a third copy for a moment
+    assert peaks["before"] > 16 << 20 and peaks["helpers"] > 0
+
+
+def ask(process: subprocess.Popen[str], line: str) -> str:
+    """Say a line, if any, and hear the next one."""
+    if line:
+        process.stdin.write(f"{line}\n")
+    return process.stdout.readline().strip()
