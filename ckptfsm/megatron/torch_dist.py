@@ -92,15 +92,9 @@ def draft_part(spec: PartSpec, state: Any, files: int) -> PartDraft:
 
 
 def _resolve(planner: MCoreSavePlanner, item: WriteItem) -> Any:
-    """The data of an item. A view is cloned: ``torch.save`` would write its whole storage."""
+    """The data of an item: the trainer's own tensor, or a view of it."""
     value = planner.resolve_data(item)
-    if item.type == WriteItemType.BYTE_IO:
-        return value
-    value = value.detach()
-    if value.device.type != "cpu":
-        return value
-    is_view = value.untyped_storage().size() != value.numel() * value.itemsize
-    return value.clone() if is_view else value
+    return value if item.type == WriteItemType.BYTE_IO else value.detach()
 
 
 def _size_of(value: Any) -> int:
@@ -121,7 +115,8 @@ def merge_part(summaries: Sequence[PartSummary]) -> bytes:
 
 
 def stage_part(spec: PartSpec, draft: PartDraft, rank: int, planned: bytes | None) -> TorchDistPart:
-    """Bring accelerator tensors to host memory. CPU tensors stay: the fork makes them immutable.
+    """Bring accelerator tensors to host memory. CPU tensors stay: the fork makes them immutable, except
+    in memory that processes share.
 
     ``spec`` is the part as all ranks agreed on it. ``planned`` is None except on the part's first rank,
     which writes what is common to all.
@@ -136,9 +131,15 @@ def stage_part(spec: PartSpec, draft: PartDraft, rank: int, planned: bytes | Non
 
 
 def _to_host(value: Any) -> Any:
-    """Copies from CUDA do not wait; ``stage_part`` does, once for all of them."""
+    """Copies from CUDA do not wait; ``stage_part`` does, once for all of them.
+
+    Shared and pinned memory is copied: a fork gives the child no copy of it, and pinned memory perhaps
+    not even access.
+    """
     if not isinstance(value, torch.Tensor):
         return value
+    if value.device.type == "cpu" and (value.is_shared() or value.is_pinned()):
+        return value.detach().clone()
     return value.detach().to("cpu", non_blocking=value.is_cuda)
 
 
@@ -221,11 +222,27 @@ def save_into(shard: ShardFile, value: Any) -> None:
         if isinstance(value, io.BytesIO):
             shard.write(value.getbuffer())
         else:
-            torch.save(value, cast(IO[bytes], shard))  # it needs write, tell and flush only
+            exact = _exact(value) if isinstance(value, torch.Tensor) else value
+            torch.save(exact, cast(IO[bytes], shard))  # it needs write, tell and flush only
     except Exception as error:
         if shard.error is not None and error is not shard.error:
             raise storage_error(shard.error, "write", shard.path) from shard.error
         raise
+
+
+def _exact(value: torch.Tensor) -> torch.Tensor:
+    """The same values in a storage of just their size: ``torch.save`` would write the whole storage of a
+    view. Copies only what does not lie in one piece."""
+    storage, size = value.untyped_storage(), value.numel() * value.itemsize
+    if storage.size() == size:
+        return value
+    span = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    plain = type(value) is torch.Tensor and not value.is_conj() and not value.is_neg()
+    if size == 0 or span != value.numel() or not plain:
+        return value.clone()
+    start = value.storage_offset() * value.itemsize
+    piece = storage[start : start + size]
+    return torch.empty(0, dtype=value.dtype).set_(piece, 0, value.shape, value.stride())
 
 
 def _collect(workers: Sequence[Child], rank: int) -> list[tuple[FileEntry, list[Row]]]:
