@@ -125,22 +125,21 @@ def stage_part(spec: PartSpec, draft: PartDraft, rank: int, planned: bytes | Non
         tuple((item, _to_host(value)) for item, value in bucket) for bucket in draft.buckets
     )
     common = tree_map(_to_host, draft.common) if planned is not None else None
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # the copies above do not wait for each other
     return TorchDistPart(spec.name, spec.directory, rank, buckets, common, planned)
 
 
 def _to_host(value: Any) -> Any:
-    """Copies from CUDA do not wait; ``stage_part`` does, once for all of them.
+    """In pageable memory, which a fork freezes; shared and pinned memory is copied.
 
-    Shared and pinned memory is copied: a fork gives the child no copy of it, and pinned memory perhaps
-    not even access.
+    Not ``non_blocking``: torch would stage into pinned memory, which a child may share with its parent.
+    The parent's allocator gives it out again as soon as the draft is let go of, to the trainer's own
+    offloading for one, while the writer still reads it.
     """
     if not isinstance(value, torch.Tensor):
         return value
     if value.device.type == "cpu" and (value.is_shared() or value.is_pinned()):
         return value.detach().clone()
-    return value.detach().to("cpu", non_blocking=value.is_cuda)
+    return value.detach().to("cpu")
 
 
 @dataclass(frozen=True, slots=True)
