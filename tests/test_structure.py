@@ -146,10 +146,17 @@ def test_there_is_no_import_cycle():
 @pytest.mark.parametrize("module", MODULES)
 def test_only_megatron_and_demo_import_torch(module):
     """Catches: torch needed to read a journal or to import the package."""
-    if module.startswith(("megatron/", "demo/")):
+    if module.startswith(("megatron/", "demo/", "integrations/")):
         return
     heavy = {"torch", "megatron", "numpy", "nvidia_resiliency_ext"}
     assert not {top(name) for name in imports(module)} & heavy
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nobody_imports_the_integrations(module):
+    """Catches: the library that needs one of its trainers."""
+    if not module.startswith("integrations/"):
+        assert "integrations" not in ours(module)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -83,10 +83,10 @@ class MegatronDraft:
     def let_go(self) -> None:
         self.planned_parts, self.values = (), {}
         for part in self.foreign:
-            part.arguments = []
+            part.request.let_go()
 
     def finalizers(self) -> list[tuple[str, Callable[[Any], None]]]:
-        return [(part.name, part.finalize) for part in self.foreign]
+        return [(part.name, part.request.finalize) for part in self.foreign]
 
 
 class MegatronDriver:

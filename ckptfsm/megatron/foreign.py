@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ckptfsm.documents import FileEntry
 from ckptfsm.durable import fsync_existing, list_names
 from ckptfsm.errors import ConfigError, SaveFailed
@@ -63,23 +65,79 @@ class PrivateChannel:
 
 
 @dataclass(slots=True)
-class ForeignPart:
-    """One rank's side of a foreign request. ``queue`` is the one its finalizers will read."""
+class StagedRequest:
+    """One rank's side of a request whose tensors are in host memory.
+
+    ``queue`` is the one its finalizers will read; None if it has none.
+    """
 
     name: str
-    directory: str
-    rank: int
     function: Callable[..., None] | None
     arguments: list[Any]
     keywords: dict[str, Any]
     finalizers: list[Callable[[], None]]
     queue: Any
 
+    def run(self) -> Any:
+        """In the child: run the request's own writer. What it put into its queue, if it has one."""
+        assert self.function is not None
+        channel = PrivateChannel()
+        arguments = self.arguments
+        if self.queue is not None:
+            arguments = [channel if a is self.queue else a for a in arguments]
+        let_children_die_too()
+        threading.Thread(target=_watch_workers, daemon=True).start()
+        with cpu_devices():
+            self.function(*arguments, **self.keywords)
+        return self._judge(channel.items) if self.queue is not None else None
+
+    def _judge(self, items: Sequence[Any]) -> Any:
+        if len(items) != 1:
+            raise SaveFailed(f"the writer of {self.name} put {len(items)} results, not one")
+        payload = items[0]
+        if isinstance(payload, BaseException):
+            raise SaveFailed(f"the writer of {self.name} failed: {payload!r}") from payload
+        buckets = self.arguments[1] if len(self.arguments) > 1 else ()
+        if not isinstance(payload, dict) or len(payload) != len(buckets):
+            raise SaveFailed(f"the writer of {self.name} has results for {payload!r:.80} only")
+        return payload
+
+    def finalize(self, payload: Any) -> None:
+        """Give the request its own payload and run its finalizers. Once (I6).
+
+        What they leave of it in the queue, the next request must not find.
+        """
+        if self.queue is not None and self.function is not None:
+            self.queue.put(payload)
+        try:
+            with cpu_devices():
+                for finalizer in self.finalizers:
+                    finalizer()
+        finally:
+            while self.queue is not None and not self.queue.empty():
+                self.queue.get_nowait()
+
+    def let_go(self) -> None:
+        """The child owns the data now."""
+        self.arguments = []
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignPart:
+    """One rank's side of a part that is a foreign request. See ``ports.PartJob``."""
+
+    name: str
+    directory: str
+    rank: int
+    request: StagedRequest
+
     def write(self, storage: Storage, location: str) -> Written:
         """Run the request's own writer, then fsync and digest what it wrote."""
         payload: Any = None
-        if self.function is not None:
-            payload = self._run()
+        if self.request.function is not None:
+            payload = self.request.run()
+            if self.request.queue is None:
+                raise SaveFailed(f"the request of {self.name} has no queue: nobody knows its files")
         names = _files_of(payload)
         if self.rank == 0:
             if COMMON not in list_names(storage, join(location, self.directory)):
@@ -96,50 +154,30 @@ class ForeignPart:
             files.append(FileEntry(name=relative, bytes=size, digest=storage.digest(path)))
         return Written(tuple(files), (), payload)
 
-    def _run(self) -> Any:
-        assert self.function is not None
-        channel = PrivateChannel()
-        arguments = [channel if argument is self.queue else argument for argument in self.arguments]
-        let_children_die_too()
-        threading.Thread(target=_watch_workers, daemon=True).start()
-        with cpu_devices():
-            self.function(*arguments, **self.keywords)
-        if len(channel.items) != 1:
-            raise SaveFailed(f"the writer of {self.name} put {len(channel.items)} results, not one")
-        payload = channel.items[0]
-        if isinstance(payload, BaseException):
-            raise SaveFailed(f"the writer of {self.name} failed: {payload!r}") from payload
-        buckets = self.arguments[1] if len(self.arguments) > 1 else ()
-        if not isinstance(payload, dict) or len(payload) != len(buckets):
-            raise SaveFailed(f"the writer of {self.name} has results for {payload!r:.80} only")
-        return payload
-
-    def finalize(self, payload: Any) -> None:
-        """Give the request its own payload and run its finalizers. Once (I6)."""
-        if self.queue is not None and self.function is not None:
-            self.queue.put(payload)
-        with cpu_devices():
-            for finalizer in self.finalizers:
-                finalizer()
-
 
 def stage_foreign(spec: PartSpec, foreign: ForeignRequest, rank: int, location: str) -> ForeignPart:
     """Make (or take) the request and stage its tensors to host memory."""
     directory = join(location, spec.directory)
-    with cpu_devices():
-        request = foreign.request
-        if foreign.build is not None:
+    request = foreign.request
+    if foreign.build is not None:
+        with cpu_devices():
             Path(directory).mkdir(parents=False, exist_ok=True)
             request = foreign.build(directory)
-        arguments = list(request.async_fn_args or ())
-        preload = getattr(request, "preload_fn", None)
+    return ForeignPart(spec.name, spec.directory, rank, stage_request(spec.name, request))
+
+
+def stage_request(name: str, request: Any) -> StagedRequest:
+    """Stage the tensors of an AsyncRequest to host memory, as megatron-core's own callers do."""
+    arguments = list(request.async_fn_args or ())
+    preload = getattr(request, "preload_fn", None)
+    with cpu_devices():
         if preload is not None:
             arguments[1] = preload()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # copies that do not wait, also those made before this call
     queue = next((a for a in arguments if hasattr(a, "put") and hasattr(a, "get")), None)
-    return ForeignPart(
-        spec.name,
-        spec.directory,
-        rank,
+    return StagedRequest(
+        name,
         request.async_fn,
         arguments,
         dict(getattr(request, "async_fn_kwargs", None) or {}),

@@ -20,6 +20,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -97,8 +98,10 @@ def _run(command: Mapping[str, Any]) -> int:
 
     code = 0
     result: Any = None
+    module, _, name = command["function"].rpartition(".")  # of another module: "module.function"
     try:
-        result = getattr(jobs, command["function"])(jobs.Here(**command["here"]), **command["args"])
+        function = getattr(import_module(module or "jobs"), name)
+        result = function(jobs.Here(**command["here"]), **command["args"])
     except BaseException:
         traceback.print_exc()
         code = 1

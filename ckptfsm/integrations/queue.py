@@ -1,0 +1,400 @@
+"""``AsyncCallsQueue``: megatron-core's queue of async saves, with supervised writers.
+
+It has the interface of megatron-core's own and takes any AsyncRequest by its field names: those of
+megatron-core and of nvidia-resiliency-ext. Alone it gives supervision, isolation and deadlines. A
+request carries no step, root or parts, so journal, receipts, tracker and retention need ``begin``.
+
+Rules: every request has a forked writer and a results channel of its own. All ranks schedule the same
+requests in the same order and finalize them in that order. A writer that died, failed or missed its
+deadline on one rank is an error on every rank; its request is dropped and its finalizers never run.
+Errors are carried to the next exchange: none is raised while other ranks go on to wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from ckptfsm.config import CheckpointConfig, config_of
+from ckptfsm.errors import CkptFsmError, ConfigError, SaveFailed, WriterDied, describe
+from ckptfsm.handle import SaveHandle
+from ckptfsm.layout import LAYOUTS
+from ckptfsm.megatron.foreign import ForeignRequest, StagedRequest, stage_request
+from ckptfsm.megatron.transport import transport_of
+from ckptfsm.ports import Outcome, Transport
+from ckptfsm.processes import Child, fork_child
+
+if TYPE_CHECKING:
+    from ckptfsm.megatron.manager import CheckpointManager
+
+log = logging.getLogger("ckptfsm")
+MEGATRON_BASE = "megatron.core.dist_checkpointing.strategies.base"
+_PAUSE_S = 0.002
+_LONGEST_PAUSE_S = 0.05
+Verdict = Literal["running", "failed", "written"]
+
+
+@dataclass(slots=True)
+class _Call:
+    """A scheduled request on this rank. ``child`` is None where there is nothing to write."""
+
+    index: int
+    deadline: float
+    request: StagedRequest | None = None
+    child: Child | None = None
+    payload: Any = None
+    problem: SaveFailed | None = None
+
+    def look(self) -> Verdict:
+        """How the writer of this rank does (local, never blocks)."""
+        if self.problem is None and self.child is not None:
+            outcome = self.child.poll()
+            if outcome is None and time.monotonic() < self.deadline:
+                return "running"
+            self._judge(outcome)
+        return "written" if self.problem is None else "failed"
+
+    def _judge(self, outcome: Outcome | None) -> None:
+        if outcome is None:
+            self.problem = SaveFailed("its writer missed its deadline", reason="writer_hung")
+        elif outcome.succeeded:
+            self.payload = outcome.payload
+        elif outcome.error is None or outcome.error.kind == WriterDied.kind:
+            self.problem = WriterDied(outcome.explain(), reason=WriterDied.kind)
+        else:
+            self.problem = SaveFailed(outcome.explain(), reason="writer_failed")
+
+
+@dataclass(slots=True)
+class _Filling:
+    """A checkpoint that was begun and whose parts are being scheduled."""
+
+    step: int
+    manager: CheckpointManager
+    directories: dict[str, str]
+    parts: dict[str, ForeignRequest] = field(default_factory=dict)
+    indices: list[int] = field(default_factory=list)
+
+
+class AsyncCallsQueue:
+    """Stands in for ``megatron.core.dist_checkpointing.strategies.async_utils.AsyncCallsQueue``.
+
+    Every method is collective: all ranks call it at the same point, with the same requests.
+    ``persistent`` is accepted and has no effect: each request has a writer of its own, which ends with
+    it. ``config`` or keyword arguments are those of ``CheckpointManager``. Alone, the queue uses
+    ``writer_timeout_s`` (from schedule to the end of the writer) and ``exchange_timeout_s``. ``manager``
+    is the one that ``begin`` saves through; without it the queue opens one at the first ``begin``.
+    """
+
+    def __init__(
+        self,
+        persistent: bool = False,
+        *,
+        manager: CheckpointManager | None = None,
+        config: CheckpointConfig | Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.persistent = persistent
+        self._config = config_of(config, settings)
+        self._transport: Transport | None = None
+        self._calls: deque[_Call] = deque()
+        self._dying: list[Child] = []
+        self._last = -1
+        self._finalized: list[int] = []
+        self._manager = manager
+        self._owned: CheckpointManager | None = None
+        self._filling: _Filling | None = None
+        self._saves: list[tuple[SaveHandle, list[int]]] = []
+
+    # ------------------------------------------------------------------------------------ schedule
+
+    def schedule_async_request(self, async_request: Any) -> int:
+        """Stage the request's tensors, fork its writer, and return the index of the call.
+
+        Tensors may change from then on. What goes wrong on this rank is raised on all ranks by
+        ``maybe_finalize_async_calls``. After ``begin``, raises what ``CheckpointManager.save`` raises.
+        """
+        self._last += 1
+        if self._filling is not None:
+            self._fill(self._filling, async_request)
+            return self._last
+        if self._transport is None:
+            self._transport = transport_of(self._config)
+        call = _Call(self._last, time.monotonic() + self._config.writer_timeout_s)
+        self._calls.append(call)
+        try:
+            call.request = stage_request(f"call {call.index}", async_request)
+            if call.request.function is not None:
+                call.child = fork_child(call.request.run, keep=(), group=True)
+            call.request.let_go()
+        except (KeyboardInterrupt, SystemExit):
+            self._calls.pop()
+            raise
+        except BaseException as error:  # also torch's; the other ranks must not wait for this one
+            log.exception("fork_failed", extra={"call": call.index})
+            call.problem = SaveFailed(describe(error), reason="fork_failed")
+        return call.index
+
+    # ------------------------------------------------------------------------------------ finalize
+
+    def maybe_finalize_async_calls(
+        self, blocking: bool = False, no_dist: bool = False
+    ) -> list[int]:
+        """Finalize the calls whose writers are done on all ranks, in order; return their indices.
+
+        ``blocking`` waits for all of them. ``no_dist`` looks at this rank only, as the stock queue
+        does: each rank then finalizes, or raises, alone. Raises ``SaveFailed`` (``WriterDied`` if a
+        writer was killed) with ``call`` and ``rank``, on every rank: that call is dropped, the later
+        ones go on, and the next call of this method goes on with them. Indices of calls that were
+        finalized before that are returned then.
+        """
+        self._bury()
+        while self._calls:
+            verdict = self._verdict(self._calls[0], blocking, no_dist)
+            if verdict == "running":
+                break
+            call = self._calls.popleft()
+            if verdict == "written":
+                self._run_finalizers(call)
+            problem = self._shared(call, no_dist)
+            if problem is not None:
+                self._drop(call)
+                raise problem
+            self._finalized.append(call.index)
+        if not no_dist:
+            self._drive_checkpoints(blocking)
+        finalized, self._finalized = self._finalized, []
+        return finalized
+
+    def get_num_unfinalized_calls(self) -> int:
+        """How many scheduled requests are neither finalized nor dropped (local)."""
+        filling = len(self._filling.indices) if self._filling is not None else 0
+        return len(self._calls) + filling + sum(len(indices) for _, indices in self._saves)
+
+    def close(self, abort: bool = False) -> None:
+        """Finalize everything; with ``abort`` kill the writers instead, which is local.
+
+        Raises the first failure, once everything has ended. The queue can be used again afterwards.
+        """
+        problem: CkptFsmError | None = None
+        try:
+            problem = None if abort else self._finish()
+        except BaseException:  # a rank is gone, the manager is closed: nobody will finalize
+            self.close(abort=True)
+            raise
+        while self._calls:
+            self._drop(self._calls.popleft())
+        self._bury(_LONGEST_PAUSE_S)
+        self._filling, self._saves = None, []
+        owned, self._owned = self._owned, None
+        transport, self._transport = self._transport, None
+        try:
+            if owned is not None and abort:
+                owned.abandon()
+            elif owned is not None:
+                owned.close()
+        finally:
+            if transport is not None:
+                transport.close()
+        if problem is not None:
+            raise problem
+
+    def _finish(self) -> CkptFsmError | None:
+        """Finalize what is in flight; the first failure."""
+        problem: CkptFsmError | None = None
+        try:
+            self._refuse_unfinished()
+        except ConfigError as error:
+            problem, self._filling = error, None
+        while self.get_num_unfinalized_calls():
+            try:
+                self.maybe_finalize_async_calls(blocking=True)
+            except SaveFailed as error:
+                problem = problem or error
+        return problem
+
+    def _verdict(self, call: _Call, blocking: bool, no_dist: bool) -> Verdict:
+        """How the writers of all ranks do. Bounded: each has a deadline of its own."""
+        pause = _PAUSE_S
+        while True:
+            seen = call.look()
+            running, failed = self._any([seen == "running", seen == "failed"], no_dist)
+            if failed:
+                return "failed"
+            if not running:
+                return "written"
+            if not blocking:
+                return "running"
+            time.sleep(pause)
+            pause = min(pause * 1.2, _LONGEST_PAUSE_S)
+
+    def _run_finalizers(self, call: _Call) -> None:
+        """All ranks are here, since finalizers hold collectives. Once (I6)."""
+        assert call.request is not None
+        try:
+            call.request.finalize(call.payload)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's CheckpointException is one
+            log.exception("finalizers_failed", extra={"call": call.index})
+            call.problem = SaveFailed(f"finalizers: {describe(error)}", reason="finalizers")
+            call.problem.__cause__ = error
+
+    def _shared(self, call: _Call, no_dist: bool) -> SaveFailed | None:
+        """What went wrong with a call on any rank, the same on all of them."""
+        transport = self._open_transport()
+        if not self._any([call.problem is not None], no_dist)[0]:
+            return None
+        found: tuple[int, SaveFailed | None] = (transport.rank, call.problem)
+        if not no_dist:
+            everyone = transport.gather(found) or [found]
+            found = transport.broadcast(next((f for f in everyone if f[1] is not None), found))
+        rank, problem = found
+        assert problem is not None
+        text = f"async call {call.index} failed on rank {rank}: {problem.message}"
+        shared = type(problem)(text, call=call.index, rank=rank, **problem.facts)
+        shared.__cause__ = call.problem.__cause__ if call.problem is not None else None
+        return shared
+
+    def _any(self, flags: list[bool], no_dist: bool) -> list[bool]:
+        return flags if no_dist else self._open_transport().any_flags(flags)
+
+    def _open_transport(self) -> Transport:
+        assert self._transport is not None, "made when the first request was scheduled"
+        return self._transport
+
+    def _drop(self, call: _Call) -> None:
+        """End the writer of a call that will not be finalized."""
+        if call.child is not None and not call.child.kill(timeout_s=0.0):
+            self._dying.append(call.child)
+
+    def _bury(self, timeout_s: float = 0.0) -> None:
+        """Reap the writers that were killed."""
+        self._dying = [child for child in self._dying if not child.kill(timeout_s)]
+
+    # ------------------------------------------------------------------------- whole checkpoints
+
+    def begin(self, step: int, directory: str, parts: Mapping[str, str] | Iterable[str]) -> None:
+        """The next requests are the named parts of one checkpoint, in this order.
+
+        Call it before the step's directory is made: the first call opens the root, and what stands there
+        then is judged. ``directory`` is ``<root>/iter_0000100`` or ``<root>/global_step_100``. ``parts`` are names, or names with the directories inside it that
+        the requests were made for; by default a lone part is at the top, others under their names. The
+        checkpoint is saved in place when the last part is scheduled: until then no tensor may change.
+
+        Raises ``ConfigError``, and what opening the root raises.
+        """
+        self._refuse_unfinished()
+        named = dict(parts) if isinstance(parts, Mapping) else dict.fromkeys(parts, "")
+        if not named:
+            raise ConfigError("a checkpoint needs at least one part")
+        manager = self._manager_for(step, os.path.normpath(directory))
+        self._filling = _Filling(step, manager, named)
+
+    def _manager_for(self, step: int, directory: str) -> CheckpointManager:
+        root, name = os.path.split(directory)
+        layouts = [la.name for la in LAYOUTS.values() if la.published_name(step) == name]
+        manager = self._manager or self._owned
+        if manager is None and layouts:
+            from ckptfsm.megatron.manager import CheckpointManager  # not for who never begins
+
+            config = self._config.model_copy(update={"layout": layouts[0]})
+            self._owned = manager = CheckpointManager(root, config)
+        if manager is None or manager.config.layout not in layouts:
+            raise ConfigError(f"{name!r} is not the directory of step {step}", directory=directory)
+        if os.path.realpath(root) != os.path.realpath(manager._storage.root):
+            raise ConfigError(
+                f"{directory} is not below {manager._storage.root}", directory=directory
+            )
+        return manager
+
+    def _fill(self, filling: _Filling, request: Any) -> None:
+        """Take the next part; the last one begins the save."""
+        name, directory = list(filling.directories.items())[len(filling.parts)]
+        filling.parts[name] = ForeignRequest(request=request, directory=directory)
+        filling.indices.append(self._last)
+        if len(filling.parts) < len(filling.directories):
+            return
+        self._filling = None
+        handle = filling.manager.save(filling.step, parts=filling.parts)
+        self._saves.append((handle, filling.indices))
+
+    def _refuse_unfinished(self) -> None:
+        if self._filling is not None:
+            missing = list(self._filling.directories)[len(self._filling.parts) :]
+            raise ConfigError(
+                f"part {missing[0]!r} of step {self._filling.step} was not scheduled",
+                step=self._filling.step,
+                part=missing[0],
+            )
+
+    def _drive_checkpoints(self, blocking: bool) -> None:
+        """Poll the manager, and note what is tracked now."""
+        manager = self._manager or self._owned
+        if manager is None:
+            return
+        try:
+            if blocking:
+                manager.wait_until_finished()
+            else:
+                manager.poll()
+        finally:
+            for handle, indices in self._saves:
+                if handle.done and not handle.skipped and handle.exception() is None:
+                    self._finalized += indices
+            self._saves = [save for save in self._saves if not save[0].done]
+
+
+class Installed:
+    """A queue that stands where another stood. As a context manager it closes the queue at the end."""
+
+    def __init__(self, queue: AsyncCallsQueue, holder: Any, name: str) -> None:
+        self.queue = queue
+        self._holder, self._name = holder, name
+        self._previous = getattr(holder, name)
+        setattr(holder, name, queue)
+
+    def uninstall(self) -> None:
+        """Put back what stood there. Raises ``ConfigError`` while calls are not finalized."""
+        count = self.queue.get_num_unfinalized_calls()
+        if count:
+            raise ConfigError(f"{count} calls are not finalized: close the queue first")
+        setattr(self._holder, self._name, self._previous)
+
+    def __enter__(self) -> AsyncCallsQueue:
+        return self.queue
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.queue.close(abort=kind is not None)
+        finally:
+            setattr(self._holder, self._name, self._previous)
+
+
+def install(
+    queue: AsyncCallsQueue | None = None, holder: Any = None, name: str = "async_calls"
+) -> Installed:
+    """Put ``queue`` (a new one by default) where another queue stands; ``uninstall()`` undoes it.
+
+    By default that is ``megatron.core.dist_checkpointing.strategies.base.async_calls``; a trainer's own
+    queue is the attribute ``name`` of an object or a module ``holder``.
+
+    Raises ``ConfigError`` if the queue that stands there has calls that are not finalized.
+    """
+    holder = import_module(MEGATRON_BASE) if holder is None else holder
+    previous = getattr(holder, name)
+    if previous is not None and previous.get_num_unfinalized_calls():
+        raise ConfigError(f"{name} has calls that are not finalized: finalize them first")
+    return Installed(AsyncCallsQueue() if queue is None else queue, holder, name)

@@ -1,0 +1,281 @@
+"""What the ranks of the queue's test jobs do. See ``jobs.py``; its rules hold here."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jobs import (
+    MANY_STEPS,
+    PACE_S,
+    TIMES,
+    Gated,
+    Here,
+    Told,
+    children,
+    managed,
+    meet,
+    request_for,
+    state_of,
+    told,
+)
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import base
+
+from ckptfsm.errors import CkptFsmError
+from ckptfsm.integrations.queue import AsyncCallsQueue, install
+
+ROWS = 16
+
+
+def queue_of(**settings: Any) -> AsyncCallsQueue:
+    return AsyncCallsQueue(**{**TIMES, **settings})
+
+
+def make_directory(here: Here, path: str) -> str:
+    if here.rank == 0:
+        os.mkdir(path)
+    dist.barrier()
+    return path
+
+
+def until_empty(queue: AsyncCallsQueue, blocking: bool) -> list[Any]:
+    """Train on until nothing is in flight: the indices and the errors that came, in order."""
+    seen: list[Any] = []
+    for _ in range(MANY_STEPS):
+        if not queue.get_num_unfinalized_calls():
+            return seen
+        try:
+            seen += queue.maybe_finalize_async_calls(blocking=blocking)
+        except CkptFsmError as error:
+            seen.append({**(told(error) or {}), "cause": repr(error.__cause__)})
+        time.sleep(PACE_S)
+    raise AssertionError("calls that neither end nor fail")
+
+
+def save_three(
+    here: Here,
+    place: str,
+    gate: str = "",
+    worker: int | None = None,
+    fault: str = "",
+    blocking: bool = False,
+    **settings: Any,
+) -> Told:
+    """Three requests in flight together; the second has a gate in the writer of rank 1, or a fault
+    there: ``preload``, ``write``, ``payload``. ``finalizer`` (before megatron-core's own, which hold
+    collectives): one that raises, on both ranks."""
+    here.join()
+    queue = queue_of(**settings)
+    ran: list[int] = []
+    requests = []
+    for step, rows in ((1, 512), (2, ROWS), (3, 64)):
+        directory = make_directory(here, f"{place}/{step}")
+        request = request_for(directory, state_of(step, here, rows))
+        request.add_finalize_fn(partial(ran.append, step))
+        requests.append(request)
+    if fault == "finalizer" or (here.rank == 1 and (gate or fault)):
+        requests[1] = spoil(requests[1], gate, worker, fault)
+    indices = [queue.schedule_async_request(request) for request in requests]
+    assert queue.get_num_unfinalized_calls() == 3
+    seen = until_empty(queue, blocking)
+    left = children_but_the_stock_manager()
+    queue.close()
+    return {"indices": indices, "seen": seen, "ran": ran, "children": left}
+
+
+def spoil(request: Any, gate: str, worker: int | None, fault: str) -> Any:
+    if gate:
+        return request._replace(async_fn=Gated(request.async_fn, gate, worker))
+    if fault == "finalizer":
+        return request._replace(finalize_fns=[fail, *request.finalize_fns])
+    field = {"preload": "preload_fn", "write": "async_fn", "payload": "async_fn"}[fault]
+    return request._replace(**{field: put_an_error if fault == "payload" else fail})
+
+
+def fail(*_: Any) -> None:
+    raise ValueError("a fault of this test")
+
+
+def put_an_error(rank: int, buckets: Any, queue: Any) -> None:
+    """What megatron-core's writer does with an error: exit code 0."""
+    queue.put(ValueError("a fault of this test"))
+
+
+def children_but_the_stock_manager() -> list[int]:
+    """Megatron-core keeps a process for the queue that all requests share."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    shared = filesystem_async._results_queue
+    own = {shared._manager._process.ident} if shared is not None else set()
+    mine = [pid for pid in children() if pid not in own]
+    return [pid for pid in mine if "resource_tracker" not in commandline(pid)]
+
+
+def commandline(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "resource_tracker"  # ended meanwhile
+
+
+def load_all(here: Here, place: str, steps: Sequence[Sequence[int]]) -> list[bool]:
+    """Stock megatron-core loads these (step, rows), bit for bit."""
+    from jobs import stock_load
+
+    return [stock_load(here, f"{place}/{step}", step, rows) for step, rows in steps]
+
+
+def save_where_one_rank_has_nothing(here: Here, place: str) -> Told:
+    """Rank 1 holds replicas only: its ``async_fn`` is None."""
+    here.join()
+    queue = queue_of()
+    directory = make_directory(here, f"{place}/1")
+    data = torch.full((8, 4), 5.0)
+    whole = ShardedTensor.from_rank_offsets("w", data, replica_id=here.rank)
+    request = request_for(directory, {"w": whole, "step": 1})
+    queue.schedule_async_request(request)
+    seen = until_empty(queue, blocking=True)
+    return {
+        "writes": request.async_fn is not None,
+        "seen": seen,
+        "names": sorted(os.listdir(directory)),
+    }
+
+
+def finish_alone(here: Here, place: str) -> Told:
+    """``no_dist``: rank 0 finalizes what is done there while rank 1 has not been asked at all."""
+    here.join()
+    queue = queue_of()
+    directory = make_directory(here, f"{place}/1")
+    request = request_for(directory, state_of(1, here, ROWS))._replace(finalize_fns=[])
+    queue.schedule_async_request(request)
+    seen: list[int] = []
+    if here.rank == 0:
+        for _ in range(MANY_STEPS):
+            seen += queue.maybe_finalize_async_calls(no_dist=True)
+            if seen:
+                break
+            time.sleep(PACE_S)
+    dist.barrier()
+    if here.rank == 1:
+        seen += queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
+    return {"seen": seen}
+
+
+def abort(here: Here, place: str, gate: str) -> Told:
+    """A writer stands at a gate; ``close(abort=True)``, then the queue is used again."""
+    here.join()
+    queue = queue_of()
+    first = request_for(make_directory(here, f"{place}/1"), state_of(1, here, ROWS))
+    queue.schedule_async_request(first._replace(async_fn=Gated(first.async_fn, gate)))
+    queue.close(abort=True)
+    left = children_but_the_stock_manager()
+    dist.barrier()
+    second = request_for(make_directory(here, f"{place}/2"), state_of(2, here, ROWS))
+    queue.schedule_async_request(second)
+    return {"children": left, "seen": until_empty(queue, blocking=True)}
+
+
+def schedule_and_stay(here: Here, place: str, gate: str, stay: str) -> None:
+    here.join()
+    queue = queue_of()
+    request = request_for(make_directory(here, f"{place}/1"), state_of(1, here, ROWS))
+    queue.schedule_async_request(request._replace(async_fn=Gated(request.async_fn, gate)))
+    meet(stay)
+
+
+def save_where_stock_stood(here: Here, place: str) -> Told:
+    """A trainer that uses ``base.async_calls``, and a queue of its own."""
+    here.join()
+    before = base.async_calls
+    with install(queue_of()) as queue:
+        inside = base.async_calls is queue
+        request = request_for(make_directory(here, f"{place}/1"), state_of(1, here, ROWS))
+        base.async_calls.schedule_async_request(request)
+    trainer = Trainer()
+    installed = install(queue_of(), trainer, "queue")
+    request = request_for(make_directory(here, f"{place}/2"), state_of(2, here, ROWS))
+    trainer.queue.schedule_async_request(request)
+    refused: list[str] = []
+    refusals: list[Callable[[], Any]] = [
+        installed.uninstall,
+        partial(install, queue_of(), trainer, "queue"),
+    ]
+    for refusal in refusals:
+        try:
+            refusal()
+        except CkptFsmError as error:
+            refused.append(type(error).__name__)
+    seen = trainer.queue.maybe_finalize_async_calls(blocking=True)
+    installed.uninstall()
+    return {
+        "inside": inside,
+        "restored": base.async_calls is before and trainer.queue is None,
+        "refused": refused,
+        "seen": seen,
+    }
+
+
+class Trainer:
+    queue: Any = None
+
+
+# -------------------------------------------------------------------------- whole checkpoints
+
+
+def save_begun(here: Here, root: str, given: bool, gate: str = "") -> Told:
+    """Steps 4, 5 and 6 of two parts each, through a manager that the queue opens or is ``given``."""
+    here.join()
+    if given:
+        with managed(here, root) as manager:
+            return save_begun_steps(here, root, AsyncCallsQueue(manager=manager), gate)
+    queue = queue_of()
+    outcome = save_begun_steps(here, root, queue, gate)
+    queue.close()
+    return outcome
+
+
+def save_begun_steps(here: Here, root: str, queue: AsyncCallsQueue, gate: str) -> Told:
+    seen: list[Any] = []
+    for step in (4, 5, 6):
+        directory = f"{root}/iter_{step:07d}"
+        queue.begin(step, directory, ["model", "optimizer"])
+        make_directory(here, directory)
+        for part, of, rows in (("model", step, 512), ("optimizer", step + 100, ROWS)):
+            make_directory(here, f"{directory}/{part}")
+            request = request_for(f"{directory}/{part}", state_of(of, here, rows))
+            if gate and step == 5 and (here.rank, part) == (1, "optimizer"):
+                request = request._replace(async_fn=Gated(request.async_fn, gate))
+            queue.schedule_async_request(request)
+        seen += until_empty(queue, blocking=False)
+    return {"seen": seen}
+
+
+def misuse(here: Here, root: str) -> list[str]:
+    """Calls that cannot work."""
+    here.join()
+    queue = queue_of()
+    make_directory(here, root)
+    calls: list[Callable[[], Any]] = [
+        partial(queue.begin, 4, f"{root}/iter_0000005", ["state"]),
+        partial(queue.begin, 4, f"{root}/iter_0000004", []),
+        partial(queue.begin, 4, f"{root}/iter_0000004", ["a", "b"]),
+        partial(queue.begin, 4, f"{root}/iter_0000004", ["a", "b"]),
+        queue.close,
+    ]
+    found = []
+    for call in calls:
+        try:
+            call()
+            found.append("")
+        except CkptFsmError as error:
+            found.append(error.message)
+    with managed(here, root):  # given back
+        return found
