@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 PROOF := PYTHONPATH=tests $(BIN)/python -m proof
 HOURS ?= 1
 
-.PHONY: demo test lint bench clean specs proof soak mutmut
+.PHONY: demo test lint bench clean specs proof soak mutmut test-integrations
 
 demo: $(STAMP)
 	$(BIN)/ckptfsm demo
@@ -16,6 +16,10 @@ demo: $(STAMP)
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 	$(PROOF) --profile pr
+
+# The drop-ins with other versions of megatron-core and nvidia-resiliency-ext, each in its own environment.
+test-integrations: $(STAMP)
+	$(BIN)/python tests/integrations.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

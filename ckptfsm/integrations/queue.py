@@ -285,9 +285,10 @@ class AsyncCallsQueue:
         """The next requests are the named parts of one checkpoint, in this order.
 
         Call it before the step's directory is made: the first call opens the root, and what stands there
-        then is judged. ``directory`` is ``<root>/iter_0000100`` or ``<root>/global_step_100``. ``parts`` are names, or names with the directories inside it that
-        the requests were made for; by default a lone part is at the top, others under their names. The
-        checkpoint is saved in place when the last part is scheduled: until then no tensor may change.
+        then is judged. ``directory`` is ``<root>/iter_0000100`` or ``<root>/global_step_100``. ``parts``
+        are names, or names with the directories inside it that the requests were made for; by default a
+        lone part is at the top, others under their names. The checkpoint is saved in place when the
+        last part is scheduled: until then no tensor may change.
 
         Raises ``ConfigError``, and what opening the root raises.
         """
