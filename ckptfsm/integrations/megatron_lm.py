@@ -1,0 +1,414 @@
+"""Megatron-LM's checkpoints, owned by managers instead of by ``iter_finalize_fn``.
+
+Megatron-LM's ``save_checkpoint`` hangs closures onto an AsyncRequest; one of them writes the tracker and
+deletes the previous checkpoint. Here ``save_checkpoint`` still collects model, optimizer, RNG and
+arguments, but what it would hand to ``dist_checkpointing.save`` is saved by a ``CheckpointManager``.
+
+``MegatronLMCheckpoints`` is for trainers of your own in Megatron-LM's layout; ``install`` puts one under
+``megatron.training``.
+
+Rules: the tracker and every deletion are the manager's. Of the closures, only the two that report to
+people run, once the checkpoint is tracked. Every method is collective. One manager per directory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+
+from ckptfsm.config import CheckpointConfig, config_of
+from ckptfsm.errors import ConfigError, StepExistsError
+from ckptfsm.handle import SaveHandle
+from ckptfsm.integrations.queue import AsyncCallsQueue
+from ckptfsm.layout import MEGATRON
+from ckptfsm.megatron.compat import cpu_devices
+from ckptfsm.megatron.foreign import ForeignRequest
+from ckptfsm.megatron.manager import CheckpointManager
+from ckptfsm.retention import EveryNSteps, KeepAll, LatestN, Policy
+
+log = logging.getLogger("ckptfsm")
+CONTENT_METADATA = "content_metadata"  # where Megatron's loader looks for it in the common state
+REPORTS = frozenset({"onelogger_finalize_fn", "wandb_finalize_fn"})
+Closure = Callable[[], None]
+
+
+def retain(save_retain_interval: int | None) -> Policy:
+    """``--save-retain-interval``: the last checkpoint and every multiple stay; all, without one."""
+    if save_retain_interval is None:
+        return KeepAll()
+    return LatestN(1) | EveryNSteps(save_retain_interval)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A save in flight and what runs on this rank once it is tracked."""
+
+    handle: SaveHandle
+    reports: tuple[Closure, ...]
+
+
+class MegatronLMCheckpoints:
+    """The checkpoints below ``save_dir``, in Megatron-LM's layout, with its calls.
+
+    ``save_retain_interval`` is Megatron-LM's. ``config`` or keyword arguments are those of
+    ``CheckpointManager``, without ``retention`` and ``layout``. Nothing is opened before ``open`` or the
+    first save; after ``terminate`` the next save opens the root again.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        *,
+        save_retain_interval: int | None = None,
+        config: CheckpointConfig | Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.save_dir = str(Path(save_dir).absolute())
+        base = config_of(config, settings)
+        if {"retention", "layout"} & base.model_fields_set:
+            raise ConfigError(
+                "retention follows save_retain_interval, and the layout is Megatron's"
+            )
+        self._config = base.model_copy(update={"retention": retain(save_retain_interval)})
+        self._managers: dict[str, CheckpointManager] = {}
+        self._queue = AsyncCallsQueue(config=self._config)
+        self._pending: list[_Pending] = []
+
+    def open(self, directory: str | os.PathLike[str] | None = None) -> CheckpointManager:
+        """The manager of ``save_dir``, opened (and recovered) if it is not. Call it before you load.
+
+        ``directory`` is that of non-persistent checkpoints, of which only the last one stays. Raises
+        what ``CheckpointManager`` raises.
+        """
+        root = self.save_dir if directory is None else str(Path(directory).absolute())
+        if root not in self._managers:
+            last = {} if root == self.save_dir else {"retention": LatestN(1)}
+            self._managers[root] = CheckpointManager(root, self._config.model_copy(update=last))
+        return self._managers[root]
+
+    def save(
+        self,
+        iteration: int,
+        state_dict: Mapping[str, Any],
+        *,
+        directory: str | os.PathLike[str] | None = None,
+        content_metadata: Mapping[str, Any] | None = None,
+        reports: Sequence[Closure] = (),
+    ) -> SaveHandle:
+        """Begin the checkpoint ``iter_<iteration>`` of a sharded state dict.
+
+        ``content_metadata`` is stored as ``dist_checkpointing.save`` does. ``reports`` run on this rank
+        once the checkpoint is tracked; what they raise is logged. An iteration that is tracked
+        already is skipped. Raises what ``CheckpointManager.save`` raises.
+        """
+        state = dict(state_dict)
+        if content_metadata is not None:
+            state[CONTENT_METADATA] = dict(content_metadata)
+        return self._begin(self.open(directory), iteration, state, reports)
+
+    def schedule_async_save(self, async_request: Any, iteration: int | None = None) -> None:
+        """Take a ready AsyncRequest, made for ``<save_dir>/iter_<iteration>``, and save it in place.
+
+        It must be free of closures that write the tracker or delete. Without ``iteration`` it is only
+        supervised, see ``AsyncCallsQueue``: nothing is tracked.
+        """
+        if iteration is None:
+            self._queue.schedule_async_request(async_request)
+        else:
+            self._begin(self.open(), iteration, ForeignRequest(request=async_request), ())
+
+    def _begin(
+        self, manager: CheckpointManager, iteration: int, content: Any, reports: Sequence[Closure]
+    ) -> SaveHandle:
+        try:
+            handle = manager.save(iteration, parts={"state": content})
+        except StepExistsError:
+            if iteration not in manager.all_steps():
+                raise
+            log.warning("step_saved_already", extra={"step": iteration})
+            return SaveHandle(iteration)
+        self._pending.append(_Pending(handle, tuple(reports)))
+        return handle
+
+    def maybe_finalize_async_save(self, blocking: bool = False, terminate: bool = False) -> None:
+        """Drive what is in flight; call it at every iteration.
+
+        ``blocking`` waits until it is tracked; ``terminate`` then gives the roots back. Raises what a
+        save failed with, on every rank.
+        """
+        try:
+            self._queue.maybe_finalize_async_calls(blocking=blocking)
+            for manager in self._managers.values():
+                if blocking:
+                    manager.wait_until_finished()
+                else:
+                    manager.poll()
+            if terminate:
+                self._terminate()
+        finally:
+            self._report()
+
+    def is_empty_async_queue(self) -> bool:
+        """True if nothing is in flight; the same on all ranks (local)."""
+        busy = any(not p.handle.done for p in self._pending)
+        return not busy and self._queue.get_num_unfinalized_calls() == 0
+
+    def abort(self) -> None:
+        """Kill the writers and leave without the other ranks; recovery decides at the next ``open``."""
+        self._queue.close(abort=True)
+        while self._managers:
+            self._managers.popitem()[1].abandon()
+        self._pending = []
+
+    def _terminate(self) -> None:
+        self._queue.close()
+        while self._managers:
+            self._managers.popitem()[1].close()
+
+    def _report(self) -> None:
+        over = [p for p in self._pending if p.handle.done]
+        self._pending = [p for p in self._pending if not p.handle.done]
+        for pending in over:
+            if pending.handle.skipped or pending.handle.exception() is not None:
+                continue
+            for report in pending.reports:
+                try:
+                    report()
+                except Exception:  # it informs people; the checkpoint is tracked
+                    log.exception("report_failed", extra={"step": pending.handle.step})
+
+
+# ------------------------------------------------------------------------- under megatron.training
+
+
+@dataclass(slots=True)
+class _Captured:
+    """What ``save_checkpoint`` gave to ``dist_checkpointing.save``. Looks like its AsyncRequest."""
+
+    state_dict: dict[str, Any]
+    directory: str
+    content_metadata: Mapping[str, Any] | None
+    closures: list[Closure] = field(default_factory=list)
+
+    def add_finalize_fn(self, closure: Closure) -> None:
+        self.closures.append(closure)
+
+
+class _DistCheckpointing:
+    """Stands for the module ``dist_checkpointing`` inside ``megatron.training.checkpointing``."""
+
+    def __init__(self, module: Any, saves: _Patches) -> None:
+        self._module = module
+        self._saves = saves
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def save(
+        self,
+        sharded_state_dict: dict[str, Any],
+        checkpoint_dir: str,
+        sharded_strategy: Any = None,
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
+        if str(checkpoint_dir) != self._saves.directory:
+            given = (sharded_state_dict, checkpoint_dir, sharded_strategy, *arguments)
+            return self._module.save(*given, **options)
+        if hasattr(sharded_strategy, "apply_saving_parallelization"):
+            with cpu_devices():
+                shards, _ = save_preprocess(sharded_state_dict, validate_access_integrity=False)
+                sharded_strategy.apply_saving_parallelization(shards)
+        metadata = options.get(CONTENT_METADATA)
+        return _Captured(sharded_state_dict, str(checkpoint_dir), metadata)
+
+
+class _Patches:
+    """The functions that stand in ``megatron.training`` while it is installed.
+
+    ``directory`` is the step's that ``save_checkpoint`` is about to save, "" outside of it.
+    """
+
+    def __init__(self, checkpointing: Any, settings: Mapping[str, Any]) -> None:
+        self.directory = ""
+        self._checkpointing = checkpointing
+        self._settings = settings
+        self._stock_save = checkpointing.save_checkpoint
+        self._stock_load = checkpointing.load_checkpoint
+        self._stock_ensure = checkpointing.ensure_directory_exists
+        self._owner: MegatronLMCheckpoints | None = None
+
+    @property
+    def checkpoints(self) -> MegatronLMCheckpoints:
+        """Made when Megatron-LM's arguments are there."""
+        if self._owner is None:
+            args = self._checkpointing.get_args()
+            interval = getattr(args, "save_retain_interval", None)
+            self._owner = MegatronLMCheckpoints(
+                args.save, save_retain_interval=interval, **self._settings
+            )
+        return self._owner
+
+    def save_checkpoint(self, iteration: int, *arguments: Any, **keywords: Any) -> Any:
+        args = self._checkpointing.get_args()
+        non_persistent = keywords.get("non_persistent_ckpt", False)
+        local = non_persistent and args.non_persistent_ckpt_type == "local"
+        if keywords.get("release") or local:
+            return self._stock_save(iteration, *arguments, **keywords)
+        if not args.use_dist_ckpt or args.ckpt_format != "torch_dist":
+            raise ConfigError("only ckpt_format torch_dist is saved here: uninstall, or choose it")
+        root = _non_persistent_dir(args) if non_persistent else args.save
+        self.directory = os.path.join(root, MEGATRON.published_name(iteration))
+        asked, args.async_save = args.async_save, True  # or it would write the tracker itself
+        try:
+            self.checkpoints.open(root)
+            result = self._stock_save(iteration, *arguments, **keywords)
+        finally:
+            args.async_save = asked
+            self.directory = ""
+        if not asked:
+            self.checkpoints.maybe_finalize_async_save(blocking=True)
+        return result
+
+    def load_checkpoint(self, *arguments: Any, **keywords: Any) -> Any:
+        """Recover first: what was written but not tracked is tracked, a torn tracker is mended."""
+        if getattr(self._checkpointing.get_args(), "save", None):
+            self.checkpoints.open()
+        return self._stock_load(*arguments, **keywords)
+
+    def ensure_directory_exists(self, filename: str, check_parent: bool = True) -> None:
+        """The step's directory appears when it is complete, not before."""
+        if check_parent or str(filename) != self.directory:
+            self._stock_ensure(filename, check_parent)
+
+    def cleanup_old_non_persistent_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
+        """Retention does it, once the newer one is tracked."""
+
+    def schedule_async_save(self, async_request: Any) -> None:
+        if not isinstance(async_request, _Captured):
+            self.checkpoints.schedule_async_save(async_request)
+            return
+        root, name = os.path.split(async_request.directory)
+        iteration = MEGATRON.parse_published(name)
+        assert iteration is not None, "save_checkpoint above has made this name"
+        self.checkpoints.save(
+            iteration,
+            async_request.state_dict,
+            directory=root,
+            content_metadata=async_request.content_metadata,
+            reports=[c for c in async_request.closures if getattr(c, "__name__", "") in REPORTS],
+        )
+
+    def maybe_finalize_async_save(self, blocking: bool = False, terminate: bool = False) -> None:
+        if self._owner is not None:
+            self._owner.maybe_finalize_async_save(blocking, terminate)
+
+    def is_empty_async_queue(self) -> bool:
+        return self._owner is None or self._owner.is_empty_async_queue()
+
+    def init_persistent_async_worker(self, *arguments: Any, **keywords: Any) -> None:
+        """There is none: every save forks its writer."""
+
+    def reset_persistent_async_worker(self, *arguments: Any, **keywords: Any) -> None:
+        if self._owner is not None:
+            self._owner.abort()
+
+
+_IN_CHECKPOINTING = (
+    "save_checkpoint",
+    "load_checkpoint",
+    "ensure_directory_exists",
+    "cleanup_old_non_persistent_checkpoint",
+)
+_IN_ASYNC_UTILS = (
+    "schedule_async_save",
+    "maybe_finalize_async_save",
+    "is_empty_async_queue",
+    "init_persistent_async_worker",
+    "reset_persistent_async_worker",
+)
+
+
+class InstalledTraining:
+    """What ``install`` changed. ``checkpoints`` is the owner, once Megatron-LM is initialized."""
+
+    def __init__(self, package: str, settings: Mapping[str, Any]) -> None:
+        self._package = package
+        self._changed: list[tuple[Any, str, Any]] = []
+        checkpointing = import_module(f"{package}.checkpointing")
+        async_utils = import_module(f"{package}.async_utils")
+        import_module(f"{package}.training")
+        self._patches = _Patches(checkpointing, settings)
+        for module, names in ((checkpointing, _IN_CHECKPOINTING), (async_utils, _IN_ASYNC_UTILS)):
+            for name in names:
+                if hasattr(module, name):
+                    self._rebind(name, getattr(module, name), getattr(self._patches, name))
+        stock = checkpointing.dist_checkpointing
+        self._set(checkpointing, "dist_checkpointing", _DistCheckpointing(stock, self._patches))
+
+    @property
+    def checkpoints(self) -> MegatronLMCheckpoints:
+        return self._patches.checkpoints
+
+    def uninstall(self) -> None:
+        """Undo it. Raises ``ConfigError`` while a save is in flight."""
+        if not self._patches.is_empty_async_queue():
+            raise ConfigError("a save is in flight: maybe_finalize_async_save(blocking=True) first")
+        self._patches.maybe_finalize_async_save(blocking=True, terminate=True)
+        self._restore()
+
+    def __enter__(self) -> InstalledTraining:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self._patches.maybe_finalize_async_save(blocking=True, terminate=True)
+            else:
+                self._patches.reset_persistent_async_worker()
+        finally:
+            self._restore()
+
+    def _rebind(self, name: str, stock: Any, replacement: Any) -> None:
+        """Everywhere in the package: its modules import functions by name."""
+        for place, module in list(sys.modules.items()):
+            inside = place == self._package or place.startswith(f"{self._package}.")
+            if inside and module is not None and vars(module).get(name) is stock:
+                self._set(module, name, replacement)
+
+    def _set(self, module: Any, name: str, value: Any) -> None:
+        self._changed.append((module, name, getattr(module, name)))
+        setattr(module, name, value)
+
+    def _restore(self) -> None:
+        while self._changed:
+            module, name, stock = self._changed.pop()
+            setattr(module, name, stock)
+
+
+def install(package: str = "megatron.training", **settings: Any) -> InstalledTraining:
+    """Let Megatron-LM save through this library. Call it before ``pretrain``.
+
+    ``settings`` are those of ``MegatronLMCheckpoints``; ``save_dir`` and ``save_retain_interval`` come
+    from Megatron-LM's arguments. A context manager, or ``uninstall()`` undoes it.
+    """
+    return InstalledTraining(package, settings)
+
+
+def _non_persistent_dir(args: Any) -> str:
+    """As ``save_checkpoint`` finds it."""
+    return str(args.non_persistent_global_ckpt_dir or os.path.join(args.save, "non_persistent"))

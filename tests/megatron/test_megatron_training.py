@@ -1,0 +1,199 @@
+"""The drop-in for Megatron-LM, under a trainer with the functions and order of ``megatron.training``."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import (
+    Cluster,
+    Gate,
+    assert_complete,
+    path_of,
+    states_of,
+    steps_on_disk,
+    tracked_step,
+)
+
+pytestmark = pytest.mark.megatron
+
+Gates = Callable[[str], Gate]
+
+
+def train(cluster: Cluster, root: Path, *, installed: bool, **args: Any) -> list[dict[str, Any]]:
+    return cluster.run("training_jobs.train", root=str(root), installed=installed, **args)
+
+
+def assert_began_from(ranks: list[dict[str, Any]], step: int) -> None:
+    for rank in ranks:
+        assert rank["error"] is None
+        assert rank["start"] == step
+        assert rank["loaded"] is (True if step else None)
+
+
+def test_stock_code_resumes_from_what_we_wrote(cluster: Cluster, root: Path) -> None:
+    """Catches: a checkpoint that stock code cannot load, a closure that still writes the tracker, a
+    last save (7, after ``terminate``) that is lost."""
+    ranks = train(cluster, root, installed=True, train_iters=7)
+    assert_began_from(ranks, 0)
+    assert [rank["ran"] for rank in ranks] == [
+        [],
+        [f"{who} {step}" for step in (2, 4, 6, 7) for who in ("onelogger", "wandb")],
+    ]
+    assert tracked_step(root) == 7
+    for step in (2, 4, 6, 7):
+        assert_complete(root, step)
+    assert_began_from(train(cluster, root, installed=False, train_iters=7), 7)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_we_resume_from_what_stock_code_wrote(
+    cluster: Cluster, root: Path, async_save: bool
+) -> None:
+    """Catches: an existing save directory that is not adopted, or that retention deletes unasked."""
+    train(cluster, root, installed=False, train_iters=4, async_save=async_save)
+    ranks = train(cluster, root, installed=True, train_iters=8, save_retain_interval=4)
+    assert_began_from(ranks, 4)
+    assert steps_on_disk(root) == [2, 4, 8]
+    assert states_of(root) == {2: "tracked", 4: "tracked", 8: "tracked"}
+    assert_began_from(train(cluster, root, installed=True, train_iters=8), 8)
+
+
+def test_save_retain_interval_keeps_the_last_and_the_multiples(
+    cluster: Cluster, root: Path
+) -> None:
+    """Catches: retention that is not Megatron-LM's, or that forgets across a restart."""
+    for until, kept in ((6, [4, 6]), (10, [4, 8, 10])):
+        train(cluster, root, installed=True, train_iters=until, save_retain_interval=4)
+        assert steps_on_disk(root) == kept
+        assert tracked_step(root) == until
+
+
+def test_killed_writer_leaves_the_tracker(cluster: Cluster, gate: Gates, root: Path) -> None:
+    """Catches: finalizers after a SIGKILL (stock temporal caller): a tracker that names half a
+    checkpoint, the whole one before it deleted."""
+    paused = gate("paused")
+    job = cluster.start(
+        "training_jobs.train",
+        root=str(root),
+        installed=True,
+        gate=paused.path,
+        gated_at=4,
+        save_retain_interval=100,
+    )
+    os.kill(paused.arrival(job)["pid"], signal.SIGKILL)
+    for rank in job.results():
+        assert rank["error"]["type"] == "WriterDied"
+        assert rank["error"]["facts"]["step"] == 4
+    assert tracked_step(root) == 2
+    assert steps_on_disk(root) == [2]
+    assert_began_from(train(cluster, root, installed=True), 2)
+    assert tracked_step(root) == 6
+
+
+def test_killed_writer_is_survived_with_a_warning(
+    cluster: Cluster, gate: Gates, root: Path
+) -> None:
+    """Catches: ``on_failure`` that does not reach the manager."""
+    paused = gate("paused")
+    job = cluster.start(
+        "training_jobs.train",
+        root=str(root),
+        installed=True,
+        gate=paused.path,
+        gated_at=4,
+        settings={"on_failure": "warn"},
+    )
+    os.kill(paused.arrival(job)["pid"], signal.SIGKILL)
+    assert_began_from(job.results(), 0)
+    assert steps_on_disk(root) == [2, 6]
+    assert tracked_step(root) == 6
+
+
+@pytest.mark.parametrize("text", ["", "\x00\x00"])
+def test_torn_tracker_is_mended_before_the_load(cluster: Cluster, root: Path, text: str) -> None:
+    """Catches: a run that ends with status 0 because of a torn tracker (stock does: first half)."""
+    train(cluster, root, installed=True)
+    (root / "latest_checkpointed_iteration.txt").write_text(text)
+    assert [r["exit"] for r in train(cluster, root, installed=False)] == [True, True]
+    assert_began_from(train(cluster, root, installed=True), 6)
+    assert tracked_step(root) == 6
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_non_persistent_cleanup_spares_the_tracked_one(
+    cluster: Cluster, gate: Gates, root: Path, installed: bool
+) -> None:
+    """The newest non-persistent directory is a partial one of a dead run. Stock goes by names: it keeps
+    that one and deletes the tracked one, so that a death during the next save leaves nothing. Catches:
+    the same here."""
+    fast: dict[str, Any] = {"non_persistent_save_interval": 1, "non_persistent_ckpt_type": "global"}
+    if not installed:
+        fast["async_save"] = False  # its cleanup deletes what is in flight as well
+    place = root / "non_persistent"
+    train(cluster, root, installed=installed, train_iters=3, save_interval=100, **fast)
+    assert tracked_step(place) == 3
+    (place / "iter_0000009").mkdir()
+    (place / "iter_0000009" / "__0_0.distcp").write_bytes(b"half")
+    paused = gate("paused")
+    job = cluster.start(
+        "training_jobs.train",
+        root=str(root),
+        installed=installed,
+        gate=paused.path,
+        gated_at=4,
+        train_iters=5,
+        save_interval=100,
+        **fast,
+    )
+    if installed:
+        paused.arrival(job)
+        job.kill(0)
+        job.kill(1)
+        job.wait()
+        assert tracked_step(place) == 3
+        assert_complete(place, 3)
+    else:
+        assert job.results()[0]["start"] == 3
+        assert not path_of(place, 3).exists()
+
+
+def test_synchronous_save_is_tracked_when_it_returns(cluster: Cluster, root: Path) -> None:
+    """Catches: ``async_save=False`` that still runs the closure, or that returns before the tracker."""
+    ranks = cluster.run("training_jobs.save_synchronously", root=str(root))
+    for rank in ranks:
+        assert rank["tracker"] == "4"
+        assert rank["asked"] is False
+    assert [rank["ran"] for rank in ranks] == [[], ["onelogger 4", "wandb 4"]]
+
+
+def test_uninstall_restores_every_name(cluster: Cluster, root: Path) -> None:
+    """Catches: a function that was imported by name elsewhere and stays, a save that nobody polls."""
+    for rank in cluster.run("training_jobs.install_and_uninstall", root=str(root)):
+        assert rank["restored"]
+        assert {
+            "trainer_lm.training.save_checkpoint",
+            "trainer_lm.training.maybe_finalize_async_save",
+            "trainer_lm.training.load_checkpoint",
+            "trainer_lm.checkpointing.schedule_async_save",
+            "trainer_lm.checkpointing.is_empty_async_queue",
+            "trainer_lm.checkpointing.dist_checkpointing",
+        } <= set(rank["changed"])
+        in_flight, other_format = rank["refused"]
+        assert "in flight" in in_flight
+        assert "torch_dist" in other_format
+
+
+def test_a_trainer_of_its_own(cluster: Cluster, root: Path) -> None:
+    """Catches: a ready request that is not tracked, an iteration twice that ends the run, a manager
+    that cannot be opened again."""
+    root.mkdir()
+    for rank in cluster.run("training_jobs.save_alone", root=str(root)):
+        assert rank["steps"] == [[2], [4], [True, False, True]]
+    assert steps_on_disk(root) == [4, 7]
+    assert tracked_step(root) == 7
+    assert cluster.run("stock_load", directory=str(path_of(root, 7)), step=7) == [True, True]

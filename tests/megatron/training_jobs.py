@@ -1,0 +1,163 @@
+"""What the ranks of the Megatron-LM test jobs do. See ``jobs.py``; its rules hold here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jobs import TIMES, Here, Told, is_state_of, meet, request_for, state_of, template_of, told
+from megatron.core.dist_checkpointing import ShardedTensor
+from trainer_lm import async_utils, checkpointing, global_vars, training
+
+from ckptfsm.errors import CkptFsmError
+from ckptfsm.integrations.megatron_lm import InstalledTraining, MegatronLMCheckpoints, install
+from ckptfsm.megatron.compat import cpu_devices
+
+PACKAGE = "trainer_lm"
+
+
+@dataclass
+class Model:
+    """Its state is a function of the iteration. The replica is the data-parallel part.
+
+    ``gate``: whoever pickles ``common`` at ``gated_at`` in another process stands there.
+    """
+
+    here: Here
+    gate: str = ""
+    gated_at: int = 0
+    loaded: bool | None = None
+
+    def sharded_state_dict(self, iteration: int) -> dict[str, Any]:
+        state = state_of(iteration, self.here)
+        for name, value in (("a", 1.0), ("b", 2.0)):
+            data = torch.full((64, 4), iteration + value)
+            state[name] = ShardedTensor.from_rank_offsets(name, data, replica_id=self.here.rank)
+        if self.gate and iteration == self.gated_at:
+            state["gated"] = AtAGate(self.gate, os.getpid())
+        return state
+
+    def template(self) -> dict[str, Any]:
+        data = {name: torch.zeros(64, 4) for name in "ab"}
+        replicas = {n: ShardedTensor.from_rank_offsets(n, d) for n, d in data.items()}
+        for replica in replicas.values():
+            replica.replica_id = self.here.rank
+        return {**template_of(self.here), **replicas}
+
+    def load(self, state: dict[str, Any], iteration: int) -> None:
+        replicas = bool((state["a"] == iteration + 1).all() and (state["b"] == iteration + 2).all())
+        self.loaded = replicas and is_state_of(state, iteration, self.here)
+
+
+@dataclass
+class AtAGate:
+    gate: str
+    trainer: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if os.getpid() != self.trainer:
+            meet(self.gate, "writer")
+        return (AtAGate, ("", 0))
+
+
+@contextmanager
+def owned(installed: bool, **settings: Any) -> Iterator[InstalledTraining | None]:
+    if not installed:
+        yield None
+        return
+    with install(PACKAGE, **{**TIMES, **settings}) as training_:
+        yield training_
+
+
+def train(
+    here: Here,
+    root: str,
+    installed: bool,
+    gate: str = "",
+    gated_at: int = 0,
+    settings: dict[str, Any] | None = None,
+    **args: Any,
+) -> Told:
+    """Load, train to ``train_iters`` and save on the way, with or without the drop-in."""
+    here.join()
+    global_vars.set_args(save=root, load=root, **args)
+    model = Model(here, gate, gated_at)
+    outcome: Told = {"error": None, "start": None, "exit": False}
+    try:
+        with cpu_devices(), owned(installed, **(settings or {})):
+            outcome["start"] = training.pretrain(model)
+    except CkptFsmError as error:
+        outcome["error"] = told(error)
+    except SystemExit as ending:
+        outcome["exit"] = ending.code in (None, 0)
+    return {**outcome, "loaded": model.loaded, "ran": checkpointing.RAN}
+
+
+def save_synchronously(here: Here, root: str) -> Told:
+    """What the tracker says when ``save_checkpoint`` returns."""
+    here.join()
+    global_vars.set_args(save=root, async_save=False)
+    model = Model(here)
+    with owned(True):
+        checkpointing.save_checkpoint(4, model, None, None, 0)
+        tracker = Path(checkpointing.get_checkpoint_tracker_filename(root)).read_text()
+        asked = global_vars.get_args().async_save
+    return {"tracker": tracker, "asked": asked, "ran": checkpointing.RAN}
+
+
+def install_and_uninstall(here: Here, root: str) -> Told:
+    """Which names the drop-in changes, and whether they come back. And what it refuses."""
+    here.join()
+    args = global_vars.set_args(save=root)
+    modules = (checkpointing, async_utils, training)
+    before = [dict(vars(module)) for module in modules]
+    installed = install(PACKAGE, **TIMES)
+    changed = {
+        f"{module.__name__}.{name}"
+        for module, names in zip(modules, before, strict=True)
+        for name, value in names.items()
+        if vars(module)[name] is not value
+    }
+    checkpointing.save_checkpoint(2, Model(here), None, None, 0)
+    refused = []
+    try:
+        installed.uninstall()
+    except CkptFsmError as error:
+        refused.append(error.message)
+    async_utils.maybe_finalize_async_save(blocking=True)
+    args.ckpt_format = "torch"
+    try:
+        checkpointing.save_checkpoint(4, Model(here), None, None, 0)
+    except CkptFsmError as error:
+        refused.append(error.message)
+    installed.uninstall()
+    after = [dict(vars(module)) for module in modules]
+    return {"changed": sorted(changed), "refused": refused, "restored": before == after}
+
+
+def save_alone(here: Here, root: str) -> Told:
+    """A trainer of one's own: states, a ready request, an iteration twice, after ``terminate``."""
+    here.join()
+    ckpts = MegatronLMCheckpoints(root, save_retain_interval=4, **TIMES)
+    steps = []
+    for iteration in (2, 4):
+        ckpts.save(iteration, state_of(iteration, here))
+        ckpts.maybe_finalize_async_save(blocking=True)
+        steps.append(ckpts.open().all_steps())
+    again = ckpts.save(4, state_of(4, here))
+    directory = f"{root}/iter_0000006"
+    if here.rank == 0:
+        os.mkdir(directory)
+    torch.distributed.barrier()
+    ckpts.schedule_async_save(request_for(directory, state_of(6, here)), iteration=6)
+    busy = ckpts.is_empty_async_queue()
+    ckpts.maybe_finalize_async_save(blocking=True, terminate=True)
+    steps.append([again.skipped, busy, ckpts.is_empty_async_queue()])
+    ckpts.save(7, state_of(7, here))
+    ckpts.maybe_finalize_async_save(blocking=True, terminate=True)
+    return {"steps": steps}
