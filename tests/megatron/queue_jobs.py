@@ -28,6 +28,7 @@ from jobs import (
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import base
 
+from ckptfsm import ForeignRequest
 from ckptfsm.errors import CkptFsmError
 from ckptfsm.integrations.queue import AsyncCallsQueue, install
 
@@ -279,3 +280,25 @@ def misuse(here: Here, root: str) -> list[str]:
             found.append(error.message)
     with managed(here, root):  # given back
         return found
+
+
+# --------------------------------------------------------------------- foreign parts of a manager
+
+
+def leave_a_payload(here: Here, root: str) -> Told:
+    """The finalizers of step 1 end before they took their payload; step 2 is good."""
+    errors = []
+    with managed(here, root) as manager:
+        for step, rows in ((1, 512), (2, ROWS)):
+            part = ForeignRequest(build=partial(build_one, here, step, rows, bad=step == 1))
+            try:
+                manager.save(step, parts={"state": part}).wait()
+                errors.append(None)
+            except CkptFsmError as error:
+                errors.append(type(error).__name__)
+    return {"errors": errors}
+
+
+def build_one(here: Here, step: int, rows: int, directory: str, *, bad: bool) -> Any:
+    request = request_for(directory, state_of(step, here, rows))
+    return request._replace(finalize_fns=[fail, *request.finalize_fns]) if bad else request

@@ -170,6 +170,15 @@ def test_i6_i10_finalizer_of_the_first_part_raises_on_one_rank(
         assert rank["ran"].count("2 model") == 1
 
 
+def test_i5_finalizers_that_end_early_leave_no_payload(cluster: Cluster, root: Path) -> None:
+    """Catches: a payload that stays in the queue of all requests: the next save takes it for its own,
+    is tracked, and cannot be loaded."""
+    for rank in cluster.run("queue_jobs.leave_a_payload", root=str(root)):
+        assert rank["errors"] == ["SaveFailed", None]
+    directory = str(path_of(root, 2))
+    assert cluster.run("stock_load", directory=directory, step=2, rows=SMALL_ROWS) == [True, True]
+
+
 def test_i4_ready_made_requests_are_written_in_place(cluster: Cluster, root: Path) -> None:
     """Would catch: a request whose path is fixed and that is looked for in staging."""
     root.mkdir()
