@@ -266,6 +266,8 @@ class _Patches:
             return self._stock_save(iteration, *arguments, **keywords)
         if not args.use_dist_ckpt or args.ckpt_format != "torch_dist":
             raise ConfigError("only ckpt_format torch_dist is saved here: uninstall, or choose it")
+        if getattr(args, "dataloader_save", None) == args.save:
+            raise ConfigError("--dataloader-save must be another directory than --save")
         root = _non_persistent_dir(args) if non_persistent else args.save
         self.directory = os.path.join(root, MEGATRON.published_name(iteration))
         asked, args.async_save = args.async_save, True  # or it would write the tracker itself

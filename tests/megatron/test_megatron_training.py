@@ -183,9 +183,10 @@ def test_uninstall_restores_every_name(cluster: Cluster, root: Path) -> None:
             "trainer_lm.checkpointing.is_empty_async_queue",
             "trainer_lm.checkpointing.dist_checkpointing",
         } <= set(rank["changed"])
-        in_flight, other_format = rank["refused"]
+        in_flight, other_format, same_place = rank["refused"]
         assert "in flight" in in_flight
         assert "torch_dist" in other_format
+        assert "dataloader" in same_place
 
 
 def test_a_trainer_of_its_own(cluster: Cluster, root: Path) -> None:

@@ -130,11 +130,14 @@ def install_and_uninstall(here: Here, root: str) -> Told:
     except CkptFsmError as error:
         refused.append(error.message)
     async_utils.maybe_finalize_async_save(blocking=True)
-    args.ckpt_format = "torch"
-    try:
-        checkpointing.save_checkpoint(4, Model(here), None, None, 0)
-    except CkptFsmError as error:
-        refused.append(error.message)
+    for name, value in (("ckpt_format", "torch"), ("dataloader_save", root)):
+        before_this = getattr(args, name, None)
+        setattr(args, name, value)
+        try:
+            checkpointing.save_checkpoint(4, Model(here), None, None, 0)
+        except CkptFsmError as error:
+            refused.append(error.message)
+        setattr(args, name, before_this)
     installed.uninstall()
     after = [dict(vars(module)) for module in modules]
     return {"changed": sorted(changed), "refused": refused, "restored": before == after}
