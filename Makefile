@@ -19,7 +19,7 @@ test: $(STAMP) lint
 
 # The drop-ins with other versions of megatron-core and nvidia-resiliency-ext, each in its own environment.
 test-integrations: $(STAMP)
-	$(BIN)/python tests/integrations.py
+	$(BIN)/python tests/integrations/run.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

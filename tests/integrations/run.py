@@ -1,4 +1,4 @@
-"""Runs the queue's tests with other versions of what it stands in for: ``make test-integrations``.
+"""Runs the tests that need other packages, or other versions of them: ``make test-integrations``.
 
 Each version has a virtual environment of its own below ``build/integrations``, which borrows everything
 else (torch, pytest) from the environment that runs this. A version that cannot be installed is an error.
@@ -13,7 +13,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "build" / "integrations"
 QUEUE = "tests/megatron/test_megatron_queue.py"
 # Whole checkpoints need the library's own saves, which are made of megatron-core 0.16.
@@ -27,6 +27,7 @@ TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("nvidia-resiliency-ext>=0.4.1",),
         ("tests/megatron/test_megatron_nvrx.py",),
     ),
+    "ray": (("ray>=2.40",), ("tests/integrations/test_ray.py",)),
 }
 
 
