@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ckptfsm.config import CheckpointConfig, load_config, save_again
-from ckptfsm.controller import Controller, GroupPart, GroupSave, Reading, Ticket
+from ckptfsm.controller import Controller
 from ckptfsm.coordinator import RecoveryReport
 from ckptfsm.documents import TransitionRecord
 from ckptfsm.errors import CkptFsmError, DamagedRoot, RootBusy, SaveFailed, SaveRefused
@@ -34,6 +34,7 @@ from ckptfsm.retention import (
     Policy,
     Steps,
 )
+from ckptfsm.tickets import GroupPart, GroupSave, Reading, Ticket
 
 if TYPE_CHECKING:
     from ckptfsm.megatron.foreign import ForeignRequest

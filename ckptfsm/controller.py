@@ -17,8 +17,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptfsm.clock import SystemClock
@@ -31,6 +33,7 @@ from ckptfsm.handle import SaveHandle
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.lease import this_process
 from ckptfsm.lifecycle import State
+from ckptfsm.link import Answer
 from ckptfsm.messages import (
     AttemptId,
     Event,
@@ -47,68 +50,39 @@ from ckptfsm.proposal import Accepted
 from ckptfsm.pump import Hook
 from ckptfsm.restoring import Restorer
 from ckptfsm.storage import OpenPosix
+from ckptfsm.tickets import GroupPart, GroupSave, Reading, Ticket
 from ckptfsm.transport import LocalTransport
 from ckptfsm.writer import launch_forked
 
 log = logging.getLogger("ckptfsm")
 _ASK_EVERY_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPart:
-    """A part that a group of workers writes. ``directory`` is the part's; by default its name."""
-
-    group: str
-    directory: str | None = None
-    optional: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """What a group's workers need to know of a save that was accepted. Can be pickled.
-
-    ``first_rank`` is the number of the group's rank 0 in the checkpoint, ``size`` how many ranks it
-    has; ``published`` the absolute directory that the checkpoint will have.
-    """
-
-    of: AttemptId
-    root: str
-    location: str
-    published: str
-    part: PartSpec
-    first_rank: int
-    size: int
-    world_size: int
-    timeout_s: float
-
-    @property
-    def directory(self) -> str:
-        """Absolute directory of the part, while it is being written."""
-        base = f"{self.root}/{self.location}"
-        return f"{base}/{self.part.directory}" if self.part.directory else base
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """A checkpoint that is being read: ``directory`` is absolute; no ``parts`` if it was adopted."""
-
-    step: int
-    directory: str
-    parts: tuple[PartSpec, ...]
+_REMEMBERED = 8  # attempts that were given up before their workers confirmed
+_REASON = re.compile(r"[a-z_]{1,40}\Z")
+_DETAIL_CHARS = 20_000
 
 
 AskWorkers = Callable[[tuple[AttemptId, ...]], Iterable[Event]]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupSave:
-    """A save that was begun: its handle, and for each group what its workers need to know.
+@dataclass(slots=True)
+class _Flight:
+    """An attempt that is not settled: its deadline, the workers' ranks, and those that have written."""
 
-    There are no tickets if the save was skipped, because another one was in flight.
-    """
+    deadline: float
+    ranks: frozenset[int]
+    written: set[int] = field(default_factory=set)
+    failed: bool = False
 
-    handle: SaveHandle
-    tickets: Mapping[str, Ticket]
+
+def is_plausible(event: WriterForked | ShardReported | Failed | WriterGone) -> bool:
+    """True if a report from elsewhere can be taken into the journal as it is."""
+    if isinstance(event, Failed):
+        texts = isinstance(event.reason, str) and isinstance(event.detail, str)
+        return texts and bool(_REASON.match(event.reason)) and len(event.detail) <= _DETAIL_CHARS
+    if isinstance(event, ShardReported):
+        size = event.shard_bytes
+        return isinstance(event.part, str) and type(size) is int and 0 <= size <= 1 << 62
+    return True
 
 
 class Controller(Owner):
@@ -136,15 +110,16 @@ class Controller(Owner):
         self._first_rank = _number(groups)
         self._groups = dict(groups)
         self._ask_workers = ask_workers
-        self._deadlines: dict[AttemptId, float] = {}
-        self._written: set[int] = (
-            set()
-        )  # ranks of the newest attempt that have nothing left to write
-        self._dying: set[AttemptId] = set()
+        self._flights: dict[AttemptId, _Flight] = {}
+        self._unconfirmed: deque[AttemptId] = deque(maxlen=_REMEMBERED)
         self._asked_at = 0.0
-        if ports is None:
-            ports = _ports(os.fspath(root), sum(groups.values()) + 1)
-        super().__init__(ports, config_of(config, settings), hooks)
+        config = config_of(config, settings)
+        if config.sync:
+            raise ConfigError(
+                "a controller cannot save synchronously: wait for the handle", key="sync"
+            )
+        ports = ports or _ports(os.fspath(root))
+        super().__init__(ports, config, hooks, writers=sum(groups.values()) + 1)
         self._pump.source = self._collect
 
     # ----------------------------------------------------------------------------------- save
@@ -167,47 +142,60 @@ class Controller(Owner):
         self._watch_polls(step)
         if not self._make_way(step):
             return GroupSave(SaveHandle(step), {})
-        own = {n: v for n, v in parts.items() if not isinstance(v, GroupPart)}
-        draft = self._ports.driver.draft(own)
-        written = {n: self._spec_of(n, v) for n, v in parts.items() if isinstance(v, GroupPart)}
+        groups = {n: v for n, v in parts.items() if isinstance(v, GroupPart)}
+        draft = self._ports.driver.draft({n: v for n, v in parts.items() if n not in groups})
+        written = self._specs_of(groups)
         specs = (*draft.specs, *written.values())
         measured = tuple(sorted((str(k), float(v)) for k, v in (metrics or {}).items()))
         request = SaveRequest(
-            step, specs, self.world_size, metrics=measured, expected_bytes=draft.expected_bytes
+            step, specs, self.writers, metrics=measured, expected_bytes=draft.expected_bytes
         )
         of = self._accepted(request)
-        self._deadlines[of] = self._ports.clock.monotonic() + self.config.writer_timeout_s
-        self._written = set()
         handle = self._pump.begin_writing(self._storage, Accepted(of, False, specs), draft)
         self._unpolled_since = step
-        tickets = {
-            v.group: self._ticket(of, v.group, written[n])
-            for n, v in parts.items()
-            if isinstance(v, GroupPart)
-        }
+        tickets = {v.group: self._ticket(of, v.group, written[n]) for n, v in groups.items()}
         return GroupSave(handle, tickets)
 
-    def _spec_of(self, name: str, part: GroupPart) -> PartSpec:
-        first = self._first_rank.get(part.group)
-        if first is None:
-            raise ConfigError(f"there is no group {part.group!r}", part=name)
-        directory = name if part.directory is None else part.directory
-        ranks = tuple(range(first, first + self._groups[part.group]))
-        return PartSpec(name, "report", directory, ranks, part.optional)
+    def _specs_of(self, parts: Mapping[str, GroupPart]) -> dict[str, PartSpec]:
+        """The groups' parts as declared. Raises ``ConfigError``."""
+        specs: dict[str, PartSpec] = {}
+        for name, part in parts.items():
+            first = self._first_rank.get(part.group)
+            if first is None:
+                raise ConfigError(f"there is no group {part.group!r}", part=name)
+            if [p.group for p in parts.values()].count(part.group) > 1:
+                raise ConfigError(f"group {part.group!r} is to write two parts", part=name)
+            directory = name if part.directory is None else part.directory
+            ranks = tuple(range(first, first + self._groups[part.group]))
+            specs[name] = PartSpec(name, "report", directory, ranks, part.optional)
+        return specs
 
     def _accepted(self, request: SaveRequest) -> AttemptId:
+        """Ask for the save. A Ctrl-C meanwhile leaves nothing that nobody writes."""
+        answer = Answer()
         try:
             answer = self._link.together(Coordinator.request, request)
-        except BaseException:  # a Ctrl-C: nobody will write it
-            self._link.forget_request()
+            if answer.value is not None:
+                self._flights[answer.value] = self._flight(request.parts)
+            self._pump.take_answer(answer)
+        except BaseException as error:
+            if answer.value is not None:
+                self._pump.give_up(answer.value, error)
+            else:
+                self._link.forget_request()
             raise
         if isinstance(answer.error, DeadlineExceeded):
             self._link.forget_request()
-        self._pump.take_answer(answer)
         if answer.error is not None:
             raise answer.error
         of: AttemptId = answer.value
         return of
+
+    def _flight(self, parts: Sequence[PartSpec]) -> _Flight:
+        ranks = {rank for spec in parts if spec.kind == "report" for rank in spec.ranks or ()}
+        return _Flight(
+            self._ports.clock.monotonic() + self.config.writer_timeout_s, frozenset(ranks)
+        )
 
     def _ticket(self, of: AttemptId, group: str, part: PartSpec) -> Ticket:
         layout = LAYOUTS[self.config.layout]
@@ -219,7 +207,7 @@ class Controller(Owner):
             part,
             self._first_rank[group],
             self._groups[group],
-            self.world_size,
+            self.writers,
             self.config.writer_timeout_s,
         )
 
@@ -227,66 +215,91 @@ class Controller(Owner):
 
     @property
     def doomed(self) -> tuple[AttemptId, ...]:
-        """The attempts that have failed: their writers are to be ended."""
+        """The attempts that have failed, and those given up since: their writers are to be ended."""
         unsettled = self._pump.view.unsettled
-        return tuple(of for of, state in unsettled.items() if state is State.FAILED)
+        failed = (of for of, state in unsettled.items() if state is State.FAILED)
+        return (*failed, *self._unconfirmed)
 
     def feed(self, reports: Iterable[Event]) -> None:
-        """Take what workers reported. It counts at the next ``poll``."""
+        """Take what workers reported. It counts at the next ``poll``.
+
+        What belongs to no living save of this controller is dropped. Raises ``ConfigError`` for what is
+        not a report.
+        """
         for event in reports:
             if not isinstance(event, (WriterForked, ShardReported, Failed, WriterGone)):
                 raise ConfigError(f"{type(event).__name__} is not a worker's report")
-            if isinstance(event, ShardReported) and event.of in self._deadlines:
-                self._written.add(event.rank)
-            self._pump.report(event)
+            self._take(event)
+
+    def _take(self, event: WriterForked | ShardReported | Failed | WriterGone) -> None:
+        flight = self._flights.get(event.of)
+        if flight is None or event.rank not in flight.ranks or not is_plausible(event):
+            log.warning("report_dropped", extra={"event": event.name, "of": str(event.of)})
+            return
+        if isinstance(event, ShardReported) and event.rank not in flight.written:
+            flight.written.add(
+                event.rank
+            )  # what is written was forked, whichever report came first
+            self._pump.report(WriterForked(event.of, event.rank, event.world_size))
+        self._pump.report(event)
 
     def lost(self, group: str, ranks: Iterable[int] | None = None, detail: str = "") -> None:
         """Say that workers of a group are dead, and their writers with them.
 
         ``ranks`` are the group's own, by default all. What such a worker had not finished fails.
+        Raises ``ConfigError`` if there is no such rank.
         """
+        if group not in self._groups:
+            raise ConfigError(f"there is no group {group!r}")
         first, size = self._first_rank[group], self._groups[group]
         for rank in range(size) if ranks is None else ranks:
-            number = first + rank
-            for of, state in self._pump.view.unsettled.items():
-                writing = state in (State.REQUESTED, State.FORKED) and number not in self._written
-                if writing:
-                    why = (
-                        f"worker {rank} of group {group!r} is dead{': ' if detail else ''}{detail}"
-                    )
-                    self._pump.report(Failed(of, WriterDied.kind, why, number))
-                if writing or state is State.FAILED:
-                    self._pump.report(WriterGone(of, number))
+            if not 0 <= rank < size:
+                raise ConfigError(f"group {group!r} has {size} ranks, and no rank {rank}")
+            why = f"worker {rank} of group {group!r} is dead{': ' if detail else ''}{detail}"
+            for of, flight in self._flights.items():
+                self._lose(of, flight, first + rank, why)
+
+    def _lose(self, of: AttemptId, flight: _Flight, number: int, why: str) -> None:
+        state = self._pump.view.unsettled.get(of)
+        if number not in flight.ranks or state is None:
+            return
+        if state is State.FAILED:
+            self._pump.report(WriterGone(of, number))
+        elif number not in flight.written:
+            self._pump.report(Failed(of, WriterDied.kind, why, number))
+            self._pump.report(WriterGone(of, number))
 
     def _collect(self) -> None:
         """Ask the workers, not too often, and end what nobody reports on in time."""
-        view, now = self._pump.view, self._ports.clock.monotonic()
-        if view.unsettled and now - self._asked_at >= _ASK_EVERY_S:
-            self._asked_at = now
-            self.feed(self._ask_workers(self.doomed))
-        self._end_in_time(now)
+        now = self._ports.clock.monotonic()
+        try:
+            if self._pump.view.unsettled and now - self._asked_at >= _ASK_EVERY_S:
+                self._asked_at = now
+                self.feed(self._ask_workers(self.doomed))
+        finally:
+            self._end_in_time(self._ports.clock.monotonic())
 
     def _end_in_time(self, now: float) -> None:
         """Fail an attempt whose reports do not come, and clean up after writers that nobody confirms.
 
-        It was written aside, where a late writer harms nothing.
+        It was written aside, where a late writer harms nothing; its workers are told to end it for as
+        long as a few later attempts go on.
         """
         unsettled = self._pump.view.unsettled
-        self._deadlines = {of: at for of, at in self._deadlines.items() if of in unsettled}
-        self._dying &= set(unsettled)
-        for of, state in unsettled.items():
-            if state is State.FAILED and of not in self._dying:
-                self._dying.add(of)
-                self._deadlines[of] = now + self.config.exit_timeout_s
-            if of not in self._deadlines or now < self._deadlines[of]:
+        self._flights = {of: f for of, f in self._flights.items() if of in unsettled}
+        for of, flight in self._flights.items():
+            if unsettled[of] is State.FAILED and not flight.failed:
+                flight.failed, flight.deadline = True, now + self.config.exit_timeout_s
+            if now < flight.deadline:
                 continue
-            self._deadlines[of] = now + self.config.exit_timeout_s
-            if state is State.FAILED:
+            flight.deadline = now + self.config.exit_timeout_s
+            if unsettled[of] is State.FAILED:
                 log.warning("workers_not_awaited", extra={"step": of.step})
+                self._unconfirmed.append(of)
                 self._pump.report(WritersLost(of))
-            elif state in (State.REQUESTED, State.FORKED):
-                missing = sorted(set(range(1, self.world_size)) - self._written)
-                why = f"no report in time from rank {name_ranks(missing)}"
+            elif unsettled[of] in (State.REQUESTED, State.FORKED):
+                missing = name_ranks(sorted(flight.ranks - flight.written))
+                why = f"no report in time from rank {missing or '0'}"
                 self._pump.report(Failed(of, "writer_hung", why))
 
     # ----------------------------------------------------------------------------------- reading
@@ -300,11 +313,12 @@ class Controller(Owner):
         self._require_open()
         restorer = Restorer(self._ports, self._storage, self.config, self._agree)
         located = restorer.choose(step)
-        self._pump.say_notes()
         if located is None:
+            self._pump.say_notes()
             yield None
             return
         try:
+            self._pump.say_notes()
             yield Reading(located.step, f"{self._storage.root}/{located.directory}", located.parts)
         finally:
             self._agree(Coordinator.release, located.lease)
@@ -322,9 +336,9 @@ def _number(groups: Mapping[str, int]) -> dict[str, int]:
     return numbers
 
 
-def _ports(root: str, world_size: int) -> Ports:
+def _ports(root: str) -> Ports:
     return Ports(
-        LocalTransport(world_size),
+        LocalTransport(),
         FilesDriver(),
         SystemClock(),
         ThreadExecutor,

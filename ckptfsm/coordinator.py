@@ -26,7 +26,7 @@ from ckptfsm.documents import (
     SegmentClosed,
     encode,
 )
-from ckptfsm.durable import lookup, move, put, storage_error, walk_files
+from ckptfsm.durable import list_names, lookup, move, put, storage_error, walk_files
 from ckptfsm.engine import Engine, News, Settled, Trade
 from ckptfsm.errors import (
     CkptFsmError,
@@ -49,11 +49,12 @@ from ckptfsm.evidence import (
     read_tracker,
 )
 from ckptfsm.journal import History, newest_segment, read_history
-from ckptfsm.layout import JOURNAL, MEGATRON, QUARANTINE, READERS, Layout, pin_name
+from ckptfsm.layout import JOURNAL, LAYOUTS, MEGATRON, QUARANTINE, READERS, Layout, pin_name
 from ckptfsm.lease import RootLease, open_root
 from ckptfsm.ledger import Ledger, Rejected
 from ckptfsm.lifecycle import UNSETTLED, Checkpoint, State
 from ckptfsm.messages import (
+    FINISHED_BY_US,
     AttemptId,
     Event,
     Failed,
@@ -157,6 +158,8 @@ class Coordinator:
         self._lease: RootLease | None = None
         self._opened: Engine | None = None
         self._requests = 0
+        self._leases = 0
+        self._held: set[str] = set()
         self._tick_at = 0.0
         self._readers: dict[str, tuple[bytes, float]] = {}
 
@@ -192,17 +195,42 @@ class Coordinator:
 
     def _refuse_other_layout(self, history: History) -> None:
         """Under other names every checkpoint of the journal would seem to be missing."""
-        if history.layout not in ("", self._layout.name):
+        used = [history.layout] if history.ledger.checkpoints else self._layouts_of_names()
+        other = [name for name in used if name != self._layout.name]
+        if other:
             raise ConfigError(
-                f"{self._storage.root} was written in the layout {history.layout!r}, not "
+                f"{self._storage.root} holds steps in the layout {other[0]!r}, not "
                 f"{self._layout.name!r}",
                 file=self._storage.root,
                 key="layout",
             )
 
+    def _layouts_of_names(self) -> list[str]:
+        """The layouts in which something at the root has the name of a step."""
+        names = list_names(self._storage, "")
+        return [
+            layout.name
+            for layout in LAYOUTS.values()
+            if any(layout.parse_published(name) is not None for name in names)
+        ]
+
+    def _refuse_unfinishable(self, ledger: Ledger) -> None:
+        """A complete attempt that this process cannot finish is kept for one that can (I8)."""
+        for checkpoint in ledger.in_state(State.SHARDS_WRITTEN):
+            for part in checkpoint.parts:
+                if part.kind in FINISHED_BY_US and part.kind not in self._finishers:
+                    raise ConfigError(
+                        f"step {checkpoint.step} was written, and its part {part.name!r} needs torch "
+                        "to be completed: open the root once with CheckpointManager",
+                        step=checkpoint.step,
+                        part=part.name,
+                    )
+
     def _recover(self, lease: RootLease, began: float) -> RecoveryReport:
         sweep_temporaries(self._storage, (JOURNAL,))  # or a fenced one renames it over a segment
         history = read_history(self._storage)
+        self._refuse_other_layout(history)
+        self._refuse_unfinishable(history.ledger)
         evidence = gather_evidence(self._storage, self._layout, history.ledger)
         decided = plan(
             history.ledger,
@@ -554,9 +582,12 @@ class Coordinator:
             return Located(0, "release", "", (), ()) if released else None
         checkpoint = self._engine.tracked(step) if step is not None else latest
         assert checkpoint is not None
-        lease = f"{READERS}/{checkpoint.step}.{self._engine.effects.tag}.json"
+        self._leases += 1
+        name = f"{checkpoint.step}.{self._engine.effects.tag}-{self._leases}.json"
+        lease = f"{READERS}/{name}"
         mark = Pin(step=checkpoint.step, reason="restore", nonce=self._identity.nonce)
         self._engine.check_epoch()
+        self._held.add(name)
         put(self._storage, lease, encode(mark), tag=self._engine.effects.tag)
         self._engine.reread_protection()
         directory, problem, manifest = self._layout.published_name(checkpoint.step), "", None
@@ -579,6 +610,7 @@ class Coordinator:
         """Give a reader's lease back. One that cannot be removed expires like any other."""
         if not lease:
             return
+        self._held.discard(lease.rpartition("/")[2])
         try:
             remove_marker(self._storage, lease)
             self._engine.reread_protection()
@@ -606,6 +638,8 @@ class Coordinator:
         now = self._clock.monotonic()
         seen: dict[str, tuple[bytes, float]] = {}
         for name in self._engine.effects.reader_leases():
+            if name in self._held:
+                continue  # its reader is this process, and lives
             path = f"{READERS}/{name}"
             found = lookup(self._storage, path)
             if found is None or found.kind != "file":

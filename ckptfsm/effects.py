@@ -53,6 +53,7 @@ from ckptfsm.evidence import (
 from ckptfsm.layout import (
     MANIFEST,
     PINS,
+    PLANNED,
     QUARANTINE,
     READERS,
     TRACKER,
@@ -70,7 +71,7 @@ from ckptfsm.layout import (
     trash_dir,
 )
 from ckptfsm.lifecycle import Checkpoint, expected_reports
-from ckptfsm.messages import PartSpec
+from ckptfsm.messages import FINISHED_BY_US, PartSpec
 from ckptfsm.ports import Clock, PartFinisher, Storage
 from ckptfsm.stock import inspect_stock
 from ckptfsm.trash import sweep_attempt
@@ -254,9 +255,9 @@ class Effects:
 
     def _leave_out(self, checkpoint: Checkpoint, part: PartSpec, directory: str) -> None:
         """Take an optional part that was not written everywhere out of the unpublished attempt."""
-        location = join(directory, part.directory)
-        planned = f"{directory}/{planned_name(part.name)}"
-        for path in (location, planned):
+        planned = list_names(self.storage, f"{directory}/{PLANNED}")
+        own = [f"{PLANNED}/{name}" for name in planned if _plans(name, part)]
+        for path in (join(directory, part.directory), *(f"{directory}/{name}" for name in own)):
             if lookup(self.storage, path) is not None:
                 self.check_epoch()
                 self._move_aside(path, trash_dir(checkpoint.id))
@@ -311,8 +312,12 @@ class Effects:
     ) -> Mapping[str, bytes]:
         """What completes a part. A finisher that raises fails its attempt, whatever it raises."""
         finisher = self.finishers.get(part.kind)
-        if finisher is None:
+        if part.kind not in FINISHED_BY_US:
             return {}
+        if finisher is None:
+            raise SaveFailed(
+                f"nobody here can complete part {part.name!r} ({part.kind})", file=final
+            )
         planned = f"{directory}/{planned_name(part.name)}"
         data = b""
         if lookup(self.storage, planned) is not None:
@@ -575,6 +580,13 @@ class Effects:
     def pin(self, step: int, reason: str) -> None:
         self.check_epoch()
         put(self.storage, pin_name(step), encode(Pin(step=step, reason=reason)), tag=self.tag)
+
+
+def _plans(name: str, part: PartSpec) -> bool:
+    """True if a file of planned metadata is of this part, or of one of a group's shares of it."""
+    rest = name.removeprefix(part.name).removesuffix(".bin")
+    share = part.kind == "report" and rest.startswith(".") and rest[1:].isdigit()
+    return f"{part.name}{rest}.bin" == name and (not rest or share)
 
 
 def _by_name(entry: FileEntry) -> str:

@@ -72,12 +72,14 @@ def stage_tree(spec: PartSpec, tree: FileTree, location: str) -> TreePart | Unma
     What ``make`` raises comes out, unless the part is optional.
     """
     directory = Path(location)  # the attempt's own, which must be there
-    for piece in spec.directory.split("/"):
+    for piece in filter(None, spec.directory.split("/")):
         directory /= piece
         directory.mkdir(exist_ok=True)
     try:
         tree.make(str(directory))
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is one
         if not spec.optional:
             raise
         return UnmadePart(spec.name, spec.directory, describe(error))

@@ -96,7 +96,6 @@ class Manager(Owner):
                 draft.let_go()
             return SaveHandle(step), answer.error
         assert draft is not None and accepted is not None
-        self._pump.save_due = False
         handle = self._pump.begin_writing(self._storage, accepted, draft)
         self._unpolled_since = step
         return handle, None
@@ -131,12 +130,12 @@ class Manager(Owner):
             refused = error
         except (SaveRefused, Fenced, OutcomeUnknown) as error:
             refused = error
-        except Exception as error:  # a bad state dict must not strand the other ranks
-            log.exception("save_refused", extra={"step": step})
-            refused = SaveRefused(f"the save cannot begin: {describe(error)}", step=step)
-        except BaseException:  # a Ctrl-C: no rank will write it
+        except (KeyboardInterrupt, SystemExit):  # no rank will write it
             self._link.forget_request()
             raise
+        except BaseException as error:  # a bad state dict, also torch's errors: the others wait
+            log.exception("save_refused", extra={"step": step})
+            refused = SaveRefused(f"the save cannot begin: {describe(error)}", step=step)
         shared = accepted.for_others() if accepted is not None else None
         return Answer(shared, refused, self._link.collect()), accepted
 

@@ -15,6 +15,8 @@ from ckptfsm.errors import ConfigError
 MAX_STEP = 10**15
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 PartKind = Literal["torch_dist", "foreign", "file", "tree", "report"]
+FINISHED_BY_US = frozenset({"torch_dist"})
+"""Kinds of parts that the coordinator completes, from what their ranks wrote."""
 RESERVED = frozenset({".ckptfsm", ".metadata", "metadata.json", "common.pt"})
 """Names that the library or megatron-core writes itself, in the directory of a torch_dist part."""
 
@@ -79,7 +81,8 @@ def check_parts(parts: tuple[PartSpec, ...], world_size: int) -> None:
             raise ConfigError(f"part {part.name!r} is written by no rank", part=part.name)
         if part.ranks is not None and not all(0 <= r < world_size for r in part.ranks):
             raise ConfigError("a part names ranks outside the job", part=part.name)
-        if part.kind in ("torch_dist", "foreign"):
+        own = part.kind in ("torch_dist", "foreign", "tree") or bool(part.directory)
+        if own and part.kind != "file":
             other = owners.setdefault(part.directory, part.name)
             if other != part.name:
                 raise ConfigError(

@@ -47,8 +47,17 @@ _LET_GO_S = 0.1
 class Owner:
     """The life of the checkpoints of one root, from one process of its job."""
 
-    def __init__(self, ports: Ports, config: CheckpointConfig, hooks: Sequence[Hook] = ()) -> None:
+    def __init__(
+        self,
+        ports: Ports,
+        config: CheckpointConfig,
+        hooks: Sequence[Hook] = (),
+        *,
+        writers: int | None = None,
+    ) -> None:
+        """``writers``: how many ranks a checkpoint has, if not those of the transport."""
         self.config = config
+        self.writers = writers or ports.transport.world_size
         self.recovery: RecoveryReport | None = None
         self._ports = ports
         self._closed = False
@@ -56,7 +65,7 @@ class Owner:
         self._unpolled_since: int | None = None
         self._signals: dict[int, Any] = {}
         self._link = Link(ports.transport, config.effect_timeout_s)
-        self._pump = Pump(ports, config, self._link, hooks)
+        self._pump = Pump(ports, config, self._link, hooks, self.writers)
         self._storage: Storage
         try:
             self._open()

@@ -56,7 +56,12 @@ class Pump:
     """
 
     def __init__(
-        self, ports: Ports, config: CheckpointConfig, link: Link, hooks: Sequence[Hook]
+        self,
+        ports: Ports,
+        config: CheckpointConfig,
+        link: Link,
+        hooks: Sequence[Hook],
+        writers: int,
     ) -> None:
         self.view = View()
         self.save_due = False
@@ -70,7 +75,7 @@ class Pump:
         self._config = config
         self._link = link
         self._hooks = tuple(hooks)
-        self._rank, self._world_size = ports.transport.rank, ports.transport.world_size
+        self._rank, self._world_size = ports.transport.rank, writers
         self._inbox: deque[News] = deque()
         self._fatal: CkptFsmError | None = None
         self._taking = False
@@ -314,6 +319,7 @@ class Pump:
         A rank that writes none of the parts has no writer.
         """
         of, specs = accepted.of, accepted.of_rank(self._rank)
+        self.save_due = False
         location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)
         self._bystander = None if specs else of
         if not specs:

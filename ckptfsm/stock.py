@@ -19,6 +19,7 @@ import errno
 import io
 import json
 import math
+import re
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ MAX_COMMON_BYTES = 1 << 30
 MAX_CONFIG_BYTES = 64 << 10
 MAX_DIMENSIONS = 64
 _TREE_DEPTH = 3  # role/part/tree
+_PLAIN_PATH = re.compile(
+    r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}){0,8}\Z"
+)
 MAX_INTEGER = (1 << 63) - 1
 
 _DCP = "torch.distributed.checkpoint"
@@ -196,7 +200,14 @@ def _trees_in_use(storage: Storage, directory: str, tree: str) -> list[str]:
     split = [path for path in found if path.count("/") == _TREE_DEPTH - 1]
     listed: set[str] = set()
     for role in sorted({path.split("/")[0] for path in split}):
-        listed |= _contents_of(storage, directory, role)
+        paths = _contents_of(storage, directory, role)
+        trees = {path for path in paths if path.rpartition("/")[2] == tree}
+        if not paths or trees - set(found):
+            raise _damaged(join(role, CONTENTS), "does not list what is there")
+        listed |= trees
+    for path in split:
+        if path not in listed and _names(storage, join(directory, path)):
+            raise _damaged(path, "is not listed, and not empty")
     return [path for path in found if path not in split or path in listed]
 
 
@@ -205,14 +216,16 @@ def _contents_of(storage: Storage, directory: str, role: str) -> set[str]:
     name = join(role, CONTENTS)
     try:
         contents = json.loads(_read(storage, directory, name, MAX_CONFIG_BYTES))["contents"]
-        paths = [entry["path"] for entry in contents.values()]
+        entries = [(entry["path"], entry.get("format")) for entry in contents.values()]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         raise _damaged(name, "not a list of contents") from None
-    for path in paths:
-        if type(path) is not str or any(piece in ("", ".", "..") for piece in path.split("/")):
+    for path, kind in entries:
+        if type(path) is not str or not _PLAIN_PATH.match(path):
             raise _damaged(name, "names something outside of its role")
-        _stat(storage, directory, join(role, path))
-    return {join(role, path) for path in paths}
+        found = _stat(storage, directory, join(role, path))
+        if kind == "megatron_dist_checkpoint" and found.kind != "dir":
+            raise _damaged(join(role, path), f"not a directory but a {found.kind}")
+    return {join(role, path) for path, _ in entries}
 
 
 def _find_trees(storage: Storage, directory: str, tree: str, depth: int) -> list[str]:
@@ -220,7 +233,10 @@ def _find_trees(storage: Storage, directory: str, tree: str, depth: int) -> list
     found: list[str] = []
     for name in _names(storage, directory):
         path = join(directory, name)
-        if name.startswith(".") or _stat(storage, path, "").kind != "dir":
+        kind = _stat(storage, path, "").kind
+        if kind == "symlink":
+            raise _damaged(name, "a link")
+        if name.startswith(".") or kind != "dir":
             continue
         if name == tree:
             found.append(name)

@@ -7,12 +7,10 @@ from typing import Any
 
 
 class LocalTransport:
-    """Rank 0, alone. A controller counts its workers in ``world_size``: they send reports instead."""
+    """One rank, alone."""
 
     rank = 0
-
-    def __init__(self, world_size: int = 1) -> None:
-        self.world_size = world_size
+    world_size = 1
 
     def any_flags(self, flags: Sequence[bool]) -> list[bool]:
         return list(flags)

@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptfsm.config import CheckpointConfig
-from ckptfsm.controller import Reading, Ticket
 from ckptfsm.coordinator import Located
 from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Receipt, decode
 from ckptfsm.durable import make_dirs
 from ckptfsm.errors import ConfigError, DamagedRoot, SaveFailed, ShardMissing, describe, name_ranks
-from ckptfsm.files import FileTree
+from ckptfsm.files import FileTree, TreePart, UnmadePart
 from ckptfsm.handle import Restored
 from ckptfsm.layout import join, planned_name, receipt_name
 from ckptfsm.messages import (
@@ -33,11 +32,13 @@ from ckptfsm.messages import (
     PartSpec,
     WriterForked,
     WriterGone,
+    check_parts,
 )
 from ckptfsm.ports import Clock, Draft, PartFinisher, PartJob, Ports, RankJob, Storage, Written
 from ckptfsm.proposal import Accepted, Proposal, agree
 from ckptfsm.restoring import Restorer
 from ckptfsm.staging import Stage
+from ckptfsm.tickets import Reading, Ticket
 from ckptfsm.writer import RankWriter, ShardFile
 
 log = logging.getLogger("ckptfsm")
@@ -54,6 +55,8 @@ class Worker:
         self._ports = ports
         self._config = config or CheckpointConfig()
         self._writer: RankWriter | None = None
+        self._newest = (0, 0)  # epoch and attempt of the newest ticket
+        self._said: list[Event] = []  # of the newest ticket
         self._dying: list[RankWriter] = []
         self._number = 0
         self._storage: Storage | None = None
@@ -69,9 +72,16 @@ class Worker:
 
         ``state`` is a sharded state dict that sits at the part's directory itself; ``parts`` maps
         directories inside it to several of them, to a ``FileTree``, or to None where other ranks write
-        it. When it returns, the tensors may change. Raises ``RankFailed`` if a rank of the
-        group is gone.
+        it. When it returns, the tensors may change. A second call with the same ticket does nothing and
+        returns what was reported of it. Raises ``RankFailed`` if a rank of the group is gone.
         """
+        newest = (ticket.of.epoch, ticket.of.attempt)
+        if newest <= self._newest:  # a call that was tried again: it counts once
+            return list(self._said) if newest == self._newest else []
+        self._newest, self._said = newest, []
+        if self._writer is not None:  # of an attempt that has failed, or there would be no ticket
+            self._dying.append(self._writer)
+            self._writer = None
         self._number = ticket.first_rank + self._ports.transport.rank
         shares = Shares.of(ticket.part, state, parts)
         with Stage(self._ports.staging, self._ports.transport, ticket.of.step) as stage:
@@ -85,12 +95,14 @@ class Worker:
         transport = self._ports.transport
         draft, proposal = stage.propose(self._ports.driver, (None, shares.values), None)
         gathered = transport.gather(proposal)
-        accepted, problem = (None, "") if gathered is None else self._judge(ticket, gathered)
+        accepted, problem = (
+            (None, "") if gathered is None else self._judge(ticket, shares, gathered)
+        )
         sent = accepted.for_others() if accepted is not None else None
         problem, shared = transport.broadcast((problem, sent))
         if problem or draft is None:
             self._ports.driver.refuse()
-            self._fail(ticket.of, problem)
+            self._give_up(ticket, problem)
             return
         try:
             self._begin(ticket, draft, accepted or shared, shares)
@@ -99,9 +111,21 @@ class Worker:
         except BaseException as error:  # also torch's: the controller must hear of it
             log.exception("fork_failed", extra={"step": ticket.of.step, "rank": self._number})
             self._ports.driver.refuse()
-            self._fail(ticket.of, describe(error))
+            self._give_up(ticket, describe(error))
 
-    def _judge(self, ticket: Ticket, proposals: list[Proposal]) -> tuple[Accepted | None, str]:
+    def _give_up(self, ticket: Ticket, problem: str) -> None:
+        """Report the failure; of an optional part, a receipt that says that it is left out."""
+        if not ticket.part.optional:
+            self._fail(ticket.of, problem)
+            return
+        try:
+            self._launch(ticket, UnmadePart(ticket.part.name, ticket.part.directory, problem))
+        except Exception as error:  # not even that: then the checkpoint fails
+            self._fail(ticket.of, f"{problem}; {describe(error)}")
+
+    def _judge(
+        self, ticket: Ticket, shares: Shares, proposals: list[Proposal]
+    ) -> tuple[Accepted | None, str]:
         """At the group's first rank: do the shares fit together? Returns the plan, or the problem."""
         try:
             if ticket.size != len(proposals):
@@ -116,9 +140,12 @@ class Worker:
                         f"{spec.name!r}: a worker writes sharded state dicts and FileTrees, and it is "
                         "the whole part that may be optional"
                     )
+            check_parts(tuple(map(shares.place, request.parts)), len(proposals))
             planned = self._ports.driver.merge([p.summary for p in proposals])
             return Accepted(ticket.of, False, request.parts, planned), ""
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's CheckpointException is one; the others wait
             return None, describe(error) or type(error).__name__
 
     def _begin(self, ticket: Ticket, draft: Draft, accepted: Accepted, shares: Shares) -> None:
@@ -128,20 +155,22 @@ class Worker:
         if ticket.part.directory:
             make_dirs(storage, ticket.part.directory, base=ticket.location)
         jobs = draft.stage(f"{storage.root}/{ticket.location}", placed, accepted.planned)
+        others = tuple(shares.keys[spec.name] for spec in accepted.parts)
+        jobs = tuple(_without_others(job, ticket.part.directory, others) for job in jobs)
         unfinished = self._to_finish(accepted, shares) if rank == 0 else ()
         share = GroupShare(ticket, self._number, jobs, unfinished, self._ports.clock)
-        job = RankJob(
-            ticket.of,
-            self._number,
-            ticket.world_size,
-            ticket.location,
-            (share,),
-            frozenset({ticket.part.name} if ticket.part.optional else ()),
-        )
-        deadline = self._ports.clock.monotonic() + ticket.timeout_s
-        self._writer = RankWriter(storage, job, launch=self._ports.launch, deadline=deadline)
+        self._launch(ticket, share)
         draft.let_go()
         self._ports.driver.accept()
+
+    def _launch(self, ticket: Ticket, share: PartJob) -> None:
+        optional = frozenset({ticket.part.name} if ticket.part.optional else ())
+        job = RankJob(
+            ticket.of, self._number, ticket.world_size, ticket.location, (share,), optional
+        )
+        deadline = self._ports.clock.monotonic() + ticket.timeout_s
+        storage = self._open(ticket.root)
+        self._writer = RankWriter(storage, job, launch=self._ports.launch, deadline=deadline)
         self._outbox.append(WriterForked(ticket.of, self._number, ticket.world_size))
 
     def _to_finish(self, accepted: Accepted, shares: Shares) -> tuple[Unfinished, ...]:
@@ -180,6 +209,7 @@ class Worker:
         alive = {w.of for w in self._dying if not w.kill(timeout_s=0.0)}
         self._dying = [w for w in self._dying if w.of in alive]
         gone = [of for of in doomed if of not in alive and self._number]
+        self._said += self._outbox
         reports = [*self._outbox, *(WriterGone(of, self._number) for of in gone)]
         self._outbox = []
         return reports
@@ -207,7 +237,14 @@ class Worker:
 
         The shapes are those of ``write``. Raises what the load raised, ``RestoreFailed`` on other ranks.
         """
-        spec = next((s for s in found.parts if s.name == part), PartSpec(part, "report", part))
+        known = {spec.name: spec for spec in found.parts}
+        if known and part not in known:
+            raise ConfigError(
+                f"the checkpoint of step {found.step} has no part {part!r}; it has {', '.join(known)}",
+                step=found.step,
+                part=part,
+            )
+        spec = known.get(part, PartSpec(part, "report", part))
         shares = Shares.of(spec, state, parts)
         root, _, name = found.directory.rpartition("/")
         inner = tuple(shares.place(PartSpec(n, _kind_of(v))) for n, v in shares.values.items())
@@ -215,6 +252,16 @@ class Worker:
         restored = restorer.load(Located(found.step, name, "", (), inner), shares.values)
         by_key = {shares.keys[n]: value for n, value in restored.parts.items()}
         return replace(restored, parts=by_key)
+
+
+def _without_others(job: PartJob, directory: str, keys: Sequence[str]) -> PartJob:
+    """A tree of files around other shares' directories lists only what is its own."""
+    if not isinstance(job, TreePart):
+        return job
+    inside = [join(directory, key) for key in keys]
+    base = f"{job.directory}/" if job.directory else ""
+    skip = (d.removeprefix(base) for d in inside if d != job.directory and d.startswith(base))
+    return replace(job, skip=tuple(skip))
 
 
 def _kind_of(value: Any) -> PartKind:
@@ -239,7 +286,7 @@ class Shares:
     @classmethod
     def of(cls, part: PartSpec, state: Any, parts: Mapping[str, Any] | None) -> Shares:
         named = {"": state} if parts is None else parts
-        keys = {f"{part.name}.{key.replace('/', '.')}".rstrip("."): key for key in named}
+        keys = {f"{part.name}.{index}": key for index, key in enumerate(sorted(named))}
         return cls(part, keys, {name: named[key] for name, key in keys.items()})
 
     def place(self, spec: PartSpec) -> PartSpec:

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptfsm.controller import Controller, GroupPart, GroupSave, Ticket
+from ckptfsm.controller import Controller
 from ckptfsm.files import FilesDriver
 from ckptfsm.messages import AttemptId, Event
 from ckptfsm.ports import Ports
 from ckptfsm.testing.fakes import FakeDriver, ThreadGroup, fake_ports
-from ckptfsm.transport import LocalTransport
+from ckptfsm.tickets import GroupPart, GroupSave, Ticket
 from ckptfsm.worker import Worker
 
 SETTINGS: Mapping[str, Any] = {
@@ -69,8 +69,7 @@ class GroupJob:
         self.deaf = False
         self.records: list[Any] = []
         if ports is None:
-            transport = LocalTransport(sum(sizes.values()) + 1)
-            ports = fake_ports(root, transport=transport, driver=FilesDriver())
+            ports = fake_ports(root, driver=FilesDriver())
         self.controller = Controller(
             root,
             sizes,

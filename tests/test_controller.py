@@ -5,22 +5,37 @@ The same coordinator as everywhere; what is new is who reports, and who complete
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
-from groups import Group, GroupJob
+from groups import SETTINGS, Group, GroupJob
 
 from ckptfsm.clock import SystemClock
-from ckptfsm.controller import Controller, GroupPart
-from ckptfsm.errors import ConfigError, DamagedRoot, RootBusy, SaveFailed, SaveRefused
+from ckptfsm.config import make_config
+from ckptfsm.controller import Controller
+from ckptfsm.effects import Effects
+from ckptfsm.errors import (
+    CkptFsmError,
+    ConfigError,
+    DamagedRoot,
+    RootBusy,
+    SaveFailed,
+    SaveRefused,
+)
+from ckptfsm.files import FileTree
 from ckptfsm.lifecycle import State
-from ckptfsm.messages import ShardReported, WriterForked
+from ckptfsm.manager import Manager
+from ckptfsm.messages import Failed, ShardReported, WriterForked
 from ckptfsm.retention import LatestN
 from ckptfsm.storage import PosixStorage
-from ckptfsm.testing.fakes import Gate
+from ckptfsm.testing.fakes import Gate, fake_ports
+from ckptfsm.tickets import GroupPart
 from ckptfsm.worker import GroupShare
 
 SIZES = {"actor": 2, "critic": 1}
@@ -272,3 +287,291 @@ def test_I5_a_receipt_of_another_attempt_does_not_complete_a_group(tmp_path):
         share._receipt_of(storage, published, 2)
     storage.close_root()
     job.controller.abandon()
+
+
+# ------------------------------------------------------------------------ what a review has found
+
+
+def test_I8_a_controller_does_not_finish_what_needs_torch(tmp_path):
+    """Catches: a torch_dist save without its metadata, tracked, for which the one before is pruned."""
+
+    def stop(self, checkpoint):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        manager = Manager(fake_ports(tmp_path), make_config(dict(SETTINGS)))
+        manager.save(10, {"w": 1}).wait()
+        patch.setattr(Effects, "finalize", stop)
+        with pytest.raises(CkptFsmError):
+            manager.save(20, {"w": 2}).wait()
+        manager.abandon()
+    with pytest.raises(ConfigError, match="step 20 was written, and its part 'state' needs torch"):
+        GroupJob(tmp_path, SIZES, retention=LatestN(1))
+    with Manager(fake_ports(tmp_path), make_config(dict(SETTINGS))) as manager:
+        assert manager.all_steps() == [10, 20]
+
+
+def test_F21_reading_looks_at_every_file(tmp_path):
+    """Catches: a controller that verifies one share of as many as it has workers."""
+    job = GroupJob(tmp_path, {"actor": 3, "critic": 2})
+    job.save(10).handle.wait()
+    job.save(20).handle.wait()
+    listed = json.loads((tmp_path / "iter_0000020/.ckptfsm/manifest.json").read_text())["files"]
+    for entry in listed:
+        file = tmp_path / "iter_0000020" / entry["name"]
+        whole = file.read_bytes()
+        file.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+        with pytest.raises(DamagedRoot, match="another content"), job.controller.reading(20):
+            pass
+        file.write_bytes(whole)
+    job.controller.close()
+
+
+def test_I4_a_call_that_is_tried_again_writes_nothing(tmp_path):
+    """Catches: an orchestrator's retry that changes what was digested, or published."""
+    job = GroupJob(tmp_path, {"actor": 1})
+    save = job.begin(10)
+    (worker,) = job.groups["actor"].workers
+    made: list[str] = []
+
+    def make(directory: str) -> None:
+        made.append(directory)
+        Path(directory, "v").write_text(str(len(made)))
+
+    parts = {"w": {"w": 1}, "files": FileTree(make)}
+    first = worker.write(save.tickets["actor"], parts=parts)
+    again = worker.write(save.tickets["actor"], parts=parts)
+    assert len(made) == 1 and again[: len(first)] == first
+    job.controller.feed([*first, *again])
+    save.handle.wait()
+    assert (tmp_path / "iter_0000010/actor/files/v").read_text() == "1"
+    job.controller.close()
+
+
+def test_shares_whose_names_are_alike_are_all_there(tmp_path):
+    """Catches: one share that takes the name, and the place, of another."""
+    job = GroupJob(tmp_path, {"actor": 1})
+    save = job.begin(10)
+    (worker,) = job.groups["actor"].workers
+    parts = {key: {"w": key} for key in ("a/b", "a.b", "x", "x.y")}
+    job.controller.feed(worker.write(save.tickets["actor"], parts=parts))
+    save.handle.wait()
+    with job.controller.reading() as found:
+        assert found is not None
+        restored = worker.restore(found, "actor", parts={key: {"w": None} for key in parts})
+    assert restored.parts == parts
+    job.controller.close()
+
+
+def test_files_around_the_trees_of_a_share(tmp_path):
+    """Catches: files beside a tree that are claimed twice, as in verl's directories."""
+    job = GroupJob(tmp_path, {"actor": 1})
+    save = job.begin(10)
+    (worker,) = job.groups["actor"].workers
+
+    def make(directory: str) -> None:
+        Path(directory, "config.json").write_text("{}")
+
+    parts = {"dist_ckpt": {"w": 1}, "": FileTree(make)}
+    job.controller.feed(worker.write(save.tickets["actor"], parts=parts))
+    save.handle.wait()
+    assert (tmp_path / "iter_0000010/actor/config.json").exists()
+    assert (tmp_path / "iter_0000010/actor/dist_ckpt/.metadata").exists()
+    job.controller.close()
+
+
+def test_F30_a_share_stays_inside_its_part(tmp_path):
+    """Catches: a tree of files written into another checkpoint."""
+    job = GroupJob(tmp_path, {"actor": 1})
+    save = job.begin(10)
+    (worker,) = job.groups["actor"].workers
+    hostile = {"../../../../out": FileTree(lambda d: Path(d, "x").write_text("x"))}
+    job.controller.feed(worker.write(save.tickets["actor"], parts=hostile))
+    with pytest.raises(SaveFailed, match="is not allowed"):
+        save.handle.wait()
+    assert not (tmp_path / "out").exists()
+    job.controller.close()
+
+
+def test_F27_two_readings_of_one_step_keep_it_both(tmp_path):
+    """Catches: a lease that ends with that of another reader in the same process, or expires."""
+    job = GroupJob(tmp_path, SIZES, retention=LatestN(1), reader_timeout_s=0.05)
+    job.save(10).handle.wait()
+    with job.controller.reading(10) as outer:
+        with job.controller.reading(10):
+            pass
+        job.save(20).handle.wait()
+        assert outer is not None and Path(outer.directory).exists()
+        assert job.controller.all_steps() == [10, 20]
+    job.save(30).handle.wait()
+    assert job.controller.all_steps() == [30]
+    job.controller.close()
+
+
+def test_a_save_that_was_asked_for_is_due_once(tmp_path):
+    """Catches: every step due for ever after one request."""
+    job = GroupJob(tmp_path, SIZES, agree_when_idle=True, exchange_every=1)
+    job.controller.request_save()
+    job.controller.poll()
+    assert job.controller.should_save(1)
+    job.save(1).handle.wait()
+    assert not job.controller.should_save(2)
+    job.controller.close()
+
+
+def test_I10_a_ctrl_c_in_begin_leaves_nothing_that_nobody_ends(tmp_path):
+    """Catches: a controller that can save nothing any more."""
+    job = GroupJob(tmp_path, SIZES)
+    struck: list[int] = []
+
+    def strike(record):
+        if not struck:
+            struck.append(record.step)
+            raise KeyboardInterrupt
+
+    job.controller._pump._hooks = (strike,)
+    with pytest.raises(KeyboardInterrupt):
+        job.begin(10)
+    with pytest.raises(SaveFailed):
+        job.controller.wait_until_finished()
+    job.controller.wait_until_finished()
+    job.save(20).handle.wait()
+    job.controller.close()
+
+
+def test_I10_asking_workers_may_raise_and_the_deadline_stays(tmp_path):
+    """Catches: a broken call that keeps a save in flight for ever."""
+    job = GroupJob(tmp_path, SIZES, writer_timeout_s=0.2)
+    save = job.begin(10)
+
+    def broken(doomed):
+        raise RuntimeError("the network is gone")
+
+    job.controller._ask_workers = broken
+    for _ in range(200):
+        with contextlib.suppress(RuntimeError, SaveFailed):
+            job.controller.poll()
+        if save.handle.done:
+            break
+        time.sleep(0.01)
+    assert save.handle.exception() is not None
+    job.controller.abandon()
+
+
+def test_what_lost_says_concerns_only_its_own_ranks(tmp_path):
+    """Catches: a group beside the save that fails it, a rank of another group, an unknown name."""
+    job = GroupJob(tmp_path, {"actor": 1, "critic": 1})
+    save = job.controller.begin(10, {"actor": GroupPart("actor")})
+    job.controller.lost("critic")
+    job.write(save)
+    save.handle.wait()
+    with pytest.raises(ConfigError, match="no rank 1"):
+        job.controller.lost("actor", [1])
+    with pytest.raises(ConfigError, match="no group"):
+        job.controller.lost("judge")
+    job.controller.close()
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        lambda of: Failed(of, 5, ""),
+        lambda of: Failed(of, "x" * 1000, ""),
+        lambda of: Failed(of, "writer_died", "", -1),
+        lambda of: Failed(of, "writer_died", "y" * 100_000, 1),
+        lambda of: ShardReported(of, "actor", 1, 4, -5),
+        lambda of: ShardReported(of, "actor", 1, 4, 10**30),
+        lambda of: ShardReported(of, "actor", "one", 4, 5),
+    ],
+)
+def test_F30_a_report_that_cannot_be_is_dropped(tmp_path, event):
+    """Catches: one bad message that stops the coordinator for good."""
+    job = GroupJob(tmp_path, SIZES)
+    save = job.begin(10)
+    job.controller.feed([event(save.tickets["actor"].of)])
+    job.controller.poll()
+    job.write(save)
+    save.handle.wait()
+    job.controller.close()
+
+
+def test_reports_may_come_in_any_order(tmp_path):
+    """Catches: a shard that does not count because the answer to the call before it came later."""
+    job = GroupJob(tmp_path, {"actor": 1})
+    save = job.begin(10)
+    (worker,) = job.groups["actor"].workers
+    forked = worker.write(save.tickets["actor"], {"w": 1})
+    said: list = []
+    while not any(isinstance(e, ShardReported) for e in said):
+        said += worker.poll()
+    job.controller.feed(said)
+    job.controller.poll()
+    job.controller.feed(forked)
+    save.handle.wait()
+    job.controller.close()
+
+
+def test_a_group_writes_one_part(tmp_path):
+    """Catches: a ticket that replaces another, and a part that nobody writes."""
+    job = GroupJob(tmp_path, SIZES)
+    with pytest.raises(ConfigError, match="two parts"):
+        job.controller.begin(1, {"a": GroupPart("actor"), "b": GroupPart("actor")})
+    with pytest.raises(ConfigError, match="share directory"):
+        job.controller.begin(1, {"a": GroupPart("actor", "x"), "b": GroupPart("critic", "x")})
+    job.controller.close()
+
+
+@pytest.mark.parametrize("call", ["draft", "stage"])
+def test_an_optional_group_that_cannot_begin_is_left_out(tmp_path, call):
+    """Catches: an export that fails before its writer, and the checkpoint with it."""
+    job = GroupJob(tmp_path, {"actor": 1, "export": 1})
+    job.groups["export"].drivers[0].failures[call] = BaseException("made-up")
+    save = job.controller.begin(
+        10, {"actor": GroupPart("actor"), "export": GroupPart("export", optional=True)}
+    )
+    for name in ("actor", "export"):
+        (worker,) = job.groups[name].workers
+        job.controller.feed(worker.write(save.tickets[name], parts={"model": {"w": 1}}))
+    save.handle.wait()
+    manifest = json.loads((tmp_path / "iter_0000010/.ckptfsm/manifest.json").read_text())
+    assert "made-up" in manifest["dropped"]["export"]
+    with job.controller.reading() as found:
+        assert found is not None
+        with pytest.raises(ConfigError, match="has no part 'export'; it has actor"):
+            job.groups["export"].workers[0].restore(found, "export", {"w": None})
+    job.controller.close()
+
+
+def test_several_trees_of_an_optional_group_go_together(tmp_path):
+    """Catches: planned metadata of a share that is left behind, and fails the checkpoint."""
+    job = GroupJob(tmp_path, {"actor": 1, "export": 2})
+    job.groups["export"].drivers[1].before_write = _refuse
+    save = job.controller.begin(
+        10, {"actor": GroupPart("actor"), "export": GroupPart("export", optional=True)}
+    )
+    for name, ticket in save.tickets.items():
+        size = len(job.groups[name].workers)
+        trees = {"model": {"w": 1}, "extra": {"w": 2}}
+        job.controller.feed(job.groups[name].write(ticket, [None] * size, parts=trees))
+    save.handle.wait()
+    assert not (tmp_path / "iter_0000010/export").exists()
+    job.controller.close()
+
+
+def test_F31_an_error_of_torch_in_the_plan_strands_nobody(tmp_path):
+    """Catches: the other ranks of a group that wait for an answer until their timeout."""
+    job = GroupJob(tmp_path, SIZES)
+    job.groups["actor"].drivers[0].failures["merge"] = BaseException("CheckpointException")
+    with pytest.raises(SaveFailed, match="CheckpointException"):
+        job.save(10).handle.wait()
+    job.controller.close()
+
+
+def test_I8_names_of_another_layout_are_evidence(tmp_path):
+    """Catches: a run that begins from zero beside its own checkpoints, because of one word."""
+    (tmp_path / "iter_0000010").mkdir()
+    with pytest.raises(ConfigError, match="in the layout 'megatron'"):
+        GroupJob(tmp_path, SIZES, layout="verl")
+    (tmp_path / "iter_0000010").rmdir()
+    GroupJob(tmp_path, SIZES, layout="verl").controller.close()
+    GroupJob(tmp_path, SIZES).controller.close()

@@ -616,3 +616,78 @@ def test_inspecting_imports_neither_torch_nor_megatron(stock_root: Path) -> None
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)
     assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------- verl's directories
+
+
+def verl_step(copy: Path, *roles: str, split: bool = True) -> Path:
+    """A step as verl 0.9 (``split``) or 0.7 leaves it, of copies of one tree."""
+    step = copy.parent / "global_step_5"
+    for role in roles:
+        trees = ("model/dist_ckpt", "optimizer/dist_ckpt") if split else ("dist_ckpt",)
+        for tree in trees:
+            shutil.copytree(copy, step / role / tree)
+        if split:
+            contents = {
+                name.partition("/")[0]: {"path": name, "format": "megatron_dist_checkpoint"}
+                for name in trees
+            }
+            (step / role / "extra/dist_ckpt").mkdir(parents=True)  # made, and not in use
+            (step / role / "ckpt_contents.json").write_text(json.dumps({"contents": contents}))
+    return step
+
+
+def verdict_of_verl(step: Path) -> StockVerdict:
+    return inspect_stock(PosixStorage(str(step.parent)), step.name, "dist_ckpt")
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_the_directories_of_verl_are_accepted(copy: Path, split: bool) -> None:
+    """Catches: a run of released verl that cannot be adopted."""
+    verdict = verdict_of_verl(verl_step(copy, "actor", "critic", split=split))
+    assert verdict.acceptable, verdict.reason
+    trees = {name.rpartition("/")[0] for name, _ in verdict.files}
+    assert len(trees) == (4 if split else 2)
+
+
+def contents(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def apply(role: Path) -> None:
+        file = role / "ckpt_contents.json"
+        listed = json.loads(file.read_text())
+        change(listed["contents"])
+        file.write_text(json.dumps(listed))
+
+    return apply
+
+
+def _set(path: str) -> Callable[[dict[str, Any]], None]:
+    return lambda listed: listed["model"].update(path=path)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda role: (role / "ckpt_contents.json").unlink(),
+        lambda role: (role / "ckpt_contents.json").write_text("[]"),
+        contents(lambda listed: listed.clear()),
+        contents(lambda listed: listed.pop("model")),
+        contents(_set("gone/dist_ckpt")),
+        contents(_set("../actor/model/dist_ckpt")),
+        contents(_set("a\0b")),
+        contents(_set("\ud800")),
+        contents(_set("x" * 300)),
+        lambda role: (role / "model/dist_ckpt/.metadata").unlink(),
+        lambda role: shutil.rmtree(role / "optimizer"),
+        lambda role: (shutil.rmtree(role / "model"), (role / "model").symlink_to("optimizer")),
+        lambda role: (shutil.rmtree(role), role.symlink_to("actor")),
+    ],
+    ids=range(13),
+)
+def test_a_role_that_was_cut_off_is_not_accepted(copy: Path, spoil: Callable[[Path], Any]) -> None:
+    """Catches: a step whose critic is missing, in half, or somewhere else, resumed from; or a hostile
+    list that keeps the whole root from being opened (F30)."""
+    step = verl_step(copy, "actor", "critic")
+    spoil(step / "critic")
+    verdict = verdict_of_verl(step)
+    assert not verdict.acceptable and verdict.reason

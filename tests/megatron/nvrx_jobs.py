@@ -1,4 +1,4 @@
-"""Requests of nvidia-resiliency-ext in the queue. Needs that package; see ``tests/integrations/run.py``."""
+"""Requests of nvidia-resiliency-ext in the queue. Needs that package: ``make test-integrations``."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, assert_complete, tracked_step
 
-from ckptfsm.controller import Controller, GroupPart
+from ckptfsm.controller import Controller
+from ckptfsm.tickets import GroupPart
 
 pytestmark = pytest.mark.megatron
 

@@ -29,8 +29,8 @@ MUTANTS = (
     mutant(
         "the-controller-waits-for-ever",
         "controller",
-        "        self._end_in_time(now)\n",
-        "        pass\n",
+        "            self._end_in_time(self._ports.clock.monotonic())\n",
+        "            pass\n",
         breaks="I10",
         source="F1",
         killers=(
@@ -40,8 +40,8 @@ MUTANTS = (
     mutant(
         "dead-workers-are-awaited",
         "controller",
-        "                if writing:\n                    why",
-        "                if False:\n                    why",
+        "        elif number not in flight.written:\n",
+        "        elif False:\n",
         breaks="I10",
         source="F1",
         killers=(
@@ -89,7 +89,7 @@ MUTANTS = (
     mutant(
         "a-root-is-opened-under-other-names",
         "coordinator",
-        '        if history.layout not in ("", self._layout.name):\n',
+        "        if other:\n",
         "        if False:\n",
         breaks="I2",
         source="F30",
@@ -122,5 +122,51 @@ MUTANTS = (
         breaks="I3",
         source="fsync",
         killers=("tests:test_composite.py",),
+    ),
+    mutant(
+        "a-ticket-counts-twice",
+        "worker",
+        "        if newest <= self._newest:  # a call",
+        "        if False:  # a call",
+        breaks="I4",
+        source="F11",
+        killers=("tests:test_controller.py::test_I4_a_call_that_is_tried_again_writes_nothing",),
+        why="a call that an orchestrator tries again writes into what is published meanwhile",
+    ),
+    mutant(
+        "what-needs-torch-is-published-without",
+        "coordinator",
+        "        self._refuse_unfinishable(history.ledger)\n",
+        "",
+        (
+            "effects",
+            "        if finisher is None:\n            raise SaveFailed(",
+            "        if finisher is None:\n            return {}\n            raise SaveFailed(",
+        ),
+        breaks="I4",
+        source="review",
+        killers=(
+            "tests:test_controller.py::test_I8_a_controller_does_not_finish_what_needs_torch",
+        ),
+    ),
+    mutant(
+        "readers-share-a-lease",
+        "coordinator",
+        '        name = f"{checkpoint.step}.{self._engine.effects.tag}-{self._leases}.json"\n',
+        '        name = f"{checkpoint.step}.{self._engine.effects.tag}.json"\n',
+        breaks="F27",
+        source="F27",
+        killers=("tests:test_controller.py::test_F27_two_readings_of_one_step_keep_it_both",),
+    ),
+    mutant(
+        "shares-replace-each-other",
+        "worker",
+        """        keys = {f"{part.name}.{index}": key for index, key in enumerate(sorted(named))}
+""",
+        """        keys = {f"{part.name}.{key.replace('/', '.')}".rstrip("."): key for key in named}
+""",
+        breaks="I3",
+        source="review",
+        killers=("tests:test_controller.py::test_shares_whose_names_are_alike_are_all_there",),
     ),
 )

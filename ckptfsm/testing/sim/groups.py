@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from ckptfsm.controller import Controller, GroupPart
+from ckptfsm.controller import Controller
 from ckptfsm.errors import CkptFsmError, RestoreFailed
 from ckptfsm.files import FilesDriver
 from ckptfsm.handle import SaveHandle
@@ -22,34 +22,11 @@ from ckptfsm.testing.sim.job import Job, Trainer
 from ckptfsm.testing.sim.ports import WorldDriver, WorldGroup, WorldTransport, world_ports
 from ckptfsm.testing.sim.site import Site
 from ckptfsm.testing.sim.world import Process, Task
+from ckptfsm.tickets import GroupPart
 from ckptfsm.worker import Worker
 
 GROUPS: Mapping[str, int] = {"actor": 2, "critic": 1}
 _CALL_S = 30.0
-
-
-class AloneTransport(WorldTransport):
-    """The controller's: it decides alone, and what it takes to its coordinator may be distorted."""
-
-    def __init__(
-        self, owner: Process, group: WorldGroup, world_size: int, sent: list[Event]
-    ) -> None:
-        super().__init__(group, 0, owner, sent)
-        self.world_size = world_size
-
-    def any_flags(self, flags: Sequence[bool]) -> list[bool]:
-        self._alive()
-        return list(flags)
-
-    def gather(self, item: Any) -> list[Any] | None:
-        self._alive()
-        if isinstance(item, list) and item and isinstance(item[0], Event):
-            item = self._distort(item)
-        return [item]
-
-    def broadcast(self, item: Any) -> Any:
-        self._alive()
-        return item
 
 
 class Call:
@@ -163,9 +140,7 @@ class ControllerTrainer(Trainer):
     def __init__(self, job: Job, process: Process) -> None:
         group = WorldGroup(job.site, 1, job.config.exchange_timeout_s)
         super().__init__(job, 0, process, group)
-        size = sum(GROUPS.values()) + 1
-        transport = AloneTransport(process, group, size, job.sent)
-        made = world_ports(self.site, process, transport)
+        made = world_ports(self.site, process, WorldTransport(group, 0, process, job.sent))
         self.ports = Ports(**{**_fields(made), "driver": FilesDriver()})
         self.groups = Groups(self.site, process.name, job.config.exchange_timeout_s)
         process.at_death = self.groups.end

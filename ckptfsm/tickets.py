@@ -1,0 +1,57 @@
+"""What a controller and its workers hand to each other, besides events. No torch; can be pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptfsm.handle import SaveHandle
+from ckptfsm.messages import AttemptId, PartSpec
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPart:
+    """A part that a group of workers writes. ``directory`` is the part's; by default its name."""
+
+    group: str
+    directory: str | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a group's workers need to know of a save that was accepted. Can be pickled.
+
+    ``first_rank`` is the number of the group's rank 0 in the checkpoint, ``size`` how many ranks it
+    has; ``published`` the absolute directory that the checkpoint will have.
+    """
+
+    of: AttemptId
+    root: str
+    location: str
+    published: str
+    part: PartSpec
+    first_rank: int
+    size: int
+    world_size: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A checkpoint that is being read: ``directory`` is absolute; no ``parts`` if it was adopted."""
+
+    step: int
+    directory: str
+    parts: tuple[PartSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSave:
+    """A save that was begun: its handle, and for each group what its workers need to know.
+
+    There are no tickets if the save was skipped, because another one was in flight.
+    """
+
+    handle: SaveHandle
+    tickets: Mapping[str, Ticket]
