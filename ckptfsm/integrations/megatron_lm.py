@@ -197,10 +197,10 @@ class _Captured:
     state_dict: dict[str, Any]
     directory: str
     content_metadata: Mapping[str, Any] | None
-    closures: list[Closure] = field(default_factory=list)
+    finalize_fns: list[Closure] = field(default_factory=list)
 
     def add_finalize_fn(self, closure: Closure) -> None:
-        self.closures.append(closure)
+        self.finalize_fns.append(closure)
 
 
 class _DistCheckpointing:
@@ -307,7 +307,9 @@ class _Patches:
             async_request.state_dict,
             directory=root,
             content_metadata=async_request.content_metadata,
-            reports=[c for c in async_request.closures if getattr(c, "__name__", "") in REPORTS],
+            reports=[
+                c for c in async_request.finalize_fns if getattr(c, "__name__", "") in REPORTS
+            ],
         )
 
     def maybe_finalize_async_save(self, blocking: bool = False, terminate: bool = False) -> None:

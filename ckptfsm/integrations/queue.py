@@ -135,7 +135,7 @@ class AsyncCallsQueue:
                 call.child = fork_child(call.request.run, keep=(), group=True)
             call.request.let_go()
         except (KeyboardInterrupt, SystemExit):
-            self._calls.pop()
+            self._drop(self._calls.pop())
             raise
         except BaseException as error:  # also torch's; the other ranks must not wait for this one
             log.exception("fork_failed", extra={"call": call.index})
