@@ -1,0 +1,1 @@
+"""verl, driven by a controller."""

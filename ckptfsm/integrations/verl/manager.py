@@ -1,0 +1,247 @@
+"""In a worker of verl: a checkpoint manager with verl's own signatures, whose saves are ours.
+
+verl's manager is not rewritten. Its own ``save_checkpoint`` runs, into the directory of the attempt, and
+writes what it always writes (HF config, tokenizer, HF weights, ``transformer_config.json``,
+``ckpt_contents.json``). Only its one way to ``dist_checkpointing.save`` leads here: the sharded state
+dicts are kept, and written by our forked writer. So the layout on disk is that of the installed verl.
+
+Rules:
+* verl's manager always believes that it saves synchronously: then it neither schedules a request, nor
+  writes the tracker. It is told to keep everything: it never deletes.
+* A save needs the ticket of a driver, which arrives in place of ``hdfs_path``: verl hands that argument
+  through unchanged. Without one the save is refused: nobody would ever finalize it.
+* What verl's code raises is carried to the group's exchange: no other rank is left waiting there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ckptfsm.config import make_config
+from ckptfsm.controller import Ticket
+from ckptfsm.errors import ConfigError, SaveFailed
+from ckptfsm.files import FileTree, TreePart
+from ckptfsm.layout import join
+from ckptfsm.megatron.driver import MegatronDraft, MegatronDriver
+from ckptfsm.megatron.manager import ports_of
+from ckptfsm.messages import AttemptId, Event, PartSpec
+from ckptfsm.ports import PartJob
+from ckptfsm.storage import OpenPosix
+from ckptfsm.worker import Worker
+
+_FUNNEL = "save_dist_checkpointing"  # what every torch_dist save of verl goes through
+_ATTRIBUTES = ("checkpoint_mananager", "checkpoint_manager")  # verl's spelling, and the other one
+_WITHIN = ("", "engine", "actor.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """verl's checkpoint configuration, except that saves are synchronous."""
+
+    config: Any
+    async_save: bool = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.config, name)
+
+
+@dataclass(slots=True)
+class Trees:
+    """Stands for verl's ``save_dist_checkpointing``: keeps the state dicts, by directory in ``base``."""
+
+    base: str
+    states: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        sharded_state_dict: Mapping[str, Any],
+        ckpt_path: str,
+        async_save: bool = False,
+        content_metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """The content metadata goes where ``dist_checkpointing.save`` would put it."""
+        state = dict(sharded_state_dict)
+        if content_metadata is not None:
+            state["content_metadata"] = dict(content_metadata)
+        self.states[os.path.relpath(ckpt_path, self.base)] = state
+
+
+@contextlib.contextmanager
+def captured(manager: Any, base: str) -> Iterator[Trees]:
+    """While verl's manager saves below ``base``: take its sharded state dicts, hold its hands."""
+    trees, module, told = Trees(base), _module_of(manager), manager.checkpoint_config
+    stock = getattr(module, _FUNNEL, None)
+    manager.checkpoint_config = Told(told)
+    if module is not None:
+        setattr(module, _FUNNEL, trees)
+    try:
+        yield trees
+    finally:
+        manager.checkpoint_config = told
+        manager.previous_saved_paths = []  # retention is the driver's
+        if module is not None:
+            setattr(module, _FUNNEL, stock)
+
+
+def _module_of(manager: Any) -> ModuleType | None:
+    """Where a manager's class finds the funnel; None for one that writes plain files only (FSDP)."""
+    modules = [sys.modules[kind.__module__] for kind in type(manager).__mro__]
+    return next((module for module in modules if hasattr(module, _FUNNEL)), None)
+
+
+class VerlCheckpointManager:
+    """Takes the place of verl's manager in a worker. Everything else is asked of verl's own."""
+
+    def __init__(self, manager: Any, worker: Worker) -> None:
+        self._manager = manager
+        self._worker = worker
+        self._reports: list[Event] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: Ticket | str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Begin this rank's share of a save (collective in the group); ``hdfs_path`` is its ticket.
+
+        When it returns, the tensors may change. What to keep is the driver's business. Raises
+        ``ConfigError`` if no driver began the save.
+        """
+        ticket = hdfs_path
+        if not isinstance(ticket, Ticket):
+            raise ConfigError(
+                f"the save of {local_path} was not begun by a trainer that ckptfsm drives: "
+                "nobody would finalize it",
+                step=global_step,
+            )
+        try:
+            parts = self._parts(ticket, global_step)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # also Megatron's; the other ranks are on their way to write
+            parts = {"": error}
+        self._reports += self._worker.write(ticket, parts=parts)
+
+    def _parts(self, ticket: Ticket, step: int) -> dict[str, Any]:
+        """Let verl write its files into the attempt's directory, and take its sharded state dicts."""
+        if not Path(ticket.root, ticket.location).is_dir():
+            raise SaveFailed("the attempt's directory is not there", step=step)
+        with captured(self._manager, ticket.directory) as trees:
+            self._manager.save_checkpoint(
+                local_path=ticket.directory, hdfs_path=None, global_step=step, max_ckpt_to_keep=None
+            )
+        return {**trees.states, "": FileTree(_written_already)}
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """verl's own; but what is loaded is never deleted: it belongs to the driver's root."""
+        self._manager.load_checkpoint(local_path, hdfs_path, del_local_after_load=False)
+
+    def poll(self, doomed: Sequence[AttemptId]) -> list[Event]:
+        """See ``Worker.poll`` (local)."""
+        reports, self._reports = [*self._reports, *self._worker.poll(doomed)], []
+        return reports
+
+    def close(self) -> Any:
+        """Let the writer end, and give verl's own manager back."""
+        self._worker.close()
+        return self._manager
+
+
+def _written_already(directory: str) -> None:
+    """The files of a role are there: verl's ``save_checkpoint`` wrote them, on whatever rank."""
+
+
+class RoleDriver(MegatronDriver):
+    """Plans a role: torch_dist directories, and the files around them."""
+
+    def draft(self, parts: Mapping[str, Any]) -> MegatronDraft:
+        """Raises what verl raised, if it did: then the save is refused on every rank of the group."""
+        for value in parts.values():
+            if isinstance(value, BaseException):
+                raise value
+        draft = super().draft(parts)
+        kept = {name: getattr(draft, name) for name in MegatronDraft.__slots__}
+        return RoleDraft(**kept)
+
+
+@dataclass(slots=True)
+class RoleDraft(MegatronDraft):
+    """A draft whose tree of files lies around the torch_dist directories, which are not part of it."""
+
+    def stage(
+        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
+    ) -> tuple[PartJob, ...]:
+        trees = tuple(spec.directory for spec in specs if spec.kind == "torch_dist")
+        jobs = MegatronDraft.stage(self, location, specs, planned)
+        return tuple(_around(job, trees) if isinstance(job, TreePart) else job for job in jobs)
+
+
+def _around(job: TreePart, trees: Sequence[str]) -> TreePart:
+    above = join(job.directory, "")
+    return replace(job, skip=tuple(os.path.relpath(tree, above) for tree in trees))
+
+
+def role_worker(root: str, settings: Mapping[str, Any]) -> Worker:
+    """This rank of a role. Collective in the group; see ``ckptfsm.megatron.worker.GroupWorker``."""
+    config = make_config(settings)
+    ports = ports_of(config, OpenPosix(root))
+    return Worker(
+        replace(ports, driver=RoleDriver(ports.transport.rank, config.writer_files)), config
+    )
+
+
+# ------------------------------------------------------------------------- called in a verl worker
+
+
+def attach(worker: Any, role: str, root: str, settings: Mapping[str, Any]) -> None:
+    """Put our manager where ``worker`` (a verl worker, or several in one process) has verl's.
+
+    Collective in the role's group. Raises ``ConfigError`` if there is none for ``role``.
+    """
+    holder, attribute = _place_of_manager(worker, role)
+    manager = getattr(holder, attribute)
+    if isinstance(manager, VerlCheckpointManager):
+        manager = manager.close()
+    setattr(holder, attribute, VerlCheckpointManager(manager, role_worker(root, settings)))
+
+
+def poll(worker: Any, role: str, doomed: Sequence[AttemptId]) -> list[Event]:
+    """What the role's manager in this process has to report (local)."""
+    holder, attribute = _place_of_manager(worker, role)
+    events: list[Event] = getattr(holder, attribute).poll(doomed)
+    return events
+
+
+def _place_of_manager(worker: Any, role: str) -> tuple[Any, str]:
+    """The object that holds the role's manager, and under which name."""
+    for inner in _of_role(worker, role):
+        for path in _WITHIN:
+            holder = inner
+            for name in filter(None, path.split(".")):
+                holder = getattr(holder, name, None)
+            for attribute in _ATTRIBUTES:
+                if getattr(holder, attribute, None) is not None:
+                    return holder, attribute
+    raise ConfigError(f"this worker has no checkpoint manager for {role!r}", part=role)
+
+
+def _of_role(worker: Any, role: str) -> list[Any]:
+    """The verl workers of a role in one process: colocated ones sit in a dict by their role."""
+    colocated = getattr(worker, "worker_dict", None) or getattr(worker, "fused_worker_dict", None)
+    if colocated is None:
+        return [worker]
+    return [inner for name, inner in colocated.items() if str(name).startswith(role)]
