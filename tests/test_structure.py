@@ -121,6 +121,13 @@ def test_imports_point_down(module):
     assert not ours(module) & UPPER
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_imports_an_integration(module):
+    """Catches: the library in need of somebody's trainer."""
+    if not module.startswith("integrations/"):
+        assert "integrations" not in ours(module)
+
+
 def test_there_is_no_import_cycle():
     """Catches: two modules that cannot be understood, or imported, one without the other."""
     graph: dict[str, set[str]] = {}
@@ -144,7 +151,7 @@ def test_there_is_no_import_cycle():
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_only_megatron_and_demo_import_torch(module):
+def test_only_megatron_and_its_users_import_torch(module):
     """Catches: torch needed to read a journal or to import the package."""
     if module.startswith(("megatron/", "demo/", "integrations/")):
         return

@@ -1,1 +1,9 @@
-"""verl, driven by a controller."""
+"""verl (0.7 to 0.9), released and unchanged, with checkpoints that ckptfsm drives.
+
+``install`` is for the driver; ``ckptfsm.integrations.verl.manager`` is what it puts into the workers.
+"""
+
+from ckptfsm.integrations.verl.trainer import Checkpoints, install, retention_of
+from ckptfsm.integrations.verl.workers import Calls, RayCalls
+
+__all__ = ["install", "Checkpoints", "retention_of", "Calls", "RayCalls"]

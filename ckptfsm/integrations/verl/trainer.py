@@ -1,0 +1,362 @@
+"""In verl's driver: a trainer whose checkpoints are ours. ``install`` makes one of a released trainer.
+
+Rules:
+* A save is one checkpoint of all roles and of ``data.pt``. Only the controller, here, writes the tracker
+  and deletes; it does so after everything is durable.
+* Sync is async and a wait. ``async_save`` of the actor decides, as in verl.
+* Something is called in every step of the loop and polls. If nothing is known to be, that is a warning.
+* What a restart loads was verified, and is what the tracker names; never zero while there is evidence.
+* A trainer whose own ``_save_checkpoint`` is not known saves something that we do not: it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ckptfsm.controller import Controller, GroupPart, Ticket
+from ckptfsm.errors import ConfigError, DamagedRoot, PollMissingWarning, describe
+from ckptfsm.files import FileTree
+from ckptfsm.integrations.verl.workers import Calls, RayCalls, RoleGroups
+from ckptfsm.layout import TRACKER, VERL, parse_tracker
+from ckptfsm.messages import AttemptId, Event, Failed
+from ckptfsm.retention import KeepAll, LatestN, Policy
+
+log = logging.getLogger("ckptfsm")
+Trainer = TypeVar("Trainer")
+_KNOWN = frozenset({"verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer_base"})
+_EVERY_STEP = "_start_profiling"  # called at every step of the loops of all released trainers
+_WORKER_SETTINGS = ("writer_files", "exchange_timeout_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What ``install`` was told. ``settings`` are the controller's."""
+
+    extra_parts: Callable[[Any], Mapping[str, Any]] | None = None
+    calls: Calls = field(default_factory=RayCalls)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Checkpoints:
+    """The checkpoints of one verl trainer. The root is opened at first need: workers exist then."""
+
+    def __init__(self, trainer: Any, options: Options) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._groups: RoleGroups | None = None
+        self._controller: Controller | None = None
+
+    @property
+    def controller(self) -> Controller:
+        """The controller that owns ``default_local_dir``."""
+        if self._controller is None:
+            self._open()
+        assert self._controller is not None
+        return self._controller
+
+    @property
+    def groups(self) -> RoleGroups:
+        if self._groups is None:
+            self._open()
+        assert self._groups is not None
+        return self._groups
+
+    def _open(self) -> None:
+        """Own the root, then put our manager into every worker."""
+        trainer, options = self._trainer, self._options
+        self._groups = RoleGroups(_roles(trainer), options.calls)
+        settings = {
+            "retention": retention_of(trainer.config, critic=_has_critic(trainer)),
+            "poll_warning_steps": 1,
+            **options.settings,
+            "layout": VERL.name,
+        }
+        root = Path(trainer.config.trainer.default_local_dir).absolute()
+        controller = Controller(root, self._groups.sizes, self._ask, **settings)
+        try:
+            workers = {k: settings[k] for k in _WORKER_SETTINGS if k in settings}
+            self._groups.attach(str(root), workers, controller.config.effect_timeout_s)
+        except BaseException:  # a Ctrl-C too: the root must not stay ours
+            controller.abandon()
+            raise
+        self._controller = controller
+
+    def _ask(self, doomed: tuple[AttemptId, ...]) -> list[Event]:
+        assert self._groups is not None
+        return self._groups.poll(doomed)
+
+    # ------------------------------------------------------------------------------------- saving
+
+    def save(self) -> None:
+        """Begin a checkpoint of the trainer's step; with ``async_save`` off, wait until it is tracked.
+
+        Raises ``SaveFailed``, ``SaveRefused``, ``DeadlineExceeded``.
+        """
+        step = int(self._trainer.global_steps)
+        begun = self.controller.begin(step, self._parts())
+        for role, ticket in begun.tickets.items():
+            if not self._write(role, ticket):
+                break
+        if not is_async(self._trainer.config):
+            begun.handle.wait()
+
+    def _write(self, role: str, ticket: Ticket) -> bool:
+        """Let a role's workers write; its ticket travels in place of ``hdfs_path``."""
+        try:
+            self.groups.groups[role].save_checkpoint(
+                ticket.directory, ticket, ticket.of.step, max_ckpt_to_keep=None
+            )
+        except Exception as error:  # a dead worker, or a group that fell apart: the save failed
+            log.exception("workers_failed", extra={"step": ticket.of.step, "role": role})
+            why = f"the workers of {role!r}: {describe(error)}"
+            self.controller.feed([Failed(ticket.of, "fork_failed", why, ticket.first_rank)])
+            return False
+        return True
+
+    def _parts(self) -> dict[str, Any]:
+        trainer, extra = self._trainer, self._options.extra_parts
+        parts: dict[str, Any] = {role: GroupPart(role) for role in self.groups.groups}
+        parts["data.pt"] = _dumped(trainer.train_dataloader.state_dict())
+        parts.update(_transfer_queue(trainer))
+        if extra is not None:
+            parts.update(extra(trainer))
+        return parts
+
+    def poll(self, *, wait: bool = False) -> None:
+        """Drive the saves in flight. Raises what one failed with, under ``on_failure="raise"``."""
+        controller = self.controller
+        if wait:
+            controller.wait_until_finished()
+        else:
+            controller.poll()
+        lost, self.groups.lost = self.groups.lost, []
+        for worker in lost:
+            controller.lost(worker.role, [worker.rank], worker.detail)
+
+    # ------------------------------------------------------------------------------------- loading
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """While verl loads: the latest checkpoint is verified, kept, and what verl's tracker names.
+
+        Raises ``DamagedRoot``; ``ConfigError`` if what verl is about to do would end in refused saves.
+        """
+        config, controller = self._trainer.config.trainer, self.controller
+        latest = controller.latest_step()
+        if config.resume_mode == "disable" and latest is not None:
+            raise ConfigError(
+                f"resume_mode=disable, but {config.default_local_dir} has step {latest}: give another "
+                "directory, or resume",
+                step=latest,
+            )
+        asked = _asked_step(config)
+        if asked is not None and latest is not None and asked < latest:
+            raise ConfigError(
+                f"resume_from_path is step {asked}, but {config.default_local_dir} has step {latest}: "
+                f"go back with controller.rollback({asked}), or give another directory",
+                step=latest,
+            )
+        with controller.reading(asked) as found, _no_remote(config):
+            if found is not None:
+                _require_tracker(Path(found.directory).parent, found.step)
+            yield
+
+    # ------------------------------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """Wait for what is in flight, and give the root back."""
+        if self._controller is not None:
+            self._controller.close()
+
+    def abandon(self) -> None:
+        """Give the root back at once; the next start decides about what is in flight."""
+        if self._controller is not None:
+            self._controller.abandon()
+
+
+class DropIn:
+    """What ``install`` puts before a trainer's own class."""
+
+    _ckptfsm_options: Options
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The life of this trainer's checkpoints."""
+        held = self.__dict__.get("_ckptfsm")
+        if held is None:
+            held = self.__dict__["_ckptfsm"] = Checkpoints(self, self._ckptfsm_options)
+        found: Checkpoints = held
+        return found
+
+    def _save_checkpoint(self) -> None:
+        self.checkpoints.save()
+
+    def _load_checkpoint(self) -> Any:
+        with self.checkpoints.loading():
+            return super()._load_checkpoint()  # type: ignore[misc]
+
+    def _start_profiling(self, *arguments: Any, **keywords: Any) -> Any:
+        """Every loop calls it in every step, whether it profiles or not."""
+        self.checkpoints.poll()
+        return super()._start_profiling(*arguments, **keywords)  # type: ignore[misc]
+
+    def fit(self, *arguments: Any, **keywords: Any) -> Any:
+        """verl's own; at its end nothing is in flight any more."""
+        try:
+            result = super().fit(*arguments, **keywords)  # type: ignore[misc]
+        except BaseException:
+            self.checkpoints.abandon()
+            raise
+        if inspect.isawaitable(result):
+            return self._fit_to_the_end(result)
+        self.checkpoints.close()
+        return result
+
+    async def _fit_to_the_end(self, running: Awaitable[Any]) -> Any:
+        try:
+            result = await running
+        except BaseException:
+            self.checkpoints.abandon()
+            raise
+        self.checkpoints.close()
+        return result
+
+
+def install(
+    trainer: Trainer,
+    *,
+    extra_parts: Callable[[Any], Mapping[str, Any]] | None = None,
+    calls: Calls | None = None,
+    **settings: Any,
+) -> Trainer:
+    """The trainer, or the trainer's class, with checkpoints that ckptfsm drives.
+
+    A class is returned as a subclass; an object gets that class, before ``fit``.
+    ``extra_parts(trainer)`` returns more parts of a checkpoint (bytes or ``FileTree`` by name).
+    ``calls`` is how workers are called, by default through Ray. ``settings`` are those of
+    ``Controller``; ``retention`` follows verl's configuration unless given.
+
+    Raises ``ConfigError`` for a trainer that saves in a way of its own, unless ``extra_parts`` is given.
+    """
+    base = trainer if isinstance(trainer, type) else type(trainer)
+    if issubclass(base, DropIn):
+        raise ConfigError(f"{base.__name__} has these checkpoints already")
+    own = next((k.__module__ for k in base.__mro__ if "_save_checkpoint" in vars(k)), "")
+    if own not in _KNOWN and extra_parts is None:
+        raise ConfigError(
+            f"{base.__name__} saves in its own way ({own or 'nowhere'}): give extra_parts with what "
+            "it saves beside its roles and data.pt, if only an empty dict"
+        )
+    if not hasattr(base, _EVERY_STEP):
+        warnings.warn(
+            f"nothing is known that {base.__name__} calls in every step: call "
+            "trainer.checkpoints.poll() there, or no asynchronous save will be tracked in time",
+            PollMissingWarning,
+            stacklevel=2,
+        )
+    options = Options(extra_parts, calls or RayCalls(), settings)
+    made: Any = type(base.__name__, (DropIn, base), {"_ckptfsm_options": options})
+    if isinstance(trainer, type):
+        subclass: Trainer = made
+        return subclass
+    trainer.__class__ = made
+    return trainer
+
+
+# ------------------------------------------------------------------------- verl's configuration
+
+
+def is_async(config: Any) -> bool:
+    """Whether verl was told to save asynchronously."""
+    return bool(config.actor_rollout_ref.actor.get("checkpoint", {}).get("async_save", False))
+
+
+def retention_of(config: Any, *, critic: bool) -> Policy:
+    """What verl's counts mean for whole steps: actor and critic of a step live and die together.
+
+    Of two counts the larger one counts; no count (None, or not above 0) keeps all, as in verl.
+    """
+    trainer = config.trainer
+    if trainer.get("remove_previous_ckpt_in_save", False):
+        return LatestN(1)
+    roles = ("actor", "critic") if critic else ("actor",)
+    counts = [trainer.get(f"max_{role}_ckpt_to_keep", None) or 0 for role in roles]
+    kept = 0 if min(counts) <= 0 else max(counts)
+    if len(set(counts)) > 1:
+        warnings.warn(
+            f"max_actor_ckpt_to_keep={counts[0]} and max_critic_ckpt_to_keep={counts[1]} cannot both "
+            f"hold for a step with both: keeping {kept or 'all'}",
+            UserWarning,
+            stacklevel=2,
+        )
+    return LatestN(kept) if kept else KeepAll()
+
+
+def _has_critic(trainer: Any) -> bool:
+    return bool(getattr(trainer, "use_critic", False))
+
+
+def _roles(trainer: Any) -> dict[str, Any]:
+    """verl's worker groups, by the directory of their role."""
+    roles = {"actor": trainer.actor_rollout_wg}
+    if _has_critic(trainer):
+        roles["critic"] = trainer.critic_wg
+    return roles
+
+
+def _asked_step(config: Any) -> int | None:
+    """The step of ``resume_from_path``, if it is one of this root's."""
+    if config.resume_mode != "resume_path":
+        return None
+    path = Path(config.resume_from_path).resolve()
+    ours = path.parent == Path(config.default_local_dir).resolve()
+    return VERL.parse_published(path.name) if ours else None
+
+
+@contextlib.contextmanager
+def _no_remote(config: Any) -> Iterator[None]:
+    """verl refuses to load at all where there is a remote directory; what it loads is local."""
+    remote = config.default_hdfs_dir
+    config.default_hdfs_dir = None
+    try:
+        yield
+    finally:
+        config.default_hdfs_dir = remote
+
+
+def _require_tracker(root: Path, step: int) -> None:
+    """verl will follow the tracker: it must name what was verified."""
+    named = parse_tracker((root / TRACKER).read_bytes())
+    if named != step:
+        raise DamagedRoot(f"the tracker names {named!r}, not step {step}", file=TRACKER, step=step)
+
+
+def _transfer_queue(trainer: Any) -> dict[str, Any]:
+    """The queue of prompts in flight that verl's asynchronous modes (0.9) save with a checkpoint."""
+    if getattr(trainer, "trainer_mode", "sync") == "sync":
+        return {}
+    owner = next(k for k in type(trainer).__mro__ if k.__module__ in _KNOWN)
+    module = sys.modules[owner.__module__]
+    if not module._tq_supports_checkpoint():
+        return {}
+    metadata = {"global_steps": trainer.global_steps}
+    return {"transfer_queue": FileTree(partial(module.tq.save_checkpoint, metadata=metadata))}
+
+
+def _dumped(state: Any) -> bytes:
+    """As verl writes ``data.pt``."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()

@@ -1,0 +1,130 @@
+"""verl's worker groups as a controller needs them: attached once, asked without ever waiting.
+
+Rules:
+* A worker answers its calls one after the other, and may be busy with a training step: a poll leaves a
+  call with every worker and takes what was answered since. It never waits for a busy one.
+* A worker that is dead is said to be lost, once, and not called again.
+* What is called in a worker is imported there: the driver, which only names it, needs no torch for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ckptfsm.errors import DeadlineExceeded, WriterDied, describe
+from ckptfsm.messages import AttemptId, Event
+
+log = logging.getLogger("ckptfsm")
+
+
+class Calls(Protocol):
+    """How a function is called in a worker: ``function(worker, *arguments)``."""
+
+    def submit(self, worker: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Begin a call. Calls to one worker are answered in their order."""
+        ...
+
+    def done(self, calls: Sequence[Any], timeout_s: float) -> Sequence[Any]:
+        """Those calls that were answered; waits for all of them, at most ``timeout_s``."""
+        ...
+
+    def result(self, call: Any) -> Any:
+        """What an answered call returned, or raised. ``WriterDied`` if its worker is dead."""
+        ...
+
+
+class RayCalls:
+    """Calls to Ray actors, such as the ``workers`` of a verl worker group."""
+
+    def submit(self, worker: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+        return worker.__ray_call__.remote(function, *arguments)
+
+    def done(self, calls: Sequence[Any], timeout_s: float) -> Sequence[Any]:
+        import ray
+
+        ready: Sequence[Any] = ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)[0]
+        return ready
+
+    def result(self, call: Any) -> Any:
+        import ray
+
+        try:
+            return ray.get(call)
+        except ray.exceptions.RayActorError as error:
+            raise WriterDied(f"the worker is dead: {describe(error)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A worker that is dead: ``rank`` is its role's own."""
+
+    role: str
+    rank: int
+    detail: str
+
+
+@dataclass(slots=True)
+class RoleGroups:
+    """The worker groups of a job by role. ``lost`` are deaths that the controller was not told yet."""
+
+    groups: Mapping[str, Any]
+    calls: Calls
+    lost: list[Lost] = field(default_factory=list)
+    _dead: set[tuple[str, int]] = field(default_factory=set)
+    _asked: dict[tuple[str, int], Any] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {role: len(group.workers) for role, group in self.groups.items()}
+
+    def attach(self, root: str, settings: Mapping[str, Any], timeout_s: float) -> None:
+        """Put our manager into every worker. Raises what that raised, or ``DeadlineExceeded``."""
+        begun = [
+            self.calls.submit(worker, attach, role, root, dict(settings))
+            for role, group in self.groups.items()
+            for worker in group.workers
+        ]
+        if len(self.calls.done(begun, timeout_s)) < len(begun):
+            raise DeadlineExceeded("verl's workers did not answer in time", timeout_s=timeout_s)
+        for call in begun:
+            self.calls.result(call)
+
+    def poll(self, doomed: tuple[AttemptId, ...]) -> list[Event]:
+        """What the workers reported since the last call; and ask them again."""
+        events: list[Event] = []
+        if self._asked:
+            done = self.calls.done(list(self._asked.values()), 0.0)
+            answered = [key for key, call in self._asked.items() if call in done]
+            for key in answered:
+                events += self._answer(key, self._asked.pop(key))
+        for role, group in self.groups.items():
+            for rank, worker in enumerate(group.workers):
+                if (role, rank) not in self._dead and (role, rank) not in self._asked:
+                    self._asked[role, rank] = self.calls.submit(worker, poll, role, doomed)
+        return events
+
+    def _answer(self, key: tuple[str, int], call: Any) -> list[Event]:
+        try:
+            events: list[Event] = self.calls.result(call)
+        except WriterDied as error:
+            self._dead.add(key)
+            self.lost.append(Lost(*key, describe(error)))
+            return []
+        return events
+
+
+def attach(worker: Any, role: str, root: str, settings: Mapping[str, Any]) -> None:
+    """Called in a worker. See ``manager.attach``."""
+    from ckptfsm.integrations.verl import manager
+
+    manager.attach(worker, role, root, settings)
+
+
+def poll(worker: Any, role: str, doomed: tuple[AttemptId, ...]) -> list[Event]:
+    """Called in a worker. See ``manager.poll``."""
+    from ckptfsm.integrations.verl import manager
+
+    return manager.poll(worker, role, doomed)

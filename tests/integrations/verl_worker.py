@@ -1,0 +1,268 @@
+"""Workers of verl as plain processes: the installed verl's own checkpoint manager, a real GPT, gloo.
+
+A server imports torch, megatron-core and verl once (that takes long) and forks workers. A worker is
+what a Ray actor is to a driver: it has ``save_checkpoint`` and ``load_checkpoint`` as verl's workers
+have, and is called from outside, one call after the other.
+
+Run as a script: ``verl_worker.py ADDRESS`` serves until its parent is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection, Listener
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import verl.utils.checkpoint.megatron_checkpoint_manager as stock
+from megatron.core import mpu, tensor_parallel
+from megatron.core.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    optim_state_to_sharding_state,
+)
+from transformers import LlamaConfig
+from verl.trainer.config import CheckpointConfig
+
+import ckptfsm.integrations.verl.manager as ours
+from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel
+
+SPEC = ModelSpec(hidden_size=32, layers=2, heads=2, sequence_length=16, batch_size=2)
+
+
+class Optimizer:
+    """Adam with what verl asks of a Megatron optimizer."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.adam, self.model = trainer.optimizer, trainer.model
+
+    def sharded_state_dict(self, model: Any, is_loading: bool = False, metadata: Any = None) -> Any:
+        state = self.adam.state_dict()
+        steps = [int(s["step"]) for _, s in sorted(state["state"].items())]
+        groups = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+        sharded = self.model.sharded_state_dict(
+            metadata=groups
+        )  # ``model`` was loaded into already
+        parameters = get_param_id_to_sharded_param_map(sharded, self.model.parameters())
+        optim_state_to_sharding_state(state, parameters, exclude_keys=("step",))
+        return {**state, "steps": steps}
+
+    def load_state_dict(self, state: Any) -> None:
+        steps = dict(enumerate(state.pop("steps")))
+        moments = {
+            index: {**moment, "step": torch.tensor(float(steps[index]))}
+            for index, moment in state["state"].items()
+        }
+        self.adam.load_state_dict({**state, "state": moments})
+
+
+class Scheduler:
+    """A learning rate schedule: a number of its own."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Bridge:
+    """Writes HF weights as bridges do: collectively, a file of every rank."""
+
+    def save_weights(self, models: Any, weights_path: str) -> None:
+        dist.barrier()
+        name = f"model-{dist.get_rank()}.bin"
+        torch.save(dict(models[0].module.named_parameters()), os.path.join(weights_path, name))
+        dist.barrier()
+
+    def load_weights(self, models: Any, weights_path: str) -> None:
+        name = f"model-{dist.get_rank()}.bin"
+        state = torch.load(os.path.join(weights_path, name), weights_only=False)
+        models[0].module.load_state_dict(state, strict=False)
+
+
+class Wrapped(torch.nn.Module):
+    """verl's models are wrapped, as by DDP."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def load_state_dict(self, state: Any, strict: bool = True) -> Any:
+        return self.module.load_state_dict(state, strict=strict)
+
+
+class VerlWorker:
+    """One rank of a role."""
+
+    def __init__(self, role: str, size: int, checkpoint: dict[str, Any], bridge: bool) -> None:
+        initialize_parallel(size)
+        self.trainer = Trainer(SPEC, size, "cpu")
+        tensor_parallel.get_cuda_rng_tracker().states_ = {"some": torch.get_rng_state()}
+        stock.get_device_name = _cpu  # verl 0.9 takes a machine without any accelerator for CUDA
+        self.scheduler = Scheduler()
+        self.checkpoint_mananager = stock.MegatronCheckpointManager(
+            config=SimpleNamespace(model=SimpleNamespace(path="none")),
+            checkpoint_config=CheckpointConfig(**checkpoint),
+            model_config=None,
+            transformer_config=self.trainer.model.config,
+            role=role,
+            model=[Wrapped(self.trainer.model)],
+            arch="LlamaForCausalLM",
+            hf_config=LlamaConfig(),
+            param_dtype=torch.float32,
+            share_embeddings_and_output_weights=False,
+            processing_class=None,
+            optimizer=Optimizer(self.trainer),
+            optimizer_scheduler=self.scheduler,
+            use_distributed_optimizer=False,
+            use_checkpoint_opt_param_scheduler=True,
+            use_dist_checkpointing=not bridge,
+            bridge=Bridge() if bridge else None,
+        )
+
+    def save_checkpoint(self, path: Any, hdfs: Any = None, step: int = 0, **more: Any) -> None:
+        """As verl's workers do it: what the manager returns is lost."""
+        self.checkpoint_mananager.save_checkpoint(path, hdfs, step, **more)
+        dist.barrier()
+
+    def load_checkpoint(self, path: str, **more: Any) -> None:
+        self.checkpoint_mananager.load_checkpoint(path, **more)
+
+
+# ------------------------------------------------------------------- called by tests, in a worker
+
+
+def train(worker: VerlWorker, steps: int) -> float:
+    loss = 0.0
+    for _ in range(steps):
+        loss = worker.trainer.train_step()
+        worker.scheduler.at += 1
+    return loss
+
+
+def fingerprint(worker: VerlWorker) -> list[float]:
+    """Parameters, moments, step counts, schedule and generator of this rank, in a few numbers."""
+    numbers = [float(p.double().sum()) for p in worker.trainer.model.parameters()]
+    for state in worker.trainer.optimizer.state.values():
+        numbers += [float(state["exp_avg"].double().sum()), float(state["step"])]
+    return [*numbers, float(worker.scheduler.at), float(torch.get_rng_state().double().sum())]
+
+
+def attach_stock(worker: VerlWorker) -> None:
+    """Give verl's own manager back: what it does then is stock verl."""
+    holder = worker.checkpoint_mananager
+    if isinstance(holder, ours.VerlCheckpointManager):
+        worker.checkpoint_mananager = holder.close()
+
+
+def die_in_save(worker: VerlWorker) -> None:
+    """The worker is killed when verl asks it for the next save."""
+    worker.checkpoint_mananager._manager.save_checkpoint = _die
+
+
+def fail_in_save(worker: VerlWorker) -> None:
+    worker.checkpoint_mananager._manager.save_checkpoint = _fail
+
+
+def hold_writers(worker: VerlWorker, gate: str) -> None:
+    """Writers forked from now on wait until the file ``gate`` exists; at most 60 s."""
+    ours.RoleDraft.stage = _Held(ours.RoleDraft.stage, gate)  # type: ignore[method-assign]
+
+
+class _Held:
+    def __init__(self, stage: Any, gate: str) -> None:
+        self.stage, self.gate = stage, gate
+
+    def __get__(self, draft: Any, kind: Any) -> Any:
+        return lambda *arguments: tuple(
+            _HeldJob(job, self.gate) for job in self.stage(draft, *arguments)
+        )
+
+
+class _HeldJob:
+    def __init__(self, job: Any, gate: str) -> None:
+        self.job, self.gate = job, gate
+        self.name, self.directory = job.name, job.directory
+
+    def write(self, storage: Any, location: str) -> Any:
+        deadline = time.monotonic() + 60
+        while not os.path.exists(self.gate) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.job.write(storage, location)
+
+
+def _cpu() -> str:
+    return "cpu"
+
+
+def _die(**arguments: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fail(**arguments: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+# --------------------------------------------------------------------------------------- serving
+
+
+def serve(connection: Connection) -> None:
+    """The life of a worker: its description, then calls until the other side is gone."""
+    what = connection.recv()
+    log = os.open(what["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    store = dist.FileStore(what["store"], what["size"])
+    dist.init_process_group("gloo", store=store, rank=what["rank"], world_size=what["size"])
+    worker = VerlWorker(what["role"], what["size"], what["checkpoint"], what["bridge"])
+    connection.send(("ok", os.getpid()))
+    with contextlib.suppress(EOFError):
+        while True:
+            name, arguments, keywords = connection.recv()
+            try:
+                connection.send(("ok", _function(name)(worker, *arguments, **keywords)))
+            except Exception as error:
+                traceback.print_exc()
+                connection.send(("error", f"{type(error).__name__}: {error}"))
+
+
+def _function(name: str) -> Any:
+    module, _, function = name.partition(":")
+    if module == "method":
+        return getattr(VerlWorker, function)
+    if module == "verl_worker":
+        return globals()[function]
+    return getattr(importlib.import_module(module), function)
+
+
+def main(address: str) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with Listener(address) as listener:
+        while True:
+            connection = listener.accept()
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+                try:
+                    serve(connection)  # type: ignore[arg-type]
+                except BaseException:
+                    traceback.print_exc()
+                os._exit(0)
+            connection.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
