@@ -118,13 +118,13 @@ class RoleGroups:
 
 def attach(worker: Any, role: str, root: str, settings: Mapping[str, Any]) -> None:
     """Called in a worker. See ``manager.attach``."""
-    from ckptfsm.integrations.verl import manager
+    from ckptfsm.integrations.verl.manager import attach as attach_here
 
-    manager.attach(worker, role, root, settings)
+    attach_here(worker, role, root, settings)
 
 
 def poll(worker: Any, role: str, doomed: tuple[AttemptId, ...]) -> list[Event]:
     """Called in a worker. See ``manager.poll``."""
-    from ckptfsm.integrations.verl import manager
+    from ckptfsm.integrations.verl.manager import poll as poll_here
 
-    return manager.poll(worker, role, doomed)
+    return poll_here(worker, role, doomed)
