@@ -6,7 +6,13 @@ Runs only where verl is installed. What is loaded is loaded by verl's own code, 
 
 from __future__ import annotations
 
+import json
+import os
+import time
+import warnings
 from collections.abc import Iterator
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +23,11 @@ pytest.importorskip("ray")
 
 from verl_groups import Loader, PipeCalls, Server, WorkerGroup, config_of
 
+from ckptfsm.errors import ConfigError, PollMissingWarning, SaveFailed
 from ckptfsm.integrations.verl import install
 
 pytestmark = pytest.mark.megatron
+NEW = tuple(map(int, version("verl").split(".")[:2])) >= (0, 9)  # three trees, not one
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -113,3 +121,239 @@ def test_stock_verl_loads_what_was_saved(job: Job, async_save: bool) -> None:
     again._load_checkpoint()
     assert again.global_steps == 2
     assert state_of(again) == saved
+
+
+def save(trainer: Any, steps: int = 1) -> None:
+    train(trainer, steps)
+    trainer._save_checkpoint()
+
+
+def polled_until(trainer: Any, done: Any) -> None:
+    """As the loop polls: in every step."""
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline, "nothing happens"
+        trainer._start_profiling(False)
+
+
+def restarted(job: Job, **options: Any) -> Any:
+    """The next job of the run, which has loaded. The job before it was killed, or has ended."""
+    trainer = job.start(**options)
+    trainer._load_checkpoint()
+    return trainer
+
+
+def test_both_layouts_of_verl(job: Job) -> None:
+    """Catches: another layout than that of the installed verl; its manifest or its HF files missing."""
+    save(job.start(async_save=False, bridge=NEW))
+    step = job.root / "global_step_1"
+    found = {str(p.relative_to(step)) for p in step.rglob("*") if p.is_file()}
+    trees = {str(Path(name).parent) for name in found if name.endswith("/.metadata")}
+    top = {n for n in found if "dist_ckpt" not in n and ".ckptfsm" not in n}
+    if not NEW:
+        assert trees == {"actor/dist_ckpt", "critic/dist_ckpt"}
+        files = ("huggingface/config.json", "transformer_config.json")
+    else:
+        trees_of = ("optimizer/dist_ckpt", "extra/dist_ckpt")
+        assert trees == {f"{role}/{tree}" for role in ("actor", "critic") for tree in trees_of}
+        files = ("model/huggingface/config.json", "model/huggingface/model-0.bin")
+        files += ("transformer_config.json", "ckpt_contents.json")
+        assert "actor/model/huggingface/model-1.bin" in top, "a file that another rank wrote"
+        told = json.loads((step / "actor/ckpt_contents.json").read_text())
+        assert (told["global_step"], told["world_size"], told["role"]) == (1, 2, "actor")
+    assert {f"{role}/{name}" for role in ("actor", "critic") for name in files} <= top
+    manifest = (step / ".ckptfsm/manifest.json").read_text()
+    assert all(name in json.dumps(_receipts(step)) for name in top), "not in any receipt"
+    assert '"data.pt"' in manifest
+
+
+def _receipts(step: Path) -> list[str]:
+    return [p.read_text() for p in (step / ".ckptfsm/receipts").rglob("*.json")]
+
+
+def test_only_some_contents(job: Job) -> None:
+    """Catches: save_contents that are not asked for, or asked for and missing."""
+    contents = ["model", "optimizer"]
+    trainer = job.start(checkpoint={"save_contents": contents, "load_contents": contents})
+    save(trainer)
+    step = job.root / "global_step_1"
+    assert not (step / "actor/transformer_config.json").exists()
+    assert not list(step.glob("actor/extra/dist_ckpt/*"))
+    trainer.checkpoints.close()
+    stock = job.start(stock=True, checkpoint={"save_contents": contents, "load_contents": contents})
+    stock._load_checkpoint()
+    assert stock.global_steps == 1
+
+
+def test_the_old_checkpoint_stays_until_the_new_one_is_tracked(job: Job) -> None:
+    """Catches: keep=1 that deletes first (verl #4873), a tracker before the save is durable (#4638).
+
+    Also: only a part deleted, ranks that delete on their own.
+    """
+    gate = job.place / "go"
+    trainer = job.start(async_save=True, max_actor_ckpt_to_keep=1, max_critic_ckpt_to_keep=1)
+    save(trainer)
+    trainer.checkpoints.poll(wait=True)
+    trainer.critic_wg.call("verl_worker:hold_writers", str(gate))
+    save(trainer)
+    for _ in range(50):
+        trainer._start_profiling(False)
+        assert (job.root / TRACKER).read_text() == "1"
+        assert (job.root / "global_step_1/actor/transformer_config.json").exists()
+        assert job.steps() == ["global_step_1"]
+    gate.touch()
+    polled_until(trainer, lambda: job.steps() == ["global_step_2"])
+    assert (job.root / TRACKER).read_text() == "2"
+
+
+def test_a_restart_remembers_what_to_prune(job: Job) -> None:
+    """Catches: retention in an in-memory list: every restart leaves one more checkpoint behind."""
+    keep = {"max_actor_ckpt_to_keep": 2, "max_critic_ckpt_to_keep": 2}
+    trainer = job.start(**keep)
+    save(trainer)
+    save(trainer)
+    trainer.checkpoints.abandon()
+    trainer = restarted(job, **keep)
+    assert trainer.global_steps == 2
+    save(trainer)
+    assert job.steps() == ["global_step_2", "global_step_3"]
+
+
+def test_a_worker_killed_between_actor_and_critic(job: Job) -> None:
+    """Catches: a half that passes for a checkpoint; a job that waits for the dead; a lost old step."""
+    trainer = job.start(async_save=True, on_failure="warn")
+    save(trainer)
+    trainer.checkpoints.poll(wait=True)
+    trainer.critic_wg.call("verl_worker:die_in_save")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        save(trainer)
+        trainer.checkpoints.poll(wait=True)
+    assert any("step 2 failed" in str(w.message) for w in said)
+    assert trainer.checkpoints.controller.latest_step() == 1
+    trainer.checkpoints.abandon()
+    stock = job.start(stock=True)
+    stock._load_checkpoint()
+    assert (stock.global_steps, job.steps()) == (1, ["global_step_1"])
+
+
+def test_a_killed_driver_is_followed_by_one_that_goes_on(job: Job) -> None:
+    """Catches: a save in flight that is resumed from, or that stops the next job."""
+    trainer = job.start(async_save=True)
+    save(trainer)
+    trainer.checkpoints.poll(wait=True)
+    trainer.critic_wg.call("verl_worker:hold_writers", str(job.place / "never"))
+    save(trainer)
+    trainer.checkpoints.abandon()
+    again = restarted(job)
+    assert again.global_steps == 1
+    save(again)
+    assert (job.root / TRACKER).read_text() == "2"
+
+
+def test_a_full_disk_in_verls_own_code_fails_the_save_alone(job: Job) -> None:
+    """Catches: the ranks of a group left in a collective; training that ends; a tracker that moves."""
+    trainer = job.start(on_failure="warn")
+    save(trainer)
+    trainer.actor_rollout_wg.call("verl_worker:fail_in_save")
+    with pytest.raises(SaveFailed, match="No space left"):
+        save(trainer)
+    assert (job.root / TRACKER).read_text() == "1"
+    assert trainer.checkpoints.controller.latest_step() == 1
+
+
+@pytest.mark.parametrize("tracker", ["", "1\n2", "9", None])
+def test_a_torn_tracker_is_not_a_start_from_zero(job: Job, tracker: str | None) -> None:
+    """Catches: "training from scratch" over a run, or a job that ends as if it had trained."""
+    trainer = job.start()
+    save(trainer, 2)
+    trainer.checkpoints.close()
+    if tracker is None:
+        (job.root / TRACKER).unlink()
+    else:
+        (job.root / TRACKER).write_text(tracker)
+    again = restarted(job)
+    assert again.global_steps == 2
+
+
+def test_what_stock_verl_has_written_is_resumed_from(job: Job) -> None:
+    """Catches: a run of before that is not seen: a silent restart from zero."""
+    stock = job.start(stock=True, critic=False)
+    stock.actor_rollout_wg.save_checkpoint = _without_hdfs(stock.actor_rollout_wg)
+    os.makedirs(job.root)
+    save(stock, 3)
+    assert (job.root / TRACKER).read_text() == "3"
+    before = state_of(stock)
+    again = restarted(job, critic=False)
+    assert again.global_steps == 3
+    assert state_of(again) == before
+    save(again)
+    assert job.steps() == ["global_step_3", "global_step_4"], "an adopted one is pinned"
+
+
+def _without_hdfs(group: WorkerGroup) -> Any:
+    return partial(group.call, "method:save_checkpoint")
+
+
+def test_nobody_polls(job: Job) -> None:
+    """Catches: verl #4253, #6067, #7363: the finalizer is called by nobody, and nobody is told."""
+    trainer = job.start(async_save=True)
+    save(trainer)
+    train(trainer, 1)
+    with pytest.warns(PollMissingWarning, match="poll\\(\\) was not called"):
+        trainer._save_checkpoint()
+    trainer.checkpoints.poll(wait=True)
+    assert trainer.checkpoints.controller.all_steps() == [1, 2], "tracked all the same"
+
+
+class Loop:
+    """The least that is a loop of verl's: what it calls every step, and at its end."""
+
+    def fit(self) -> str:
+        self._load_checkpoint()  # type: ignore[attr-defined]
+        for _ in range(4):
+            self._start_profiling(False)  # type: ignore[attr-defined]
+            save(self)
+        return "done"
+
+
+def test_the_loop_polls_and_its_end_waits(job: Job) -> None:
+    """Catches: verl #7952: the last save of a run, or every one, that nobody tracks."""
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    loop = type("LoopTrainer", (Loop, RayPPOTrainer), {})
+    trainer = job.start(loop, async_save=True, max_actor_ckpt_to_keep=2, critic=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PollMissingWarning)
+        assert trainer.fit() == "done"
+    assert (job.root / TRACKER).read_text() == "4"
+    assert job.steps() == ["global_step_3", "global_step_4"]
+
+
+def test_a_save_that_no_driver_began_is_refused(job: Job) -> None:
+    """Catches: verl's own trainer code calling our manager: a save that nobody would finalize."""
+    trainer = job.start(critic=False)
+    save(trainer)
+    with pytest.raises(RuntimeError, match="was not begun by a trainer that ckptfsm drives"):
+        trainer.actor_rollout_wg.save_checkpoint(str(job.place / "else"), None, 2)
+
+
+def test_resuming_in_a_way_that_would_end_in_refused_saves(job: Job) -> None:
+    """Catches: hours of training before the first save says that it cannot be."""
+    trainer = job.start()
+    save(trainer)
+    save(trainer)
+    trainer.checkpoints.close()
+    trainer = job.start(resume_mode="disable")
+    with pytest.raises(ConfigError, match="give another directory"):
+        trainer._load_checkpoint()
+    trainer.checkpoints.abandon()
+    path = str(job.root / "global_step_1")
+    trainer = job.start(resume_mode="resume_path", resume_from_path=path)
+    with pytest.raises(ConfigError, match=r"rollback\(1\)"):
+        trainer._load_checkpoint()
+    trainer.checkpoints.controller.rollback(1)
+    trainer._load_checkpoint()
+    assert trainer.global_steps == 1
+    save(trainer)
+    assert (job.root / TRACKER).read_text() == "2"

@@ -26,6 +26,8 @@ from typing import Any, TypeVar
 from ckptfsm.controller import Controller, GroupPart, Ticket
 from ckptfsm.errors import ConfigError, DamagedRoot, PollMissingWarning, describe
 from ckptfsm.files import FileTree
+from ckptfsm.integrations.verl.mirror import NAME, Mirror, UploadWorker, When, mirror_of
+from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.integrations.verl.workers import Calls, RayCalls, RoleGroups
 from ckptfsm.layout import TRACKER, VERL, parse_tracker
 from ckptfsm.messages import AttemptId, Event, Failed
@@ -44,6 +46,8 @@ class Options:
 
     extra_parts: Callable[[Any], Mapping[str, Any]] | None = None
     calls: Calls = field(default_factory=RayCalls)
+    mirror: Mirror | None = None
+    mirror_when: When = "after"
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -55,6 +59,8 @@ class Checkpoints:
         self._options = options
         self._groups: RoleGroups | None = None
         self._controller: Controller | None = None
+        self._uploads: Uploads | None = None
+        self._uploader: UploadWorker | None = None
 
     @property
     def controller(self) -> Controller:
@@ -81,19 +87,37 @@ class Checkpoints:
             **options.settings,
             "layout": VERL.name,
         }
-        root = Path(trainer.config.trainer.default_local_dir).absolute()
-        controller = Controller(root, self._groups.sizes, self._ask, **settings)
+        root = str(Path(trainer.config.trainer.default_local_dir).absolute())
+        self._set_mirror(root)
+        sizes = {**self._groups.sizes, **({NAME: 1} if self._uploader else {})}
+        hooks = [self._uploads.hook] if self._uploads is not None else []
+        controller = Controller(root, sizes, self._ask, hooks=hooks, **settings)
         try:
             workers = {k: settings[k] for k in _WORKER_SETTINGS if k in settings}
-            self._groups.attach(str(root), workers, controller.config.effect_timeout_s)
+            self._groups.attach(root, workers, controller.config.effect_timeout_s)
+            if self._uploads is not None:
+                self._uploads.begin(controller)
         except BaseException:  # a Ctrl-C too: the root must not stay ours
             controller.abandon()
             raise
         self._controller = controller
 
+    def _set_mirror(self, root: str) -> None:
+        """The mirror that was given, or the one that verl's configuration names."""
+        place = self._options.mirror or mirror_of(self._trainer.config.trainer.default_hdfs_dir)
+        if place is not None and self._options.mirror_when == "before":
+            self._uploader = UploadWorker(root, place)
+        elif place is not None:
+            self._uploads = Uploads(root, place)
+
     def _ask(self, doomed: tuple[AttemptId, ...]) -> list[Event]:
         assert self._groups is not None
-        return self._groups.poll(doomed)
+        events = self._groups.poll(doomed)
+        lost, self._groups.lost = self._groups.lost, []
+        for worker in lost:
+            assert self._controller is not None
+            self._controller.lost(worker.role, [worker.rank], worker.detail)
+        return events if self._uploader is None else [*events, *self._uploader.poll(doomed)]
 
     # ------------------------------------------------------------------------------------- saving
 
@@ -103,10 +127,13 @@ class Checkpoints:
         Raises ``SaveFailed``, ``SaveRefused``, ``DeadlineExceeded``.
         """
         step = int(self._trainer.global_steps)
-        begun = self.controller.begin(step, self._parts())
-        for role, ticket in begun.tickets.items():
-            if not self._write(role, ticket):
-                break
+        parts = self._parts()
+        begun = self.controller.begin(step, parts)
+        roles = [role for role in begun.tickets if role != NAME]
+        written = all(self._write(role, begun.tickets[role]) for role in roles)
+        if written and self._uploader is not None and begun.tickets:
+            own = [name for name, value in parts.items() if not isinstance(value, GroupPart)]
+            self.controller.feed(self._uploader.begin(begun.tickets, own))
         if not is_async(self._trainer.config):
             begun.handle.wait()
 
@@ -126,6 +153,8 @@ class Checkpoints:
     def _parts(self) -> dict[str, Any]:
         trainer, extra = self._trainer, self._options.extra_parts
         parts: dict[str, Any] = {role: GroupPart(role) for role in self.groups.groups}
+        if self._uploader is not None:
+            parts[NAME] = GroupPart(NAME, directory="")
         parts["data.pt"] = _dumped(trainer.train_dataloader.state_dict())
         parts.update(_transfer_queue(trainer))
         if extra is not None:
@@ -139,9 +168,8 @@ class Checkpoints:
             controller.wait_until_finished()
         else:
             controller.poll()
-        lost, self.groups.lost = self.groups.lost, []
-        for worker in lost:
-            controller.lost(worker.role, [worker.rank], worker.detail)
+        if self._uploads is not None:
+            self._uploads.poll(controller)
 
     # ------------------------------------------------------------------------------------- loading
 
@@ -175,11 +203,17 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for what is in flight, and give the root back."""
-        if self._controller is not None:
-            self._controller.close()
+        if self._controller is None:
+            return
+        if self._uploads is not None:
+            self._controller.wait_until_finished(self._controller.config.close_timeout_s)
+            self._uploads.wait(self._controller)
+        self._controller.close()
 
     def abandon(self) -> None:
         """Give the root back at once; the next start decides about what is in flight."""
+        if self._uploads is not None:
+            self._uploads.abandon()
         if self._controller is not None:
             self._controller.abandon()
 
@@ -237,14 +271,17 @@ def install(
     *,
     extra_parts: Callable[[Any], Mapping[str, Any]] | None = None,
     calls: Calls | None = None,
+    mirror: Mirror | None = None,
+    mirror_when: When = "after",
     **settings: Any,
 ) -> Trainer:
     """The trainer, or the trainer's class, with checkpoints that ckptfsm drives.
 
     A class is returned as a subclass; an object gets that class, before ``fit``.
     ``extra_parts(trainer)`` returns more parts of a checkpoint (bytes or ``FileTree`` by name).
-    ``calls`` is how workers are called, by default through Ray. ``settings`` are those of
-    ``Controller``; ``retention`` follows verl's configuration unless given.
+    ``calls`` is how workers are called, by default through Ray. ``mirror`` (by default what
+    ``default_hdfs_dir`` names) gets a copy of each checkpoint *before* it is tracked, or *after*.
+    ``settings`` are those of ``Controller``; ``retention`` follows verl's configuration unless given.
 
     Raises ``ConfigError`` for a trainer that saves in a way of its own, unless ``extra_parts`` is given.
     """
@@ -264,7 +301,7 @@ def install(
             PollMissingWarning,
             stacklevel=2,
         )
-    options = Options(extra_parts, calls or RayCalls(), settings)
+    options = Options(extra_parts, calls or RayCalls(), mirror, mirror_when, settings)
     made: Any = type(base.__name__, (DropIn, base), {"_ckptfsm_options": options})
     if isinstance(trainer, type):
         subclass: Trainer = made

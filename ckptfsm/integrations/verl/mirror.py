@@ -1,0 +1,300 @@
+"""Copies of checkpoints in a remote place: copied under another name, checked there, then renamed.
+
+*before*: the upload is a part of the checkpoint, a group of one writer. It waits for the receipts of all
+others, uploads what they list, and gives its own receipt only then. Without it nothing is tracked.
+*after*: a child uploads what was tracked; meanwhile the step is pinned. A run that ended in between
+uploads its latest step at the next start.
+
+Rules:
+* Uploaded is what receipts list, and every file is checked against them: its size, and its digest where
+  the place can be read.
+* Nothing is ever deleted in the remote place. What is unfinished there begins with a dot.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from ckptfsm.clock import SystemClock
+from ckptfsm.controller import Ticket
+from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Pin, Receipt, decode
+from ckptfsm.durable import fsync_tree_dirs, list_names, lookup, move
+from ckptfsm.errors import DamagedRoot, SaveFailed, ShardMissing, StorageError
+from ckptfsm.executor import ThreadExecutor
+from ckptfsm.files import FilesDraft, FilesDriver, FileTree
+from ckptfsm.layout import RECEIPTS, VERL, join, pin_name, receipt_name
+from ckptfsm.lease import this_process
+from ckptfsm.messages import PartSpec
+from ckptfsm.ports import Clock, PartJob, Ports, Storage, Written
+from ckptfsm.processes import Child, fork_child
+from ckptfsm.storage import OpenPosix, PosixStorage
+from ckptfsm.transport import LocalTransport
+from ckptfsm.worker import Worker
+from ckptfsm.writer import launch_forked
+
+NAME = "mirror"
+When = Literal["before", "after"]
+_LOOK_EVERY_S = 0.05
+
+
+class Mirror(Protocol):
+    """A place for copies of whole checkpoints."""
+
+    def has(self, name: str) -> bool:
+        """Whether a finished copy of that name is there."""
+        ...
+
+    def upload(self, source: str, name: str, files: Sequence[FileEntry]) -> None:
+        """Copy ``files`` of the directory ``source``; raise unless ``name`` is a whole copy then."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryMirror:
+    """A mounted directory. Every copy is fsynced, and read back to compare digests.
+
+    On the machine that wrote it, a read may be answered from memory: it proves the copy, not the disk.
+    """
+
+    directory: str
+
+    def has(self, name: str) -> bool:
+        return Path(self.directory, name).is_dir()
+
+    def upload(self, source: str, name: str, files: Sequence[FileEntry]) -> None:
+        """Raises ``StorageError`` if the copy is not equal."""
+        nonce = uuid.uuid4().hex[:12]
+        partial = Path(self.directory, f".partial-{name}-{nonce}")
+        for entry in files:
+            target = partial / entry.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(Path(source, entry.name), target)
+            with target.open("rb") as copy:
+                os.fsync(copy.fileno())
+        storage = PosixStorage(self.directory, create=False)
+        try:
+            for entry in files:
+                path = f"{partial.name}/{entry.name}"
+                if (storage.stat(path).size, storage.digest(path)) != (entry.bytes, entry.digest):
+                    raise StorageError(f"the copy of {entry.name} is not equal", file=path)
+            fsync_tree_dirs(storage, partial.name)
+            if lookup(storage, name) is not None:  # of an attempt that failed after its upload
+                move(storage, name, f".replaced-{name}-{nonce}")
+            move(storage, partial.name, name)
+        finally:
+            storage.close_root()
+
+
+@dataclass(frozen=True, slots=True)
+class HdfsMirror:
+    """A directory that ``hdfs dfs`` reaches. Sizes are compared; HDFS itself keeps checksums."""
+
+    directory: str
+    command: tuple[str, ...] = ("hdfs", "dfs")
+    timeout_s: float = 3600.0
+
+    def has(self, name: str) -> bool:
+        return self._exists(f"{self.directory}/{name}")
+
+    def upload(self, source: str, name: str, files: Sequence[FileEntry]) -> None:
+        """Raises ``StorageError`` if a command fails or a size differs."""
+        nonce = uuid.uuid4().hex[:12]
+        partial = f"{self.directory}/.partial-{name}-{nonce}"
+        for directory in sorted({str(Path(entry.name).parent) for entry in files}):
+            there = f"{partial}/{directory}"
+            self._run("-mkdir", "-p", there)
+            inside = [e.name for e in files if str(Path(e.name).parent) == directory]
+            self._run("-put", *(f"{source}/{name}" for name in inside), there)
+        told = self._run("-stat", "%b %n", *(f"{partial}/{entry.name}" for entry in files))
+        for entry, line in zip(files, told.splitlines(), strict=True):
+            if line.split(" ", 1) != [str(entry.bytes), Path(entry.name).name]:
+                raise StorageError(f"the copy of {entry.name} is {line!r}", file=entry.name)
+        final = f"{self.directory}/{name}"
+        if self._exists(final):
+            self._run("-mv", final, f"{self.directory}/.replaced-{name}-{nonce}")
+        self._run("-mv", partial, final)
+
+    def _exists(self, path: str) -> bool:
+        ended = subprocess.run(
+            [*self.command, "-test", "-e", path],
+            capture_output=True,
+            timeout=self.timeout_s,
+            check=False,
+        )
+        return ended.returncode == 0
+
+    def _run(self, *arguments: str) -> str:
+        ended = subprocess.run(
+            [*self.command, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=self.timeout_s,
+            check=False,
+        )
+        if ended.returncode != 0:
+            raise StorageError(f"{arguments[0]} failed: {ended.stderr.strip()[-500:]}")
+        return ended.stdout
+
+
+# ---------------------------------------------------------------------------------------- before
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """What an upload waits for: all other shares of an attempt, as (part, rank)."""
+
+    ticket: Ticket
+    shares: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UploadJob:
+    """Waits for the receipts of all others, and uploads what they list. See ``ports.PartJob``."""
+
+    name: str
+    directory: str
+    mirror: Mirror
+    awaited: Awaited
+    clock: Clock
+
+    def write(self, storage: Storage, location: str) -> Written:
+        files: list[FileEntry] = []
+        deadline = self.clock.monotonic() + self.awaited.ticket.timeout_s
+        for part, rank in self.awaited.shares:
+            files += self._receipt(storage, location, (part, rank), deadline).files
+        published = VERL.published_name(self.awaited.ticket.of.step)
+        self.mirror.upload(f"{storage.root}/{location}", published, files)
+        return Written(())
+
+    def _receipt(
+        self, storage: Storage, location: str, share: tuple[str, int], deadline: float
+    ) -> Receipt:
+        path = f"{location}/{receipt_name(*share)}"
+        while lookup(storage, path) is None:
+            if self.clock.monotonic() >= deadline:
+                raise ShardMissing(
+                    f"no receipt of rank {share[1]} for part {share[0]!r}",
+                    ranks=(share[1],),
+                    part=share[0],
+                )
+            self.clock.sleep(_LOOK_EVERY_S)
+        receipt = decode(Receipt, storage.read(path, MAX_DOCUMENT_BYTES), path)
+        if receipt.of != self.awaited.ticket.of:
+            raise DamagedRoot(f"a receipt of {receipt.of} in another attempt", file=path)
+        return receipt
+
+
+@dataclass(slots=True)
+class UploadDraft(FilesDraft):
+    """A draft whose one part is an upload."""
+
+    make: Callable[[PartSpec], PartJob] | None = None
+
+    def stage(
+        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
+    ) -> tuple[PartJob, ...]:
+        assert self.make is not None
+        return tuple(self.make(spec) for spec in specs)
+
+
+class UploadDriver(FilesDriver):
+    """Plans an upload as a group's share. ``awaited`` is set for each save."""
+
+    def __init__(self, mirror: Mirror, clock: Clock) -> None:
+        self.mirror = mirror
+        self.clock = clock
+        self.awaited: Awaited | None = None
+
+    def draft(self, parts: Mapping[str, Any]) -> UploadDraft:
+        draft = super().draft(parts)
+        return UploadDraft(draft.specs, draft.values, 0, make=self._job)
+
+    def _job(self, spec: PartSpec) -> PartJob:
+        assert self.awaited is not None
+        return UploadJob(spec.name, spec.directory, self.mirror, self.awaited, self.clock)
+
+
+class UploadWorker(Worker):
+    """The group of one that uploads a checkpoint before it is tracked."""
+
+    def __init__(self, root: str, mirror: Mirror) -> None:
+        clock = SystemClock()
+        self.driver = UploadDriver(mirror, clock)
+        super().__init__(
+            Ports(
+                LocalTransport(),
+                self.driver,
+                clock,
+                ThreadExecutor,
+                OpenPosix(root),
+                this_process,
+                launch_forked,
+            )
+        )
+
+    def begin(self, tickets: Mapping[str, Ticket], own: Sequence[str]) -> list[Any]:
+        """Begin the upload of a save whose ``own`` parts the controller writes. Returns reports."""
+        shares = [(name, 0) for name in own]
+        for group, ticket in tickets.items():
+            if group != NAME:
+                ranks = range(ticket.first_rank, ticket.first_rank + ticket.size)
+                shares += [(ticket.part.name, rank) for rank in ranks]
+        self.driver.awaited = Awaited(tickets[NAME], tuple(shares))
+        return self.write(tickets[NAME], parts={"": FileTree(_nothing)})
+
+
+def _nothing(directory: str) -> None:
+    """An upload has no files of its own."""
+
+
+# ----------------------------------------------------------------------------------------- after
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A copy of a published step, in a child."""
+
+    root: str
+    step: int
+    mirror: Mirror
+
+    def __call__(self) -> int:
+        """How many files were uploaded."""
+        storage = PosixStorage(self.root, create=False)
+        name = VERL.published_name(self.step)
+        files = [entry for receipt in _receipts(storage, name) for entry in receipt.files]
+        if not files:
+            raise SaveFailed(f"{name} has no receipts to upload by", step=self.step)
+        self.mirror.upload(f"{self.root}/{name}", name, files)
+        return len(files)
+
+    def start(self) -> Child:
+        return fork_child(self, keep=(), group=True)
+
+
+def _receipts(storage: Storage, name: str) -> Iterator[Receipt]:
+    for part in list_names(storage, join(name, RECEIPTS)):
+        for file in list_names(storage, join(name, RECEIPTS, part)):
+            path = join(name, RECEIPTS, part, file)
+            yield decode(Receipt, storage.read(path, MAX_DOCUMENT_BYTES), path)
+
+
+def pinned_by_us(root: str, step: int) -> bool:
+    """Whether an upload that did not end left its pin on ``step``."""
+    path = Path(root, pin_name(step))
+    return path.exists() and decode(Pin, path.read_bytes(), str(path)).reason == NAME
+
+
+def mirror_of(remote: str | None) -> Mirror | None:
+    """The mirror that verl's ``default_hdfs_dir`` stands for."""
+    if not remote:
+        return None
+    hdfs = remote.startswith("hdfs:")
+    return HdfsMirror(remote) if hdfs else DirectoryMirror(str(Path(remote).absolute()))

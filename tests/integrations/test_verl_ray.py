@@ -1,0 +1,103 @@
+"""How workers are called through Ray: real actors of a real, local Ray, colocated as verl does it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from ckptfsm.integrations.verl.workers import RayCalls, RoleGroups
+
+pytestmark = pytest.mark.megatron
+LIMIT_S = 60.0
+
+
+class Colocated:
+    """What verl's colocated worker is: several roles in one process, by name."""
+
+    def __init__(self) -> None:
+        manager = SimpleNamespace(previous_saved_paths=[])
+        self.worker_dict = {
+            "actor_rollout": SimpleNamespace(
+                checkpoint_mananager=None,
+                actor=SimpleNamespace(engine=SimpleNamespace(checkpoint_mananager=manager)),
+            ),
+            "critic": SimpleNamespace(engine=SimpleNamespace(checkpoint_manager=manager)),
+        }
+
+
+@pytest.fixture(scope="module")
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    here = os.path.dirname(os.path.abspath(__file__))
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join([here, *map(str, _paths())])}},
+    )
+    yield
+    ray.shutdown()
+
+
+def _paths() -> list[str]:
+    return os.environ.get("PYTHONPATH", "").split(os.pathsep)
+
+
+def ended(calls: RayCalls, begun: Any) -> Any:
+    assert len(calls.done([begun], LIMIT_S)) == 1
+    return calls.result(begun)
+
+
+def manager_names(worker: Any) -> list[str]:
+    roles = worker.worker_dict
+    holders = (roles["actor_rollout"].actor.engine, roles["critic"].engine)
+    kept = ("checkpoint_mananager", "checkpoint_manager")
+    return [type(getattr(h, n)).__name__ for h, n in zip(holders, kept, strict=True)]
+
+
+def process_of(worker: Any) -> int:
+    return os.getpid()
+
+
+def nap(worker: Any) -> None:
+    time.sleep(1.0)
+
+
+def fail(worker: Any) -> None:
+    raise ValueError("made up")
+
+
+def test_roles_in_one_process_are_attached_polled_and_lost(local_ray: None, tmp_path: Any) -> None:
+    """Catches: a role that is not found in verl's colocated worker; a poll that waits for a busy
+    worker; a dead worker that nobody notices."""
+    actors = [ray.remote(Colocated).options(num_cpus=0).remote()]
+    both = {role: SimpleNamespace(workers=actors) for role in ("actor", "critic")}
+    calls = RayCalls()
+    groups = RoleGroups(both, calls)
+    assert groups.sizes == {"actor": 1, "critic": 1}
+    groups.attach(str(tmp_path), {}, 120.0)
+    names = ended(calls, calls.submit(actors[0], manager_names))
+    assert names == ["VerlCheckpointManager"] * 2
+    with pytest.raises(Exception, match="made up"):
+        ended(calls, calls.submit(actors[0], fail))
+    pid = ended(calls, calls.submit(actors[0], process_of))
+    calls.submit(actors[0], nap)
+    began = time.monotonic()
+    for _ in range(3):
+        assert groups.poll(()) == []
+    assert time.monotonic() - began < 0.9, "it waited for a worker that is busy"
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + LIMIT_S
+    while len(groups.lost) < 2:
+        assert time.monotonic() < deadline
+        groups.poll(())
+    assert sorted((lost.role, lost.rank) for lost in groups.lost) == [("actor", 0), ("critic", 0)]
+    groups.lost.clear()
+    assert groups.poll(()) == [] and not groups.lost, "said once"
