@@ -25,6 +25,7 @@ from verl_groups import Loader, PipeCalls, Server, WorkerGroup, config_of
 
 from ckptfsm.errors import ConfigError, PollMissingWarning, SaveFailed
 from ckptfsm.integrations.verl import install
+from ckptfsm.integrations.verl.mirror import DirectoryMirror
 
 pytestmark = pytest.mark.megatron
 NEW = tuple(map(int, version("verl").split(".")[:2])) >= (0, 9)  # three trees, not one
@@ -52,7 +53,9 @@ class Job:
 
         workers = {k: options.pop(k) for k in ("checkpoint", "bridge") if k in options}
         settings = {
-            k: options.pop(k) for k in ("on_failure", "retention", "mirror") if k in options
+            k: options.pop(k)
+            for k in ("on_failure", "retention", "mirror", "mirror_when")
+            if k in options
         }
         critic, sizes = options.pop("critic", True), options.pop("sizes", (2, 1))
         kind = RayPPOTrainer if base is None else base
@@ -357,3 +360,72 @@ def test_resuming_in_a_way_that_would_end_in_refused_saves(job: Job) -> None:
     assert trainer.global_steps == 1
     save(trainer)
     assert (job.root / TRACKER).read_text() == "2"
+
+
+class Broken:
+    """A remote place without room."""
+
+    def has(self, name: str) -> bool:
+        return False
+
+    def upload(self, source: str, name: str, files: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+
+class Watching(DirectoryMirror):
+    """Notes what the tracker says while a copy is made."""
+
+    def upload(self, source: str, name: str, files: Any) -> None:
+        tracker = Path(source.partition("/root/")[0], "root", TRACKER)
+        named = tracker.read_text() if tracker.exists() else "none"
+        Path(self.directory, f"tracker-{name}").write_text(named)
+        super().upload(source, name, files)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_mirror_is_a_whole_copy(job: Job, when: str) -> None:
+    """Catches: an upload that misses a role; one that comes later than the tracker, or earlier."""
+    there = job.place / "there"
+    there.mkdir()
+    trainer = job.start(mirror=Watching(str(there)), mirror_when=when, critic=False)
+    save(trainer)
+    trainer.checkpoints.close()
+    ours, copy = job.root / "global_step_1", there / "global_step_1"
+    files = {
+        str(p.relative_to(ours)): p.read_bytes()
+        for p in ours.rglob("*")
+        if p.is_file() and ".ckptfsm" not in p.parts
+    }
+    assert {str(p.relative_to(copy)) for p in copy.rglob("*") if p.is_file()} == set(files)
+    assert all((copy / name).read_bytes() == data for name, data in files.items())
+    named = (there / "tracker-global_step_1").read_text()
+    assert named == ("none" if when == "before" else "1")
+
+
+def test_a_mirror_that_fails_before_means_no_checkpoint(job: Job) -> None:
+    """Catches: a tracker that names what is not where it was asked to be."""
+    trainer = job.start(mirror=Broken(), mirror_when="before", critic=False)
+    with pytest.raises(SaveFailed, match="No space left"):
+        save(trainer)
+    assert not (job.root / TRACKER).exists() and not job.steps()
+
+
+def test_a_mirror_that_fails_after_is_said_and_costs_no_checkpoint(job: Job) -> None:
+    """Catches: an upload's error that nobody hears of; a pin that stays for ever."""
+    trainer = job.start(mirror=Broken(), critic=False, max_actor_ckpt_to_keep=1)
+    save(trainer)
+    with pytest.raises(SaveFailed, match="the upload of step 1 failed: .*No space left"):
+        polled_until(trainer, lambda: False)
+    assert (job.root / TRACKER).read_text() == "1"
+    trainer.checkpoints.abandon()
+    there = job.place / "there"
+    there.mkdir()
+    again = restarted(
+        job, mirror=DirectoryMirror(str(there)), critic=False, max_actor_ckpt_to_keep=1
+    )
+    polled_until(again, lambda: (there / "global_step_1").is_dir())
+    polled_until(again, lambda: not list((job.root / ".ckptfsm/pins").glob("*.json")))
+    save(again)
+    again.checkpoints.close()
+    assert job.steps() == ["global_step_2"]
+    assert {p.name for p in there.iterdir()} == {"global_step_1", "global_step_2"}

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-ray = pytest.importorskip("ray")
+pytest.importorskip("ray")
+
+import ray
 
 from ckptfsm.integrations.verl.workers import RayCalls, RoleGroups
 

@@ -34,6 +34,7 @@ from verl.trainer.config import CheckpointConfig
 
 import ckptfsm.integrations.verl.manager as ours
 from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel
+from ckptfsm.megatron.compat import cpu_devices
 
 SPEC = ModelSpec(hidden_size=32, layers=2, heads=2, sequence_length=16, batch_size=2)
 
@@ -134,7 +135,8 @@ class VerlWorker:
 
     def save_checkpoint(self, path: Any, hdfs: Any = None, step: int = 0, **more: Any) -> None:
         """As verl's workers do it: what the manager returns is lost."""
-        self.checkpoint_mananager.save_checkpoint(path, hdfs, step, **more)
+        with cpu_devices():  # for stock saves
+            self.checkpoint_mananager.save_checkpoint(path, hdfs, step, **more)
         dist.barrier()
 
     def load_checkpoint(self, path: str, **more: Any) -> None:

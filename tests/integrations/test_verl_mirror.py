@@ -1,0 +1,96 @@
+"""Mirrors of verl's checkpoints, without verl: a directory, and a made-up ``hdfs`` command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfsm.documents import FileEntry
+from ckptfsm.errors import StorageError
+from ckptfsm.integrations.verl.mirror import DirectoryMirror, HdfsMirror
+from ckptfsm.storage import PosixStorage
+
+HDFS = """#!/bin/sh
+# What `hdfs dfs` does with a few commands, on local directories.
+shift
+case "$1" in
+  -test) [ -e "$3" ];;
+  -mkdir) mkdir -p "$3";;
+  -put) shift; for last; do :; done
+        for file; do [ "$file" = "$last" ] || cp "$file" "$last/" || exit 1; done;;
+  -stat) shift 2; for file; do stat -c '%s' "$file" | tr '\\n' ' '; basename "$file"; done;;
+  -mv) mv "$2" "$3";;
+esac
+"""
+
+
+def checkpoint(place: Path) -> tuple[str, list[FileEntry]]:
+    """A directory with two files, and what a receipt says of them."""
+    (place / "source/actor/dist_ckpt").mkdir(parents=True)
+    (place / "source/data.pt").write_bytes(b"position")
+    (place / "source/actor/dist_ckpt/__0_0.distcp").write_bytes(b"weights" * 1000)
+    storage = PosixStorage(str(place / "source"), create=False)
+    names = ("data.pt", "actor/dist_ckpt/__0_0.distcp")
+    files = [
+        FileEntry(name=name, bytes=storage.stat(name).size, digest=storage.digest(name))
+        for name in names
+    ]
+    storage.close_root()
+    return str(place / "source"), files
+
+
+def mirrors(place: Path) -> list[Any]:
+    (place / "there").mkdir()
+    script = place / "hdfs"
+    script.write_text(HDFS)
+    script.chmod(0o755)
+    there = str(place / "there")
+    return [DirectoryMirror(there), HdfsMirror(there, command=(str(script), "dfs"))]
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_a_copy_has_every_file_and_replaces_one_of_a_failed_attempt(
+    tmp_path: Path, kind: int
+) -> None:
+    """Catches: a file that was not copied; an old copy that is mixed with the new one, or deleted."""
+    mirror = mirrors(tmp_path)[kind]
+    source, files = checkpoint(tmp_path)
+    (tmp_path / "there/global_step_1").mkdir()
+    (tmp_path / "there/global_step_1/old").write_text("old")
+    mirror.upload(source, "global_step_1", files)
+    assert mirror.has("global_step_1") and not mirror.has("global_step_2")
+    copy = tmp_path / "there/global_step_1"
+    found = {str(p.relative_to(copy)): p.read_bytes() for p in copy.rglob("*") if p.is_file()}
+    assert found == {e.name: Path(source, e.name).read_bytes() for e in files}
+    assert [p.name for p in (tmp_path / "there").glob(".replaced-*/old")] == ["old"]
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_a_copy_that_differs_is_not_there(tmp_path: Path, kind: int) -> None:
+    """Catches: results of an upload that nobody checks."""
+    mirror = mirrors(tmp_path)[kind]
+    source, files = checkpoint(tmp_path)
+    Path(source, "data.pt").write_bytes(b"posi")
+    with pytest.raises(StorageError, match="data.pt"):
+        mirror.upload(source, "global_step_1", files)
+    assert not mirror.has("global_step_1")
+
+
+def test_a_command_that_fails_is_an_error(tmp_path: Path) -> None:
+    """Catches: an exit code that nobody looks at."""
+    mirror = mirrors(tmp_path)[1]
+    source, files = checkpoint(tmp_path)
+    Path(source, "data.pt").unlink()
+    with pytest.raises(StorageError, match="-put failed"):
+        mirror.upload(source, "global_step_1", files)
+
+
+def test_equal_sizes_are_not_enough_where_content_can_be_read(tmp_path: Path) -> None:
+    """Catches: a digest that nobody compares."""
+    mirror = mirrors(tmp_path)[0]
+    source, files = checkpoint(tmp_path)
+    Path(source, "data.pt").write_bytes(b"POSITION")
+    with pytest.raises(StorageError, match="not equal"):
+        mirror.upload(source, "global_step_1", files)
