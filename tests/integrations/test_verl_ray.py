@@ -84,7 +84,7 @@ def test_roles_in_one_process_are_attached_polled_and_lost(local_ray: None, tmp_
     calls = RayCalls()
     groups = RoleGroups(both, calls)
     assert groups.sizes == {"actor": 1, "critic": 1}
-    groups.attach(str(tmp_path), {}, 120.0)
+    groups.attach(str(tmp_path), {}, 300.0)  # its process imports torch and megatron-core
     names = ended(calls, calls.submit(actors[0], manager_names))
     assert names == ["VerlCheckpointManager"] * 2
     with pytest.raises(Exception, match="made up"):
