@@ -24,8 +24,9 @@ pytest.importorskip("ray")
 from verl_groups import Loader, PipeCalls, Server, WorkerGroup, config_of
 
 from ckptfsm.errors import ConfigError, PollMissingWarning, SaveFailed
-from ckptfsm.integrations.verl import install
+from ckptfsm.integrations.verl import install, retention_of
 from ckptfsm.integrations.verl.mirror import DirectoryMirror
+from ckptfsm.retention import KeepAll, LatestN
 
 pytestmark = pytest.mark.megatron
 NEW = tuple(map(int, version("verl").split(".")[:2])) >= (0, 9)  # three trees, not one
@@ -429,3 +430,65 @@ def test_a_mirror_that_fails_after_is_said_and_costs_no_checkpoint(job: Job) -> 
     again.checkpoints.close()
     assert job.steps() == ["global_step_2"]
     assert {p.name for p in there.iterdir()} == {"global_step_1", "global_step_2"}
+
+
+@pytest.mark.skipif(not NEW, reason="verl 0.9 has them")
+def test_the_newer_trainers_of_verl(job: Job) -> None:
+    """Catches: an install that works for one trainer class of verl only."""
+    pytest.importorskip("transfer_queue")
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    made = {"__abstractmethods__": frozenset(), "trainer_mode": "sync"}
+    kind = type("SomeTrainer", (PPOTrainer,), made)
+    trainer = job.start(kind, async_save=True, critic=False)
+    trainer._load_checkpoint()
+    save(trainer)
+    before = state_of(trainer)
+    trainer.checkpoints.poll(wait=True)
+    trainer.checkpoints.close()
+    again = restarted(job, base=kind, critic=False)
+    assert again.global_steps == 1
+    assert state_of(again) == before
+
+
+class OwnWay:
+    """A trainer with a save of its own, and no place that every step passes."""
+
+    def _save_checkpoint(self) -> None:
+        """Saves who knows what."""
+
+
+def test_what_install_refuses_and_warns_of() -> None:
+    """Catches: a recipe's own state that silently no longer is saved; a loop that nobody polls in."""
+    with pytest.raises(ConfigError, match="saves in its own way"):
+        install(OwnWay)
+    with pytest.warns(PollMissingWarning, match="calls in every step"):
+        ours = install(OwnWay, extra_parts=dict)
+    with pytest.raises(ConfigError, match="already"):
+        install(ours)
+
+
+COUNTS = [
+    ((1, 3, True), 3),
+    ((2, 2, True), 2),
+    ((2, None, True), None),
+    ((2, None, False), 2),
+    ((0, 2, True), None),
+    ((None, None, True), None),
+]
+
+
+@pytest.mark.parametrize(("given", "kept"), COUNTS)
+def test_counts_of_actor_and_critic_count_steps(
+    given: tuple[int | None, int | None, bool], kept: int | None
+) -> None:
+    """Catches: half of a step deleted; a count that deletes more than either role asked for."""
+    actor, critic, has_critic = given
+    counts = {"max_actor_ckpt_to_keep": actor, "max_critic_ckpt_to_keep": critic}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        policy = retention_of(config_of(Path("x"), **counts), critic=has_critic)
+    assert policy == (KeepAll() if kept is None else LatestN(kept))
+    assert bool(said) == (has_critic and actor != critic)
+    only = config_of(Path("x"), **counts, remove_previous_ckpt_in_save=True)
+    assert retention_of(only, critic=has_critic) == LatestN(1)

@@ -17,7 +17,7 @@ import os
 import shutil
 import subprocess
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -29,7 +29,7 @@ from ckptfsm.durable import fsync_tree_dirs, list_names, lookup, move
 from ckptfsm.errors import DamagedRoot, SaveFailed, ShardMissing, StorageError
 from ckptfsm.executor import ThreadExecutor
 from ckptfsm.files import FilesDraft, FilesDriver, FileTree
-from ckptfsm.layout import RECEIPTS, VERL, join, pin_name, receipt_name
+from ckptfsm.layout import PRIVATE, RECEIPTS, VERL, join, pin_name, receipt_name
 from ckptfsm.lease import this_process
 from ckptfsm.messages import PartSpec
 from ckptfsm.ports import Clock, PartJob, Ports, Storage, Written
@@ -165,10 +165,9 @@ class UploadJob:
     clock: Clock
 
     def write(self, storage: Storage, location: str) -> Written:
-        files: list[FileEntry] = []
         deadline = self.clock.monotonic() + self.awaited.ticket.timeout_s
-        for part, rank in self.awaited.shares:
-            files += self._receipt(storage, location, (part, rank), deadline).files
+        shares = self.awaited.shares
+        files = _content(self._receipt(storage, location, share, deadline) for share in shares)
         published = VERL.published_name(self.awaited.ticket.of.step)
         self.mirror.upload(f"{storage.root}/{location}", published, files)
         return Written(())
@@ -269,7 +268,7 @@ class Upload:
         """How many files were uploaded."""
         storage = PosixStorage(self.root, create=False)
         name = VERL.published_name(self.step)
-        files = [entry for receipt in _receipts(storage, name) for entry in receipt.files]
+        files = _content(_receipts(storage, name))
         if not files:
             raise SaveFailed(f"{name} has no receipts to upload by", step=self.step)
         self.mirror.upload(f"{self.root}/{name}", name, files)
@@ -277,6 +276,12 @@ class Upload:
 
     def start(self) -> Child:
         return fork_child(self, keep=(), group=True)
+
+
+def _content(receipts: Iterable[Receipt]) -> list[FileEntry]:
+    """The files of a checkpoint, without those that are ours alone."""
+    files = [entry for receipt in receipts for entry in receipt.files]
+    return [entry for entry in files if not entry.name.startswith(f"{PRIVATE}/")]
 
 
 def _receipts(storage: Storage, name: str) -> Iterator[Receipt]:
