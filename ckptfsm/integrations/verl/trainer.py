@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ckptfsm.controller import Controller, GroupPart, Ticket
 from ckptfsm.errors import ConfigError, DamagedRoot, PollMissingWarning, describe
@@ -217,53 +217,60 @@ class Checkpoints:
         if self._controller is not None:
             self._controller.abandon()
 
+    # --------------------------------------------------------------------- in place of the trainer's
 
-class DropIn:
-    """What ``install`` puts before a trainer's own class."""
+    def bind(self) -> None:
+        """Let the trainer's loop come here. It stays the object that it is: verl's own."""
+        trainer = self._trainer
+        trainer.checkpoints = self
+        trainer._save_checkpoint = self.save
+        for name, ours in (("_load_checkpoint", self._load), (_EVERY_STEP, self._step)):
+            if hasattr(trainer, name):
+                setattr(trainer, name, partial(ours, getattr(trainer, name)))
+        if hasattr(trainer, "fit"):
+            trainer.fit = partial(self._fit, trainer.fit)
 
-    _ckptfsm_options: Options
+    def _load(self, stock: Callable[[], Any]) -> Any:
+        with self.loading():
+            return stock()
 
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """The life of this trainer's checkpoints."""
-        held = self.__dict__.get("_ckptfsm")
-        if held is None:
-            held = self.__dict__["_ckptfsm"] = Checkpoints(self, self._ckptfsm_options)
-        found: Checkpoints = held
-        return found
-
-    def _save_checkpoint(self) -> None:
-        self.checkpoints.save()
-
-    def _load_checkpoint(self) -> Any:
-        with self.checkpoints.loading():
-            return super()._load_checkpoint()  # type: ignore[misc]
-
-    def _start_profiling(self, *arguments: Any, **keywords: Any) -> Any:
+    def _step(self, stock: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Every loop calls it in every step, whether it profiles or not."""
-        self.checkpoints.poll()
-        return super()._start_profiling(*arguments, **keywords)  # type: ignore[misc]
+        self.poll()
+        return stock(*arguments, **keywords)
 
-    def fit(self, *arguments: Any, **keywords: Any) -> Any:
+    def _fit(self, stock: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """verl's own; at its end nothing is in flight any more."""
         try:
-            result = super().fit(*arguments, **keywords)  # type: ignore[misc]
+            result = stock(*arguments, **keywords)
         except BaseException:
-            self.checkpoints.abandon()
+            self.abandon()
             raise
         if inspect.isawaitable(result):
             return self._fit_to_the_end(result)
-        self.checkpoints.close()
+        self.close()
         return result
 
     async def _fit_to_the_end(self, running: Awaitable[Any]) -> Any:
         try:
             result = await running
         except BaseException:
-            self.checkpoints.abandon()
+            self.abandon()
             raise
-        self.checkpoints.close()
+        self.close()
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class _New:
+    """``__new__`` of a trainer class: its objects have our checkpoints before ``__init__`` runs."""
+
+    options: Options
+
+    def __call__(self, kind: type, *arguments: Any, **keywords: Any) -> Any:
+        trainer: Any = object.__new__(kind)
+        Checkpoints(trainer, self.options).bind()
+        return trainer
 
 
 def install(
@@ -277,7 +284,7 @@ def install(
 ) -> Trainer:
     """The trainer, or the trainer's class, with checkpoints that ckptfsm drives.
 
-    A class is returned as a subclass; an object gets that class, before ``fit``.
+    Of a class, a subclass is returned; an object is changed, before it loads.
     ``extra_parts(trainer)`` returns more parts of a checkpoint (bytes or ``FileTree`` by name).
     ``calls`` is how workers are called, by default through Ray. ``mirror`` (by default what
     ``default_hdfs_dir`` names) gets a copy of each checkpoint *before* it is tracked, or *after*.
@@ -286,7 +293,7 @@ def install(
     Raises ``ConfigError`` for a trainer that saves in a way of its own, unless ``extra_parts`` is given.
     """
     base = trainer if isinstance(trainer, type) else type(trainer)
-    if issubclass(base, DropIn):
+    if hasattr(trainer, "checkpoints"):
         raise ConfigError(f"{base.__name__} has these checkpoints already")
     own = next((k.__module__ for k in base.__mro__ if "_save_checkpoint" in vars(k)), "")
     if own not in _KNOWN and extra_parts is None:
@@ -302,11 +309,11 @@ def install(
             stacklevel=2,
         )
     options = Options(extra_parts, calls or RayCalls(), mirror, mirror_when, settings)
-    made: Any = type(base.__name__, (DropIn, base), {"_ckptfsm_options": options})
     if isinstance(trainer, type):
-        subclass: Trainer = made
-        return subclass
-    trainer.__class__ = made
+        names = {"__new__": staticmethod(_New(options)), "checkpoints": None}
+        subclass: Any = type(base.__name__, (base,), names)
+        return cast(Trainer, subclass)
+    Checkpoints(trainer, options).bind()
     return trainer
 
 
