@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+from functools import partial
 from multiprocessing.connection import Connection, Listener
 from types import SimpleNamespace
 from typing import Any
@@ -139,8 +140,8 @@ class VerlWorker:
             self.checkpoint_mananager.save_checkpoint(path, hdfs, step, **more)
         dist.barrier()
 
-    def load_checkpoint(self, path: str, **more: Any) -> None:
-        self.checkpoint_mananager.load_checkpoint(path, **more)
+    def load_checkpoint(self, local_path: str, **more: Any) -> None:
+        self.checkpoint_mananager.load_checkpoint(local_path, **more)
 
 
 # ------------------------------------------------------------------- called by tests, in a worker
@@ -175,7 +176,10 @@ def die_in_save(worker: VerlWorker) -> None:
 
 
 def fail_in_save(worker: VerlWorker) -> None:
-    worker.checkpoint_mananager._manager.save_checkpoint = _fail
+    """One rank cannot write the last of verl's files."""
+    manager = worker.checkpoint_mananager._manager
+    if dist.get_rank() == 0:
+        manager.save_checkpoint = partial(_fail, manager.save_checkpoint)
 
 
 def hold_writers(worker: VerlWorker, gate: str) -> None:
@@ -213,7 +217,8 @@ def _die(**arguments: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _fail(**arguments: Any) -> None:
+def _fail(save: Any, **arguments: Any) -> None:
+    save(**arguments)
     raise OSError(28, "No space left on device")
 
 
