@@ -36,6 +36,12 @@ class Ticket:
     world_size: int
     timeout_s: float
 
+    @property
+    def directory(self) -> str:
+        """Absolute directory of the part, while it is being written."""
+        base = f"{self.root}/{self.location}"
+        return f"{base}/{self.part.directory}" if self.part.directory else base
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:

@@ -18,20 +18,57 @@ PLACE = ROOT / "build" / "integrations"
 QUEUE = "tests/megatron/test_megatron_queue.py"
 # Whole checkpoints need the library's own saves, which are made of megatron-core 0.16.
 ALONE = ("-k", "not begun")
-TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "megatron-core 0.13.1": (("--no-deps", "megatron-core==0.13.1"), (QUEUE, *ALONE)),
-    "megatron-core 0.14.0": (("--no-deps", "megatron-core==0.14.0"), (QUEUE, *ALONE)),
-    "megatron-core 0.15.0": (("--no-deps", "megatron-core==0.15.0"), (QUEUE, *ALONE)),
-    "megatron-core 0.16.1": (("--no-deps", "megatron-core==0.16.1"), (QUEUE,)),
-    "nvidia-resiliency-ext": (
-        ("nvidia-resiliency-ext>=0.4.1",),
-        ("tests/megatron/test_megatron_nvrx.py",),
+VERL = "tests/integrations/test_verl.py"
+# verl itself is installed without what it names: half of that needs a GPU. This is what it imports.
+VERL_NEEDS = (
+    "ray>=2.40",
+    "omegaconf",
+    "hydra-core",
+    "tensordict",
+    "transformers<5",
+    "accelerate",
+    "codetiming",
+    "datasets",
+    "pandas",
+    "torchdata",
+    "peft",
+    "pillow",
+    "orjson",
+    "cachetools",
+    "msgspec",
+    "pyzmq",
+    "fastapi",
+    "uvicorn",
+    "dill",
+    "aiohttp",
+)
+PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "megatron-core 0.13.1": (("--no-deps", "megatron-core==0.13.1"),),
+    "megatron-core 0.14.0": (("--no-deps", "megatron-core==0.14.0"),),
+    "megatron-core 0.15.0": (("--no-deps", "megatron-core==0.15.0"),),
+    "megatron-core 0.16.1": (("--no-deps", "megatron-core==0.16.1"),),
+    "nvidia-resiliency-ext": (("nvidia-resiliency-ext>=0.4.1",),),
+    "ray": (("ray>=2.40",),),
+    "verl 0.7.1": (VERL_NEEDS, ("--no-deps", "verl==0.7.1", "TransferQueue")),
+    "verl 0.9.0": (VERL_NEEDS, ("--no-deps", "verl==0.9.0", "TransferQueue")),
+}
+TESTS: dict[str, tuple[str, ...]] = {
+    "megatron-core 0.13.1": (QUEUE, *ALONE),
+    "megatron-core 0.14.0": (QUEUE, *ALONE),
+    "megatron-core 0.15.0": (QUEUE, *ALONE),
+    "megatron-core 0.16.1": (QUEUE,),
+    "nvidia-resiliency-ext": ("tests/megatron/test_megatron_nvrx.py",),
+    "ray": ("tests/integrations/test_ray.py",),
+    "verl 0.7.1": (VERL,),
+    "verl 0.9.0": (
+        VERL,
+        "tests/integrations/test_verl_ray.py",
+        "tests/integrations/test_verl_mirror.py",
     ),
-    "ray": (("ray>=2.40",), ("tests/integrations/test_ray.py",)),
 }
 
 
-def prepare(name: str, packages: tuple[str, ...]) -> Path:
+def prepare(name: str) -> Path:
     """The python of the version's environment."""
     place = PLACE / name.replace(" ", "-")
     python = place / "bin" / "python"
@@ -41,24 +78,28 @@ def prepare(name: str, packages: tuple[str, ...]) -> Path:
         site = Path(sysconfig.get_path("purelib", vars=paths))
         (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-        subprocess.run([*pip, "--disable-pip-version-check", *packages], check=True)
+        for packages in PACKAGES[name]:
+            subprocess.run([*pip, "--disable-pip-version-check", *packages], check=True)
         (place / ".installed").touch()
     return python
 
 
 def run(name: str) -> bool:
-    packages, tests = TARGETS[name]
-    python = prepare(name, packages)
+    python = prepare(name)
     print(f"=== {name}", flush=True)
     # The environment must exist for its test: with this it is not skipped.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CKPTFSM_NVRX": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/integrations")]),
+        "CKPTFSM_NVRX": "1",
+    }
     command = [str(python), "-m", "pytest", "-q", "-p", "no:warnings", "-p", "no:cacheprovider"]
-    return subprocess.run([*command, *tests], cwd=ROOT, env=environment).returncode == 0
+    return subprocess.run([*command, *TESTS[name]], cwd=ROOT, env=environment).returncode == 0
 
 
 def main(words: list[str]) -> int:
     """Run the targets whose names contain a word; all of them without words."""
-    chosen = [name for name in TARGETS if not words or any(word in name for word in words)]
+    chosen = [name for name in PACKAGES if not words or any(word in name for word in words)]
     failed = [name for name in chosen if not run(name)]
     print(f"{len(chosen)} targets, failed: {', '.join(failed) or 'none'}")
     return 1 if failed or not chosen else 0

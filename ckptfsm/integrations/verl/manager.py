@@ -25,7 +25,6 @@ from types import ModuleType
 from typing import Any
 
 from ckptfsm.config import make_config
-from ckptfsm.controller import Ticket
 from ckptfsm.errors import ConfigError, SaveFailed
 from ckptfsm.files import FileTree, TreePart
 from ckptfsm.layout import join
@@ -34,6 +33,7 @@ from ckptfsm.megatron.manager import ports_of
 from ckptfsm.messages import AttemptId, Event, PartSpec
 from ckptfsm.ports import PartJob
 from ckptfsm.storage import OpenPosix
+from ckptfsm.tickets import Ticket
 from ckptfsm.worker import Worker
 
 _FUNNEL = "save_dist_checkpointing"  # what every torch_dist save of verl goes through

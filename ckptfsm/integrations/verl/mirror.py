@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ckptfsm.clock import SystemClock
-from ckptfsm.controller import Ticket
 from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Pin, Receipt, decode
 from ckptfsm.durable import fsync_tree_dirs, list_names, lookup, move
 from ckptfsm.errors import DamagedRoot, SaveFailed, ShardMissing, StorageError
@@ -35,6 +34,7 @@ from ckptfsm.messages import PartSpec
 from ckptfsm.ports import Clock, PartJob, Ports, Storage, Written
 from ckptfsm.processes import Child, fork_child
 from ckptfsm.storage import OpenPosix, PosixStorage
+from ckptfsm.tickets import Ticket
 from ckptfsm.transport import LocalTransport
 from ckptfsm.worker import Worker
 from ckptfsm.writer import launch_forked

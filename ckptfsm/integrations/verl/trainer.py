@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from ckptfsm.controller import Controller, GroupPart, Ticket
+from ckptfsm.controller import Controller
 from ckptfsm.errors import ConfigError, DamagedRoot, PollMissingWarning, describe
 from ckptfsm.files import FileTree
 from ckptfsm.integrations.verl.mirror import NAME, Mirror, UploadWorker, When, mirror_of
@@ -32,6 +32,7 @@ from ckptfsm.integrations.verl.workers import Calls, RayCalls, RoleGroups
 from ckptfsm.layout import TRACKER, VERL, parse_tracker
 from ckptfsm.messages import AttemptId, Event, Failed
 from ckptfsm.retention import KeepAll, LatestN, Policy
+from ckptfsm.tickets import GroupPart, Ticket
 
 log = logging.getLogger("ckptfsm")
 Trainer = TypeVar("Trainer")
