@@ -195,7 +195,8 @@ class Coordinator:
 
     def _refuse_other_layout(self, history: History) -> None:
         """Under other names every checkpoint of the journal would seem to be missing."""
-        used = [history.layout] if history.ledger.checkpoints else self._layouts_of_names()
+        known = bool(history.layout and history.ledger.checkpoints)
+        used = [history.layout] if known else self._layouts_of_names()
         other = [name for name in used if name != self._layout.name]
         if other:
             raise ConfigError(

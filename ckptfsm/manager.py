@@ -122,7 +122,7 @@ class Manager(Owner):
         refused: CkptFsmError | None = None
         try:
             request = agree(proposals)
-            planned = self._ports.driver.merge([p.summary for p in proposals])
+            planned = self._merged(proposals)
             of = self._link.ask(Coordinator.request, request)
             accepted = Accepted(of, request.in_place, request.parts, planned)
         except DeadlineExceeded as error:
@@ -130,14 +130,24 @@ class Manager(Owner):
             refused = error
         except (SaveRefused, Fenced, OutcomeUnknown) as error:
             refused = error
-        except (KeyboardInterrupt, SystemExit):  # no rank will write it
-            self._link.forget_request()
-            raise
-        except BaseException as error:  # a bad state dict, also torch's errors: the others wait
+        except Exception as error:  # a bad state dict must not strand the other ranks
             log.exception("save_refused", extra={"step": step})
             refused = SaveRefused(f"the save cannot begin: {describe(error)}", step=step)
+        except BaseException:  # a Ctrl-C: no rank will write it
+            self._link.forget_request()
+            raise
         shared = accepted.for_others() if accepted is not None else None
         return Answer(shared, refused, self._link.collect()), accepted
+
+    def _merged(self, proposals: list[Proposal]) -> Mapping[str, bytes]:
+        try:
+            return self._ports.driver.merge([p.summary for p in proposals])
+        except (Exception, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's CheckpointException is one: the others wait
+            raise SaveRefused(
+                f"the save cannot begin: {describe(error)}", step=proposals[0].step
+            ) from error
 
     def restore(
         self,

@@ -319,7 +319,7 @@ def examine(storage: Storage, parts: Sequence[str] = ("state", "ema")) -> Outcom
 
 
 def _restore_all(manager: Manager, outcome: Outcome, parts: Sequence[str]) -> None:
-    wanted = dict.fromkeys(parts)
+    wanted: dict[str, dict[str, object]] = {part: {} for part in parts}
     before = manager.all_steps()
     found = manager.restore(parts=wanted)
     outcome.first = found.step if found is not None else None
