@@ -302,7 +302,7 @@ def production() -> Iterator[None]:
             found = parsed[model, data] = original(model, data, file)
         return found
 
-    def inspect_stock(storage: Any, directory: str) -> Verdict:
+    def inspect_stock(storage: Any, directory: str, tree: str = "") -> Verdict:
         node = storage.value.get(directory)
         return Verdict(isinstance(node, Dir) and STOCK in node.names and "shard" in node.names)
 
