@@ -23,15 +23,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptfsm.clock import SystemClock
 from ckptfsm.config import CheckpointConfig, config_of
 from ckptfsm.coordinator import Coordinator, SaveRequest
 from ckptfsm.errors import ConfigError, DeadlineExceeded, WriterDied, name_ranks
-from ckptfsm.executor import ThreadExecutor
 from ckptfsm.files import FilesDriver
 from ckptfsm.handle import SaveHandle
 from ckptfsm.layout import LAYOUTS
-from ckptfsm.lease import this_process
 from ckptfsm.lifecycle import State
 from ckptfsm.link import Answer
 from ckptfsm.messages import (
@@ -46,13 +43,13 @@ from ckptfsm.messages import (
 )
 from ckptfsm.owner import Owner, whole_step
 from ckptfsm.ports import Ports
-from ckptfsm.proposal import Accepted
+from ckptfsm.proposal import Accepted, measured
 from ckptfsm.pump import Hook
 from ckptfsm.restoring import Restorer
 from ckptfsm.storage import OpenPosix
+from ckptfsm.system import system_ports
 from ckptfsm.tickets import GroupPart, GroupSave, Reading, Ticket
 from ckptfsm.transport import LocalTransport
-from ckptfsm.writer import launch_forked
 
 log = logging.getLogger("ckptfsm")
 _ASK_EVERY_S = 0.1
@@ -118,7 +115,8 @@ class Controller(Owner):
             raise ConfigError(
                 "a controller cannot save synchronously: wait for the handle", key="sync"
             )
-        ports = ports or _ports(os.fspath(root))
+        if ports is None:
+            ports = system_ports(LocalTransport(), FilesDriver(), OpenPosix(os.fspath(root)))
         super().__init__(ports, config, hooks, writers=sum(groups.values()) + 1)
         self._pump.source = self._collect
 
@@ -137,22 +135,22 @@ class Controller(Owner):
         writes itself. Raises ``SaveRefused``, ``SaveFailed`` for an earlier save that failed,
         ``ConfigError``.
         """
-        self._require_open()
         step = whole_step(step)
-        self._watch_polls(step)
         if not self._make_way(step):
             return GroupSave(SaveHandle(step), {})
         groups = {n: v for n, v in parts.items() if isinstance(v, GroupPart)}
         draft = self._ports.driver.draft({n: v for n, v in parts.items() if n not in groups})
         written = self._specs_of(groups)
         specs = (*draft.specs, *written.values())
-        measured = tuple(sorted((str(k), float(v)) for k, v in (metrics or {}).items()))
         request = SaveRequest(
-            step, specs, self.writers, metrics=measured, expected_bytes=draft.expected_bytes
+            step,
+            specs,
+            self.writers,
+            metrics=measured(metrics),
+            expected_bytes=draft.expected_bytes,
         )
         of = self._accepted(request)
-        handle = self._pump.begin_writing(self._storage, Accepted(of, False, specs), draft)
-        self._unpolled_since = step
+        handle = self._begin_writing(Accepted(of, False, specs), draft)
         tickets = {v.group: self._ticket(of, v.group, written[n]) for n, v in groups.items()}
         return GroupSave(handle, tickets)
 
@@ -237,9 +235,8 @@ class Controller(Owner):
             log.warning("report_dropped", extra={"event": event.name, "of": str(event.of)})
             return
         if isinstance(event, ShardReported) and event.rank not in flight.written:
-            flight.written.add(
-                event.rank
-            )  # what is written was forked, whichever report came first
+            flight.written.add(event.rank)
+            # What is written was forked, whichever report came first.
             self._pump.report(WriterForked(event.of, event.rank, event.world_size))
         self._pump.report(event)
 
@@ -334,15 +331,3 @@ def _number(groups: Mapping[str, int]) -> dict[str, int]:
         numbers[name] = following
         following += size
     return numbers
-
-
-def _ports(root: str) -> Ports:
-    return Ports(
-        LocalTransport(),
-        FilesDriver(),
-        SystemClock(),
-        ThreadExecutor,
-        OpenPosix(root),
-        this_process,
-        launch_forked,
-    )

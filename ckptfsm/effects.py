@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from ckptfsm.clock import pauses
 from ckptfsm.documents import (
     MAX_DOCUMENT_BYTES,
     FileEntry,
@@ -41,13 +42,11 @@ from ckptfsm.errors import (
     ShardMissing,
     StorageError,
     describe,
-    name_ranks,
 )
 from ckptfsm.evidence import (
     check_sizes,
     dropped_parts,
     read_manifest,
-    read_receipt,
     read_tracker,
 )
 from ckptfsm.layout import (
@@ -73,11 +72,11 @@ from ckptfsm.layout import (
 from ckptfsm.lifecycle import Checkpoint, expected_reports
 from ckptfsm.messages import FINISHED_BY_US, PartSpec
 from ckptfsm.ports import Clock, PartFinisher, Storage
+from ckptfsm.receipts import Receipts
 from ckptfsm.stock import inspect_stock
 from ckptfsm.trash import sweep_attempt
 
 log = logging.getLogger("ckptfsm")
-_POLL_S = 0.05
 _NAMES = 100
 _FOREIGN_METADATA = (".metadata", "metadata.json")
 
@@ -217,41 +216,28 @@ class Effects:
         Opened again until a deadline: network file systems show names late (F9).
         """
         deadline = self.clock.monotonic() + self.visibility_timeout_s
-        expected = sorted(expected_reports(checkpoint))
-        receipts = [self._await_receipt(checkpoint, key, deadline) for key in expected]
+        expected = expected_reports(checkpoint)
+        mine = Receipts(self.storage, directory, checkpoint.id, checkpoint.world_size)
+        receipts = sorted(mine.arriving(expected, self.clock, deadline), key=_share)
         dropped = dropped_parts(checkpoint, receipts)
         for receipt in receipts:
-            if receipt.part in dropped:
-                continue
-            while problem := check_sizes(self.storage, directory, receipt.files):
-                self._pause(checkpoint, (receipt.part, receipt.rank), problem, deadline)
+            if receipt.part not in dropped:
+                self._await_files(receipt, directory, deadline)
         return receipts, dropped
 
-    def _await_receipt(
-        self, checkpoint: Checkpoint, key: tuple[str, int], deadline: float
-    ) -> Receipt:
-        part, rank = key
-        while True:
-            try:
-                return read_receipt(self.storage, self.layout, checkpoint, part, rank)
-            except FileNotFoundError:
-                problem = f"{receipt_name(part, rank)} is missing"
-            self._pause(checkpoint, key, problem, deadline)
-
-    def _pause(
-        self, checkpoint: Checkpoint, key: tuple[str, int], problem: str, deadline: float
-    ) -> None:
-        """Look again in a moment. Raises ``ShardMissing`` once the deadline has passed."""
-        part, rank = key
-        if self.clock.monotonic() >= deadline:
-            raise ShardMissing(
-                f"part {part!r} of rank {name_ranks([rank])}: {problem}",
-                step=checkpoint.step,
-                attempt=str(checkpoint.id),
-                part=part,
-                ranks=(rank,),
-            )
-        self.clock.sleep(_POLL_S)
+    def _await_files(self, receipt: Receipt, directory: str, deadline: float) -> None:
+        """The files of a receipt, whole. Raises ``ShardMissing`` once the deadline has passed."""
+        pause = pauses()
+        while problem := check_sizes(self.storage, directory, receipt.files):
+            if self.clock.monotonic() >= deadline:
+                raise ShardMissing(
+                    f"part {receipt.part!r} of rank {receipt.rank}: {problem}",
+                    step=receipt.of.step,
+                    attempt=str(receipt.of),
+                    part=receipt.part,
+                    ranks=(receipt.rank,),
+                )
+            self.clock.sleep(next(pause))
 
     def _leave_out(self, checkpoint: Checkpoint, part: PartSpec, directory: str) -> None:
         """Take an optional part that was not written everywhere out of the unpublished attempt."""
@@ -591,3 +577,7 @@ def _plans(name: str, part: PartSpec) -> bool:
 
 def _by_name(entry: FileEntry) -> str:
     return entry.name
+
+
+def _share(receipt: Receipt) -> tuple[str, int]:
+    return (receipt.part, receipt.rank)

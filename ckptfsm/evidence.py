@@ -20,12 +20,12 @@ from ckptfsm.layout import (
     parse_attempt,
     parse_tracker,
     planned_name,
-    receipt_name,
 )
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint, State, expected_reports
 from ckptfsm.messages import AttemptId
 from ckptfsm.ports import Storage
+from ckptfsm.receipts import Receipts
 from ckptfsm.recovery import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
 from ckptfsm.stock import inspect_stock
 
@@ -127,25 +127,6 @@ def inspect_published(storage: Storage, layout: Layout, step: int) -> PublishedE
     return PublishedEvidence(step, "manifest", manifest.of, manifest.run_seconds, metrics=metrics)
 
 
-def read_receipt(
-    storage: Storage, layout: Layout, checkpoint: Checkpoint, part: str, rank: int
-) -> Receipt:
-    """The receipt of one (part, rank). Raises ``DamagedRoot`` if it is not of this attempt (I5)."""
-    directory = layout.working_dir(checkpoint.id, checkpoint.in_place)
-    path = f"{directory}/{receipt_name(part, rank)}"
-    receipt = decode(Receipt, storage.read(path, MAX_DOCUMENT_BYTES), path)
-    expected = (checkpoint.id, part, rank, checkpoint.world_size)
-    actual = (receipt.of, receipt.part, receipt.rank, receipt.world_size)
-    if actual != expected:
-        raise DamagedRoot(
-            f"the receipt is of {actual}, not of {expected}",
-            file=path,
-            rank=rank,
-            step=checkpoint.step,
-        )
-    return receipt
-
-
 def dropped_parts(checkpoint: Checkpoint, receipts: Sequence[Receipt]) -> dict[str, str]:
     """The optional parts that a rank could not write, and why. Raises ``DamagedRoot`` for others."""
     optional = {spec.name for spec in checkpoint.parts if spec.optional}
@@ -170,10 +151,8 @@ def inspect_staging(storage: Storage, layout: Layout, checkpoint: Checkpoint) ->
     if any(part.kind == "foreign" for part in checkpoint.parts):
         return StagingEvidence(False, "a foreign part's finalizers ended with its process")
     try:
-        receipts = [
-            read_receipt(storage, layout, checkpoint, part, rank)
-            for part, rank in sorted(expected_reports(checkpoint))
-        ]
+        own = Receipts(storage, directory, checkpoint.id, checkpoint.world_size)
+        receipts = [own.read(*share) for share in sorted(expected_reports(checkpoint))]
         dropped = dropped_parts(checkpoint, receipts)
         for receipt in receipts:
             files = receipt.files if receipt.part not in dropped else ()

@@ -23,8 +23,9 @@ from ckptfsm.writer import FilePart
 class FileTree:
     """A part that is a directory of files which ``make(directory)`` writes, on its first rank.
 
-    ``make`` is called on the training thread, with the absolute path of a directory that is there and
-    empty; the writer makes what it left durable and lists it. Links are refused.
+    ``make`` is called on the training thread, with the absolute path of a directory that is there; in
+    it lies at most what ``make`` of other ranks or other parts inside it wrote. The writer makes durable
+    and lists what is there. Symbolic links are refused; a hard link must not be written through again.
     """
 
     make: Callable[[str], None]

@@ -15,7 +15,6 @@ Rules:
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +24,6 @@ from ckptfsm.errors import (
     DeadlineExceeded,
     Fenced,
     OutcomeUnknown,
-    ReshardWarning,
     SaveRefused,
     describe,
 )
@@ -34,7 +32,7 @@ from ckptfsm.link import Answer
 from ckptfsm.owner import Owner, whole_step
 from ckptfsm.proposal import Accepted, Proposal, agree
 from ckptfsm.pump import HandleDone
-from ckptfsm.restoring import Restorer
+from ckptfsm.restoring import Restorer, warn_of_drops
 from ckptfsm.staging import Stage
 
 log = logging.getLogger("ckptfsm")
@@ -63,9 +61,7 @@ class Manager(Owner):
         save that failed under ``on_failure="raise"``, ``DeadlineExceeded`` if another save stays in
         flight, ``StagingFailed`` if a rank could not offload.
         """
-        self._require_open()
         step = whole_step(step)
-        self._watch_polls(step)
         if not self._make_way(step):
             return SaveHandle(step)
         call = (state, parts)
@@ -96,9 +92,7 @@ class Manager(Owner):
                 draft.let_go()
             return SaveHandle(step), answer.error
         assert draft is not None and accepted is not None
-        handle = self._pump.begin_writing(self._storage, accepted, draft)
-        self._unpolled_since = step
-        return handle, None
+        return self._begin_writing(accepted, draft), None
 
     def _ask_for(self, proposal: Proposal) -> tuple[Answer, Accepted | None]:
         """The one exchange that a save begins with."""
@@ -169,12 +163,6 @@ class Manager(Owner):
         restorer = Restorer(self._ports, self._storage, self.config, self._agree)
         restored = restorer.restore(state, parts, step)
         self._pump.say_notes()
-        if restored is not None and restored.dropped and self.rank == 0:
-            warnings.warn(
-                f"step {restored.step} was saved under another sharding: "
-                f"{', '.join(restored.dropped)} cannot be resharded and is left out; the run is not "
-                "bit-for-bit the same",
-                ReshardWarning,
-                stacklevel=2,
-            )
+        if restored is not None and self.rank == 0:
+            warn_of_drops(restored, stacklevel=3)
         return restored

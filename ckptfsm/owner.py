@@ -30,11 +30,12 @@ from ckptfsm.errors import (
     RecoveryWarning,
     SaveRefused,
 )
-from ckptfsm.handle import View
+from ckptfsm.handle import SaveHandle, View
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.lifecycle import UNSETTLED, State
 from ckptfsm.link import Answer, Link, typed
-from ckptfsm.ports import Ports, Storage
+from ckptfsm.ports import Draft, Ports, Storage
+from ckptfsm.proposal import Accepted
 from ckptfsm.pump import Hook, Pump
 
 if TYPE_CHECKING:
@@ -254,7 +255,12 @@ class Owner:
             signal.raise_signal(number)
 
     def _make_way(self, step: int) -> bool:
-        """One in flight per root: wait, skip or refuse. The same decision on every rank."""
+        """What every save begins with; False if it is to be skipped. The same on every rank.
+
+        One in flight per root: wait, skip or refuse.
+        """
+        self._require_open()
+        self._watch_polls(step, stacklevel=4)
         self._pump.raise_failures()
         busy = self._pump.view.in_flight
         if busy is None:
@@ -271,6 +277,12 @@ class Owner:
         )
         self._pump.raise_failures()
         return True
+
+    def _begin_writing(self, accepted: Accepted, draft: Draft) -> SaveHandle:
+        """Stage and fork this process's share; from now on somebody has to poll."""
+        handle = self._pump.begin_writing(self._storage, accepted, draft)
+        self._unpolled_since = accepted.of.step
+        return handle
 
     # ----------------------------------------------------------------------------------- poll
 
@@ -299,7 +311,7 @@ class Owner:
             raise ManagerClosed("the manager is closed", file=self._storage.root)
         self._pump.refuse_inside_a_hook()
 
-    def _watch_polls(self, step: int) -> None:
+    def _watch_polls(self, step: int, stacklevel: int = 3) -> None:
         """A save that nobody polls never gets tracked: say so, with its step (F28)."""
         since, busy = self._unpolled_since, self._pump.view.in_flight
         if since is None or busy is None or not isinstance(step, int):
@@ -310,7 +322,7 @@ class Owner:
                 f"the save of step {busy.step} is in flight and poll() was not called for "
                 f"{step - since} steps: it cannot be tracked without",
                 PollMissingWarning,
-                stacklevel=3,
+                stacklevel=stacklevel,
             )
 
     # --------------------------------------------------------------------- what people ask for

@@ -112,7 +112,7 @@ def propose(
     """
     try:
         named = name_parts(*state)
-        measured = tuple(sorted((str(k), float(v)) for k, v in (metrics or {}).items()))
+        figures = measured(metrics)
         draft = driver.draft(named)
     except (KeyboardInterrupt, SystemExit):
         raise
@@ -127,8 +127,13 @@ def propose(
         draft.in_place,
         draft.summary,
         draft.expected_bytes,
-        measured,
+        figures,
     )
+
+
+def measured(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
+    """Metrics as they are requested, by name. Raises what a value that is no number raises."""
+    return tuple(sorted((str(name), float(value)) for name, value in (metrics or {}).items()))
 
 
 def agree(proposals: Sequence[Proposal]) -> SaveRequest:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ckptfsm.clock import pauses
 from ckptfsm.config import CheckpointConfig
 from ckptfsm.documents import TransitionRecord
 from ckptfsm.engine import FinalizersDue, News, Settled
@@ -44,8 +45,6 @@ from ckptfsm.writer import RankWriter
 log = logging.getLogger("ckptfsm")
 Hook = Callable[[TransitionRecord], None]
 _NEWS, _SAVE_DUE, _PREEMPTED, _EXPIRED = range(4)
-_PAUSE_S = 0.002
-_LONGEST_PAUSE_S = 0.05
 
 
 class Pump:
@@ -107,7 +106,7 @@ class Pump:
         """Pump until ``finished``. The deadline is agreed, so all ranks stop waiting together."""
         self.refuse_inside_a_hook()
         deadline = self._ports.clock.monotonic() + timeout_s
-        pause = _PAUSE_S
+        pause = pauses()
         while not finished(self.view):
             expired = self._ports.clock.monotonic() >= deadline
             if self.exchange(expired=expired):
@@ -117,8 +116,7 @@ class Pump:
                     waiting_for=waiting_for,
                 )
             self._link.work_in_background()
-            self._ports.clock.sleep(pause)
-            pause = min(pause * 1.2, _LONGEST_PAUSE_S)
+            self._ports.clock.sleep(next(pause))
 
     def wait_for(self, handle: SaveHandle, timeout_s: float | None) -> None:
         limit = timeout_s if timeout_s is not None else self._config.busy_timeout_s

@@ -9,17 +9,26 @@ its own collectives: a rank that dies inside it is bounded only by the process g
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from ckptfsm.clock import pauses
 from ckptfsm.config import CheckpointConfig
 from ckptfsm.coordinator import Coordinator, Located
 from ckptfsm.documents import FileEntry
 from ckptfsm.durable import says_what_is_there
-from ckptfsm.errors import CkptFsmError, ConfigError, DamagedRoot, RestoreFailed, describe
+from ckptfsm.errors import (
+    CkptFsmError,
+    ConfigError,
+    DamagedRoot,
+    ReshardWarning,
+    RestoreFailed,
+    describe,
+)
 from ckptfsm.evidence import check_digests, check_extra_shards, check_sizes
 from ckptfsm.handle import Restored, only
 from ckptfsm.layout import join
@@ -29,8 +38,6 @@ from ckptfsm.proposal import name_parts
 log = logging.getLogger("ckptfsm")
 P = ParamSpec("P")
 T = TypeVar("T")
-_PAUSE_S = 0.001
-_LONGEST_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +76,14 @@ class Restorer:
             located: Located | None = self.agree(Coordinator.locate, step)
             if located is None:
                 return None
-            problem = ""
+            problem: str | None = None
             try:
                 problem = self._damage(located)
-            except BaseException:
-                self.agree(Coordinator.release, located.lease)
-                raise
+            finally:
+                if problem != "":  # damaged, or not known to be whole
+                    self.agree(Coordinator.release, located.lease)
             if not problem:
                 return located
-            self.agree(Coordinator.release, located.lease)
             if step is not None:
                 raise DamagedRoot(
                     f"step {step} is damaged: {problem}", step=step, file=located.directory
@@ -90,10 +96,9 @@ class Restorer:
         A disk that cannot be read is not damage: that raises, and nothing is withdrawn.
         """
         share = self._everywhere(located.step, self._start_verifying, located)
-        pause = _PAUSE_S
+        pause = pauses()
         while self.transport.any_flags([not share.done()])[0]:
-            self.ports.clock.sleep(pause)  # the other ranks hear of us, however long it takes
-            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+            self.ports.clock.sleep(next(pause))  # the other ranks hear of us, however long it takes
         found = self._everywhere(located.step, share.result)
         gathered = self.transport.gather(found)
         return str(self.transport.broadcast(next((p for p in gathered or () if p), "")))
@@ -198,3 +203,15 @@ class Restorer:
         if first:
             raise RestoreFailed(f"could not be loaded: {first}", step=step, file=self.storage.root)
         return results[0]
+
+
+def warn_of_drops(restored: Restored, stacklevel: int) -> None:
+    """Say what was left out, if anything: such a run is not quite the one that was saved."""
+    if restored.dropped:
+        warnings.warn(
+            f"step {restored.step} was saved under another sharding: "
+            f"{', '.join(restored.dropped)} cannot be resharded and is left out; the run is not "
+            "bit-for-bit the same",
+            ReshardWarning,
+            stacklevel=stacklevel,
+        )

@@ -18,12 +18,12 @@ from typing import Any
 
 from ckptfsm.config import CheckpointConfig
 from ckptfsm.coordinator import Located
-from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Receipt, decode
+from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry
 from ckptfsm.durable import make_dirs
-from ckptfsm.errors import ConfigError, DamagedRoot, SaveFailed, ShardMissing, describe, name_ranks
+from ckptfsm.errors import ConfigError, SaveFailed, describe
 from ckptfsm.files import FileTree, TreePart, UnmadePart
 from ckptfsm.handle import Restored
-from ckptfsm.layout import join, planned_name, receipt_name
+from ckptfsm.layout import join, planned_name
 from ckptfsm.messages import (
     AttemptId,
     Event,
@@ -36,13 +36,13 @@ from ckptfsm.messages import (
 )
 from ckptfsm.ports import Clock, Draft, PartFinisher, PartJob, Ports, RankJob, Storage, Written
 from ckptfsm.proposal import Accepted, Proposal, agree
-from ckptfsm.restoring import Restorer
+from ckptfsm.receipts import Receipts
+from ckptfsm.restoring import Restorer, warn_of_drops
 from ckptfsm.staging import Stage
 from ckptfsm.tickets import Reading, Ticket
 from ckptfsm.writer import RankWriter, ShardFile
 
 log = logging.getLogger("ckptfsm")
-_LOOK_EVERY_S = 0.02
 
 
 class Worker:
@@ -235,7 +235,8 @@ class Worker:
     ) -> Restored:
         """Load this rank's share of ``part`` from what the controller found (collective in the group).
 
-        The shapes are those of ``write``. Raises what the load raised, ``RestoreFailed`` on other ranks.
+        The shapes are those of ``write``; what does not reshard is left out with a ``ReshardWarning``
+        (``reshard_drops``). Raises what the load raised, ``RestoreFailed`` on other ranks.
         """
         known = {spec.name: spec for spec in found.parts}
         if known and part not in known:
@@ -250,6 +251,8 @@ class Worker:
         inner = tuple(shares.place(PartSpec(n, _kind_of(v))) for n, v in shares.values.items())
         restorer = Restorer(self._ports, self._open(root), self._config, _ask_nobody)
         restored = restorer.load(Located(found.step, name, "", (), inner), shares.values)
+        if self._ports.transport.rank == 0:
+            warn_of_drops(restored, stacklevel=3)
         by_key = {shares.keys[n]: value for n, value in restored.parts.items()}
         return replace(restored, parts=by_key)
 
@@ -331,48 +334,27 @@ class GroupShare:
             files += written.files
             rows += [(job.name, *row) for row in written.results]
         if self.unfinished:
-            results = [rows, *(r.results for r in self._await_others(storage, location))]
+            results = [rows, *self._of_others(storage, location)]
             for part in self.unfinished:
                 files += self._finish(storage, location, part, results)
         return Written(tuple(files), tuple(rows))
 
-    def _await_others(self, storage: Storage, location: str) -> list[Receipt]:
-        """The receipts of the group's other ranks. Raises ``ShardMissing`` when the time is up."""
-        first, size = self.ticket.first_rank, self.ticket.size
-        waiting = [rank for rank in range(first, first + size) if rank != self.rank]
-        receipts: dict[int, Receipt] = {}
-        deadline = self.clock.monotonic() + self.ticket.timeout_s
-        while True:
-            for rank in waiting:
-                receipt = self._receipt_of(storage, location, rank)
-                if receipt is not None:
-                    receipts[rank] = receipt
-            waiting = [rank for rank in waiting if rank not in receipts]
-            if not waiting:
-                return [receipts[rank] for rank in sorted(receipts)]
-            if self.clock.monotonic() >= deadline:
-                raise ShardMissing(
-                    f"no receipt of rank {name_ranks(waiting)} for part {self.name!r}",
-                    ranks=tuple(waiting),
-                    part=self.name,
+    def _of_others(self, storage: Storage, location: str) -> list[tuple[tuple[Any, ...], ...]]:
+        """What the group's other ranks wrote. Raises ``ShardMissing`` when the time is up, and
+        ``SaveFailed`` as soon as one of them left it out."""
+        ticket = self.ticket
+        ranks = range(ticket.first_rank, ticket.first_rank + ticket.size)
+        others = [(self.name, rank) for rank in ranks if rank != self.rank]
+        receipts = Receipts(storage, location, ticket.of, ticket.world_size)
+        results = {}
+        deadline = self.clock.monotonic() + ticket.timeout_s
+        for receipt in receipts.arriving(others, self.clock, deadline):
+            if receipt.dropped:
+                raise SaveFailed(
+                    f"rank {receipt.rank} left it out: {receipt.dropped}", rank=receipt.rank
                 )
-            self.clock.sleep(_LOOK_EVERY_S)
-
-    def _receipt_of(self, storage: Storage, location: str, rank: int) -> Receipt | None:
-        """Raises ``DamagedRoot`` if what is there is not of this attempt (I5)."""
-        path = f"{location}/{receipt_name(self.name, rank)}"
-        try:
-            data = storage.read(path, MAX_DOCUMENT_BYTES)
-        except FileNotFoundError:
-            return None
-        receipt = decode(Receipt, data, path)
-        if (receipt.of, receipt.part, receipt.rank) != (self.ticket.of, self.name, rank):
-            raise DamagedRoot(
-                f"a receipt of {receipt.of} in {self.ticket.of}", file=path, rank=rank
-            )
-        if receipt.dropped:
-            raise SaveFailed(f"rank {rank} left it out: {receipt.dropped}", rank=rank)
-        return receipt
+            results[receipt.rank] = receipt.results
+        return [results[rank] for rank in sorted(results)]
 
     def _finish(
         self,

@@ -133,9 +133,7 @@ def _try_part(storage: Storage, job: RankJob, part: PartJob) -> Written:
     """An optional part that cannot be written is left out, and its receipt says why."""
     try:
         return _write_part(storage, job, part)
-    except (
-        BaseException
-    ) as error:  # torch's CheckpointException is one; this is a child's last work
+    except BaseException as error:  # also torch's; nobody above catches it, this is a child
         return Written((), dropped=describe(error) or type(error).__name__)
 
 

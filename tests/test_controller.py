@@ -283,8 +283,8 @@ def test_I5_a_receipt_of_another_attempt_does_not_complete_a_group(tmp_path):
     storage = PosixStorage(str(tmp_path), create=False)
     share = GroupShare(ticket, 1, (), (), SystemClock())
     published = "iter_0000010"
-    with pytest.raises(DamagedRoot, match="a receipt of"):
-        share._receipt_of(storage, published, 2)
+    with pytest.raises(DamagedRoot, match="the receipt is of"):
+        share._of_others(storage, published)
     storage.close_root()
     job.controller.abandon()
 

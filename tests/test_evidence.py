@@ -18,7 +18,6 @@ from ckptfsm.evidence import (
     inspect_published,
     inspect_staging,
     read_manifest,
-    read_receipt,
     read_tracker,
 )
 from ckptfsm.layout import (
@@ -34,6 +33,7 @@ from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint, State
 from ckptfsm.messages import AttemptId, PartSpec
 from ckptfsm.ports import RankJob
+from ckptfsm.receipts import Receipts
 from ckptfsm.recovery import TrackerEvidence
 from ckptfsm.testing.harness import FakeJob, FakePart, fake_content
 from ckptfsm.testing.simfs import SimDisk, SimStorage
@@ -63,6 +63,11 @@ def disk() -> SimDisk:
 
 def reader(disk: SimDisk) -> SimStorage:
     return SimStorage(disk, "reader")
+
+
+def receipts_in(storage: SimStorage) -> Receipts:
+    """Those of the attempt at step 5."""
+    return Receipts(storage, staging_dir(OF), OF, WRITTEN.world_size)
 
 
 def replace(disk: SimDisk, path: str, data: bytes | None) -> None:
@@ -273,7 +278,7 @@ def test_I5_a_receipt_of_something_else_does_not_count(disk: SimDisk, field: str
     receipt[field] = "other" if field == "part" else receipt[field] + 1
     replace(disk, path, json.dumps(receipt).encode())
     with pytest.raises(DamagedRoot) as caught:
-        read_receipt(reader(disk), MEGATRON, WRITTEN, "state", 1)
+        receipts_in(reader(disk)).read("state", 1)
     assert caught.value.file == path and caught.value.rank == 1
     assert not inspect_staging(reader(disk), MEGATRON, WRITTEN).complete
 
@@ -345,4 +350,4 @@ def test_a_receipt_round_trip():
     storage = SimStorage(disk, "p")
     make_dirs(storage, f"{staging_dir(OF)}/.ckptfsm/receipts/state")
     write_new(storage, f"{staging_dir(OF)}/{receipt_name('state', 0)}", encode(receipt))
-    assert read_receipt(storage, MEGATRON, WRITTEN, "state", 0) == receipt
+    assert receipts_in(storage).read("state", 0) == receipt

@@ -57,6 +57,7 @@ LOWER = PURE | {
     "journal.py",
     "lease.py",
     "processes.py",
+    "receipts.py",
     "stock.py",
     "storage.py",
     "transport.py",

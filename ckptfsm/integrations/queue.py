@@ -22,6 +22,7 @@ from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckptfsm.clock import pauses
 from ckptfsm.config import CheckpointConfig, config_of
 from ckptfsm.errors import CkptFsmError, ConfigError, SaveFailed, WriterDied, describe
 from ckptfsm.handle import SaveHandle
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckptfsm")
 MEGATRON_BASE = "megatron.core.dist_checkpointing.strategies.base"
-_PAUSE_S = 0.002
-_LONGEST_PAUSE_S = 0.05
+_BURY_S = 0.05
 Verdict = Literal["running", "failed", "written"]
 
 
@@ -191,7 +191,7 @@ class AsyncCallsQueue:
             raise
         while self._calls:
             self._drop(self._calls.popleft())
-        self._bury(_LONGEST_PAUSE_S)
+        self._bury(_BURY_S)
         self._filling, self._saves = None, []
         owned, self._owned = self._owned, None
         transport, self._transport = self._transport, None
@@ -222,7 +222,7 @@ class AsyncCallsQueue:
 
     def _verdict(self, call: _Call, blocking: bool, no_dist: bool) -> Verdict:
         """How the writers of all ranks do. Bounded: each has a deadline of its own."""
-        pause = _PAUSE_S
+        pause = pauses()
         while True:
             seen = call.look()
             running, failed = self._any([seen == "running", seen == "failed"], no_dist)
@@ -232,8 +232,7 @@ class AsyncCallsQueue:
                 return "written"
             if not blocking:
                 return "running"
-            time.sleep(pause)
-            pause = min(pause * 1.2, _LONGEST_PAUSE_S)
+            time.sleep(next(pause))
 
     def _run_finalizers(self, call: _Call) -> None:
         """All ranks are here, since finalizers hold collectives. Once (I6)."""

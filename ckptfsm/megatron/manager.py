@@ -6,17 +6,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ckptfsm.clock import SystemClock
 from ckptfsm.config import CheckpointConfig, config_of
-from ckptfsm.executor import ThreadExecutor
-from ckptfsm.lease import this_process
 from ckptfsm.manager import Manager
 from ckptfsm.megatron.driver import MegatronDriver
 from ckptfsm.megatron.transport import transport_of
 from ckptfsm.ports import Ports, Staging, Storage
 from ckptfsm.pump import Hook
 from ckptfsm.storage import OpenPosix
-from ckptfsm.writer import launch_forked
+from ckptfsm.system import system_ports
 
 
 class CheckpointManager(Manager):
@@ -54,13 +51,5 @@ def ports_of(
 ) -> Ports:
     """The real ports of one rank: torch.distributed, megatron-core, forked writers."""
     transport = transport_of(config)
-    return Ports(
-        transport,
-        MegatronDriver(transport.rank, config.writer_files),
-        SystemClock(),
-        ThreadExecutor,
-        open_storage,
-        this_process,
-        launch_forked,
-        staging,
-    )
+    driver = MegatronDriver(transport.rank, config.writer_files)
+    return system_ports(transport, driver, open_storage, staging)

@@ -191,7 +191,7 @@ class FakeDriver:
     def draft(self, parts: Mapping[str, Any]) -> FakeDraft:
         self.maybe_fail("draft")
         specs = tuple(
-            _spec_of(name, value, len(parts)) for name, value in parts.items() if value is not None
+            spec_of(name, value, len(parts)) for name, value in parts.items() if value is not None
         )
         parts = {name: content_of(value) for name, value in parts.items()}
         size = sum(len(encode_state(v)) for v in parts.values() if isinstance(v, Mapping))
@@ -248,10 +248,10 @@ class FakeDriver:
         return decode_state((Path(directory) / f"__{self.rank}_0.distcp").read_bytes())
 
 
-def _spec_of(name: str, value: Any, count: int) -> PartSpec:
+def spec_of(name: str, value: Any, count: int) -> PartSpec:
     """As the Megatron driver lays parts out: ``state`` at the root, others in their own place."""
     if isinstance(value, OptionalPart):
-        return replace(_spec_of(name, value.content, count), optional=True)
+        return replace(spec_of(name, value.content, count), optional=True)
     if isinstance(value, FakeRequest):
         return PartSpec(name, "foreign")
     plain = file_spec(name, value)

@@ -8,23 +8,12 @@ MUTANTS = (
     mutant(
         "a-group-is-completed-by-its-first-rank-alone",
         "worker",
-        "            results = [rows, *(r.results for r in self._await_others(storage, location))]\n",
+        "            results = [rows, *self._of_others(storage, location)]\n",
         "            results = [rows]\n",
         breaks="I3",
         source="order",
         killers=("tests:test_controller.py::test_two_groups_and_a_file_make_one_checkpoint",),
         why="metadata that lacks what the other ranks wrote",
-    ),
-    mutant(
-        "receipts-of-another-attempt-complete-a-group",
-        "worker",
-        "        if (receipt.of, receipt.part, receipt.rank) != (self.ticket.of, self.name, rank):\n",
-        "        if False:\n",
-        breaks="I5",
-        source="F11",
-        killers=(
-            "tests:test_controller.py::test_I5_a_receipt_of_another_attempt_does_not_complete_a_group",
-        ),
     ),
     mutant(
         "the-controller-waits-for-ever",

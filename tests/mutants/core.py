@@ -358,18 +358,21 @@ RECOVERY = (
 DOCUMENTS = (
     mutant(
         "receipts-of-others-count",
-        "evidence",
-        "    if actual != expected:\n",
-        "    if False:\n",
+        "receipts",
+        "        if actual != expected:\n",
+        "        if False:\n",
         breaks="I5",
         source="I5",
-        killers=("tests:test_evidence.py", "corruption"),
+        killers=(
+            "tests:test_evidence.py",
+            "tests:test_controller.py::test_I5_a_receipt_of_another_attempt_does_not_complete_a_group",
+        ),
     ),
     mutant(
         "sizes-are-not-compared-at-finalize",
         "effects",
-        "            while problem := check_sizes(self.storage, directory, receipt.files):\n",
-        '            while problem := "":\n',
+        "        while problem := check_sizes(self.storage, directory, receipt.files):\n",
+        '        while problem := "":\n',
         breaks="I3",
         source="F9",
         killers=("tests:test_schedules.py", "simulation"),

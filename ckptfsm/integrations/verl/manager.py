@@ -26,12 +26,10 @@ from typing import Any
 
 from ckptfsm.config import make_config
 from ckptfsm.errors import ConfigError, SaveFailed
-from ckptfsm.files import FileTree, TreePart
-from ckptfsm.layout import join
+from ckptfsm.files import FileTree
 from ckptfsm.megatron.driver import MegatronDraft, MegatronDriver
 from ckptfsm.megatron.manager import ports_of
-from ckptfsm.messages import AttemptId, Event, PartSpec
-from ckptfsm.ports import PartJob
+from ckptfsm.messages import AttemptId, Event
 from ckptfsm.storage import OpenPosix
 from ckptfsm.tickets import Ticket
 from ckptfsm.worker import Worker
@@ -166,33 +164,14 @@ def _written_already(directory: str) -> None:
 
 
 class RoleDriver(MegatronDriver):
-    """Plans a role: torch_dist directories, and the files around them."""
+    """Plans a role, unless verl raised: then the save is refused on every rank of the group."""
 
     def draft(self, parts: Mapping[str, Any]) -> MegatronDraft:
-        """Raises what verl raised, if it did: then the save is refused on every rank of the group."""
+        """Raises what verl raised, if it did."""
         for value in parts.values():
             if isinstance(value, BaseException):
                 raise value
-        draft = super().draft(parts)
-        kept = {name: getattr(draft, name) for name in MegatronDraft.__slots__}
-        return RoleDraft(**kept)
-
-
-@dataclass(slots=True)
-class RoleDraft(MegatronDraft):
-    """A draft whose tree of files lies around the torch_dist directories, which are not part of it."""
-
-    def stage(
-        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
-    ) -> tuple[PartJob, ...]:
-        trees = tuple(spec.directory for spec in specs if spec.kind == "torch_dist")
-        jobs = MegatronDraft.stage(self, location, specs, planned)
-        return tuple(_around(job, trees) if isinstance(job, TreePart) else job for job in jobs)
-
-
-def _around(job: TreePart, trees: Sequence[str]) -> TreePart:
-    above = join(job.directory, "")
-    return replace(job, skip=tuple(os.path.relpath(tree, above) for tree in trees))
+        return super().draft(parts)
 
 
 def role_worker(root: str, settings: Mapping[str, Any]) -> Worker:

@@ -25,23 +25,21 @@ from typing import Any, Literal, Protocol
 from ckptfsm.clock import SystemClock
 from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Pin, Receipt, decode
 from ckptfsm.durable import fsync_tree_dirs, list_names, lookup, move
-from ckptfsm.errors import DamagedRoot, SaveFailed, ShardMissing, StorageError
-from ckptfsm.executor import ThreadExecutor
+from ckptfsm.errors import SaveFailed, StorageError
 from ckptfsm.files import FilesDraft, FilesDriver, FileTree
-from ckptfsm.layout import PRIVATE, RECEIPTS, VERL, join, pin_name, receipt_name
-from ckptfsm.lease import this_process
+from ckptfsm.layout import PRIVATE, RECEIPTS, VERL, join, pin_name
 from ckptfsm.messages import PartSpec
-from ckptfsm.ports import Clock, PartJob, Ports, Storage, Written
+from ckptfsm.ports import Clock, PartJob, Storage, Written
 from ckptfsm.processes import Child, fork_child
+from ckptfsm.receipts import Receipts
 from ckptfsm.storage import OpenPosix, PosixStorage
+from ckptfsm.system import system_ports
 from ckptfsm.tickets import Ticket
 from ckptfsm.transport import LocalTransport
 from ckptfsm.worker import Worker
-from ckptfsm.writer import launch_forked
 
 NAME = "mirror"
 When = Literal["before", "after"]
-_LOOK_EVERY_S = 0.05
 
 
 class Mirror(Protocol):
@@ -165,29 +163,13 @@ class UploadJob:
     clock: Clock
 
     def write(self, storage: Storage, location: str) -> Written:
-        deadline = self.clock.monotonic() + self.awaited.ticket.timeout_s
-        shares = self.awaited.shares
-        files = _content(self._receipt(storage, location, share, deadline) for share in shares)
-        published = VERL.published_name(self.awaited.ticket.of.step)
+        ticket = self.awaited.ticket
+        receipts = Receipts(storage, location, ticket.of, ticket.world_size)
+        deadline = self.clock.monotonic() + ticket.timeout_s
+        files = _content(receipts.arriving(self.awaited.shares, self.clock, deadline))
+        published = VERL.published_name(ticket.of.step)
         self.mirror.upload(f"{storage.root}/{location}", published, files)
         return Written(())
-
-    def _receipt(
-        self, storage: Storage, location: str, share: tuple[str, int], deadline: float
-    ) -> Receipt:
-        path = f"{location}/{receipt_name(*share)}"
-        while lookup(storage, path) is None:
-            if self.clock.monotonic() >= deadline:
-                raise ShardMissing(
-                    f"no receipt of rank {share[1]} for part {share[0]!r}",
-                    ranks=(share[1],),
-                    part=share[0],
-                )
-            self.clock.sleep(_LOOK_EVERY_S)
-        receipt = decode(Receipt, storage.read(path, MAX_DOCUMENT_BYTES), path)
-        if receipt.of != self.awaited.ticket.of:
-            raise DamagedRoot(f"a receipt of {receipt.of} in another attempt", file=path)
-        return receipt
 
 
 @dataclass(slots=True)
@@ -224,19 +206,8 @@ class UploadWorker(Worker):
     """The group of one that uploads a checkpoint before it is tracked."""
 
     def __init__(self, root: str, mirror: Mirror) -> None:
-        clock = SystemClock()
-        self.driver = UploadDriver(mirror, clock)
-        super().__init__(
-            Ports(
-                LocalTransport(),
-                self.driver,
-                clock,
-                ThreadExecutor,
-                OpenPosix(root),
-                this_process,
-                launch_forked,
-            )
-        )
+        self.driver = UploadDriver(mirror, SystemClock())
+        super().__init__(system_ports(LocalTransport(), self.driver, OpenPosix(root)))
 
     def begin(self, tickets: Mapping[str, Ticket], own: Sequence[str]) -> list[Any]:
         """Begin the upload of a save whose ``own`` parts the controller writes. Returns reports."""

@@ -33,8 +33,8 @@ from ckptfsm.ports import (
     Storage,
     Written,
 )
-from ckptfsm.proposal import OptionalPart, content_of
-from ckptfsm.testing.fakes import FakeDraft, FakeDriver, FakeRequest
+from ckptfsm.proposal import content_of
+from ckptfsm.testing.fakes import FakeDraft, FakeDriver, FakeRequest, spec_of
 from ckptfsm.testing.harness import FakePart
 from ckptfsm.testing.invariants import Attempt
 from ckptfsm.testing.sim.site import Site
@@ -479,7 +479,7 @@ class WorldDriver(FakeDriver):
     def draft(self, parts: Mapping[str, Any]) -> FakeDraft:
         self.maybe_fail("draft")
         specs = tuple(
-            _spec_of(name, value, len(parts)) for name, value in parts.items() if value is not None
+            spec_of(name, value, len(parts)) for name, value in parts.items() if value is not None
         )
         parts = {name: content_of(value) for name, value in parts.items()}
         keys = {name: sorted(v) for name, v in parts.items() if isinstance(v, Mapping)}
@@ -506,16 +506,6 @@ class WorldDriver(FakeDriver):
             raise ValueError("the shard is torn")
         state: dict[str, Any] = json.loads(data[:-64].split(b"\n", 2)[1])
         return state
-
-
-def _spec_of(name: str, value: Any, count: int) -> PartSpec:
-    if isinstance(value, OptionalPart):
-        return replace(_spec_of(name, value.content, count), optional=True)
-    if isinstance(value, FakeRequest):
-        return PartSpec(name, "foreign")
-    if isinstance(value, (bytes, bytearray)):
-        return PartSpec(name, "file", ranks=(0,))
-    return PartSpec(name, directory="" if name == "state" or count == 1 else name)
 
 
 # ----------------------------------------------------------------------------------------- assembly

@@ -1,0 +1,73 @@
+"""The receipts of one attempt: read as its own (I5), and awaited on a disk that shows them late (F9)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from ckptfsm.clock import pauses
+from ckptfsm.documents import MAX_DOCUMENT_BYTES, Receipt, decode
+from ckptfsm.errors import DamagedRoot, ShardMissing, name_ranks
+from ckptfsm.layout import receipt_name
+from ckptfsm.messages import AttemptId
+from ckptfsm.ports import Clock, Storage
+
+_LONGEST_PAUSE_S = 0.5  # between two looks at a shared disk for what is not there yet
+
+
+@dataclass(frozen=True, slots=True)
+class Receipts:
+    """The receipts of the attempt ``of``, which lies in the directory ``location``."""
+
+    storage: Storage
+    location: str
+    of: AttemptId
+    world_size: int
+
+    def read(self, part: str, rank: int) -> Receipt:
+        """The receipt of one share. Raises ``DamagedRoot`` if it is not of this attempt."""
+        path = f"{self.location}/{receipt_name(part, rank)}"
+        receipt = decode(Receipt, self.storage.read(path, MAX_DOCUMENT_BYTES), path)
+        expected = (self.of, part, rank, self.world_size)
+        actual = (receipt.of, receipt.part, receipt.rank, receipt.world_size)
+        if actual != expected:
+            raise DamagedRoot(
+                f"the receipt is of {actual}, not of {expected}",
+                file=path,
+                rank=rank,
+                step=self.of.step,
+            )
+        return receipt
+
+    def arriving(
+        self, shares: Collection[tuple[str, int]], clock: Clock, deadline: float
+    ) -> Iterator[Receipt]:
+        """The receipts of ``shares``, (part, rank), each as soon as it is there.
+
+        Raises ``ShardMissing`` when some are not there at ``deadline``.
+        """
+        missing = sorted(shares)
+        pause = pauses(longest_s=_LONGEST_PAUSE_S)
+        while True:
+            late = []
+            for part, rank in missing:
+                try:
+                    receipt = self.read(part, rank)
+                except FileNotFoundError:
+                    late.append((part, rank))
+                else:
+                    yield receipt
+            missing = late
+            if not missing:
+                return
+            if clock.monotonic() >= deadline:
+                part = missing[0][0]
+                ranks = tuple(sorted({rank for name, rank in missing if name == part}))
+                raise ShardMissing(
+                    f"no receipt of rank {name_ranks(ranks)} for part {part!r}",
+                    step=self.of.step,
+                    attempt=str(self.of),
+                    part=part,
+                    ranks=ranks,
+                )
+            clock.sleep(next(pause))

@@ -1,0 +1,30 @@
+"""The ports of a real process: the system's clock, its threads, forked writers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ckptfsm.clock import SystemClock
+from ckptfsm.executor import ThreadExecutor
+from ckptfsm.lease import this_process
+from ckptfsm.ports import Driver, Ports, Staging, Storage, Transport
+from ckptfsm.writer import launch_forked
+
+
+def system_ports(
+    transport: Transport,
+    driver: Driver,
+    open_storage: Callable[[bool], Storage],
+    staging: Staging | None = None,
+) -> Ports:
+    """What is left to choose: the other ranks, what is saved, and where."""
+    return Ports(
+        transport,
+        driver,
+        SystemClock(),
+        ThreadExecutor,
+        open_storage,
+        this_process,
+        launch_forked,
+        staging,
+    )
