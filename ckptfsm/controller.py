@@ -18,14 +18,13 @@ import contextlib
 import logging
 import os
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptfsm.config import CheckpointConfig, config_of
 from ckptfsm.coordinator import Coordinator, SaveRequest
-from ckptfsm.errors import ConfigError, DeadlineExceeded, WriterDied, name_ranks
+from ckptfsm.errors import ConfigError, DeadlineExceeded, WriterDied, name_ranks, printable
 from ckptfsm.files import FilesDriver
 from ckptfsm.handle import SaveHandle
 from ckptfsm.layout import LAYOUTS
@@ -55,7 +54,7 @@ log = logging.getLogger("ckptfsm")
 _ASK_EVERY_S = 0.1
 _REMEMBERED = 8  # attempts that were given up before their workers confirmed
 _REASON = re.compile(r"[a-z_]{1,40}\Z")
-_DETAIL_CHARS = 20_000
+_DETAIL_CHARS = 500  # of a worker's report: on a full disk the journal has room for little
 
 
 AskWorkers = Callable[[tuple[AttemptId, ...]], Iterable[Event]]
@@ -75,7 +74,7 @@ def is_plausible(event: WriterForked | ShardReported | Failed | WriterGone) -> b
     """True if a report from elsewhere can be taken into the journal as it is."""
     if isinstance(event, Failed):
         texts = isinstance(event.reason, str) and isinstance(event.detail, str)
-        return texts and bool(_REASON.match(event.reason)) and len(event.detail) <= _DETAIL_CHARS
+        return texts and bool(_REASON.match(event.reason))
     if isinstance(event, ShardReported):
         size = event.shard_bytes
         return isinstance(event.part, str) and type(size) is int and 0 <= size <= 1 << 62
@@ -108,7 +107,7 @@ class Controller(Owner):
         self._groups = dict(groups)
         self._ask_workers = ask_workers
         self._flights: dict[AttemptId, _Flight] = {}
-        self._unconfirmed: deque[AttemptId] = deque(maxlen=_REMEMBERED)
+        self._unconfirmed: dict[AttemptId, set[int]] = {}  # given up: ranks not known to be gone
         self._asked_at = 0.0
         config = config_of(config, settings)
         if config.sync:
@@ -231,6 +230,9 @@ class Controller(Owner):
 
     def _take(self, event: WriterForked | ShardReported | Failed | WriterGone) -> None:
         flight = self._flights.get(event.of)
+        if isinstance(event, WriterGone) and event.of in self._unconfirmed:
+            self._confirm(event)
+            return
         if flight is None or event.rank not in flight.ranks or not is_plausible(event):
             log.warning("report_dropped", extra={"event": event.name, "of": str(event.of)})
             return
@@ -238,7 +240,16 @@ class Controller(Owner):
             flight.written.add(event.rank)
             # What is written was forked, whichever report came first.
             self._pump.report(WriterForked(event.of, event.rank, event.world_size))
+        if isinstance(event, Failed):
+            event = replace(event, detail=printable(event.detail)[:_DETAIL_CHARS])
         self._pump.report(event)
+
+    def _confirm(self, event: WriterGone) -> None:
+        """A writer that was not awaited is gone: once all are, their workers are told no more."""
+        ranks = self._unconfirmed[event.of]
+        ranks.discard(event.rank)
+        if not ranks:
+            del self._unconfirmed[event.of]
 
     def lost(self, group: str, ranks: Iterable[int] | None = None, detail: str = "") -> None:
         """Say that workers of a group are dead, and their writers with them.
@@ -292,7 +303,9 @@ class Controller(Owner):
             flight.deadline = now + self.config.exit_timeout_s
             if unsettled[of] is State.FAILED:
                 log.warning("workers_not_awaited", extra={"step": of.step})
-                self._unconfirmed.append(of)
+                self._unconfirmed[of] = set(flight.ranks)
+                while len(self._unconfirmed) > _REMEMBERED:
+                    del self._unconfirmed[next(iter(self._unconfirmed))]
                 self._pump.report(WritersLost(of))
             elif unsettled[of] in (State.REQUESTED, State.FORKED):
                 missing = name_ranks(sorted(flight.ranks - flight.written))
@@ -318,7 +331,8 @@ class Controller(Owner):
             self._pump.say_notes()
             yield Reading(located.step, f"{self._storage.root}/{located.directory}", located.parts)
         finally:
-            self._agree(Coordinator.release, located.lease)
+            if not self._closed:  # else the lease expires
+                self._agree(Coordinator.release, located.lease)
 
 
 def _number(groups: Mapping[str, int]) -> dict[str, int]:

@@ -341,11 +341,15 @@ class Effects:
             seen.add(entry.name)
 
     def _refuse_unlisted(self, directory: str, files: list[FileEntry]) -> None:
-        """A file nobody claims may be a late writer's: such a checkpoint is not committed."""
-        listed = {entry.name for entry in files} | {MANIFEST}
+        """What is there is what will be listed: a file nobody claims may be a late writer's."""
+        missing = {entry.name for entry in files}
         for name, stat in walk_files(self.storage, directory):
-            if name not in listed or stat.kind != "file":
+            if stat.kind != "file" or (name not in missing and name != MANIFEST):
                 raise SaveFailed(f"{name} is in no receipt", file=f"{directory}/{name}")
+            missing.discard(name)
+        for name in sorted(missing):  # a network file system lists late: ask for it by name
+            if lookup(self.storage, f"{directory}/{name}") is None:
+                raise SaveFailed(f"{name} is gone", file=f"{directory}/{name}")
 
     def _manifest(
         self,
@@ -569,10 +573,11 @@ class Effects:
 
 
 def _plans(name: str, part: PartSpec) -> bool:
-    """True if a file of planned metadata is of this part, or of one of a group's shares of it."""
-    rest = name.removeprefix(part.name).removesuffix(".bin")
-    share = part.kind == "report" and rest.startswith(".") and rest[1:].isdigit()
-    return f"{part.name}{rest}.bin" == name and (not rest or share)
+    """True if a file of planned metadata is of this part: of a group's, there is one for each share."""
+    if part.kind != "report":
+        return name == f"{part.name}.bin"
+    share = name.removeprefix(f"{part.name}.").removesuffix(".bin")
+    return share.isdigit() and name == f"{part.name}.{share}.bin"
 
 
 def _by_name(entry: FileEntry) -> str:

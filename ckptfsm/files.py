@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -67,17 +67,34 @@ class UnmadePart:
         raise SaveFailed(self.why)
 
 
+def make_inside(location: str, directory: str) -> str:
+    """The absolute path of ``directory`` in an attempt's own, which must be there; made if need be."""
+    path = Path(location)
+    for piece in filter(None, directory.split("/")):
+        path /= piece
+        path.mkdir(exist_ok=True)
+    return str(path)
+
+
+def around(job: PartJob, parts: Iterable[PartSpec]) -> PartJob:
+    """A tree of files around other parts' directories lists only what is its own."""
+    if not isinstance(job, TreePart):
+        return job
+    base = f"{job.directory}/"
+    inside = (p.directory for p in parts if p.kind != "file")
+    return replace(job, skip=tuple(d.removeprefix(base) for d in inside if d.startswith(base)))
+
+
 def stage_tree(spec: PartSpec, tree: FileTree, location: str) -> TreePart | UnmadePart:
     """Let the trainer write the files of a tree. ``location`` is the step's, absolute.
 
-    What ``make`` raises comes out, unless the part is optional.
+    What ``make`` raises comes out, unless the part is optional. Raises ``ConfigError`` for a tree at
+    the top, where other parts lie.
     """
-    directory = Path(location)  # the attempt's own, which must be there
-    for piece in filter(None, spec.directory.split("/")):
-        directory /= piece
-        directory.mkdir(exist_ok=True)
+    if not spec.directory:
+        raise ConfigError("a FileTree needs a directory of its own", part=spec.name)
     try:
-        tree.make(str(directory))
+        tree.make(make_inside(location, spec.directory))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # torch's CheckpointException is one

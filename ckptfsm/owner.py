@@ -152,7 +152,8 @@ class Owner:
     def close(self) -> None:
         """Drain what is in flight, journal the end, give the root back (collective).
 
-        Raises ``DeadlineExceeded`` after ``close_timeout_s``; the root is given back all the same.
+        Raises ``DeadlineExceeded`` after ``close_timeout_s``, what a save failed with, also one that was
+        to be tried again and was not; the root is given back all the same.
         """
         if self._closed:
             return
@@ -168,6 +169,8 @@ class Owner:
             idle = True
         finally:
             self._let_go(idle=idle)
+        if self._pump.owed is not None:
+            raise self._pump.owed
 
     def abandon(self) -> None:
         """Leave without the other ranks: a bounded wait for the own writer, then only local work.

@@ -33,6 +33,7 @@ from ckptfsm.errors import (
     WriterDied,
     describe,
 )
+from ckptfsm.files import around
 from ckptfsm.handle import SaveHandle, View
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.lifecycle import State
@@ -67,6 +68,7 @@ class Pump:
         self.save_asked = False
         self.preempted = False
         self.failures: list[CkptFsmError] = []
+        self.owed: SaveFailed | None = None  # of a save that is to be tried again
         self.notes: list[Warning] = []
         self.writer: RankWriter | None = None
         self.source: Callable[[], None] | None = None  # where reports of workers come from
@@ -224,7 +226,7 @@ class Pump:
         self.notes.append(RecoveryWarning(text))
 
     def _on_tracked(self, record: TransitionRecord) -> None:
-        self._retries = 0
+        self._retries, self.owed = 0, None
         self.writer = self._draft = None
         self._handles.pop(record.of, None)
 
@@ -252,7 +254,7 @@ class Pump:
         handle._error = error
         if self._retries < self._config.saves_again:
             self._retries += 1
-            self.save_due = True
+            self.save_due, self.owed = True, error
             log.warning("save_failed", extra={"error": str(error), "again": self._retries})
         elif self._config.on_failure == "warn":
             self.notes.append(SaveFailedWarning(str(error)))
@@ -324,7 +326,8 @@ class Pump:
             self._ports.driver.accept()
             return self._handle_of(of)
         try:
-            parts = draft.stage(f"{storage.root}/{location}", specs, accepted.planned)
+            staged = draft.stage(f"{storage.root}/{location}", specs, accepted.planned)
+            parts = tuple(around(job, accepted.parts) for job in staged)
             optional = frozenset(spec.name for spec in specs if spec.optional)
             job = RankJob(of, self._rank, self._world_size, location, parts, optional)
             self.writer = RankWriter(

@@ -10,7 +10,8 @@ Rules:
   whether all of them loaded. If not, no rank makes its state, which may hold collectives, and the save
   is refused on every rank.
 * ``offload`` is called on every rank whose ``load`` was called, however the save ends. That one failed
-  is agreed too, and raised on every rank; the writer goes on, because it owns its copy.
+  is agreed too, and raised on every rank; the writer goes on, because it owns its copy. In a group of
+  workers it fails the attempt instead.
 * Without a hook there is no exchange.
 """
 

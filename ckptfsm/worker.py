@@ -21,7 +21,7 @@ from ckptfsm.coordinator import Located
 from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry
 from ckptfsm.durable import make_dirs
 from ckptfsm.errors import ConfigError, SaveFailed, describe
-from ckptfsm.files import FileTree, TreePart, UnmadePart
+from ckptfsm.files import FileTree, UnmadePart, around
 from ckptfsm.handle import Restored
 from ckptfsm.layout import join, planned_name
 from ckptfsm.messages import (
@@ -155,8 +155,8 @@ class Worker:
         if ticket.part.directory:
             make_dirs(storage, ticket.part.directory, base=ticket.location)
         jobs = draft.stage(f"{storage.root}/{ticket.location}", placed, accepted.planned)
-        others = tuple(shares.keys[spec.name] for spec in accepted.parts)
-        jobs = tuple(_without_others(job, ticket.part.directory, others) for job in jobs)
+        everything = [shares.place(spec) for spec in accepted.parts]
+        jobs = tuple(around(job, everything) for job in jobs)
         unfinished = self._to_finish(accepted, shares) if rank == 0 else ()
         share = GroupShare(ticket, self._number, jobs, unfinished, self._ports.clock)
         self._launch(ticket, share)
@@ -255,16 +255,6 @@ class Worker:
             warn_of_drops(restored, stacklevel=3)
         by_key = {shares.keys[n]: value for n, value in restored.parts.items()}
         return replace(restored, parts=by_key)
-
-
-def _without_others(job: PartJob, directory: str, keys: Sequence[str]) -> PartJob:
-    """A tree of files around other shares' directories lists only what is its own."""
-    if not isinstance(job, TreePart):
-        return job
-    inside = [join(directory, key) for key in keys]
-    base = f"{job.directory}/" if job.directory else ""
-    skip = (d.removeprefix(base) for d in inside if d != job.directory and d.startswith(base))
-    return replace(job, skip=tuple(skip))
 
 
 def _kind_of(value: Any) -> PartKind:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from ckptfsm.effects import Effects
 from ckptfsm.errors import ConfigError, SaveFailed, SaveRefused
-from ckptfsm.files import FileTree, TreePart
+from ckptfsm.files import FileTree, TreePart, around
 from ckptfsm.layout import VERL
 from ckptfsm.manager import Manager
 from ckptfsm.messages import PartSpec, check_parts
@@ -255,3 +256,45 @@ def test_a_root_is_not_opened_under_other_names(tmp_path):
     (refused,) = together(tmp_path, lambda manager: None, ranks=1, layout="verl")
     assert isinstance(refused, ConfigError) and "layout 'megatron'" in str(refused)
     assert sorted(str(p) for p in tmp_path.rglob("*")) == before
+
+
+def test_a_tree_around_another_part_lists_only_its_own(tmp_path):
+    """Catches: a file that two parts claim, for which every save fails."""
+
+    def write(directory: str) -> None:
+        Path(directory, "config.json").write_text("{}")
+
+    parts = {"state": {"w": 1}, "actor": FileTree(write), "actor.tokens": FileTree(write)}
+    specs = (PartSpec("actor", "tree", "actor"), PartSpec("inner", "report", "actor/inner"))
+    (tmp_path / "step/actor/inner").mkdir(parents=True)
+    write(str(tmp_path / "step/actor"))
+    write(str(tmp_path / "step/actor/inner"))
+    storage = PosixStorage(str(tmp_path), create=False)
+    written = around(TreePart("actor", "actor"), specs).write(storage, "step")
+    assert [entry.name for entry in written.files] == ["actor/config.json"]
+    storage.close_root()
+
+    def work(manager: Manager) -> Any:
+        manager.save(1, parts=parts).wait()
+        return manager.latest_step()
+
+    assert together(tmp_path / "root", work) == [1, 1]
+
+
+def test_I4_what_a_receipt_lists_is_there_when_it_is_published(tmp_path):
+    """Catches: a step that is tracked and lacks a file that its manifest names."""
+
+    def work(manager: Manager) -> Any:
+        gone = PosixStorage(str(tmp_path), create=False)
+
+        def remove(self: Any, checkpoint: Any, files: Any) -> None:
+            gone.unlink(f".ckptfsm/staging/{checkpoint.id}/{files[0].name}")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Effects, "_refuse_duplicates", remove)
+            with pytest.raises(SaveFailed, match="is gone"):
+                manager.save(1, {"w": 1}).wait()
+        gone.close_root()
+        return manager.latest_step()
+
+    assert together(tmp_path, work, ranks=1) == [None]

@@ -31,7 +31,7 @@ from ckptfsm.errors import (
 from ckptfsm.files import FileTree
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
-from ckptfsm.messages import Failed, ShardReported, WriterForked
+from ckptfsm.messages import Failed, ShardReported, WriterForked, WriterGone
 from ckptfsm.retention import LatestN
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import Gate, fake_ports
@@ -478,7 +478,6 @@ def test_what_lost_says_concerns_only_its_own_ranks(tmp_path):
         lambda of: Failed(of, 5, ""),
         lambda of: Failed(of, "x" * 1000, ""),
         lambda of: Failed(of, "writer_died", "", -1),
-        lambda of: Failed(of, "writer_died", "y" * 100_000, 1),
         lambda of: ShardReported(of, "actor", 1, 4, -5),
         lambda of: ShardReported(of, "actor", 1, 4, 10**30),
         lambda of: ShardReported(of, "actor", "one", 4, 5),
@@ -575,3 +574,89 @@ def test_I8_names_of_another_layout_are_evidence(tmp_path):
     (tmp_path / "iter_0000010").rmdir()
     GroupJob(tmp_path, SIZES, layout="verl").controller.close()
     GroupJob(tmp_path, SIZES).controller.close()
+
+
+def test_I4_leaving_a_part_out_takes_only_its_own_plan(tmp_path):
+    """Catches: an optional part that takes what another part's manifest entry names with it."""
+    job = GroupJob(tmp_path, {"a": 1, "b": 1})
+    parts = {"a": GroupPart("a"), "a.0": GroupPart("b", optional=True)}
+    save = job.controller.begin(1, parts)
+    job.groups["b"].drivers[0].failures["draft"] = RuntimeError("no b today")
+    job.write(save)
+    save.handle.wait()
+    manifest = json.loads((tmp_path / "iter_0000001/.ckptfsm/manifest.json").read_text())
+    assert manifest["dropped"]
+    names = [entry["name"] for entry in manifest["files"]]
+    assert [name for name in names if not (tmp_path / "iter_0000001" / name).exists()] == []
+    job.controller.close()
+
+
+def test_a_failed_save_that_was_not_tried_again_is_raised_at_the_end(tmp_path):
+    """Catches: a run whose every save failed, and that nobody was told of."""
+    job = GroupJob(tmp_path, {"actor": 1}, on_failure=3)
+    job.groups["actor"].drivers[0].failures["draft"] = RuntimeError("bad state")
+    for step in (1, 2):
+        job.save(step)
+        job.controller.wait_until_finished()
+    with pytest.raises(SaveFailed, match="step 2 .*bad state"):
+        job.controller.close()
+    second = GroupJob(tmp_path, {"actor": 1}, on_failure=3)
+    second.groups["actor"].drivers[0].failures["draft"] = RuntimeError("bad state")
+    second.save(3)
+    second.controller.wait_until_finished()
+    second.groups["actor"].drivers[0].failures.clear()
+    second.save(4).handle.wait()
+    second.controller.close()
+
+
+def test_a_reading_that_outlives_its_controller_keeps_the_load_s_own_error(tmp_path):
+    """Catches: an error of the load behind one that says only that the controller is closed."""
+    job = GroupJob(tmp_path, {"actor": 1})
+    job.save(1).handle.wait()
+    with pytest.raises(ValueError, match="of the load"), job.controller.reading():
+        job.controller.close()
+        raise ValueError("of the load")
+
+
+def test_a_tree_at_the_top_of_the_step_is_refused(tmp_path):
+    """Catches: a tree that claims the files of all other parts, so that every save fails."""
+    job = GroupJob(tmp_path, {"actor": 1})
+    save = job.controller.begin(1, {"actor": GroupPart("actor", directory=""), "data.pt": b"1"})
+    tree = FileTree(lambda directory: None)
+    job.controller.feed(job.groups["actor"].write(save.tickets["actor"], [tree]))
+    with pytest.raises(SaveFailed, match="needs a directory of its own"):
+        save.handle.wait()
+    job.controller.close()
+
+
+def test_a_long_report_fits_into_the_journal(tmp_path):
+    """Catches: a worker's traceback that leaves no room for the failure on a full disk."""
+    job = GroupJob(tmp_path, {"actor": 1})
+    save = job.controller.begin(1, {"actor": GroupPart("actor")})
+    ticket = save.tickets["actor"]
+    text = "\udc80" + "x" * 100_000
+    job.controller.feed([Failed(ticket.of, "fork_failed", text, ticket.first_rank)])
+    job.controller.poll()
+    with pytest.raises(SaveFailed, match="x{100}"):
+        save.handle.wait()
+    [record] = [r for r in job.records if r.dest is State.FAILED]
+    assert len(record.detail) <= 500
+    job.controller.close()
+
+
+def test_workers_that_confirm_late_are_told_no_more(tmp_path):
+    """Catches: an attempt that was given up and is asked for until the job ends."""
+    job = GroupJob(tmp_path, {"actor": 2})
+    save = job.begin(1)
+    ticket = save.tickets["actor"]
+    job.deaf = True
+    job.controller.feed([Failed(ticket.of, "fork_failed", "no", ticket.first_rank)])
+    with pytest.raises(SaveFailed):
+        save.handle.wait()
+    job.controller.wait_until_finished()
+    assert job.controller.doomed == (ticket.of,)
+    job.controller.feed([WriterGone(ticket.of, ticket.first_rank)])
+    assert job.controller.doomed == (ticket.of,)
+    job.controller.feed([WriterGone(ticket.of, ticket.first_rank + 1)])
+    assert job.controller.doomed == ()
+    job.controller.close()

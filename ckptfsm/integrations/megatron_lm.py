@@ -13,6 +13,7 @@ people run, once the checkpoint is tracked. Every method is collective. One mana
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -26,7 +27,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from ckptfsm.config import CheckpointConfig, config_of
-from ckptfsm.errors import ConfigError, StepExistsError
+from ckptfsm.errors import CkptFsmError, ConfigError, StepExistsError
 from ckptfsm.handle import SaveHandle
 from ckptfsm.integrations.queue import AsyncCallsQueue
 from ckptfsm.layout import MEGATRON
@@ -78,6 +79,8 @@ class MegatronLMCheckpoints:
             raise ConfigError(
                 "retention follows save_retain_interval, and the layout is Megatron's"
             )
+        if base.saves_again:
+            raise ConfigError("Megatron-LM decides when it saves: on_failure is 'raise' or 'warn'")
         self._config = base.model_copy(update={"retention": retain(save_retain_interval)})
         self._managers: dict[str, CheckpointManager] = {}
         self._queue = AsyncCallsQueue(config=self._config)
@@ -142,20 +145,28 @@ class MegatronLMCheckpoints:
     def maybe_finalize_async_save(self, blocking: bool = False, terminate: bool = False) -> None:
         """Drive what is in flight; call it at every iteration.
 
-        ``blocking`` waits until it is tracked; ``terminate`` then gives the roots back. Raises what a
-        save failed with, on every rank.
+        ``blocking`` waits until it is tracked; ``terminate`` gives the roots back, also after a failure.
+        Raises what a save failed with, on every rank.
         """
         try:
-            self._queue.maybe_finalize_async_calls(blocking=blocking)
-            for manager in self._managers.values():
-                if blocking:
-                    manager.wait_until_finished()
-                else:
-                    manager.poll()
+            self._drive(blocking)
+        except CkptFsmError:  # on every rank
+            if terminate:
+                self._terminate()
+            raise
+        else:
             if terminate:
                 self._terminate()
         finally:
             self._report()
+
+    def _drive(self, blocking: bool) -> None:
+        self._queue.maybe_finalize_async_calls(blocking=blocking)
+        for manager in self._managers.values():
+            if blocking:
+                manager.wait_until_finished()
+            else:
+                manager.poll()
 
     def is_empty_async_queue(self) -> bool:
         """True if nothing is in flight; the same on all ranks (local)."""
@@ -163,16 +174,21 @@ class MegatronLMCheckpoints:
         return not busy and self._queue.get_num_unfinalized_calls() == 0
 
     def abort(self) -> None:
-        """Kill the writers and leave without the other ranks; recovery decides at the next ``open``."""
+        """Leave without the other ranks: a bounded wait for the writers, then they are killed.
+
+        Recovery decides at the next ``open``.
+        """
         self._queue.close(abort=True)
         while self._managers:
             self._managers.popitem()[1].abandon()
         self._pending = []
 
     def _terminate(self) -> None:
-        self._queue.close()
-        while self._managers:
-            self._managers.popitem()[1].close()
+        """Close everything, whatever one of them raises."""
+        with contextlib.ExitStack() as ends:
+            while self._managers:
+                ends.callback(self._managers.popitem()[1].close)
+            ends.callback(self._queue.close)  # the first
 
     def _report(self) -> None:
         over = [p for p in self._pending if p.handle.done]

@@ -302,11 +302,17 @@ class AsyncCallsQueue:
         root, name = os.path.split(directory)
         layouts = [la.name for la in LAYOUTS.values() if la.published_name(step) == name]
         manager = self._manager or self._owned
+        config = self._config if manager is None else manager.config
+        if config.on_busy == "skip":
+            raise ConfigError(
+                "on_busy='skip' cannot be: a request that was made has to be written", key="on_busy"
+            )
         if manager is None and layouts:
             from ckptfsm.megatron.manager import CheckpointManager  # not for who never begins
 
-            config = self._config.model_copy(update={"layout": layouts[0]})
-            self._owned = manager = CheckpointManager(root, config)
+            self._owned = manager = CheckpointManager(
+                root, config.model_copy(update={"layout": layouts[0]})
+            )
         if manager is None or manager.config.layout not in layouts:
             raise ConfigError(f"{name!r} is not the directory of step {step}", directory=directory)
         if os.path.realpath(root) != os.path.realpath(manager._storage.root):

@@ -141,14 +141,13 @@ class MegatronDriver:
 
     def merge(self, summaries: Sequence[Summary]) -> Mapping[str, bytes]:
         digests = tuple(s.digest for s in summaries)
-        if digests == self._merged[0]:
-            self._candidates = dict(self._plans)
-            return self._merged[1]
         known = dict(self._plans)
         known.update({s.digest: s.plans for s in summaries if s.plans is not None})
         if any(digest not in known for digest in digests):
             raise SaveRefused("a rank refers to a plan that rank 0 does not have; save again")
         self._candidates = {digest: known[digest] for digest in digests}
+        if digests == self._merged[0]:
+            return self._merged[1]
         ranks = [dict(pickle.loads(known[digest])) for digest in digests]
         with process_group():
             names = dict.fromkeys(name for rank in ranks for name in rank)

@@ -24,6 +24,7 @@ import torch
 from ckptfsm.documents import FileEntry
 from ckptfsm.durable import fsync_existing, list_names
 from ckptfsm.errors import ConfigError, SaveFailed
+from ckptfsm.files import make_inside
 from ckptfsm.layout import join
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.messages import PartSpec
@@ -157,12 +158,10 @@ class ForeignPart:
 
 def stage_foreign(spec: PartSpec, foreign: ForeignRequest, rank: int, location: str) -> ForeignPart:
     """Make (or take) the request and stage its tensors to host memory."""
-    directory = join(location, spec.directory)
     request = foreign.request
     if foreign.build is not None:
         with cpu_devices():
-            Path(directory).mkdir(parents=False, exist_ok=True)
-            request = foreign.build(directory)
+            request = foreign.build(make_inside(location, spec.directory))
     return ForeignPart(spec.name, spec.directory, rank, stage_request(spec.name, request))
 
 

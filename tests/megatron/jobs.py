@@ -681,7 +681,8 @@ def save_foreign(
     **settings: Any,
 ) -> Told:
     """Step 1 is good; step 2 has a gate in the writer of rank 1, or a finalizer that raises, where
-    ``raising`` is (rank, part); step 3 is good. Each has a big and a small foreign part."""
+    ``raising`` is (rank, part); step 3 is good. Each has a big and a small foreign part,
+    in nested directories."""
     ran: list[str] = []
 
     def parts(step: int, bad: bool) -> dict[str, ForeignRequest]:
@@ -692,7 +693,8 @@ def save_foreign(
 
         def build(part: str, of: int, rows: int, gate: str = "") -> ForeignRequest:
             last = partial(finalizer, part)
-            return ForeignRequest(build=Build(here, of, rows, gate, worker, (last,)))
+            made = Build(here, of, rows, gate, worker, (last,))
+            return ForeignRequest(build=made, directory=f"role/{part}")
 
         mine = gate if bad and here.rank == 1 else ""
         return {

@@ -270,6 +270,7 @@ def misuse(here: Here, root: str) -> list[str]:
         partial(queue.begin, 4, f"{root}/iter_0000004", ["a", "b"]),
         partial(queue.begin, 4, f"{root}/iter_0000004", ["a", "b"]),
         queue.close,
+        partial(queue_of(on_busy="skip").begin, 4, f"{root}/iter_0000004", ["a"]),
     ]
     found = []
     for call in calls:

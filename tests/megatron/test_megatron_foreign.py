@@ -66,7 +66,7 @@ def test_f23_two_foreign_parts_keep_their_results_apart(cluster: Cluster, root: 
         assert rank["all"] == [1, 2, 3]
         assert rank["ran"] == RAN
     for name, step, rows in (("model", 3, BIG_ROWS), ("optimizer", 103, SMALL_ROWS)):
-        directory = path_of(root, 3) / name
+        directory = path_of(root, 3) / "role" / name
         seen = cluster.run("look_into", directory=str(directory), step=step, rows=rows)
         assert_refers_to_its_own_files(directory, seen)
     assert_complete(root, 3)

@@ -231,9 +231,10 @@ def test_begun_checkpoint_with_a_killed_writer_is_not_tracked(
 def test_misuse_is_refused_and_the_root_is_given_back(cluster: Cluster, root: Path) -> None:
     """Catches: a wrong directory that fails only in the writer, a part that is never scheduled."""
     for rank in cluster.run("queue_jobs.misuse", root=str(root)):
-        wrong, none, fine, twice, closed = rank
+        wrong, none, fine, twice, closed, skips = rank
         assert "is not the directory of step 4" in wrong
         assert "at least one part" in none
         assert fine == ""
         assert "part 'a' of step 4 was not scheduled" in twice
         assert closed == twice
+        assert "on_busy='skip' cannot be" in skips

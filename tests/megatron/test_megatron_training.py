@@ -198,3 +198,12 @@ def test_a_trainer_of_its_own(cluster: Cluster, root: Path) -> None:
     assert steps_on_disk(root) == [4, 7]
     assert tracked_step(root) == 7
     assert cluster.run("stock_load", directory=str(path_of(root, 7)), step=7) == [True, True]
+
+
+def test_terminate_after_a_failed_save_gives_the_root_back(cluster: Cluster, root: Path) -> None:
+    """Catches: a root that stays locked by a trainer that has left it, as it thinks."""
+    for rank in cluster.run("training_jobs.fail_and_terminate", root=str(root)):
+        assert rank["error"]["type"] == "SaveFailed"
+        assert "a broken state" in rank["error"]["text"]
+        assert rank["steps"] == []
+        assert "on_failure" in rank["again"]

@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jobs import TIMES, Here, Told, is_state_of, meet, request_for, state_of, template_of, told
+from jobs import (
+    TIMES,
+    Here,
+    Told,
+    is_state_of,
+    managed,
+    meet,
+    request_for,
+    state_of,
+    template_of,
+    told,
+)
 from megatron.core.dist_checkpointing import ShardedTensor
 from trainer_lm import async_utils, checkpointing, global_vars, training
 
@@ -141,6 +152,32 @@ def install_and_uninstall(here: Here, root: str) -> Told:
     installed.uninstall()
     after = [dict(vars(module)) for module in modules]
     return {"changed": sorted(changed), "refused": refused, "restored": before == after}
+
+
+class Broken:
+    """Cannot be written."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise RuntimeError("a broken state")
+
+
+def fail_and_terminate(here: Here, root: str) -> Told:
+    """A save that fails while the trainer leaves; then somebody else opens the root."""
+    here.join()
+    ckpts = MegatronLMCheckpoints(root, **TIMES)
+    ckpts.save(2, {**state_of(2, here), "broken": Broken()})
+    try:
+        ckpts.maybe_finalize_async_save(blocking=True, terminate=True)
+        error = None
+    except CkptFsmError as problem:
+        error = told(problem)
+    try:
+        MegatronLMCheckpoints(root, on_failure=2, **TIMES)
+        again = ""
+    except CkptFsmError as problem:
+        again = problem.message
+    with managed(here, root) as manager:
+        return {"error": error, "steps": manager.all_steps(), "again": again}
 
 
 def save_alone(here: Here, root: str) -> Told:
