@@ -26,7 +26,7 @@ from ckptfsm.documents import (
     SegmentClosed,
     encode,
 )
-from ckptfsm.durable import list_names, lookup, move, put, storage_error, walk_files
+from ckptfsm.durable import list_names, lookup, move, put, storage_error
 from ckptfsm.engine import Engine, News, Settled, Trade
 from ckptfsm.errors import (
     CkptFsmError,
@@ -44,6 +44,7 @@ from ckptfsm.errors import (
 from ckptfsm.evidence import (
     gather_evidence,
     inspect_published,
+    is_bare,
     newest_published_epoch,
     read_manifest,
     read_tracker,
@@ -389,12 +390,7 @@ class Coordinator:
     def _refuse_in_place(self, request: SaveRequest, there: PublishedEvidence) -> None:
         """A directory is written in place only if nothing of value and no old writer is in it."""
         name = self._layout.published_name(request.step)
-        earlier = [
-            file
-            for file, _ in walk_files(self._storage, name)
-            if file.rpartition("/")[2] != "common.pt"  # what a stock save leaves before its writer
-        ]
-        if there.found != "unexplained" or earlier:
+        if there.found != "unexplained" or not is_bare(self._storage, name):
             raise StepExistsError(
                 f"{name} holds files of an earlier save; move it away first",
                 step=request.step,

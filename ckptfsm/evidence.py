@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
 from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, Receipt, decode
-from ckptfsm.durable import list_names, lookup, says_what_is_there
+from ckptfsm.durable import list_names, lookup, says_what_is_there, walk_files
 from ckptfsm.errors import DamagedRoot, NewerSchema
 from ckptfsm.layout import (
     MANIFEST,
@@ -27,7 +27,7 @@ from ckptfsm.messages import AttemptId
 from ckptfsm.ports import Storage
 from ckptfsm.receipts import Receipts
 from ckptfsm.recovery import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
-from ckptfsm.stock import inspect_stock
+from ckptfsm.stock import COMMON, inspect_stock
 
 
 def read_tracker(storage: Storage) -> TrackerEvidence:
@@ -127,6 +127,15 @@ def inspect_published(storage: Storage, layout: Layout, step: int) -> PublishedE
     return PublishedEvidence(step, "manifest", manifest.of, manifest.run_seconds, metrics=metrics)
 
 
+def is_bare(storage: Storage, directory: str) -> bool:
+    """True if a directory holds what a stock save leaves before its writers begin, and no more."""
+    found = lookup(storage, directory)
+    if found is None or found.kind != "dir":
+        return False
+    files = (name.rpartition("/")[2] for name, _ in walk_files(storage, directory))
+    return all(name == COMMON for name in files)
+
+
 def dropped_parts(checkpoint: Checkpoint, receipts: Sequence[Receipt]) -> dict[str, str]:
     """The optional parts that a rank could not write, and why. Raises ``DamagedRoot`` for others."""
     optional = {spec.name for spec in checkpoint.parts if spec.optional}
@@ -198,12 +207,18 @@ def newest_published_epoch(storage: Storage, layout: Layout) -> int:
 def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidence:
     """Everything recovery needs to know about the root, in one pass."""
     published: dict[int, PublishedEvidence] = {}
+    strays: list[str] = []
+    known = {checkpoint.step for checkpoint in ledger.checkpoints.values()}
     for name in list_names(storage, ""):
         step = layout.parse_published(name)
-        if step is not None:
-            published[step] = inspect_published(storage, layout, step)
+        if step is None:
+            continue
+        there = inspect_published(storage, layout, step)
+        if there.found == "unexplained" and step not in known and is_bare(storage, name):
+            strays.append(name)
+        else:
+            published[step] = there
     staging: dict[AttemptId, StagingEvidence] = {}
-    strays: list[str] = []
     for name in list_names(storage, STAGING):
         of = parse_attempt(name)
         if of is None:

@@ -1,7 +1,8 @@
 """The coordinator's thread: work runs in order, off the training thread.
 
 Rules: one daemon thread, so that a hanging file system hangs neither training nor the exit of the
-process; a bounded queue, so that a hanging one cannot pile up work without end.
+process; a bounded queue, so that a hanging one cannot pile up work without end; between the two threads
+no ``Condition``: a Ctrl-C in the training thread may leave one locked for good, and then both hang.
 """
 
 from __future__ import annotations
@@ -9,57 +10,104 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Generic, TypeVar
+
+from ckptfsm.ports import Settable
 
 T = TypeVar("T")
 _LIMIT = 10_000
+
+
+class Promise(Generic[T]):
+    """What submitted work comes to, see ``ports.Pending``. One thread makes it, one waits for it."""
+
+    def __init__(self) -> None:
+        self._outcome: tuple[Any, BaseException | None] | None = None
+        self._running = threading.Lock()
+        self._running.acquire()
+
+    def set_result(self, result: T) -> None:
+        self._end(result, None)
+
+    def set_exception(self, error: BaseException) -> None:
+        self._end(None, error)
+
+    def _end(self, result: Any, error: BaseException | None) -> None:
+        self._outcome = (result, error)
+        self._running.release()
+
+    def done(self) -> bool:
+        return self._outcome is not None
+
+    def result(self, timeout: float | None = None) -> T:
+        result, error = self._wait(timeout)
+        if error is not None:
+            raise error
+        made: T = result
+        return made
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        return self._wait(timeout)[1]
+
+    def _wait(self, timeout: float | None) -> tuple[Any, BaseException | None]:
+        """An interrupt here leaves the lock taken at worst when the outcome is there already."""
+        if self._outcome is None and self._running.acquire(
+            timeout=-1 if timeout is None else timeout
+        ):
+            self._running.release()
+        if self._outcome is None:
+            raise FutureTimeout
+        return self._outcome
 
 
 class ThreadExecutor:
     """Runs submitted work one by one on its own thread."""
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None] = queue.Queue(_LIMIT)
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Promise[Any]] | None]
+        self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="ckptfsm", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Queue ``work``; its result or exception is in the future."""
-        future: Future[T] = Future()
-        self._queue.put_nowait((work, future))
-        return future
+    def submit(self, work: Callable[[], T]) -> Promise[T]:
+        """Queue ``work``; its result or exception is in the promise. Raises ``queue.Full``."""
+        if self._queue.qsize() >= _LIMIT:
+            raise queue.Full
+        promise: Promise[T] = Promise()
+        self._queue.put((work, promise))
+        return promise
 
     def shutdown(self) -> None:
         """No more work; what is queued still runs, nobody waits for it."""
-        self._queue.put_nowait(None)
+        self._queue.put(None)
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            work, future = item
+            work, promise = item
             try:
-                run_into(work, future)
+                run_into(work, promise)
             except BaseException as error:  # torch's CheckpointException is one; the next must run
-                future.set_exception(error)
+                promise.set_exception(error)
 
 
 class InlineExecutor:
     """Runs work at once on the caller's thread, for simulations."""
 
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        run_into(work, future)
-        return future
+    def submit(self, work: Callable[[], T]) -> Promise[T]:
+        promise: Promise[T] = Promise()
+        run_into(work, promise)
+        return promise
 
     def shutdown(self) -> None:
         """Nothing to stop."""
 
 
-def run_into(work: Callable[[], T], future: Future[T]) -> None:
-    """Run ``work`` and put what comes of it into ``future``. Only an Exception is kept."""
+def run_into(work: Callable[[], T], promise: Settable[T]) -> None:
+    """Run ``work`` and put what comes of it into ``promise``. Only an Exception is kept."""
     try:
         result = work()
-    except Exception as error:  # it belongs to whoever asks the future
-        future.set_exception(error)
+    except Exception as error:  # it belongs to whoever asks the promise
+        promise.set_exception(error)
     else:
-        future.set_result(result)
+        promise.set_result(result)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -21,7 +20,7 @@ from ckptfsm.durable import storage_error
 from ckptfsm.engine import News
 from ckptfsm.errors import CkptFsmError, DeadlineExceeded, describe
 from ckptfsm.messages import Event
-from ckptfsm.ports import Executor, Transport
+from ckptfsm.ports import Executor, Pending, Transport
 
 log = logging.getLogger("ckptfsm")
 P = ParamSpec("P")
@@ -57,8 +56,8 @@ class Link:
         self._effect_timeout_s = effect_timeout_s
         self._coordinator: Coordinator | None = None
         self._executor: Executor | None = None
-        self._submitted: list[Future[Any]] = []
-        self._late: Future[Any] | None = None
+        self._submitted: list[Pending[Any]] = []
+        self._late: Pending[Any] | None = None
         self._fatal_told = False
 
     def start(self, coordinator: Coordinator, executor: Executor) -> None:
@@ -96,7 +95,7 @@ class Link:
         """At rank 0: run a coordinator's method on its thread and wait, with a deadline."""
         assert self._coordinator is not None and self._executor is not None
         call = _Call(work, (self._coordinator, *arguments), keywords)
-        future: Future[T] = self._executor.submit(call)
+        future: Pending[T] = self._executor.submit(call)
         try:
             return future.result(self._effect_timeout_s)
         except FutureTimeout:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -135,12 +134,36 @@ class Identity(NamedTuple):
 
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class Pending(Protocol[T_co]):
+    """What submitted work comes to; ``concurrent.futures.Future`` is one.
+
+    ``result`` and ``exception`` wait, and raise ``concurrent.futures.TimeoutError`` after ``timeout``
+    seconds; ``result`` raises what the work raised.
+    """
+
+    def done(self) -> bool: ...
+
+    def result(self, timeout: float | None = None) -> T_co: ...
+
+    def exception(self, timeout: float | None = None) -> BaseException | None: ...
+
+
+class Settable(Protocol[T_contra]):
+    """The other end of a ``Pending``."""
+
+    def set_result(self, result: T_contra, /) -> None: ...
+
+    def set_exception(self, error: BaseException, /) -> None: ...
 
 
 class Executor(Protocol):
     """Runs the coordinator's work in order, on one thread (or inline in a simulation)."""
 
-    def submit(self, work: Callable[[], T]) -> Future[T]: ...
+    def submit(self, work: Callable[[], T]) -> Pending[T]: ...
 
     def shutdown(self) -> None: ...
 

@@ -149,7 +149,12 @@ class Pump:
             self._next_timed_save = now + (self._config.save_interval_s or 0)
         if agreed[_NEWS]:
             outbox, self._outbox = self._outbox, []
-            self.take_update(self._link.exchange(outbox))
+            try:
+                update = self._link.exchange(outbox)
+            except BaseException:  # sent again: the ledger takes a report once
+                self._outbox = outbox + self._outbox
+                raise
+            self.take_update(update)
         return agreed[_EXPIRED]
 
     def report(self, event: Event) -> None:
@@ -279,6 +284,7 @@ class Pump:
             try:
                 finalize(writer.payloads.get(name))
             except (KeyboardInterrupt, SystemExit):
+                self._outbox.append(FinalizersRan(of, self._rank, f"{name}: interrupted"))
                 raise
             except BaseException as problem:  # torch's CheckpointException is one
                 error = f"{name}: {describe(problem)}"

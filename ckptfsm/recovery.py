@@ -95,7 +95,9 @@ class TrackerEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Everything on disk that recovery looks at. ``strays`` are names it cannot explain."""
+    """Everything on disk that recovery looks at. ``strays`` are names it cannot explain
+    and that are no checkpoint: in staging, or a directory that a save has only begun.
+    """
 
     tracker: TrackerEvidence
     published: Mapping[int, PublishedEvidence] = field(default_factory=dict)
@@ -343,8 +345,8 @@ def _explains(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> boo
 
 
 def _strays(ledger: Ledger, evidence: Evidence) -> list[Decision]:
-    """What lies in staging unexplained: never a checkpoint, so reported and nothing more."""
-    names = [(name, "not a name of ours") for name in evidence.strays]
+    """What no attempt explains and is no checkpoint: reported and nothing more."""
+    names = [(name, "no checkpoint, and nothing explains it") for name in evidence.strays]
     names += [
         (f"staging {of}", staged.detail or "no journal explains it")
         for of, staged in sorted(evidence.staging.items())

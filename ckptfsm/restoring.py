@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -32,7 +31,7 @@ from ckptfsm.errors import (
 from ckptfsm.evidence import check_digests, check_extra_shards, check_sizes
 from ckptfsm.handle import Restored, only
 from ckptfsm.layout import join
-from ckptfsm.ports import Driver, Ports, Storage, Survey, Transport
+from ckptfsm.ports import Driver, Pending, Ports, Storage, Survey, Transport
 from ckptfsm.proposal import name_parts
 
 log = logging.getLogger("ckptfsm")
@@ -103,7 +102,7 @@ class Restorer:
         gathered = self.transport.gather(found)
         return str(self.transport.broadcast(next((p for p in gathered or () if p), "")))
 
-    def _start_verifying(self, located: Located) -> Future[str]:
+    def _start_verifying(self, located: Located) -> Pending[str]:
         """Look at this rank's files on another thread: it may take longer than a rank may be silent."""
         executor = self.ports.executor()
         share = executor.submit(partial(self._verify_share, located))

@@ -351,3 +351,17 @@ def test_a_receipt_round_trip():
     make_dirs(storage, f"{staging_dir(OF)}/.ckptfsm/receipts/state")
     write_new(storage, f"{staging_dir(OF)}/{receipt_name('state', 0)}", encode(receipt))
     assert receipts_in(storage).read("state", 0) == receipt
+
+
+def test_F33_a_save_that_has_only_begun_is_no_evidence(disk: SimDisk):
+    """Catches: a first save in place, killed before its writers, that refuses the next start."""
+    make_dirs(SimStorage(disk, "vandal"), "iter_0000007/model")
+    disk.plant_file("iter_0000007/model/common.pt", b"half")
+    make_dirs(SimStorage(disk, "vandal"), "iter_0000008")
+    disk.plant_file("iter_0000008/common.pt", b"half")
+    disk.plant_file("iter_0000008/__0_0.distcp", b"a shard")
+    found = gather_evidence(reader(disk), MEGATRON, Ledger())
+    assert "iter_0000007" in found.strays and 7 not in found.published
+    assert found.published[8].found == "unexplained"
+    known = Ledger({OF: Checkpoint(AttemptId(7, 1, 1), State.TRACKED, (PartSpec("state"),), 1)})
+    assert 7 in gather_evidence(reader(disk), MEGATRON, known).published

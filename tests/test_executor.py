@@ -130,3 +130,32 @@ def test_a_hanging_disk_does_not_hang_the_exit():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30
     )
     assert (done.returncode, done.stdout.strip()) == (0, "end"), done.stderr
+
+
+def test_I10_a_storm_of_interrupts_leaves_no_lock_behind():
+    """Catches: a Ctrl-C that leaves a lock held between the threads, so that both hang for good."""
+    script = """
+import signal
+from ckptfsm.executor import ThreadExecutor
+executor, hits, armed = ThreadExecutor(), 0, []
+def strike(*_):
+    if armed:
+        armed.clear()
+        raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, strike)
+signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
+while hits < 2_000:
+    try:
+        armed.append(True)
+        promise = executor.submit(int)
+        while not promise.done():
+            promise.result(5.0)
+        armed.clear()
+    except KeyboardInterrupt:
+        hits += 1
+print(executor.submit(int).result(10.0))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ended.stdout == "0\n", ended.stderr

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +43,9 @@ from ckptfsm.errors import (
 from ckptfsm.executor import InlineExecutor
 from ckptfsm.handle import View
 from ckptfsm.lifecycle import State
+from ckptfsm.link import Link, Update
 from ckptfsm.manager import Manager
+from ckptfsm.messages import Event, ShardReported
 from ckptfsm.processes import fork_child
 from ckptfsm.retention import EveryNSeconds, EveryNSteps, LatestN, Policy
 from ckptfsm.stock import StockVerdict
@@ -1271,6 +1273,39 @@ def test_I6_a_finalizer_that_raises_fails_the_save(run: Run, error: BaseExceptio
     run.driver.failures.clear()
     manager.save(2, weights(2)).wait()
     assert manager.all_steps() == [2]
+
+
+def test_I10_an_interrupted_finalizer_fails_the_save(run: Run):
+    """Catches: a Ctrl-C after which everything waits for a save that nobody goes on with."""
+    run.driver.failures["finalize"] = KeyboardInterrupt()
+    manager = run.open()
+    handle = manager.save(1, parts={"state": FakeRequest(b"x")})
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    with pytest.raises(SaveFailed, match="interrupted"):
+        handle.wait()
+    manager.wait_until_finished()
+    run.driver.failures.clear()
+    manager.save(2, weights(2)).wait()
+
+
+def test_I10_reports_survive_an_interrupt(run: Run, monkeypatch):
+    """Catches: a shard that was written and is awaited until the save's deadline."""
+    manager = run.open()
+    handle = manager.save(1, weights(1))
+    exchange, interrupted = Link.exchange, []
+
+    def interrupt(self: Link, outbox: Sequence[Event]) -> Update:
+        if any(isinstance(event, ShardReported) for event in outbox) and not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        return exchange(self, outbox)
+
+    monkeypatch.setattr(Link, "exchange", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    handle.wait()
+    assert manager.latest_step() == 1
 
 
 def test_a_finalizer_that_leaves_nothing_fails_the_save(run: Run):

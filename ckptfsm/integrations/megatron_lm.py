@@ -17,6 +17,7 @@ import contextlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -27,7 +28,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from ckptfsm.config import CheckpointConfig, config_of
-from ckptfsm.errors import CkptFsmError, ConfigError, StepExistsError
+from ckptfsm.errors import CkptFsmError, ConfigError, RecoveryWarning
 from ckptfsm.handle import SaveHandle
 from ckptfsm.integrations.queue import AsyncCallsQueue
 from ckptfsm.layout import MEGATRON
@@ -62,7 +63,7 @@ class MegatronLMCheckpoints:
 
     ``save_retain_interval`` is Megatron-LM's. ``config`` or keyword arguments are those of
     ``CheckpointManager``, without ``retention`` and ``layout``. Nothing is opened before ``open`` or the
-    first save; after ``terminate`` the next save opens the root again.
+    first save; after ``terminate`` the next save opens the root again. Say ``resumed`` after you load.
     """
 
     def __init__(
@@ -85,18 +86,40 @@ class MegatronLMCheckpoints:
         self._managers: dict[str, CheckpointManager] = {}
         self._queue = AsyncCallsQueue(config=self._config)
         self._pending: list[_Pending] = []
+        self._own: set[tuple[str, int]] = set()  # root and iteration of what this run has written
 
-    def open(self, directory: str | os.PathLike[str] | None = None) -> CheckpointManager:
-        """The manager of ``save_dir``, opened (and recovered) if it is not. Call it before you load.
+    def open(
+        self, directory: str | os.PathLike[str] | None = None, *, non_persistent: bool = False
+    ) -> CheckpointManager:
+        """The manager of ``directory``, by default ``save_dir``, opened (and recovered) if it is not.
 
-        ``directory`` is that of non-persistent checkpoints, of which only the last one stays. Raises
-        what ``CheckpointManager`` raises.
+        Call it before you load. Of ``non_persistent`` checkpoints only the last one stays. Raises what
+        ``CheckpointManager`` raises.
         """
-        root = self.save_dir if directory is None else str(Path(directory).absolute())
+        root = self._root_of(directory)
         if root not in self._managers:
-            last = {} if root == self.save_dir else {"retention": LatestN(1)}
+            last = {"retention": LatestN(1)} if non_persistent else {}
             self._managers[root] = CheckpointManager(root, self._config.model_copy(update=last))
         return self._managers[root]
+
+    def _root_of(self, directory: str | os.PathLike[str] | None) -> str:
+        return self.save_dir if directory is None else str(Path(directory).absolute())
+
+    def resumed(self, iteration: int) -> None:
+        """Say which iteration of ``save_dir`` this run goes on from: a save of it again is skipped."""
+        self._own.add((self.save_dir, iteration))
+
+    def warn_of_later(self, iteration: int) -> None:
+        """Warn if ``save_dir`` has a later one than a run begins from: saves up to it are refused."""
+        latest = self.open().latest_step()
+        if latest is not None and iteration < latest:
+            warnings.warn(
+                f"this run begins from iteration {iteration}, but {self.save_dir} has {latest}: saves "
+                f"up to it will be refused. Go back with open().rollback({iteration}), resume from "
+                "it, or save elsewhere",
+                RecoveryWarning,
+                stacklevel=3,
+            )
 
     def save(
         self,
@@ -110,13 +133,20 @@ class MegatronLMCheckpoints:
         """Begin the checkpoint ``iter_<iteration>`` of a sharded state dict.
 
         ``content_metadata`` is stored as ``dist_checkpointing.save`` does. ``reports`` run on this rank
-        once the checkpoint is tracked; what they raise is logged. An iteration that is tracked
-        already is skipped. Raises what ``CheckpointManager.save`` raises.
+        once the checkpoint is tracked; what they raise is logged. An iteration that this run has saved
+        or resumed from is skipped. Raises what ``CheckpointManager.save`` raises.
         """
         state = dict(state_dict)
         if content_metadata is not None:
             state[CONTENT_METADATA] = dict(content_metadata)
-        return self._begin(self.open(directory), iteration, state, reports)
+        manager = self.open(directory)
+        own = (self._root_of(directory), iteration)
+        if own in self._own and iteration in manager.all_steps():
+            log.warning("step_saved_already", extra={"step": iteration})
+            return SaveHandle(iteration)
+        handle = self._begin(manager, iteration, state, reports)
+        self._own.add(own)
+        return handle
 
     def schedule_async_save(self, async_request: Any, iteration: int | None = None) -> None:
         """Take a ready AsyncRequest, made for ``<save_dir>/iter_<iteration>``, and save it in place.
@@ -128,17 +158,12 @@ class MegatronLMCheckpoints:
             self._queue.schedule_async_request(async_request)
         else:
             self._begin(self.open(), iteration, ForeignRequest(request=async_request), ())
+            self._own.add((self.save_dir, iteration))
 
     def _begin(
         self, manager: CheckpointManager, iteration: int, content: Any, reports: Sequence[Closure]
     ) -> SaveHandle:
-        try:
-            handle = manager.save(iteration, parts={"state": content})
-        except StepExistsError:
-            if iteration not in manager.all_steps():
-                raise
-            log.warning("step_saved_already", extra={"step": iteration})
-            return SaveHandle(iteration)
+        handle = manager.save(iteration, parts={"state": content})
         self._pending.append(_Pending(handle, tuple(reports)))
         return handle
 
@@ -256,6 +281,7 @@ class _Patches:
 
     def __init__(self, checkpointing: Any, settings: Mapping[str, Any]) -> None:
         self.directory = ""
+        self._asked = False  # whether the save that is being made is asynchronous
         self._checkpointing = checkpointing
         self._settings = settings
         self._stock_save = checkpointing.save_checkpoint
@@ -286,22 +312,29 @@ class _Patches:
             raise ConfigError("--dataloader-save must be another directory than --save")
         root = _non_persistent_dir(args) if non_persistent else args.save
         self.directory = os.path.join(root, MEGATRON.published_name(iteration))
-        asked, args.async_save = args.async_save, True  # or it would write the tracker itself
+        self._asked, args.async_save = args.async_save, True  # or it would write the tracker itself
         try:
-            self.checkpoints.open(root)
+            self.checkpoints.open(root, non_persistent=non_persistent)
             result = self._stock_save(iteration, *arguments, **keywords)
         finally:
-            args.async_save = asked
+            args.async_save = self._asked
             self.directory = ""
-        if not asked:
+        if not self._asked:
             self.checkpoints.maybe_finalize_async_save(blocking=True)
         return result
 
     def load_checkpoint(self, *arguments: Any, **keywords: Any) -> Any:
         """Recover first: what was written but not tracked is tracked, a torn tracker is mended."""
-        if getattr(self._checkpointing.get_args(), "save", None):
-            self.checkpoints.open()
-        return self._stock_load(*arguments, **keywords)
+        args = self._checkpointing.get_args()
+        if not getattr(args, "save", None):
+            return self._stock_load(*arguments, **keywords)
+        self.checkpoints.open()
+        loaded = self._stock_load(*arguments, **keywords)
+        source = getattr(args, keywords.get("load_arg", "load"), None)
+        if source and os.path.realpath(source) == os.path.realpath(args.save):
+            self.checkpoints.resumed(loaded[0])
+        self.checkpoints.warn_of_later(loaded[0])
+        return loaded
 
     def ensure_directory_exists(self, filename: str, check_parent: bool = True) -> None:
         """The step's directory appears when it is complete, not before."""
@@ -318,15 +351,19 @@ class _Patches:
         root, name = os.path.split(async_request.directory)
         iteration = MEGATRON.parse_published(name)
         assert iteration is not None, "save_checkpoint above has made this name"
-        self.checkpoints.save(
-            iteration,
-            async_request.state_dict,
-            directory=root,
-            content_metadata=async_request.content_metadata,
-            reports=[
-                c for c in async_request.finalize_fns if getattr(c, "__name__", "") in REPORTS
-            ],
-        )
+        fns = async_request.finalize_fns
+        args = self._checkpointing.get_args()
+        args.async_save = self._asked  # as it is saved with the state
+        try:
+            self.checkpoints.save(
+                iteration,
+                async_request.state_dict,
+                directory=root,
+                content_metadata=async_request.content_metadata,
+                reports=[c for c in fns if getattr(c, "__name__", "") in REPORTS],
+            )
+        finally:
+            args.async_save = True
 
     def maybe_finalize_async_save(self, blocking: bool = False, terminate: bool = False) -> None:
         if self._owner is not None:
@@ -398,9 +435,8 @@ class InstalledTraining:
         try:
             if kind is None:
                 self._patches.maybe_finalize_async_save(blocking=True, terminate=True)
-            else:
-                self._patches.reset_persistent_async_worker()
         finally:
+            self._patches.reset_persistent_async_worker()  # whoever is still open
             self._restore()
 
     def _rebind(self, name: str, stock: Any, replacement: Any) -> None:

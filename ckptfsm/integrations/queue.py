@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckptfsm.clock import pauses
 from ckptfsm.config import CheckpointConfig, config_of
-from ckptfsm.errors import CkptFsmError, ConfigError, SaveFailed, WriterDied, describe
+from ckptfsm.errors import (
+    CkptFsmError,
+    ConfigError,
+    SaveFailed,
+    StepExistsError,
+    WriterDied,
+    describe,
+)
 from ckptfsm.handle import SaveHandle
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.megatron.foreign import ForeignRequest, StagedRequest, stage_request
@@ -313,6 +320,9 @@ class AsyncCallsQueue:
             self._owned = manager = CheckpointManager(
                 root, config.model_copy(update={"layout": layouts[0]})
             )
+        latest = None if manager is None else manager.latest_step()
+        if latest is not None and step <= latest:
+            raise StepExistsError(f"step {latest} is tracked already", step=step, latest=latest)
         if manager is None or manager.config.layout not in layouts:
             raise ConfigError(f"{name!r} is not the directory of step {step}", directory=directory)
         if os.path.realpath(root) != os.path.realpath(manager._storage.root):

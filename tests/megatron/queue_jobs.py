@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import base
 
 from ckptfsm import ForeignRequest
-from ckptfsm.errors import CkptFsmError
+from ckptfsm.errors import CkptFsmError, StepExistsError
 from ckptfsm.integrations.queue import AsyncCallsQueue, install
 
 ROWS = 16
@@ -256,7 +256,12 @@ def save_begun_steps(here: Here, root: str, queue: AsyncCallsQueue, gate: str) -
                 request = request._replace(async_fn=Gated(request.async_fn, gate))
             queue.schedule_async_request(request)
         seen += until_empty(queue, blocking=False)
-    return {"seen": seen}
+    again = ""
+    try:
+        queue.begin(4, f"{root}/iter_0000004", ["model"])
+    except StepExistsError as error:
+        again = error.message
+    return {"seen": seen, "again": again}
 
 
 def misuse(here: Here, root: str) -> list[str]:

@@ -194,10 +194,31 @@ def test_a_trainer_of_its_own(cluster: Cluster, root: Path) -> None:
     that cannot be opened again."""
     root.mkdir()
     for rank in cluster.run("training_jobs.save_alone", root=str(root)):
-        assert rank["steps"] == [[2], [4], [True, False, True]]
+        assert rank["steps"] == [[2], [4], [True, False, True], [8, 9]]
     assert steps_on_disk(root) == [4, 7]
     assert tracked_step(root) == 7
     assert cluster.run("stock_load", directory=str(path_of(root, 7)), step=7) == [True, True]
+
+
+def test_another_run_into_the_same_directory_is_refused(cluster: Cluster, root: Path) -> None:
+    """Catches: a run whose saves are all skipped, because another one has saved their iterations."""
+    train(cluster, root, installed=True, train_iters=6, save_interval=2)
+    elsewhere = str(root.parent / "nothing")
+    for rank in train(
+        cluster, root, installed=True, train_iters=6, save_interval=2, load=elsewhere
+    ):
+        assert rank["error"]["type"] == "StepExistsError"
+        assert rank["warned"] == ["RecoveryWarning"]
+    assert tracked_step(root) == 6
+    for rank in train(cluster, root, installed=True, train_iters=6, save_interval=2):
+        assert rank["error"] is None, "it resumed from 6 and saves 6 again at its end"
+
+
+def test_a_synchronous_save_remembers_that_it_was_one(cluster: Cluster, root: Path) -> None:
+    """Catches: our way of saving in the arguments that a checkpoint keeps."""
+    cluster.run("training_jobs.save_synchronously", root=str(root))
+    [asked] = cluster.run("training_jobs.saved_arguments", root=str(root), iteration=4)[:1]
+    assert asked is False
 
 
 def test_terminate_after_a_failed_save_gives_the_root_back(cluster: Cluster, root: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from jobs import (
 from megatron.core.dist_checkpointing import ShardedTensor
 from trainer_lm import async_utils, checkpointing, global_vars, training
 
-from ckptfsm.errors import CkptFsmError
+from ckptfsm.errors import CkptFsmError, RecoveryWarning
 from ckptfsm.integrations.megatron_lm import InstalledTraining, MegatronLMCheckpoints, install
 from ckptfsm.megatron.compat import cpu_devices
 
@@ -96,17 +97,28 @@ def train(
 ) -> Told:
     """Load, train to ``train_iters`` and save on the way, with or without the drop-in."""
     here.join()
-    global_vars.set_args(save=root, load=root, **args)
+    global_vars.set_args(**{"save": root, "load": root, **args})
     model = Model(here, gate, gated_at)
     outcome: Told = {"error": None, "start": None, "exit": False}
-    try:
-        with cpu_devices(), owned(installed, **(settings or {})):
-            outcome["start"] = training.pretrain(model)
-    except CkptFsmError as error:
-        outcome["error"] = told(error)
-    except SystemExit as ending:
-        outcome["exit"] = ending.code in (None, 0)
-    return {**outcome, "loaded": model.loaded, "ran": checkpointing.RAN}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", RecoveryWarning)
+        try:
+            with cpu_devices(), owned(installed, **(settings or {})):
+                outcome["start"] = training.pretrain(model)
+        except CkptFsmError as error:
+            outcome["error"] = told(error)
+        except SystemExit as ending:
+            outcome["exit"] = ending.code in (None, 0)
+    warned = [w.category.__name__ for w in said if w.category is RecoveryWarning]
+    return {**outcome, "loaded": model.loaded, "ran": checkpointing.RAN, "warned": warned}
+
+
+def saved_arguments(here: Here, root: str, iteration: int) -> bool:
+    """Whether the arguments in a checkpoint say that it was asynchronous."""
+    path = f"{root}/iter_{iteration:07d}/common.pt"
+    common = torch.load(path, weights_only=False)
+    asked: bool = common["args"].async_save
+    return asked
 
 
 def save_synchronously(here: Here, root: str) -> Told:
@@ -199,5 +211,10 @@ def save_alone(here: Here, root: str) -> Told:
     ckpts.maybe_finalize_async_save(blocking=True, terminate=True)
     steps.append([again.skipped, busy, ckpts.is_empty_async_queue()])
     ckpts.save(7, state_of(7, here))
+    ckpts.maybe_finalize_async_save(blocking=True, terminate=True)
+    for iteration in (8, 9):  # a second directory; nothing was said of retention there
+        ckpts.save(iteration, state_of(iteration, here), directory=f"{root}.2")
+        ckpts.maybe_finalize_async_save(blocking=True)
+    steps.append(ckpts.open(f"{root}.2").all_steps())
     ckpts.maybe_finalize_async_save(blocking=True, terminate=True)
     return {"steps": steps}

@@ -135,16 +135,16 @@ def cleanup_old_non_persistent_checkpoint(
 
 def load_checkpoint(
     model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str = "load"
-) -> int:
-    """The iteration that was loaded; 0 if there is none."""
+) -> tuple[int, int]:
+    """The iteration that was loaded, 0 if there is none, and a count of operations."""
     load_dir = getattr(get_args(), load_arg)
     tracker_filename = get_checkpoint_tracker_filename(load_dir)
     if not os.path.isfile(tracker_filename):
         print("WARNING: could not find the metadata file; will not load any checkpoints")
-        return 0
+        return 0, 0
     iteration = read_metadata(tracker_filename)
     directory = get_checkpoint_name(load_dir, iteration)
     metadata = dist_checkpointing.load_content_metadata(directory)
     assert metadata == {"singleton_local_shards": False}
     model.load(dist_checkpointing.load(model.template(), directory), iteration)
-    return iteration
+    return iteration, 0

@@ -13,7 +13,7 @@ from trainer_lm.global_vars import get_args
 def pretrain(model: Any) -> int:
     """The iteration that training began from."""
     args = get_args()
-    start = load_checkpoint(model, None, None) if args.load else 0
+    start, _ = load_checkpoint(model, None, None) if args.load else (0, 0)
     context: dict[str, Any] = {}
     iteration = train(model, start, context)
     if args.save and iteration != 0 and iteration % args.save_interval != 0:
