@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import time
 import warnings
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ pytest.importorskip("ray")
 
 from verl_groups import Loader, PipeCalls, Server, WorkerGroup, config_of
 
-from ckptfsm.errors import ConfigError, PollMissingWarning, SaveFailed
+from ckptfsm.errors import ConfigError, PollMissingWarning, SaveFailed, StepExistsError
 from ckptfsm.integrations.verl import install, retention_of
 from ckptfsm.integrations.verl.mirror import DirectoryMirror
 from ckptfsm.retention import KeepAll, LatestN
@@ -191,13 +193,19 @@ def test_only_some_contents(job: Job) -> None:
     assert stock.global_steps == 1
 
 
-def test_the_old_checkpoint_stays_until_the_new_one_is_tracked(job: Job) -> None:
+KEEP_ONE = {"max_actor_ckpt_to_keep": 1, "max_critic_ckpt_to_keep": 1}
+
+
+@pytest.mark.parametrize("keep", [KEEP_ONE, {"remove_previous_ckpt_in_save": True}])
+def test_the_old_checkpoint_stays_until_the_new_one_is_tracked(
+    job: Job, keep: dict[str, Any]
+) -> None:
     """Catches: keep=1 that deletes first (verl #4873), a tracker before the save is durable (#4638).
 
     Also: only a part deleted, ranks that delete on their own.
     """
     gate = job.place / "go"
-    trainer = job.start(async_save=True, max_actor_ckpt_to_keep=1, max_critic_ckpt_to_keep=1)
+    trainer = job.start(async_save=True, **keep)
     save(trainer)
     trainer.checkpoints.poll(wait=True)
     trainer.critic_wg.call("verl_worker:hold_writers", str(gate))
@@ -210,6 +218,96 @@ def test_the_old_checkpoint_stays_until_the_new_one_is_tracked(job: Job) -> None
     gate.touch()
     polled_until(trainer, lambda: job.steps() == ["global_step_2"])
     assert (job.root / TRACKER).read_text() == "2"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_tracker_waits_for_every_rank_and_is_the_drivers(job: Job, late: int) -> None:
+    """Catches: verl #5016: a rank that takes itself for the one that tracks, and is done first."""
+    gate = job.place / "go"
+    trainer = job.start(async_save=True, critic=False)
+    trainer._load_checkpoint()
+    group = trainer.actor_rollout_wg
+    group.results([group.workers[late].submit("verl_worker:hold_writers", str(gate))])
+    save(trainer)
+    for _ in range(50):
+        trainer._start_profiling(False)
+        assert not list(job.place.rglob(TRACKER)) and not job.steps()
+    gate.touch()
+    polled_until(trainer, lambda: job.steps() == ["global_step_1"])
+    trainer.checkpoints.poll(wait=True)
+    assert list(job.place.rglob(TRACKER)) == [job.root / TRACKER]
+    assert (job.root / TRACKER).read_text() == "1"
+
+
+def test_the_worker_keeps_no_copy_and_a_killed_writer_fails_its_save_alone(job: Job) -> None:
+    """Catches: verl #4638 with an offloaded optimizer: staged tensors that live on in the worker while
+    its writer runs, and a writer killed for memory that takes the job or the only checkpoint along."""
+    trainer = job.start(async_save=True, on_failure="warn", **KEEP_ONE)
+    save(trainer)
+    trainer.checkpoints.poll(wait=True)
+    group = trainer.actor_rollout_wg
+    group.call("verl_worker:hold_writers", str(job.place / "never"))
+    save(trainer)
+    assert group.call("verl_worker:sharded_tensors") == [0, 0]
+    writers = group.call("verl_worker:children")
+    assert all(len(pids) == 1 for pids in writers), writers
+    os.kill(writers[1][0], signal.SIGKILL)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.checkpoints.poll(wait=True)
+    assert any("step 2 failed" in str(w.message) for w in said)
+    assert (job.steps(), (job.root / TRACKER).read_text()) == (["global_step_1"], "1")
+    group.call("verl_worker:hold_writers", str(job.root))  # is there: nobody waits
+    save(trainer)
+    trainer.checkpoints.poll(wait=True)
+    assert (job.steps(), (job.root / TRACKER).read_text()) == (["global_step_3"], "3")
+
+
+def test_the_same_step_twice_is_refused_and_stays(job: Job) -> None:
+    """Catches: with keep=1, a step that is registered a second time and deletes itself."""
+    trainer = job.start(**KEEP_ONE)
+    save(trainer)
+    for again in (trainer, None):
+        if again is None:
+            trainer.checkpoints.close()
+            again = restarted(job, **KEEP_ONE)
+        with pytest.raises(StepExistsError):
+            again._save_checkpoint()
+        assert (job.steps(), (job.root / TRACKER).read_text()) == (["global_step_1"], "1")
+    again.checkpoints.abandon()
+    stock = job.start(stock=True)
+    stock._load_checkpoint()
+    assert stock.global_steps == 1
+
+
+def test_a_gutted_step_is_not_resumed_from(job: Job) -> None:
+    """Catches: a directory whose ``actor/`` is gone and that passes the existence check all the same."""
+    trainer = job.start()
+    save(trainer)
+    before = state_of(trainer)
+    save(trainer)
+    trainer.checkpoints.close()
+    shutil.rmtree(job.root / "global_step_2/actor")
+    again = restarted(job)
+    assert again.global_steps == 1
+    assert state_of(again) == before
+
+
+def test_a_backend_for_which_verl_writes_no_tracker(job: Job) -> None:
+    """Catches: verl #7952, rllm #897: a kind of backend that is saved and never tracked."""
+    trainer = job.start(async_save=True, critic=False)
+    trainer.actor_rollout_wg.call("verl_worker:use_plain_files")
+    trainer._load_checkpoint()
+    save(trainer, 3)
+    before = state_of(trainer)
+    trainer.checkpoints.close()
+    assert (job.root / TRACKER).read_text() == "3"
+    stock = job.start(stock=True, critic=False)
+    stock.actor_rollout_wg.call("verl_worker:use_plain_files")
+    train(stock, 5)
+    stock._load_checkpoint()
+    assert stock.global_steps == 3
+    assert state_of(stock) == before
 
 
 def test_a_restart_remembers_what_to_prune(job: Job) -> None:

@@ -137,12 +137,12 @@ class WorkerGroup:
             worker.waiting.append(Call(worker))
             self.workers.append(worker)
         for worker in self.workers:
-            worker.pid = self._results([worker.waiting[0]])[0]
+            worker.pid = self.results([worker.waiting[0]])[0]
 
     def call(self, name: str, *arguments: Any, **keywords: Any) -> list[Any]:
-        return self._results([w.submit(name, *arguments, **keywords) for w in self.workers])
+        return self.results([w.submit(name, *arguments, **keywords) for w in self.workers])
 
-    def _results(self, begun: list[Call]) -> list[Any]:
+    def results(self, begun: list[Call]) -> list[Any]:
         done = self.calls.done(begun, LIMIT_S)
         assert len(done) == len(begun), f"{self.role} does not answer: {self.logs()}"
         return [self.calls.result(call) for call in begun]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -19,6 +20,7 @@ import time
 import traceback
 from functools import partial
 from multiprocessing.connection import Connection, Listener
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,16 +28,20 @@ import torch
 import torch.distributed as dist
 import verl.utils.checkpoint.megatron_checkpoint_manager as stock
 from megatron.core import mpu, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
     optim_state_to_sharding_state,
 )
 from transformers import LlamaConfig
 from verl.trainer.config import CheckpointConfig
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 import ckptfsm.integrations.verl.manager as ours
 from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel
+from ckptfsm.files import TreePart
 from ckptfsm.megatron.compat import cpu_devices
+from ckptfsm.megatron.driver import MegatronDraft
 
 SPEC = ModelSpec(hidden_size=32, layers=2, heads=2, sequence_length=16, batch_size=2)
 
@@ -182,9 +188,65 @@ def fail_in_save(worker: VerlWorker) -> None:
         manager.save_checkpoint = partial(_fail, manager.save_checkpoint)
 
 
+class PlainFiles(BaseCheckpointManager):
+    """A backend of verl that writes a file per rank, and whose saves no code of verl tracks."""
+
+    def __init__(self, worker: VerlWorker) -> None:
+        stock_manager = worker.checkpoint_mananager
+        super().__init__(None, None, checkpoint_config=stock_manager.checkpoint_config)
+        self.worker = worker
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        trainer = self.worker.trainer
+        os.makedirs(local_path, exist_ok=True)
+        state = {
+            "model": trainer.model.state_dict(),
+            "optimizer": trainer.optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "schedule": self.worker.scheduler.at,
+        }
+        torch.save(state, os.path.join(local_path, f"rank_{self.rank}.pt"))
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        trainer = self.worker.trainer
+        path = os.path.join(local_path, f"rank_{self.rank}.pt")
+        state = torch.load(path, weights_only=False)
+        trainer.model.load_state_dict(state["model"])
+        trainer.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        self.worker.scheduler.at = state["schedule"]
+
+
+def use_plain_files(worker: VerlWorker) -> None:
+    """Before ours is put in: another backend."""
+    worker.checkpoint_mananager = PlainFiles(worker)
+
+
+def sharded_tensors(worker: VerlWorker) -> int:
+    """How many tensors of a sharded state dict this process still holds."""
+    gc.collect()
+    return sum(isinstance(thing, ShardedTensor) for thing in gc.get_objects())
+
+
+def children(worker: VerlWorker) -> list[int]:
+    """What this process has forked."""
+    tasks = Path("/proc/self/task")
+    return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+
+
 def hold_writers(worker: VerlWorker, gate: str) -> None:
     """Writers forked from now on wait until the file ``gate`` exists; at most 60 s."""
-    ours.RoleDraft.stage = _Held(ours.RoleDraft.stage, gate)  # type: ignore[method-assign]
+    stage: Any = vars(MegatronDraft)["stage"]
+    stage = stage.stage if isinstance(stage, _Held) else stage
+    MegatronDraft.stage = _Held(stage, gate)  # type: ignore[method-assign]
 
 
 class _Held:
@@ -193,7 +255,10 @@ class _Held:
 
     def __get__(self, draft: Any, kind: Any) -> Any:
         return lambda *arguments: tuple(
-            _HeldJob(job, self.gate) for job in self.stage(draft, *arguments)
+            job
+            if isinstance(job, TreePart)
+            else _HeldJob(job, self.gate)  # a tree is known by its type
+            for job in self.stage(draft, *arguments)
         )
 
 
