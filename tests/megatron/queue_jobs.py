@@ -184,6 +184,31 @@ def abort(here: Here, place: str, gate: str) -> Told:
     return {"children": left, "seen": until_empty(queue, blocking=True)}
 
 
+def retry(here: Here, place: str, gate: str, polled: str) -> Told:
+    """A call is written when the run fails; the next run's first call has a gate in its writers."""
+    here.join()
+    queue = queue_of()
+    ran: list[int] = []
+    first = request_for(make_directory(here, f"{place}/1"), state_of(1, here, ROWS))
+    first.add_finalize_fn(partial(ran.append, 1))
+    queue.schedule_async_request(first)
+    while children_but_the_stock_manager():  # the test's patience ends
+        time.sleep(PACE_S)
+    queue.close(abort=True)
+    dist.barrier()
+    second = request_for(make_directory(here, f"{place}/2"), state_of(2, here, ROWS))
+    second.add_finalize_fn(partial(ran.append, 2))
+    queue.schedule_async_request(second._replace(async_fn=Gated(second.async_fn, gate)))
+    early: list[int] = []
+    for _ in range(10):
+        early += queue.maybe_finalize_async_calls()
+    early += ran
+    meet(polled)
+    seen = until_empty(queue, blocking=True)
+    queue.close()
+    return {"early": early, "seen": seen, "ran": ran}
+
+
 def schedule_and_stay(here: Here, place: str, gate: str, stay: str) -> None:
     here.join()
     queue = queue_of()

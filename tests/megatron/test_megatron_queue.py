@@ -168,6 +168,26 @@ def test_abort_kills_the_writers(cluster: Cluster, gate: Gates, tmp_path: Path) 
     assert not (tmp_path / "1" / ".metadata").exists()
 
 
+def test_written_call_of_a_failed_run_does_not_finalize_the_next(
+    cluster: Cluster, gate: Gates, tmp_path: Path
+) -> None:
+    """Catches: a completion that survives ``close(abort=True)`` and counts for the first call of the
+    retry (Megatron-Bridge #5117)."""
+    paused, polled = gate("paused"), gate("polled")
+    job = cluster.start(
+        "queue_jobs.retry", place=str(tmp_path), gate=paused.path, polled=polled.path
+    )
+    for _ in range(2):
+        polled.arrival(job)
+    assert not (tmp_path / "2" / ".metadata").exists()
+    paused.open(2)
+    polled.open(2)
+    for rank in job.results():
+        assert (rank["early"], rank["seen"], rank["ran"]) == ([], [1], [2])
+    assert not (tmp_path / "1" / ".metadata").exists()
+    assert loadable(cluster, tmp_path, [(2, 16)])
+
+
 def test_writers_die_with_their_trainer(cluster: Cluster, gate: Gates, tmp_path: Path) -> None:
     """Catches: orphans that hold the port of the restarted job and write into its directories."""
     paused, stay = gate("paused"), gate("stay")

@@ -73,6 +73,34 @@ def test_save_retain_interval_keeps_the_last_and_the_multiples(
         assert tracked_step(root) == until
 
 
+def test_tracker_waits_for_the_writers_and_names_their_iteration(
+    cluster: Cluster, gate: Gates, root: Path
+) -> None:
+    """Catches: a tracker at the request, closures before the save is durable, a tracker that names the
+    iteration that training has come to (Megatron-Bridge #3267)."""
+    paused, trained = gate("paused"), gate("trained")
+    job = cluster.start(
+        "training_jobs.train_on_while_saving",
+        root=str(root),
+        gate=paused.path,
+        trained=trained.path,
+    )
+    paused.arrival(job)
+    for _ in range(2):
+        trained.arrival(job)
+    assert tracked_step(root) == 2
+    assert steps_on_disk(root) == [2]
+    paused.open()
+    trained.open(2)
+    reports = [[], ["onelogger 2", "wandb 2", "onelogger 4", "wandb 4"]]
+    ranks = job.results()
+    assert [rank["early"] for rank in ranks] == [reports[0], reports[1][:2]]
+    assert [rank["ran"] for rank in ranks] == reports
+    assert tracked_step(root) == 4
+    assert_complete(root, 4)
+    assert_began_from(train(cluster, root, installed=False, train_iters=4), 4)
+
+
 def test_killed_writer_leaves_the_tracker(cluster: Cluster, gate: Gates, root: Path) -> None:
     """Catches: finalizers after a SIGKILL (stock temporal caller): a tracker that names half a
     checkpoint, the whole one before it deleted."""
