@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fieldbugs import megatron, verl
 from fieldbugs.catalogue import BY_NAME, PAGE, REPORTS, page, side_by_side
+from fieldbugs.dropins import DROPINS
 from fieldbugs.model import Action, search
 from fieldbugs.report import Checked, check
 from fieldbugs.saveloop import SaveLoop
@@ -43,6 +45,14 @@ def test_the_page_is_up_to_date(checked):
 def test_names_and_aliases_are_distinct():
     """Catches: a report that no command reaches."""
     assert len(BY_NAME) == sum(1 + len(report.aliases) for report in REPORTS)
+
+
+def test_every_report_of_verl_and_megatron_runs_against_a_drop_in():
+    """Catches: a report that only the library's own manager was tried on, a test that was renamed."""
+    assert list(DROPINS) == [report.name for report in (*verl.REPORTS, *megatron.REPORTS)]
+    for path, _, function in (test.partition("::") for tests in DROPINS.values() for test in tests):
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert f"\ndef {function}(" in text, f"{path} has no {function}"
 
 
 def test_a_model_that_is_not_red_is_a_violation():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from fieldbugs import megatron, others, verl
+from fieldbugs.dropins import shown
 from fieldbugs.report import Checked, Report
 
 REPORTS: tuple[Report, ...] = (*verl.REPORTS, *megatron.REPORTS, *others.REPORTS)
@@ -26,8 +27,12 @@ right has no such history, which shows that the model is not red by itself.
 `make repro-NAME` prints both side by side; `make repro-list` lists the names. The models are written
 from the public reports and contain no code of those projects.
 
-| report | what happened | shortest history | what breaks | what ckptfsm does | command |
-|---|---|---|---|---|---|
+What was reported of verl and of Megatron also runs as a scenario against the drop-in: that for
+[verl](verl.md), for [Megatron-LM](megatron-lm.md), or the [queue](queue.md).
+The last column names the tests.
+
+| report | what happened | shortest history | what breaks | what ckptfsm does | command | drop-in |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -74,6 +79,7 @@ def _row(checked: Checked) -> str:
         checked.old.broken,
         report.verdict,
         f"`make repro-{report.name}`",
+        shown(report.name),
     )
     return f"| {' | '.join(cells)} |\n"
 
