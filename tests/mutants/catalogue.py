@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants import composites, core, durability, protocol, ranks
+from mutants import composites, core, dropins, durability, protocol, ranks
 from mutants.loader import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -11,6 +11,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *protocol.MUTANTS,
     *ranks.MUTANTS,
     *composites.MUTANTS,
+    *dropins.MUTANTS,
 )
 
 

@@ -1,0 +1,430 @@
+"""The queue and the drop-in for Megatron-LM in one process: what planted bugs of them are killed by.
+
+The queue: two ranks as threads, made-up requests, forked writers. The drop-in for Megatron-LM: one
+rank, under the trainer of ``tests/megatron``, with megatron-core's saves. The tests that lie there say
+more, and take longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ckptfsm.config import CheckpointConfig
+from ckptfsm.errors import ConfigError, SaveFailed, StepExistsError, WriterDied
+from ckptfsm.layout import TRACKER
+from ckptfsm.testing.fakes import ThreadTransport, run_ranks
+
+PATIENCE_S = 20.0
+HERE = threading.local()
+
+
+class Gate:
+    """Writers wait here, in their read of a FIFO, until it is opened for so many of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        os.mkfifo(path)
+        self._end = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # so that nobody waits for an open
+
+    def open(self, count: int) -> None:
+        os.write(self._end, b"." * count)
+
+    def close(self) -> None:
+        os.close(self._end)
+
+    def __call__(self) -> None:
+        with open(self.path, "rb", buffering=0) as go:
+            go.read(1)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(tmp_path / "gate")
+    yield gate
+    gate.close()
+
+
+# --------------------------------------------------------------------------------------- the queue
+
+
+class Rank:
+    """A rank with a queue, and the queue of results that all its requests share."""
+
+    def __init__(self, transport: ThreadTransport, **settings: Any) -> None:
+        from ckptfsm.integrations.queue import AsyncCallsQueue
+
+        HERE.transport = transport
+        self.rank = transport.rank
+        self.queue = AsyncCallsQueue(**settings)
+        self.results: queue.Queue[Any] = queue.Queue()
+        self.ran: list[tuple[str, Any]] = []
+
+    def request(self, name: str, write: Callable[[], Any] = int, *more: Any) -> Any:
+        """One bucket. Its finalizer notes the result that it took; ``more`` run before that."""
+        return SimpleNamespace(
+            async_fn=partial(put_result, name, write),
+            async_fn_args=[self.rank, [name], self.results],
+            finalize_fns=[*more, partial(self.take, name)],
+        )
+
+    def take(self, name: str) -> None:
+        self.ran.append((name, self.results.get(timeout=PATIENCE_S)))
+
+    def finish(self, **how: Any) -> Any:
+        """What the next call of the queue returns, or the type of what it raises."""
+        try:
+            return self.queue.maybe_finalize_async_calls(**{"blocking": True, **how})
+        except SaveFailed as error:
+            return type(error)
+
+
+def put_result(name: str, write: Callable[[], Any], rank: int, buckets: Any, results: Any) -> None:
+    write()
+    results.put({0: name})
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise ValueError("made up")
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[ThreadTransport], Any]], Any]:
+    """Runs work on two ranks, each on a thread; what each returned. An error of one is raised."""
+    from ckptfsm.integrations import queue as module
+    from ckptfsm.megatron import foreign
+
+    monkeypatch.setattr(module, "transport_of", lambda config: HERE.transport)
+    monkeypatch.setattr(foreign, "cpu_devices", contextlib.nullcontext)  # not for two threads
+
+    def run(work: Callable[[ThreadTransport], Any]) -> Any:
+        returned = run_ranks(2, work, timeout_s=PATIENCE_S)
+        for error in returned:
+            if isinstance(error, BaseException):
+                raise AssertionError(f"a rank ended with {error!r}") from error
+        return returned
+
+    return run
+
+
+def results_of(*names: str) -> list[tuple[str, Any]]:
+    return [(name, {0: name}) for name in names]
+
+
+def test_I5_requests_in_flight_together_keep_their_results(ranks: Any) -> None:
+    """Catches: results that are swapped through the queue that all stock requests share."""
+
+    def work(transport: ThreadTransport) -> Any:
+        here = Rank(transport)
+        for name in "abc":
+            here.queue.schedule_async_request(here.request(name))
+        for call in here.queue._calls:  # all of them are written
+            assert call.child is not None
+            call.child.wait(PATIENCE_S)
+        return here.finish(), here.ran
+
+    assert ranks(work) == [([0, 1, 2], results_of("a", "b", "c"))] * 2
+
+
+def test_I5_a_result_that_was_not_taken_is_not_the_next_requests(ranks: Any) -> None:
+    """Catches: finalizers that raise and leave their payload to the next request."""
+
+    def work(transport: ThreadTransport) -> Any:
+        here = Rank(transport)
+        here.queue.schedule_async_request(here.request("a", int, fail))
+        here.queue.schedule_async_request(here.request("b"))
+        return here.finish(), here.finish(), here.ran
+
+    assert ranks(work) == [(SaveFailed, [1], results_of("b"))] * 2
+
+
+def test_I10_a_killed_writer_is_an_error_on_every_rank(ranks: Any) -> None:
+    """Catches: a killed writer that counts as done, finalizers of its request, a rank that is not
+    told."""
+
+    def work(transport: ThreadTransport) -> Any:
+        here = Rank(transport)
+        here.queue.schedule_async_request(here.request("a", die if here.rank == 1 else int))
+        here.queue.schedule_async_request(here.request("b"))
+        return here.finish(), here.ran, here.finish(), here.ran
+
+    for first, _, then, ran in ranks(work):
+        assert (first, then) == (WriterDied, [1])
+        assert ran == results_of("b")
+
+
+def test_I6_finalizers_wait_for_the_writers_of_all_ranks(ranks: Any, gate: Gate) -> None:
+    """Catches: a rank that finalizes when its own writer is done: before the checkpoint is whole."""
+
+    def work(transport: ThreadTransport) -> Any:
+        here = Rank(transport)
+        here.queue.schedule_async_request(here.request("a", gate if here.rank == 1 else int))
+        (call,) = here.queue._calls
+        if here.rank == 0:
+            assert call.child is not None
+            call.child.wait(PATIENCE_S)
+        early = [*(here.finish(blocking=False) for _ in range(3)), list(here.ran)]
+        if here.rank == 1:
+            gate.open(1)
+        return early, here.finish(), here.ran
+
+    assert ranks(work) == [([[], [], [], []], [0], results_of("a"))] * 2
+
+
+def test_I10_a_hung_writer_misses_its_deadline(ranks: Any, gate: Gate) -> None:
+    """Catches: a writer on a dead file system that is waited for, for ever."""
+
+    def work(transport: ThreadTransport) -> Any:
+        here = Rank(transport, writer_timeout_s=0.5)
+        here.queue.schedule_async_request(here.request("a", gate if here.rank == 1 else int))
+        return here.finish(), here.ran
+
+    assert ranks(work) == [(SaveFailed, [])] * 2
+
+
+def test_I5_a_call_that_was_aborted_is_not_the_next_one(ranks: Any) -> None:
+    """Catches: a completion of a failed run that counts for the first call of the retry."""
+
+    def work(transport: ThreadTransport) -> Any:
+        here = Rank(transport)
+        here.queue.schedule_async_request(here.request("a"))
+        here.queue.close(abort=True)
+        left = here.queue.get_num_unfinalized_calls()
+        here.queue.schedule_async_request(here.request("b"))
+        return left, here.finish(), here.ran
+
+    assert ranks(work) == [(0, [1], results_of("b"))] * 2
+
+
+class Refusing:
+    """A manager that refuses its first save."""
+
+    config = CheckpointConfig()
+
+    def __init__(self, root: str) -> None:
+        self._storage = SimpleNamespace(root=root)
+        self.saved: list[int] = []
+
+    def save(self, step: int, parts: Any) -> Any:
+        self.saved.append(step)
+        if len(self.saved) == 1:
+            raise StepExistsError("made up", step=step, latest=step)
+        return SimpleNamespace(done=True, skipped=False, exception=lambda: None)
+
+    def wait_until_finished(self) -> None:
+        """Nothing is in flight."""
+
+
+def test_a_refused_checkpoint_is_not_begun_any_more(tmp_path: Path) -> None:
+    """Catches: a queue that takes the next checkpoint's parts for those of one that was refused."""
+    from ckptfsm.integrations.queue import AsyncCallsQueue
+
+    manager: Any = Refusing(str(tmp_path))
+    queue = AsyncCallsQueue(manager=manager)
+    queue.begin(1, f"{tmp_path}/iter_0000001", ["state"])
+    with pytest.raises(ConfigError, match="was not scheduled"):
+        queue.begin(2, f"{tmp_path}/iter_0000002", ["state"])
+    with pytest.raises(StepExistsError):
+        queue.schedule_async_request(SimpleNamespace())
+    queue.begin(2, f"{tmp_path}/iter_0000002", ["state"])
+    assert queue.schedule_async_request(SimpleNamespace()) == 1
+    assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+    assert manager.saved == [1, 2]
+
+
+# ----------------------------------------------------------------------------------- Megatron-LM
+
+
+class Model:
+    """Its state is its iteration. ``gate``: writers wait there."""
+
+    def __init__(self, gate: Gate | None = None) -> None:
+        self.gate = gate
+        self.loaded: dict[str, Any] = {}
+
+    def sharded_state_dict(self, iteration: int) -> dict[str, Any]:
+        state = {**self.template(float(iteration)), "common": iteration}
+        if self.gate is not None:
+            state["gated"] = AtAGate(self.gate.path, os.getpid())
+        return state
+
+    def template(self, value: float = 0.0) -> dict[str, Any]:
+        import torch
+        from megatron.core.dist_checkpointing import ShardedTensor
+
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((8,), value))}
+
+    def load(self, state: dict[str, Any], iteration: int) -> None:
+        self.loaded = {"w": state["w"].tolist(), "iteration": iteration}
+
+
+class AtAGate:
+    """Whoever pickles it in another process waits. ``path`` is "" where it was read back."""
+
+    def __init__(self, path: str, trainer: int) -> None:
+        self.path, self.trainer = path, trainer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if os.getpid() != self.trainer:
+            with open(self.path, "rb", buffering=0) as go:
+                go.read(1)
+        return (AtAGate, ("", 0))
+
+
+class Training:
+    """A run under the trainer of ``tests/megatron``, with the drop-in."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        modules = ("checkpointing", "async_utils", "global_vars")
+        for name in modules:
+            setattr(self, name, importlib.import_module(f"trainer_lm.{name}"))
+        self.args: Any = None
+        self.ran: list[str] = self.checkpointing.RAN
+        self.ran.clear()
+
+    checkpointing: Any
+    async_utils: Any
+    global_vars: Any
+
+    @contextlib.contextmanager
+    def installed(self, **args: Any) -> Iterator[Any]:
+        from ckptfsm.integrations.megatron_lm import install
+        from ckptfsm.megatron.compat import cpu_devices
+
+        self.args = self.global_vars.set_args(save=str(self.root), load=str(self.root), **args)
+        with cpu_devices(), install("trainer_lm", exit_timeout_s=0.5) as dropin:
+            yield dropin
+
+    def save(self, iteration: int, model: Model | None = None, **how: Any) -> None:
+        self.checkpointing.save_checkpoint(iteration, model or Model(), None, None, 0, **how)
+
+    def finalize(self, blocking: bool = True) -> None:
+        self.async_utils.maybe_finalize_async_save(blocking=blocking)
+
+    def tracked(self, below: str = "") -> str | None:
+        tracker = self.root / below / TRACKER
+        return tracker.read_text() if tracker.exists() else None
+
+    def iterations(self, below: str = "") -> list[int]:
+        return sorted(int(p.name[5:]) for p in (self.root / below).glob("iter_*"))
+
+
+@pytest.fixture
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
+    import torch.distributed as dist
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "megatron"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield Training(tmp_path / "root")
+    finally:
+        dist.destroy_process_group()
+        for name in [n for n in sys.modules if n.partition(".")[0] == "trainer_lm"]:
+            del sys.modules[name]
+
+
+REPORTS = ["onelogger", "wandb"]
+
+
+def test_I2_the_tracker_and_the_reports_wait_for_the_writer(training: Training, gate: Gate) -> None:
+    """Catches: Megatron-LM's closure that tracks and deletes, run when the save is asked for, or at
+    all; reports before the checkpoint is tracked; a step's directory before it is complete."""
+    with training.installed():
+        training.checkpointing.load_checkpoint(Model(), None, None)
+        training.save(2)
+        training.finalize()
+        training.save(4, Model(gate))
+        for _ in range(5):
+            training.finalize(blocking=False)
+        assert (training.tracked(), training.iterations()) == ("2", [2])
+        assert training.ran == [f"{who} 2" for who in REPORTS]
+        gate.open(1)
+        training.finalize()
+        assert (training.tracked(), training.iterations()) == ("4", [2, 4])
+    assert training.ran == [f"{who} {iteration}" for iteration in (2, 4) for who in REPORTS]
+
+
+def test_I7_the_retain_interval_keeps_the_last_and_the_multiples(training: Training) -> None:
+    """Catches: a multiple that is deleted, a checkpoint between them that stays for ever."""
+    with training.installed(save_retain_interval=4):
+        for iteration in (2, 4, 6, 7):
+            training.save(iteration)
+            training.finalize()
+    assert training.iterations() == [4, 7]
+    assert training.tracked() == "7"
+
+
+def test_I2_a_synchronous_save_is_tracked_when_it_returns(training: Training) -> None:
+    """Catches: a trainer that goes on, or ends, with a save that it takes for done."""
+    with training.installed(async_save=False):
+        training.save(2)
+        assert training.tracked() == "2"
+        assert training.args.async_save is False
+
+
+def test_F18_a_torn_tracker_does_not_end_the_run_with_status_0(training: Training) -> None:
+    """Catches: stock code that loads before the root was recovered."""
+    with training.installed():
+        training.save(2)
+    (training.root / TRACKER).write_text("")
+    model = Model()
+    with training.installed():
+        assert training.checkpointing.load_checkpoint(model, None, None) == 2
+    assert model.loaded == {"w": [2.0] * 8, "iteration": 2}
+
+
+def test_I7_the_cleanup_by_names_does_not_run(training: Training) -> None:
+    """Catches: a partial newest non-persistent directory for whose sake the tracked one is deleted."""
+    place = "non_persistent"
+    with training.installed(non_persistent_ckpt_type="global"):
+        training.save(2, non_persistent_ckpt=True)
+        training.finalize()
+        (training.root / place / "iter_0000009").mkdir()
+        with contextlib.suppress(SaveFailed):
+            training.save(4, Doomed(), non_persistent_ckpt=True)
+            training.finalize()
+        assert training.tracked(place) == "2"
+        assert 2 in training.iterations(place)
+
+
+def test_I2_a_failed_save_is_raised_and_reported_to_nobody(training: Training) -> None:
+    """Catches: people who are told of a checkpoint that is not there, a trainer that is not told."""
+    with training.installed():
+        training.save(2, Doomed())
+        with pytest.raises(WriterDied):
+            training.finalize()
+        assert (training.ran, training.tracked()) == ([], None)
+
+
+class Doomed(Model):
+    """Its writer is killed."""
+
+    def sharded_state_dict(self, iteration: int) -> dict[str, Any]:
+        return {**super().sharded_state_dict(iteration), "doom": Doom(os.getpid())}
+
+
+class Doom:
+    def __init__(self, trainer: int) -> None:
+        self.trainer = trainer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if os.getpid() != self.trainer:
+            die()
+        return (Doom, (self.trainer,))

@@ -1,0 +1,199 @@
+"""verl's drop-in in the driver, without verl: a trainer with verl's calls, workers without torch.
+
+``tests/integrations/test_verl.py`` has the real trainers and managers of verl, where verl is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from groups import Group
+
+from ckptfsm.errors import PollMissingWarning, SaveFailed
+from ckptfsm.integrations.verl import install, trainer
+from ckptfsm.integrations.verl.workers import attach
+from ckptfsm.layout import TRACKER
+from ckptfsm.messages import AttemptId, Event
+from ckptfsm.tickets import Ticket
+
+SIZES = {"actor": 2, "critic": 1}
+
+
+class Config(dict[str, Any]):
+    """Keys are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class WorkerGroup:
+    """What verl has of a role. ``broken``: its workers raise when they are to save."""
+
+    def __init__(self, role: str, root: Path) -> None:
+        self.group = Group(role, SIZES[role], root)
+        self.workers = [self] * SIZES[role]
+        self.reports: list[Event] = []
+        self.broken = False
+
+    def save_checkpoint(self, path: str, ticket: Ticket, step: int, **more: Any) -> None:
+        if self.broken:
+            raise RuntimeError("made up: a worker is gone")
+        states = [{"w": b"%d" % step}] * self.group.size
+        self.reports += self.group.write(ticket, states)
+
+    def poll(self, doomed: tuple[AttemptId, ...]) -> list[Event]:
+        reports, self.reports = [*self.reports, *self.group.poll(doomed)], []
+        return reports
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A call that was answered at once. See ``ckptfsm.integrations.verl.Calls``."""
+
+    value: list[Event]
+
+
+class AtOnce:
+    def submit(self, worker: Any, function: Callable[..., Any], *arguments: Any) -> Answered:
+        return Answered([] if function is attach else worker.poll(arguments[1]))
+
+    def done(self, calls: Sequence[Any], timeout_s: float) -> Sequence[Any]:
+        return calls
+
+    def result(self, call: Answered) -> list[Event]:
+        return call.value
+
+
+class Loader:
+    def state_dict(self) -> dict[str, int]:
+        return {"position": 1}
+
+
+class Trainer:
+    """What ``install`` finds in a trainer of verl, and verl's way to load."""
+
+    use_critic = True
+    checkpoints: Any
+
+    def __init__(self, root: Path, *, async_save: bool = True, **more: Any) -> None:
+        values = {
+            "default_local_dir": str(root),
+            "default_hdfs_dir": None,
+            "resume_mode": "auto",
+            "resume_from_path": None,
+            **more,
+        }
+        actor = Config(checkpoint=Config(async_save=async_save))
+        rollout = Config(actor=actor)
+        self.config = Config(trainer=Config(values), actor_rollout_ref=rollout)
+        self.actor_rollout_wg = WorkerGroup("actor", root)
+        self.critic_wg = WorkerGroup("critic", root)
+        self.train_dataloader = Loader()
+        self.global_steps = 0
+
+    def _save_checkpoint(self) -> None:
+        """verl's own."""
+
+    def _load_checkpoint(self) -> None:
+        tracker = Path(self.config.trainer.default_local_dir, TRACKER)
+        if tracker.exists():
+            self.global_steps = int(tracker.read_text())
+
+    def _start_profiling(self, profiles: bool) -> None:
+        """verl's own."""
+
+    def fit(self) -> None:
+        self._load_checkpoint()
+        for _ in range(4):
+            self._start_profiling(False)
+            self.save()
+
+    def save(self) -> None:
+        self.global_steps += 1
+        self._save_checkpoint()
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts the trainers of one run. ``settings`` are those of ``install``."""
+    monkeypatch.setattr(trainer, "_dumped", lambda state: json.dumps(state).encode())  # no torch
+    began = []
+
+    def make(settings: dict[str, Any] | None = None, **more: Any) -> Any:
+        installed: Any = install(
+            Trainer(tmp_path / "root", **more),
+            extra_parts=lambda _: {},
+            calls=AtOnce(),
+            **(settings or {}),
+        )
+        began.append(installed)
+        return installed
+
+    yield make
+    for one in began:
+        one.checkpoints.abandon()
+
+
+def steps(root: Path) -> list[str]:
+    return sorted(p.name for p in root.glob("global_step_*"))
+
+
+def tracked(root: Path) -> str:
+    return (root / TRACKER).read_text()
+
+
+def test_the_loop_polls_and_its_end_waits(start: Start, tmp_path: Path) -> None:
+    """Catches: verl #6067, #7363, #7952: asynchronous saves that nobody polls, or the last of a run."""
+    began = start(max_actor_ckpt_to_keep=2, max_critic_ckpt_to_keep=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PollMissingWarning)
+        began.fit()
+    assert tracked(tmp_path / "root") == "4"
+    assert steps(tmp_path / "root") == ["global_step_3", "global_step_4"]
+
+
+def test_a_loop_that_does_not_poll_is_told(start: Start) -> None:
+    """Catches: verl #4253: nobody finalizes, and nobody is told."""
+    began = start()
+    began.save()
+    with pytest.warns(PollMissingWarning, match="poll\\(\\) was not called"):
+        began.save()
+
+
+def test_of_two_counts_the_larger_one_counts(start: Start, tmp_path: Path) -> None:
+    """Catches: a step that one role was to keep and that goes because of the other's count."""
+    with pytest.warns(UserWarning, match="cannot both"):
+        began = start(async_save=False, max_actor_ckpt_to_keep=1, max_critic_ckpt_to_keep=2)
+        for _ in range(3):
+            began.save()
+    assert steps(tmp_path / "root") == ["global_step_2", "global_step_3"]
+
+
+def test_F18_a_torn_tracker_is_mended_before_verl_loads(start: Start, tmp_path: Path) -> None:
+    """Catches: verl's own code on a torn tracker: ``ValueError``, or training from scratch."""
+    began = start(async_save=False)
+    began.save()
+    began.checkpoints.close()
+    (tmp_path / "root" / TRACKER).write_text("")
+    again = start()
+    again._load_checkpoint()
+    assert again.global_steps == 1
+
+
+def test_I10_a_role_whose_workers_are_gone_fails_the_save(start: Start, tmp_path: Path) -> None:
+    """Catches: half a step that passes for a checkpoint, or is waited for until its deadline."""
+    began = start({"writer_timeout_s": 10.0}, async_save=False)
+    began.save()
+    began.critic_wg.broken = True
+    with pytest.raises(SaveFailed, match="the workers of 'critic'"):
+        began.save()
+    assert (tracked(tmp_path / "root"), steps(tmp_path / "root")) == ("1", ["global_step_1"])
