@@ -117,9 +117,9 @@ MEGATRON_LM = (
     mutant(
         "megatron-lms-own-closure-runs",
         "integrations.megatron_lm",
-        """                c for c in async_request.finalize_fns if getattr(c, "__name__", "") in REPORTS
+        """                reports=[c for c in fns if getattr(c, "__name__", "") in REPORTS],
 """,
-        "                c for c in async_request.finalize_fns\n",
+        "                reports=fns,\n",
         breaks="I1",
         source="Megatron-LM (tracker)",
         killers=(f"{_TESTS}test_I2_the_tracker_and_the_reports_wait_for_the_writer",),
@@ -158,7 +158,7 @@ MEGATRON_LM = (
     mutant(
         "a-synchronous-save-is-left-in-flight",
         "integrations.megatron_lm",
-        """        if not asked:
+        """        if not self._asked:
             self.checkpoints.maybe_finalize_async_save(blocking=True)
 """,
         "",
@@ -170,10 +170,10 @@ MEGATRON_LM = (
     mutant(
         "stock-code-loads-before-recovery",
         "integrations.megatron_lm",
-        """        if getattr(self._checkpointing.get_args(), "save", None):
-            self.checkpoints.open()
+        """            return self._stock_load(*arguments, **keywords)
+        self.checkpoints.open()
 """,
-        "",
+        "            return self._stock_load(*arguments, **keywords)\n",
         breaks="F18",
         source="Megatron-LM (tracker)",
         killers=(f"{_TESTS}test_F18_a_torn_tracker_does_not_end_the_run_with_status_0",),
