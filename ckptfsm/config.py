@@ -28,6 +28,7 @@ else:  # pragma: no cover  only on Python 3.10
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Steps = Annotated[int, Field(ge=1)]
+Verify = Literal["none", "sizes", "digests"]
 _WORDS = ("raise", "warn")
 
 
@@ -61,7 +62,7 @@ class CheckpointConfig(BaseModel):
     on_busy: Literal["wait", "skip", "raise"] = "wait"
     resume: Resume = "fallback"
     takeover: bool = False
-    verify: Literal["none", "sizes", "digests"] = "digests"
+    verify: Verify = "digests"
     layout: Literal["megatron", "verl"] = "megatron"
     writer_files: Annotated[int, Field(ge=1, le=64)] = 2
     reshard_drops: tuple[str, ...] = ("rng_state",)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptfsm.config import CheckpointConfig, config_of
+from ckptfsm.config import CheckpointConfig, Verify, config_of
 from ckptfsm.coordinator import Coordinator, SaveRequest
 from ckptfsm.errors import ConfigError, DeadlineExceeded, WriterDied, name_ranks, printable
 from ckptfsm.files import FilesDriver
@@ -315,13 +315,17 @@ class Controller(Owner):
     # ----------------------------------------------------------------------------------- reading
 
     @contextlib.contextmanager
-    def reading(self, step: int | None = None) -> Iterator[Reading | None]:
+    def reading(
+        self, step: int | None = None, *, verify: Verify | None = None
+    ) -> Iterator[Reading | None]:
         """The latest checkpoint, or that of ``step``, verified and kept from retention meanwhile.
 
-        None if there is no evidence of any checkpoint. Raises ``StepNotFoundError``, ``DamagedRoot``.
+        ``verify`` takes the place of the configuration's. None if there is no evidence of any
+        checkpoint. Raises ``StepNotFoundError``, ``DamagedRoot``.
         """
         self._require_open()
-        restorer = Restorer(self._ports, self._storage, self.config, self._agree)
+        config = self.config.model_copy(update={"verify": verify or self.config.verify})
+        restorer = Restorer(self._ports, self._storage, config, self._agree)
         located = restorer.choose(step)
         if located is None:
             self._pump.say_notes()

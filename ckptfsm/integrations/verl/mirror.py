@@ -2,8 +2,8 @@
 
 *before*: the upload is a part of the checkpoint, a group of one writer. It waits for the receipts of all
 others, uploads what they list, and gives its own receipt only then. Without it nothing is tracked.
-*after*: a child uploads what was tracked; meanwhile the step is pinned. A run that ended in between
-uploads its latest step at the next start.
+*after*: a child uploads what was tracked; a reader's lease keeps the step meanwhile. A run that ended in
+between uploads its latest step at the next start.
 
 Rules:
 * Uploaded is what receipts list, and every file is checked against them: its size, and its digest where
@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ckptfsm.clock import SystemClock
-from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Pin, Receipt, decode
+from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Receipt, decode
 from ckptfsm.durable import fsync_tree_dirs, list_names, lookup, move
 from ckptfsm.errors import SaveFailed, StorageError
 from ckptfsm.files import FilesDraft, FilesDriver, FileTree
-from ckptfsm.layout import PRIVATE, RECEIPTS, VERL, join, pin_name
+from ckptfsm.layout import PRIVATE, RECEIPTS, VERL, join
 from ckptfsm.messages import PartSpec
 from ckptfsm.ports import Clock, PartJob, Storage, Written
 from ckptfsm.processes import Child, fork_child
@@ -260,12 +260,6 @@ def _receipts(storage: Storage, name: str) -> Iterator[Receipt]:
         for file in list_names(storage, join(name, RECEIPTS, part)):
             path = join(name, RECEIPTS, part, file)
             yield decode(Receipt, storage.read(path, MAX_DOCUMENT_BYTES), path)
-
-
-def pinned_by_us(root: str, step: int) -> bool:
-    """Whether an upload that did not end left its pin on ``step``."""
-    path = Path(root, pin_name(step))
-    return path.exists() and decode(Pin, path.read_bytes(), str(path)).reason == NAME
 
 
 def mirror_of(remote: str | None) -> Mirror | None:

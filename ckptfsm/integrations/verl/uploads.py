@@ -1,7 +1,10 @@
-"""Uploads of checkpoints that are tracked: one child at a time, and a pin on each step that waits.
+"""Uploads of checkpoints that are tracked: one child at a time, and a reader's lease on each that waits.
 
-Rules: a hook only notes the step; pins are set, and children started, at the next poll. What went wrong
-is raised or warned of there, as for a save that failed. A failed upload leaves the checkpoint alone.
+Rules:
+* A hook only notes the step; leases are taken, and children started, at the next poll. What went wrong
+  is raised or warned of there, as for a save that failed. A failed upload leaves the checkpoint alone.
+* A step is struck off one list only when it is on the next: an error of a moment costs no upload.
+* Pins are people's: none is set or removed here. The leases of a run that was killed expire.
 """
 
 from __future__ import annotations
@@ -9,14 +12,23 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ckptfsm.controller import Controller
 from ckptfsm.documents import TransitionRecord
-from ckptfsm.errors import DeadlineExceeded, SaveFailed, SaveFailedWarning
-from ckptfsm.integrations.verl.mirror import NAME, Mirror, Upload, pinned_by_us
+from ckptfsm.errors import (
+    DamagedRoot,
+    DeadlineExceeded,
+    SaveFailed,
+    SaveFailedWarning,
+    StepNotFoundError,
+    describe,
+)
+from ckptfsm.integrations.verl.mirror import Mirror, Upload
 from ckptfsm.layout import VERL
 from ckptfsm.lifecycle import State
+from ckptfsm.ports import Outcome
 from ckptfsm.processes import Child
 
 log = logging.getLogger("ckptfsm")
@@ -24,12 +36,15 @@ log = logging.getLogger("ckptfsm")
 
 @dataclass(slots=True)
 class Uploads:
-    """``noted`` steps are not pinned yet, ``waiting`` ones are. ``running`` is what a child uploads."""
+    """``noted`` steps are not kept yet; each of ``waiting`` is, by its lease, until it was uploaded.
+
+    ``running`` is the first of those, and the child that uploads it.
+    """
 
     root: str
     mirror: Mirror
     noted: list[int] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
+    waiting: dict[int, ExitStack] = field(default_factory=dict)
     running: tuple[int, Child] | None = None
 
     def hook(self, record: TransitionRecord) -> None:
@@ -38,23 +53,19 @@ class Uploads:
             self.noted.append(record.step)
 
     def begin(self, controller: Controller) -> None:
-        """At the start: what an earlier run pinned is let go, and what it left undone is noted."""
-        for step in controller.all_steps():
-            if pinned_by_us(self.root, step):
-                controller.unpin(step)
+        """At the start: what an earlier run left undone is noted."""
         latest = controller.latest_step()
         if latest is not None and not self.mirror.has(VERL.published_name(latest)):
             self.noted.append(latest)
 
     def poll(self, controller: Controller) -> None:
-        """Take a step on; never waits. Raises ``SaveFailed`` for an upload that failed, or warns."""
-        noted, self.noted = self.noted, []
-        for step in dict.fromkeys(noted):
-            if step in controller.all_steps():
-                controller.pin(step, NAME)
-                self.waiting.append(step)
+        """Take a step on; never waits for an upload. One that failed is ``SaveFailed``, or a warning."""
+        while self.noted:
+            if self.noted[0] not in self.waiting:
+                self._keep(controller, self.noted[0])
+            self.noted.pop(0)
         if self.running is None and self.waiting:
-            step = self.waiting.pop(0)
+            step = next(iter(self.waiting))
             self.running = step, Upload(self.root, step, self.mirror).start()
         if self.running is None:
             return
@@ -63,15 +74,25 @@ class Uploads:
         if outcome is None:
             return
         self.running = None
-        controller.unpin(step)
-        if outcome.succeeded:
-            log.info("uploaded", extra={"step": step, "files": outcome.payload})
+        with self.waiting.pop(step):
+            _tell(step, outcome, warn=controller.config.on_failure == "warn")
+
+    def _keep(self, controller: Controller, step: int) -> None:
+        """Let a step wait, under a lease; one that cannot be uploaded is warned of, once.
+
+        Its files are not read here: the copy is compared with the receipts.
+        """
+        lease = ExitStack()
+        try:
+            found = lease.enter_context(controller.reading(step, verify="none"))
+        except (StepNotFoundError, DamagedRoot) as error:
+            _say_left_out(step, describe(error))
             return
-        why = f"the upload of step {step} failed: {outcome.explain()}"
-        if controller.config.on_failure == "warn":
-            warnings.warn(why, SaveFailedWarning, stacklevel=2)
-        else:
-            raise SaveFailed(why, step=step)
+        if found is not None and found.parts:
+            self.waiting[step] = lease
+            return
+        with lease:
+            _say_left_out(step, "it was adopted, and has no receipts to upload by")
 
     def wait(self, controller: Controller) -> None:
         """Until nothing waits any more. Raises ``DeadlineExceeded`` after ``close_timeout_s``."""
@@ -85,7 +106,23 @@ class Uploads:
             self.poll(controller)  # the next one
 
     def abandon(self) -> None:
-        """End the child; the next start uploads the latest step."""
+        """End the child. The controller is to be left too; the next start uploads the latest step."""
         if self.running is not None:
             self.running[1].kill()
             self.running = None
+
+
+def _tell(step: int, outcome: Outcome, *, warn: bool) -> None:
+    """How an upload ended."""
+    if outcome.succeeded:
+        log.info("uploaded", extra={"step": step, "files": outcome.payload})
+        return
+    why = f"the upload of step {step} failed: {outcome.explain()}"
+    if not warn:
+        raise SaveFailed(why, step=step)
+    warnings.warn(why, SaveFailedWarning, stacklevel=3)
+
+
+def _say_left_out(step: int, why: str) -> None:
+    log.warning("not_uploaded", extra={"step": step, "why": why})
+    warnings.warn(f"step {step} is not uploaded: {why}", UserWarning, stacklevel=4)

@@ -1,0 +1,237 @@
+"""Uploads of tracked checkpoints: what keeps a step meanwhile, and what an error leaves undone."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from groups import SETTINGS
+from proof.fuzz import _CONFIG, _zip, written_metadata
+
+from ckptfsm.controller import Controller
+from ckptfsm.documents import FileEntry
+from ckptfsm.errors import SaveFailed
+from ckptfsm.files import FilesDriver
+from ckptfsm.integrations.verl import mirror
+from ckptfsm.integrations.verl.mirror import DirectoryMirror
+from ckptfsm.integrations.verl.uploads import Uploads
+from ckptfsm.retention import LatestN
+from ckptfsm.storage import PosixStorage
+from ckptfsm.testing.fakes import Gate, fake_ports
+from ckptfsm.testing.faults import FaultStorage
+
+
+@dataclass(frozen=True, slots=True)
+class Held(DirectoryMirror):
+    """A remote place that is slow until it is let go."""
+
+    gate: Gate
+
+    def upload(self, source: str, name: str, files: Sequence[FileEntry]) -> None:
+        self.gate.hold()
+        DirectoryMirror.upload(self, source, name, files)
+
+
+class Job:
+    """A controller of a file, whose steps are uploaded."""
+
+    def __init__(self, place: Path, remote: DirectoryMirror | None = None) -> None:
+        self.root, self.there = place / "root", place / "there"
+        self.there.mkdir(exist_ok=True)
+        self.uploads = Uploads(str(self.root), remote or DirectoryMirror(str(self.there)))
+        self.storage: list[FaultStorage] = []
+        self.controller = Controller(
+            self.root,
+            {},
+            nobody,
+            ports=fake_ports(self.open_storage, driver=FilesDriver()),
+            hooks=[self.uploads.hook],
+            **{**SETTINGS, "layout": "verl", "retention": LatestN(1)},
+        )
+
+    def open_storage(self, create: bool) -> FaultStorage:
+        self.storage.append(FaultStorage(PosixStorage(str(self.root), create=create)))
+        return self.storage[-1]
+
+    def save(self, step: int) -> None:
+        self.controller.begin(step, {"data.pt": b"at %d" % step}).handle.wait()
+
+    def poll(self) -> None:
+        self.uploads.poll(self.controller)
+
+    def wait(self) -> None:
+        self.uploads.wait(self.controller)
+
+    def uploaded(self) -> list[str]:
+        return sorted(path.name for path in self.there.iterdir())
+
+    def leases(self) -> list[str]:
+        return os.listdir(self.root / ".ckptfsm/leases")
+
+
+def nobody(doomed: Any) -> list[Any]:
+    return []
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Starts jobs, one after the other."""
+    jobs: list[Job] = []
+
+    def begun(remote: DirectoryMirror | None = None) -> Job:
+        for job in jobs:
+            job.controller.close()
+        jobs.append(Job(tmp_path, remote))
+        return jobs[-1]
+
+    yield begun
+    for job in jobs:
+        job.uploads.abandon()
+        job.controller.abandon()
+
+
+def test_I7_a_persons_pin_outlives_an_upload(start):
+    """Catches: an upload whose own pin takes the place of a person's, and whose end removes it."""
+    job = start()
+    job.save(1)
+    job.controller.pin(1, "the best so far")
+    job.wait()
+    job.save(2)
+    job.wait()
+    assert job.controller.all_steps() == [1, 2]
+    assert job.uploaded() == ["global_step_1", "global_step_2"]
+
+
+def test_I7_a_step_is_kept_while_it_is_uploaded_and_not_longer(start, tmp_path):
+    """Catches: a copy of half a step; a step that is kept for ever because it was uploaded once."""
+    gate = Gate(tmp_path / "gate")
+    job = start(Held(str(tmp_path / "there"), gate))
+    job.save(1)
+    job.poll()
+    job.save(2)
+    assert job.controller.all_steps() == [1, 2] and len(job.leases()) == 1
+    gate.open()
+    ended(job)
+    assert job.uploaded() == ["global_step_1"]
+    job.save(3)
+    assert job.controller.all_steps() == [2, 3], "step 2 waits for its upload"
+    assert [name.partition(".")[0] for name in job.leases()] == ["2"]
+
+
+def ended(job: Job) -> None:
+    """The child that runs has ended, and that was noticed."""
+    assert job.uploads.running is not None
+    assert job.uploads.running[1].wait(20.0) is not None
+    job.poll()
+
+
+def test_what_was_adopted_has_no_receipts_to_upload_by(start):
+    """Catches: a run of stock verl that ends at every start; the adoption's pin removed by an upload."""
+    job = start()
+    adopt_step_5(job)
+    for _ in range(2):
+        job = start()
+        job.uploads.begin(job.controller)
+        with pytest.warns(UserWarning, match="step 5 is not uploaded: .* adopted") as said:
+            job.poll()
+        job.wait()
+        assert len(said) == 1 and job.leases() == [], "said once, and let go"
+    job.save(6)
+    job.wait()
+    assert job.controller.all_steps() == [5, 6], "still pinned"
+    assert job.uploaded() == ["global_step_6"]
+
+
+def adopt_step_5(job: Job) -> None:
+    """What stock verl leaves, in a root that was opened before."""
+    tree = job.root / "global_step_5/actor/dist_ckpt"
+    tree.mkdir(parents=True)
+    files = {".metadata": written_metadata(), "metadata.json": _CONFIG, "common.pt": _zip()}
+    for name, data in {**files, "__0_0.distcp": bytes(100)}.items():
+        (tree / name).write_bytes(data)
+    (tree.parent.parent / "data.pt").write_bytes(b"at 5")
+    (job.root / "latest_checkpointed_iteration.txt").write_text("5")
+
+
+def test_a_step_that_is_gone_or_damaged_is_not_uploaded(start):
+    """Catches: a damaged step in the remote place; one that stops the uploads of all others."""
+    job = start()
+    job.save(1)
+    job.save(2)  # and step 1 is pruned before anything polled
+    (job.root / "global_step_2/.ckptfsm/manifest.json").write_text("{}")
+    with pytest.warns(UserWarning) as said:
+        job.poll()
+    words = [str(warning.message) for warning in said]
+    assert [word[:24] for word in words] == [f"step {n} is not uploaded: " for n in (1, 2)]
+    job.save(3)
+    job.wait()
+    assert job.uploaded() == ["global_step_3"] and job.leases() == []
+
+
+class Once:
+    """Fails the first call in which ``word`` occurs; all others are those of ``real``."""
+
+    def __init__(self, word: str, real: Callable[..., Any] | None = None) -> None:
+        self.word, self.real, self.failed = word, real, False
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if not self.failed and self.word in str(arguments):
+            self.failed = True
+            raise OSError(errno.EAGAIN, "made-up")
+        return None if self.real is None else self.real(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("what", ["lease", "fork"])
+def test_an_error_of_a_moment_costs_no_upload(start, monkeypatch, what):
+    """Catches: a step that is forgotten until the next start, because one call failed once."""
+    job = start()
+    job.save(1)
+    fault = Once("/leases/") if what == "lease" else Once("Upload", mirror.fork_child)
+    if what == "lease":
+        job.storage[0].before = fault
+    else:
+        monkeypatch.setattr(mirror, "fork_child", fault)
+    with pytest.raises(OSError, match="EAGAIN|made-up"):
+        job.poll()
+    job.wait()
+    assert fault.failed and job.uploaded() == ["global_step_1"] and job.leases() == []
+
+
+def test_a_failed_upload_is_raised_and_the_step_let_go(start, tmp_path):
+    """Catches: an upload's error that nobody hears of; a step that is kept for ever."""
+    job = start(DirectoryMirror(str(tmp_path / "nowhere")))
+    (tmp_path / "nowhere").write_text("a file")
+    job.save(1)
+    with pytest.raises(SaveFailed, match="the upload of step 1 failed"):
+        job.wait()
+    job.save(2)
+    assert job.controller.all_steps() == [2] and job.leases() == []
+
+
+def test_no_upload_waits_for_the_content_of_a_checkpoint(start, monkeypatch):
+    """Catches: a training step as long as a checkpoint takes to read."""
+    job = start()
+    job.save(1)
+    monkeypatch.setattr(PosixStorage, "digest", unreadable)
+    job.poll()
+    assert job.uploads.running is not None
+
+
+def unreadable(*arguments: Any) -> Any:
+    raise AssertionError("it reads every file")
+
+
+def test_a_run_that_is_left_lets_its_leases_expire(start):
+    """Catches: a lease that is given back to a controller that is closed, where nobody catches it."""
+    job = start()
+    job.save(1)
+    job.poll()
+    job.uploads.abandon()
+    job.controller.abandon()
+    job.uploads.waiting.clear()  # an error here would be one of pytest's unraisable ones
+    assert len(job.leases()) == 1
