@@ -8,10 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("ray", reason="pip install ckptfsm[ray]; make test-integrations")
+
+import ray
+
+from ckptfsm.errors import WriterDied
+from ckptfsm.integrations.verl.workers import RayCalls
+
 pytestmark = pytest.mark.integration
 
 SCRIPT = Path(__file__).with_name("ray_job.py")
@@ -60,3 +67,16 @@ def test_F3_a_driver_killed_while_workers_write_is_followed_by_one_that_goes_on(
     assert said["resumed"] == 10 and said["found"] == found(10)
     assert said["first"] == found(20)
     assert (root / TRACKER).read_text() == "20"
+
+
+def test_an_actor_that_is_out_of_reach_for_a_moment_is_not_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches: a fault of the network that ends every later save of a run."""
+    calls = RayCalls()
+    error = ray.exceptions.ActorUnavailableError("a fault", None)
+    monkeypatch.setattr(ray, "get", Mock(side_effect=[error, ray.exceptions.ActorDiedError()]))
+    with pytest.raises(ray.exceptions.ActorUnavailableError):
+        calls.result("call")
+    with pytest.raises(WriterDied):
+        calls.result("call")

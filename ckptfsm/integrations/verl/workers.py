@@ -3,7 +3,8 @@
 Rules:
 * A worker answers its calls one after the other, and may be busy with a training step: a poll leaves a
   call with every worker and takes what was answered since. It never waits for a busy one.
-* A worker that is dead is said to be lost, once, and not called again.
+* A worker that is dead is said to be lost, once, and not called again. One whose call raised anything
+  else is called again, and what the others reported counts.
 * What is called in a worker is imported there: the driver, which only names it, needs no torch for it.
 """
 
@@ -32,7 +33,8 @@ class Calls(Protocol):
         ...
 
     def result(self, call: Any) -> Any:
-        """What an answered call returned, or raised. ``WriterDied`` if its worker is dead."""
+        """What an answered call returned, or raised. ``WriterDied`` only if its worker is dead for good;
+        after any other error it is asked again."""
         ...
 
 
@@ -53,6 +55,8 @@ class RayCalls:
 
         try:
             return ray.get(call)
+        except ray.exceptions.ActorUnavailableError:  # a RayActorError too, but one that passes
+            raise
         except ray.exceptions.RayActorError as error:
             raise WriterDied(f"the worker is dead: {describe(error)}") from error
 
@@ -103,8 +107,14 @@ class RoleGroups:
         for role, group in self.groups.items():
             for rank, worker in enumerate(group.workers):
                 if (role, rank) not in self._dead and (role, rank) not in self._asked:
-                    self._asked[role, rank] = self.calls.submit(worker, poll, role, doomed)
+                    self._ask((role, rank), worker, doomed)
         return events
+
+    def _ask(self, key: tuple[str, int], worker: Any, doomed: tuple[AttemptId, ...]) -> None:
+        try:
+            self._asked[key] = self.calls.submit(worker, poll, key[0], doomed)
+        except Exception as error:  # one worker's: the others' reports are taken already
+            _say_raised(key, error)
 
     def _answer(self, key: tuple[str, int], call: Any) -> list[Event]:
         try:
@@ -113,7 +123,14 @@ class RoleGroups:
             self._dead.add(key)
             self.lost.append(Lost(*key, describe(error)))
             return []
+        except Exception as error:  # one worker's: the others' reports are taken already
+            _say_raised(key, error)
+            return []
         return events
+
+
+def _say_raised(key: tuple[str, int], error: Exception) -> None:
+    log.warning("worker_raised", extra={"role": key[0], "rank": key[1], "why": describe(error)})
 
 
 def attach(worker: Any, role: str, root: str, settings: Mapping[str, Any]) -> None:

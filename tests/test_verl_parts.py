@@ -1,0 +1,52 @@
+"""What stands between a driver and the workers of verl, without verl and Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from ckptfsm.errors import WriterDied
+from ckptfsm.integrations.verl.workers import RoleGroups
+from ckptfsm.messages import AttemptId, ShardReported
+
+
+class Answers:
+    """Calls to workers that say what is listed for them, in order: reports, or an error to raise."""
+
+    def __init__(self, **said: list[Any]) -> None:
+        self.said = said
+
+    def submit(self, worker: str, function: Any, *arguments: Any) -> str:
+        return worker
+
+    def done(self, calls: Sequence[str], timeout_s: float) -> Sequence[str]:
+        return list(calls)
+
+    def result(self, call: str) -> Any:
+        answer = self.said[call].pop(0) if self.said[call] else []
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_one_workers_error_loses_no_others_reports(caplog):
+    """Catches: a shard that is on the disk and never counts, because another worker's poll raised."""
+    shards = [[ShardReported(AttemptId(1, 1, 1), "actor", rank, 3, 5)] for rank in (1, 2)]
+    calls = Answers(one=[shards[0]], two=[RuntimeError("made-up"), shards[1]])
+    groups = RoleGroups({"actor": SimpleNamespace(workers=["one", "two"])}, calls)
+    assert groups.poll(()) == []
+    assert groups.poll(()) == shards[0]
+    (record,) = [r for r in caplog.records if r.message == "worker_raised"]
+    assert (record.role, record.rank, record.why) == ("actor", 1, "RuntimeError: made-up")
+    assert groups.poll(()) == shards[1], "it is asked again"
+    assert not groups.lost
+
+
+def test_a_dead_worker_is_lost_once():
+    """Catches: a death that is taken for an error that passes."""
+    calls = Answers(one=[WriterDied("gone"), RuntimeError("asked again")])
+    groups = RoleGroups({"actor": SimpleNamespace(workers=["one"])}, calls)
+    for _ in range(3):
+        assert groups.poll(()) == []
+    assert [(lost.role, lost.rank) for lost in groups.lost] == [("actor", 0)]
