@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from ckptfsm.errors import WriterDied
 from ckptfsm.integrations.verl.workers import RoleGroups
@@ -50,3 +54,34 @@ def test_a_dead_worker_is_lost_once():
     for _ in range(3):
         assert groups.poll(()) == []
     assert [(lost.role, lost.rank) for lost in groups.lost] == [("actor", 0)]
+
+
+ATTACH = """
+from types import SimpleNamespace
+from ckptfsm.integrations.verl import manager
+
+def stopped(*arguments):
+    raise OSError(5, "made-up")
+
+stock = SimpleNamespace(previous_saved_paths=[])
+worker = SimpleNamespace(checkpoint_manager=stock)
+manager.role_worker = lambda *arguments: SimpleNamespace(close=list)
+manager.attach(worker, "actor", "/root", {})
+assert type(worker.checkpoint_manager).__name__ == "VerlCheckpointManager"
+manager.role_worker = stopped
+try:
+    manager.attach(worker, "actor", "/root", {})
+except OSError:
+    assert worker.checkpoint_manager is stock
+else:
+    raise AssertionError("it did not raise")
+"""
+
+
+@pytest.mark.megatron
+def test_a_worker_that_cannot_be_attached_again_has_verls_own_manager():
+    """Catches: a manager that is closed, and stays in its place."""
+    done = subprocess.run(
+        [sys.executable, "-c", ATTACH], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

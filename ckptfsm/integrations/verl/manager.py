@@ -195,6 +195,7 @@ def attach(worker: Any, role: str, root: str, settings: Mapping[str, Any]) -> No
     manager = getattr(holder, attribute)
     if isinstance(manager, VerlCheckpointManager):
         manager = manager.close()
+        setattr(holder, attribute, manager)  # ours is closed, whatever comes of the next one
     setattr(holder, attribute, VerlCheckpointManager(manager, role_worker(root, settings)))
 
 
