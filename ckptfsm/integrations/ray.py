@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -33,12 +34,22 @@ from ckptfsm.tickets import GroupPart, Ticket
 log = logging.getLogger("ckptfsm")
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call that an actor has not answered. ``ticket``: what it was to write, if it was no poll."""
+
+    group: str
+    rank: int
+    ticket: Ticket | None
+
+
 class RayController(Controller):
     """The owner of a root in a Ray driver. ``groups`` are the actors of each group, in rank order.
 
     ``write`` and ``poll`` are the names of the actors' methods. All answers together are waited for
-    ``answer_timeout_s`` seconds; an actor that has not answered is asked nothing more until it has, and
-    what it does not say fails the save at its deadline. Raises what ``Controller`` raises.
+    ``answer_timeout_s`` seconds; an actor that has not answered is not polled until it has. What it says
+    late counts, and what it never says fails the save at its deadline. Raises what ``Controller``
+    raises, and ``ConfigError`` if an actor lacks a method.
     """
 
     def __init__(
@@ -56,7 +67,9 @@ class RayController(Controller):
         self._actors = {name: list(actors) for name, actors in groups.items()}
         self._write, self._poll = write, poll
         self._answer_timeout_s = answer_timeout_s
-        self._calls: dict[tuple[str, int], Any] = {}  # calls that are not answered yet
+        self._calls: dict[Any, _Call] = {}  # what is not answered yet, by Ray's reference
+        for name, actors in self._actors.items():
+            self._check_methods(name, actors)
         sizes = {name: len(actors) for name, actors in self._actors.items()}
         super().__init__(root, sizes, self._ask, config, hooks=hooks, **settings)
 
@@ -80,43 +93,71 @@ class RayController(Controller):
         said = {part.group for part in given.values() if isinstance(part, GroupPart)}
         simple = {name: GroupPart(name) for name in self._actors if name not in said}
         save = self.begin(step, {**simple, **given}, metrics=metrics)
-        calls = {
-            (name, rank): getattr(actor, self._write).remote(ticket)
-            for name, ticket in save.tickets.items()
-            for rank, actor in enumerate(self._actors[name])
-        }
-        ray.wait(list(calls.values()), num_returns=len(calls), timeout=self._answer_timeout_s)
-        for (name, rank), call in calls.items():
-            self.feed(self._answer(name, rank, call, save.tickets[name]))
+        try:
+            written = [
+                self._call(name, rank, self._write, ticket, ticket)
+                for name, ticket in save.tickets.items()
+                for rank in range(len(self._actors[name]))
+            ]
+        except BaseException as error:  # a Ctrl-C too: what nobody writes must not be in the way
+            why = f"not every actor was called: {describe(error)}"
+            tickets = save.tickets.values()
+            self.feed(Failed(t.of, "fork_failed", why, t.first_rank) for t in tickets)
+            raise
+        self.feed(self._answers(written))
         return save.handle
 
     def replace(self, group: str, actors: Sequence[Any]) -> None:
-        """Put new actors in the place of a group's, which are dead. Raises ``ConfigError``."""
-        if len(actors) != len(self._actors[group]):
+        """Put new actors in the place of a group's, which are dead: what they had not written fails.
+
+        Raises ``ConfigError``.
+        """
+        if group in self._actors and len(actors) != len(self._actors[group]):
             raise ConfigError(
                 f"group {group!r} has {len(self._actors[group])} ranks, not {len(actors)}"
             )
-        self._calls = {key: call for key, call in self._calls.items() if key[0] != group}
+        self._check_methods(group, actors)
+        self.lost(group, detail="replaced")
+        self._calls = {ref: call for ref, call in self._calls.items() if call.group != group}
         self._actors[group] = list(actors)
+
+    def _check_methods(self, group: str, actors: Sequence[Any]) -> None:
+        for rank, actor in enumerate(actors):
+            for method in (self._write, self._poll):
+                if not hasattr(actor, method):
+                    raise ConfigError(f"actor {rank} of {group!r} has no method {method!r}")
 
     def _ask(self, doomed: tuple[AttemptId, ...]) -> Iterator[Event]:
         """Ask every actor that has answered before; one deadline for all answers together."""
+        silent = {(call.group, call.rank) for call in self._calls.values()}
         for name, actors in self._actors.items():
-            for rank, actor in enumerate(actors):
-                if (name, rank) not in self._calls:
-                    self._calls[name, rank] = getattr(actor, self._poll).remote(doomed)
-        calls = list(self._calls.values())
-        ready, _ = ray.wait(calls, num_returns=len(calls), timeout=self._answer_timeout_s)
-        answered = set(ready)
-        for (name, rank), call in list(self._calls.items()):
-            if call in answered:
-                del self._calls[name, rank]
-                yield from self._answer(name, rank, call, None)
+            for rank in range(len(actors)):
+                if (name, rank) not in silent:
+                    self._call(name, rank, self._poll, doomed, None)
+        yield from self._answers(list(self._calls))
 
-    def _answer(self, name: str, rank: int, call: Any, ticket: Ticket | None) -> Iterable[Event]:
+    def _call(
+        self, group: str, rank: int, method: str, argument: Any, ticket: Ticket | None
+    ) -> Any:
+        """Begin a call; Ray's reference to its answer. ``ticket``: of the save that fails with it."""
+        ref = getattr(self._actors[group][rank], method).remote(argument)
+        self._calls[ref] = _Call(group, rank, ticket)
+        return ref
+
+    def _answers(self, refs: Sequence[Any]) -> Iterator[Event]:
+        """What was answered of these calls, in time; the rest is taken by a later poll."""
+        ready, late = ray.wait(list(refs), num_returns=len(refs), timeout=self._answer_timeout_s)
+        for ref in late:
+            call = self._calls[ref]
+            log.warning("actor_silent", extra={"group": call.group, "rank": call.rank})
+        for ref in ready:
+            call = self._calls.pop(ref)
+            yield from self._answer(call.group, call.rank, ref, call.ticket)
+
+    def _answer(self, name: str, rank: int, ref: Any, ticket: Ticket | None) -> Iterable[Event]:
         """What an actor returned. One that died is reported lost; one that raised fails its save."""
         try:
-            answer: Iterable[Event] = ray.get(call, timeout=0.0)
+            answer: Iterable[Event] = ray.get(ref, timeout=0.0)
         except (GetTimeoutError, ActorUnavailableError) as error:
             log.warning("actor_silent", extra={"group": name, "rank": rank, "why": describe(error)})
         except RayActorError as error:

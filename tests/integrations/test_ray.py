@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,8 +19,11 @@ pytest.importorskip("ray", reason="pip install ckptfsm[ray]; make test-integrati
 
 import ray
 
-from ckptfsm.errors import WriterDied
+from ckptfsm.errors import ConfigError, SaveFailed, WriterDied
+from ckptfsm.integrations.ray import RayController
 from ckptfsm.integrations.verl.workers import RayCalls
+from ckptfsm.messages import Failed
+from ckptfsm.testing.fakes import Gate
 
 pytestmark = pytest.mark.integration
 
@@ -67,6 +73,111 @@ def test_F3_a_driver_killed_while_workers_write_is_followed_by_one_that_goes_on(
     assert said["resumed"] == 10 and said["found"] == found(10)
     assert said["first"] == found(20)
     assert (root / TRACKER).read_text() == "20"
+
+
+# ------------------------------------------------------------------- in this process, without torch
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    paths = [str(SCRIPT.parent), str(SCRIPT.parents[2])]  # of this module, and of the library
+    ray.init(
+        num_cpus=1,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}},
+    )
+    yield
+    ray.shutdown()
+
+
+class Slow:
+    """A rank whose ``write`` waits at the FIFO ``go``, and then fails in its own way."""
+
+    def __init__(self, go: str, how: str) -> None:
+        self.go, self.how = go, how
+
+    def write(self, ticket: Any) -> list[Any]:
+        with open(self.go, "rb", buffering=0) as gate:
+            gate.read(1)
+        if self.how == "raises":
+            raise ValueError("out of memory")
+        return [Failed(ticket.of, "fork_failed", "out of memory", ticket.first_rank)]
+
+    def poll(self, doomed: Any) -> list[Any]:
+        return []
+
+
+@pytest.fixture
+def begin(local_ray: None, tmp_path: Path) -> Iterator[Callable[..., RayController]]:
+    """Makes controllers of one root, one after the other."""
+    made: list[RayController] = []
+
+    def begun(*actors: Any, **settings: Any) -> RayController:
+        made.append(RayController(str(tmp_path / "root"), {"actor": actors}, **TIMES, **settings))
+        return made[-1]
+
+    yield begun
+    for controller in made:
+        controller.abandon()
+
+
+TIMES = {"answer_timeout_s": 0.2, "writer_timeout_s": 20.0, "exit_timeout_s": 0.2}
+
+
+def slow(gate: Gate, how: str = "reports") -> Any:
+    return ray.remote(Slow).options(num_cpus=0).remote(gate.path, how)
+
+
+@pytest.mark.parametrize("how", ["reports", "raises"])
+def test_what_a_write_says_late_still_counts(begin: Any, tmp_path: Path, how: str) -> None:
+    """Catches: the answer of a slow write thrown away: its save fails only at the deadline."""
+    gate = Gate(tmp_path / "go")
+    controller = begin(slow(gate, how))
+    handle = controller.save(10)
+    gate.open()
+    with pytest.raises(SaveFailed, match="out of memory"):
+        handle.wait()
+
+
+def test_actors_that_are_replaced_are_lost(begin: Any, tmp_path: Path) -> None:
+    """Catches: a save that waits for the writers of dead actors until its deadline."""
+    controller = begin(slow(Gate(tmp_path / "never")))
+    handle = controller.save(10)
+    ray.kill(controller._actors["actor"][0])
+    controller.replace("actor", [slow(Gate(tmp_path / "go"))])
+    with pytest.raises(SaveFailed, match="worker 0 of group 'actor' is dead: replaced"):
+        handle.wait()
+    with pytest.raises(ConfigError, match="there is no group 'critic'"):
+        controller.replace("critic", [])
+
+
+def interrupt(*ignored: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_what_cannot_be_called_fails_its_save_at_once(begin: Any, tmp_path: Path) -> None:
+    """Catches: Ctrl-C between two calls: an attempt that nobody writes, and that stops the next one."""
+    gate = Gate(tmp_path / "go")
+    no_call = SimpleNamespace(remote=interrupt)
+    silent = SimpleNamespace(remote=lambda doomed: ray.put([]))
+    controller = begin(slow(gate), SimpleNamespace(write=no_call, poll=silent))
+    with pytest.raises(KeyboardInterrupt):
+        controller.save(10)
+    with pytest.raises(SaveFailed, match="not every actor was called: KeyboardInterrupt"):
+        controller.wait_until_finished()
+    gate.open()
+
+
+def test_actors_without_the_methods_are_refused(begin: Any, tmp_path: Path) -> None:
+    """Catches: a wrong name that is found at the first save."""
+    actor = slow(Gate(tmp_path / "go"))
+    with pytest.raises(ConfigError, match="actor 0 of 'actor' has no method 'writes'"):
+        begin(actor, write="writes")
+    controller = begin(actor)
+    with pytest.raises(ConfigError, match="has no method 'write'"):
+        controller.replace("actor", [SimpleNamespace(poll=None)])
 
 
 def test_an_actor_that_is_out_of_reach_for_a_moment_is_not_dead(
