@@ -40,6 +40,7 @@ from ckptfsm.worker import Worker
 
 NAME = "mirror"
 When = Literal["before", "after"]
+_KILL_S = 10.0
 
 
 class Mirror(Protocol):
@@ -218,6 +219,12 @@ class UploadWorker(Worker):
                 shares += [(ticket.part.name, rank) for rank in ranks]
         self.driver.awaited = Awaited(tickets[NAME], tuple(shares))
         return self.write(tickets[NAME], parts={"": FileTree(_nothing)})
+
+    def abandon(self) -> None:
+        """End an upload at once: this run does not track what it copies."""
+        if self._writer is not None:
+            self._writer.kill(_KILL_S)
+        self.close()
 
 
 def _nothing(directory: str) -> None:

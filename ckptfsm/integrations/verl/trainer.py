@@ -203,20 +203,30 @@ class Checkpoints:
     # ------------------------------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """Wait for what is in flight, and give the root back."""
+        """Wait for what is in flight, and give the root back: also after an error, which is raised."""
         if self._controller is None:
             return
-        if self._uploads is not None:
-            self._controller.wait_until_finished(self._controller.config.close_timeout_s)
-            self._uploads.wait(self._controller)
-        self._controller.close()
+        try:
+            if self._uploads is not None:
+                self._controller.wait_until_finished(self._controller.config.close_timeout_s)
+                self._uploads.wait(self._controller)
+            self._controller.close()
+            if self._uploader is not None:
+                self._uploader.close()
+        except BaseException:
+            self.abandon()
+            raise
 
     def abandon(self) -> None:
-        """Give the root back at once; the next start decides about what is in flight."""
-        if self._uploads is not None:
-            self._uploads.abandon()
-        if self._controller is not None:
-            self._controller.abandon()
+        """Give the root back at once, and end what uploads; the next start decides about the rest."""
+        uploads, self._uploads = self._uploads, None  # a later close has nothing to wait for
+        with contextlib.ExitStack() as ending:  # the last one first, each whatever the others raise
+            if self._controller is not None:
+                ending.callback(self._controller.abandon)
+            if self._uploader is not None:
+                ending.callback(self._uploader.abandon)
+            if uploads is not None:
+                ending.callback(uploads.abandon)
 
     # --------------------------------------------------------------------- in place of the trainer's
 

@@ -1,0 +1,204 @@
+"""The checkpoints of a trainer of verl, without verl and Ray: a trainer of the few names that count."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from groups import SETTINGS
+
+from ckptfsm.controller import Controller
+from ckptfsm.documents import FileEntry
+from ckptfsm.errors import DeadlineExceeded, SaveFailed
+from ckptfsm.integrations.verl import trainer as trainer_module
+from ckptfsm.integrations.verl.mirror import DirectoryMirror
+from ckptfsm.integrations.verl.trainer import Checkpoints, Options
+from ckptfsm.integrations.verl.workers import attach
+from ckptfsm.testing.fakes import FakeDriver, Gate, fake_ports
+from ckptfsm.worker import Worker
+
+
+class Conf(dict):
+    """A configuration as verl's: keys are attributes."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
+class Direct:
+    """Calls of a worker in this process. ``settings`` are those that it was attached with."""
+
+    def __init__(self) -> None:
+        self.settings: list[dict[str, Any]] = []
+
+    def submit(self, worker: Worker, function: Callable[..., Any], *arguments: Any) -> Any:
+        if function is attach:
+            self.settings.append(arguments[2])
+            return None
+        return worker.poll(arguments[1])
+
+    def done(self, calls: Sequence[Any], timeout_s: float) -> Sequence[Any]:
+        return list(calls)
+
+    def result(self, call: Any) -> Any:
+        return call
+
+
+class Role:
+    """verl's worker group of one worker, whose writer is forked."""
+
+    def __init__(self, root: Path) -> None:
+        self.workers = [Worker(fake_ports(root, driver=FakeDriver(0)))]
+        self.said: list[Any] = []
+
+    def save_checkpoint(self, directory: str, ticket: Any, step: int, **ignored: Any) -> None:
+        self.workers[0].write(ticket, {"w": step})
+        self.workers[0]._outbox = list(self.workers[0]._said)  # reported at the next poll
+
+
+class Run:
+    """Trainers of one root. ``there`` is the remote place."""
+
+    def __init__(self, place: Path) -> None:
+        self.root, self.there = place / "root", place / "there"
+        self.there.mkdir()
+        self.begun: list[Checkpoints] = []
+        self.calls = Direct()
+
+    def start(
+        self, mirror: Any = None, when: Any = "after", settings: Any = SETTINGS, **config: Any
+    ) -> Checkpoints:
+        named = {"default_local_dir": str(self.root), "default_hdfs_dir": None, **config}
+        actor = {"checkpoint": {"async_save": True}}
+        trainer = SimpleNamespace(
+            config=SimpleNamespace(
+                trainer=Conf(named), actor_rollout_ref=SimpleNamespace(actor=actor)
+            ),
+            actor_rollout_wg=Role(self.root),
+            global_steps=0,
+            train_dataloader=SimpleNamespace(state_dict=dict),
+        )
+        options = Options(None, self.calls, mirror, when, settings)
+        self.begun.append(Checkpoints(trainer, options))
+        return self.begun[-1]
+
+    def uploaded(self) -> list[str]:
+        return sorted(p.name for p in self.there.iterdir() if not p.name.startswith("."))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    monkeypatch.setattr(trainer_module, "_dumped", repr_of)  # torch's own takes seconds to import
+    run = Run(tmp_path)
+    yield run
+    for checkpoints in run.begun:
+        checkpoints.abandon()
+
+
+def repr_of(state: Any) -> bytes:
+    return repr(state).encode()
+
+
+def save(checkpoints: Checkpoints, step: int) -> None:
+    checkpoints._trainer.global_steps = step
+    checkpoints.save()
+
+
+@dataclass(frozen=True, slots=True)
+class Held(DirectoryMirror):
+    """A remote place that is slow until it is let go; ``reached`` says that an upload waits there."""
+
+    gate: Gate
+    reached: Gate
+
+    def upload(self, source: str, name: str, files: Sequence[FileEntry]) -> None:
+        self.reached.hold()
+        self.gate.hold()
+        DirectoryMirror.upload(self, source, name, files)
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A remote place without room."""
+
+    def has(self, name: str) -> bool:
+        return False
+
+    def upload(self, source: str, name: str, files: Sequence[FileEntry]) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def is_free(root: Path) -> bool:
+    Controller(root, {}, list, layout="verl", **SETTINGS).close()  # RootBusy if not
+    return True
+
+
+# ---------------------------------------------------------------------------------- close, abandon
+
+
+def test_a_failed_upload_at_the_end_gives_the_root_back(run):
+    """Catches: a process that keeps a root that it said it had left."""
+    checkpoints = run.start(Broken())
+    save(checkpoints, 1)
+    with pytest.raises(SaveFailed, match="the upload of step 1 failed: .*No space left"):
+        checkpoints.close()
+    assert is_free(run.root)
+    checkpoints.close()
+
+
+def test_an_upload_that_does_not_end_gives_the_root_back(run, tmp_path):
+    """Catches: an upload that goes on in a child of a run that has ended."""
+    held = Held(str(run.there), Gate(tmp_path / "gate"), Gate(tmp_path / "reached"))
+    checkpoints = run.start(held, settings={**SETTINGS, "close_timeout_s": 2.0})
+    save(checkpoints, 1)
+    checkpoints.poll(wait=True)
+    held.reached.open()
+    pid = checkpoints._uploads.running[1].pid
+    with pytest.raises(DeadlineExceeded, match="the uploads did not finish in time"):
+        checkpoints.close()
+    assert is_free(run.root)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_failed_save_at_the_end_gives_the_root_back(run):
+    """Catches: the same of a save: it is raised before the root is given back."""
+    checkpoints = run.start(DirectoryMirror(str(run.there)))
+    checkpoints.groups.groups["actor"].workers[0]._ports.driver.before_write = full
+    save(checkpoints, 1)
+    with pytest.raises(SaveFailed, match="No space left"):
+        checkpoints.close()
+    assert is_free(run.root)
+    checkpoints.close()
+
+
+def full(*ignored: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_leaving_ends_an_upload_before_the_tracker(run, tmp_path):
+    """Catches: a copy, in its final place, of a step that never was."""
+    held = Held(str(run.there), Gate(tmp_path / "gate"), Gate(tmp_path / "reached"))
+    checkpoints = run.start(held, "before")
+    save(checkpoints, 1)
+    checkpoints.poll()
+    held.reached.open()
+    pid = checkpoints._uploader._writer.process.pid
+    checkpoints.abandon()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert run.uploaded() == [] and is_free(run.root)
+
+
+def test_closing_closes_the_uploader(run):
+    """Catches: a descriptor of the root that stays open after the end."""
+    checkpoints = run.start(DirectoryMirror(str(run.there)), "before")
+    save(checkpoints, 1)
+    checkpoints.close()
+    assert run.uploaded() == ["global_step_1"] and checkpoints.controller.all_steps() == [1]
+    assert checkpoints._uploader._storage._root_fd == -1
