@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from groups import SETTINGS
 
+from ckptfsm.config import make_config
 from ckptfsm.controller import Controller
 from ckptfsm.documents import FileEntry
-from ckptfsm.errors import DeadlineExceeded, SaveFailed
+from ckptfsm.errors import ConfigError, DeadlineExceeded, SaveFailed
 from ckptfsm.integrations.verl import trainer as trainer_module
 from ckptfsm.integrations.verl.mirror import DirectoryMirror
 from ckptfsm.integrations.verl.trainer import Checkpoints, Options
@@ -202,3 +203,48 @@ def test_closing_closes_the_uploader(run):
     checkpoints.close()
     assert run.uploaded() == ["global_step_1"] and checkpoints.controller.all_steps() == [1]
     assert checkpoints._uploader._storage._root_fd == -1
+
+
+# ---------------------------------------------------------------------------------- the beginning
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        {"effect_timeout_s": 60.0, "exchange_timeout_s": 120.0},
+        {"effect_timeout_s": 700.0, "exchange_timeout_s": 800.0},
+    ],
+)
+def test_settings_that_a_driver_takes_are_good_for_its_workers(run, times):
+    """Catches: half of two settings that belong together, sent to the workers."""
+    checkpoints = run.start(settings={**SETTINGS, **times, "writer_files": 3})
+    assert checkpoints.controller.latest_step() is None
+    (settings,) = run.calls.settings
+    config = make_config(settings)
+    assert config.effect_timeout_s == times["effect_timeout_s"] and config.writer_files == 3
+
+
+@pytest.mark.parametrize("place", ["other", "root"])
+def test_resuming_below_the_latest_step_is_refused_wherever_from(run, tmp_path, place):
+    """Catches: a step of another root: its first save would be refused, after training up to it."""
+    checkpoints = run.start()
+    save(checkpoints, 10)
+    checkpoints.close()
+    path = str(tmp_path / place / "global_step_3")
+    again = run.start(resume_mode="resume_path", resume_from_path=path)
+    with pytest.raises(ConfigError, match="step 3, but .* has step 10"), again.loading():
+        pass
+    assert again.controller.all_steps() == [10]
+
+
+def test_resuming_from_elsewhere_at_or_above_the_latest_step(run, tmp_path):
+    """Catches: a check that refuses what would go well."""
+    checkpoints = run.start()
+    save(checkpoints, 10)
+    checkpoints.close()
+    path = str(tmp_path / "other/global_step_10")
+    again = run.start(resume_mode="resume_path", resume_from_path=path)
+    with again.loading():
+        pass
+    save(again, 11)
+    again.close()

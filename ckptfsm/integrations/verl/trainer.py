@@ -38,7 +38,7 @@ log = logging.getLogger("ckptfsm")
 Trainer = TypeVar("Trainer")
 _KNOWN = frozenset({"verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer_base"})
 _EVERY_STEP = "_start_profiling"  # called at every step of the loops of all released trainers
-_WORKER_SETTINGS = ("writer_files", "exchange_timeout_s")
+_WORKER_SETTINGS = ("writer_files", "effect_timeout_s", "exchange_timeout_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +188,15 @@ class Checkpoints:
                 "directory, or resume",
                 step=latest,
             )
-        asked = _asked_step(config)
+        asked, ours = _asked_step(config)
         if asked is not None and latest is not None and asked < latest:
+            back = f"go back with controller.rollback({asked}), or " if ours else ""
             raise ConfigError(
                 f"resume_from_path is step {asked}, but {config.default_local_dir} has step {latest}: "
-                f"go back with controller.rollback({asked}), or give another directory",
+                f"{back}give another directory",
                 step=latest,
             )
-        with controller.reading(asked) as found, _no_remote(config):
+        with controller.reading(asked if ours else None) as found, _no_remote(config):
             if found is not None:
                 _require_tracker(Path(found.directory).parent, found.step)
             yield
@@ -369,13 +370,14 @@ def _roles(trainer: Any) -> dict[str, Any]:
     return roles
 
 
-def _asked_step(config: Any) -> int | None:
-    """The step of ``resume_from_path``, if it is one of this root's."""
+def _asked_step(config: Any) -> tuple[int | None, bool]:
+    """The step of ``resume_from_path``, and whether that is in this root."""
     if config.resume_mode != "resume_path":
-        return None
-    path = Path(config.resume_from_path).resolve()
+        return None, False
+    given = Path(config.resume_from_path)
+    path = given.resolve()
     ours = path.parent == Path(config.default_local_dir).resolve()
-    return VERL.parse_published(path.name) if ours else None
+    return VERL.parse_published(path.name if ours else given.name), ours
 
 
 @contextlib.contextmanager
