@@ -18,7 +18,7 @@ from ckptfsm.documents import FileEntry
 from ckptfsm.errors import SaveFailed
 from ckptfsm.files import FilesDriver
 from ckptfsm.integrations.verl import mirror
-from ckptfsm.integrations.verl.mirror import DirectoryMirror
+from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror
 from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.retention import LatestN
 from ckptfsm.storage import PosixStorage
@@ -32,9 +32,9 @@ class Held(DirectoryMirror):
 
     gate: Gate
 
-    def upload(self, source: str, name: str, files: Sequence[FileEntry]) -> None:
+    def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
         self.gate.hold()
-        DirectoryMirror.upload(self, source, name, files)
+        DirectoryMirror.upload(self, source, copy, files)
 
 
 class Job:
@@ -235,3 +235,19 @@ def test_a_run_that_is_left_lets_its_leases_expire(start):
     job.controller.abandon()
     job.uploads.waiting.clear()  # an error here would be one of pytest's unraisable ones
     assert len(job.leases()) == 1
+
+
+def test_the_copy_of_an_abandoned_branch_does_not_count(start):
+    """Catches: after a rollback, a remote step whose content is that of the branch that was left."""
+    job = start()
+    for step in (1, 2):
+        job.controller.begin(step, {"data.pt": b"old %d" % step}).handle.wait()
+        job.controller.pin(step, "kept")
+        job.wait()
+    job.controller.rollback(1)
+    job.controller.begin(2, {"data.pt": b"new"}).handle.wait()
+    job.controller.abandon()  # killed before its upload
+    later = start()
+    later.uploads.begin(later.controller)
+    later.wait()
+    assert (later.there / "global_step_2/data.pt").read_bytes() == b"new"

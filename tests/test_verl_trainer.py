@@ -17,7 +17,7 @@ from ckptfsm.controller import Controller
 from ckptfsm.documents import FileEntry
 from ckptfsm.errors import ConfigError, DeadlineExceeded, SaveFailed
 from ckptfsm.integrations.verl import trainer as trainer_module
-from ckptfsm.integrations.verl.mirror import DirectoryMirror
+from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror
 from ckptfsm.integrations.verl.trainer import Checkpoints, Options
 from ckptfsm.integrations.verl.workers import attach
 from ckptfsm.testing.fakes import FakeDriver, Gate, fake_ports
@@ -117,20 +117,20 @@ class Held(DirectoryMirror):
     gate: Gate
     reached: Gate
 
-    def upload(self, source: str, name: str, files: Sequence[FileEntry]) -> None:
+    def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
         self.reached.hold()
         self.gate.hold()
-        DirectoryMirror.upload(self, source, name, files)
+        DirectoryMirror.upload(self, source, copy, files)
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
     """A remote place without room."""
 
-    def has(self, name: str) -> bool:
+    def has(self, copy: Copy) -> bool:
         return False
 
-    def upload(self, source: str, name: str, files: Sequence[FileEntry]) -> None:
+    def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
         raise OSError(28, "No space left on device")
 
 

@@ -26,8 +26,8 @@ pytest.importorskip("ray")
 from verl_groups import Loader, PipeCalls, Server, WorkerGroup, config_of
 
 from ckptfsm.errors import ConfigError, PollMissingWarning, SaveFailed, StepExistsError
-from ckptfsm.integrations.verl import install, retention_of
-from ckptfsm.integrations.verl.mirror import DirectoryMirror
+from ckptfsm.integrations.verl import install, install_in_verl, retention_of
+from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror
 from ckptfsm.retention import KeepAll, LatestN
 
 pytestmark = pytest.mark.megatron
@@ -466,21 +466,21 @@ def test_resuming_in_a_way_that_would_end_in_refused_saves(job: Job) -> None:
 class Broken:
     """A remote place without room."""
 
-    def has(self, name: str) -> bool:
+    def has(self, copy: Copy) -> bool:
         return False
 
-    def upload(self, source: str, name: str, files: Any) -> None:
+    def upload(self, source: str, copy: Copy, files: Any) -> None:
         raise OSError(28, "No space left on device")
 
 
 class Watching(DirectoryMirror):
     """Notes what the tracker says while a copy is made."""
 
-    def upload(self, source: str, name: str, files: Any) -> None:
+    def upload(self, source: str, copy: Copy, files: Any) -> None:
         tracker = Path(source.partition("/root/")[0], "root", TRACKER)
         named = tracker.read_text() if tracker.exists() else "none"
-        Path(self.directory, f"tracker-{name}").write_text(named)
-        super().upload(source, name, files)
+        Path(self.directory, f"tracker-{copy.name}").write_text(named)
+        super().upload(source, copy, files)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -592,3 +592,23 @@ def test_counts_of_actor_and_critic_count_steps(
     assert bool(said) == (has_critic and actor != critic)
     only = config_of(Path("x"), **counts, remove_previous_ckpt_in_save=True)
     assert retention_of(only, critic=has_critic) == LatestN(1)
+
+
+def test_every_trainer_that_verl_may_make_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a trainer of verl's registry that saves as ever, and nobody is told."""
+    from verl.trainer.ppo import ray_trainer
+
+    stock = ray_trainer.RayPPOTrainer
+    monkeypatch.setattr(ray_trainer, "RayPPOTrainer", stock)  # put back at the end
+    made = {"RayPPOTrainer": lambda: ray_trainer.RayPPOTrainer}
+    if version("verl") >= "0.9":
+        from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
+
+        for name, trainer in trainer_base.TRAINER_REGISTRY.items():
+            monkeypatch.setitem(trainer_base.TRAINER_REGISTRY, name, trainer)
+            made[name] = partial(get_trainer_cls, name)
+    assert sorted(install_in_verl()) == sorted(made)
+    for trainer in made.values():
+        assert hasattr(trainer(), "checkpoints")
+    assert ray_trainer.RayPPOTrainer.__module__ == stock.__module__
+    assert issubclass(ray_trainer.RayPPOTrainer, stock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,18 @@ import pytest
 
 from ckptfsm.documents import FileEntry
 from ckptfsm.errors import StorageError
-from ckptfsm.integrations.verl.mirror import DirectoryMirror, HdfsMirror
+from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, HdfsMirror
+from ckptfsm.messages import AttemptId
 from ckptfsm.storage import PosixStorage
 
 HDFS = """#!/bin/sh
 # What `hdfs dfs` does with a few commands, on local directories.
 shift
 case "$1" in
-  -test) [ -e "$3" ];;
+  -test) echo "WARN util.NativeCodeLoader: as every Hadoop says" >&2
+         [ -z "$AWAY" ] || { echo "test: Call failed: Connection refused" >&2; exit 1; }
+         [ -e "$3" ];;
+  -touchz) : > "$2";;
   -mkdir) mkdir -p "$3";;
   -put) shift; for last; do :; done
         for file; do [ "$file" = "$last" ] || cp "$file" "$last/" || exit 1; done;;
@@ -24,6 +29,9 @@ case "$1" in
   -mv) mv "$2" "$3";;
 esac
 """
+
+
+COPY = Copy("global_step_1", AttemptId(1, 1, 1))
 
 
 def checkpoint(place: Path) -> tuple[str, list[FileEntry]]:
@@ -59,10 +67,12 @@ def test_a_copy_has_every_file_and_replaces_one_of_a_failed_attempt(
     source, files = checkpoint(tmp_path)
     (tmp_path / "there/global_step_1").mkdir()
     (tmp_path / "there/global_step_1/old").write_text("old")
-    mirror.upload(source, "global_step_1", files)
-    assert mirror.has("global_step_1") and not mirror.has("global_step_2")
+    mirror.upload(source, COPY, files)
+    assert mirror.has(COPY) and not mirror.has(replace(COPY, name="global_step_2"))
+    assert not mirror.has(replace(COPY, of=AttemptId(1, 2, 1))), "of another branch"
     copy = tmp_path / "there/global_step_1"
     found = {str(p.relative_to(copy)): p.read_bytes() for p in copy.rglob("*") if p.is_file()}
+    assert found.pop(COPY.mark) == b""
     assert found == {e.name: Path(source, e.name).read_bytes() for e in files}
     assert [p.name for p in (tmp_path / "there").glob(".replaced-*/old")] == ["old"]
 
@@ -74,8 +84,8 @@ def test_a_copy_that_differs_is_not_there(tmp_path: Path, kind: int) -> None:
     source, files = checkpoint(tmp_path)
     Path(source, "data.pt").write_bytes(b"posi")
     with pytest.raises(StorageError, match="data.pt"):
-        mirror.upload(source, "global_step_1", files)
-    assert not mirror.has("global_step_1")
+        mirror.upload(source, COPY, files)
+    assert not mirror.has(COPY)
 
 
 def test_a_command_that_fails_is_an_error(tmp_path: Path) -> None:
@@ -84,7 +94,7 @@ def test_a_command_that_fails_is_an_error(tmp_path: Path) -> None:
     source, files = checkpoint(tmp_path)
     Path(source, "data.pt").unlink()
     with pytest.raises(StorageError, match="-put failed"):
-        mirror.upload(source, "global_step_1", files)
+        mirror.upload(source, COPY, files)
 
 
 def test_equal_sizes_are_not_enough_where_content_can_be_read(tmp_path: Path) -> None:
@@ -93,4 +103,21 @@ def test_equal_sizes_are_not_enough_where_content_can_be_read(tmp_path: Path) ->
     source, files = checkpoint(tmp_path)
     Path(source, "data.pt").write_bytes(b"POSITION")
     with pytest.raises(StorageError, match="not equal"):
-        mirror.upload(source, "global_step_1", files)
+        mirror.upload(source, COPY, files)
+
+
+def test_a_host_that_is_away_is_not_a_missing_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: a copy that is moved into the old one of its name, and taken for it."""
+    mirror = mirrors(tmp_path)[1]
+    source, files = checkpoint(tmp_path)
+    mirror.upload(source, COPY, files)
+    monkeypatch.setenv("AWAY", "1")
+    with pytest.raises(StorageError, match="Connection refused"):
+        mirror.has(COPY)
+    later = replace(COPY, of=AttemptId(1, 2, 1))
+    with pytest.raises(StorageError, match="Connection refused"):
+        mirror.upload(source, later, files)
+    monkeypatch.delenv("AWAY")
+    assert mirror.has(COPY) and not mirror.has(later)

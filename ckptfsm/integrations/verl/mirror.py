@@ -9,6 +9,7 @@ Rules:
 * Uploaded is what receipts list, and every file is checked against them: its size, and its digest where
   the place can be read.
 * Nothing is ever deleted in the remote place. What is unfinished there begins with a dot.
+* A copy carries its attempt: after a rollback, that of the abandoned branch does not count.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ckptfsm.durable import fsync_tree_dirs, list_names, lookup, move
 from ckptfsm.errors import SaveFailed, StorageError
 from ckptfsm.files import FilesDraft, FilesDriver, FileTree
 from ckptfsm.layout import PRIVATE, RECEIPTS, VERL, join
-from ckptfsm.messages import PartSpec
+from ckptfsm.messages import AttemptId, PartSpec
 from ckptfsm.ports import Clock, PartJob, Storage, Written
 from ckptfsm.processes import Child, fork_child
 from ckptfsm.receipts import Receipts
@@ -43,15 +44,28 @@ When = Literal["before", "after"]
 _KILL_S = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A checkpoint in a remote place: its directory there, and the attempt that it is of."""
+
+    name: str
+    of: AttemptId
+
+    @property
+    def mark(self) -> str:
+        """The empty file that says so."""
+        return f".attempt-{self.of}"
+
+
 class Mirror(Protocol):
     """A place for copies of whole checkpoints."""
 
-    def has(self, name: str) -> bool:
-        """Whether a finished copy of that name is there."""
+    def has(self, copy: Copy) -> bool:
+        """Whether this copy is there, finished. Raises ``StorageError`` if that cannot be told."""
         ...
 
-    def upload(self, source: str, name: str, files: Sequence[FileEntry]) -> None:
-        """Copy ``files`` of the directory ``source``; raise unless ``name`` is a whole copy then."""
+    def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
+        """Copy ``files`` of the directory ``source``; raise unless ``copy`` is there, whole, then."""
         ...
 
 
@@ -64,19 +78,21 @@ class DirectoryMirror:
 
     directory: str
 
-    def has(self, name: str) -> bool:
-        return Path(self.directory, name).is_dir()
+    def has(self, copy: Copy) -> bool:
+        return Path(self.directory, copy.name, copy.mark).is_file()
 
-    def upload(self, source: str, name: str, files: Sequence[FileEntry]) -> None:
+    def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
         """Raises ``StorageError`` if the copy is not equal."""
-        nonce = uuid.uuid4().hex[:12]
+        name, nonce = copy.name, uuid.uuid4().hex[:12]
         partial = Path(self.directory, f".partial-{name}-{nonce}")
+        partial.mkdir()
+        Path(partial, copy.mark).touch()
         for entry in files:
             target = partial / entry.name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(Path(source, entry.name), target)
-            with target.open("rb") as copy:
-                os.fsync(copy.fileno())
+            with target.open("rb") as written:
+                os.fsync(written.fileno())
         storage = PosixStorage(self.directory, create=False)
         try:
             for entry in files:
@@ -99,12 +115,12 @@ class HdfsMirror:
     command: tuple[str, ...] = ("hdfs", "dfs")
     timeout_s: float = 3600.0
 
-    def has(self, name: str) -> bool:
-        return self._exists(f"{self.directory}/{name}")
+    def has(self, copy: Copy) -> bool:
+        return self._exists(f"{self.directory}/{copy.name}/{copy.mark}")
 
-    def upload(self, source: str, name: str, files: Sequence[FileEntry]) -> None:
+    def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
         """Raises ``StorageError`` if a command fails or a size differs."""
-        nonce = uuid.uuid4().hex[:12]
+        name, nonce = copy.name, uuid.uuid4().hex[:12]
         partial = f"{self.directory}/.partial-{name}-{nonce}"
         for directory in sorted({str(Path(entry.name).parent) for entry in files}):
             there = f"{partial}/{directory}"
@@ -115,31 +131,36 @@ class HdfsMirror:
         for entry, line in zip(files, told.splitlines(), strict=True):
             if line.split(" ", 1) != [str(entry.bytes), Path(entry.name).name]:
                 raise StorageError(f"the copy of {entry.name} is {line!r}", file=entry.name)
+        self._run("-touchz", f"{partial}/{copy.mark}")
         final = f"{self.directory}/{name}"
         if self._exists(final):
             self._run("-mv", final, f"{self.directory}/.replaced-{name}-{nonce}")
         self._run("-mv", partial, final)
+        if not self.has(copy):  # moved into a directory that was there all the same
+            raise StorageError(f"{name} is not the copy of attempt {copy.of}", file=final)
 
     def _exists(self, path: str) -> bool:
-        ended = subprocess.run(
-            [*self.command, "-test", "-e", path],
-            capture_output=True,
-            timeout=self.timeout_s,
-            check=False,
-        )
+        """``-test`` ends with 1 for "no", and for what it complains of, like a host that is away."""
+        ended = self._call("-test", "-e", path)
+        complaints = [line for line in ended.stderr.splitlines() if line.startswith("test:")]
+        if ended.returncode not in (0, 1) or complaints:
+            raise StorageError(f"-test failed: {ended.stderr.strip()[-500:]}", file=path)
         return ended.returncode == 0
 
     def _run(self, *arguments: str) -> str:
-        ended = subprocess.run(
+        ended = self._call(*arguments)
+        if ended.returncode != 0:
+            raise StorageError(f"{arguments[0]} failed: {ended.stderr.strip()[-500:]}")
+        return ended.stdout
+
+    def _call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             [*self.command, *arguments],
             capture_output=True,
             text=True,
             timeout=self.timeout_s,
             check=False,
         )
-        if ended.returncode != 0:
-            raise StorageError(f"{arguments[0]} failed: {ended.stderr.strip()[-500:]}")
-        return ended.stdout
 
 
 # ---------------------------------------------------------------------------------------- before
@@ -168,8 +189,8 @@ class UploadJob:
         receipts = Receipts(storage, location, ticket.of, ticket.world_size)
         deadline = self.clock.monotonic() + ticket.timeout_s
         files = _content(receipts.arriving(self.awaited.shares, self.clock, deadline))
-        published = VERL.published_name(ticket.of.step)
-        self.mirror.upload(f"{storage.root}/{location}", published, files)
+        copy = Copy(VERL.published_name(ticket.of.step), ticket.of)
+        self.mirror.upload(f"{storage.root}/{location}", copy, files)
         return Written(())
 
 
@@ -246,10 +267,11 @@ class Upload:
         """How many files were uploaded."""
         storage = PosixStorage(self.root, create=False)
         name = VERL.published_name(self.step)
-        files = _content(_receipts(storage, name))
-        if not files:
+        receipts = list(_receipts(storage, name))
+        if not receipts:
             raise SaveFailed(f"{name} has no receipts to upload by", step=self.step)
-        self.mirror.upload(f"{self.root}/{name}", name, files)
+        files = _content(receipts)
+        self.mirror.upload(f"{self.root}/{name}", Copy(name, receipts[0].of), files)
         return len(files)
 
     def start(self) -> Child:

@@ -20,6 +20,8 @@ import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -313,6 +315,8 @@ def install(
             f"{base.__name__} saves in its own way ({own or 'nowhere'}): give extra_parts with what "
             "it saves beside its roles and data.pt, if only an empty dict"
         )
+    if settings.get("on_failure") not in (None, "raise", "warn"):
+        raise ConfigError("verl decides when it saves: on_failure is 'raise' or 'warn'")
     if not hasattr(base, _EVERY_STEP):
         warnings.warn(
             f"nothing is known that {base.__name__} calls in every step: call "
@@ -322,11 +326,34 @@ def install(
         )
     options = Options(extra_parts, calls or RayCalls(), mirror, mirror_when, settings)
     if isinstance(trainer, type):
-        names = {"__new__": staticmethod(_New(options)), "checkpoints": None}
+        names = {
+            "__new__": staticmethod(_New(options)),
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "checkpoints": None,
+        }
         subclass: Any = type(base.__name__, (base,), names)
         return cast(Trainer, subclass)
     Checkpoints(trainer, options).bind()
     return trainer
+
+
+def install_in_verl(**options: Any) -> list[str]:
+    """Let every trainer that the installed verl may make have these checkpoints; their names.
+
+    Those are ``RayPPOTrainer``, and in 0.9 the registry that ``main_ppo`` asks by default. ``options``
+    are those of ``install``. Call it once, where verl is imported, before a trainer is made.
+    """
+    module: Any = import_module("verl.trainer.ppo.ray_trainer")
+    module.RayPPOTrainer = install(module.RayPPOTrainer, **options)
+    names = ["RayPPOTrainer"]
+    if find_spec("verl.trainer.ppo.v1") is not None:
+        # The package, not its base module: it imports the trainers, and each registers itself.
+        registry = import_module("verl.trainer.ppo.v1").trainer_base.TRAINER_REGISTRY
+        for name in list(registry):
+            registry[name] = install(registry[name], **options)
+            names.append(name)
+    return names
 
 
 # ------------------------------------------------------------------------- verl's configuration

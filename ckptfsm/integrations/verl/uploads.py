@@ -25,11 +25,13 @@ from ckptfsm.errors import (
     StepNotFoundError,
     describe,
 )
-from ckptfsm.integrations.verl.mirror import Mirror, Upload
+from ckptfsm.evidence import read_manifest
+from ckptfsm.integrations.verl.mirror import Copy, Mirror, Upload
 from ckptfsm.layout import VERL
 from ckptfsm.lifecycle import State
 from ckptfsm.ports import Outcome
 from ckptfsm.processes import Child
+from ckptfsm.storage import PosixStorage
 
 log = logging.getLogger("ckptfsm")
 
@@ -55,7 +57,12 @@ class Uploads:
     def begin(self, controller: Controller) -> None:
         """At the start: what an earlier run left undone is noted."""
         latest = controller.latest_step()
-        if latest is not None and not self.mirror.has(VERL.published_name(latest)):
+        if latest is None:
+            return
+        storage, name = PosixStorage(self.root, create=False), VERL.published_name(latest)
+        manifest = read_manifest(storage, name)
+        storage.close_root()
+        if manifest is None or not self.mirror.has(Copy(name, manifest.of)):
             self.noted.append(latest)
 
     def poll(self, controller: Controller) -> None:
