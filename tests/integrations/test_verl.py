@@ -512,7 +512,7 @@ def test_a_mirror_that_fails_before_means_no_checkpoint(job: Job) -> None:
 
 
 def test_a_mirror_that_fails_after_is_said_and_costs_no_checkpoint(job: Job) -> None:
-    """Catches: an upload's error that nobody hears of; a pin that stays for ever."""
+    """Catches: an upload's error that nobody hears of; a step that is kept for ever."""
     trainer = job.start(mirror=Broken(), critic=False, max_actor_ckpt_to_keep=1)
     save(trainer)
     with pytest.raises(SaveFailed, match="the upload of step 1 failed: .*No space left"):
@@ -525,7 +525,7 @@ def test_a_mirror_that_fails_after_is_said_and_costs_no_checkpoint(job: Job) -> 
         job, mirror=DirectoryMirror(str(there)), critic=False, max_actor_ckpt_to_keep=1
     )
     polled_until(again, lambda: (there / "global_step_1").is_dir())
-    polled_until(again, lambda: not list((job.root / ".ckptfsm/pins").glob("*.json")))
+    polled_until(again, lambda: not list((job.root / ".ckptfsm/leases").iterdir()))
     save(again)
     again.checkpoints.close()
     assert job.steps() == ["global_step_2"]
