@@ -47,8 +47,8 @@ PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "megatron-core 0.14.0": (("--no-deps", "megatron-core==0.14.0"),),
     "megatron-core 0.15.0": (("--no-deps", "megatron-core==0.15.0"),),
     "megatron-core 0.16.1": (("--no-deps", "megatron-core==0.16.1"),),
-    "nvidia-resiliency-ext": (("nvidia-resiliency-ext>=0.4.1",),),
-    "ray": (("ray>=2.40",),),
+    "nvidia-resiliency-ext": (("nvidia-resiliency-ext==0.4.1",),),
+    "ray": (("ray==2.60.0",),),
     "verl 0.7.1": (VERL_NEEDS, ("--no-deps", "verl==0.7.1", "TransferQueue")),
     "verl 0.9.0": (VERL_NEEDS, ("--no-deps", "verl==0.9.0", "TransferQueue")),
 }
