@@ -36,7 +36,7 @@ ELSEWHERE = {
     "storage.fsync_dir(LEASE)": "remove_marker does it again, in the line before",
     "storage.fsync_dir(job.location)": "make_dirs does it again, in the next line",
     "self._fsync_names(checkpoint, target)": "each of the two fsyncs in it is left out",
-    "os.fsync(copy.fileno())": "a remote copy, beside the checkpoint that is tracked here",
+    "os.fsync(written.fileno())": "a remote copy, beside the checkpoint that is tracked here",
     "fsync_tree_dirs(storage, partial.name)": "the same",
 }  # the calls that no mutant of their own leaves out, and why
 
