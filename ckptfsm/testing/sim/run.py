@@ -29,6 +29,7 @@ from ckptfsm.testing.sim.site import Site
 from ckptfsm.testing.sim.world import SimulationFailed, Task, World
 from ckptfsm.testing.simfs import SimStorage
 
+_SECOND_RECOVERY = 4  # of so many runs one: it costs a job of its own
 _LIMIT_S = 3000.0
 _READER_S = 40.0
 _LATE_S = 2.0
@@ -276,10 +277,11 @@ class Scenario:
         site.check(fine, "I2", f"the last job found nothing, {floor} was acknowledged")
         newest = next(reversed(site.watch.ever_acknowledged), None)  # what this last job saved
         site.check(newest is not None, "I10", "nothing can be saved on a healed root")
-        second = self._last_job([])
-        assert second is not None
-        open_decisions = [d for d in second.reports[0].decisions if d.actions]
-        site.check(not open_decisions, "I8", f"a second recovery does {open_decisions}")
+        if world.random.randrange(_SECOND_RECOVERY) == 0:
+            second = self._last_job([])
+            assert second is not None
+            open_decisions = [d for d in second.reports[0].decisions if d.actions]
+            site.check(not open_decisions, "I8", f"a second recovery does {open_decisions}")
         self._judge_end(newest)
 
     def _last_job(self, script: list[Op]) -> Job | None:
