@@ -156,3 +156,15 @@ def test_every_parent_directory_comes_before_its_children():
     for directory in layout.DIRECTORIES:
         assert directory.rpartition("/")[0] in seen
         seen.add(directory)
+
+
+@pytest.mark.parametrize("names", layout.LAYOUTS.values(), ids=str)
+def test_the_greatest_step_has_a_name(names):
+    """Catches: a bound that is off by one, so that a checkpoint is written and never found."""
+    for step, parsed in ((MAX_STEP, MAX_STEP), (MAX_STEP + 1, None)):
+        attempt = AttemptId(step, 1, 1)
+        assert names.parse_published(names.published_name(step)) == parsed
+        assert layout.parse_attempt(layout.attempt_name(attempt)) == (attempt if parsed else None)
+        assert layout.parse_pin(f"{step}.json") == parsed
+        assert layout.parse_reader(f"{step}.reader.a.json") == parsed
+        assert layout.parse_tracker(str(step).encode()) == parsed
