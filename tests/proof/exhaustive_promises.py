@@ -152,7 +152,12 @@ class Watch:
             state = run.journal.value.state_of(layout.parse_attempt(src.rpartition("/")[2]))
             require(state == "failed", "I1", f"{src} ({state}) was moved to {dst}")
         elif layout.MEGATRON.parse_published(dst) is not None:
-            require(judge(node, self.scope).complete, "I4", f"{src} got the name {dst}, incomplete")
+            moved = layout.parse_attempt(src.rpartition("/")[2])
+            gutted = moved is not None and is_gutted(
+                run.world, moved
+            )  # a prune gives back what it took
+            whole = gutted or judge(node, self.scope).complete
+            require(whole, "I4", f"{src} got the name {dst}, incomplete")
         else:
             require(TEMPORARY in src, "I1", f"{src} was moved to {dst}")
 
