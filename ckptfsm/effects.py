@@ -46,6 +46,7 @@ from ckptfsm.errors import (
 from ckptfsm.evidence import (
     check_sizes,
     dropped_parts,
+    inspect_published,
     read_manifest,
     read_tracker,
 )
@@ -73,6 +74,7 @@ from ckptfsm.lifecycle import Checkpoint, expected_reports
 from ckptfsm.messages import FINISHED_BY_US, PartSpec
 from ckptfsm.ports import Clock, PartFinisher, Storage
 from ckptfsm.receipts import Receipts
+from ckptfsm.recovery import is_whole
 from ckptfsm.stock import inspect_stock
 from ckptfsm.trash import sweep_attempt
 
@@ -398,7 +400,7 @@ class Effects:
         Every guard is looked at again on disk: pins, leases, the tracker, and that the newer one,
         which makes this one removable, is really there. Pins and leases are looked at once more after
         the move: one that was taken in between brings the directory back (F27), also if a crash came
-        between the two.
+        between the two. Raises ``DamagedRoot`` if what stands at its name then is not whole.
         """
         self.check_epoch()
         source = self.layout.published_name(checkpoint.step)
@@ -417,11 +419,14 @@ class Effects:
         aside = self._move_aside(source, trash_dir(checkpoint.id))
         kept = self._kept_by_people(checkpoint.step)
         if kept:
-            self._bring_back(aside, source)
+            self._bring_back(checkpoint, aside)
         return kept
 
     def settle_prunable(self, checkpoint: Checkpoint) -> str:
-        """Decide a prune that a rollback finds open: "" if it is gone, else why it stays."""
+        """Decide a prune that a rollback finds open: "" if it is gone, else why it stays.
+
+        Raises ``DamagedRoot`` as ``prune`` does.
+        """
         self.check_epoch()
         source = self.layout.published_name(checkpoint.step)
         return (
@@ -438,13 +443,20 @@ class Effects:
         own = [path for path in asides if self._is_own(checkpoint, path)]
         if not kept or not own or lookup(self.storage, source) is not None:
             return ""
-        self._bring_back(own[0], source)
+        self._bring_back(checkpoint, own[0])
         return kept
 
-    def _bring_back(self, aside: str, source: str) -> None:
-        """An effect of its own: a successor may be emptying the trash by now (I9)."""
+    def _bring_back(self, checkpoint: Checkpoint, aside: str) -> None:
+        """An effect of its own: a successor may be emptying the trash by now (I9).
+
+        Raises ``DamagedRoot`` if it is back and not whole: it was damaged before it was pruned.
+        """
         self.check_epoch()
+        source = self.layout.published_name(checkpoint.step)
         move(self.storage, aside, source)
+        there = inspect_published(self.storage, self.layout, checkpoint.step)
+        if not is_whole(checkpoint, there):
+            raise DamagedRoot(there.detail, file=source, step=checkpoint.step)
 
     def _kept_by_tracker(self, checkpoint: Checkpoint, newer_step: int) -> str:
         tracker = read_tracker(self.storage)
@@ -535,13 +547,17 @@ class Effects:
         """
         self.check_epoch()
         source = self.layout.published_name(checkpoint.step)
+        found = lookup(self.storage, source)
+        if found is None:
+            self._settle_names(QUARANTINE)
+            return
+        if found.kind != "dir":  # a link there is somebody else's
+            return
         try:
             manifest = read_manifest(self.storage, source)
         except DamagedRoot:
             manifest = None
-        if lookup(self.storage, source) is None:
-            self._settle_names(QUARANTINE)
-        elif manifest is None or manifest.of == checkpoint.id:
+        if manifest is None or manifest.of == checkpoint.id:
             self._move_aside(source, quarantine_dir(checkpoint.id))
 
     def _move_aside(self, source: str, target: str) -> str:

@@ -17,6 +17,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from ckptfsm.documents import (
@@ -322,18 +323,26 @@ class Engine:
             return
         latest = self.ledger.latest()
         newer = latest.step if latest is not None else -1
-        try:
-            kept = self.effects.prune(checkpoint, newer)
-        except NewerSchema:
-            raise
-        except DamagedRoot as error:  # as recovery decides it: out of service, for a person
-            self.post(Reprieved(checkpoint.id, "damaged"))
-            self.post(Withdrawn(checkpoint.id, "damaged", describe(error)))
-            return
-        self.post(Reprieved(checkpoint.id, kept) if kept else Removed(checkpoint.id))
+        kept = self.conclude_prune(checkpoint, partial(self.effects.prune, checkpoint, newer))
         latest = self.ledger.latest()
         if kept and latest is not None and latest.id == checkpoint.id:
             self.run(WriteTracker(checkpoint.id))  # the newest again: what was newer is gone
+
+    def conclude_prune(self, checkpoint: Checkpoint, effect: Callable[[], str]) -> str:
+        """Journal how a prune ended, as ``effect`` says: "" if it is gone, else why it stays.
+
+        What is damaged goes out of service, for a person, as recovery decides it.
+        """
+        try:
+            kept = effect()
+        except NewerSchema:
+            raise
+        except DamagedRoot as error:
+            self.post(Reprieved(checkpoint.id, "damaged"))
+            self.post(Withdrawn(checkpoint.id, "damaged", describe(error)))
+            return "damaged"
+        self.post(Reprieved(checkpoint.id, kept) if kept else Removed(checkpoint.id))
+        return kept
 
     def _run_clean_up(self, checkpoint: Checkpoint) -> None:
         self._finalizers.pop(checkpoint.id, None)

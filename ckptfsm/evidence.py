@@ -103,7 +103,7 @@ def inspect_published(storage: Storage, layout: Layout, step: int) -> PublishedE
     found = lookup(storage, directory)
     if found is None or found.kind != "dir":
         kind = found.kind if found else "nothing"
-        return PublishedEvidence(step, "unexplained", detail=f"{directory} is a {kind}")
+        return PublishedEvidence(step, "no_directory", detail=f"{directory} is a {kind}")
     try:
         manifest = read_manifest(storage, directory)
     except (DamagedRoot, OSError) as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from ckptfsm.documents import RollbackFinished, RollbackStarted
@@ -26,8 +27,6 @@ from ckptfsm.messages import (
     Event,
     FoundPublished,
     Prune,
-    Removed,
-    Reprieved,
     Withdrawn,
     WritersLost,
     WriteTracker,
@@ -153,5 +152,4 @@ def roll_back(engine: Engine, target: int | None, at: str) -> None:
 def _settle_prunable(engine: Engine, checkpoint: Checkpoint) -> None:
     """A prune that waits to be tried again must not come back after a rollback."""
     engine.pending = [c for c in engine.pending if c != Prune(checkpoint.id)]
-    kept = engine.effects.settle_prunable(checkpoint)
-    engine.post(Reprieved(checkpoint.id, kept) if kept else Removed(checkpoint.id))
+    engine.conclude_prune(checkpoint, partial(engine.effects.settle_prunable, checkpoint))

@@ -27,6 +27,9 @@ from ckptfsm.trash import remove_marker
 class ReaderLease:
     """Keeps one step from being pruned while the ``with`` block runs.
 
+    From nothing else: a rollback, or damage that is found, takes it to quarantine, from where nothing is
+    deleted, and the next ``renew`` raises.
+
     ``layout`` is the job's (see ``CheckpointConfig``). ``path`` is the absolute directory to read;
     ``nonce`` names the reader, uniquely, by default by its pid and chance. Raises
     ``StepNotFoundError`` if the step is not there, ``ConfigError`` if the root is not.

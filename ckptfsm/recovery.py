@@ -17,7 +17,7 @@ The rules, by the last journaled state of an attempt:
 | tracked | missing or damaged | withdrawn(damaged); the newest valid one is next |
 | prunable | still at its name | reprieved; retention looks at every guard again |
 | prunable | damaged at its name | reprieved, then withdrawn(damaged) |
-| prunable | gone from its name | removed, or brought back if a reader holds a lease |
+| prunable | gone from its name | removed, or back for a reader; if damaged, withdrawn |
 | failed | - | files to the trash |
 | quarantined | still at its name | moved aside |
 | none | complete, and not newer than the tracker | adopted, pinned; the newest first |
@@ -66,11 +66,12 @@ class PublishedEvidence:
     """A directory under a published name.
 
     ``manifest``: carries our manifest and every file of it; ``stock``: none, but a stock loader would
-    accept it; ``damaged``: our manifest does not hold; ``unexplained``: neither, or not a directory.
+    accept it; ``damaged``: our manifest does not hold; ``unexplained``: neither; ``no_directory``: a
+    link or a file, which is somebody else's.
     """
 
     step: int
-    found: Literal["manifest", "stock", "damaged", "unexplained"]
+    found: Literal["manifest", "stock", "damaged", "unexplained", "no_directory"]
     of: AttemptId | None = None
     run_seconds: float = 0.0
     detail: str = ""
@@ -203,7 +204,6 @@ def _decide(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> Decis
     """The row of the module's table for one checkpoint of the journal."""
     of, state = checkpoint.id, checkpoint.state
     there = evidence.published.get(of.step)
-    ours = there is not None and there.of == of
     whole = there is not None and is_whole(checkpoint, there)
     found = there.found if there is not None else "not published"
     if state in (State.REQUESTED, State.FORKED, State.SHARDS_WRITTEN):
@@ -228,7 +228,7 @@ def _decide(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> Decis
     if state is State.QUARANTINED:
         if whole and _put_back(checkpoint, ledger, evidence):
             return _decision(checkpoint, found, "forgotten", "a person put it back")
-        if ours or whole:
+        if there is not None and _can_be_own(checkpoint, there):
             return _decision(checkpoint, found, "quarantined", "withdrawn before", Quarantine(of))
         return _decision(checkpoint, found, "forgotten", "moved aside before")
     if state is State.PRUNABLE:
@@ -242,6 +242,15 @@ def _decide(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> Decis
         why = "gone from its name: removed, or brought back for a reader"
         return _decision(checkpoint, found, "pruned", why, Prune(of))
     return _decision(checkpoint, found, "discarded", "it had failed", WritersLost(of))
+
+
+def _can_be_own(checkpoint: Checkpoint, there: PublishedEvidence) -> bool:
+    """True if the directory at its name is its own, damaged or not, for all that can be read there.
+
+    What was adopted carries no manifest.
+    """
+    nobodys = there.of is None and there.found != "no_directory"
+    return there.of == checkpoint.id or (nobodys and checkpoint.provenance == "adopted")
 
 
 def _why_not_whole(there: PublishedEvidence | None) -> str:
@@ -339,9 +348,9 @@ def _explains(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> boo
         return False
     if checkpoint.in_place and state is not State.QUARANTINED:
         return True
-    adopted = checkpoint.provenance == "adopted"
-    published = state in (State.FINALIZED, State.TRACKED, State.PRUNABLE)
-    return published or (state is State.QUARANTINED and adopted)
+    if state is State.QUARANTINED:
+        return _can_be_own(checkpoint, there)
+    return state in (State.FINALIZED, State.TRACKED, State.PRUNABLE)
 
 
 def _strays(ledger: Ledger, evidence: Evidence) -> list[Decision]:

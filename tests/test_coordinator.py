@@ -553,6 +553,21 @@ def test_F16_a_tracked_directory_that_became_a_link_is_not_pruned():
     ]
 
 
+def test_F16_a_withdrawn_directory_that_became_a_link_stays_where_it_is():
+    """Catches: a withdrawal that is tried again for ever; a link taken for the checkpoint."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+    thief = SimStorage(disk, "thief")
+    thief.rename("iter_0000002", "elsewhere")
+    disk.plant_symlink("iter_0000002", "elsewhere")
+    job.coordinator.withdraw_damaged(2, "it is a link")
+    assert tracked(job) == [1] and not job.coordinator.busy
+    assert disk.snapshot()["iter_0000002"] == "-> elsewhere"
+    stop(disk, job)
+    assert tracked(start(disk, "second")) == [1]
+    assert disk.snapshot()["iter_0000002"] == "-> elsewhere"
+
+
 def test_F16_a_linked_name_in_the_way_of_a_save():
     """Catches: a save into a link's target."""
     disk = SimDisk()

@@ -26,7 +26,7 @@ from test_coordinator import (
 )
 
 from ckptfsm import evidence as evidence_module
-from ckptfsm.errors import Fenced, StorageError
+from ckptfsm.errors import Fenced, SaveRefused, StepNotFoundError, StorageError
 from ckptfsm.layout import (
     JOURNAL,
     MANIFEST,
@@ -316,6 +316,57 @@ def test_F27_a_rollback_brings_a_pruned_directory_back_for_its_reader():
     job.coordinator.tick()
     assert ONE in names(disk) and tracked(job) == [1, 2]
     assert judge(disk, 2) == 2
+
+
+@pytest.mark.parametrize("when", ["in one go", "restart", "rollback"])
+def test_I2_a_pruned_directory_that_was_gutted_does_not_count_once_it_is_back(when: str):
+    """Found by the exhaustive search. Catches: a reader's lease brings back what somebody had gutted
+    before it was pruned, and it is tracked again: one to be resumed from, though not whole."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+    replace(disk, f"{ONE}/__0_0.distcp", b"")
+    lease = ReaderLease("/sim", 1, storage=SimStorage(disk, "reader"))
+    failed = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and moves(ONE)(path):
+            lease.__enter__()
+        elif method == "rename" and makes(ONE)(path) and not failed and when != "in one go":
+            failed.append(path)
+            if when == "restart":
+                raise ProcessDead(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    job.storage.before = before
+    if when == "restart":
+        with pytest.raises(ProcessDead):
+            job.coordinator.delete(1)
+        disk.kill("first")
+        job = restarted(disk, latest=2)
+    else:
+        with suppress(SaveRefused):
+            job.coordinator.delete(1)
+    if when == "rollback":
+        assert states(job)["1.e1.a1"] == "prunable"
+        job.coordinator.rollback(2)
+    assert tracked(job) == [2] and judge(disk, 2) == 2
+    assert names(disk, QUARANTINE) == ["1.e1.a1"] and names(disk, TRASH) == []
+
+
+def test_F27_a_rollback_takes_a_step_from_its_reader_to_quarantine_and_the_reader_is_told():
+    """Found by the Hypothesis suites. Catches: a reader that goes on as if its step were there; a
+    checkpoint that is deleted under its lease, once a rollback has taken it."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+    with ReaderLease("/sim", 2, storage=SimStorage(disk, "reader")) as lease:
+        whole = {p.removeprefix(TWO) for p in disk.snapshot() if p.startswith(TWO)}
+        job.coordinator.rollback(1)
+        with pytest.raises(StepNotFoundError, match="step 2 is not at"):
+            lease.renew()
+        for _ in range(3):
+            job.coordinator.tick()
+        aside = f"{QUARANTINE}/2.e1.a2"
+        assert {p.removeprefix(aside) for p in disk.snapshot() if p.startswith(aside)} == whole
 
 
 def test_I5_a_rollback_does_not_take_a_newer_attempt_for_a_pending_prunes():

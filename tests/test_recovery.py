@@ -479,6 +479,34 @@ def test_an_unfinished_fresh_start_goes_on():
 # ---------------------------------------------------------------------------- idempotence (I8)
 
 
+ANOTHER = at(100, 9, 9)
+
+
+@pytest.mark.parametrize("provenance", ["saved", "adopted"])
+@pytest.mark.parametrize(
+    ("there", "owner"),
+    [
+        (damaged(100), "both"),
+        (unexplained(100), "adopted"),
+        (PublishedEvidence(100, "damaged", None, detail="torn manifest"), "adopted"),
+        (PublishedEvidence(100, "damaged", ANOTHER, detail="another's, gutted"), "nobody"),
+        (PublishedEvidence(100, "no_directory", detail="a symlink"), "nobody"),
+    ],
+    ids=["own", "no manifest", "torn manifest", "another's", "link"],
+)
+def test_what_stands_at_the_name_of_a_withdrawn_one_is_its_own_or_a_strangers(
+    provenance, there, owner
+):
+    """Catches: a stranger's directory that is explained away once, and evidence at the next restart
+    (I8); a damaged checkpoint whose way to quarantine was interrupted and is never finished."""
+    withdrawn = checkpoint(100, S.QUARANTINED, provenance=provenance)
+    ledger = ledger_of(withdrawn, checkpoint(200, S.TRACKED))
+    found = decide(ledger, evidence(names(200), whole(200), there))
+    results = {d.result for d in found.decisions if "100" in d.subject}
+    own = owner in ("both", provenance)
+    assert results == ({"quarantined"} if own else {"reported"}), found.decisions
+
+
 class World:
     """Ledger and disk together: carries a plan out as the coordinator would, through the table."""
 

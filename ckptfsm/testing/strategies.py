@@ -30,10 +30,10 @@ from ckptfsm.retention import (
 
 MAX_STEP = 12
 Provenance = Literal["saved", "adopted"]
-Found = Literal["manifest", "stock", "damaged", "unexplained"]
+Found = Literal["manifest", "stock", "damaged", "unexplained", "no_directory"]
 Word = Literal["missing", "torn", "release"]
 _PROVENANCES: tuple[Provenance, ...] = ("saved", "adopted")
-_FOUND: tuple[Found, ...] = ("manifest", "stock", "damaged", "unexplained")
+_FOUND: tuple[Found, ...] = ("manifest", "stock", "damaged", "unexplained", "no_directory")
 _WORDS: tuple[Word, ...] = ("missing", "torn", "release")
 
 
@@ -132,7 +132,8 @@ def published_evidence(draw: st.DrawFn, ledger: Ledger, step: int) -> PublishedE
     found = draw(st.sampled_from(_FOUND))
     of = None
     if found in ("manifest", "damaged"):
-        of = draw(st.sampled_from([*own, AttemptId(step, 9, 9)]))
+        torn = [None] if found == "damaged" else []
+        of = draw(st.sampled_from([*own, AttemptId(step, 9, 9), *torn]))
     return PublishedEvidence(step, found, of, detail="" if found == "manifest" else "as drawn")
 
 

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 )
 
 from ckptfsm.config import CheckpointConfig
+from ckptfsm.durable import lookup
 from ckptfsm.errors import (
     CkptFsmError,
     DamagedRoot,
@@ -35,7 +36,7 @@ from ckptfsm.errors import (
 )
 from ckptfsm.executor import InlineExecutor
 from ckptfsm.journal import read_history
-from ckptfsm.layout import MEGATRON
+from ckptfsm.layout import MEGATRON, QUARANTINE
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
 from ckptfsm.messages import Failed, ShardReported, WriterForked, WriterGone
@@ -102,6 +103,7 @@ class TrainerMachine(RuleBasedStateMachine):
         self.flying_at_end = 0
         self.readers: dict[int, ReaderLease] = {}
         self.leases_made = 0
+        self.taken_back: set[int] = set()
         self.start()
 
     # -------------------------------------------------------------------------------- the trainer
@@ -276,6 +278,7 @@ class TrainerMachine(RuleBasedStateMachine):
         step = data.draw(st.sampled_from(steps))
         self.listen()
         self.acknowledged = step  # from the call on, nothing newer is promised
+        self.taken_back.update(later for later in steps if later > step)
         self.chaos.die_in = die_in
         self.attempt(self.manager.rollback, step)
         self.chaos.die_in = None
@@ -298,12 +301,18 @@ class TrainerMachine(RuleBasedStateMachine):
 
     @rule(lease=consumes(leases))
     def read_and_give_back(self, lease):
-        """What a reader was told is there stays there, whole, for as long as it holds the lease."""
+        """What a reader was told is there stays there, whole, for as long as it holds the lease.
+
+        A rollback takes it to quarantine all the same: whole, too.
+        """
         found = self.readers.pop(lease, None)
         if found is None:
             return
         storage = found._storage
         name = MEGATRON.published_name(found._step)
+        if lookup(storage, name) is None and found._step in self.taken_back:
+            asides = [n for n in storage.listdir(QUARANTINE) if n.startswith(f"{found._step}.")]
+            name = f"{QUARANTINE}/{asides[0]}"
         assert storage.read(f"{name}/.ckptfsm/manifest.json", 1 << 20), "F27: half a checkpoint"
         assert storage.read(f"{name}/__0_0.distcp", 1 << 20), "F27: half a checkpoint"
         found.__exit__(None, None, None)
