@@ -24,7 +24,7 @@ from typing import Any
 
 from ckptfsm.config import CheckpointConfig, Verify, config_of
 from ckptfsm.coordinator import Coordinator, SaveRequest
-from ckptfsm.errors import ConfigError, DeadlineExceeded, WriterDied, name_ranks, printable
+from ckptfsm.errors import ConfigError, DeadlineExceeded, WriterDied, name_ranks, shorten
 from ckptfsm.files import FilesDriver
 from ckptfsm.handle import SaveHandle
 from ckptfsm.layout import LAYOUTS
@@ -54,7 +54,6 @@ log = logging.getLogger("ckptfsm")
 _ASK_EVERY_S = 0.1
 _REMEMBERED = 8  # attempts that were given up before their workers confirmed
 _REASON = re.compile(r"[a-z_]{1,40}\Z")
-_DETAIL_CHARS = 500  # of a worker's report: on a full disk the journal has room for little
 
 
 AskWorkers = Callable[[tuple[AttemptId, ...]], Iterable[Event]]
@@ -241,7 +240,7 @@ class Controller(Owner):
             # What is written was forked, whichever report came first.
             self._pump.report(WriterForked(event.of, event.rank, event.world_size))
         if isinstance(event, Failed):
-            event = replace(event, detail=printable(event.detail)[:_DETAIL_CHARS])
+            event = replace(event, detail=shorten(event.detail))
         self._pump.report(event)
 
     def _confirm(self, event: WriterGone) -> None:

@@ -184,10 +184,15 @@ class OutcomeUnknown(StorageError):
     advice = "restart the job; recovery decides from disk"
 
 
-def describe(error: BaseException, limit: int = 500) -> str:
+def describe(error: BaseException) -> str:
     """One bounded line about ``error``, for journals and reports."""
     words = error.summary() if isinstance(error, CkptFsmError) else str(error)
-    text = printable(f"{type(error).__name__}: {words}").replace("\n", " ")
+    return shorten(f"{type(error).__name__}: {words}").replace("\n", " ")
+
+
+def shorten(text: str, limit: int = 500) -> str:
+    """``text`` as a journal can hold it on a full disk, too: printable, ``limit`` characters at most."""
+    text = printable(text)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

@@ -139,14 +139,11 @@ class MegatronLMCheckpoints:
         state = dict(state_dict)
         if content_metadata is not None:
             state[CONTENT_METADATA] = dict(content_metadata)
-        manager = self.open(directory)
-        own = (self._root_of(directory), iteration)
-        if own in self._own and iteration in manager.all_steps():
+        root = self._root_of(directory)
+        if (root, iteration) in self._own and iteration in self.open(root).all_steps():
             log.warning("step_saved_already", extra={"step": iteration})
             return SaveHandle(iteration)
-        handle = self._begin(manager, iteration, state, reports)
-        self._own.add(own)
-        return handle
+        return self._begin(root, iteration, state, reports)
 
     def schedule_async_save(self, async_request: Any, iteration: int | None = None) -> None:
         """Take a ready AsyncRequest, made for ``<save_dir>/iter_<iteration>``, and save it in place.
@@ -157,14 +154,14 @@ class MegatronLMCheckpoints:
         if iteration is None:
             self._queue.schedule_async_request(async_request)
         else:
-            self._begin(self.open(), iteration, ForeignRequest(request=async_request), ())
-            self._own.add((self.save_dir, iteration))
+            self._begin(self.save_dir, iteration, ForeignRequest(request=async_request), ())
 
     def _begin(
-        self, manager: CheckpointManager, iteration: int, content: Any, reports: Sequence[Closure]
+        self, root: str, iteration: int, content: Any, reports: Sequence[Closure]
     ) -> SaveHandle:
-        handle = manager.save(iteration, parts={"state": content})
+        handle = self.open(root).save(iteration, parts={"state": content})
         self._pending.append(_Pending(handle, tuple(reports)))
+        self._own.add((root, iteration))
         return handle
 
     def maybe_finalize_async_save(self, blocking: bool = False, terminate: bool = False) -> None:

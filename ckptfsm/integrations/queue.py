@@ -302,10 +302,14 @@ class AsyncCallsQueue:
         named = dict(parts) if isinstance(parts, Mapping) else dict.fromkeys(parts, "")
         if not named:
             raise ConfigError("a checkpoint needs at least one part")
-        manager = self._manager_for(step, os.path.normpath(directory))
+        manager = self._manager_at(step, os.path.normpath(directory))
+        latest = manager.latest_step()
+        if latest is not None and step <= latest:
+            raise StepExistsError(f"step {latest} is tracked already", step=step, latest=latest)
         self._filling = _Filling(step, manager, named)
 
-    def _manager_for(self, step: int, directory: str) -> CheckpointManager:
+    def _manager_at(self, step: int, directory: str) -> CheckpointManager:
+        """The manager of the root that ``directory`` is below; without one, it is opened."""
         root, name = os.path.split(directory)
         layouts = [la.name for la in LAYOUTS.values() if la.published_name(step) == name]
         manager = self._manager or self._owned
@@ -314,17 +318,14 @@ class AsyncCallsQueue:
             raise ConfigError(
                 "on_busy='skip' cannot be: a request that was made has to be written", key="on_busy"
             )
-        if manager is None and layouts:
+        if not layouts or (manager is not None and config.layout not in layouts):
+            raise ConfigError(f"{name!r} is not the directory of step {step}", directory=directory)
+        if manager is None:
             from ckptfsm.megatron.manager import CheckpointManager  # not for who never begins
 
             self._owned = manager = CheckpointManager(
                 root, config.model_copy(update={"layout": layouts[0]})
             )
-        latest = None if manager is None else manager.latest_step()
-        if latest is not None and step <= latest:
-            raise StepExistsError(f"step {latest} is tracked already", step=step, latest=latest)
-        if manager is None or manager.config.layout not in layouts:
-            raise ConfigError(f"{name!r} is not the directory of step {step}", directory=directory)
         if os.path.realpath(root) != os.path.realpath(manager._storage.root):
             raise ConfigError(
                 f"{directory} is not below {manager._storage.root}", directory=directory

@@ -247,7 +247,7 @@ LOOKS = (
             "effects",
             """        kept = self._kept_by_people(checkpoint.step)
         if kept:
-            self._bring_back(aside, source)
+            self._bring_back(checkpoint, aside)
         return kept
 """,
             '        return ""\n',
@@ -274,7 +274,7 @@ LOOKS = (
         "effects",
         """        kept = self._kept_by_people(checkpoint.step)
         if kept:
-            self._bring_back(aside, source)
+            self._bring_back(checkpoint, aside)
         return kept
 """,
         '        return ""\n',
@@ -451,9 +451,11 @@ FENCES = (
         """        self.check_epoch()
         source = self.layout.published_name(checkpoint.step)
         found = lookup(self.storage, source)
+        if found is not None and found.kind != "dir":
 """,
         """        source = self.layout.published_name(checkpoint.step)
         found = lookup(self.storage, source)
+        if found is not None and found.kind != "dir":
 """,
         breaks="I9",
         source="fencing",
@@ -478,12 +480,12 @@ FENCES = (
         "effects",
         """        self.check_epoch()
         source = self.layout.published_name(checkpoint.step)
-        try:
-            manifest = read_manifest(self.storage, source)
+        found = lookup(self.storage, source)
+        if found is None:
 """,
         """        source = self.layout.published_name(checkpoint.step)
-        try:
-            manifest = read_manifest(self.storage, source)
+        found = lookup(self.storage, source)
+        if found is None:
 """,
         breaks="I9",
         source="fencing",
@@ -492,11 +494,36 @@ FENCES = (
     mutant(
         "bringing-back-is-not-fenced",
         "effects",
-        "        self.check_epoch()\n        move(self.storage, aside, source)\n",
-        "        move(self.storage, aside, source)\n",
+        """        self.check_epoch()
+        source = self.layout.published_name(checkpoint.step)
+        move(self.storage, aside, source)
+""",
+        """        source = self.layout.published_name(checkpoint.step)
+        move(self.storage, aside, source)
+""",
         breaks="I9",
         source="fencing",
         killers=("tests:test_found_by_review.py",),
+    ),
+    mutant(
+        "what-comes-back-counts-unseen",
+        "effects",
+        "        if not is_whole(checkpoint, there):\n",
+        "        if False:\n",
+        breaks="I2",
+        source="F27",
+        killers=("tests:test_found_by_proof.py",),
+        why="somebody gutted it before it was pruned, and its reader brings it back",
+    ),
+    mutant(
+        "a-stranger-is-explained-away",
+        "recovery",
+        '    return there.of == checkpoint.id or (nobodys and checkpoint.provenance == "adopted")\n',
+        '    return there.of == checkpoint.id or checkpoint.provenance == "adopted"\n',
+        breaks="I8",
+        source="F16",
+        killers=("tests:test_recovery.py",),
+        why="at the name of a withdrawn one that was adopted, another's is evidence",
     ),
     mutant(
         "rolled-back-to-a-broken-one",

@@ -6,8 +6,8 @@ others, uploads what they list, and gives its own receipt only then. Without it 
 between uploads its latest step at the next start.
 
 Rules:
-* Uploaded is what receipts list, and every file is checked against them: its size, and its digest where
-  the place can be read.
+* Uploaded is what receipts list (before) or the manifest (after), and every file is checked against
+  them: its size, and its digest where the place can be read.
 * Nothing is ever deleted in the remote place. What is unfinished there begins with a dot.
 * A copy carries its attempt: after a rollback, that of the abandoned branch does not count.
 """
@@ -18,17 +18,18 @@ import os
 import shutil
 import subprocess
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ckptfsm.clock import SystemClock
-from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Receipt, decode
-from ckptfsm.durable import fsync_tree_dirs, list_names, lookup, move
+from ckptfsm.documents import FileEntry
+from ckptfsm.durable import fsync_tree_dirs, lookup, move
 from ckptfsm.errors import SaveFailed, StorageError
+from ckptfsm.evidence import read_manifest
 from ckptfsm.files import FilesDraft, FilesDriver, FileTree
-from ckptfsm.layout import PRIVATE, RECEIPTS, VERL, join
+from ckptfsm.layout import PRIVATE, VERL
 from ckptfsm.messages import AttemptId, PartSpec
 from ckptfsm.ports import Clock, PartJob, Storage, Written
 from ckptfsm.processes import Child, fork_child
@@ -188,7 +189,8 @@ class UploadJob:
         ticket = self.awaited.ticket
         receipts = Receipts(storage, location, ticket.of, ticket.world_size)
         deadline = self.clock.monotonic() + ticket.timeout_s
-        files = _content(receipts.arriving(self.awaited.shares, self.clock, deadline))
+        arriving = receipts.arriving(self.awaited.shares, self.clock, deadline)
+        files = _content(entry for receipt in arriving for entry in receipt.files)
         copy = Copy(VERL.published_name(ticket.of.step), ticket.of)
         self.mirror.upload(f"{storage.root}/{location}", copy, files)
         return Written(())
@@ -267,28 +269,20 @@ class Upload:
         """How many files were uploaded."""
         storage = PosixStorage(self.root, create=False)
         name = VERL.published_name(self.step)
-        receipts = list(_receipts(storage, name))
-        if not receipts:
-            raise SaveFailed(f"{name} has no receipts to upload by", step=self.step)
-        files = _content(receipts)
-        self.mirror.upload(f"{self.root}/{name}", Copy(name, receipts[0].of), files)
+        manifest = read_manifest(storage, name)
+        if manifest is None:
+            raise SaveFailed(f"{name} has no manifest to upload by", step=self.step)
+        files = _content(manifest.files)
+        self.mirror.upload(f"{self.root}/{name}", Copy(name, manifest.of), files)
         return len(files)
 
     def start(self) -> Child:
         return fork_child(self, keep=(), group=True)
 
 
-def _content(receipts: Iterable[Receipt]) -> list[FileEntry]:
+def _content(files: Iterable[FileEntry]) -> list[FileEntry]:
     """The files of a checkpoint, without those that are ours alone."""
-    files = [entry for receipt in receipts for entry in receipt.files]
     return [entry for entry in files if not entry.name.startswith(f"{PRIVATE}/")]
-
-
-def _receipts(storage: Storage, name: str) -> Iterator[Receipt]:
-    for part in list_names(storage, join(name, RECEIPTS)):
-        for file in list_names(storage, join(name, RECEIPTS, part)):
-            path = join(name, RECEIPTS, part, file)
-            yield decode(Receipt, storage.read(path, MAX_DOCUMENT_BYTES), path)
 
 
 def mirror_of(remote: str | None) -> Mirror | None:

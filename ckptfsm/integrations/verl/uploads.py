@@ -99,7 +99,7 @@ class Uploads:
             self.waiting[step] = lease
             return
         with lease:
-            _say_left_out(step, "it was adopted, and has no receipts to upload by")
+            _say_left_out(step, "it was adopted, and has no manifest to upload by")
 
     def wait(self, controller: Controller) -> None:
         """Until nothing waits any more. Raises ``DeadlineExceeded`` after ``close_timeout_s``."""
