@@ -61,11 +61,15 @@ AskWorkers = Callable[[tuple[AttemptId, ...]], Iterable[Event]]
 
 @dataclass(slots=True)
 class _Flight:
-    """An attempt that is not settled: its deadline, the workers' ranks, and those that have written."""
+    """An attempt that is not settled: its deadline, the workers' ranks, and those that have written.
+
+    ``taken`` are the reports that came: workers make them again.
+    """
 
     deadline: float
     ranks: frozenset[int]
     written: set[int] = field(default_factory=set)
+    taken: set[Event] = field(default_factory=set)
     failed: bool = False
 
 
@@ -76,8 +80,9 @@ def is_plausible(event: WriterForked | ShardReported | Failed | WriterGone) -> b
         return texts and bool(_REASON.match(event.reason))
     if isinstance(event, ShardReported):
         size = event.shard_bytes
-        return isinstance(event.part, str) and type(size) is int and 0 <= size <= 1 << 62
-    return True
+        told = isinstance(event.part, str) and type(event.world_size) is int
+        return told and type(size) is int and 0 <= size <= 1 << 62
+    return isinstance(event, WriterGone) or type(event.world_size) is int
 
 
 class Controller(Owner):
@@ -232,9 +237,16 @@ class Controller(Owner):
         if isinstance(event, WriterGone) and event.of in self._unconfirmed:
             self._confirm(event)
             return
-        if flight is None or event.rank not in flight.ranks or not is_plausible(event):
+        if flight is None:  # it is settled, or was another controller's
+            log.info("late_report_dropped", extra={"event": event.name, "of": str(event.of)})
+            return
+        if event.rank not in flight.ranks or not is_plausible(event):
             log.warning("report_dropped", extra={"event": event.name, "of": str(event.of)})
             return
+        if event in flight.taken:
+            return
+        if not isinstance(event, WriterGone):  # one may come before the failure that it counts for
+            flight.taken.add(event)
         if isinstance(event, ShardReported) and event.rank not in flight.written:
             flight.written.add(event.rank)
             # What is written was forked, whichever report came first.

@@ -6,7 +6,8 @@ Rules:
 * A group completes its part itself, because a controller without torch cannot: the writer of the
   group's first rank waits for the other receipts on the shared disk, writes what a loader needs
   (``.metadata``), and only then its own receipt. Once every receipt is there, every part is complete.
-* What goes wrong is a report, not an exception: the controller decides.
+* What goes wrong is a report, not an exception: the controller decides. Reports are made again until a
+  new ticket comes: the controller takes each once.
 """
 
 from __future__ import annotations
@@ -56,11 +57,10 @@ class Worker:
         self._config = config or CheckpointConfig()
         self._writer: RankWriter | None = None
         self._newest = (0, 0)  # epoch and attempt of the newest ticket
-        self._said: list[Event] = []  # of the newest ticket
+        self._reports: list[Event] = []  # of the newest ticket
         self._dying: list[RankWriter] = []
         self._number = 0
         self._storage: Storage | None = None
-        self._outbox: list[Event] = []
 
     # ----------------------------------------------------------------------------------- writing
 
@@ -77,8 +77,8 @@ class Worker:
         """
         newest = (ticket.of.epoch, ticket.of.attempt)
         if newest <= self._newest:  # a call that was tried again: it counts once
-            return list(self._said) if newest == self._newest else []
-        self._newest, self._said = newest, []
+            return list(self._reports) if newest == self._newest else []
+        self._newest, self._reports = newest, []
         if self._writer is not None:  # of an attempt that has failed, or there would be no ticket
             self._dying.append(self._writer)
             self._writer = None
@@ -171,7 +171,7 @@ class Worker:
         deadline = self._ports.clock.monotonic() + ticket.timeout_s
         storage = self._open(ticket.root)
         self._writer = RankWriter(storage, job, launch=self._ports.launch, deadline=deadline)
-        self._outbox.append(WriterForked(ticket.of, self._number, ticket.world_size))
+        self._reports.append(WriterForked(ticket.of, self._number, ticket.world_size))
 
     def _to_finish(self, accepted: Accepted, shares: Shares) -> tuple[Unfinished, ...]:
         """What the group's first rank completes: the parts whose kind has a finisher."""
@@ -191,12 +191,13 @@ class Worker:
 
     def _fail(self, of: AttemptId, problem: str) -> None:
         detail = f"rank {self._number}: {problem}"
-        self._outbox.append(Failed(of, "fork_failed", detail, self._number))
+        self._reports.append(Failed(of, "fork_failed", detail, self._number))
 
     # ----------------------------------------------------------------------------------- reports
 
     def poll(self, doomed: Sequence[AttemptId] = ()) -> list[Event]:
-        """What there is to report since the last call (local). ``doomed``: attempts that have failed.
+        """All there is to report of the newest ticket, at every call: an answer may have been lost
+        (local). ``doomed``: attempts that have failed.
 
         Their writers are killed; a report that one is gone says so for certain.
         """
@@ -205,14 +206,11 @@ class Worker:
             self._dying.append(writer)
             self._writer = None
         elif writer is not None:
-            self._outbox += writer.poll(self._ports.clock.monotonic())
+            self._reports += writer.poll(self._ports.clock.monotonic())
         alive = {w.of for w in self._dying if not w.kill(timeout_s=0.0)}
         self._dying = [w for w in self._dying if w.of in alive]
         gone = [of for of in doomed if of not in alive and self._number]
-        self._said += self._outbox
-        reports = [*self._outbox, *(WriterGone(of, self._number) for of in gone)]
-        self._outbox = []
-        return reports
+        return [*self._reports, *(WriterGone(of, self._number) for of in gone)]
 
     def close(self, timeout_s: float = 10.0) -> None:
         """A bounded wait for the own writer, then end it (local)."""

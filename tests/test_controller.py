@@ -481,6 +481,7 @@ def test_what_lost_says_concerns_only_its_own_ranks(tmp_path):
         lambda of: ShardReported(of, "actor", 1, 4, -5),
         lambda of: ShardReported(of, "actor", 1, 4, 10**30),
         lambda of: ShardReported(of, "actor", "one", 4, 5),
+        lambda of: WriterForked(of, 1, ["4"]),
     ],
 )
 def test_F30_a_report_that_cannot_be_is_dropped(tmp_path, event):
@@ -507,6 +508,20 @@ def test_reports_may_come_in_any_order(tmp_path):
     job.controller.poll()
     job.controller.feed(forked)
     save.handle.wait()
+    job.controller.close()
+
+
+def test_an_answer_that_was_lost_costs_nothing(tmp_path):
+    """Catches: a worker that reports once, to a controller that was cut off then."""
+    job = GroupJob(tmp_path, {"actor": 1})
+    save = job.begin(10)
+    (worker,) = job.groups["actor"].workers
+    worker.write(save.tickets["actor"], {"w": 1})
+    while not any(isinstance(e, ShardReported) for e in worker.poll()):
+        pass  # nobody heard it
+    job.controller.feed(worker.poll())
+    job.controller.feed(worker.poll())
+    assert save.handle.wait().state is State.TRACKED
     job.controller.close()
 
 

@@ -38,18 +38,16 @@ class WorkerGroup:
     def __init__(self, role: str, root: Path) -> None:
         self.group = Group(role, SIZES[role], root)
         self.workers = [self] * SIZES[role]
-        self.reports: list[Event] = []
         self.broken = False
 
     def save_checkpoint(self, path: str, ticket: Ticket, step: int, **more: Any) -> None:
         if self.broken:
             raise RuntimeError("made up: a worker is gone")
         states = [{"w": b"%d" % step}] * self.group.size
-        self.reports += self.group.write(ticket, states)
+        self.group.write(ticket, states)
 
     def poll(self, doomed: tuple[AttemptId, ...]) -> list[Event]:
-        reports, self.reports = [*self.reports, *self.group.poll(doomed)], []
-        return reports
+        return self.group.poll(doomed)
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,6 @@ class VerlCheckpointManager:
     def __init__(self, manager: Any, worker: Worker) -> None:
         self._manager = manager
         self._worker = worker
-        self._reports: list[Event] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
@@ -130,7 +129,7 @@ class VerlCheckpointManager:
             raise
         except BaseException as error:  # also Megatron's; the other ranks are on their way to write
             parts = {"": error}
-        self._reports += self._worker.write(ticket, parts=parts)
+        self._worker.write(ticket, parts=parts)  # its reports are asked for by ``poll``
 
     def _parts(self, ticket: Ticket, step: int) -> dict[str, Any]:
         """Let verl write its files into the attempt's directory, and take its sharded state dicts."""
@@ -150,8 +149,7 @@ class VerlCheckpointManager:
 
     def poll(self, doomed: Sequence[AttemptId]) -> list[Event]:
         """See ``Worker.poll`` (local)."""
-        reports, self._reports = [*self._reports, *self._worker.poll(doomed)], []
-        return reports
+        return self._worker.poll(doomed)
 
     def close(self) -> Any:
         """Let the writer end, and give verl's own manager back."""

@@ -97,7 +97,7 @@ class RoleGroups:
             self.calls.result(call)
 
     def poll(self, doomed: tuple[AttemptId, ...]) -> list[Event]:
-        """What the workers reported since the last call; and ask them again."""
+        """What the workers have answered by now; and ask them again."""
         events: list[Event] = []
         if self._asked:
             done = self.calls.done(list(self._asked.values()), 0.0)
