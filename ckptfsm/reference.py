@@ -44,6 +44,15 @@ _COMMON: Mapping[str, tuple[type, ...]] = MappingProxyType(
         "GroupWorker": (Worker,),
     }
 )
+INTEGRATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "queue": ("AsyncCallsQueue", "install", "Installed"),
+        "megatron_lm": ("MegatronLMCheckpoints", "retain", "install", "InstalledTraining"),
+        "ray": ("RayController",),
+        "verl.trainer": ("install", "install_in_verl", "Checkpoints", "retention_of"),
+        "verl.workers": ("Calls", "RayCalls"),
+    }
+)
 _WARNINGS = (RecoveryWarning, SaveFailedWarning, PollMissingWarning, ReshardWarning)
 MEANINGS: Mapping[str, str] = MappingProxyType(
     {
@@ -82,6 +91,8 @@ def reference_markdown() -> str:
     lines += ["Everything below is imported from `ckptfsm`, errors from `ckptfsm.errors`.", ""]
     for name in ckptfsm.__all__:
         lines += _public(name)
+    for module, names in INTEGRATIONS.items():
+        lines += _integration(f"ckptfsm.integrations.{module}", names)
     lines += ["## Configuration fields", "", "Times are in seconds and end in `_s`.", ""]
     lines += [*_config_table(), "", "## Errors", ""]
     lines += ["What to do about each is in [failures](failures.md). All carry `kind`, `advice` and"]
@@ -175,22 +186,53 @@ def _code(name: str, signature: str) -> list[str]:
 
 def _from_source(name: str, module: str) -> list[str]:
     """A class that cannot be imported without torch: its docstring and how it is called."""
+    found = _definition(name, module)
+    return [*_code(name, _called(found)), ast.get_docstring(found) or "", ""]
+
+
+def _integration(module: str, names: Sequence[str]) -> list[str]:
+    """What a trainer imports from a module that needs the trainer's own packages."""
+    lines = [f"## {module}", "", ast.get_docstring(_tree(module)) or "", ""]
+    for name in names:
+        found = _definition(name, module)
+        lines += [f"### {module}.{name}", "", *_code(name, _called(found))]
+        lines += [ast.get_docstring(found) or "", ""]
+        methods = found.body if isinstance(found, ast.ClassDef) else []
+        for method in (n for n in methods if isinstance(n, ast.FunctionDef)):
+            if not method.name.startswith("_") and ast.get_docstring(method):
+                lines += [f"#### {name}.{method.name}", "", *_code(method.name, _called(method))]
+                lines += [ast.get_docstring(method) or "", ""]
+    return lines
+
+
+def _tree(module: str) -> ast.Module:
+    """The source of a module of this package, which is not imported."""
     spec = find_spec("ckptfsm")
     assert spec is not None and spec.submodule_search_locations
     inner = module.removeprefix("ckptfsm.").replace(".", "/")
     text = (Path(spec.submodule_search_locations[0]) / f"{inner}.py").read_text(encoding="utf-8")
-    found = next(n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == name)
-    lines = _code(name, f"({_parameters(found)})")
-    return [*lines, ast.get_docstring(found) or "", ""]
+    return ast.parse(text)
 
 
-def _parameters(found: ast.ClassDef) -> str:
-    for node in found.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            node.args.args.pop(0)
-            return ast.unparse(node.args)
-    fields = [n for n in found.body if isinstance(n, ast.AnnAssign)]
-    return ", ".join(ast.unparse(n) for n in fields)
+def _definition(name: str, module: str) -> ast.ClassDef | ast.FunctionDef:
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    return next(n for n in _tree(module).body if isinstance(n, kinds) and n.name == name)
+
+
+def _called(found: ast.ClassDef | ast.FunctionDef) -> str:
+    """The parameters of a function, a method or a class as they are written."""
+    function: ast.ClassDef | ast.FunctionDef | None = found
+    if isinstance(found, ast.ClassDef):
+        made = (n for n in found.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+        function = next(made, None)
+    if not isinstance(function, ast.FunctionDef):
+        fields = [n for n in found.body if isinstance(n, ast.AnnAssign)]
+        return f"({', '.join(ast.unparse(n) for n in fields)})"
+    if function.args.args and function.args.args[0].arg == "self":
+        function.args.args.pop(0)
+    returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
+    shown = "" if isinstance(found, ast.ClassDef) else returns
+    return f"({ast.unparse(function.args)}){shown}"
 
 
 def _config_table() -> list[str]:

@@ -115,6 +115,16 @@ def test_every_public_name_is_in_the_reference():
         assert re.search(r"^[A-Z].*\w", section, re.M), name
 
 
+def test_every_drop_in_is_in_the_reference():
+    """Catches: a trainer's author who has to read the source to learn what an entry takes."""
+    text = (DOCS / "reference.md").read_text(encoding="utf-8")
+    for module, names in reference.INTEGRATIONS.items():
+        for name in names:
+            title = f"\n### ckptfsm.integrations.{module}.{name}\n"
+            section = text.partition(title)[2].partition("\n### ")[0]
+            assert re.search(r"^[A-Z`].*\w", section, re.M), name
+
+
 def test_the_reference_is_fresh(tmp_path):
     """Catches: a docstring that changed without its page."""
     assert reference.main(["--check", "--root", str(ROOT)]) == 0
