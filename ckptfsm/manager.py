@@ -164,5 +164,5 @@ class Manager(Owner):
         restored = restorer.restore(state, parts, step)
         self._pump.say_notes()
         if restored is not None and self.rank == 0:
-            warn_of_drops(restored, stacklevel=3)
+            warn_of_drops(restored)
         return restored

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import operator
 import signal
-import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from ckptfsm.errors import (
     RankFailed,
     RecoveryWarning,
     SaveRefused,
+    warn_caller,
 )
 from ckptfsm.handle import SaveHandle, View
 from ckptfsm.layout import LAYOUTS
@@ -263,7 +263,7 @@ class Owner:
         One in flight per root: wait, skip or refuse.
         """
         self._require_open()
-        self._watch_polls(step, stacklevel=4)
+        self._watch_polls(step)
         self._pump.raise_failures()
         busy = self._pump.view.in_flight
         if busy is None:
@@ -314,18 +314,18 @@ class Owner:
             raise ManagerClosed("the manager is closed", file=self._storage.root)
         self._pump.refuse_inside_a_hook()
 
-    def _watch_polls(self, step: int, stacklevel: int = 3) -> None:
+    def _watch_polls(self, step: int) -> None:
         """A save that nobody polls never gets tracked: say so, with its step (F28)."""
         since, busy = self._unpolled_since, self._pump.view.in_flight
         if since is None or busy is None or not isinstance(step, int):
             return
         if step - since >= self.config.poll_warning_steps:
             self._unpolled_since = step
-            warnings.warn(
-                f"the save of step {busy.step} is in flight and poll() was not called for "
-                f"{step - since} steps: it cannot be tracked without",
-                PollMissingWarning,
-                stacklevel=stacklevel,
+            warn_caller(
+                PollMissingWarning(
+                    f"the save of step {busy.step} is in flight and poll() was not called for "
+                    f"{step - since} steps: it cannot be tracked without"
+                )
             )
 
     # --------------------------------------------------------------------- what people ask for

@@ -13,7 +13,6 @@ Rules:
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from ckptfsm.errors import (
     ShardMissing,
     WriterDied,
     describe,
+    warn_caller,
 )
 from ckptfsm.files import around
 from ckptfsm.handle import SaveHandle, View
@@ -301,16 +301,16 @@ class Pump:
 
     def raise_failures(self) -> None:
         """At a point that every rank reaches: what there is to say, then what there is to raise."""
-        self.say_notes(stacklevel=4)
+        self.say_notes()
         if self.failures:
             failures, self.failures = self.failures, []
             raise failures[0]
 
-    def say_notes(self, stacklevel: int = 3) -> None:
+    def say_notes(self) -> None:
         """Warnings wait for a point without collectives after it: they may be made errors."""
         notes, self.notes = self.notes, []
         for note in notes:
-            warnings.warn(note, stacklevel=stacklevel)
+            warn_caller(note)
 
     # -------------------------------------------------------------------------------------- a save
 

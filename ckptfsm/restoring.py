@@ -9,7 +9,6 @@ its own collectives: a rank that dies inside it is bounded only by the process g
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from ckptfsm.errors import (
     ReshardWarning,
     RestoreFailed,
     describe,
+    warn_caller,
 )
 from ckptfsm.evidence import check_digests, check_extra_shards, check_sizes
 from ckptfsm.handle import Restored, only
@@ -204,13 +204,13 @@ class Restorer:
         return results[0]
 
 
-def warn_of_drops(restored: Restored, stacklevel: int) -> None:
+def warn_of_drops(restored: Restored) -> None:
     """Say what was left out, if anything: such a run is not quite the one that was saved."""
     if restored.dropped:
-        warnings.warn(
-            f"step {restored.step} was saved under another sharding: "
-            f"{', '.join(restored.dropped)} cannot be resharded and is left out; the run is not "
-            "bit-for-bit the same",
-            ReshardWarning,
-            stacklevel=stacklevel,
+        warn_caller(
+            ReshardWarning(
+                f"step {restored.step} was saved under another sharding: "
+                f"{', '.join(restored.dropped)} cannot be resharded and is left out; the run is not "
+                "bit-for-bit the same"
+            )
         )

@@ -250,7 +250,7 @@ class Worker:
         restorer = Restorer(self._ports, self._open(root), self._config, _ask_nobody)
         restored = restorer.load(Located(found.step, name, "", (), inner), shares.values)
         if self._ports.transport.rank == 0:
-            warn_of_drops(restored, stacklevel=3)
+            warn_of_drops(restored)
         by_key = {shares.keys[n]: value for n, value in restored.parts.items()}
         return replace(restored, parts=by_key)
 

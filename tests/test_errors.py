@@ -5,11 +5,18 @@ from __future__ import annotations
 import copy
 import errno
 import pickle
+from contextlib import contextmanager
 
 import pytest
 
 from ckptfsm import errors
-from ckptfsm.errors import CkptFsmError, OutcomeUnknown, StepExistsError, StorageError
+from ckptfsm.errors import (
+    CkptFsmError,
+    OutcomeUnknown,
+    RecoveryWarning,
+    StepExistsError,
+    StorageError,
+)
 
 CLASSES = sorted(
     (
@@ -148,3 +155,21 @@ def test_F30_what_utf8_cannot_hold_is_written_out():
 
 def test_describe_names_an_error_of_ours_by_what_it_says():
     assert errors.describe(StorageError("no room", file="a")).startswith("StorageError: no room")
+
+
+INSIDE = """
+@contextmanager
+def reading():
+    warn_caller(RecoveryWarning("entered"))
+    yield
+"""
+
+
+def test_a_warning_names_the_line_of_whoever_called_the_library():
+    """Catches: a warning that points at a line of ours, or of contextlib: nobody can mend that."""
+    names = {**vars(errors), "contextmanager": contextmanager, "__name__": "ckptfsm.readers"}
+    exec(INSIDE, names)
+    with pytest.warns(RecoveryWarning) as said, names["reading"]():
+        errors.warn_caller(RecoveryWarning("here"))
+    assert [str(w.message) for w in said] == ["entered", "here"]
+    assert {w.filename for w in said} == {__file__}

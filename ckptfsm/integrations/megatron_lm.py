@@ -17,7 +17,6 @@ import contextlib
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -28,7 +27,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from ckptfsm.config import CheckpointConfig, config_of
-from ckptfsm.errors import CkptFsmError, ConfigError, RecoveryWarning
+from ckptfsm.errors import CkptFsmError, ConfigError, RecoveryWarning, warn_caller
 from ckptfsm.handle import SaveHandle
 from ckptfsm.integrations.queue import AsyncCallsQueue
 from ckptfsm.layout import MEGATRON
@@ -113,12 +112,12 @@ class MegatronLMCheckpoints:
         """Warn if ``save_dir`` has a later one than a run begins from: saves up to it are refused."""
         latest = self.open().latest_step()
         if latest is not None and iteration < latest:
-            warnings.warn(
-                f"this run begins from iteration {iteration}, but {self.save_dir} has {latest}: saves "
-                f"up to it will be refused. Go back with open().rollback({iteration}), resume from "
-                "it, or save elsewhere",
-                RecoveryWarning,
-                stacklevel=3,
+            warn_caller(
+                RecoveryWarning(
+                    f"this run begins from iteration {iteration}, but {self.save_dir} has {latest}: "
+                    f"saves up to it will be refused. Go back with open().rollback({iteration}), "
+                    "resume from it, or save elsewhere"
+                )
             )
 
     def save(

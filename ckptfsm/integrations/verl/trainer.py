@@ -16,7 +16,6 @@ import inspect
 import io
 import logging
 import sys
-import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ckptfsm.controller import Controller
-from ckptfsm.errors import ConfigError, DamagedRoot, PollMissingWarning, describe
+from ckptfsm.errors import ConfigError, DamagedRoot, PollMissingWarning, describe, warn_caller
 from ckptfsm.files import FileTree
 from ckptfsm.integrations.verl.mirror import NAME, Mirror, UploadWorker, When, mirror_of
 from ckptfsm.integrations.verl.uploads import Uploads
@@ -318,11 +317,11 @@ def install(
     if settings.get("on_failure") not in (None, "raise", "warn"):
         raise ConfigError("verl decides when it saves: on_failure is 'raise' or 'warn'")
     if not hasattr(base, _EVERY_STEP):
-        warnings.warn(
-            f"nothing is known that {base.__name__} calls in every step: call "
-            "trainer.checkpoints.poll() there, or no asynchronous save will be tracked in time",
-            PollMissingWarning,
-            stacklevel=2,
+        warn_caller(
+            PollMissingWarning(
+                f"nothing is known that {base.__name__} calls in every step: call "
+                "trainer.checkpoints.poll() there, or no asynchronous save will be tracked in time"
+            )
         )
     options = Options(extra_parts, calls or RayCalls(), mirror, mirror_when, settings)
     if isinstance(trainer, type):
@@ -376,11 +375,11 @@ def retention_of(config: Any, *, critic: bool) -> Policy:
     counts = [trainer.get(f"max_{role}_ckpt_to_keep", None) or 0 for role in roles]
     kept = 0 if min(counts) <= 0 else max(counts)
     if len(set(counts)) > 1:
-        warnings.warn(
-            f"max_actor_ckpt_to_keep={counts[0]} and max_critic_ckpt_to_keep={counts[1]} cannot both "
-            f"hold for a step with both: keeping {kept or 'all'}",
-            UserWarning,
-            stacklevel=2,
+        warn_caller(
+            UserWarning(
+                f"max_actor_ckpt_to_keep={counts[0]} and max_critic_ckpt_to_keep={counts[1]} cannot "
+                f"both hold for a step with both: keeping {kept or 'all'}"
+            )
         )
     return LatestN(kept) if kept else KeepAll()
 

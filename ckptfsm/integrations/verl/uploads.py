@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -24,6 +23,7 @@ from ckptfsm.errors import (
     SaveFailedWarning,
     StepNotFoundError,
     describe,
+    warn_caller,
 )
 from ckptfsm.evidence import read_manifest
 from ckptfsm.integrations.verl.mirror import Copy, Mirror, Upload
@@ -127,9 +127,9 @@ def _tell(step: int, outcome: Outcome, *, warn: bool) -> None:
     why = f"the upload of step {step} failed: {outcome.explain()}"
     if not warn:
         raise SaveFailed(why, step=step)
-    warnings.warn(why, SaveFailedWarning, stacklevel=3)
+    warn_caller(SaveFailedWarning(why))
 
 
 def _say_left_out(step: int, why: str) -> None:
     log.warning("not_uploaded", extra={"step": step, "why": why})
-    warnings.warn(f"step {step} is not uploaded: {why}", UserWarning, stacklevel=4)
+    warn_caller(UserWarning(f"step {step} is not uploaded: {why}"))
