@@ -7,12 +7,8 @@ report a bug of ours.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any
-
-_INSIDE = ("ckptfsm", "contextlib")  # where nobody looks for what they can change
 
 
 class CkptFsmError(Exception):
@@ -241,15 +237,3 @@ class RecoveryWarning(UserWarning):
 
 class PollMissingWarning(UserWarning):
     """A save is in flight and ``poll`` is not called."""
-
-
-def warn_caller(warning: Warning) -> None:
-    """Warn at the innermost line that is not the library's own."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and _package(frame.f_globals) in _INSIDE:
-        level, frame = level + 1, frame.f_back
-    warnings.warn(warning, stacklevel=level)
-
-
-def _package(names: dict[str, Any]) -> str:
-    return str(names.get("__name__", "")).partition(".")[0]

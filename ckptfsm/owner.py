@@ -28,12 +28,12 @@ from ckptfsm.errors import (
     RankFailed,
     RecoveryWarning,
     SaveRefused,
-    warn_caller,
 )
 from ckptfsm.handle import SaveHandle, View
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.lifecycle import UNSETTLED, State
 from ckptfsm.link import Answer, Link, typed
+from ckptfsm.notices import warn_caller
 from ckptfsm.ports import Draft, Ports, Storage
 from ckptfsm.proposal import Accepted
 from ckptfsm.pump import Hook, Pump

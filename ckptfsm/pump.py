@@ -31,7 +31,6 @@ from ckptfsm.errors import (
     ShardMissing,
     WriterDied,
     describe,
-    warn_caller,
 )
 from ckptfsm.files import around
 from ckptfsm.handle import SaveHandle, View
@@ -39,6 +38,7 @@ from ckptfsm.layout import LAYOUTS
 from ckptfsm.lifecycle import State
 from ckptfsm.link import Answer, Link, Update
 from ckptfsm.messages import AttemptId, Event, Failed, FinalizersRan, WriterForked, WriterGone
+from ckptfsm.notices import warn_caller
 from ckptfsm.ports import Draft, Ports, RankJob, Storage
 from ckptfsm.proposal import Accepted
 from ckptfsm.writer import RankWriter

@@ -26,11 +26,11 @@ from ckptfsm.errors import (
     ReshardWarning,
     RestoreFailed,
     describe,
-    warn_caller,
 )
 from ckptfsm.evidence import check_digests, check_extra_shards, check_sizes
 from ckptfsm.handle import Restored, only
 from ckptfsm.layout import join
+from ckptfsm.notices import warn_caller
 from ckptfsm.ports import Driver, Pending, Ports, Storage, Survey, Transport
 from ckptfsm.proposal import name_parts
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ckptfsm import errors
+from ckptfsm import errors, notices
 from ckptfsm.errors import (
     CkptFsmError,
     OutcomeUnknown,
@@ -167,9 +167,10 @@ def reading():
 
 def test_a_warning_names_the_line_of_whoever_called_the_library():
     """Catches: a warning that points at a line of ours, or of contextlib: nobody can mend that."""
-    names = {**vars(errors), "contextmanager": contextmanager, "__name__": "ckptfsm.readers"}
+    names = {**vars(errors), **vars(notices), "contextmanager": contextmanager}
+    names["__name__"] = "ckptfsm.readers"
     exec(INSIDE, names)
     with pytest.warns(RecoveryWarning) as said, names["reading"]():
-        errors.warn_caller(RecoveryWarning("here"))
+        notices.warn_caller(RecoveryWarning("here"))
     assert [str(w.message) for w in said] == ["entered", "here"]
     assert {w.filename for w in said} == {__file__}

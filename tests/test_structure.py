@@ -56,6 +56,7 @@ LOWER = PURE | {
     "executor.py",
     "journal.py",
     "lease.py",
+    "notices.py",
     "processes.py",
     "receipts.py",
     "stock.py",

@@ -27,13 +27,14 @@ from typing import Any
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from ckptfsm.config import CheckpointConfig, config_of
-from ckptfsm.errors import CkptFsmError, ConfigError, RecoveryWarning, warn_caller
+from ckptfsm.errors import CkptFsmError, ConfigError, RecoveryWarning
 from ckptfsm.handle import SaveHandle
 from ckptfsm.integrations.queue import AsyncCallsQueue
 from ckptfsm.layout import MEGATRON
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.foreign import ForeignRequest
 from ckptfsm.megatron.manager import CheckpointManager
+from ckptfsm.notices import warn_caller
 from ckptfsm.retention import EveryNSteps, KeepAll, LatestN, Policy
 
 log = logging.getLogger("ckptfsm")

@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ckptfsm.controller import Controller
-from ckptfsm.errors import ConfigError, DamagedRoot, PollMissingWarning, describe, warn_caller
+from ckptfsm.errors import ConfigError, DamagedRoot, PollMissingWarning, describe
 from ckptfsm.files import FileTree
 from ckptfsm.integrations.verl.mirror import NAME, Mirror, UploadWorker, When, mirror_of
 from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.integrations.verl.workers import Calls, RayCalls, RoleGroups
 from ckptfsm.layout import TRACKER, VERL, parse_tracker
 from ckptfsm.messages import AttemptId, Event, Failed
+from ckptfsm.notices import warn_caller
 from ckptfsm.retention import KeepAll, LatestN, Policy
 from ckptfsm.tickets import GroupPart, Ticket
 

@@ -23,12 +23,12 @@ from ckptfsm.errors import (
     SaveFailedWarning,
     StepNotFoundError,
     describe,
-    warn_caller,
 )
 from ckptfsm.evidence import read_manifest
 from ckptfsm.integrations.verl.mirror import Copy, Mirror, Upload
 from ckptfsm.layout import VERL
 from ckptfsm.lifecycle import State
+from ckptfsm.notices import warn_caller
 from ckptfsm.ports import Outcome
 from ckptfsm.processes import Child
 from ckptfsm.storage import PosixStorage
