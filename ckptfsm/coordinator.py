@@ -675,6 +675,9 @@ class Coordinator:
         except Exception as error:  # whatever was half done, only a restart can tell
             self.fatal = OutcomeUnknown(f"an unexpected error: {describe(error)}")
             raise self.fatal from error
+        except BaseException as error:  # sys.exit in somebody's policy: nobody may wait for us
+            self.fatal = OutcomeUnknown(f"interrupted: {describe(error)}")
+            raise
         finally:
             if self._engine.moves != before and not self._engine.ledger.in_state(*UNSETTLED):
                 self._engine.news.append(Settled())

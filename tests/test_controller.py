@@ -21,9 +21,9 @@ from ckptfsm.config import make_config
 from ckptfsm.controller import Controller
 from ckptfsm.effects import Effects
 from ckptfsm.errors import (
-    CkptFsmError,
     ConfigError,
     DamagedRoot,
+    OutcomeUnknown,
     RootBusy,
     SaveFailed,
     SaveRefused,
@@ -302,7 +302,7 @@ def test_I8_a_controller_does_not_finish_what_needs_torch(tmp_path):
         manager = Manager(fake_ports(tmp_path), make_config(dict(SETTINGS)))
         manager.save(10, {"w": 1}).wait()
         patch.setattr(Effects, "finalize", stop)
-        with pytest.raises(CkptFsmError):
+        with pytest.raises(OutcomeUnknown, match="interrupted"):
             manager.save(20, {"w": 2}).wait()
         manager.abandon()
     with pytest.raises(ConfigError, match="step 20 was written, and its part 'state' needs torch"):
