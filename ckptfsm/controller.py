@@ -75,6 +75,8 @@ class _Flight:
 
 def is_plausible(event: WriterForked | ShardReported | Failed | WriterGone) -> bool:
     """True if a report from elsewhere can be taken into the journal as it is."""
+    if type(event.rank) is not int:
+        return False
     if isinstance(event, Failed):
         texts = isinstance(event.reason, str) and isinstance(event.detail, str)
         return texts and bool(_REASON.match(event.reason))
@@ -238,9 +240,9 @@ class Controller(Owner):
             self._confirm(event)
             return
         if flight is None:  # it is settled, or was another controller's
-            log.info("late_report_dropped", extra={"event": event.name, "of": str(event.of)})
+            log.debug("late_report_dropped", extra={"event": event.name, "of": str(event.of)})
             return
-        if event.rank not in flight.ranks or not is_plausible(event):
+        if not is_plausible(event) or event.rank not in flight.ranks:
             log.warning("report_dropped", extra={"event": event.name, "of": str(event.of)})
             return
         if event in flight.taken:

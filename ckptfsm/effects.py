@@ -74,7 +74,7 @@ from ckptfsm.lifecycle import Checkpoint, expected_reports
 from ckptfsm.messages import FINISHED_BY_US, PartSpec
 from ckptfsm.ports import Clock, PartFinisher, Storage
 from ckptfsm.receipts import Receipts
-from ckptfsm.recovery import is_whole
+from ckptfsm.recovery import is_whole, why_not_whole
 from ckptfsm.stock import inspect_stock
 from ckptfsm.trash import sweep_attempt
 
@@ -201,6 +201,11 @@ class Effects:
         """What a killed process published may have names that are not durable yet."""
         fsync_tree_dirs(self.storage, self.layout.published_name(step))
         self.storage.fsync_dir("")
+
+    def settle_back(self) -> None:
+        """What may have come back from the trash is durably at its name, and not in the trash."""
+        self.storage.fsync_dir("")
+        self.storage.fsync_dir(TRASH)
 
     def settle_adopted(self, step: int) -> None:
         """What somebody else wrote may be in the page cache only: nothing is given up for that."""
@@ -404,23 +409,18 @@ class Effects:
         """
         self.check_epoch()
         source = self.layout.published_name(checkpoint.step)
-        found = lookup(self.storage, source)
-        if found is not None and found.kind != "dir":
-            return "not a directory of this file system"
-        if not self._is_own(checkpoint, source):
-            return self._prune_moved(checkpoint, source)
+        if not self._is_at_its_name(checkpoint):
+            return self._prune_moved(checkpoint)
         if newer_step <= checkpoint.step:
-            return "nothing newer is tracked any more"
+            return self._stay(checkpoint, "nothing newer is tracked any more")
         kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(
             checkpoint, newer_step
         )
         if kept:
-            return kept
+            return self._stay(checkpoint, kept)
         aside = self._move_aside(source, trash_dir(checkpoint.id))
         kept = self._kept_by_people(checkpoint.step)
-        if kept:
-            self._bring_back(checkpoint, aside)
-        return kept
+        return self._bring_back(checkpoint, aside, kept) if kept else ""
 
     def settle_prunable(self, checkpoint: Checkpoint) -> str:
         """Decide a prune that a rollback finds open: "" if it is gone, else why it stays.
@@ -428,35 +428,44 @@ class Effects:
         Raises ``DamagedRoot`` as ``prune`` does.
         """
         self.check_epoch()
-        source = self.layout.published_name(checkpoint.step)
-        return (
-            "rollback"
-            if self._is_own(checkpoint, source)
-            else self._prune_moved(checkpoint, source)
-        )
+        if self._is_at_its_name(checkpoint):
+            return self._stay(checkpoint, "rollback")
+        return self._prune_moved(checkpoint)
 
-    def _prune_moved(self, checkpoint: Checkpoint, source: str) -> str:
+    def _is_at_its_name(self, checkpoint: Checkpoint) -> bool:
+        """False if it left, or another has its name. Raises ``DamagedRoot`` if that is no directory."""
+        source = self.layout.published_name(checkpoint.step)
+        found = lookup(self.storage, source)
+        if found is not None and found.kind != "dir":
+            raise DamagedRoot(f"{source} is a {found.kind}", file=source, step=checkpoint.step)
+        return self._is_own(checkpoint, source)
+
+    def _prune_moved(self, checkpoint: Checkpoint) -> str:
         """It left its name before. If a reader was told that it is there, bring it back."""
         self._settle_names(TRASH)
         kept = self._kept_by_people(checkpoint.step)
         asides = [f"{TRASH}/{name}" for name in list_names(self.storage, TRASH)]
         own = [path for path in asides if self._is_own(checkpoint, path)]
-        if not kept or not own or lookup(self.storage, source) is not None:
-            return ""
-        self._bring_back(checkpoint, own[0])
-        return kept
+        taken = lookup(self.storage, self.layout.published_name(checkpoint.step)) is not None
+        return self._bring_back(checkpoint, own[0], kept) if kept and own and not taken else ""
 
-    def _bring_back(self, checkpoint: Checkpoint, aside: str) -> None:
-        """An effect of its own: a successor may be emptying the trash by now (I9).
-
-        Raises ``DamagedRoot`` if it is back and not whole: it was damaged before it was pruned.
-        """
+    def _bring_back(self, checkpoint: Checkpoint, aside: str, why: str) -> str:
+        """An effect of its own: a successor may be emptying the trash by now (I9)."""
         self.check_epoch()
-        source = self.layout.published_name(checkpoint.step)
-        move(self.storage, aside, source)
+        move(self.storage, aside, self.layout.published_name(checkpoint.step))
+        return self._stay(checkpoint, why)
+
+    def _stay(self, checkpoint: Checkpoint, why: str) -> str:
+        """It is not pruned: it is at its name, durably, also if it had left it. Returns ``why``.
+
+        Raises ``DamagedRoot`` if it is not whole: somebody may have been at it before.
+        """
+        self.settle_back()
         there = inspect_published(self.storage, self.layout, checkpoint.step)
         if not is_whole(checkpoint, there):
-            raise DamagedRoot(there.detail, file=source, step=checkpoint.step)
+            name = self.layout.published_name(checkpoint.step)
+            raise DamagedRoot(why_not_whole(there), file=name, step=checkpoint.step)
+        return why
 
     def _kept_by_tracker(self, checkpoint: Checkpoint, newer_step: int) -> str:
         tracker = read_tracker(self.storage)
@@ -551,10 +560,13 @@ class Effects:
         if found is None:
             self._settle_names(QUARANTINE)
             return
-        if found.kind != "dir":  # a link there is somebody else's
-            return
+        if found.kind != "dir" or found.device != self.storage.stat(QUARANTINE).device:
+            log.warning("left_at_its_name", extra={"step": checkpoint.step, "file": source})
+            return  # a link or a mount is somebody else's
         try:
             manifest = read_manifest(self.storage, source)
+        except NewerSchema:
+            raise
         except DamagedRoot:
             manifest = None
         if manifest is None or manifest.of == checkpoint.id:

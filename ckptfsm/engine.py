@@ -338,7 +338,6 @@ class Engine:
         except NewerSchema:
             raise
         except DamagedRoot as error:
-            self.post(Reprieved(checkpoint.id, "damaged"))
             self.post(Withdrawn(checkpoint.id, "damaged", describe(error)))
             return "damaged"
         self.post(Reprieved(checkpoint.id, kept) if kept else Removed(checkpoint.id))

@@ -11,12 +11,14 @@ from types import MappingProxyType
 
 from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, Receipt, decode
 from ckptfsm.durable import list_names, lookup, says_what_is_there, walk_files
-from ckptfsm.errors import DamagedRoot, NewerSchema
+from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema
 from ckptfsm.layout import (
     MANIFEST,
+    QUARANTINE,
     STAGING,
     TRACKER,
     Layout,
+    parse_aside,
     parse_attempt,
     parse_tracker,
     planned_name,
@@ -42,14 +44,22 @@ def read_tracker(storage: Storage) -> TrackerEvidence:
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest | None:
-    """The manifest of a directory; None where there is none. Raises ``DamagedRoot``."""
+    """The manifest of a directory; None where there is none.
+
+    Raises ``DamagedRoot``, also where a link is on the way to it: that is never followed.
+    """
     path = f"{directory}/{MANIFEST}"
-    found = lookup(storage, path)
-    if found is None:
-        return None
-    if found.kind != "file":
-        raise DamagedRoot("the manifest is not a regular file", file=path)
-    return decode(Manifest, storage.read(path, MAX_DOCUMENT_BYTES), path)
+    try:
+        found = lookup(storage, path)
+        if found is None:
+            return None
+        if found.kind != "file":
+            raise DamagedRoot("the manifest is not a regular file", file=path)
+        return decode(Manifest, storage.read(path, MAX_DOCUMENT_BYTES), path)
+    except OSError as error:
+        if isinstance(error, (CkptFsmError, FileNotFoundError)) or not says_what_is_there(error):
+            raise
+        raise DamagedRoot(f"the manifest cannot be reached: {error}", file=path) from error
 
 
 def check_sizes(storage: Storage, directory: str, files: Iterable[FileEntry]) -> str:
@@ -195,11 +205,7 @@ def newest_published_epoch(storage: Storage, layout: Layout) -> int:
         except NewerSchema:
             raise
         except DamagedRoot:
-            continue  # it is nobody's: whoever looks at it will say so
-        except OSError as error:
-            if not says_what_is_there(error):
-                raise
-            continue  # a link, or no directory: never followed
+            continue  # it is nobody's, or a link: whoever looks at it will say so
         newest = max(newest, manifest.epoch if manifest is not None else 0)
     return newest
 
@@ -230,6 +236,7 @@ def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidenc
             staging[checkpoint.id] = inspect_staging(storage, layout, checkpoint)
     tracker = read_tracker(storage)
     release = tracker.found == "release" and inspect_stock(storage, "release").acceptable
+    asides = (parse_aside(name) for name in list_names(storage, QUARANTINE))
     return Evidence(
         tracker,
         MappingProxyType(published),
@@ -237,4 +244,5 @@ def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidenc
         tuple(strays),
         release,
         layout,
+        frozenset(of for of in asides if of is not None),
     )

@@ -85,6 +85,11 @@ def parse_attempt(name: str) -> AttemptId | None:
     return of if of.step <= MAX_STEP and attempt_name(of) == name else None
 
 
+def parse_aside(name: str) -> AttemptId | None:
+    """The attempt whose directory was moved aside as ``name``: a second one got a number."""
+    return parse_attempt(name) or parse_attempt(name.rpartition(".")[0])
+
+
 def staging_dir(of: AttemptId) -> str:
     return f"{STAGING}/{attempt_name(of)}"
 

@@ -267,6 +267,7 @@ TABLE: tuple[Row, ...] = (
     # What a person or damage takes out of service; moved aside, never deleted.
     Row(S.TRACKED, Withdrawn, None, S.QUARANTINED, Quarantine),
     Row(S.FINALIZED, Withdrawn, None, S.QUARANTINED, Quarantine),
+    Row(S.PRUNABLE, Withdrawn, None, S.QUARANTINED, Quarantine),
 )
 
 EVENTS: tuple[type[Event], ...] = tuple(dict.fromkeys(row.event for row in TABLE))

@@ -27,6 +27,7 @@ from ckptfsm.messages import (
     Event,
     FoundPublished,
     Prune,
+    Reprieved,
     Withdrawn,
     WritersLost,
     WriteTracker,
@@ -72,6 +73,8 @@ class Opening:
             self.engine.reread_protection()
         if isinstance(action, FoundPublished):
             self.engine.effects.settle_published(action.of.step)
+        if isinstance(action, Reprieved):
+            self.engine.effects.settle_back()
         self.engine.post(action)
 
     def _let_writers_go(self) -> None:

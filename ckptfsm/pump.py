@@ -226,7 +226,7 @@ class Pump:
 
     def _say_damaged(self, record: TransitionRecord) -> None:
         """A person should know that an older step is used instead."""
-        text = f"step {record.step} is damaged, and in quarantine now: {record.detail}"
+        text = f"step {record.step} is damaged, and out of use now: {record.detail}"
         log.warning("checkpoint_damaged", extra={"step": record.step, "what": record.detail})
         self.notes.append(RecoveryWarning(text))
 

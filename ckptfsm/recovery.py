@@ -16,7 +16,7 @@ The rules, by the last journaled state of an attempt:
 | finalized | otherwise | withdrawn |
 | tracked | missing or damaged | withdrawn(damaged); the newest valid one is next |
 | prunable | still at its name | reprieved; retention looks at every guard again |
-| prunable | damaged at its name | reprieved, then withdrawn(damaged) |
+| prunable | damaged at its name | withdrawn(damaged) |
 | prunable | gone from its name | removed, or back for a reader; if damaged, withdrawn |
 | failed | - | files to the trash |
 | quarantined | still at its name | moved aside |
@@ -97,7 +97,8 @@ class TrackerEvidence:
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """Everything on disk that recovery looks at. ``strays`` are names it cannot explain
-    and that are no checkpoint: in staging, or a directory that a save has only begun.
+    and that are no checkpoint: in staging, or a directory that a save has only begun. ``aside`` are
+    the attempts of which a directory lies in quarantine.
     """
 
     tracker: TrackerEvidence
@@ -106,6 +107,7 @@ class Evidence:
     strays: tuple[str, ...] = ()
     release: bool = False
     layout: Layout = MEGATRON
+    aside: frozenset[AttemptId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,19 +218,19 @@ def _decide(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> Decis
             return _decision(checkpoint, found, "tracked", why, WriteTracker(of))
         why = "not newer than the tracked one"
         if not whole:
-            why = _why_not_whole(there)
+            why = why_not_whole(there)
         gone = Withdrawn(of, "damaged", why)
         return _decision(checkpoint, found, "withdrawn", gone.detail, gone)
     if state is State.TRACKED:
         if whole:
             return _decision(checkpoint, found, "kept", "complete")
-        why = _why_not_whole(there)
+        why = why_not_whole(there)
         gone = Withdrawn(of, "damaged", why)
         return _decision(checkpoint, found, "withdrawn(damaged)", gone.detail, gone)
     if state is State.QUARANTINED:
         if whole and _put_back(checkpoint, ledger, evidence):
             return _decision(checkpoint, found, "forgotten", "a person put it back")
-        if there is not None and _can_be_own(checkpoint, there):
+        if there is not None and _can_be_own(checkpoint, there, evidence):
             return _decision(checkpoint, found, "quarantined", "withdrawn before", Quarantine(of))
         return _decision(checkpoint, found, "forgotten", "moved aside before")
     if state is State.PRUNABLE:
@@ -236,24 +238,30 @@ def _decide(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> Decis
             why = "still at its name: every guard is looked at again"
             return _decision(checkpoint, found, "tracked", why, Reprieved(of, "restart"))
         if there is not None:
-            why = _why_not_whole(there)
-            back = (Reprieved(of, "restart"), Withdrawn(of, "damaged", why))
-            return _decision(checkpoint, found, "withdrawn(damaged)", why, *back)
+            why = why_not_whole(there)
+            gone = Withdrawn(of, "damaged", why)
+            return _decision(checkpoint, found, "withdrawn(damaged)", why, gone)
         why = "gone from its name: removed, or brought back for a reader"
         return _decision(checkpoint, found, "pruned", why, Prune(of))
     return _decision(checkpoint, found, "discarded", "it had failed", WritersLost(of))
 
 
-def _can_be_own(checkpoint: Checkpoint, there: PublishedEvidence) -> bool:
-    """True if the directory at its name is its own, damaged or not, for all that can be read there.
+def _can_be_own(checkpoint: Checkpoint, there: PublishedEvidence, evidence: Evidence) -> bool:
+    """True if what stands at the name of a withdrawn checkpoint is its own, whole or damaged.
 
-    What was adopted carries no manifest.
+    A directory that says nothing of its own (what was adopted has no manifest, and one may be torn) is a
+    stranger's if its own was moved aside already.
     """
-    nobodys = there.of is None and there.found != "no_directory"
-    return there.of == checkpoint.id or (nobodys and checkpoint.provenance == "adopted")
+    if there.of is not None or there.found == "no_directory":
+        return there.of == checkpoint.id
+    if is_whole(checkpoint, there):
+        return True
+    says_nothing = checkpoint.provenance == "adopted" or there.found == "damaged"
+    return says_nothing and checkpoint.id not in evidence.aside
 
 
-def _why_not_whole(there: PublishedEvidence | None) -> str:
+def why_not_whole(there: PublishedEvidence | None) -> str:
+    """What to tell people of a checkpoint that is not."""
     if there is None:
         return "its directory is missing"
     return there.detail or "another checkpoint stands at its name"
@@ -349,7 +357,7 @@ def _explains(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> boo
     if checkpoint.in_place and state is not State.QUARANTINED:
         return True
     if state is State.QUARANTINED:
-        return _can_be_own(checkpoint, there)
+        return _can_be_own(checkpoint, there, evidence)
     return state in (State.FINALIZED, State.TRACKED, State.PRUNABLE)
 
 
@@ -387,7 +395,8 @@ def _reasons(
         or (d.result == "quarantined" and d.found in ("manifest", "stock") and not interrupted)
     ]
     if resume == "fresh":
-        stuck = [d.subject for d in published if d.result == "reported"]
+        stays = [d for d in published if d.result == "reported" or d.found == "no_directory"]
+        stuck = [d.subject for d in stays]
         if stuck:
             raise DamagedRoot(
                 f"resume='fresh' would leave {', '.join(stuck[:5])} behind: move it away first",

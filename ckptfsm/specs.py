@@ -152,6 +152,9 @@ _PLACES: Mapping[tuple[State, State], _Place] = {
     (S.ABSENT, S.TRACKED): _Place("M44,238 C60,-40 1190,-40 1222,225", 640, 22),
     (S.TRACKED, S.QUARANTINED): _Place("M1230,273 L1230,395", 1238, 368, "start"),
     (S.FINALIZED, S.QUARANTINED): _Place("M980,273 C980,370 1060,420 1162,420", 986, 400, "end"),
+    (S.PRUNABLE, S.QUARANTINED): _Place(
+        "M1440,273 C1440,370 1390,420 1300,420", 1446, 372, "start"
+    ),
 }
 _STYLE = """
   svg { --ink: #1b1f24; --soft: #57606a; --paper: #ffffff; --flight: #0072b2; --good: #00795a;

@@ -541,6 +541,15 @@ ROWS = (
         _withdraw,
         allowed=lambda w: Or(_withdrawn(w), _not_newer(w)),
     ),
+    _row(
+        PRUNABLE,
+        "withdrawn",
+        QUARANTINED,
+        "",
+        None,
+        _withdraw,
+        found_damaged=lambda w: w.damaged(P),
+    ),
 )
 
 

@@ -482,6 +482,8 @@ def test_what_lost_says_concerns_only_its_own_ranks(tmp_path):
         lambda of: ShardReported(of, "actor", 1, 4, 10**30),
         lambda of: ShardReported(of, "actor", "one", 4, 5),
         lambda of: WriterForked(of, 1, ["4"]),
+        lambda of: WriterForked(of, [1], 4),
+        lambda of: Failed(of, "writer_failed", "", 1.0),
     ],
 )
 def test_F30_a_report_that_cannot_be_is_dropped(tmp_path, event):

@@ -548,9 +548,10 @@ def test_F16_a_tracked_directory_that_became_a_link_is_not_pruned():
     job.coordinator.tick()
     assert disk.snapshot()["iter_0000001"] == "-> elsewhere"
     assert "elsewhere/__0_0.distcp" in disk.snapshot()
-    assert [r.reason for r in job.records if r.event == "reprieved"] == [
-        "not a directory of this file system"
-    ]
+    assert tracked(job) == [2] and not job.coordinator.busy
+    assert [r.detail for r in job.records if r.event == "withdrawn"][0].startswith(
+        "DamagedRoot: iter_0000001 is a symlink"
+    )
 
 
 def test_F16_a_withdrawn_directory_that_became_a_link_stays_where_it_is():

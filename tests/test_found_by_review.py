@@ -7,18 +7,22 @@ says what it would catch.
 from __future__ import annotations
 
 import errno
+import os
 import random
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from proof.fuzz import _CONFIG, _zip, written_metadata
-from test_coordinator import content, saved, start, tracked
+from test_attacks import ONE, TWO, names
+from test_coordinator import content, replace, saved, start, tracked
 
 from ckptfsm import messages as m
 from ckptfsm.coordinator import SaveRequest
 from ckptfsm.documents import Pin, encode
 from ckptfsm.durable import put
 from ckptfsm.errors import (
+    CkptFsmError,
     DamagedRoot,
     Fenced,
     OutcomeUnknown,
@@ -26,7 +30,7 @@ from ckptfsm.errors import (
     StepNotFoundError,
     StorageError,
 )
-from ckptfsm.layout import MEGATRON, TRACKER, TRASH
+from ckptfsm.layout import MANIFEST, MEGATRON, QUARANTINE, TRACKER, TRASH
 from ckptfsm.lifecycle import absent, apply
 from ckptfsm.messages import PartSpec, ShardReported
 from ckptfsm.ports import Identity, RankJob, Written
@@ -475,3 +479,142 @@ def test_F16_a_link_in_an_adopted_directory_is_not_followed():
     disk.plant_symlink("iter_0000002/tokenizer", "elsewhere")
     assert tracked(start(disk, "second")) == [1, 2]
     assert disk.snapshot()["iter_0000002/tokenizer"] == "-> elsewhere"
+
+
+# -------------------------------------------------------- what comes back, and what stands at a name
+
+
+def came_back(disk: SimDisk, fault: int, *, gutted: bool = False) -> FakeJob:
+    """Step 1 is deleted, its reader brings it back, and the disk fails one call after the move."""
+    job = saved(disk, 1, 2)
+    if gutted:
+        replace(disk, f"{ONE}/{SHARD}", b"")
+    lease = ReaderLease("/sim", 1, storage=SimStorage(disk, "reader"))
+    back: list[str] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and path.startswith(f"{ONE} ->"):
+            lease.__enter__()
+        if back and method in ("fsync_dir", "pwrite"):
+            back.append(path)
+            if len(back) == fault + 1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        if method == "rename" and path.endswith(f"-> {ONE}"):
+            back.append(path)
+
+    job.storage.before = before
+    with suppress(CkptFsmError):
+        job.coordinator.delete(1)
+    return job
+
+
+def ticks(job: FakeJob) -> None:
+    for _ in range(5):
+        job.clock.now += 60
+        job.coordinator.tick()
+
+
+@pytest.mark.parametrize("fault", range(1, 8))
+@pytest.mark.parametrize("how", ["tick", "rollback"])
+def test_I2_what_came_back_gutted_is_looked_at_again_after_an_error(fault: int, how: str):
+    """Catches: a look that only the call which moved it takes: the retry finds it at its name."""
+    disk = SimDisk()
+    job = came_back(disk, fault, gutted=True)
+    if how == "rollback":
+        job.coordinator.rollback(2)
+    ticks(job)
+    assert tracked(job) == [2] and not job.coordinator.busy
+    assert names(disk, QUARANTINE) == ["1.e1.a1"]
+
+
+def test_I1_what_came_back_is_durably_there_before_it_counts_again():
+    """Catches: a retry that calls it tracked while a power loss can put it into the trash again."""
+    disk = SimDisk()
+    job = came_back(disk, fault=1)
+    ticks(job)
+    assert tracked(job) == [1, 2]
+    disk.crash("all_lost")
+    job = start(disk, "second")
+    ticks(job)
+    assert tracked(job) == [1, 2] and ONE in names(disk)
+
+
+def test_F16_a_link_inside_a_step_holds_nothing_up():
+    """Catches: a prune or a withdrawal that is tried for ever; a trash that is never emptied."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2, 3)
+    thief = SimStorage(disk, "thief")
+    thief.rename(f"{ONE}/.ckptfsm", "elsewhere")
+    disk.plant_symlink(f"{ONE}/.ckptfsm", "../elsewhere")
+    with suppress(CkptFsmError):
+        job.coordinator.delete(1)
+    job.coordinator.delete(2)
+    ticks(job)
+    assert tracked(job) == [3] and not job.coordinator.busy
+    assert names(disk, TRASH) == [] and names(disk, QUARANTINE) == ["1.e1.a1"]
+    job.coordinator.rollback(3)
+    disk.kill("first")
+    job = start(disk, "second")
+    ticks(job)
+    assert tracked(job) == [3] and not job.coordinator.busy
+
+
+def test_F16_a_mount_at_a_withdrawn_step_stays():
+    """Catches: a rename across devices that is tried for ever."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+    SimStorage(disk, "thief").rename(ONE, "elsewhere")
+    disk.plant_mount(ONE)
+    job.coordinator.withdraw_damaged(1, "a mount")
+    ticks(job)
+    assert tracked(job) == [2] and not job.coordinator.busy and ONE in names(disk)
+
+
+def test_I8_a_strangers_directory_at_the_name_of_what_was_moved_aside_is_left_alone():
+    """Catches: a save that somebody else has begun, moved to quarantine under an attempt's name."""
+    disk = SimDisk()
+    for step in (1, 2):
+        stock_saves(disk, step)
+    job = start(disk)
+    job.coordinator.rollback(1)
+    aside = names(disk, QUARANTINE)
+    assert len(aside) == 1
+    disk.kill("first")
+    SimStorage(disk, "stock").mkdir(TWO)
+    disk.plant_file(f"{TWO}/common.pt", b"a stock save has begun here")
+    job = start(disk, "second")
+    assert tracked(job) == [1]
+    assert TWO in names(disk) and names(disk, QUARANTINE) == aside
+
+
+def test_I8_a_fresh_start_leaves_no_name_that_the_next_one_stumbles_over():
+    """Catches: a link at a tracked step's name that the first fresh start passes over."""
+    disk = SimDisk()
+    saved(disk, 1).close()
+    disk.kill("first")
+    SimStorage(disk, "thief").rename(ONE, "elsewhere")
+    disk.plant_symlink(ONE, "elsewhere")
+    with pytest.raises(DamagedRoot, match="would leave"):
+        start(disk, "second", resume="fresh")
+    SimStorage(disk, "thief").unlink(ONE)
+    assert tracked(start(disk, "third", resume="fresh")) == []
+
+
+def test_I8_a_torn_manifest_on_its_way_to_quarantine_gets_there():
+    """Catches: a fresh start that is killed before the move, after which no start is possible."""
+    disk = SimDisk()
+    saved(disk, 1).close()
+    disk.kill("first")
+    replace(disk, f"{ONE}/{MANIFEST}", b"{")
+    job = start(disk, "second", opened=False, resume="fresh")
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and path.startswith(ONE):
+            raise ProcessDead(path)
+
+    job.storage.before = before
+    with pytest.raises(ProcessDead):
+        job.open()
+    disk.kill("second")
+    assert tracked(start(disk, "third", resume="fresh")) == []
+    assert ONE not in names(disk) and names(disk, QUARANTINE)[0] == "1.e1.a1"

@@ -132,7 +132,7 @@ def reference(c: Checkpoint, e: Event) -> tuple[State, type[m.Command] | None] |
             return S.FAILED, m.CleanUp
         case m.Cleaned() if c.state is S.FAILED and c.gone == {0, 1} and not e.published:
             return S.DISCARDED, None
-        case m.Withdrawn() if c.state in (S.TRACKED, S.FINALIZED):
+        case m.Withdrawn() if c.state in (S.TRACKED, S.FINALIZED, S.PRUNABLE):
             return S.QUARANTINED, m.Quarantine
     return None
 

@@ -251,12 +251,11 @@ def test_F17_prunable_and_still_there_is_reprieved():
     ],
     ids=["damaged", "unexplained", "stock", "another"],
 )
-def test_F17_prunable_and_damaged_is_reprieved_and_withdrawn(there, why):
+def test_F17_prunable_and_damaged_is_withdrawn(there, why):
     """I2. Catches: a checkpoint that does not hold brought back to life as one to fall back to."""
     ledger = ledger_of(checkpoint(100, S.PRUNABLE), checkpoint(200, S.TRACKED))
     found = decide(ledger, evidence(names(200), there, whole(200)))
-    back = (m.Reprieved(at(100), "restart"), m.Withdrawn(at(100), "damaged", why))
-    assert found.decisions[0].actions == back
+    assert found.decisions[0].actions == (m.Withdrawn(at(100), "damaged", why),)
     assert found.decisions[0].result == "withdrawn(damaged)"
     assert len(found.warnings) == 1 and why in found.warnings[0]
 
@@ -488,7 +487,7 @@ ANOTHER = at(100, 9, 9)
     [
         (damaged(100), "both"),
         (unexplained(100), "adopted"),
-        (PublishedEvidence(100, "damaged", None, detail="torn manifest"), "adopted"),
+        (PublishedEvidence(100, "damaged", None, detail="torn manifest"), "both"),
         (PublishedEvidence(100, "damaged", ANOTHER, detail="another's, gutted"), "nobody"),
         (PublishedEvidence(100, "no_directory", detail="a symlink"), "nobody"),
     ],
@@ -505,6 +504,9 @@ def test_what_stands_at_the_name_of_a_withdrawn_one_is_its_own_or_a_strangers(
     results = {d.result for d in found.decisions if "100" in d.subject}
     own = owner in ("both", provenance)
     assert results == ({"quarantined"} if own else {"reported"}), found.decisions
+    moved = evidence(names(200), whole(200), there, aside=frozenset({at(100)}))
+    results = {d.result for d in decide(ledger, moved).decisions if "100" in d.subject}
+    assert results == ({"quarantined"} if there.of == at(100) else {"reported"}), "its own is aside"
 
 
 class World:
@@ -551,7 +553,7 @@ class World:
                 there = published.get(of.step)
                 if there is not None and there.of in (None, of):  # another attempt's stays
                     del published[of.step]
-                self.ev = replace(self.ev, published=published)
+                    self.ev = replace(self.ev, published=published, aside=self.ev.aside | {of})
             case _:
                 raise AssertionError(f"recovery never asks for {command}")
 

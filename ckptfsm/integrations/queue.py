@@ -296,7 +296,7 @@ class AsyncCallsQueue:
         lone part is at the top, others under their names. The checkpoint is saved in place when the
         last part is scheduled: until then no tensor may change.
 
-        Raises ``ConfigError``, and what opening the root raises.
+        Raises ``ConfigError``, ``StepExistsError``, and what opening the root raises.
         """
         self._refuse_unfinished()
         named = dict(parts) if isinstance(parts, Mapping) else dict.fromkeys(parts, "")

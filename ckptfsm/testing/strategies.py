@@ -153,4 +153,6 @@ def evidences(draw: st.DrawFn, ledger: Ledger) -> Evidence:
     word = draw(st.sampled_from(_WORDS))
     tracker = TrackerEvidence("step", named) if named is not None else TrackerEvidence(word)
     release = tracker.found == "release" and draw(st.booleans())
-    return Evidence(tracker, published, staging, release=release)
+    withdrawn = [of for of, c in ledger.checkpoints.items() if c.state is State.QUARANTINED]
+    aside = frozenset(of for of in withdrawn if draw(st.booleans()))
+    return Evidence(tracker, published, staging, release=release, aside=aside)

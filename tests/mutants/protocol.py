@@ -246,9 +246,7 @@ LOOKS = (
         (
             "effects",
             """        kept = self._kept_by_people(checkpoint.step)
-        if kept:
-            self._bring_back(checkpoint, aside)
-        return kept
+        return self._bring_back(checkpoint, aside, kept) if kept else ""
 """,
             '        return ""\n',
         ),
@@ -273,9 +271,7 @@ LOOKS = (
         "prune-does-not-look-again",
         "effects",
         """        kept = self._kept_by_people(checkpoint.step)
-        if kept:
-            self._bring_back(checkpoint, aside)
-        return kept
+        return self._bring_back(checkpoint, aside, kept) if kept else ""
 """,
         '        return ""\n',
         breaks="F27",
@@ -286,8 +282,7 @@ LOOKS = (
     mutant(
         "prune-does-not-bring-back",
         "effects",
-        """        if not kept or not own or lookup(self.storage, source) is not None:
-            return ""
+        """        return self._bring_back(checkpoint, own[0], kept) if kept and own and not taken else ""
 """,
         '        return ""\n',
         breaks="F27",
@@ -317,7 +312,7 @@ LOOKS = (
     mutant(
         "prune-takes-whatever-has-the-name",
         "effects",
-        "            return self._prune_moved(checkpoint, source)\n        if newer",
+        "            return self._prune_moved(checkpoint)\n        if newer",
         "            pass\n        if newer",
         breaks="I1",
         source="F15",
@@ -450,12 +445,14 @@ FENCES = (
         "effects",
         """        self.check_epoch()
         source = self.layout.published_name(checkpoint.step)
-        found = lookup(self.storage, source)
-        if found is not None and found.kind != "dir":
+        if not self._is_at_its_name(checkpoint):
+            return self._prune_moved(checkpoint)
+        if newer_step <= checkpoint.step:
 """,
         """        source = self.layout.published_name(checkpoint.step)
-        found = lookup(self.storage, source)
-        if found is not None and found.kind != "dir":
+        if not self._is_at_its_name(checkpoint):
+            return self._prune_moved(checkpoint)
+        if newer_step <= checkpoint.step:
 """,
         breaks="I9",
         source="fencing",
@@ -495,11 +492,9 @@ FENCES = (
         "bringing-back-is-not-fenced",
         "effects",
         """        self.check_epoch()
-        source = self.layout.published_name(checkpoint.step)
-        move(self.storage, aside, source)
+        move(self.storage, aside, self.layout.published_name(checkpoint.step))
 """,
-        """        source = self.layout.published_name(checkpoint.step)
-        move(self.storage, aside, source)
+        """        move(self.storage, aside, self.layout.published_name(checkpoint.step))
 """,
         breaks="I9",
         source="fencing",
@@ -518,12 +513,34 @@ FENCES = (
     mutant(
         "a-stranger-is-explained-away",
         "recovery",
-        '    return there.of == checkpoint.id or (nobodys and checkpoint.provenance == "adopted")\n',
-        '    return there.of == checkpoint.id or checkpoint.provenance == "adopted"\n',
+        '    if there.of is not None or there.found == "no_directory":\n',
+        '    if checkpoint.provenance != "adopted" and there.of is not None:\n',
         breaks="I8",
         source="F16",
         killers=("tests:test_recovery.py",),
         why="at the name of a withdrawn one that was adopted, another's is evidence",
+    ),
+    mutant(
+        "a-stranger-inherits-the-name-of-what-was-moved",
+        "recovery",
+        "    return says_nothing and checkpoint.id not in evidence.aside\n",
+        "    return says_nothing\n",
+        breaks="I8",
+        source="F16",
+        killers=("tests:test_found_by_review.py",),
+        why="what somebody else has begun there is moved aside as ours",
+    ),
+    mutant(
+        "what-came-back-may-leave-again",
+        "effects",
+        """        self.storage.fsync_dir("")
+        self.storage.fsync_dir(TRASH)
+""",
+        "        self.storage.fsync_dir(TRASH)\n",
+        breaks="I1",
+        source="order",
+        killers=("tests:test_found_by_review.py",),
+        why="a power loss puts what is tracked again back into the trash",
     ),
     mutant(
         "rolled-back-to-a-broken-one",

@@ -480,7 +480,7 @@ def check_move(before: Checkpoint, event: Event, after: Checkpoint) -> None:
         State.PRUNABLE: {State.TRACKED},
         State.PRUNED: {State.PRUNABLE},
         State.DISCARDED: {State.FAILED},
-        State.QUARANTINED: {State.TRACKED, State.FINALIZED},
+        State.QUARANTINED: {State.TRACKED, State.FINALIZED, State.PRUNABLE},
     }
     if dest in allowed:
         require(before.state in allowed[dest], "I1", what)

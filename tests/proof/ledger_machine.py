@@ -237,10 +237,13 @@ class LedgerMachine(RuleBasedStateMachine):
         raise AssertionError("I7: a kept checkpoint became prunable")
 
     @precondition(lambda self: self.ledger.in_state(S.PRUNABLE))
-    @rule(data=st.data(), found_kept=st.booleans())
-    def prune_or_reprieve(self, data, found_kept):
+    @rule(data=st.data(), found=st.sampled_from(("free", "kept", "damaged")))
+    def prune_or_not(self, data, found):
         c = data.draw(st.sampled_from(self.ledger.in_state(S.PRUNABLE)))
-        kept = found_kept or c.step in self.ledger.pins | self.ledger.readers
+        if found == "damaged":
+            assert isinstance(self.post(m.Withdrawn(c.id, "damaged")), m.Quarantine)
+            return
+        kept = found == "kept" or c.step in self.ledger.pins | self.ledger.readers
         self.post(m.Reprieved(c.id, "pin") if kept else m.Removed(c.id))
 
     @rule(pins=st.sets(st.integers(0, 12), max_size=3), readers=st.sets(st.integers(0, 12)))

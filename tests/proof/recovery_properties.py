@@ -92,9 +92,10 @@ class Played:
         there = self.evidence.published.get(of.step)
         if any(c.step == of.step for c in living) or there is None:
             return
-        if there.of in (None, of):
+        if there.of in (None, of) and there.found != "no_directory":
             published = {k: v for k, v in self.evidence.published.items() if k != of.step}
-            self.evidence = replace(self.evidence, published=published)
+            aside = self.evidence.aside | {of}
+            self.evidence = replace(self.evidence, published=published, aside=aside)
 
     def end(self) -> None:
         """What opening does after the decisions: the tracker names the latest."""

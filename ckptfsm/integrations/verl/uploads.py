@@ -87,7 +87,7 @@ class Uploads:
     def _keep(self, controller: Controller, step: int) -> None:
         """Let a step wait, under a lease; one that cannot be uploaded is warned of, once.
 
-        Its files are not read here: the copy is compared with the receipts.
+        Its files are not read here: the copy is compared with the manifest.
         """
         lease = ExitStack()
         try:
