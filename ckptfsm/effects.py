@@ -447,7 +447,8 @@ class Effects:
         asides = [f"{TRASH}/{name}" for name in list_names(self.storage, TRASH)]
         own = [path for path in asides if self._is_own(checkpoint, path)]
         taken = lookup(self.storage, self.layout.published_name(checkpoint.step)) is not None
-        return self._bring_back(checkpoint, own[0], kept) if kept and own and not taken else ""
+        wanted = kept and own and not taken
+        return self._bring_back(checkpoint, own[0], kept) if wanted else ""
 
     def _bring_back(self, checkpoint: Checkpoint, aside: str, why: str) -> str:
         """An effect of its own: a successor may be emptying the trash by now (I9)."""

@@ -282,8 +282,7 @@ LOOKS = (
     mutant(
         "prune-does-not-bring-back",
         "effects",
-        """        return self._bring_back(checkpoint, own[0], kept) if kept and own and not taken else ""
-""",
+        '        return self._bring_back(checkpoint, own[0], kept) if wanted else ""\n',
         '        return ""\n',
         breaks="F27",
         source="F17",
