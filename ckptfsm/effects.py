@@ -59,8 +59,8 @@ from ckptfsm.layout import (
     TRACKER,
     TRASH,
     Layout,
-    attempt_name,
     join,
+    parse_aside,
     parse_pin,
     parse_reader,
     pin_name,
@@ -72,7 +72,7 @@ from ckptfsm.layout import (
 )
 from ckptfsm.lifecycle import Checkpoint, expected_reports
 from ckptfsm.messages import FINISHED_BY_US, PartSpec
-from ckptfsm.ports import Clock, PartFinisher, Storage
+from ckptfsm.ports import Clock, FileStat, PartFinisher, Storage
 from ckptfsm.receipts import Receipts
 from ckptfsm.recovery import is_whole, why_not_whole
 from ckptfsm.stock import inspect_stock
@@ -433,19 +433,37 @@ class Effects:
         return self._prune_moved(checkpoint)
 
     def _is_at_its_name(self, checkpoint: Checkpoint) -> bool:
-        """False if it left, or another has its name. Raises ``DamagedRoot`` if that is no directory."""
+        """False if it left: nothing is there, or what is a stranger's.
+
+        Raises ``DamagedRoot`` if it did not leave, and what is there does not say that it is its own.
+        """
         source = self.layout.published_name(checkpoint.step)
         found = lookup(self.storage, source)
-        if found is not None and found.kind != "dir":
-            raise DamagedRoot(f"{source} is a {found.kind}", file=source, step=checkpoint.step)
-        return self._is_own(checkpoint, source)
+        if found is None:
+            return False
+        moved = bool(self._in_trash(checkpoint))
+        problem = f"{source} is a {found.kind}"
+        if found.kind == "dir":
+            problem = f"{source} has no manifest"
+            try:
+                manifest = read_manifest(self.storage, source)
+            except NewerSchema:
+                raise
+            except DamagedRoot as error:
+                manifest, problem = None, error.message
+            if manifest is not None:
+                return manifest.of == checkpoint.id
+            if checkpoint.provenance == "adopted" and not moved:
+                return True
+        if moved:
+            return False
+        raise DamagedRoot(problem, file=source, step=checkpoint.step)
 
     def _prune_moved(self, checkpoint: Checkpoint) -> str:
         """It left its name before. If a reader was told that it is there, bring it back."""
         self._settle_names(TRASH)
         kept = self._kept_by_people(checkpoint.step)
-        asides = [f"{TRASH}/{name}" for name in list_names(self.storage, TRASH)]
-        own = [path for path in asides if self._is_own(checkpoint, path)]
+        own = self._in_trash(checkpoint)
         taken = lookup(self.storage, self.layout.published_name(checkpoint.step)) is not None
         wanted = kept and own and not taken
         return self._bring_back(checkpoint, own[0], kept) if wanted else ""
@@ -480,25 +498,24 @@ class Effects:
             return "not a directory of this file system"
         return ""
 
-    def _is_own(self, checkpoint: Checkpoint, path: str) -> bool:
-        """True if the directory at ``path`` is this very attempt's, whatever else has its step."""
+    def _in_trash(self, checkpoint: Checkpoint) -> list[str]:
+        """Where its own directory lies in the trash. A part that was left out may have its name."""
+        names = list_names(self.storage, TRASH)
+        named = [f"{TRASH}/{name}" for name in names if parse_aside(name) == checkpoint.id]
+        return [path for path in named if self._is_whole_step(checkpoint, path)]
+
+    def _is_whole_step(self, checkpoint: Checkpoint, path: str) -> bool:
+        """True if a directory in the trash is a step's and no part of one, whatever is in it."""
         found = lookup(self.storage, path)
         if found is None or found.kind != "dir":
             return False
-        name, aside = path.rpartition("/")[2], attempt_name(checkpoint.id)
-        named = f"{name}.".startswith(f"{aside}.")
         try:
             manifest = read_manifest(self.storage, path)
         except NewerSchema:
             raise
         except DamagedRoot:
-            if path == self.layout.published_name(checkpoint.step):
-                raise  # the caller decides what becomes of it
-            return named
-        if manifest is not None:
-            return manifest.of == checkpoint.id
-        mine = path == self.layout.published_name(checkpoint.step) or named
-        return checkpoint.provenance == "adopted" and mine
+            return True
+        return manifest is not None or checkpoint.provenance == "adopted"
 
     def _settle_names(self, directory: str) -> None:
         """What was found moved may have been moved by a rename that is not durable yet."""
@@ -522,7 +539,11 @@ class Effects:
         name = self.layout.published_name(checkpoint.step)
         manifest, damaged = None, False
         found = lookup(self.storage, name)
-        if found is not None and found.kind == "dir":  # a link there is somebody else's
+        taken = found is not None and self._is_somebody_elses(found)
+        if taken and checkpoint.in_place:
+            log.warning("left_at_its_name", extra={"step": checkpoint.step, "file": name})
+            return
+        if found is not None and not taken:
             try:
                 manifest = read_manifest(self.storage, name)
             except NewerSchema:
@@ -561,9 +582,9 @@ class Effects:
         if found is None:
             self._settle_names(QUARANTINE)
             return
-        if found.kind != "dir" or found.device != self.storage.stat(QUARANTINE).device:
+        if self._is_somebody_elses(found):
             log.warning("left_at_its_name", extra={"step": checkpoint.step, "file": source})
-            return  # a link or a mount is somebody else's
+            return
         try:
             manifest = read_manifest(self.storage, source)
         except NewerSchema:
@@ -572,6 +593,10 @@ class Effects:
             manifest = None
         if manifest is None or manifest.of == checkpoint.id:
             self._move_aside(source, quarantine_dir(checkpoint.id))
+
+    def _is_somebody_elses(self, found: FileStat) -> bool:
+        """True for a link, a file or a mount at a step's name: it is never followed nor moved."""
+        return found.kind != "dir" or found.device != self.storage.stat(QUARANTINE).device
 
     def _move_aside(self, source: str, target: str) -> str:
         """Move to ``target``, or beside it: a power loss can leave a rename at both of its names.

@@ -149,6 +149,8 @@ def plan(
     Raises ``DamagedRoot`` when there is evidence of a checkpoint and none to resume from, or, with
     ``strict``, when the newest one is not what tracker and journal say.
     """
+    if interrupted or resume == "fresh":  # a power loss may show a move at both of its names
+        evidence = replace(evidence, aside=frozenset())
     known = [_decide(c, ledger, evidence) for c in _all(ledger)]
     unknown = _unknown(ledger, evidence, epoch, everything=resume == "fresh")
     decisions = _in_order(ledger, known, unknown)
@@ -249,22 +251,25 @@ def _decide(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> Decis
 def _can_be_own(checkpoint: Checkpoint, there: PublishedEvidence, evidence: Evidence) -> bool:
     """True if what stands at the name of a withdrawn checkpoint is its own, whole or damaged.
 
-    A directory that says nothing of its own (what was adopted has no manifest, and one may be torn) is a
-    stranger's if its own was moved aside already.
+    A directory that names nobody (what was adopted has no manifest, and one may be torn or gone) is a
+    stranger's if its own was moved aside already; so is one that a stock loader would take, but for an
+    adopted one.
     """
     if there.of is not None or there.found == "no_directory":
         return there.of == checkpoint.id
     if is_whole(checkpoint, there):
         return True
-    says_nothing = checkpoint.provenance == "adopted" or there.found == "damaged"
-    return says_nothing and checkpoint.id not in evidence.aside
+    return there.found != "stock" and checkpoint.id not in evidence.aside
+
+
+_OTHERS = {"manifest": "another checkpoint stands at its name", "stock": "it has no manifest"}
 
 
 def why_not_whole(there: PublishedEvidence | None) -> str:
     """What to tell people of a checkpoint that is not."""
     if there is None:
         return "its directory is missing"
-    return there.detail or "another checkpoint stands at its name"
+    return there.detail or _OTHERS[there.found]
 
 
 def _decide_unpublished(

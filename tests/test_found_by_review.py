@@ -618,3 +618,90 @@ def test_I8_a_torn_manifest_on_its_way_to_quarantine_gets_there():
     disk.kill("second")
     assert tracked(start(disk, "third", resume="fresh")) == []
     assert ONE not in names(disk) and names(disk, QUARANTINE)[0] == "1.e1.a1"
+
+
+@pytest.mark.parametrize("what", ["no manifest", "both names"])
+def test_I8_a_fresh_start_that_was_killed_is_completed(what: str):
+    """Catches: a directory that a killed fresh start was about to move, taken for a stranger's by the
+    next one; the same after a power loss that shows the move at both of its names."""
+    disk = SimDisk()
+    if what == "both names":
+        stock_saves(disk, 1)
+        start(disk).close()
+        disk.uproot(f"{ONE}/.metadata")
+    else:
+        saved(disk, 1).close()
+        disk.uproot(f"{ONE}/{MANIFEST}")
+    disk.kill("first")
+    job = start(disk, "second", opened=False, resume="fresh")
+    moving: list[str] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if moving or (what == "no manifest" and method == "rename" and path.startswith(ONE)):
+            raise ProcessDead(path)
+        if method == "rename" and path.startswith(ONE):
+            moving.append(path)
+
+    job.storage.before = before
+    with pytest.raises(ProcessDead):
+        job.open()
+    disk.kill("second")
+    disk.crash("all_lost")
+    assert tracked(start(disk, "third", resume="fresh")) == []
+    assert ONE not in names(disk) and "1.e1.a1" in names(disk, QUARANTINE)
+
+
+def test_I1_a_strangers_directory_at_the_name_of_what_is_in_the_trash_is_left_alone():
+    """Catches: what a stock save has begun there, moved to the trash and deleted in its place."""
+    disk = SimDisk()
+    for step in (1, 2):
+        stock_saves(disk, step)
+    job = start(disk)
+    for step in (1, 2):
+        job.coordinator.unpin(step)
+    failed: list[str] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "pwrite" and ONE not in names(disk) and not failed:
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    job.storage.before = before
+    with suppress(CkptFsmError):
+        job.coordinator.delete(1)
+    assert failed
+    SimStorage(disk, "stock").mkdir(ONE)
+    disk.plant_file(f"{ONE}/common.pt", b"a stock save has begun here")
+    ticks(job)
+    assert disk.snapshot()[f"{ONE}/common.pt"] == b"a stock save has begun here"
+    assert tracked(job) == [2] and not job.coordinator.busy and names(disk, TRASH) == []
+
+
+def test_I1_a_prune_of_what_lost_its_manifest_is_not_journaled_as_done():
+    """Catches: a directory that is called pruned and stays: the next start adopts it."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+    disk.uproot(f"{ONE}/{MANIFEST}")
+    with suppress(CkptFsmError):
+        job.coordinator.delete(1)
+    ticks(job)
+    assert tracked(job) == [2] and not job.coordinator.busy
+    assert ONE not in names(disk) and names(disk, QUARANTINE) == ["1.e1.a1"]
+
+
+@pytest.mark.parametrize("what", ["file", "link", "mount"])
+def test_F16_what_stands_at_the_name_of_a_failed_attempt_in_place_stays(what: str):
+    """Catches: somebody's file deleted as if it were the attempt; a move that is tried for ever."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    disk.uproot(TWO)
+    if what == "file":
+        disk.plant_file(TWO, b"somebody's")
+    elif what == "link":
+        disk.plant_symlink(TWO, "elsewhere")
+    else:
+        disk.plant_mount(TWO)
+    job.fail(of)
+    ticks(job)
+    assert TWO in names(disk) and names(disk, TRASH) == [] and not job.coordinator.busy

@@ -31,6 +31,7 @@ _MANIFEST = "/.ckptfsm/manifest.json"
 _RECEIPTS = "/.ckptfsm/receipts/"
 _LIMIT = 1 << 24
 _ATTEMPT = re.compile(r"(\d+)\.e(\d+)\.a(\d+)")
+_TEMPORARY = re.compile(r"\.tmp-(\d+)-")  # the epoch of whoever writes it
 
 Attempt = tuple[int, int, int]  # step, epoch, attempt
 
@@ -364,7 +365,7 @@ class Watch:
 
     def written_token(self, token: object, path: str) -> None:
         """A file was written that may have been renamed since it was opened."""
-        if token in self._files:
+        if token in self._files and not self._is_late(path):
             raise RootBroken(f"I1: a late write into a published checkpoint (opened as {path})")
 
     def _renamed(self, process: str, src: str, dst: str) -> None:
@@ -471,8 +472,17 @@ class Watch:
         volatile = self.disk.unsettled(name)
         if self.in_place:  # the rename of the manifest is the commit; its fsync comes after it
             volatile = [v for v in volatile if not v.startswith(f"{name}{_MANIFEST}")]
+        volatile = [v for v in volatile if not self._is_late(v)]
         if volatile:
             raise RootBroken(f"I4: {name} is published, {volatile[0]} is not durable")
+
+    def _is_late(self, path: str) -> bool:
+        """A temporary file that a fenced process makes with the one effect it had checked (I9).
+
+        No manifest lists it, and nothing it could become has the name that it would get.
+        """
+        made = _TEMPORARY.search(path)
+        return made is not None and int(made[1]) < self.newest_epoch
 
     def _judge_parts(self, name: str, of: Attempt) -> None:
         """I3: nothing that was declared as required is missing."""
@@ -643,7 +653,7 @@ class Watch:
             if volatile:
                 raise RootBroken(f"I3: {of} is shards_written, {volatile[0]} is not durable")
         elif state == "finalized":
-            volatile = self.disk.unsettled(name)
+            volatile = [v for v in self.disk.unsettled(name) if not self._is_late(v)]
             if volatile:
                 raise RootBroken(
                     f"I4: {of} is journaled as finalized, {volatile[0]} is not durable"

@@ -522,8 +522,8 @@ FENCES = (
     mutant(
         "a-stranger-inherits-the-name-of-what-was-moved",
         "recovery",
-        "    return says_nothing and checkpoint.id not in evidence.aside\n",
-        "    return says_nothing\n",
+        '    return there.found != "stock" and checkpoint.id not in evidence.aside\n',
+        '    return there.found != "stock"\n',
         breaks="I8",
         source="F16",
         killers=("tests:test_found_by_review.py",),
