@@ -547,7 +547,7 @@ ROWS = (
         QUARANTINED,
         "",
         None,
-        _withdraw,
+        lambda w: _withdraw(w).at("cleared", P, to=BoolVal(False)),
         found_damaged=lambda w: w.damaged(P),
     ),
 )
