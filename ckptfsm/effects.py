@@ -9,19 +9,14 @@ a restart decides from what is there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptfsm.clock import pauses
+from ckptfsm.assembly import Assembly
 from ckptfsm.documents import (
-    MAX_DOCUMENT_BYTES,
-    FileEntry,
-    Manifest,
     Pin,
-    Receipt,
     encode,
     encode_sealed,
-    part_records,
 )
 from ckptfsm.durable import (
     fsync_existing,
@@ -34,18 +29,13 @@ from ckptfsm.durable import (
     walk_files,
 )
 from ckptfsm.errors import (
-    CkptFsmError,
     DamagedRoot,
     NewerSchema,
     OutcomeUnknown,
     SaveFailed,
-    ShardMissing,
     StorageError,
-    describe,
 )
 from ckptfsm.evidence import (
-    check_sizes,
-    dropped_parts,
     inspect_published,
     read_manifest,
     read_tracker,
@@ -64,16 +54,13 @@ from ckptfsm.layout import (
     parse_pin,
     parse_reader,
     pin_name,
-    planned_name,
     quarantine_dir,
-    receipt_name,
     staging_dir,
     trash_dir,
 )
-from ckptfsm.lifecycle import Checkpoint, expected_reports
-from ckptfsm.messages import FINISHED_BY_US, PartSpec
-from ckptfsm.ports import Clock, FileStat, PartFinisher, Storage
-from ckptfsm.receipts import Receipts
+from ckptfsm.lifecycle import Checkpoint
+from ckptfsm.messages import PartSpec
+from ckptfsm.ports import FileStat, Storage
 from ckptfsm.recovery import is_whole, why_not_whole
 from ckptfsm.stock import inspect_stock
 from ckptfsm.trash import sweep_attempt
@@ -88,12 +75,9 @@ class Effects:
     """The effects of one epoch. ``check_epoch`` raises ``Fenced``; ``tag`` names our temporaries."""
 
     storage: Storage
-    clock: Clock
     tag: str
     check_epoch: Callable[[], None]
-    finishers: Mapping[str, PartFinisher]
-    provenance: Mapping[str, str]
-    visibility_timeout_s: float
+    assembly: Assembly
     layout: Layout
 
     # ----------------------------------------------------------------------------------- staging
@@ -119,20 +103,17 @@ class Effects:
         elif self._is_published(checkpoint, target):
             self._fsync_names(checkpoint, target)
             return
-        receipts, dropped = self._read_receipts(checkpoint, directory)
-        files = self._listed_files(checkpoint, directory, receipts, dropped)
+        shares = self.assembly.shares(checkpoint, directory)
+        files = self.assembly.listed(checkpoint, directory, shares)
         sweep_attempt(self.storage, directory, {entry.name for entry in files})
-        kept = [part for part in checkpoint.parts if part.name not in dropped]
         for part in checkpoint.parts:
-            if part in kept:
-                files += self._finish_part(checkpoint, part, directory, receipts)
+            if part.name not in shares.dropped:
+                files += self.assembly.finish(checkpoint, part, directory, shares)
             else:
-                why = {"step": checkpoint.step, "part": part.name, "why": dropped[part.name]}
+                why = {"step": checkpoint.step, "part": part.name, "why": shares.dropped[part.name]}
                 log.warning("part_left_out", extra=why)
                 self._leave_out(checkpoint, part, directory)
-        self._refuse_duplicates(checkpoint, files)
-        self._refuse_unlisted(directory, files)
-        manifest = self._manifest(checkpoint, tuple(kept), files, dropped)
+        manifest = self.assembly.manifest(checkpoint, directory, shares, files)
         fsync_tree_dirs(self.storage, directory)
         self.check_epoch()
         if checkpoint.in_place:
@@ -215,37 +196,6 @@ class Effects:
                 fsync_existing(self.storage, f"{name}/{file}")
         self.settle_published(step)
 
-    def _read_receipts(
-        self, checkpoint: Checkpoint, directory: str
-    ) -> tuple[list[Receipt], dict[str, str]]:
-        """Every receipt, and the optional parts that some rank left out, with the reason.
-
-        Opened again until a deadline: network file systems show names late (F9).
-        """
-        deadline = self.clock.monotonic() + self.visibility_timeout_s
-        expected = expected_reports(checkpoint)
-        mine = Receipts(self.storage, directory, checkpoint.id, checkpoint.world_size)
-        receipts = sorted(mine.arriving(expected, self.clock, deadline), key=_share)
-        dropped = dropped_parts(checkpoint, receipts)
-        for receipt in receipts:
-            if receipt.part not in dropped:
-                self._await_files(receipt, directory, deadline)
-        return receipts, dropped
-
-    def _await_files(self, receipt: Receipt, directory: str, deadline: float) -> None:
-        """The files of a receipt, whole. Raises ``ShardMissing`` once the deadline has passed."""
-        pause = pauses()
-        while problem := check_sizes(self.storage, directory, receipt.files):
-            if self.clock.monotonic() >= deadline:
-                raise ShardMissing(
-                    f"part {receipt.part!r} of rank {receipt.rank}: {problem}",
-                    step=receipt.of.step,
-                    attempt=str(receipt.of),
-                    part=receipt.part,
-                    ranks=(receipt.rank,),
-                )
-            self.clock.sleep(next(pause))
-
     def _leave_out(self, checkpoint: Checkpoint, part: PartSpec, directory: str) -> None:
         """Take an optional part that was not written everywhere out of the unpublished attempt."""
         planned = list_names(self.storage, f"{directory}/{PLANNED}")
@@ -254,130 +204,6 @@ class Effects:
             if lookup(self.storage, path) is not None:
                 self.check_epoch()
                 self._move_aside(path, trash_dir(checkpoint.id))
-
-    def _listed_files(
-        self,
-        checkpoint: Checkpoint,
-        directory: str,
-        receipts: list[Receipt],
-        dropped: Collection[str],
-    ) -> list[FileEntry]:
-        """The files of all receipts and the receipts themselves; a name may be claimed once."""
-        files: dict[str, FileEntry] = {}
-        for receipt in receipts:
-            own = receipt_name(receipt.part, receipt.rank)
-            size = self.storage.stat(f"{directory}/{own}").size
-            digest = self.storage.digest(f"{directory}/{own}")
-            own_files = receipt.files if receipt.part not in dropped else ()
-            for entry in (*own_files, FileEntry(name=own, bytes=size, digest=digest)):
-                if entry.name in files:
-                    raise SaveFailed(
-                        f"{entry.name} is claimed by two receipts",
-                        file=entry.name,
-                        step=checkpoint.step,
-                        rank=receipt.rank,
-                    )
-                files[entry.name] = entry
-        return list(files.values())
-
-    def _finish_part(
-        self, checkpoint: Checkpoint, part: PartSpec, directory: str, receipts: list[Receipt]
-    ) -> list[FileEntry]:
-        """Write what completes a part (``.metadata``, ``metadata.json``) from its receipts."""
-        location = join(directory, part.directory)
-        if part.kind == "foreign":
-            return [self._entry_of(location, part, name) for name in _FOREIGN_METADATA]
-        final = join(self.layout.published_name(checkpoint.step), part.directory)
-        entries = []
-        for name, content in self._metadata_of(part, directory, receipts, final).items():
-            put(self.storage, join(location, name), content, tag=self.tag)
-            entries.append(
-                FileEntry(
-                    name=join(part.directory, name),
-                    bytes=len(content),
-                    digest=self.storage.digest(join(location, name)),
-                )
-            )
-        return entries
-
-    def _metadata_of(
-        self, part: PartSpec, directory: str, receipts: list[Receipt], final: str
-    ) -> Mapping[str, bytes]:
-        """What completes a part. A finisher that raises fails its attempt, whatever it raises."""
-        finisher = self.finishers.get(part.kind)
-        if part.kind not in FINISHED_BY_US:
-            return {}
-        if finisher is None:
-            raise SaveFailed(
-                f"nobody here can complete part {part.name!r} ({part.kind})", file=final
-            )
-        planned = f"{directory}/{planned_name(part.name)}"
-        data = b""
-        if lookup(self.storage, planned) is not None:
-            data = self.storage.read(planned, MAX_DOCUMENT_BYTES)
-        results = [r.results for r in receipts if r.part == part.name]
-        try:
-            return finisher(data, results, f"{self.storage.root}/{final}")
-        except (CkptFsmError, OSError, KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # torch's CheckpointException is one
-            raise SaveFailed(
-                f"part {part.name!r} cannot be completed: {describe(error)}", file=final
-            ) from error
-
-    def _entry_of(self, location: str, part: PartSpec, name: str) -> FileEntry:
-        """What a foreign finalizer left, which megatron-core does not fsync."""
-        path = join(location, name)
-        if lookup(self.storage, path) is None:
-            raise SaveFailed(f"the finalizers of {part.name} left no {name}", file=path)
-        fsync_existing(self.storage, path)
-        size = self.storage.stat(path).size
-        if size == 0:
-            raise SaveFailed(f"the finalizers of {part.name} left an empty {name}", file=path)
-        digest = self.storage.digest(path)
-        return FileEntry(name=join(part.directory, name), bytes=size, digest=digest)
-
-    def _refuse_duplicates(self, checkpoint: Checkpoint, files: list[FileEntry]) -> None:
-        """What completes a part must not take the place of a file that a receipt lists."""
-        seen: set[str] = set()
-        for entry in files:
-            if entry.name in seen:
-                raise SaveFailed(
-                    f"{entry.name} is written twice", file=entry.name, step=checkpoint.step
-                )
-            seen.add(entry.name)
-
-    def _refuse_unlisted(self, directory: str, files: list[FileEntry]) -> None:
-        """What is there is what will be listed: a file nobody claims may be a late writer's."""
-        missing = {entry.name for entry in files}
-        for name, stat in walk_files(self.storage, directory):
-            if stat.kind != "file" or (name not in missing and name != MANIFEST):
-                raise SaveFailed(f"{name} is in no receipt", file=f"{directory}/{name}")
-            missing.discard(name)
-        for name in sorted(missing):  # a network file system lists late: ask for it by name
-            if lookup(self.storage, f"{directory}/{name}") is None:
-                raise SaveFailed(f"{name} is gone", file=f"{directory}/{name}")
-
-    def _manifest(
-        self,
-        checkpoint: Checkpoint,
-        parts: tuple[PartSpec, ...],
-        files: list[FileEntry],
-        dropped: dict[str, str],
-    ) -> Manifest:
-        return Manifest(
-            step=checkpoint.id.step,
-            epoch=checkpoint.id.epoch,
-            attempt=checkpoint.id.attempt,
-            world_size=checkpoint.world_size,
-            parts=part_records(parts),
-            files=tuple(sorted(files, key=_by_name)),
-            metrics=dict(checkpoint.metrics),
-            run_seconds=checkpoint.run_seconds,
-            provenance=dict(self.provenance),
-            dropped=dropped,
-            written_at=self.clock.wall(),
-        )
 
     # ----------------------------------------------------------------------------------- tracker
 
@@ -632,11 +458,3 @@ def _plans(name: str, part: PartSpec) -> bool:
         return name == f"{part.name}.bin"
     share = name.removeprefix(f"{part.name}.").removesuffix(".bin")
     return share.isdigit() and name == f"{part.name}.{share}.bin"
-
-
-def _by_name(entry: FileEntry) -> str:
-    return entry.name
-
-
-def _share(receipt: Receipt) -> tuple[str, int]:
-    return (receipt.part, receipt.rank)

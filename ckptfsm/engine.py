@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from ckptfsm.assembly import Assembly
 from ckptfsm.documents import (
     RollbackFinished,
     RollbackStarted,
@@ -113,16 +114,16 @@ class Engine:
         self.pending: list[Command] = []
         self.retire_due = False
         self.last_hope: AttemptId | None = None  # nothing but this could be resumed from
-        self.effects = Effects(
+        assembly = Assembly(
             storage,
             clock,
             lease.tag,
-            lease.check,
             trade.finishers,
             trade.provenance,
             trade.visibility_timeout_s,
             trade.layout,
         )
+        self.effects = Effects(storage, lease.tag, lease.check, assembly, trade.layout)
         self._storage = storage
         self._clock = clock
         self._lease = lease

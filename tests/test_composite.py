@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckptfsm.effects import Effects
+from ckptfsm.assembly import Assembly
 from ckptfsm.errors import ConfigError, SaveFailed, SaveRefused
 from ckptfsm.files import FileTree, TreePart, around
 from ckptfsm.layout import VERL
@@ -291,7 +291,7 @@ def test_I4_what_a_receipt_lists_is_there_when_it_is_published(tmp_path):
             gone.unlink(f".ckptfsm/staging/{checkpoint.id}/{files[0].name}")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Effects, "_refuse_duplicates", remove)
+            patch.setattr(Assembly, "_refuse_duplicates", remove)
             with pytest.raises(SaveFailed, match="is gone"):
                 manager.save(1, {"w": 1}).wait()
         gone.close_root()

@@ -16,6 +16,7 @@ from proof.processes import Finding, _pool, file_system_of, strike
 from proof.real_jobs import MANAGER
 from proof.real_site import Site
 
+import ckptfsm.assembly as assembly
 import ckptfsm.durable as durable
 import ckptfsm.effects as effects
 import ckptfsm.writer as writer
@@ -67,6 +68,7 @@ def rename_errors_ignored(patch: pytest.MonkeyPatch) -> None:
         storage.fsync_dir(durable.parent_of(path))
 
     patch.setattr(effects, "put", put)
+    patch.setattr(assembly, "put", put)
 
 
 def fsync_tried_again(patch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,8 @@ MUTANTS = (
     ),
     mutant(
         "half-of-an-optional-part-is-published",
-        "effects",
-        "            own_files = receipt.files if receipt.part not in dropped else ()\n",
+        "assembly",
+        "            own_files = receipt.files if receipt.part not in shares.dropped else ()\n",
         "            own_files = receipt.files\n",
         (
             "effects",
@@ -128,7 +128,7 @@ MUTANTS = (
         "        self._refuse_unfinishable(history.ledger)\n",
         "",
         (
-            "effects",
+            "assembly",
             "        if finisher is None:\n            raise SaveFailed(",
             "        if finisher is None:\n            return {}\n            raise SaveFailed(",
         ),

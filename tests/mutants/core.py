@@ -370,7 +370,7 @@ DOCUMENTS = (
     ),
     mutant(
         "sizes-are-not-compared-at-finalize",
-        "effects",
+        "assembly",
         "        while problem := check_sizes(self.storage, directory, receipt.files):\n",
         '        while problem := "":\n',
         breaks="I3",

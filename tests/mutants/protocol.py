@@ -359,7 +359,7 @@ LOOKS = (
     ),
     mutant(
         "unlisted-files-are-published",
-        "effects",
+        "assembly",
         "        self._refuse_unlisted(directory, files)\n",
         "",
         breaks="F21",
@@ -535,7 +535,7 @@ FENCES = (
         """        self.storage.fsync_dir("")
         self.storage.fsync_dir(TRASH)
 """,
-        "        self.storage.fsync_dir(TRASH)\n",
+        "        return\n",
         breaks="I1",
         source="order",
         killers=("tests:test_found_by_review.py",),

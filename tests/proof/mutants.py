@@ -47,6 +47,7 @@ _HINTED_S = 50.0  # of a layer that the mutant names
 _CONTROL_S = 8.0
 _REPLAY = "PYTHONPATH=tests python -m proof.mutants --only"
 _TESTED_BY = {
+    "assembly": "coordinator",
     "effects": "coordinator",
     "engine": "coordinator",
     "ports": "processes",

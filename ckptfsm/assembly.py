@@ -1,0 +1,200 @@
+"""What an attempt consists of, before it gets its name: its receipts and their files, what completes its
+parts, and the manifest that lists them all.
+
+Rules: everything is looked at on disk, by size and digest; a file that nobody claims, or two, fails the
+attempt. Nothing is renamed here but what ``put`` makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptfsm.clock import pauses
+from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, Receipt, part_records
+from ckptfsm.durable import fsync_existing, lookup, put, walk_files
+from ckptfsm.errors import CkptFsmError, SaveFailed, ShardMissing, describe
+from ckptfsm.evidence import check_sizes, dropped_parts
+from ckptfsm.layout import MANIFEST, Layout, join, planned_name, receipt_name
+from ckptfsm.lifecycle import Checkpoint, expected_reports
+from ckptfsm.messages import FINISHED_BY_US, PartSpec
+from ckptfsm.ports import Clock, PartFinisher, Storage
+from ckptfsm.receipts import Receipts
+
+_FOREIGN_METADATA = (".metadata", "metadata.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The receipts of an attempt, and the optional parts that some rank left out, with the reason."""
+
+    receipts: Sequence[Receipt]
+    dropped: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """How attempts of one epoch are put together. ``tag`` names our temporaries."""
+
+    storage: Storage
+    clock: Clock
+    tag: str
+    finishers: Mapping[str, PartFinisher]
+    provenance: Mapping[str, str]
+    visibility_timeout_s: float
+    layout: Layout
+
+    def shares(self, checkpoint: Checkpoint, directory: str) -> Shares:
+        """Every receipt, and the optional parts that some rank left out, with the reason.
+
+        Opened again until a deadline: network file systems show names late (F9).
+        """
+        deadline = self.clock.monotonic() + self.visibility_timeout_s
+        expected = expected_reports(checkpoint)
+        mine = Receipts(self.storage, directory, checkpoint.id, checkpoint.world_size)
+        receipts = sorted(mine.arriving(expected, self.clock, deadline), key=_share)
+        dropped = dropped_parts(checkpoint, receipts)
+        for receipt in receipts:
+            if receipt.part not in dropped:
+                self._await_files(receipt, directory, deadline)
+        return Shares(receipts, dropped)
+
+    def _await_files(self, receipt: Receipt, directory: str, deadline: float) -> None:
+        """The files of a receipt, whole. Raises ``ShardMissing`` once the deadline has passed."""
+        pause = pauses()
+        while problem := check_sizes(self.storage, directory, receipt.files):
+            if self.clock.monotonic() >= deadline:
+                raise ShardMissing(
+                    f"part {receipt.part!r} of rank {receipt.rank}: {problem}",
+                    step=receipt.of.step,
+                    attempt=str(receipt.of),
+                    part=receipt.part,
+                    ranks=(receipt.rank,),
+                )
+            self.clock.sleep(next(pause))
+
+    def listed(self, checkpoint: Checkpoint, directory: str, shares: Shares) -> list[FileEntry]:
+        """The files of all receipts and the receipts themselves; a name may be claimed once."""
+        files: dict[str, FileEntry] = {}
+        for receipt in shares.receipts:
+            own = receipt_name(receipt.part, receipt.rank)
+            size = self.storage.stat(f"{directory}/{own}").size
+            digest = self.storage.digest(f"{directory}/{own}")
+            own_files = receipt.files if receipt.part not in shares.dropped else ()
+            for entry in (*own_files, FileEntry(name=own, bytes=size, digest=digest)):
+                if entry.name in files:
+                    raise SaveFailed(
+                        f"{entry.name} is claimed by two receipts",
+                        file=entry.name,
+                        step=checkpoint.step,
+                        rank=receipt.rank,
+                    )
+                files[entry.name] = entry
+        return list(files.values())
+
+    def finish(
+        self, checkpoint: Checkpoint, part: PartSpec, directory: str, shares: Shares
+    ) -> list[FileEntry]:
+        """Write what completes a part (``.metadata``, ``metadata.json``) from its receipts."""
+        location = join(directory, part.directory)
+        if part.kind == "foreign":
+            return [self._entry_of(location, part, name) for name in _FOREIGN_METADATA]
+        final = join(self.layout.published_name(checkpoint.step), part.directory)
+        entries = []
+        for name, content in self._metadata_of(part, directory, shares, final).items():
+            put(self.storage, join(location, name), content, tag=self.tag)
+            entries.append(
+                FileEntry(
+                    name=join(part.directory, name),
+                    bytes=len(content),
+                    digest=self.storage.digest(join(location, name)),
+                )
+            )
+        return entries
+
+    def _metadata_of(
+        self, part: PartSpec, directory: str, shares: Shares, final: str
+    ) -> Mapping[str, bytes]:
+        """What completes a part. A finisher that raises fails its attempt, whatever it raises."""
+        finisher = self.finishers.get(part.kind)
+        if part.kind not in FINISHED_BY_US:
+            return {}
+        if finisher is None:
+            raise SaveFailed(
+                f"nobody here can complete part {part.name!r} ({part.kind})", file=final
+            )
+        planned = f"{directory}/{planned_name(part.name)}"
+        data = b""
+        if lookup(self.storage, planned) is not None:
+            data = self.storage.read(planned, MAX_DOCUMENT_BYTES)
+        results = [r.results for r in shares.receipts if r.part == part.name]
+        try:
+            return finisher(data, results, f"{self.storage.root}/{final}")
+        except (CkptFsmError, OSError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # torch's CheckpointException is one
+            raise SaveFailed(
+                f"part {part.name!r} cannot be completed: {describe(error)}", file=final
+            ) from error
+
+    def _entry_of(self, location: str, part: PartSpec, name: str) -> FileEntry:
+        """What a foreign finalizer left, which megatron-core does not fsync."""
+        path = join(location, name)
+        if lookup(self.storage, path) is None:
+            raise SaveFailed(f"the finalizers of {part.name} left no {name}", file=path)
+        fsync_existing(self.storage, path)
+        size = self.storage.stat(path).size
+        if size == 0:
+            raise SaveFailed(f"the finalizers of {part.name} left an empty {name}", file=path)
+        digest = self.storage.digest(path)
+        return FileEntry(name=join(part.directory, name), bytes=size, digest=digest)
+
+    def manifest(
+        self, checkpoint: Checkpoint, directory: str, shares: Shares, files: Sequence[FileEntry]
+    ) -> Manifest:
+        """The commit record of what is there. Raises ``SaveFailed`` unless that is exactly ``files``."""
+        self._refuse_duplicates(checkpoint, files)
+        self._refuse_unlisted(directory, files)
+        kept = tuple(part for part in checkpoint.parts if part.name not in shares.dropped)
+        return Manifest(
+            step=checkpoint.id.step,
+            epoch=checkpoint.id.epoch,
+            attempt=checkpoint.id.attempt,
+            world_size=checkpoint.world_size,
+            parts=part_records(kept),
+            files=tuple(sorted(files, key=_by_name)),
+            metrics=dict(checkpoint.metrics),
+            run_seconds=checkpoint.run_seconds,
+            provenance=dict(self.provenance),
+            dropped=dict(shares.dropped),
+            written_at=self.clock.wall(),
+        )
+
+    def _refuse_duplicates(self, checkpoint: Checkpoint, files: Sequence[FileEntry]) -> None:
+        """What completes a part must not take the place of a file that a receipt lists."""
+        seen: set[str] = set()
+        for entry in files:
+            if entry.name in seen:
+                raise SaveFailed(
+                    f"{entry.name} is written twice", file=entry.name, step=checkpoint.step
+                )
+            seen.add(entry.name)
+
+    def _refuse_unlisted(self, directory: str, files: Sequence[FileEntry]) -> None:
+        """What is there is what will be listed: a file nobody claims may be a late writer's."""
+        missing = {entry.name for entry in files}
+        for name, stat in walk_files(self.storage, directory):
+            if stat.kind != "file" or (name not in missing and name != MANIFEST):
+                raise SaveFailed(f"{name} is in no receipt", file=f"{directory}/{name}")
+            missing.discard(name)
+        for name in sorted(missing):  # a network file system lists late: ask for it by name
+            if lookup(self.storage, f"{directory}/{name}") is None:
+                raise SaveFailed(f"{name} is gone", file=f"{directory}/{name}")
+
+
+def _by_name(entry: FileEntry) -> str:
+    return entry.name
+
+
+def _share(receipt: Receipt) -> tuple[str, int]:
+    return (receipt.part, receipt.rank)
