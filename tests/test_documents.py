@@ -267,3 +267,28 @@ def test_a_record_leaves_out_what_receipts_on_disk_say():
     )
     again = d.checkpoint_of(d.checkpoint_record(c))
     assert again.forked == again.gone == again.reported == frozenset()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda doc: type(doc).__name__)
+def test_F21_a_sealed_document_that_changed_is_damaged(document):
+    """Catches: a checksum that is not of the whole document, or that nobody compares."""
+    data = d.encode_sealed(document)
+    assert data.startswith(b'{"crc":"') and d.decode(type(document), data, "f") == document
+    for place in range(len(b'{"crc":"'), len(data)):
+        changed = bytearray(data)
+        changed[place] ^= 1
+        with pytest.raises(DamagedRoot, match="is damaged") as caught:
+            d.decode(type(document), bytes(changed), "f.json")
+        assert caught.value.file == "f.json"
+
+
+def test_the_declared_parts_come_back_as_they_were():
+    """Catches: an optional part that a restart takes for required."""
+    parts = (PartSpec("state"), PartSpec("x", "file", "x", (0,), True))
+    assert tuple(part.spec() for part in d.part_records(parts)) == parts
+
+
+def test_F16_a_piece_of_a_name_that_is_a_dot_is_refused():
+    """Catches: two names of one file."""
+    with pytest.raises(ValidationError, match="not a plain relative name"):
+        d.FileEntry(name="a/./b", bytes=1)
