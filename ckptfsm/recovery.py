@@ -262,14 +262,13 @@ def _can_be_own(checkpoint: Checkpoint, there: PublishedEvidence, evidence: Evid
     return there.found != "stock" and checkpoint.id not in evidence.aside
 
 
-_OTHERS = {"manifest": "another checkpoint stands at its name", "stock": "it has no manifest"}
-
-
 def why_not_whole(there: PublishedEvidence | None) -> str:
     """What to tell people of a checkpoint that is not."""
     if there is None:
         return "its directory is missing"
-    return there.detail or _OTHERS[there.found]
+    if there.found == "stock":
+        return "it has no manifest"
+    return there.detail or "another checkpoint stands at its name"
 
 
 def _decide_unpublished(
