@@ -62,7 +62,6 @@ from ckptfsm.messages import (
     FinalizersRan,
     PartSpec,
     SaveRequested,
-    Withdrawn,
     WritersLost,
 )
 from ckptfsm.opening import Opening, roll_back
@@ -628,7 +627,7 @@ class Coordinator:
                 step=step,
                 file=self._layout.published_name(step),
             )
-        self._engine.post(Withdrawn(checkpoint.id, "damaged", detail))
+        self._engine.withdraw_damaged(checkpoint, detail)
 
     def _expire_readers(self) -> None:
         """Drop leases that have not changed for long, by our own monotonic time (F14)."""

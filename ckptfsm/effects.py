@@ -30,13 +30,15 @@ from ckptfsm.durable import (
 )
 from ckptfsm.errors import (
     DamagedRoot,
-    NewerSchema,
     OutcomeUnknown,
     SaveFailed,
     StorageError,
 )
 from ckptfsm.evidence import (
+    Owner,
+    in_trash,
     inspect_published,
+    owner_of,
     read_manifest,
     read_tracker,
 )
@@ -50,7 +52,6 @@ from ckptfsm.layout import (
     TRASH,
     Layout,
     join,
-    parse_aside,
     parse_pin,
     parse_reader,
     pin_name,
@@ -183,10 +184,10 @@ class Effects:
         fsync_tree_dirs(self.storage, self.layout.published_name(step))
         self.storage.fsync_dir("")
 
-    def settle_back(self) -> None:
-        """What may have come back from the trash is durably at its name, and not in the trash."""
-        self.storage.fsync_dir("")
-        self.storage.fsync_dir(TRASH)
+    def settle_moves(self) -> None:
+        """What was found moved, or at its name again, stays there."""
+        for directory in (QUARANTINE, "", TRASH):
+            self.storage.fsync_dir(directory)
 
     def settle_adopted(self, step: int) -> None:
         """What somebody else wrote may be in the page cache only: nothing is given up for that."""
@@ -264,35 +265,32 @@ class Effects:
         Raises ``DamagedRoot`` if it did not leave, and what is there does not say that it is its own.
         """
         source = self.layout.published_name(checkpoint.step)
-        found = lookup(self.storage, source)
-        if found is None:
+        owner = owner_of(self.storage, source)
+        if owner.found == "nothing":
             return False
-        moved = bool(self._in_trash(checkpoint))
-        problem = f"{source} is a {found.kind}"
-        if found.kind == "dir":
-            problem = f"{source} has no manifest"
-            try:
-                manifest = read_manifest(self.storage, source)
-            except NewerSchema:
-                raise
-            except DamagedRoot as error:
-                manifest, problem = None, error.message
-            if manifest is not None:
-                return manifest.of == checkpoint.id
-            if checkpoint.provenance == "adopted" and not moved:
-                return True
-        if moved:
+        if owner.of is not None:
+            return owner.of == checkpoint.id
+        if in_trash(self.storage, checkpoint):
             return False
-        raise DamagedRoot(problem, file=source, step=checkpoint.step)
+        if owner.found == "nameless" and checkpoint.provenance == "adopted":
+            return True
+        raise DamagedRoot(owner.problem, file=source, step=checkpoint.step)
 
     def _prune_moved(self, checkpoint: Checkpoint) -> str:
-        """It left its name before. If a reader was told that it is there, bring it back."""
-        self._settle_names(TRASH)
-        kept = self._kept_by_people(checkpoint.step)
-        own = self._in_trash(checkpoint)
-        taken = lookup(self.storage, self.layout.published_name(checkpoint.step)) is not None
-        wanted = kept and own and not taken
-        return self._bring_back(checkpoint, own[0], kept) if wanted else ""
+        """It left its name before. If a reader was told that it is there, bring it back.
+
+        Raises ``DamagedRoot`` if something else has its name by now: it is kept elsewhere then.
+        """
+        self.settle_moves()
+        own = in_trash(self.storage, checkpoint)
+        kept = self._kept_by_people(checkpoint.step) if own else ""
+        if not kept:
+            return ""
+        name = self.layout.published_name(checkpoint.step)
+        if lookup(self.storage, name) is not None:
+            problem = f"it left for the trash, a {kept} keeps it, and something else has its name"
+            raise DamagedRoot(problem, file=name, step=checkpoint.step)
+        return self._bring_back(checkpoint, own[0], kept)
 
     def _bring_back(self, checkpoint: Checkpoint, aside: str, why: str) -> str:
         """An effect of its own: a successor may be emptying the trash by now (I9)."""
@@ -305,7 +303,7 @@ class Effects:
 
         Raises ``DamagedRoot`` if it is not whole: somebody may have been at it before.
         """
-        self.settle_back()
+        self.settle_moves()
         there = inspect_published(self.storage, self.layout, checkpoint.step)
         if not is_whole(checkpoint, there):
             name = self.layout.published_name(checkpoint.step)
@@ -324,30 +322,6 @@ class Effects:
             return "not a directory of this file system"
         return ""
 
-    def _in_trash(self, checkpoint: Checkpoint) -> list[str]:
-        """Where its own directory lies in the trash. A part that was left out may have its name."""
-        names = list_names(self.storage, TRASH)
-        named = [f"{TRASH}/{name}" for name in names if parse_aside(name) == checkpoint.id]
-        return [path for path in named if self._is_whole_step(checkpoint, path)]
-
-    def _is_whole_step(self, checkpoint: Checkpoint, path: str) -> bool:
-        """True if a directory in the trash is a step's and no part of one, whatever is in it."""
-        found = lookup(self.storage, path)
-        if found is None or found.kind != "dir":
-            return False
-        try:
-            manifest = read_manifest(self.storage, path)
-        except NewerSchema:
-            raise
-        except DamagedRoot:
-            return True
-        return manifest is not None or checkpoint.provenance == "adopted"
-
-    def _settle_names(self, directory: str) -> None:
-        """What was found moved may have been moved by a rename that is not durable yet."""
-        self.storage.fsync_dir(directory)
-        self.storage.fsync_dir("")
-
     def _kept_by_people(self, step: int) -> str:
         if step in self.pinned_steps():
             return "pin"
@@ -363,24 +337,19 @@ class Effects:
         self.check_epoch()
         directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
         name = self.layout.published_name(checkpoint.step)
-        manifest, damaged = None, False
         found = lookup(self.storage, name)
-        taken = found is not None and self._is_somebody_elses(found)
-        if taken and checkpoint.in_place:
+        owner = Owner("nothing")
+        if found is not None and not self._is_somebody_elses(found):
+            owner = owner_of(self.storage, name)
+        elif found is not None and checkpoint.in_place:
             log.warning("left_at_its_name", extra={"step": checkpoint.step, "file": name})
             return
-        if found is not None and not taken:
-            try:
-                manifest = read_manifest(self.storage, name)
-            except NewerSchema:
-                raise
-            except DamagedRoot:  # whose it was, only the missing staging directory tells
-                gone = checkpoint.in_place or lookup(self.storage, directory) is None
-                damaged = alone and gone
-        if damaged or (manifest is not None and manifest.of == checkpoint.id):
+        # of what is torn, only the missing staging directory tells whose it was
+        gone = checkpoint.in_place or lookup(self.storage, directory) is None
+        if owner.of == checkpoint.id or (owner.found == "torn" and alone and gone):
             self._move_aside(name, quarantine_dir(checkpoint.id))
             return
-        if checkpoint.in_place and (manifest is not None or self._is_reached(checkpoint)):
+        if checkpoint.in_place and (owner.of is not None or self._is_reached(checkpoint)):
             return  # somebody else's by now
         if lookup(self.storage, directory) is not None:
             loadable = (
@@ -390,34 +359,33 @@ class Effects:
             aside = quarantine_dir if loadable else trash_dir
             self._move_aside(directory, aside(checkpoint.id))
         else:
-            self._settle_names(TRASH)
+            self.settle_moves()
 
     def _is_reached(self, checkpoint: Checkpoint) -> bool:
         """True if the tracker names this step or a newer one: then another trainer went on from here."""
         tracker = read_tracker(self.storage)
         return tracker.step is not None and tracker.step >= checkpoint.step
 
-    def quarantine(self, checkpoint: Checkpoint) -> None:
+    def quarantine(self, checkpoint: Checkpoint, *, alone: bool) -> None:
         """Move a withdrawn checkpoint aside, for a person to look at. It is never deleted.
 
-        Only what is its own is moved: its step may have been saved again meanwhile.
+        Only what is its own is moved, wherever it lies: its step may have been saved again meanwhile.
+        ``alone``: no other attempt has a right to its name.
         """
         self.check_epoch()
+        moved = in_trash(self.storage, checkpoint)
+        for path in moved:
+            self._move_aside(path, quarantine_dir(checkpoint.id))
         source = self.layout.published_name(checkpoint.step)
-        found = lookup(self.storage, source)
+        found = lookup(self.storage, source) if alone else None
         if found is None:
-            self._settle_names(QUARANTINE)
+            self.settle_moves()
             return
         if self._is_somebody_elses(found):
             log.warning("left_at_its_name", extra={"step": checkpoint.step, "file": source})
             return
-        try:
-            manifest = read_manifest(self.storage, source)
-        except NewerSchema:
-            raise
-        except DamagedRoot:
-            manifest = None
-        if manifest is None or manifest.of == checkpoint.id:
+        owner = owner_of(self.storage, source)
+        if owner.of == checkpoint.id or (owner.of is None and not moved):
             self._move_aside(source, quarantine_dir(checkpoint.id))
 
     def _is_somebody_elses(self, found: FileStat) -> bool:

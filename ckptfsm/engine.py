@@ -30,7 +30,7 @@ from ckptfsm.documents import (
     TransitionRecord,
     checkpoint_record,
 )
-from ckptfsm.durable import put, storage_error
+from ckptfsm.durable import lookup, put, storage_error
 from ckptfsm.effects import Effects
 from ckptfsm.errors import (
     CkptFsmError,
@@ -223,7 +223,7 @@ class Engine:
         """
         if self.ledger.in_state(State.PRUNABLE):
             return 0
-        if any(isinstance(command, CleanUp) for command in self.pending):
+        if any(isinstance(command, (CleanUp, Quarantine)) for command in self.pending):
             return 0
         return remove_some(self._storage, limit, self.check_epoch)
 
@@ -339,10 +339,16 @@ class Engine:
         except NewerSchema:
             raise
         except DamagedRoot as error:
-            self.post(Withdrawn(checkpoint.id, "damaged", describe(error)))
+            self.withdraw_damaged(checkpoint, describe(error))
             return "damaged"
         self.post(Reprieved(checkpoint.id, kept) if kept else Removed(checkpoint.id))
         return kept
+
+    def withdraw_damaged(self, checkpoint: Checkpoint, detail: str) -> None:
+        """Take it out of service: what stands at its name is to be moved aside, if anything does."""
+        name = self.effects.layout.published_name(checkpoint.step)
+        missing = lookup(self._storage, name) is None
+        self.post(Withdrawn(checkpoint.id, "missing" if missing else "damaged", detail))
 
     def _run_clean_up(self, checkpoint: Checkpoint) -> None:
         self._finalizers.pop(checkpoint.id, None)
@@ -357,15 +363,15 @@ class Engine:
         checkpoint = self.ledger.checkpoints[command.of]
         living = self.ledger.in_state(State.FINALIZED, State.TRACKED)
         living += [c for c in self.ledger.in_state(*UNPUBLISHED, State.FAILED) if c.in_place]
-        if any(other.step == checkpoint.step for other in living):
-            return  # its name belongs to a later attempt
+        alone = not any(other.step == checkpoint.step for other in living)
         latest = self.ledger.latest()
-        if latest is not None and read_tracker(self._storage).step == checkpoint.step:
+        named = alone and read_tracker(self._storage).step == checkpoint.step
+        if latest is not None and named:
             self.effects.write_tracker(latest.step)
         undecided = self.ledger.in_state(State.PRUNABLE)
         if any(other.step == checkpoint.step for other in undecided):
             raise StorageError("an earlier attempt's prune is undecided", step=checkpoint.step)
-        self.effects.quarantine(checkpoint)
+        self.effects.quarantine(checkpoint, alone=alone)
 
     def retire_if_due(self) -> None:
         """Let retention have its turn; if the disk does not let it, at the next tick again."""

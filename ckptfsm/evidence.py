@@ -7,7 +7,9 @@ finding, not an error, except that a document of a newer version stops everythin
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, Receipt, decode
 from ckptfsm.durable import list_names, lookup, says_what_is_there, walk_files
@@ -17,6 +19,7 @@ from ckptfsm.layout import (
     QUARANTINE,
     STAGING,
     TRACKER,
+    TRASH,
     Layout,
     parse_aside,
     parse_attempt,
@@ -60,6 +63,49 @@ def read_manifest(storage: Storage, directory: str) -> Manifest | None:
         if isinstance(error, (CkptFsmError, FileNotFoundError)) or not says_what_is_there(error):
             raise
         raise DamagedRoot(f"the manifest cannot be reached: {error}", file=path) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose something says it is, by its manifest.
+
+    ``named``: of the attempt ``of``; ``nameless``: a directory without a manifest; ``torn``: one whose
+    manifest does not hold; ``no_directory``: a link or a file. ``problem``: why it names nobody.
+    """
+
+    found: Literal["nothing", "no_directory", "nameless", "torn", "named"]
+    of: AttemptId | None = None
+    problem: str = ""
+
+
+def owner_of(storage: Storage, path: str) -> Owner:
+    """Whose is what stands at ``path``? Raises ``NewerSchema``."""
+    found = lookup(storage, path)
+    if found is None:
+        return Owner("nothing", problem=f"{path} is missing")
+    if found.kind != "dir":
+        return Owner("no_directory", problem=f"{path} is a {found.kind}")
+    try:
+        manifest = read_manifest(storage, path)
+    except NewerSchema:
+        raise
+    except DamagedRoot as error:
+        return Owner("torn", problem=error.message)
+    if manifest is None:
+        return Owner("nameless", problem=f"{path} has no manifest")
+    return Owner("named", manifest.of)
+
+
+def in_trash(storage: Storage, checkpoint: Checkpoint) -> list[str]:
+    """Where the checkpoint's own directory lies in the trash, whatever is in it.
+
+    A part that was left out may have its name: it has no manifest, nor has what was adopted.
+    """
+    names = [name for name in list_names(storage, TRASH) if parse_aside(name) == checkpoint.id]
+    kinds = ("torn", "named") if checkpoint.provenance == "saved" else ("torn", "named", "nameless")
+    return [
+        f"{TRASH}/{name}" for name in names if owner_of(storage, f"{TRASH}/{name}").found in kinds
+    ]
 
 
 def check_sizes(storage: Storage, directory: str, files: Iterable[FileEntry]) -> str:
@@ -200,13 +246,8 @@ def newest_published_epoch(storage: Storage, layout: Layout) -> int:
     for name in list_names(storage, ""):
         if layout.parse_published(name) is None:
             continue
-        try:
-            manifest = read_manifest(storage, name)
-        except NewerSchema:
-            raise
-        except DamagedRoot:
-            continue  # it is nobody's, or a link: whoever looks at it will say so
-        newest = max(newest, manifest.epoch if manifest is not None else 0)
+        of = owner_of(storage, name).of
+        newest = max(newest, of.epoch if of is not None else 0)
     return newest
 
 
@@ -214,6 +255,8 @@ def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidenc
     """Everything recovery needs to know about the root, in one pass."""
     published: dict[int, PublishedEvidence] = {}
     strays: list[str] = []
+    mounts: list[str] = []
+    device = storage.stat("").device
     known = {checkpoint.step for checkpoint in ledger.checkpoints.values()}
     for name in list_names(storage, ""):
         step = layout.parse_published(name)
@@ -222,8 +265,10 @@ def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidenc
         there = inspect_published(storage, layout, step)
         if there.found == "unexplained" and step not in known and is_bare(storage, name):
             strays.append(name)
-        else:
-            published[step] = there
+            continue
+        published[step] = there
+        if there.found != "no_directory" and storage.stat(name).device != device:
+            mounts.append(name)
     staging: dict[AttemptId, StagingEvidence] = {}
     for name in list_names(storage, STAGING):
         of = parse_attempt(name)
@@ -237,6 +282,7 @@ def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidenc
     tracker = read_tracker(storage)
     release = tracker.found == "release" and inspect_stock(storage, "release").acceptable
     asides = (parse_aside(name) for name in list_names(storage, QUARANTINE))
+    left = ledger.in_state(State.PRUNABLE, State.QUARANTINED)
     return Evidence(
         tracker,
         MappingProxyType(published),
@@ -245,4 +291,6 @@ def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidenc
         release,
         layout,
         frozenset(of for of in asides if of is not None),
+        frozenset(checkpoint.id for checkpoint in left if in_trash(storage, checkpoint)),
+        tuple(mounts),
     )

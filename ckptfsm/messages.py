@@ -241,7 +241,7 @@ class Withdrawn(Event):
     """A tracked checkpoint is no longer one to resume from."""
 
     name: ClassVar[str] = "withdrawn"
-    reason: Literal["rollback", "damaged", "fresh"]
+    reason: Literal["rollback", "damaged", "missing", "fresh"]
     detail: str = ""
 
 

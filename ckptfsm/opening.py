@@ -27,7 +27,6 @@ from ckptfsm.messages import (
     Event,
     FoundPublished,
     Prune,
-    Reprieved,
     Withdrawn,
     WritersLost,
     WriteTracker,
@@ -51,6 +50,7 @@ class Opening:
     def run(self, history: History, decided: Plan) -> None:
         """Carry out what was decided. Raises ``DamagedRoot``, or what the disk raises."""
         sweep_temporaries(self.storage)
+        self.engine.effects.settle_moves()  # a power loss could undo what was decided upon
         self.engine.reread_protection()
         self.engine.last_hope = decided.last_hope
         for decision in decided.decisions:
@@ -73,8 +73,6 @@ class Opening:
             self.engine.reread_protection()
         if isinstance(action, FoundPublished):
             self.engine.effects.settle_published(action.of.step)
-        if isinstance(action, Reprieved):
-            self.engine.effects.settle_back()
         self.engine.post(action)
 
     def _let_writers_go(self) -> None:

@@ -203,7 +203,7 @@ class Pump:
         handle = self._handles.get(news.of)
         if handle is not None:
             handle.state = news.dest
-        if news.source is State.TRACKED and news.reason == "damaged":
+        if news.source is State.TRACKED and news.reason in ("damaged", "missing"):
             self._say_damaged(news)
         if news.dest is State.FAILED:
             self._on_failed(news)

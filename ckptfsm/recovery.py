@@ -14,12 +14,12 @@ The rules, by the last journaled state of an attempt:
 | any before finalized | published with its own valid manifest | finalized |
 | finalized | there, newer than every tracked one | track |
 | finalized | otherwise | withdrawn |
-| tracked | missing or damaged | withdrawn(damaged); the newest valid one is next |
+| tracked | missing or damaged | withdrawn; the newest valid one is next |
 | prunable | still at its name | reprieved; retention looks at every guard again |
 | prunable | damaged at its name | withdrawn(damaged) |
-| prunable | gone from its name | removed, or back for a reader; if damaged, withdrawn |
+| prunable | gone from its name | removed, or back for a reader; withdrawn if it cannot be |
 | failed | - | files to the trash |
-| quarantined | still at its name | moved aside |
+| quarantined | still at its name, or in the trash | moved aside |
 | none | complete, and not newer than the tracker | adopted, pinned; the newest first |
 | none | anything else | reported, never touched |
 
@@ -98,7 +98,8 @@ class TrackerEvidence:
 class Evidence:
     """Everything on disk that recovery looks at. ``strays`` are names it cannot explain
     and that are no checkpoint: in staging, or a directory that a save has only begun. ``aside`` are
-    the attempts of which a directory lies in quarantine.
+    the attempts of which a directory lies in quarantine, ``trashed`` those prunable or withdrawn ones
+    whose own lies in the trash. ``mounts`` are published names on another file system.
     """
 
     tracker: TrackerEvidence
@@ -108,6 +109,8 @@ class Evidence:
     release: bool = False
     layout: Layout = MEGATRON
     aside: frozenset[AttemptId] = frozenset()
+    trashed: frozenset[AttemptId] = frozenset()
+    mounts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,48 +221,46 @@ def _decide(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> Decis
         if whole and newer:
             why = "complete under its published name"
             return _decision(checkpoint, found, "tracked", why, WriteTracker(of))
-        why = "not newer than the tracked one"
         if not whole:
-            why = why_not_whole(there)
-        gone = Withdrawn(of, "damaged", why)
-        return _decision(checkpoint, found, "withdrawn", gone.detail, gone)
+            return _withdrawn(checkpoint, there)
+        why = "not newer than the tracked one"
+        return _decision(checkpoint, found, "withdrawn", why, Withdrawn(of, "damaged", why))
     if state is State.TRACKED:
         if whole:
             return _decision(checkpoint, found, "kept", "complete")
-        why = why_not_whole(there)
-        gone = Withdrawn(of, "damaged", why)
-        return _decision(checkpoint, found, "withdrawn(damaged)", gone.detail, gone)
+        return _withdrawn(checkpoint, there)
     if state is State.QUARANTINED:
-        if whole and _put_back(checkpoint, ledger, evidence):
-            return _decision(checkpoint, found, "forgotten", "a person put it back")
-        if there is not None and _can_be_own(checkpoint, there, evidence):
+        if _is_to_be_moved(checkpoint, ledger, evidence):
             return _decision(checkpoint, found, "quarantined", "withdrawn before", Quarantine(of))
-        return _decision(checkpoint, found, "forgotten", "moved aside before")
+        why = "moved aside before, or somebody put it back"
+        return _decision(checkpoint, found, "forgotten", why)
     if state is State.PRUNABLE:
+        if there is None or _has_left(checkpoint, there, evidence):
+            why = "gone from its name: removed, or kept for a reader"
+            return _decision(checkpoint, found, "pruned", why, Prune(of))
         if whole:
             why = "still at its name: every guard is looked at again"
             return _decision(checkpoint, found, "tracked", why, Reprieved(of, "restart"))
-        if there is not None:
-            why = why_not_whole(there)
-            gone = Withdrawn(of, "damaged", why)
-            return _decision(checkpoint, found, "withdrawn(damaged)", why, gone)
-        why = "gone from its name: removed, or brought back for a reader"
-        return _decision(checkpoint, found, "pruned", why, Prune(of))
+        return _withdrawn(checkpoint, there)
     return _decision(checkpoint, found, "discarded", "it had failed", WritersLost(of))
 
 
-def _can_be_own(checkpoint: Checkpoint, there: PublishedEvidence, evidence: Evidence) -> bool:
-    """True if what stands at the name of a withdrawn checkpoint is its own, whole or damaged.
+def _withdrawn(checkpoint: Checkpoint, there: PublishedEvidence | None) -> Decision:
+    """It is not whole. Of one that is missing, nothing is to be moved aside later either."""
+    reason: Literal["missing", "damaged"] = "missing" if there is None else "damaged"
+    found = there.found if there is not None else "not published"
+    gone = Withdrawn(checkpoint.id, reason, why_not_whole(there))
+    return _decision(checkpoint, found, f"withdrawn({reason})", gone.detail, gone)
 
-    A directory that names nobody (what was adopted has no manifest, and one may be torn or gone) is a
-    stranger's if its own was moved aside already; so is one that a stock loader would take, but for an
-    adopted one.
+
+def _has_left(checkpoint: Checkpoint, there: PublishedEvidence, evidence: Evidence) -> bool:
+    """True if its own directory lies in the trash or in quarantine, and ``there`` is not it.
+
+    A directory that names no attempt (what was adopted has no manifest, and one may be torn or gone)
+    may be its own only if that was not moved away.
     """
-    if there.of is not None or there.found == "no_directory":
-        return there.of == checkpoint.id
-    if is_whole(checkpoint, there):
-        return True
-    return there.found != "stock" and checkpoint.id not in evidence.aside
+    moved = checkpoint.id in evidence.trashed or checkpoint.id in evidence.aside
+    return moved and there.of != checkpoint.id
 
 
 def why_not_whole(there: PublishedEvidence | None) -> str:
@@ -349,8 +350,10 @@ def _explains(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> boo
     there = evidence.published.get(checkpoint.step)
     if there is None:
         return False
-    if state is State.QUARANTINED and is_whole(checkpoint, there):
-        return not _put_back(checkpoint, ledger, evidence)
+    if state is State.QUARANTINED:
+        return _is_what_was_withdrawn(checkpoint, there, ledger, evidence)
+    if state is State.PRUNABLE and _has_left(checkpoint, there, evidence):
+        return False
     if checkpoint.in_place and there.found == "stock" and state in (*UNPUBLISHED, State.FAILED):
         tracker = evidence.tracker.step
         return tracker is None or tracker < checkpoint.step
@@ -358,11 +361,28 @@ def _explains(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> boo
         return there.found == "manifest" or state not in UNPUBLISHED
     if there.found == "manifest":  # whole, and of another attempt
         return False
-    if checkpoint.in_place and state is not State.QUARANTINED:
-        return True
-    if state is State.QUARANTINED:
-        return _can_be_own(checkpoint, there, evidence)
-    return state in (State.FINALIZED, State.TRACKED, State.PRUNABLE)
+    return checkpoint.in_place or state in (State.FINALIZED, State.TRACKED, State.PRUNABLE)
+
+
+def _is_to_be_moved(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> bool:
+    """True if what was withdrawn is still at its name, or all that is left of it is in the trash."""
+    there = evidence.published.get(checkpoint.step)
+    back = there is not None and there.found == "manifest" and there.of == checkpoint.id
+    left = checkpoint.id in evidence.trashed and not back
+    return left or _explains(checkpoint, ledger, evidence)
+
+
+def _is_what_was_withdrawn(
+    checkpoint: Checkpoint, there: PublishedEvidence, ledger: Ledger, evidence: Evidence
+) -> bool:
+    """True if it still has to be moved aside: it is not a stranger's, and nobody put it back."""
+    if checkpoint.reason == "missing" or _has_left(checkpoint, there, evidence):
+        return False
+    if is_whole(checkpoint, there):
+        return not _put_back(checkpoint, ledger, evidence)
+    if there.of is not None:
+        return there.of == checkpoint.id
+    return there.found in ("damaged", "unexplained")
 
 
 def _strays(ledger: Ledger, evidence: Evidence) -> list[Decision]:
@@ -395,12 +415,13 @@ def _reasons(
     published = [
         d
         for d in decisions
-        if d.result in ("reported", "withdrawn(damaged)", "withdrawn")
+        if d.result == "reported"
+        or d.result.startswith("withdrawn")
         or (d.result == "quarantined" and d.found in ("manifest", "stock") and not interrupted)
     ]
     if resume == "fresh":
         stays = [d for d in published if d.result == "reported" or d.found == "no_directory"]
-        stuck = [d.subject for d in stays]
+        stuck = [*(d.subject for d in stays), *evidence.mounts]
         if stuck:
             raise DamagedRoot(
                 f"resume='fresh' would leave {', '.join(stuck[:5])} behind: move it away first",

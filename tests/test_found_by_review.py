@@ -705,3 +705,120 @@ def test_F16_what_stands_at_the_name_of_a_failed_attempt_in_place_stays(what: st
     job.fail(of)
     ticks(job)
     assert TWO in names(disk) and names(disk, TRASH) == [] and not job.coordinator.busy
+
+
+def below(disk: SimDisk, directory: str) -> dict[str, Any]:
+    prefix = f"{directory}/"
+    return {k.removeprefix(prefix): v for k, v in disk.snapshot().items() if k.startswith(prefix)}
+
+
+def left_for_the_trash(disk: SimDisk) -> None:
+    """A job that dies with step 1 moved to the trash, just after a reader was told that it is there."""
+    job = saved(disk, 1, 2)
+    lease = ReaderLease("/sim", 1, storage=SimStorage(disk, "reader"))
+
+    def before(index: int, method: str, path: str) -> None:
+        if ONE not in names(disk):
+            raise ProcessDead(path)
+        if method == "rename" and path.startswith(ONE):
+            lease.__enter__()
+
+    job.storage.before = before
+    with pytest.raises(ProcessDead):
+        job.coordinator.delete(1)
+    disk.kill("first")
+    SimStorage(disk, "thief").mkdir(ONE)
+    disk.plant_file(f"{ONE}/notes.txt", b"a person's")
+
+
+@pytest.mark.parametrize("stumbles", [False, True])
+def test_I7_what_a_reader_holds_is_not_deleted_for_a_strangers_directory(stumbles: bool):
+    """Catches: recovery that withdraws what somebody made at the name of a checkpoint in the trash, and
+    empties the trash; the same while the move to quarantine has failed and waits."""
+    disk = SimDisk()
+    left_for_the_trash(disk)
+    held = below(disk, TRASH)
+    job = start(disk, "second", opened=False)
+    failed: list[str] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if stumbles and method == "rename" and QUARANTINE in path and len(failed) < 3:
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    job.storage.before = before
+    job.open()
+    ticks(job)
+    assert len(failed) == (3 if stumbles else 0)
+    assert tracked(job) == [2] and names(disk, TRASH) == [] and not job.coordinator.busy
+    assert disk.snapshot()[f"{ONE}/notes.txt"] == b"a person's"
+    assert held and below(disk, QUARANTINE) == held
+
+
+def test_I7_a_withdrawn_one_that_is_still_in_the_trash_is_not_deleted():
+    """Catches: a crash between the record and the move, after which the trash is emptied."""
+    disk = SimDisk()
+    left_for_the_trash(disk)
+    job = start(disk, "second", opened=False)
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and QUARANTINE in path:
+            raise ProcessDead(path)
+
+    job.storage.before = before
+    with pytest.raises(ProcessDead):
+        job.open()
+    disk.kill("second")
+    assert names(disk, TRASH) == ["1.e1.a1"] and names(disk, QUARANTINE) == []
+    job = start(disk, "third")
+    ticks(job)
+    assert names(disk, TRASH) == [] and names(disk, QUARANTINE) == ["1.e1.a1"]
+    assert tracked(job) == [2]
+
+
+def test_F16_a_fresh_start_refuses_a_mount():
+    """Catches: a fresh start that reports success, after which no start but a fresh one is possible."""
+    disk = SimDisk()
+    saved(disk, 1).close()
+    disk.kill("first")
+    SimStorage(disk, "thief").rename(ONE, "elsewhere")
+    disk.plant_mount(ONE)
+    with pytest.raises(DamagedRoot, match=f"would leave.*{ONE}"):
+        start(disk, "second", resume="fresh")
+
+
+def test_I2_a_step_that_was_missing_and_is_saved_again_is_kept():
+    """Catches: a stock trainer's save that goes to quarantine, because an adopted checkpoint of its
+    step was missing before."""
+    disk = SimDisk()
+    for step in (1, 2):
+        stock_saves(disk, step)
+    start(disk).close()
+    disk.kill("first")
+    disk.uproot(TWO)
+    job = start(disk, "second")
+    assert tracked(job) == [1] and job.coordinator is not None
+    job.close()
+    disk.kill("second")
+    stock_saves(disk, 2)
+    job = start(disk, "third")
+    assert tracked(job) == [1, 2] and names(disk, QUARANTINE) == []
+
+
+def test_I1_a_move_that_an_opening_found_done_stays_done():
+    """Catches: a rename of a killed process that an opening counts on, and a power loss takes back."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+
+    def before(index: int, method: str, path: str) -> None:
+        if names(disk, QUARANTINE):
+            raise ProcessDead(path)
+
+    job.storage.before = before
+    with pytest.raises(ProcessDead):
+        job.coordinator.withdraw_damaged(1, "as a reader found")
+    disk.kill("first")
+    start(disk, "second", opened=True)
+    disk.kill("second")
+    disk.crash("all_lost")
+    assert names(disk, QUARANTINE) == ["1.e1.a1"] and ONE not in names(disk)

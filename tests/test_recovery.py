@@ -167,7 +167,8 @@ def test_finalized_and_not_there_is_withdrawn(there):
     published = [whole(100)] + ([there] if there else [])
     found = decide(ledger_of(BASE, checkpoint(200, S.FINALIZED)), evidence(names(100), *published))
     (action,) = found.decisions[0].actions
-    assert isinstance(action, m.Withdrawn) and action.reason == "damaged" and action.detail
+    assert isinstance(action, m.Withdrawn) and action.detail
+    assert action.reason == ("damaged" if there else "missing")
     assert found.warnings and "200" in found.warnings[0]
 
 
@@ -208,8 +209,9 @@ def test_F19_tracked_and_not_there_falls_back(there, why):
     published = [whole(100)] + ([there] if there else [])
     ledger = ledger_of(BASE, checkpoint(200, S.TRACKED))
     found = decide(ledger, evidence(names(200), *published))
-    assert only(found).actions == (m.Withdrawn(at(200), "damaged", why),)
-    assert only(found).result == "withdrawn(damaged)"
+    reason = "damaged" if there else "missing"
+    assert only(found).actions == (m.Withdrawn(at(200), reason, why),)
+    assert only(found).result == f"withdrawn({reason})"
     assert any("falling back to 100" in w for w in found.warnings)
 
 
@@ -510,8 +512,39 @@ def test_what_stands_at_the_name_of_a_withdrawn_one_is_its_own_or_a_strangers(
     assert results == ({"quarantined"} if own else strangers), found.decisions
     moved = evidence(names(200), whole(200), there, aside=frozenset({at(100)}))
     results = {d.result for d in decide(ledger, moved).decisions if "100" in d.subject}
-    surely = there.of == at(100) or (own and there.found == "stock")
-    assert results == ({"quarantined"} if surely else strangers), "its own is aside"
+    strangers = {"adopted" if there.found == "stock" else "reported"}
+    assert results == ({"quarantined"} if there.of == at(100) else strangers), "its own is aside"
+
+
+@pytest.mark.parametrize("provenance", ["saved", "adopted"])
+@pytest.mark.parametrize("there", [whole(100), stock(100), unexplained(100)])
+def test_what_stands_at_the_name_of_a_missing_one_is_not_what_was_withdrawn(provenance, there):
+    """Catches: a step that a stock trainer saved again, or a person brought back from a backup, which
+    goes to quarantine because a checkpoint of that step was missing before."""
+    missing = replace(checkpoint(100, S.QUARANTINED, provenance=provenance), reason="missing")
+    ledger = ledger_of(missing, checkpoint(200, S.TRACKED))
+    found = decide(ledger, evidence(names(200), whole(200), there))
+    results = {d.result for d in found.decisions if "100" in d.subject and d.found == there.found}
+    assert results == {"reported" if there.found == "unexplained" else "adopted"}
+
+
+@pytest.mark.parametrize("provenance", ["saved", "adopted"])
+@pytest.mark.parametrize("there", [None, whole(100, ANOTHER), stock(100), unexplained(100)])
+def test_I7_what_lies_in_the_trash_is_not_what_stands_at_its_name(provenance, there):
+    """Catches: a stranger's directory that is withdrawn, or tracked, for the one in the trash."""
+    trashed = frozenset({at(100)})
+    ledger = ledger_of(
+        checkpoint(100, S.PRUNABLE, provenance=provenance), checkpoint(200, S.TRACKED)
+    )
+    published = [whole(200)] + ([there] if there else [])
+    found = decide(ledger, evidence(names(200), *published, trashed=trashed))
+    assert [d.actions for d in found.decisions if d.last == "prunable"] == [(m.Prune(at(100)),)]
+    withdrawn = ledger_of(
+        checkpoint(100, S.QUARANTINED, provenance=provenance), checkpoint(200, S.TRACKED)
+    )
+    found = decide(withdrawn, evidence(names(200), *published, trashed=trashed))
+    moves = [d.actions for d in found.decisions if d.last == "quarantined"]
+    assert moves == [(m.Quarantine(at(100)),)], "it is never deleted"
 
 
 class World:
@@ -553,8 +586,10 @@ class World:
                 self.ev = replace(self.ev, staging=staging)
                 self.post(m.Cleaned(of))
             case m.Prune():
+                self.ev = replace(self.ev, trashed=self.ev.trashed - {of})
                 self.post(m.Removed(of))
             case m.Quarantine():
+                self.ev = replace(self.ev, trashed=self.ev.trashed - {of})
                 there = published.get(of.step)
                 if there is not None and there.of in (None, of):  # another attempt's stays
                     del published[of.step]

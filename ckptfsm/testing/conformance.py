@@ -81,7 +81,7 @@ _UNPUBLISHED = frozenset(state.value for state in UNPUBLISHED)
 _ENDED = frozenset(state.value for state in ENDED)
 _GONE = _ENDED - {_QUARANTINED}
 _ALONE = frozenset({"writer_forked", "shard_reported", "published"})  # concern no other checkpoint
-_REASONS = ("rollback", "damaged", "fresh")
+_REASONS = ("rollback", "damaged", "missing", "fresh")
 _FIELDS = tuple(TransitionRecord.model_fields)
 _NONE = type(None)
 _PLAIN = (str, int, int, int, int, str, str, str, str, str, _NONE, int, float, str, _NONE)
@@ -458,7 +458,7 @@ class _Replay:
             record["rank"] is not None and dest != _FAILED
         ):
             self.fail("reason", f"{_text(of)}: {event} because {reason!r} of {record['rank']}")
-        if event == "withdrawn" and reason != "damaged":
+        if event == "withdrawn" and reason not in ("damaged", "missing"):
             self._judge_withdrawal(of, reason)
 
     def _judge_withdrawal(self, of: _Id, reason: str) -> None:

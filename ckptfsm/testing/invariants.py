@@ -685,7 +685,11 @@ class Watch:
     def _judge_withdrawn(self, step: int, reason: str) -> None:
         """Only a rollback or real damage takes a checkpoint out of service (I2)."""
         self.acknowledged.discard(step)
-        if reason == "damaged" and step not in self.damaged and step not in self.touched:
+        if (
+            reason in ("damaged", "missing")
+            and step not in self.damaged
+            and step not in self.touched
+        ):
             raise RootBroken(f"I2: step {step} is withdrawn as damaged, and nobody damaged it")
 
 

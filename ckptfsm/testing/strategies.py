@@ -33,6 +33,7 @@ Provenance = Literal["saved", "adopted"]
 Found = Literal["manifest", "stock", "damaged", "unexplained", "no_directory"]
 Word = Literal["missing", "torn", "release"]
 _PROVENANCES: tuple[Provenance, ...] = ("saved", "adopted")
+_REASONS = ("rollback", "damaged", "missing", "fresh")
 _FOUND: tuple[Found, ...] = ("manifest", "stock", "damaged", "unexplained", "no_directory")
 _WORDS: tuple[Word, ...] = ("missing", "torn", "release")
 
@@ -119,6 +120,7 @@ def ledgers(draw: st.DrawFn, max_checkpoints: int = 4) -> Ledger:
             draw(layouts()) if provenance == "saved" else (),
             draw(st.integers(1, 2)) if provenance == "saved" else 1,
             provenance=provenance,
+            reason=draw(st.sampled_from(_REASONS)) if state is State.QUARANTINED else "",
         )
         ledger = ledger.restore(checkpoint)
     return ledger
@@ -155,4 +157,9 @@ def evidences(draw: st.DrawFn, ledger: Ledger) -> Evidence:
     release = tracker.found == "release" and draw(st.booleans())
     withdrawn = [of for of, c in ledger.checkpoints.items() if c.state is State.QUARANTINED]
     aside = frozenset(of for of in withdrawn if draw(st.booleans()))
-    return Evidence(tracker, published, staging, release=release, aside=aside)
+    leaving = [
+        *withdrawn,
+        *(of for of, c in ledger.checkpoints.items() if c.state is State.PRUNABLE),
+    ]
+    trashed = frozenset(of for of in leaving if draw(st.booleans()))
+    return Evidence(tracker, published, staging, release=release, aside=aside, trashed=trashed)

@@ -87,12 +87,12 @@ ORDER = (
         "tracker-after-the-move-to-quarantine",
         "engine",
         "            self.effects.write_tracker(latest.step)\n        undecided",
-        "            named = True\n        undecided",
+        "            late = True\n        undecided",
         (
             "engine",
-            "        self.effects.quarantine(checkpoint)\n",
-            """        self.effects.quarantine(checkpoint)
-        if 'named' in locals():
+            "        self.effects.quarantine(checkpoint, alone=alone)\n",
+            """        self.effects.quarantine(checkpoint, alone=alone)
+        if 'late' in locals():
             self.effects.write_tracker(latest.step)
 """,
         ),
@@ -132,8 +132,8 @@ ORDER = (
     mutant(
         "trash-emptied-before-a-clean-up-is-durable",
         "engine",
-        "        if any(isinstance(command, CleanUp) for command in self.pending):\n",
-        "        if False:\n",
+        "        if any(isinstance(command, (CleanUp, Quarantine)) for command in self.pending):\n",
+        "        if any(isinstance(command, Quarantine) for command in self.pending):\n",
         breaks="I4",
         source="F8",
         killers=("tests:test_found_by_proof.py",),
@@ -282,7 +282,7 @@ LOOKS = (
     mutant(
         "prune-does-not-bring-back",
         "effects",
-        '        return self._bring_back(checkpoint, own[0], kept) if wanted else ""\n',
+        "        return self._bring_back(checkpoint, own[0], kept)\n",
         '        return ""\n',
         breaks="F27",
         source="F17",
@@ -475,13 +475,11 @@ FENCES = (
         "quarantine-is-not-fenced",
         "effects",
         """        self.check_epoch()
-        source = self.layout.published_name(checkpoint.step)
-        found = lookup(self.storage, source)
-        if found is None:
+        moved = in_trash(self.storage, checkpoint)
+        for path in moved:
 """,
-        """        source = self.layout.published_name(checkpoint.step)
-        found = lookup(self.storage, source)
-        if found is None:
+        """        moved = in_trash(self.storage, checkpoint)
+        for path in moved:
 """,
         breaks="I9",
         source="fencing",
@@ -512,8 +510,9 @@ FENCES = (
     mutant(
         "a-stranger-is-explained-away",
         "recovery",
-        '    if there.of is not None or there.found == "no_directory":\n',
-        '    if checkpoint.provenance != "adopted" and there.of is not None:\n',
+        "    if there.of is not None:\n        return there.of == checkpoint.id\n",
+        '    if there.of is not None and checkpoint.provenance != "adopted":\n'
+        "        return there.of == checkpoint.id\n",
         breaks="I8",
         source="F16",
         killers=("tests:test_recovery.py",),
@@ -522,8 +521,8 @@ FENCES = (
     mutant(
         "a-stranger-inherits-the-name-of-what-was-moved",
         "recovery",
-        '    return there.found != "stock" and checkpoint.id not in evidence.aside\n',
-        '    return there.found != "stock"\n',
+        "    moved = checkpoint.id in evidence.trashed or checkpoint.id in evidence.aside\n",
+        "    moved = checkpoint.id in evidence.trashed\n",
         breaks="I8",
         source="F16",
         killers=("tests:test_found_by_review.py",),
@@ -532,14 +531,71 @@ FENCES = (
     mutant(
         "what-came-back-may-leave-again",
         "effects",
-        """        self.storage.fsync_dir("")
-        self.storage.fsync_dir(TRASH)
-""",
-        "        return\n",
+        "        self.settle_moves()\n        there = inspect_published(",
+        "        there = inspect_published(",
         breaks="I1",
         source="order",
         killers=("tests:test_found_by_review.py",),
         why="a power loss puts what is tracked again back into the trash",
+    ),
+    mutant(
+        "an-opening-counts-on-names-that-may-be-lost",
+        "opening",
+        "        self.engine.effects.settle_moves()",
+        "        pass",
+        breaks="I1",
+        source="fsync",
+        killers=("tests:test_found_by_review.py",),
+        why="moved by a process that was killed before it could make the move durable",
+    ),
+    mutant(
+        "the-trash-has-no-say-at-a-restart",
+        "evidence",
+        "        frozenset(checkpoint.id for checkpoint in left if in_trash(storage, checkpoint)),\n",
+        "        frozenset(),\n",
+        breaks="I7",
+        source="F27",
+        killers=("tests:test_found_by_review.py",),
+        why="a stranger's directory at its name goes to quarantine, and what a reader holds is deleted",
+    ),
+    mutant(
+        "a-leased-one-is-given-up-for-a-stranger",
+        "effects",
+        "            raise DamagedRoot(problem, file=name, step=checkpoint.step)\n"
+        "        return self._bring_back(",
+        '            return ""\n        return self._bring_back(',
+        breaks="I7",
+        source="F27",
+        killers=("tests:test_found_by_review.py",),
+        why="it lies in the trash, and its name is taken when it should come back",
+    ),
+    mutant(
+        "trash-emptied-before-a-withdrawn-one-left-it",
+        "engine",
+        "        if any(isinstance(command, (CleanUp, Quarantine)) for command in self.pending):\n",
+        "        if any(isinstance(command, CleanUp) for command in self.pending):\n",
+        breaks="I7",
+        source="F27",
+        killers=("tests:test_found_by_review.py",),
+    ),
+    mutant(
+        "what-is-saved-again-is-taken-for-what-was-missing",
+        "recovery",
+        '    if checkpoint.reason == "missing" or _has_left(checkpoint, there, evidence):\n',
+        "    if _has_left(checkpoint, there, evidence):\n",
+        breaks="I2",
+        source="F19",
+        killers=("tests:test_recovery.py", "tests:test_found_by_review.py"),
+        why="a stock trainer's save goes to quarantine, and the run falls back",
+    ),
+    mutant(
+        "a-fresh-start-passes-over-a-mount",
+        "recovery",
+        "        stuck = [*(d.subject for d in stays), *evidence.mounts]\n",
+        "        stuck = [d.subject for d in stays]\n",
+        breaks="I8",
+        source="F16",
+        killers=("tests:test_found_by_review.py",),
     ),
     mutant(
         "rolled-back-to-a-broken-one",

@@ -151,6 +151,9 @@ class Watch:
         elif src.startswith(STAGING) and dst.startswith(TRASH):
             state = run.journal.value.state_of(layout.parse_attempt(src.rpartition("/")[2]))
             require(state == "failed", "I1", f"{src} ({state}) was moved to {dst}")
+        elif src.startswith(TRASH) and dst.startswith(QUARANTINE):
+            state = run.journal.value.state_of(layout.parse_aside(src.rpartition("/")[2]))
+            require(state == "quarantined", "I1", f"{src} ({state}) was moved to {dst}")
         elif layout.MEGATRON.parse_published(dst) is not None:
             moved = layout.parse_attempt(src.rpartition("/")[2])
             gutted = moved is not None and is_gutted(
@@ -203,7 +206,7 @@ class Watch:
             ]
             require(not alive, "I1", f"{of} is discarded while {alive} may write")
             require(at_name.of != of, "I1", f"{of} was published and is discarded")
-        elif record.dest is State.QUARANTINED and record.reason == "damaged":
+        elif record.dest is State.QUARANTINED and record.reason in ("damaged", "missing"):
             known = is_gutted(run.world, of) or at_name != (of, True)
             require(known, "I2", f"{of} is withdrawn as damaged, and is whole")
 

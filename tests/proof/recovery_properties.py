@@ -68,7 +68,7 @@ class Played:
                 if checkpoint is not None and checkpoint.state is State.FINALIZED:
                     self.post(m.TrackerWritten(of))
             case m.Prune():
-                self.post(m.Removed(of))
+                self._prune(of)
             case m.CleanUp():
                 self._forget_staging(of)
                 self.post(m.Cleaned(of))
@@ -87,12 +87,25 @@ class Played:
         staging = {k: v for k, v in self.evidence.staging.items() if k != of}
         self.evidence = replace(self.evidence, staging=staging)
 
+    def _prune(self, of: m.AttemptId) -> None:
+        """A step that can be divided by three has a reader."""
+        there = self.evidence.published.get(of.step)
+        if of in self.evidence.trashed and there is not None and of.step % 3 == 0:
+            self.post(m.Withdrawn(of, "damaged"))
+            return
+        self.evidence = replace(self.evidence, trashed=self.evidence.trashed - {of})
+        self.post(m.Removed(of))
+
     def _move_aside(self, of: m.AttemptId) -> None:
+        moved = self.evidence.trashed & {of}
+        trashed, aside = self.evidence.trashed - moved, self.evidence.aside | moved
+        self.evidence = replace(self.evidence, trashed=trashed, aside=aside)
         living = self.ledger.in_state(State.FINALIZED, State.TRACKED, State.PRUNABLE)
         there = self.evidence.published.get(of.step)
         if any(c.step == of.step for c in living) or there is None:
             return
-        if there.of in (None, of) and there.found != "no_directory":
+        own = there.of == of or (there.of is None and not moved)
+        if own and there.found != "no_directory":
             published = {k: v for k, v in self.evidence.published.items() if k != of.step}
             aside = self.evidence.aside | {of}
             self.evidence = replace(self.evidence, published=published, aside=aside)
