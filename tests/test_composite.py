@@ -15,7 +15,7 @@ from ckptfsm.errors import ConfigError, SaveFailed, SaveRefused
 from ckptfsm.files import FileTree, TreePart, around
 from ckptfsm.layout import VERL
 from ckptfsm.manager import Manager
-from ckptfsm.messages import PartSpec, check_parts
+from ckptfsm.messages import PartSpec
 from ckptfsm.proposal import OptionalPart
 from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import LatestN
@@ -215,21 +215,6 @@ def test_an_optional_tree_that_cannot_be_made_is_left_out(tmp_path):
     assert together(tmp_path, work, ranks=1) == [None]
     assert "RuntimeError: no bridge" in manifest_of(tmp_path, "iter_0000001")["dropped"]["export"]
     assert not (tmp_path / "iter_0000001/export").exists()
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        (PartSpec("state", optional=True),),
-        (PartSpec("a", "torch_dist", "a", optional=True), PartSpec("b", "torch_dist", "a/b")),
-        (PartSpec("f", "file", "f", optional=True),),
-        (PartSpec("f", "foreign", "f", optional=True),),
-    ],
-)
-def test_an_optional_part_needs_a_directory_of_its_own(parts):
-    """Catches: a required part that goes out with an optional one."""
-    with pytest.raises(ConfigError, match="optional"):
-        check_parts(parts, 1)
 
 
 def test_steps_are_named_as_verl_names_them(tmp_path):

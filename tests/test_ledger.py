@@ -124,6 +124,23 @@ def test_F30_parts_that_cannot_live_together(parts, n, text):
         Ledger().refuse(requested(1, parts, n))
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (PartSpec("state", optional=True),),
+        (PartSpec("a", "torch_dist", "a", optional=True), PartSpec("b", "torch_dist", "a/b")),
+        (PartSpec("f", "file", "f", optional=True),),
+        (PartSpec("f", "foreign", "f", optional=True),),
+        (PartSpec("a", "torch_dist", "a", optional=True), PartSpec("f", "file", "a")),
+    ],
+)
+def test_an_optional_part_needs_a_directory_of_its_own(parts):
+    """Catches: a required part that goes out with an optional one."""
+    with pytest.raises(ConfigError, match="optional") as caught:
+        check_parts(parts, 1)
+    assert caught.value.part == parts[0].name
+
+
 def test_parts_that_can_live_together():
     """Catches: a check that is too strict."""
     check_parts(

@@ -25,12 +25,12 @@ TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ledger": ("ledger", "scenarios"),
         "recovery": ("recovery", "regressions", "schedules"),
         "retention": ("retention", "config"),
-        "messages": ("ledger", "composite", "manager"),
+        "messages": ("ledger", "lifecycle"),
         "documents": ("documents", "journal"),
         "layout": ("layout", "lease", "stock"),
         "config": ("config",),
-        "errors": ("errors", "manager"),
-        "proposal": ("composite", "manager"),
+        "errors": ("errors",),
+        "proposal": ("proposal",),
     }
 )
 _COPIED = ("ckptfsm", "tests", "specs", "docs", "benchmarks")
