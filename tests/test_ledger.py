@@ -114,12 +114,18 @@ def test_a_failed_attempt_does_not_block_its_step():
         ((PartSpec("a", ranks=(-1,)),), 2, "outside the job"),
         ((PartSpec("a"), PartSpec("b")), 1, "share directory"),
         ((PartSpec("a", "foreign", "d"), PartSpec("b", "torch_dist", "d")), 1, "share directory"),
+        ((PartSpec("a", "foreign"), PartSpec("b", "tree")), 1, "share directory"),
+        ((PartSpec("a", "report", "d"), PartSpec("b", "report", "d")), 1, "share directory"),
+        ((PartSpec("a.tmp-1"),), 1, "marks our temporary files"),
+        ((PartSpec("a", directory="b.tmp-1"),), 1, "marks our temporary files"),
+        ((PartSpec("a", ranks=()),), 1, "by no rank"),
     ],
 )
 def test_F30_parts_that_cannot_live_together(parts, n, text):
     """Catches: two saves into one directory, names that leave it, ranks that do not exist."""
-    with pytest.raises(ConfigError, match=text):
+    with pytest.raises(ConfigError, match=text) as caught:
         check_parts(parts, n)
+    assert not parts or caught.value.part == parts[-1].name
     with pytest.raises(ConfigError, match=text):
         Ledger().refuse(requested(1, parts, n))
 
@@ -149,6 +155,8 @@ def test_parts_that_can_live_together():
             PartSpec("note", "file"),
             PartSpec("elsewhere", "report", ranks=(1,)),
             PartSpec("critic.v2", "torch_dist", "critic/model/dist_ckpt", (0, 1)),
+            PartSpec("export", "tree", "export", optional=True),
+            PartSpec("exported", "torch_dist", "exported", optional=True),
         ),
         2,
     )

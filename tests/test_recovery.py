@@ -539,12 +539,83 @@ def test_I7_what_lies_in_the_trash_is_not_what_stands_at_its_name(provenance, th
     published = [whole(200)] + ([there] if there else [])
     found = decide(ledger, evidence(names(200), *published, trashed=trashed))
     assert [d.actions for d in found.decisions if d.last == "prunable"] == [(m.Prune(at(100)),)]
+    strangers = [d.result for d in found.decisions if d.last == "none"]
+    complete = there is not None and there.found in ("manifest", "stock")
+    assert strangers == ([] if there is None else ["adopted" if complete else "reported"])
     withdrawn = ledger_of(
         checkpoint(100, S.QUARANTINED, provenance=provenance), checkpoint(200, S.TRACKED)
     )
     found = decide(withdrawn, evidence(names(200), *published, trashed=trashed))
     moves = [d.actions for d in found.decisions if d.last == "quarantined"]
     assert moves == [(m.Quarantine(at(100)),)], "it is never deleted"
+
+
+@pytest.mark.parametrize("provenance", ["saved", "adopted"])
+@pytest.mark.parametrize("reason", ["damaged", "missing", "rollback", "fresh"])
+@pytest.mark.parametrize("tracker", [names(199), names(200), names(201), MISSING])
+def test_I8_what_a_person_put_back_is_adopted(provenance, reason, tracker):
+    """Catches: a checkpoint that somebody moved back to its name, and the tracker onto it, which goes to
+    quarantine again; one that was damaged, or that the tracker does not reach, which comes back."""
+    gone = replace(checkpoint(200, S.QUARANTINED, provenance=provenance), reason=reason)
+    there = whole(200) if provenance == "saved" else stock(200)
+    ledger = ledger_of(BASE, gone)
+    for trashed in (frozenset(), frozenset({at(200)}) if provenance == "saved" else frozenset()):
+        found = decide(ledger, evidence(tracker, whole(100), there, trashed=trashed))
+        results = {d.result for d in found.decisions if "200" in d.subject}
+        beyond = tracker.step is not None and tracker.step >= 200
+        if reason == "missing":
+            assert results == {"adopted" if beyond else "reported"}
+        else:
+            assert results == {"adopted" if beyond and reason != "damaged" else "quarantined"}
+
+
+@pytest.mark.parametrize("state", [S.REQUESTED, S.SHARDS_WRITTEN, S.FAILED])
+@pytest.mark.parametrize("tracker", [names(199), names(200), names(201), MISSING])
+def test_a_loadable_directory_of_an_attempt_in_place_is_somebody_elses_once_it_was_tracked(
+    state, tracker
+):
+    """Catches: another trainer's checkpoint that is taken for what our failed attempt left there; and
+    what ours left there, adopted although nobody ever called it complete."""
+    attempt = replace(checkpoint(200, state), in_place=True)
+    found = decide(ledger_of(BASE, attempt), evidence(tracker, whole(100), stock(200)))
+    results = {d.result for d in found.decisions if d.last == "none"}
+    reached = tracker.step is not None and tracker.step >= 200
+    assert results == ({"adopted"} if reached else set())
+
+
+@pytest.mark.parametrize("there", [whole(100), damaged(100), stock(100)])
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_I8_what_was_withdrawn_and_stands_whole_at_its_name_is_evidence(there, interrupted):
+    """Catches: a start from scratch beside a whole checkpoint whose move to quarantine was cut off."""
+    gone = replace(checkpoint(100, S.QUARANTINED, provenance="adopted"), reason="rollback")
+    ledger, ev = ledger_of(gone), evidence(MISSING, there)
+    if there == damaged(100) or interrupted:
+        found = decide(ledger, ev, interrupted=interrupted)
+        assert only(found).actions == (m.Quarantine(at(100)),) and not found.reasons
+        return
+    with pytest.raises(DamagedRoot) as caught:
+        decide(ledger, ev)
+    assert "100" in caught.value.evidence[0]
+
+
+@pytest.mark.parametrize(("resume", "interrupted"), [("fresh", False), ("fallback", True)])
+def test_what_lies_in_quarantine_is_not_asked_when_everything_is_to_go_there(resume, interrupted):
+    """Catches: a fresh start or rollback that a power loss, which shows a move at both its names, leaves
+    half done."""
+    gone = replace(checkpoint(200, S.QUARANTINED), reason="rollback")
+    ev = evidence(names(100), whole(100), unexplained(200), aside=frozenset({at(200)}))
+    found = plan(ledger_of(BASE, gone), ev, 9, resume, interrupted=interrupted)
+    assert [d.actions for d in found.decisions if "200" in d.subject] == [(m.Quarantine(at(200)),)]
+
+
+def test_I8_a_roll_forward_that_is_all_there_is_is_the_last_hope():
+    """Catches: the only checkpoint there could be, failed by a disk that is full for a moment."""
+    attempt = checkpoint(200, S.SHARDS_WRITTEN)
+    staging = {at(200): COMPLETE}
+    assert decide(ledger_of(attempt), evidence(names(200), staging=staging)).last_hope == at(200)
+    assert decide(ledger_of(attempt), evidence(MISSING, staging=staging)).last_hope is None
+    beside = evidence(names(100), whole(100), staging=staging)
+    assert decide(ledger_of(BASE, attempt), beside).last_hope is None
 
 
 class World:

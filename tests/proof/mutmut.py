@@ -23,7 +23,7 @@ TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "lifecycle": ("lifecycle", "scenarios"),
         "ledger": ("ledger", "scenarios"),
-        "recovery": ("recovery", "regressions", "schedules"),
+        "recovery": ("recovery", "regressions", "schedules", "found_by_review"),
         "retention": ("retention", "config"),
         "messages": ("ledger", "lifecycle"),
         "documents": ("documents", "journal"),
