@@ -26,7 +26,7 @@ from ckptfsm.documents import (
     SegmentClosed,
     encode,
 )
-from ckptfsm.durable import list_names, lookup, move, put, storage_error
+from ckptfsm.durable import list_names, lookup, put, storage_error
 from ckptfsm.engine import Engine, News, Settled, Trade
 from ckptfsm.errors import (
     CkptFsmError,
@@ -50,7 +50,7 @@ from ckptfsm.evidence import (
     read_tracker,
 )
 from ckptfsm.journal import History, newest_segment, read_history
-from ckptfsm.layout import JOURNAL, LAYOUTS, MEGATRON, QUARANTINE, READERS, Layout, pin_name
+from ckptfsm.layout import JOURNAL, LAYOUTS, MEGATRON, READERS, Layout, pin_name
 from ckptfsm.lease import RootLease, open_root
 from ckptfsm.ledger import Ledger, Rejected
 from ckptfsm.lifecycle import UNSETTLED, Checkpoint, State
@@ -68,11 +68,13 @@ from ckptfsm.opening import Opening, roll_back
 from ckptfsm.ports import Clock, Identity, PartFinisher, Storage
 from ckptfsm.recovery import (
     Decision,
+    Interrupted,
     PublishedEvidence,
     Resume,
     forget_moved,
     is_whole,
     plan,
+    why_not_whole,
 )
 from ckptfsm.retention import KeepAll, Policy
 from ckptfsm.trash import remove_marker, sweep_temporaries
@@ -238,7 +240,8 @@ class Coordinator:
             evidence,
             lease.epoch,
             self._options.resume,
-            interrupted=history.rolling_back,
+            interrupted=_interrupted(history),
+            lost=history.lost,
         )
         trade = Trade(
             self._finishers,
@@ -382,9 +385,8 @@ class Coordinator:
                 step=request.step,
                 latest=_step_of(self._engine.ledger.latest()),
             )
-        aside = f"{QUARANTINE}/{name}.{self._engine.effects.tag}.{self._requests}"
+        aside = self._engine.effects.put_aside(name)
         log.warning("partial_directory_quarantined", extra={"file": name, "to": aside})
-        move(self._storage, name, aside)
 
     def _refuse_in_place(self, request: SaveRequest, there: PublishedEvidence) -> None:
         """A directory is written in place only if nothing of value and no old writer is in it."""
@@ -556,7 +558,8 @@ class Coordinator:
         there = inspect_published(self._storage, self._layout, checkpoint.step)
         if not is_whole(checkpoint, there):
             raise DamagedRoot(
-                f"step {checkpoint.step} is not whole, so nothing was rolled back: {there.detail}",
+                f"step {checkpoint.step} is not whole, so nothing was rolled back: "
+                f"{why_not_whole(there)}",
                 step=checkpoint.step,
                 file=self._layout.published_name(checkpoint.step),
             )
@@ -627,7 +630,7 @@ class Coordinator:
                 step=step,
                 file=self._layout.published_name(step),
             )
-        self._engine.withdraw_damaged(checkpoint, detail)
+        self._engine.withdraw(checkpoint, detail)
 
     def _expire_readers(self) -> None:
         """Drop leases that have not changed for long, by our own monotonic time (F14)."""
@@ -684,3 +687,9 @@ class Coordinator:
 
 def _step_of(checkpoint: Checkpoint | None) -> int | None:
     return checkpoint.step if checkpoint is not None else None
+
+
+def _interrupted(history: History) -> Interrupted:
+    if not history.rolling_back:
+        return ""
+    return "fresh" if history.rolling_back_to is None else "rollback"

@@ -35,10 +35,9 @@ from ckptfsm.errors import (
     StorageError,
 )
 from ckptfsm.evidence import (
-    Owner,
-    in_trash,
     inspect_published,
-    owner_of,
+    is_begun,
+    moved_aside,
     read_manifest,
     read_tracker,
 )
@@ -52,6 +51,7 @@ from ckptfsm.layout import (
     TRASH,
     Layout,
     join,
+    left_out_dir,
     parse_pin,
     parse_reader,
     pin_name,
@@ -62,13 +62,11 @@ from ckptfsm.layout import (
 from ckptfsm.lifecycle import Checkpoint
 from ckptfsm.messages import PartSpec
 from ckptfsm.ports import FileStat, Storage
-from ckptfsm.recovery import is_whole, why_not_whole
-from ckptfsm.stock import inspect_stock
+from ckptfsm.recovery import PublishedEvidence, is_its_own, is_whole, why_not_whole
 from ckptfsm.trash import sweep_attempt
 
 log = logging.getLogger("ckptfsm")
 _NAMES = 100
-_FOREIGN_METADATA = (".metadata", "metadata.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +182,9 @@ class Effects:
         fsync_tree_dirs(self.storage, self.layout.published_name(step))
         self.storage.fsync_dir("")
 
-    def settle_moves(self) -> None:
-        """What was found moved, or at its name again, stays there."""
-        for directory in (QUARANTINE, "", TRASH):
+    def _settle(self, *directories: str) -> None:
+        """What was found moved stays there. The directory that it came to is the first."""
+        for directory in directories:
             self.storage.fsync_dir(directory)
 
     def settle_adopted(self, step: int) -> None:
@@ -204,7 +202,7 @@ class Effects:
         for path in (join(directory, part.directory), *(f"{directory}/{name}" for name in own)):
             if lookup(self.storage, path) is not None:
                 self.check_epoch()
-                self._move_aside(path, trash_dir(checkpoint.id))
+                self._move_aside(path, left_out_dir(checkpoint.id))
 
     # ----------------------------------------------------------------------------------- tracker
 
@@ -217,6 +215,11 @@ class Effects:
             raise OutcomeUnknown(
                 f"the tracker was written as {step} but reads as {seen.step}", file=TRACKER
             )
+
+    def put_aside(self, name: str) -> str:
+        """Move what is partial, and in the way of a save, to quarantine. Returns its name there."""
+        self.check_epoch()
+        return self._move_aside(name, f"{QUARANTINE}/{name}.{self.tag}")
 
     def put_aside_tracker(self) -> None:
         """Move the tracker to quarantine: only a fresh start does this."""
@@ -237,11 +240,11 @@ class Effects:
         self.check_epoch()
         source = self.layout.published_name(checkpoint.step)
         if not self._is_at_its_name(checkpoint):
-            return self._prune_moved(checkpoint)
-        if newer_step <= checkpoint.step:
-            return self._stay(checkpoint, "nothing newer is tracked any more")
-        kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(
-            checkpoint, newer_step
+            return self._prune_moved(checkpoint, newer_step)
+        kept = (
+            self._kept_for_want(checkpoint, newer_step)
+            or self._kept_by_people(checkpoint.step)
+            or self._kept_by_tracker(checkpoint)
         )
         if kept:
             return self._stay(checkpoint, kept)
@@ -249,7 +252,7 @@ class Effects:
         kept = self._kept_by_people(checkpoint.step)
         return self._bring_back(checkpoint, aside, kept) if kept else ""
 
-    def settle_prunable(self, checkpoint: Checkpoint) -> str:
+    def settle_prunable(self, checkpoint: Checkpoint, newer_step: int) -> str:
         """Decide a prune that a rollback finds open: "" if it is gone, else why it stays.
 
         Raises ``DamagedRoot`` as ``prune`` does.
@@ -257,38 +260,50 @@ class Effects:
         self.check_epoch()
         if self._is_at_its_name(checkpoint):
             return self._stay(checkpoint, "rollback")
-        return self._prune_moved(checkpoint)
+        return self._prune_moved(checkpoint, newer_step)
 
     def _is_at_its_name(self, checkpoint: Checkpoint) -> bool:
         """False if it left: nothing is there, or what is a stranger's.
 
         Raises ``DamagedRoot`` if it did not leave, and what is there does not say that it is its own.
         """
-        source = self.layout.published_name(checkpoint.step)
-        owner = owner_of(self.storage, source)
-        if owner.found == "nothing":
+        there = self._look(checkpoint.step)
+        if there is None:
             return False
-        if owner.of is not None:
-            return owner.of == checkpoint.id
-        if in_trash(self.storage, checkpoint):
-            return False
-        if owner.found == "nameless" and checkpoint.provenance == "adopted":
+        moved = bool(self._lies_in(TRASH, checkpoint) or self._lies_in(QUARANTINE, checkpoint))
+        own = is_its_own(checkpoint, there, moved)
+        if own and (there.of is not None or is_whole(checkpoint, there)):
             return True
-        raise DamagedRoot(owner.problem, file=source, step=checkpoint.step)
+        if not own and (moved or there.of is not None):
+            return False
+        name = self.layout.published_name(checkpoint.step)
+        raise DamagedRoot(why_not_whole(there), file=name, step=checkpoint.step)
 
-    def _prune_moved(self, checkpoint: Checkpoint) -> str:
-        """It left its name before. If a reader was told that it is there, bring it back.
+    def _look(self, step: int) -> PublishedEvidence | None:
+        """Whose is what stands at a step's name? None if nothing does."""
+        if lookup(self.storage, self.layout.published_name(step)) is None:
+            return None
+        return inspect_published(self.storage, self.layout, step, files=False)
+
+    def _lies_in(self, directory: str, checkpoint: Checkpoint) -> list[str]:
+        """Where its own directory was moved to in trash or quarantine."""
+        return moved_aside(self.storage, directory).get(checkpoint.id, [])
+
+    def _prune_moved(self, checkpoint: Checkpoint, newer_step: int) -> str:
+        """It left its name before. Bring it back, if it is needed after all.
 
         Raises ``DamagedRoot`` if something else has its name by now: it is kept elsewhere then.
         """
-        self.settle_moves()
-        own = in_trash(self.storage, checkpoint)
-        kept = self._kept_by_people(checkpoint.step) if own else ""
+        self._settle(TRASH, "")
+        own = self._lies_in(TRASH, checkpoint)
+        if not own:
+            return ""
+        kept = self._kept_for_want(checkpoint, newer_step) or self._kept_by_people(checkpoint.step)
         if not kept:
             return ""
         name = self.layout.published_name(checkpoint.step)
         if lookup(self.storage, name) is not None:
-            problem = f"it left for the trash, a {kept} keeps it, and something else has its name"
+            problem = f"something else has its name, and it cannot come back: {kept}"
             raise DamagedRoot(problem, file=name, step=checkpoint.step)
         return self._bring_back(checkpoint, own[0], kept)
 
@@ -303,22 +318,28 @@ class Effects:
 
         Raises ``DamagedRoot`` if it is not whole: somebody may have been at it before.
         """
-        self.settle_moves()
+        self._settle("", TRASH)
         there = inspect_published(self.storage, self.layout, checkpoint.step)
         if not is_whole(checkpoint, there):
             name = self.layout.published_name(checkpoint.step)
             raise DamagedRoot(why_not_whole(there), file=name, step=checkpoint.step)
         return why
 
-    def _kept_by_tracker(self, checkpoint: Checkpoint, newer_step: int) -> str:
-        tracker = read_tracker(self.storage)
-        if tracker.step is None or tracker.step <= checkpoint.step:
-            return f"the tracker says {tracker.step}"
+    def _kept_for_want(self, checkpoint: Checkpoint, newer_step: int) -> str:
+        """The newer one, or another attempt at its step, must really be there."""
+        if newer_step < checkpoint.step:
+            return "nothing newer is tracked any more"
         newer = lookup(self.storage, self.layout.published_name(newer_step))
         if newer is None or newer.kind != "dir":
             return f"step {newer_step} is not there"
+        return ""
+
+    def _kept_by_tracker(self, checkpoint: Checkpoint) -> str:
+        tracker = read_tracker(self.storage)
+        if tracker.step is None or tracker.step <= checkpoint.step:
+            return f"the tracker says {tracker.step}"
         found = lookup(self.storage, self.layout.published_name(checkpoint.step))
-        if found is not None and found.device != newer.device:
+        if found is not None and self._is_somebody_elses(found):
             return "not a directory of this file system"
         return ""
 
@@ -338,55 +359,63 @@ class Effects:
         directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
         name = self.layout.published_name(checkpoint.step)
         found = lookup(self.storage, name)
-        owner = Owner("nothing")
+        there = None
         if found is not None and not self._is_somebody_elses(found):
-            owner = owner_of(self.storage, name)
+            there = self._look(checkpoint.step)
         elif found is not None and checkpoint.in_place:
             log.warning("left_at_its_name", extra={"step": checkpoint.step, "file": name})
             return
+        owner = there.of if there is not None else None
+        torn = there is not None and there.found == "damaged" and owner is None
         # of what is torn, only the missing staging directory tells whose it was
         gone = checkpoint.in_place or lookup(self.storage, directory) is None
-        if owner.of == checkpoint.id or (owner.found == "torn" and alone and gone):
+        if owner == checkpoint.id or (torn and alone and gone):
             self._move_aside(name, quarantine_dir(checkpoint.id))
             return
-        if checkpoint.in_place and (owner.of is not None or self._is_reached(checkpoint)):
+        if checkpoint.in_place and (owner is not None or self._is_reached(checkpoint)):
             return  # somebody else's by now
-        if lookup(self.storage, directory) is not None:
-            loadable = (
-                checkpoint.in_place
-                and inspect_stock(self.storage, directory, self.layout.tree).acceptable
-            )
-            aside = quarantine_dir if loadable else trash_dir
-            self._move_aside(directory, aside(checkpoint.id))
-        else:
-            self.settle_moves()
+        left = checkpoint.in_place and self._lies_in(TRASH, checkpoint)
+        if left or lookup(self.storage, directory) is None:
+            self._settle(TRASH, "")
+            return
+        loadable = there is not None and there.found == "stock"
+        foreign = checkpoint.in_place and (loadable or not is_begun(self.storage, directory))
+        aside = quarantine_dir if foreign else trash_dir
+        self._move_aside(directory, aside(checkpoint.id))
 
     def _is_reached(self, checkpoint: Checkpoint) -> bool:
         """True if the tracker names this step or a newer one: then another trainer went on from here."""
         tracker = read_tracker(self.storage)
         return tracker.step is not None and tracker.step >= checkpoint.step
 
-    def quarantine(self, checkpoint: Checkpoint, *, alone: bool) -> None:
+    def is_taken(self, checkpoint: Checkpoint) -> bool:
+        """True if a complete checkpoint of somebody else stands at its name."""
+        there = self._look(checkpoint.step)
+        complete = there is not None and there.found in ("manifest", "stock")
+        return there is not None and complete and not is_its_own(checkpoint, there, moved=False)
+
+    def quarantine(self, checkpoint: Checkpoint, *, alone: bool, again: bool) -> None:
         """Move a withdrawn checkpoint aside, for a person to look at. It is never deleted.
 
         Only what is its own is moved, wherever it lies: its step may have been saved again meanwhile.
-        ``alone``: no other attempt has a right to its name.
+        ``alone``: no other attempt has a right to its name. ``again``: this was tried before, and what
+        lies in quarantine may be what was to be moved.
         """
         self.check_epoch()
-        moved = in_trash(self.storage, checkpoint)
+        moved = self._lies_in(TRASH, checkpoint)
         for path in moved:
             self._move_aside(path, quarantine_dir(checkpoint.id))
-        source = self.layout.published_name(checkpoint.step)
-        found = lookup(self.storage, source) if alone else None
-        if found is None:
-            self.settle_moves()
+        if again:
+            moved += self._lies_in(QUARANTINE, checkpoint)
+        there = self._look(checkpoint.step) if alone else None
+        if there is None or not is_its_own(checkpoint, there, bool(moved)):
+            self._settle(QUARANTINE, "", TRASH)
             return
-        if self._is_somebody_elses(found):
+        source = self.layout.published_name(checkpoint.step)
+        if self._is_somebody_elses(self.storage.stat(source)):
             log.warning("left_at_its_name", extra={"step": checkpoint.step, "file": source})
             return
-        owner = owner_of(self.storage, source)
-        if owner.of == checkpoint.id or (owner.of is None and not moved):
-            self._move_aside(source, quarantine_dir(checkpoint.id))
+        self._move_aside(source, quarantine_dir(checkpoint.id))
 
     def _is_somebody_elses(self, found: FileStat) -> bool:
         """True for a link, a file or a mount at a step's name: it is never followed nor moved."""

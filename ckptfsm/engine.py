@@ -134,6 +134,7 @@ class Engine:
         self._finalizers: dict[AttemptId, set[int]] = {}
         self._finalized_by_rank: set[AttemptId] = set()
         self._published: set[AttemptId] = set()  # on disk; the journal may not know it yet
+        self._set_aside: set[AttemptId] = set()  # moved to quarantine, or tried to be
 
     @property
     def epoch(self) -> int:
@@ -322,12 +323,16 @@ class Engine:
     def _run_prune(self, checkpoint: Checkpoint) -> None:
         if checkpoint.state is not State.PRUNABLE:
             return
-        latest = self.ledger.latest()
-        newer = latest.step if latest is not None else -1
-        kept = self.conclude_prune(checkpoint, partial(self.effects.prune, checkpoint, newer))
+        effect = partial(self.effects.prune, checkpoint, self.newest_step())
+        kept = self.conclude_prune(checkpoint, effect)
         latest = self.ledger.latest()
         if kept and latest is not None and latest.id == checkpoint.id:
             self.run(WriteTracker(checkpoint.id))  # the newest again: what was newer is gone
+
+    def newest_step(self) -> int:
+        """The step that the tracker is to name; -1 if there is none."""
+        latest = self.ledger.latest()
+        return latest.step if latest is not None else -1
 
     def conclude_prune(self, checkpoint: Checkpoint, effect: Callable[[], str]) -> str:
         """Journal how a prune ended, as ``effect`` says: "" if it is gone, else why it stays.
@@ -339,13 +344,13 @@ class Engine:
         except NewerSchema:
             raise
         except DamagedRoot as error:
-            self.withdraw_damaged(checkpoint, describe(error))
-            return "damaged"
+            self.withdraw(checkpoint, describe(error))
+            return "withdrawn"
         self.post(Reprieved(checkpoint.id, kept) if kept else Removed(checkpoint.id))
         return kept
 
-    def withdraw_damaged(self, checkpoint: Checkpoint, detail: str) -> None:
-        """Take it out of service: what stands at its name is to be moved aside, if anything does."""
+    def withdraw(self, checkpoint: Checkpoint, detail: str) -> None:
+        """Take what is not whole out of service: it is to be moved aside, if it is not missing."""
         name = self.effects.layout.published_name(checkpoint.step)
         missing = lookup(self._storage, name) is None
         self.post(Withdrawn(checkpoint.id, "missing" if missing else "damaged", detail))
@@ -366,12 +371,14 @@ class Engine:
         alone = not any(other.step == checkpoint.step for other in living)
         latest = self.ledger.latest()
         named = alone and read_tracker(self._storage).step == checkpoint.step
-        if latest is not None and named:
+        if latest is not None and named and not self.effects.is_taken(checkpoint):
             self.effects.write_tracker(latest.step)
         undecided = self.ledger.in_state(State.PRUNABLE)
         if any(other.step == checkpoint.step for other in undecided):
             raise StorageError("an earlier attempt's prune is undecided", step=checkpoint.step)
-        self.effects.quarantine(checkpoint, alone=alone)
+        again = checkpoint.id in self._set_aside
+        self._set_aside.add(checkpoint.id)
+        self.effects.quarantine(checkpoint, alone=alone, again=again)
 
     def retire_if_due(self) -> None:
         """Let retention have its turn; if the disk does not let it, at the next tick again."""

@@ -6,14 +6,13 @@ finding, not an error, except that a document of a newer version stops everythin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
 from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, Receipt, decode
 from ckptfsm.durable import list_names, lookup, says_what_is_there, walk_files
-from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema
+from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema, describe
 from ckptfsm.layout import (
     MANIFEST,
     QUARANTINE,
@@ -31,8 +30,16 @@ from ckptfsm.lifecycle import Checkpoint, State, expected_reports
 from ckptfsm.messages import AttemptId
 from ckptfsm.ports import Storage
 from ckptfsm.receipts import Receipts
-from ckptfsm.recovery import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
+from ckptfsm.recovery import (
+    Evidence,
+    PublishedEvidence,
+    StagingEvidence,
+    TrackerEvidence,
+    is_whole,
+)
 from ckptfsm.stock import COMMON, inspect_stock
+
+log = logging.getLogger("ckptfsm")
 
 
 def read_tracker(storage: Storage) -> TrackerEvidence:
@@ -65,47 +72,14 @@ def read_manifest(storage: Storage, directory: str) -> Manifest | None:
         raise DamagedRoot(f"the manifest cannot be reached: {error}", file=path) from error
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Whose something says it is, by its manifest.
-
-    ``named``: of the attempt ``of``; ``nameless``: a directory without a manifest; ``torn``: one whose
-    manifest does not hold; ``no_directory``: a link or a file. ``problem``: why it names nobody.
-    """
-
-    found: Literal["nothing", "no_directory", "nameless", "torn", "named"]
-    of: AttemptId | None = None
-    problem: str = ""
-
-
-def owner_of(storage: Storage, path: str) -> Owner:
-    """Whose is what stands at ``path``? Raises ``NewerSchema``."""
-    found = lookup(storage, path)
-    if found is None:
-        return Owner("nothing", problem=f"{path} is missing")
-    if found.kind != "dir":
-        return Owner("no_directory", problem=f"{path} is a {found.kind}")
-    try:
-        manifest = read_manifest(storage, path)
-    except NewerSchema:
-        raise
-    except DamagedRoot as error:
-        return Owner("torn", problem=error.message)
-    if manifest is None:
-        return Owner("nameless", problem=f"{path} has no manifest")
-    return Owner("named", manifest.of)
-
-
-def in_trash(storage: Storage, checkpoint: Checkpoint) -> list[str]:
-    """Where the checkpoint's own directory lies in the trash, whatever is in it.
-
-    A part that was left out may have its name: it has no manifest, nor has what was adopted.
-    """
-    names = [name for name in list_names(storage, TRASH) if parse_aside(name) == checkpoint.id]
-    kinds = ("torn", "named") if checkpoint.provenance == "saved" else ("torn", "named", "nameless")
-    return [
-        f"{TRASH}/{name}" for name in names if owner_of(storage, f"{TRASH}/{name}").found in kinds
-    ]
+def moved_aside(storage: Storage, directory: str) -> dict[AttemptId, list[str]]:
+    """The attempts whose directories lie in trash or quarantine, and where, by their names alone."""
+    found: dict[AttemptId, list[str]] = {}
+    for name in list_names(storage, directory):
+        of = parse_aside(name)
+        if of is not None:
+            found.setdefault(of, []).append(f"{directory}/{name}")
+    return found
 
 
 def check_sizes(storage: Storage, directory: str, files: Iterable[FileEntry]) -> str:
@@ -153,9 +127,19 @@ def _raise_unless_damage(error: DamagedRoot | OSError) -> None:
         raise error
 
 
-def inspect_published(storage: Storage, layout: Layout, step: int) -> PublishedEvidence:
-    """Judge the directory at the published name of ``step``, by names and sizes."""
-    directory = layout.published_name(step)
+def inspect_published(
+    storage: Storage, layout: Layout, step: int, *, files: bool = True
+) -> PublishedEvidence:
+    """Judge what stands at the published name of ``step``, by names and sizes.
+
+    Without ``files``, those that its manifest lists are not looked at: only whose it says it is.
+    """
+    return _inspect(storage, layout, step, layout.published_name(step), files)
+
+
+def _inspect(
+    storage: Storage, layout: Layout, step: int, directory: str, files: bool
+) -> PublishedEvidence:
     found = lookup(storage, directory)
     if found is None or found.kind != "dir":
         kind = found.kind if found else "nothing"
@@ -172,8 +156,9 @@ def inspect_published(storage: Storage, layout: Layout, step: int) -> PublishedE
         return PublishedEvidence(step, "unexplained", detail=f"{directory}: {verdict.reason}")
     problem = "" if manifest.step == step else f"its manifest is of step {manifest.step}"
     try:
-        problem = problem or check_sizes(storage, directory, manifest.files)
-        problem = problem or check_extra_shards(storage, directory, manifest.files)
+        if files:
+            problem = problem or check_sizes(storage, directory, manifest.files)
+            problem = problem or check_extra_shards(storage, directory, manifest.files)
     except OSError as error:  # a link or a file where a directory was
         _raise_unless_damage(error)
         problem = str(error)
@@ -183,6 +168,18 @@ def inspect_published(storage: Storage, layout: Layout, step: int) -> PublishedE
     return PublishedEvidence(step, "manifest", manifest.of, manifest.run_seconds, metrics=metrics)
 
 
+def _may_come_back(storage: Storage, layout: Layout, checkpoint: Checkpoint, path: str) -> bool:
+    """True if what lies in the trash is this checkpoint, whole. What cannot be read cannot."""
+    try:
+        there = _inspect(storage, layout, checkpoint.step, path, True)
+    except CkptFsmError:
+        raise
+    except OSError as error:
+        log.warning("trash_not_read", extra={"file": path, "error": describe(error)})
+        return False
+    return is_whole(checkpoint, there)
+
+
 def is_bare(storage: Storage, directory: str) -> bool:
     """True if a directory holds what a stock save leaves before its writers begin, and no more."""
     found = lookup(storage, directory)
@@ -190,6 +187,13 @@ def is_bare(storage: Storage, directory: str) -> bool:
         return False
     files = (name.rpartition("/")[2] for name, _ in walk_files(storage, directory))
     return all(name == COMMON for name in files)
+
+
+def is_begun(storage: Storage, directory: str) -> bool:
+    """True if writers of a save were here, or nobody was: then nothing in it is a person's alone."""
+    names = [name for name, _ in walk_files(storage, directory)]
+    written = any(name.startswith(".ckptfsm/") or name.endswith(".distcp") for name in names)
+    return written or is_bare(storage, directory)
 
 
 def dropped_parts(checkpoint: Checkpoint, receipts: Sequence[Receipt]) -> dict[str, str]:
@@ -246,8 +250,13 @@ def newest_published_epoch(storage: Storage, layout: Layout) -> int:
     for name in list_names(storage, ""):
         if layout.parse_published(name) is None:
             continue
-        of = owner_of(storage, name).of
-        newest = max(newest, of.epoch if of is not None else 0)
+        try:
+            manifest = read_manifest(storage, name)
+        except NewerSchema:
+            raise
+        except DamagedRoot:
+            continue  # it is nobody's, or a link: whoever looks at it will say so
+        newest = max(newest, manifest.epoch if manifest is not None else 0)
     return newest
 
 
@@ -279,10 +288,11 @@ def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidenc
     for checkpoint in ledger.checkpoints.values():
         if checkpoint.state is State.SHARDS_WRITTEN:
             staging[checkpoint.id] = inspect_staging(storage, layout, checkpoint)
+    trashed = moved_aside(storage, TRASH)
+    leaving = [c for c in ledger.in_state(State.PRUNABLE) if c.id in trashed]
+    back = (c.id for c in leaving if _may_come_back(storage, layout, c, trashed[c.id][0]))
     tracker = read_tracker(storage)
     release = tracker.found == "release" and inspect_stock(storage, "release").acceptable
-    asides = (parse_aside(name) for name in list_names(storage, QUARANTINE))
-    left = ledger.in_state(State.PRUNABLE, State.QUARANTINED)
     return Evidence(
         tracker,
         MappingProxyType(published),
@@ -290,7 +300,8 @@ def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidenc
         tuple(strays),
         release,
         layout,
-        frozenset(of for of in asides if of is not None),
-        frozenset(checkpoint.id for checkpoint in left if in_trash(storage, checkpoint)),
+        frozenset(moved_aside(storage, QUARANTINE)),
+        frozenset(trashed),
+        frozenset(back),
         tuple(mounts),
     )

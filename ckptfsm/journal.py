@@ -45,7 +45,7 @@ from ckptfsm.errors import JournalCorrupt, OutcomeUnknown, StorageError
 from ckptfsm.layout import JOURNAL, parse_segment, segment_name
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import FORGOTTEN, TABLE, Checkpoint, State, writing_ranks
-from ckptfsm.messages import AttemptId
+from ckptfsm.messages import AttemptId, Withdrawn
 from ckptfsm.ports import Storage
 
 BLOCK_BYTES = 16 * 1024
@@ -119,7 +119,8 @@ def _decode_record(body: bytes, file: str, offset: int) -> Record:
 class History:
     """What the journal of a root says. ``rolling_back``: an intent that was not finished.
 
-    ``layout`` is the name of the one it was written in, "" where there is no journal.
+    ``layout`` is the name of the one it was written in, "" where there is no journal. ``lost`` are the
+    attempts that its last run withdrew as damaged or missing, and no fresh start has begun since.
     """
 
     ledger: Ledger
@@ -130,6 +131,7 @@ class History:
     rolling_back_to: int | None = None
     known: frozenset[AttemptId] = frozenset()
     layout: str = ""
+    lost: frozenset[AttemptId] = frozenset()
 
 
 def _segment_epochs(storage: Storage) -> list[int]:
@@ -197,15 +199,19 @@ def _replay(
     known = set(checkpoints)
     run_seconds = opened.run_seconds
     rolling_back, target = opened.rolling_back, opened.rolling_back_to
+    lost: set[AttemptId] = set()
     for index, record in enumerate(segment.records[1:], start=1):
         match record:
             case TransitionRecord():
                 _replay_transition(checkpoints, record, file, index)
                 known.add(record.of)
+                if record.event == Withdrawn.name and record.reason in ("damaged", "missing"):
+                    lost.add(record.of)
                 run_seconds = max(run_seconds, record.run_seconds)
             case RollbackStarted():
                 rolling_back, target = True, record.to_step
             case RollbackFinished():
+                lost = set() if target is None else lost
                 rolling_back, target = False, None
             case SegmentClosed():
                 run_seconds = max(run_seconds, record.run_seconds)
@@ -221,6 +227,7 @@ def _replay(
         target,
         frozenset(known),
         opened.layout,
+        frozenset(lost),
     )
 
 

@@ -50,7 +50,6 @@ class Opening:
     def run(self, history: History, decided: Plan) -> None:
         """Carry out what was decided. Raises ``DamagedRoot``, or what the disk raises."""
         sweep_temporaries(self.storage)
-        self.engine.effects.settle_moves()  # a power loss could undo what was decided upon
         self.engine.reread_protection()
         self.engine.last_hope = decided.last_hope
         for decision in decided.decisions:
@@ -153,4 +152,5 @@ def roll_back(engine: Engine, target: int | None, at: str) -> None:
 def _settle_prunable(engine: Engine, checkpoint: Checkpoint) -> None:
     """A prune that waits to be tried again must not come back after a rollback."""
     engine.pending = [c for c in engine.pending if c != Prune(checkpoint.id)]
-    engine.conclude_prune(checkpoint, partial(engine.effects.settle_prunable, checkpoint))
+    effect = partial(engine.effects.settle_prunable, checkpoint, engine.newest_step())
+    engine.conclude_prune(checkpoint, effect)

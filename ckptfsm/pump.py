@@ -203,8 +203,9 @@ class Pump:
         handle = self._handles.get(news.of)
         if handle is not None:
             handle.state = news.dest
-        if news.source is State.TRACKED and news.reason in ("damaged", "missing"):
-            self._say_damaged(news)
+        used = news.source in (State.TRACKED, State.PRUNABLE)
+        if used and news.reason in ("damaged", "missing"):
+            self._say_unusable(news)
         if news.dest is State.FAILED:
             self._on_failed(news)
         elif news.dest is State.QUARANTINED and handle is not None:
@@ -224,9 +225,9 @@ class Pump:
             self._bury()
         self.view = View(self.view.steps)
 
-    def _say_damaged(self, record: TransitionRecord) -> None:
+    def _say_unusable(self, record: TransitionRecord) -> None:
         """A person should know that an older step is used instead."""
-        text = f"step {record.step} is damaged, and out of use now: {record.detail}"
+        text = f"step {record.step} is {record.reason}, and out of use now: {record.detail}"
         log.warning("checkpoint_damaged", extra={"step": record.step, "what": record.detail})
         self.notes.append(RecoveryWarning(text))
 

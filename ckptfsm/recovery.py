@@ -17,7 +17,7 @@ The rules, by the last journaled state of an attempt:
 | tracked | missing or damaged | withdrawn; the newest valid one is next |
 | prunable | still at its name | reprieved; retention looks at every guard again |
 | prunable | damaged at its name | withdrawn(damaged) |
-| prunable | gone from its name | removed, or back for a reader; withdrawn if it cannot be |
+| prunable | gone from its name | removed, or back if it is needed; withdrawn if it cannot be |
 | failed | - | files to the trash |
 | quarantined | still at its name, or in the trash | moved aside |
 | none | complete, and not newer than the tracker | adopted, pinned; the newest first |
@@ -59,6 +59,7 @@ from ckptfsm.messages import (
 )
 
 Resume = Literal["strict", "fallback", "fresh"]
+Interrupted = Literal["", "rollback", "fresh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +97,12 @@ class TrackerEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Everything on disk that recovery looks at. ``strays`` are names it cannot explain
-    and that are no checkpoint: in staging, or a directory that a save has only begun. ``aside`` are
-    the attempts of which a directory lies in quarantine, ``trashed`` those prunable or withdrawn ones
-    whose own lies in the trash. ``mounts`` are published names on another file system.
+    """Everything on disk that recovery looks at.
+
+    ``strays`` are names it cannot explain and that are no checkpoint: in staging, or a directory that a
+    save has only begun. ``aside`` are the attempts of which a directory lies in quarantine, ``trashed``
+    those of which one lies in the trash, ``restorable`` the prunable ones that lie there whole.
+    ``mounts`` are published names on another file system.
     """
 
     tracker: TrackerEvidence
@@ -110,6 +113,7 @@ class Evidence:
     layout: Layout = MEGATRON
     aside: frozenset[AttemptId] = frozenset()
     trashed: frozenset[AttemptId] = frozenset()
+    restorable: frozenset[AttemptId] = frozenset()
     mounts: tuple[str, ...] = ()
 
 
@@ -144,10 +148,17 @@ class Plan:
 
 
 def plan(
-    ledger: Ledger, evidence: Evidence, epoch: int, resume: Resume, *, interrupted: bool = False
+    ledger: Ledger,
+    evidence: Evidence,
+    epoch: int,
+    resume: Resume,
+    *,
+    interrupted: Interrupted = "",
+    lost: frozenset[AttemptId] = frozenset(),
 ) -> Plan:
-    """Decide. ``epoch`` is the new run's; ``interrupted``: a rollback or fresh start is to go on,
-    so the tracker and the journal are expected to differ.
+    """Decide. ``epoch`` is the new run's; ``interrupted``: a rollback or a fresh start is to go
+    on, so the tracker and the journal are expected to differ. ``lost``: withdrawn by the last run, as
+    damaged or missing.
 
     Raises ``DamagedRoot`` when there is evidence of a checkpoint and none to resume from, or, with
     ``strict``, when the newest one is not what tracker and journal say.
@@ -157,8 +168,12 @@ def plan(
     known = [_decide(c, ledger, evidence) for c in _all(ledger)]
     unknown = _unknown(ledger, evidence, epoch, everything=resume == "fresh")
     decisions = _in_order(ledger, known, unknown)
-    survivors = _survivors(ledger, decisions)
-    reasons = _reasons(evidence, resume, decisions, interrupted)
+    survivors = _survivors(ledger, evidence, decisions)
+    if "fresh" in (resume, interrupted):
+        _refuse_leftovers(evidence, decisions)
+        reasons: tuple[str, ...] = ()
+    else:
+        reasons = _reasons(evidence, decisions, interrupted, lost)
     if reasons and not survivors:
         raise hopeless(reasons)
     warnings = () if interrupted else _warnings(evidence, survivors, decisions)
@@ -185,11 +200,14 @@ def forget_moved(ledger: Ledger, decisions: Sequence[Decision]) -> Ledger:
 def _in_order(ledger: Ledger, known: list[Decision], unknown: list[Decision]) -> list[Decision]:
     """What is adopted comes first, so that the tracker never goes back below it meanwhile.
 
-    Not where the journal's own checkpoint has to leave the step before.
+    Not where the journal's own checkpoint has to leave the step before. Prunes come late, the newest
+    first: one that nothing newer outlives comes back.
     """
-    ours = {c.step for c in ledger.checkpoints.values()}
-    first = [d for d in unknown if d.actions and not any(a.of.step in ours for a in d.actions)]
-    return [*first, *known, *(d for d in unknown if d not in first)]
+    busy = {c.step for c, d in zip(_all(ledger), known, strict=True) if d.actions}
+    leaving = [d for d in known if any(isinstance(a, Prune) for a in d.actions)]
+    staying = [d for d in known if d not in leaving]
+    first = [d for d in unknown if d.actions and not any(a.of.step in busy for a in d.actions)]
+    return [*first, *staying, *reversed(leaving), *(d for d in unknown if d not in first)]
 
 
 def _all(ledger: Ledger) -> list[Checkpoint]:
@@ -222,45 +240,69 @@ def _decide(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> Decis
             why = "complete under its published name"
             return _decision(checkpoint, found, "tracked", why, WriteTracker(of))
         if not whole:
-            return _withdrawn(checkpoint, there)
+            return _withdrawn(checkpoint, evidence)
         why = "not newer than the tracked one"
         return _decision(checkpoint, found, "withdrawn", why, Withdrawn(of, "damaged", why))
     if state is State.TRACKED:
         if whole:
             return _decision(checkpoint, found, "kept", "complete")
-        return _withdrawn(checkpoint, there)
+        return _withdrawn(checkpoint, evidence)
     if state is State.QUARANTINED:
-        if _is_to_be_moved(checkpoint, ledger, evidence):
+        back = whole and there is not None and there.of == of  # it needs no other copy
+        left = of in evidence.trashed and not back
+        if left or _is_to_be_moved(checkpoint, ledger, evidence):
             return _decision(checkpoint, found, "quarantined", "withdrawn before", Quarantine(of))
         why = "moved aside before, or somebody put it back"
         return _decision(checkpoint, found, "forgotten", why)
     if state is State.PRUNABLE:
-        if there is None or _has_left(checkpoint, there, evidence):
-            why = "gone from its name: removed, or kept for a reader"
+        own = _is_there(checkpoint, evidence)
+        if there is None or (_is_elsewhere(checkpoint, evidence) and not own):
+            why = "gone from its name: removed, unless it is needed after all"
             return _decision(checkpoint, found, "pruned", why, Prune(of))
-        if whole:
+        if whole and own:
             why = "still at its name: every guard is looked at again"
             return _decision(checkpoint, found, "tracked", why, Reprieved(of, "restart"))
-        return _withdrawn(checkpoint, there)
+        return _withdrawn(checkpoint, evidence)
     return _decision(checkpoint, found, "discarded", "it had failed", WritersLost(of))
 
 
-def _withdrawn(checkpoint: Checkpoint, there: PublishedEvidence | None) -> Decision:
+def _withdrawn(checkpoint: Checkpoint, evidence: Evidence) -> Decision:
     """It is not whole. Of one that is missing, nothing is to be moved aside later either."""
-    reason: Literal["missing", "damaged"] = "missing" if there is None else "damaged"
+    there = evidence.published.get(checkpoint.step)
     found = there.found if there is not None else "not published"
+    own = _is_there(checkpoint, evidence)
+    reason: Literal["missing", "damaged"] = "damaged" if own else "missing"
     gone = Withdrawn(checkpoint.id, reason, why_not_whole(there))
     return _decision(checkpoint, found, f"withdrawn({reason})", gone.detail, gone)
 
 
-def _has_left(checkpoint: Checkpoint, there: PublishedEvidence, evidence: Evidence) -> bool:
-    """True if its own directory lies in the trash or in quarantine, and ``there`` is not it.
+def is_its_own(checkpoint: Checkpoint, there: PublishedEvidence, moved: bool) -> bool:
+    """True if what stands at a checkpoint's name is its own, whole or damaged, and not a stranger's.
 
-    A directory that names no attempt (what was adopted has no manifest, and one may be torn or gone)
-    may be its own only if that was not moved away.
+    A directory that names no attempt (what was adopted has no manifest, and one may be torn or gone) is
+    taken for its own, unless that was ``moved`` to the trash or to quarantine. One that a stock loader
+    takes is what a stock trainer saved, where the checkpoint was saved here.
     """
-    moved = checkpoint.id in evidence.trashed or checkpoint.id in evidence.aside
-    return moved and there.of != checkpoint.id
+    if checkpoint.reason == "missing":  # it was not there when it was withdrawn
+        return False
+    if there.of is not None:
+        return there.of == checkpoint.id
+    if there.found == "stock" and checkpoint.provenance == "saved":
+        return False
+    return not moved and there.found != "no_directory"
+
+
+def _is_elsewhere(checkpoint: Checkpoint, evidence: Evidence) -> bool:
+    """True if its own directory was moved to trash or quarantine: only these states may have left."""
+    left = checkpoint.id in evidence.trashed or checkpoint.id in evidence.aside
+    return left and checkpoint.state in (State.PRUNABLE, State.QUARANTINED)
+
+
+def _is_there(checkpoint: Checkpoint, evidence: Evidence) -> bool:
+    """True if its own directory stands at its name."""
+    there = evidence.published.get(checkpoint.step)
+    moved = _is_elsewhere(checkpoint, evidence)
+    return there is not None and is_its_own(checkpoint, there, moved)
 
 
 def why_not_whole(there: PublishedEvidence | None) -> str:
@@ -337,6 +379,8 @@ def _put_back(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> boo
     tracker, latest = evidence.tracker.step, ledger.latest()
     if tracker is None or checkpoint.reason == "damaged":
         return False
+    if any(c.step == tracker for c in ledger.in_state(State.FINALIZED)):
+        return False  # that is why it names it
     return checkpoint.step <= tracker and (latest is None or latest.step < tracker)
 
 
@@ -351,38 +395,23 @@ def _explains(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> boo
     if there is None:
         return False
     if state is State.QUARANTINED:
-        return _is_what_was_withdrawn(checkpoint, there, ledger, evidence)
-    if state is State.PRUNABLE and _has_left(checkpoint, there, evidence):
-        return False
-    if checkpoint.in_place and there.found == "stock" and state in (*UNPUBLISHED, State.FAILED):
+        return _is_to_be_moved(checkpoint, ledger, evidence)
+    if state in (State.FINALIZED, State.TRACKED, State.PRUNABLE):
+        return _is_there(checkpoint, evidence)
+    if checkpoint.in_place and there.found == "stock":
         tracker = evidence.tracker.step
         return tracker is None or tracker < checkpoint.step
     if there.of == checkpoint.id:  # damaged before it was ever tracked: that is for a person
         return there.found == "manifest" or state not in UNPUBLISHED
-    if there.found == "manifest":  # whole, and of another attempt
-        return False
-    return checkpoint.in_place or state in (State.FINALIZED, State.TRACKED, State.PRUNABLE)
+    return checkpoint.in_place and there.found != "manifest"
 
 
 def _is_to_be_moved(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> bool:
-    """True if what was withdrawn is still at its name, or all that is left of it is in the trash."""
+    """True if what was withdrawn is still at its name, and nobody put it back there."""
     there = evidence.published.get(checkpoint.step)
-    back = there is not None and there.found == "manifest" and there.of == checkpoint.id
-    left = checkpoint.id in evidence.trashed and not back
-    return left or _explains(checkpoint, ledger, evidence)
-
-
-def _is_what_was_withdrawn(
-    checkpoint: Checkpoint, there: PublishedEvidence, ledger: Ledger, evidence: Evidence
-) -> bool:
-    """True if it still has to be moved aside: it is not a stranger's, and nobody put it back."""
-    if checkpoint.reason == "missing" or _has_left(checkpoint, there, evidence):
-        return False
-    if is_whole(checkpoint, there):
-        return not _put_back(checkpoint, ledger, evidence)
-    if there.of is not None:
-        return there.of == checkpoint.id
-    return there.found in ("damaged", "unexplained")
+    whole = there is not None and is_whole(checkpoint, there)
+    put_back = whole and _put_back(checkpoint, ledger, evidence)
+    return _is_there(checkpoint, evidence) and not put_back
 
 
 def _strays(ledger: Ledger, evidence: Evidence) -> list[Decision]:
@@ -396,20 +425,41 @@ def _strays(ledger: Ledger, evidence: Evidence) -> list[Decision]:
     return [Decision(name, "none", "unknown name", "reported", why) for name, why in names]
 
 
-def _survivors(ledger: Ledger, decisions: list[Decision]) -> set[int]:
-    """The steps that will be tracked once the decisions are carried out."""
+def _survivors(ledger: Ledger, evidence: Evidence, decisions: list[Decision]) -> set[int]:
+    """The steps that will be tracked once the decisions are carried out, in their order."""
     steps = {c.step for c in ledger.in_state(State.TRACKED)}
-    for decision in decisions:
-        for action in decision.actions:
-            if isinstance(action, Withdrawn):
-                steps.discard(action.of.step)
-            elif isinstance(action, (Adopted, FoundPublished, WriteTracker, Finalize, Reprieved)):
-                steps.add(action.of.step)
+    for action in (action for decision in decisions for action in decision.actions):
+        if isinstance(action, Withdrawn):
+            steps.discard(action.of.step)
+        elif isinstance(action, (Adopted, FoundPublished, WriteTracker, Finalize, Reprieved)):
+            steps.add(action.of.step)
+        elif isinstance(action, Prune) and action.of in evidence.restorable:
+            free = action.of.step not in evidence.published
+            if free and action.of.step > max(steps, default=-1):
+                steps.add(action.of.step)  # nothing newer is left: it comes back
     return steps
 
 
+def _refuse_leftovers(evidence: Evidence, decisions: list[Decision]) -> None:
+    """A fresh start that left a name behind would be the last one that is possible."""
+    stays = [d for d in decisions if d.result == "reported" or _is_no_directory(d)]
+    stuck = [*(d.subject for d in stays), *evidence.mounts]
+    if stuck:
+        raise DamagedRoot(
+            f"a fresh start would leave {', '.join(stuck[:5])} behind: move it away first",
+            evidence=tuple(stuck),
+        )
+
+
+def _is_no_directory(decision: Decision) -> bool:
+    return decision.found == "no_directory" and decision.result.startswith("withdrawn")
+
+
 def _reasons(
-    evidence: Evidence, resume: Resume, decisions: list[Decision], interrupted: bool
+    evidence: Evidence,
+    decisions: list[Decision],
+    interrupted: Interrupted,
+    lost: frozenset[AttemptId],
 ) -> tuple[str, ...]:
     """Why not to begin from scratch: the evidence of a checkpoint (I8). Empty if there is none."""
     published = [
@@ -419,20 +469,12 @@ def _reasons(
         or d.result.startswith("withdrawn")
         or (d.result == "quarantined" and d.found in ("manifest", "stock") and not interrupted)
     ]
-    if resume == "fresh":
-        stays = [d for d in published if d.result == "reported" or d.found == "no_directory"]
-        stuck = [*(d.subject for d in stays), *evidence.mounts]
-        if stuck:
-            raise DamagedRoot(
-                f"resume='fresh' would leave {', '.join(stuck[:5])} behind: move it away first",
-                evidence=tuple(stuck),
-            )
-        return ()
     named = evidence.tracker.found in ("step", "torn")
-    nothing = not published and (interrupted or not named)
+    nothing = not published and not lost and (interrupted or not named)
     if evidence.release or nothing:
         return ()
     reasons = [f"{d.subject}: {d.why}" for d in published]
+    reasons += [f"step {of.step} ({of}) is not usable, said the last run" for of in sorted(lost)]
     if named:
         reasons.append(f"the tracker says {_tracker_text(evidence.tracker)}")
     return tuple(reasons)

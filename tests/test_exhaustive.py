@@ -69,7 +69,7 @@ def the_finalized_are_passed_over(monkeypatch):
 
 
 def the_tracked_are_withdrawn(monkeypatch):
-    monkeypatch.setattr(recovery, "_survivors", lambda ledger, decisions: set())
+    monkeypatch.setattr(recovery, "_survivors", lambda ledger, evidence, decisions: set())
 
 
 def missing_ones_are_kept(monkeypatch):

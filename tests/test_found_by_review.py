@@ -30,8 +30,8 @@ from ckptfsm.errors import (
     StepNotFoundError,
     StorageError,
 )
-from ckptfsm.layout import MANIFEST, MEGATRON, QUARANTINE, TRACKER, TRASH
-from ckptfsm.lifecycle import absent, apply
+from ckptfsm.layout import MANIFEST, MEGATRON, QUARANTINE, TRACKER, TRASH, left_out_dir
+from ckptfsm.lifecycle import State, absent, apply
 from ckptfsm.messages import PartSpec, ShardReported
 from ckptfsm.ports import Identity, RankJob, Written
 from ckptfsm.readers import ReaderLease
@@ -731,18 +731,21 @@ def left_for_the_trash(disk: SimDisk) -> None:
     disk.plant_file(f"{ONE}/notes.txt", b"a person's")
 
 
-@pytest.mark.parametrize("stumbles", [False, True])
-def test_I7_what_a_reader_holds_is_not_deleted_for_a_strangers_directory(stumbles: bool):
+@pytest.mark.parametrize("stumbles", ["", "rename", "fsync_dir"])
+def test_I7_what_a_reader_holds_is_not_deleted_for_a_strangers_directory(stumbles: str):
     """Catches: recovery that withdraws what somebody made at the name of a checkpoint in the trash, and
-    empties the trash; the same while the move to quarantine has failed and waits."""
+    empties the trash; the same while the move to quarantine has failed, or is not durable, and waits."""
     disk = SimDisk()
     left_for_the_trash(disk)
     held = below(disk, TRASH)
     job = start(disk, "second", opened=False)
     failed: list[str] = []
+    moving: list[str] = []
 
     def before(index: int, method: str, path: str) -> None:
-        if stumbles and method == "rename" and QUARANTINE in path and len(failed) < 3:
+        if not moving and method == "rename" and QUARANTINE in path:
+            moving.append(path)
+        if moving and method == stumbles and len(failed) < 3:
             failed.append(path)
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
@@ -755,7 +758,8 @@ def test_I7_what_a_reader_holds_is_not_deleted_for_a_strangers_directory(stumble
     assert held and below(disk, QUARANTINE) == held
 
 
-def test_I7_a_withdrawn_one_that_is_still_in_the_trash_is_not_deleted():
+@pytest.mark.parametrize("stays", [True, False])
+def test_I7_a_withdrawn_one_that_is_still_in_the_trash_is_not_deleted(stays: bool):
     """Catches: a crash between the record and the move, after which the trash is emptied."""
     disk = SimDisk()
     left_for_the_trash(disk)
@@ -769,11 +773,14 @@ def test_I7_a_withdrawn_one_that_is_still_in_the_trash_is_not_deleted():
     with pytest.raises(ProcessDead):
         job.open()
     disk.kill("second")
+    held = below(disk, TRASH)
     assert names(disk, TRASH) == ["1.e1.a1"] and names(disk, QUARANTINE) == []
+    if not stays:
+        disk.uproot(ONE)
     job = start(disk, "third")
     ticks(job)
-    assert names(disk, TRASH) == [] and names(disk, QUARANTINE) == ["1.e1.a1"]
-    assert tracked(job) == [2]
+    assert names(disk, TRASH) == [] and below(disk, QUARANTINE) == held
+    assert tracked(job) == [2] and (f"{ONE}/notes.txt" in disk.snapshot()) == stays
 
 
 def test_F16_a_fresh_start_refuses_a_mount():
@@ -805,20 +812,301 @@ def test_I2_a_step_that_was_missing_and_is_saved_again_is_kept():
     assert tracked(job) == [1, 2] and names(disk, QUARANTINE) == []
 
 
-def test_I1_a_move_that_an_opening_found_done_stays_done():
-    """Catches: a rename of a killed process that an opening counts on, and a power loss takes back."""
+def test_I1_what_a_person_moved_to_quarantine_is_not_taken_for_what_stands_at_its_name():
+    """Catches: a plan that adopts a stock save, while the prune takes it for the adopted one that it was
+    to remove, and moves it to the trash."""
     disk = SimDisk()
-    job = saved(disk, 1, 2)
+    for step in (1, 2):
+        stock_saves(disk, step)
+    job = start(disk)
+    for step in (1, 2):
+        job.coordinator.unpin(step)
+    first = str(job.coordinator.ledger.in_state(State.TRACKED)[0].id)
 
     def before(index: int, method: str, path: str) -> None:
-        if names(disk, QUARANTINE):
+        if method == "rename" and path.startswith(ONE):
             raise ProcessDead(path)
 
     job.storage.before = before
     with pytest.raises(ProcessDead):
-        job.coordinator.withdraw_damaged(1, "as a reader found")
+        job.coordinator.delete(1)
     disk.kill("first")
-    start(disk, "second", opened=True)
+    SimStorage(disk, "person").rename(ONE, f"{QUARANTINE}/{first}")
+    stock_saves(disk, 1)
+    disk.overwrite(TRACKER, b"2")
+    job = start(disk, "second")
+    ticks(job)
+    assert tracked(job) == [1, 2] and names(disk, TRASH) == []
+    assert f"{ONE}/{SHARD}" in disk.snapshot() and names(disk, QUARANTINE) == [first]
+
+
+@pytest.mark.parametrize("what", ["missing", "damaged"])
+def test_I2_a_withdrawal_that_is_tried_again_leaves_what_was_saved_meanwhile(what: str):
+    """Catches: a move to quarantine whose fsync failed: the second try takes whatever has the name."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+    if what == "missing":
+        disk.uproot(TWO)
+    failed: list[str] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "fsync_dir" and path == QUARANTINE and not failed:
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    job.storage.before = before
+    job.coordinator.withdraw_damaged(2, "a reader says so")
+    assert failed and TWO not in names(disk) and job.coordinator.busy
+    aside = names(disk, QUARANTINE)
+    stock_saves(disk, 2)
+    ticks(job)
+    assert f"{TWO}/{SHARD}" in disk.snapshot() and names(disk, QUARANTINE) == aside
+    assert not job.coordinator.busy
+
+
+@pytest.mark.parametrize("how", ["restart", "fresh", "leased", "taken"])
+def test_I1_what_lies_in_the_trash_comes_back_if_nothing_newer_is_whole(how: str):
+    """Catches: the only whole checkpoint, deleted because it was to be pruned before the newer one was
+    damaged; a start that is refused although it could be brought back."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+    lease = ReaderLease("/sim", 1, storage=SimStorage(disk, "reader"))
+
+    def before(index: int, method: str, path: str) -> None:
+        if ONE not in names(disk):
+            raise ProcessDead(path)
+        if how == "leased" and method == "rename" and path.startswith(ONE):
+            lease.__enter__()
+
+    job.storage.before = before
+    with pytest.raises(ProcessDead):
+        job.coordinator.delete(1)
+    disk.kill("first")
+    held = below(disk, f"{TRASH}/1.e1.a1")
+    disk.uproot(f"{TWO}/{SHARD}")
+    if how == "taken":
+        stock_saves(disk, 1)
+    job = start(disk, "second", resume="fresh" if how == "fresh" else "fallback")
+    ticks(job)
+    assert names(disk, TRASH) == [] and held
+    if how in ("fresh", "taken"):
+        assert below(disk, f"{QUARANTINE}/1.e1.a1") == held
+        assert tracked(job) == ([1] if how == "taken" else [])
+    else:
+        assert tracked(job) == [1] and content(disk, TRACKER) == b"1" and below(disk, ONE) == held
+
+
+def test_I1_a_prune_tried_again_comes_back_if_the_newer_one_was_withdrawn():
+    """Catches: a retry that remembers which newer one made it removable."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2, 3)
+    failed: list[str] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "fsync_dir" and path == TRASH and not failed:
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    job.storage.before = before
+    with suppress(CkptFsmError):
+        job.coordinator.delete(2)
+    assert failed and TWO not in names(disk)
+    job.coordinator.withdraw_damaged(3, "bit rot")
+    ticks(job)
+    assert tracked(job) == [1, 2] and content(disk, TRACKER) == b"2" and names(disk, TRASH) == []
+
+
+def test_F27_a_part_that_was_left_out_is_not_taken_for_its_checkpoint():
+    """Catches: half a checkpoint that is brought back to its name for a reader."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+    part = left_out_dir(m.AttemptId(1, 1, 1))
+    SimStorage(disk, "first").mkdir(part)
+    disk.plant_file(f"{part}/{SHARD}", b"half")
+    lease = ReaderLease("/sim", 1, storage=SimStorage(disk, "reader"))
+
+    def before(index: int, method: str, path: str) -> None:
+        if ONE not in names(disk):
+            raise ProcessDead(path)
+        if method == "rename" and path.startswith(ONE):
+            lease.__enter__()
+
+    job.storage.before = before
+    with pytest.raises(ProcessDead):
+        job.coordinator.delete(1)
+    disk.kill("first")
+    held = below(disk, f"{TRASH}/1.e1.a1")
+    job = start(disk, "second")
+    ticks(job)
+    assert tracked(job) == [1, 2] and below(disk, ONE) == held and names(disk, TRASH) == []
+
+
+@pytest.mark.parametrize("dies", [*range(0, 60, 3), 1000])
+def test_I8_what_a_stock_trainer_saved_at_a_step_that_was_deleted_is_adopted(dies: int):
+    """Catches: a save that is moved to quarantine at one start, and adopted if a crash came between."""
+    disk = SimDisk()
+    saved(disk, 1, 2).close()
+    disk.kill("first")
+    disk.uproot(TWO)
+    stock_saves(disk, 2)
+    job = start(disk, "second", opened=False)
+    calls: list[str] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        calls.append(path)
+        if len(calls) > dies:
+            raise ProcessDead(path)
+
+    job.storage.before = before
+    with suppress(ProcessDead):
+        job.open()
     disk.kill("second")
-    disk.crash("all_lost")
-    assert names(disk, QUARANTINE) == ["1.e1.a1"] and ONE not in names(disk)
+    assert tracked(start(disk, "third")) == [1, 2] and names(disk, QUARANTINE) == []
+
+
+@pytest.mark.parametrize("trouble", ["full", "torn plan"])
+def test_I8_a_start_that_was_refused_is_refused_again(trouble: str):
+    """Catches: a second start that finds the record of the lost checkpoint in order, and begins from
+    zero because what was to be rolled forward cannot be."""
+    disk = SimDisk()
+    saved(disk, 1)
+    disk.kill("first")
+    leave_written(disk, 2)
+    disk.uproot(ONE)
+    disk.uproot(TRACKER)
+    if trouble == "torn plan":
+        planned = next(p for p in disk.snapshot() if "/planned/" in p and p.endswith(".bin"))
+        replace(disk, planned, b"torn")
+    for who in ("second", "third"):
+        job = start(disk, who, opened=False)
+        if trouble == "full":
+            job.storage.before = Strike("write", ".metadata", OSError(errno.ENOSPC, "full"))
+        with pytest.raises((StorageError, DamagedRoot)):
+            job.open()
+        disk.kill(who)
+
+
+@pytest.mark.parametrize("restart", [True, False])
+@pytest.mark.parametrize(
+    ("when", "what"), [("moved", "notes.txt"), ("moved", SHARD), ("never there", "notes.txt")]
+)
+def test_I1_a_persons_directory_at_the_name_of_a_failed_attempt_is_not_deleted(restart, when, what):
+    """Catches: a clean-up that is tried again, or finds what the attempt never made, and deletes
+    whatever has the name."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    if when == "moved":
+        job.storage.before = Strike("fsync_dir", TRASH, OSError(errno.EIO, "io"))
+        job.fail(of)
+        job.storage.before = None
+    else:
+        disk.uproot(TWO)
+    if restart:
+        disk.kill("first")
+    SimStorage(disk, "person").mkdir(TWO)
+    disk.plant_file(f"{TWO}/{what}", b"a person's")
+    if restart:
+        job = start(disk, "second")
+    elif when == "never there":
+        job.fail(of)
+    ticks(job)
+    assert b"a person's" in disk.snapshot().values() and not job.coordinator.busy
+
+
+def test_I1_a_persons_directory_at_the_name_of_an_adopted_one_is_not_pruned():
+    """Catches: a prune of what has no manifest, which deletes whatever has the name."""
+    disk = SimDisk()
+    for step in (1, 2):
+        stock_saves(disk, step)
+    job = start(disk, retention=LatestN(1))
+    job.coordinator.unpin(2)
+    person = SimStorage(disk, "person")
+    person.rename(ONE, "elsewhere")
+    person.mkdir(ONE)
+    disk.plant_file(f"{ONE}/notes.txt", b"a person's")
+    job.coordinator.unpin(1)
+    ticks(job)
+    assert b"a person's" in disk.snapshot().values() and tracked(job) == [2]
+
+
+def test_I1_what_is_in_the_way_of_a_save_is_put_beside_what_was():
+    """Catches: a second file that replaces the first in quarantine, as the save between was refused."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    disk.capacity = disk.used + 50
+    for text in (b"first", b"second"):
+        disk.plant_file(TWO, text)
+        with pytest.raises(CkptFsmError):
+            job.request(2)
+    assert {b"first", b"second"} <= set(disk.snapshot().values())
+
+
+def test_I2_a_roll_forward_never_takes_the_tracker_below_a_step_that_was_rolled_back_before():
+    """Catches: an adoption that waits for nothing, because a withdrawn attempt had its step."""
+    base = SimDisk()
+    job = saved(base, 1, 2, 3, 4)
+    job.coordinator.rollback(1)
+    of = job.request(2)
+    job.fork(of)
+    job.write(of, 0)
+    job.storage.before = Strike("open_exclusive", ".metadata", ProcessDead("dies"))
+    with suppress(ProcessDead):
+        job.write(of, 1)
+    base.kill("first")
+    for step in (3, 4):
+        stock_saves(base, step)
+    for index in range(0, 200, 4):
+        disk = base.fork()
+        job = start(disk, "killed", opened=False)
+        job.storage.before = DiesAt(index)
+        with suppress(ProcessDead):
+            job.open()
+        disk.kill("killed")
+        assert tracked(start(disk, "again"))[-1] == 4, index
+
+
+def test_I2_what_was_rolled_back_does_not_come_back_with_the_next_save():
+    """Catches: a step put back by a person, concluded from a tracker that our own save explains."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+    moved: list[str] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and path.startswith(f"{TWO} -> {QUARANTINE}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        if moved and method == "pwrite":
+            raise ProcessDead(path)
+        if saving and method == "rename" and path.endswith(f"-> {TRACKER}"):
+            moved.append(path)
+
+    saving: list[int] = []
+    job.storage.before = before
+    job.coordinator.rollback(1)
+    ticks(job)
+    saving.append(3)
+    with pytest.raises(ProcessDead):
+        job.save(3)
+    disk.kill("first")
+    assert tracked(start(disk, "second")) == [1, 3]
+
+
+def test_I8_an_interrupted_fresh_start_refuses_before_it_changes_anything():
+    """Catches: a start that goes on with it, then refuses a newer stock save, so that the next start
+    resumes from what this one would not."""
+    disk = SimDisk()
+    saved(disk, 1, 2)
+    disk.kill("first")
+    job = start(disk, "fresh", opened=False, resume="fresh")
+    job.storage.before = Strike("rename", QUARANTINE, ProcessDead("x"))
+    with pytest.raises(ProcessDead):
+        job.open()
+    disk.kill("fresh")
+    stock_saves(disk, 3)
+    disk.overwrite(TRACKER, b"2")
+    for who in ("a", "b"):
+        with pytest.raises(DamagedRoot, match="would leave iter_0000003"):
+            start(disk, who)
+        disk.kill(who)
+    SimStorage(disk, "person").rename("iter_0000003", "elsewhere")
+    assert tracked(start(disk, "c")) == []

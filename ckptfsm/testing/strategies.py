@@ -162,4 +162,13 @@ def evidences(draw: st.DrawFn, ledger: Ledger) -> Evidence:
         *(of for of, c in ledger.checkpoints.items() if c.state is State.PRUNABLE),
     ]
     trashed = frozenset(of for of in leaving if draw(st.booleans()))
-    return Evidence(tracker, published, staging, release=release, aside=aside, trashed=trashed)
+    back = frozenset(of for of in trashed if of not in withdrawn and draw(st.booleans()))
+    return Evidence(
+        tracker,
+        published,
+        staging,
+        release=release,
+        aside=aside,
+        trashed=trashed,
+        restorable=back,
+    )

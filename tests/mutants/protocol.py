@@ -90,8 +90,8 @@ ORDER = (
         "            late = True\n        undecided",
         (
             "engine",
-            "        self.effects.quarantine(checkpoint, alone=alone)\n",
-            """        self.effects.quarantine(checkpoint, alone=alone)
+            "        self.effects.quarantine(checkpoint, alone=alone, again=again)\n",
+            """        self.effects.quarantine(checkpoint, alone=alone, again=again)
         if 'late' in locals():
             self.effects.write_tracker(latest.step)
 """,
@@ -238,11 +238,8 @@ LOOKS = (
     mutant(
         "prune-does-not-look-for-pins",
         "effects",
-        """        kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(
-            checkpoint, newer_step
-        )
-""",
-        "        kept = self._kept_by_tracker(checkpoint, newer_step)\n",
+        "            or self._kept_by_people(checkpoint.step)\n            or self._kept_by_tracker",
+        "            or self._kept_by_tracker",
         (
             "effects",
             """        kept = self._kept_by_people(checkpoint.step)
@@ -257,11 +254,8 @@ LOOKS = (
     mutant(
         "prune-does-not-look-first",
         "effects",
-        """        kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(
-            checkpoint, newer_step
-        )
-""",
-        "        kept = self._kept_by_tracker(checkpoint, newer_step)\n",
+        "            or self._kept_by_people(checkpoint.step)\n            or self._kept_by_tracker",
+        "            or self._kept_by_tracker",
         breaks="F27",
         source="F27",
         killers=("tests:test_schedules.py", "simulation"),
@@ -311,8 +305,8 @@ LOOKS = (
     mutant(
         "prune-takes-whatever-has-the-name",
         "effects",
-        "            return self._prune_moved(checkpoint)\n        if newer",
-        "            pass\n        if newer",
+        "            return self._prune_moved(checkpoint, newer_step)\n        kept = (",
+        "            pass\n        kept = (",
         breaks="I1",
         source="F15",
         killers=("tests:test_schedules.py",),
@@ -350,8 +344,8 @@ LOOKS = (
     mutant(
         "quarantine-is-the-trash",
         "effects",
-        "            self._move_aside(source, quarantine_dir(checkpoint.id))\n",
-        "            self._move_aside(source, trash_dir(checkpoint.id))\n",
+        "        self._move_aside(source, quarantine_dir(checkpoint.id))\n",
+        "        self._move_aside(source, trash_dir(checkpoint.id))\n",
         breaks="I1",
         source="I1",
         killers=("simulation", "fieldbugs"),
@@ -445,13 +439,9 @@ FENCES = (
         """        self.check_epoch()
         source = self.layout.published_name(checkpoint.step)
         if not self._is_at_its_name(checkpoint):
-            return self._prune_moved(checkpoint)
-        if newer_step <= checkpoint.step:
 """,
         """        source = self.layout.published_name(checkpoint.step)
         if not self._is_at_its_name(checkpoint):
-            return self._prune_moved(checkpoint)
-        if newer_step <= checkpoint.step:
 """,
         breaks="I9",
         source="fencing",
@@ -475,11 +465,9 @@ FENCES = (
         "quarantine-is-not-fenced",
         "effects",
         """        self.check_epoch()
-        moved = in_trash(self.storage, checkpoint)
-        for path in moved:
+        moved = self._lies_in(TRASH, checkpoint)
 """,
-        """        moved = in_trash(self.storage, checkpoint)
-        for path in moved:
+        """        moved = self._lies_in(TRASH, checkpoint)
 """,
         breaks="I9",
         source="fencing",
@@ -521,8 +509,8 @@ FENCES = (
     mutant(
         "a-stranger-inherits-the-name-of-what-was-moved",
         "recovery",
-        "    moved = checkpoint.id in evidence.trashed or checkpoint.id in evidence.aside\n",
-        "    moved = checkpoint.id in evidence.trashed\n",
+        "    left = checkpoint.id in evidence.trashed or checkpoint.id in evidence.aside\n",
+        "    left = checkpoint.id in evidence.trashed\n",
         breaks="I8",
         source="F16",
         killers=("tests:test_found_by_review.py",),
@@ -531,7 +519,7 @@ FENCES = (
     mutant(
         "what-came-back-may-leave-again",
         "effects",
-        "        self.settle_moves()\n        there = inspect_published(",
+        '        self._settle("", TRASH)\n        there = inspect_published(',
         "        there = inspect_published(",
         breaks="I1",
         source="order",
@@ -539,19 +527,9 @@ FENCES = (
         why="a power loss puts what is tracked again back into the trash",
     ),
     mutant(
-        "an-opening-counts-on-names-that-may-be-lost",
-        "opening",
-        "        self.engine.effects.settle_moves()",
-        "        pass",
-        breaks="I1",
-        source="fsync",
-        killers=("tests:test_found_by_review.py",),
-        why="moved by a process that was killed before it could make the move durable",
-    ),
-    mutant(
         "the-trash-has-no-say-at-a-restart",
         "evidence",
-        "        frozenset(checkpoint.id for checkpoint in left if in_trash(storage, checkpoint)),\n",
+        "        frozenset(trashed),\n",
         "        frozenset(),\n",
         breaks="I7",
         source="F27",
@@ -581,8 +559,8 @@ FENCES = (
     mutant(
         "what-is-saved-again-is-taken-for-what-was-missing",
         "recovery",
-        '    if checkpoint.reason == "missing" or _has_left(checkpoint, there, evidence):\n',
-        "    if _has_left(checkpoint, there, evidence):\n",
+        '    if checkpoint.reason == "missing":  # it',
+        "    if False:  # it",
         breaks="I2",
         source="F19",
         killers=("tests:test_recovery.py", "tests:test_found_by_review.py"),
@@ -591,11 +569,138 @@ FENCES = (
     mutant(
         "a-fresh-start-passes-over-a-mount",
         "recovery",
-        "        stuck = [*(d.subject for d in stays), *evidence.mounts]\n",
-        "        stuck = [d.subject for d in stays]\n",
+        "    stuck = [*(d.subject for d in stays), *evidence.mounts]\n",
+        "    stuck = [d.subject for d in stays]\n",
         breaks="I8",
         source="F16",
         killers=("tests:test_found_by_review.py",),
+    ),
+    mutant(
+        "what-is-in-the-trash-is-not-needed-any-more",
+        "effects",
+        "        kept = self._kept_for_want(checkpoint, newer_step) or "
+        "self._kept_by_people(checkpoint.step)\n",
+        "        kept = self._kept_by_people(checkpoint.step)\n",
+        breaks="I7",
+        source="F17",
+        killers=("tests:test_found_by_review.py", "exhaustive"),
+        why="the newer one, which made it removable, was damaged since: the last whole one is deleted",
+    ),
+    mutant(
+        "prunes-are-decided-before-withdrawals",
+        "recovery",
+        "    return [*first, *staying, *reversed(leaving), *",
+        "    return [*first, *leaving, *staying, *",
+        breaks="I7",
+        source="F17",
+        killers=("tests:test_found_by_review.py", "exhaustive"),
+    ),
+    mutant(
+        "a-left-out-part-has-its-checkpoints-name",
+        "layout",
+        '    return f"{TRASH}/part-{attempt_name(of)}"\n',
+        "    return trash_dir(of)\n",
+        breaks="F27",
+        source="F27",
+        killers=("tests:test_found_by_review.py",),
+        why="half a checkpoint comes back for its reader",
+    ),
+    mutant(
+        "a-withdrawal-takes-whatever-has-the-name-now",
+        "effects",
+        "        if again:\n",
+        "        if False:\n",
+        breaks="I1",
+        source="F16",
+        killers=("tests:test_found_by_review.py",),
+        why="its move was done, and what somebody saved meanwhile goes too",
+    ),
+    mutant(
+        "a-clean-up-takes-whatever-has-the-name-now",
+        "effects",
+        "        if left or lookup(self.storage, directory) is None:\n",
+        "        if lookup(self.storage, directory) is None:\n",
+        breaks="I1",
+        source="F16",
+        killers=("tests:test_found_by_review.py",),
+    ),
+    mutant(
+        "what-no-writer-began-is-deleted",
+        "effects",
+        "(loadable or not is_begun(self.storage, directory))",
+        "loadable",
+        breaks="I1",
+        source="F16",
+        killers=("tests:test_found_by_review.py",),
+        why="a person's directory at the name of an attempt in place",
+    ),
+    mutant(
+        "a-refused-start-is-forgotten",
+        "coordinator",
+        "            lost=history.lost,\n",
+        "",
+        breaks="I8",
+        source="F33",
+        killers=("tests:test_found_by_review.py",),
+        why="the next one begins from zero",
+    ),
+    mutant(
+        "a-fresh-start-goes-on-over-what-it-leaves",
+        "recovery",
+        '    if "fresh" in (resume, interrupted):\n        _refuse',
+        '    if resume == "fresh":\n        _refuse',
+        breaks="I8",
+        source="F33",
+        killers=("tests:test_found_by_review.py",),
+    ),
+    mutant(
+        "our-own-tracker-is-a-persons",
+        "recovery",
+        "    if any(c.step == tracker for c in ledger.in_state(State.FINALIZED)):\n",
+        "    if False:\n",
+        breaks="I2",
+        source="order",
+        killers=("tests:test_found_by_review.py",),
+        why="a rollback is undone by the next save, whose journal record was lost",
+    ),
+    mutant(
+        "an-adoption-waits-for-nothing",
+        "recovery",
+        "strict=True) if d.actions}\n",
+        "strict=True)}\n",
+        breaks="I2",
+        source="order",
+        killers=("tests:test_found_by_review.py",),
+        why="a roll forward takes the tracker below it, and a crash there keeps it out",
+    ),
+    mutant(
+        "what-was-put-aside-is-overwritten",
+        "effects",
+        '        return self._move_aside(name, f"{QUARANTINE}/{name}.{self.tag}")\n',
+        '        move(self.storage, name, f"{QUARANTINE}/{name}.{self.tag}")\n        return name\n',
+        breaks="I1",
+        source="F30",
+        killers=("tests:test_found_by_review.py",),
+    ),
+    mutant(
+        "an-adopted-one-is-pruned-unseen",
+        "effects",
+        "        if own and (there.of is not None or is_whole(checkpoint, there)):\n",
+        '        if own and (there.of is not None or checkpoint.provenance == "adopted"):\n',
+        breaks="I1",
+        source="F16",
+        killers=("tests:test_found_by_review.py",),
+        why="whatever a person put at its name is deleted",
+    ),
+    mutant(
+        "the-tracker-leaves-what-was-saved-again",
+        "engine",
+        " and named and not self.effects.is_taken(checkpoint):\n",
+        " and named:\n",
+        breaks="I2",
+        source="F19",
+        killers=("tests:test_found_by_review.py",),
+        why="a crash there, and it is newer than the tracker: never resumed from",
     ),
     mutant(
         "rolled-back-to-a-broken-one",

@@ -252,7 +252,7 @@ class Run:
         elif isinstance(record, documents.RollbackFinished):
             self.acked = max(tracked, default=None)
         elif isinstance(record, documents.TransitionRecord):
-            if record.dest is State.TRACKED and record.source is not State.PRUNABLE:
+            if record.dest is State.TRACKED:  # also one that comes back, as nothing newer is whole
                 self.acked = max(record.step, self.acked if self.acked is not None else -1)
             elif record.dest is State.QUARANTINED and is_gutted(self.world, record.of):
                 self.acked = max(tracked, default=None)

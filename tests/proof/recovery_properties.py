@@ -88,13 +88,20 @@ class Played:
         self.evidence = replace(self.evidence, staging=staging)
 
     def _prune(self, of: m.AttemptId) -> None:
-        """A step that can be divided by three has a reader."""
+        """It comes back if nothing newer is tracked, or for a reader: of a step that three divides."""
         there = self.evidence.published.get(of.step)
-        if of in self.evidence.trashed and there is not None and of.step % 3 == 0:
+        latest = self.ledger.latest()
+        needed = latest is None or latest.step < of.step or of.step % 3 == 0
+        if of not in self.evidence.trashed or not needed:
+            self.evidence = replace(self.evidence, trashed=self.evidence.trashed - {of})
+            self.post(m.Removed(of))
+        elif there is not None or of not in self.evidence.restorable:
             self.post(m.Withdrawn(of, "damaged"))
-            return
-        self.evidence = replace(self.evidence, trashed=self.evidence.trashed - {of})
-        self.post(m.Removed(of))
+        else:
+            published = {**self.evidence.published, of.step: _back(self.ledger.checkpoints[of])}
+            trashed = self.evidence.trashed - {of}
+            self.evidence = replace(self.evidence, published=published, trashed=trashed)
+            self.post(m.Reprieved(of, "needed"))
 
     def _move_aside(self, of: m.AttemptId) -> None:
         moved = self.evidence.trashed & {of}
@@ -104,8 +111,11 @@ class Played:
         there = self.evidence.published.get(of.step)
         if any(c.step == of.step for c in living) or there is None:
             return
-        own = there.of == of or (there.of is None and not moved)
-        if own and there.found != "no_directory":
+        checkpoint = self.ledger.checkpoints[of]
+        nameless = there.of is None and there.found != "no_directory" and not moved
+        saved_again = there.found == "stock" and checkpoint.provenance == "saved"
+        own = there.of == of or (nameless and not saved_again)
+        if own and checkpoint.reason != "missing":
             published = {k: v for k, v in self.evidence.published.items() if k != of.step}
             aside = self.evidence.aside | {of}
             self.evidence = replace(self.evidence, published=published, aside=aside)
@@ -115,6 +125,12 @@ class Played:
         latest = self.ledger.latest()
         if latest is not None:
             self.evidence = replace(self.evidence, tracker=TrackerEvidence("step", latest.step))
+
+
+def _back(checkpoint: Checkpoint) -> PublishedEvidence:
+    if checkpoint.provenance == "adopted":
+        return PublishedEvidence(checkpoint.step, "stock")
+    return PublishedEvidence(checkpoint.step, "manifest", checkpoint.id)
 
 
 def carry_out(ledger: Ledger, evidence: Evidence, decisions) -> Played:
