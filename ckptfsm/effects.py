@@ -60,7 +60,7 @@ from ckptfsm.layout import (
     trash_dir,
 )
 from ckptfsm.lifecycle import Checkpoint
-from ckptfsm.messages import PartSpec
+from ckptfsm.messages import AttemptId, PartSpec
 from ckptfsm.ports import FileStat, Storage
 from ckptfsm.recovery import PublishedEvidence, is_its_own, is_whole, why_not_whole
 from ckptfsm.trash import sweep_attempt
@@ -202,7 +202,8 @@ class Effects:
         for path in (join(directory, part.directory), *(f"{directory}/{name}" for name in own)):
             if lookup(self.storage, path) is not None:
                 self.check_epoch()
-                self._move_aside(path, left_out_dir(checkpoint.id))
+                aside = f"{left_out_dir(checkpoint.id)}-{path.rpartition('/')[2]}"
+                self._move_aside(path, aside)
 
     # ----------------------------------------------------------------------------------- tracker
 
@@ -374,39 +375,50 @@ class Effects:
             return
         if checkpoint.in_place and (owner is not None or self._is_reached(checkpoint)):
             return  # somebody else's by now
-        left = checkpoint.in_place and self._lies_in(TRASH, checkpoint)
-        if left or lookup(self.storage, directory) is None:
+        if lookup(self.storage, directory) is None:
             self._settle(TRASH, "")
             return
-        loadable = there is not None and there.found == "stock"
-        foreign = checkpoint.in_place and (loadable or not is_begun(self.storage, directory))
+        foreign = checkpoint.in_place and self._may_be_foreign(checkpoint, there)
         aside = quarantine_dir if foreign else trash_dir
         self._move_aside(directory, aside(checkpoint.id))
+
+    def _may_be_foreign(self, checkpoint: Checkpoint, there: PublishedEvidence | None) -> bool:
+        """True if what stands at the name of a failed attempt in place may be of value to somebody."""
+        left = self._lies_in(TRASH, checkpoint) or self._lies_in(QUARANTINE, checkpoint)
+        loadable = there is not None and there.found == "stock"
+        name = self.layout.published_name(checkpoint.step)
+        return bool(left) or loadable or not is_begun(self.storage, name)
 
     def _is_reached(self, checkpoint: Checkpoint) -> bool:
         """True if the tracker names this step or a newer one: then another trainer went on from here."""
         tracker = read_tracker(self.storage)
         return tracker.step is not None and tracker.step >= checkpoint.step
 
-    def is_taken(self, checkpoint: Checkpoint) -> bool:
-        """True if a complete checkpoint of somebody else stands at its name."""
-        there = self._look(checkpoint.step)
-        complete = there is not None and there.found in ("manifest", "stock")
-        return there is not None and complete and not is_its_own(checkpoint, there, moved=False)
+    def in_quarantine(self, of: AttemptId) -> frozenset[str]:
+        """Where directories of an attempt lie in quarantine."""
+        return frozenset(moved_aside(self.storage, QUARANTINE).get(of, []))
 
-    def quarantine(self, checkpoint: Checkpoint, *, alone: bool, again: bool) -> None:
+    def is_taken(self, checkpoint: Checkpoint, earlier: frozenset[str]) -> bool:
+        """True if a complete checkpoint of somebody else stands at its name. See ``quarantine``."""
+        name = self.layout.published_name(checkpoint.step)
+        if lookup(self.storage, name) is None:
+            return False
+        there = inspect_published(self.storage, self.layout, checkpoint.step)
+        moved = self._lies_in(TRASH, checkpoint) or self.in_quarantine(checkpoint.id) - earlier
+        complete = there.found in ("manifest", "stock")
+        return complete and not is_its_own(checkpoint, there, bool(moved))
+
+    def quarantine(self, checkpoint: Checkpoint, *, alone: bool, earlier: frozenset[str]) -> None:
         """Move a withdrawn checkpoint aside, for a person to look at. It is never deleted.
 
         Only what is its own is moved, wherever it lies: its step may have been saved again meanwhile.
-        ``alone``: no other attempt has a right to its name. ``again``: this was tried before, and what
-        lies in quarantine may be what was to be moved.
+        ``alone``: no other attempt has a right to its name. ``earlier``: what lay in quarantine when
+        this was tried first. What came since is what was to be moved.
         """
         self.check_epoch()
-        moved = self._lies_in(TRASH, checkpoint)
-        for path in moved:
+        for path in self._lies_in(TRASH, checkpoint):
             self._move_aside(path, quarantine_dir(checkpoint.id))
-        if again:
-            moved += self._lies_in(QUARANTINE, checkpoint)
+        moved = self.in_quarantine(checkpoint.id) - earlier
         there = self._look(checkpoint.step) if alone else None
         if there is None or not is_its_own(checkpoint, there, bool(moved)):
             self._settle(QUARANTINE, "", TRASH)

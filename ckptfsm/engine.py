@@ -134,7 +134,7 @@ class Engine:
         self._finalizers: dict[AttemptId, set[int]] = {}
         self._finalized_by_rank: set[AttemptId] = set()
         self._published: set[AttemptId] = set()  # on disk; the journal may not know it yet
-        self._set_aside: set[AttemptId] = set()  # moved to quarantine, or tried to be
+        self._set_aside: dict[AttemptId, frozenset[str]] = {}  # what lay there at the first try
 
     @property
     def epoch(self) -> int:
@@ -370,15 +370,16 @@ class Engine:
         living += [c for c in self.ledger.in_state(*UNPUBLISHED, State.FAILED) if c.in_place]
         alone = not any(other.step == checkpoint.step for other in living)
         latest = self.ledger.latest()
+        if checkpoint.id not in self._set_aside:
+            self._set_aside[checkpoint.id] = self.effects.in_quarantine(checkpoint.id)
+        earlier = self._set_aside[checkpoint.id]
         named = alone and read_tracker(self._storage).step == checkpoint.step
-        if latest is not None and named and not self.effects.is_taken(checkpoint):
+        if latest is not None and named and not self.effects.is_taken(checkpoint, earlier):
             self.effects.write_tracker(latest.step)
         undecided = self.ledger.in_state(State.PRUNABLE)
         if any(other.step == checkpoint.step for other in undecided):
             raise StorageError("an earlier attempt's prune is undecided", step=checkpoint.step)
-        again = checkpoint.id in self._set_aside
-        self._set_aside.add(checkpoint.id)
-        self.effects.quarantine(checkpoint, alone=alone, again=again)
+        self.effects.quarantine(checkpoint, alone=alone, earlier=earlier)
 
     def retire_if_due(self) -> None:
         """Let retention have its turn; if the disk does not let it, at the next tick again."""

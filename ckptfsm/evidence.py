@@ -169,14 +169,14 @@ def _inspect(
 
 
 def _may_come_back(storage: Storage, layout: Layout, checkpoint: Checkpoint, path: str) -> bool:
-    """True if what lies in the trash is this checkpoint, whole. What cannot be read cannot."""
+    """True unless what lies in the trash is not whole. What cannot be read, the effect will tell."""
     try:
         there = _inspect(storage, layout, checkpoint.step, path, True)
     except CkptFsmError:
         raise
     except OSError as error:
         log.warning("trash_not_read", extra={"file": path, "error": describe(error)})
-        return False
+        return True
     return is_whole(checkpoint, there)
 
 

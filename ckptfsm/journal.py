@@ -45,7 +45,7 @@ from ckptfsm.errors import JournalCorrupt, OutcomeUnknown, StorageError
 from ckptfsm.layout import JOURNAL, parse_segment, segment_name
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import FORGOTTEN, TABLE, Checkpoint, State, writing_ranks
-from ckptfsm.messages import AttemptId, Withdrawn
+from ckptfsm.messages import AttemptId
 from ckptfsm.ports import Storage
 
 BLOCK_BYTES = 16 * 1024
@@ -120,7 +120,7 @@ class History:
     """What the journal of a root says. ``rolling_back``: an intent that was not finished.
 
     ``layout`` is the name of the one it was written in, "" where there is no journal. ``lost`` are the
-    attempts that its last run withdrew as damaged or missing, and no fresh start has begun since.
+    attempts that were withdrawn as damaged or missing, if nothing is tracked and nobody began afresh.
     """
 
     ledger: Ledger
@@ -190,6 +190,13 @@ def _check_seals(storage: Storage, seals: Sequence[Seal]) -> None:
             raise JournalCorrupt("a sealed segment has changed", file=file, offset=0)
 
 
+def _lost(ledger: Ledger) -> frozenset[AttemptId]:
+    if ledger.latest() is not None:
+        return frozenset()
+    gone = ledger.in_state(State.QUARANTINED)
+    return frozenset(c.id for c in gone if c.reason in ("damaged", "missing"))
+
+
 def _replay(
     segment: Segment, opened: SegmentOpened, seals: tuple[Seal, ...], newest: int, file: str
 ) -> History:
@@ -199,19 +206,17 @@ def _replay(
     known = set(checkpoints)
     run_seconds = opened.run_seconds
     rolling_back, target = opened.rolling_back, opened.rolling_back_to
-    lost: set[AttemptId] = set()
+    afresh = False
     for index, record in enumerate(segment.records[1:], start=1):
         match record:
             case TransitionRecord():
                 _replay_transition(checkpoints, record, file, index)
                 known.add(record.of)
-                if record.event == Withdrawn.name and record.reason in ("damaged", "missing"):
-                    lost.add(record.of)
                 run_seconds = max(run_seconds, record.run_seconds)
             case RollbackStarted():
+                afresh = afresh or record.to_step is None
                 rolling_back, target = True, record.to_step
             case RollbackFinished():
-                lost = set() if target is None else lost
                 rolling_back, target = False, None
             case SegmentClosed():
                 run_seconds = max(run_seconds, record.run_seconds)
@@ -227,7 +232,7 @@ def _replay(
         target,
         frozenset(known),
         opened.layout,
-        frozenset(lost),
+        frozenset() if afresh else _lost(ledger),
     )
 
 

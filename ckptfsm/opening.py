@@ -85,7 +85,7 @@ class Opening:
         if history.rolling_back:
             self._resume_rollback(history.rolling_back_to)
         elif self.resume == "fresh" and (
-            self.engine.ledger.latest() is not None or lookup(self.storage, TRACKER) is not None
+            history.ledger.checkpoints or lookup(self.storage, TRACKER) is not None
         ):
             self.engine.append(RollbackStarted(to_step=None, at=self.clock.wall()))
             roll_back(self.engine, None, self.clock.wall())
@@ -126,7 +126,15 @@ class Opening:
                 file=self.storage.root,
                 step=waiting.step,
             )
-        if reasons and self.engine.ledger.latest() is None:
+        latest = self.engine.ledger.latest()
+        leaving = [c for c in self.engine.pending if isinstance(c, Prune)]
+        if latest is None and leaving:
+            raise StorageError(
+                "the only checkpoint lies in the trash, and could not be brought back",
+                file=self.storage.root,
+                step=leaving[0].of.step,
+            )
+        if reasons and latest is None:
             raise hopeless(reasons)
 
 

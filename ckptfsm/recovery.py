@@ -170,7 +170,7 @@ def plan(
     decisions = _in_order(ledger, known, unknown)
     survivors = _survivors(ledger, evidence, decisions)
     if "fresh" in (resume, interrupted):
-        _refuse_leftovers(evidence, decisions)
+        _refuse_leftovers(ledger, evidence, decisions)
         reasons: tuple[str, ...] = ()
     else:
         reasons = _reasons(evidence, decisions, interrupted, lost)
@@ -186,13 +186,20 @@ def plan(
     return Plan((*found, *_strays(ledger, evidence)), warnings, reasons, last_hope)
 
 
-def forget_moved(ledger: Ledger, decisions: Sequence[Decision]) -> Ledger:
-    """The ledger to begin with: without what was moved to quarantine by an earlier run."""
-    moving = {a.of for d in decisions for a in d.actions if isinstance(a, Quarantine)}
+def forget_moved(
+    ledger: Ledger, decisions: Sequence[Decision], lost: frozenset[AttemptId] = frozenset()
+) -> Ledger:
+    """The ledger to begin with: without what was moved to quarantine by an earlier run.
+
+    What is ``lost`` stays, as evidence, unless it is there again and adopted.
+    """
+    actions = [a for d in decisions for a in d.actions]
+    moving = {a.of for a in actions if isinstance(a, Quarantine)}
+    staying = moving | (lost - {a.of for a in actions if isinstance(a, Adopted)})
     living = {
         of: c
         for of, c in ledger.checkpoints.items()
-        if c.state is not State.QUARANTINED or of in moving
+        if c.state is not State.QUARANTINED or of in staying
     }
     return replace(ledger, checkpoints=living)
 
@@ -207,7 +214,10 @@ def _in_order(ledger: Ledger, known: list[Decision], unknown: list[Decision]) ->
     leaving = [d for d in known if any(isinstance(a, Prune) for a in d.actions)]
     staying = [d for d in known if d not in leaving]
     first = [d for d in unknown if d.actions and not any(a.of.step in busy for a in d.actions)]
-    return [*first, *staying, *reversed(leaving), *(d for d in unknown if d not in first)]
+    pruned = {a.of.step for d in leaving for a in d.actions}
+    rest = [d for d in unknown if d not in first]
+    last = [d for d in rest if any(a.of.step in pruned for a in d.actions)]
+    return [*first, *staying, *(d for d in rest if d not in last), *reversed(leaving), *last]
 
 
 def _all(ledger: Ledger) -> list[Checkpoint]:
@@ -440,19 +450,25 @@ def _survivors(ledger: Ledger, evidence: Evidence, decisions: list[Decision]) ->
     return steps
 
 
-def _refuse_leftovers(evidence: Evidence, decisions: list[Decision]) -> None:
-    """A fresh start that left a name behind would be the last one that is possible."""
-    stays = [d for d in decisions if d.result == "reported" or _is_no_directory(d)]
-    stuck = [*(d.subject for d in stays), *evidence.mounts]
+def _refuse_leftovers(ledger: Ledger, evidence: Evidence, decisions: list[Decision]) -> None:
+    """A fresh start that left a name behind would be the last one that is possible.
+
+    What a failed attempt has published after all is moved to quarantine with its files.
+    """
+    stuck = [d.subject for d in decisions if d.result == "reported"]
+    for step, there in sorted(evidence.published.items()):
+        name = evidence.layout.published_name(step)
+        failing = ledger.checkpoints.get(there.of) if there.of is not None else None
+        if failing is not None and failing.state in (*UNPUBLISHED, State.FAILED):
+            stuck = [n for n in stuck if n != name]
+        elif there.found == "no_directory" and name not in stuck:
+            stuck.append(name)
+    stuck += [name for name in evidence.mounts if name not in stuck]
     if stuck:
         raise DamagedRoot(
             f"a fresh start would leave {', '.join(stuck[:5])} behind: move it away first",
             evidence=tuple(stuck),
         )
-
-
-def _is_no_directory(decision: Decision) -> bool:
-    return decision.found == "no_directory" and decision.result.startswith("withdrawn")
 
 
 def _reasons(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from proof.fuzz import _CONFIG, _zip, written_metadata
-from test_attacks import ONE, TWO, names
+from test_attacks import ONE, TWO, fails_to_look, names
 from test_coordinator import content, replace, saved, start, tracked
 
 from ckptfsm import messages as m
@@ -977,7 +977,7 @@ def test_I8_a_start_that_was_refused_is_refused_again(trouble: str):
     if trouble == "torn plan":
         planned = next(p for p in disk.snapshot() if "/planned/" in p and p.endswith(".bin"))
         replace(disk, planned, b"torn")
-    for who in ("second", "third"):
+    for who in ("second", "third", "fourth", "fifth"):
         job = start(disk, who, opened=False)
         if trouble == "full":
             job.storage.before = Strike("write", ".metadata", OSError(errno.ENOSPC, "full"))
@@ -1110,3 +1110,209 @@ def test_I8_an_interrupted_fresh_start_refuses_before_it_changes_anything():
         disk.kill(who)
     SimStorage(disk, "person").rename("iter_0000003", "elsewhere")
     assert tracked(start(disk, "c")) == []
+
+
+def dies_after_move(job: FakeJob, move: str) -> None:
+    """Killed when a move is durable where it went, and not where it was: a power loss shows both."""
+    seen: list[str] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if seen and method == "fsync_dir" and path == "":
+            raise ProcessDead(path)
+        if method == "rename" and move in path:
+            seen.append(path)
+
+    job.storage.before = before
+
+
+def fails_once(job: FakeJob, method: str, start_of: str) -> None:
+    failed: list[str] = []
+
+    def before(index: int, called: str, path: str) -> None:
+        if called == method and path.startswith(start_of) and not failed:
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    job.storage.before = before
+
+
+def deleted_but_killed(disk: SimDisk) -> None:
+    """A job that dies with step 1 in the trash, and step 2 tracked."""
+    job = saved(disk, 1, 2)
+
+    def before(index: int, method: str, path: str) -> None:
+        if ONE not in names(disk):
+            raise ProcessDead(path)
+
+    job.storage.before = before
+    with pytest.raises(ProcessDead):
+        job.coordinator.delete(1)
+    disk.kill("first")
+
+
+@pytest.mark.parametrize("trouble", ["rename", "read"])
+def test_I8_a_root_is_not_opened_while_its_last_checkpoint_is_in_the_trash(trouble: str):
+    """Catches: one start of many that begins from zero, after which the trash is emptied; advice to
+    begin afresh because of a disk that cannot be read for a moment."""
+    disk = SimDisk()
+    deleted_but_killed(disk)
+    disk.uproot(f"{TWO}/{SHARD}")
+    disk.uproot(TRACKER)
+    for who in "bcde":
+        job = start(disk, who, opened=False)
+        if trouble == "rename":
+            job.storage.before = Strike("rename", f"-> {ONE}", OSError(errno.EIO, "x"))
+        else:
+            sick = (TRASH, ONE)  # wherever it lies
+            fails_to_look(job, "read", lambda p: p.startswith(sick), errno.EIO, times=99)  # noqa: B023
+        with pytest.raises(OSError):  # and not DamagedRoot
+            job.open()
+        disk.kill(who)
+    job = start(disk, "f")
+    ticks(job)
+    assert tracked(job) == [1] and content(disk, TRACKER) == b"1"
+
+
+def test_I2_a_prune_that_comes_back_does_not_lower_the_tracker():
+    """Catches: a stock save that is newer than the tracker for a moment: for ever if a crash comes."""
+    base = SimDisk()
+    deleted_but_killed(base)
+    base.uproot(TWO)
+    stock_saves(base, 2)
+    for index in range(90):
+        disk = base.fork()
+        job = start(disk, "killed", opened=False)
+        job.storage.before = DiesAt(index)
+        with suppress(ProcessDead):
+            job.open()
+        disk.kill("killed")
+        assert tracked(start(disk, "again"))[-1] == 2, index
+
+
+def test_I8_a_failed_save_in_place_that_a_power_loss_shows_twice_leaves_its_name():
+    """Catches: a leftover that no start explains, and a fresh one refuses to leave."""
+    disk = SimDisk()
+    job = start(disk)
+    of = in_place(job, 1)
+    disk.plant_file(f"{ONE}/{SHARD}", b"x")
+    dies_after_move(job, TRASH)
+    with pytest.raises(ProcessDead):
+        job.fail(of)
+    disk.crash("all_lost")
+    ticks(start(disk, "second"))
+    assert ONE not in names(disk)
+    disk.kill("second")
+    assert tracked(start(disk, "third")) == []
+
+
+def test_I1_a_clean_up_that_went_to_quarantine_is_not_tried_again_on_a_strangers_save():
+    """Catches: a stock save that is deleted because what was at its name before is in quarantine."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    disk.plant_file(f"{TWO}/notes.txt", b"notes")
+    fails_once(job, "fsync_dir", QUARANTINE)
+    job.fail(of)
+    SimStorage(disk, "stranger").mkdir(TWO)
+    disk.plant_file(f"{TWO}/{SHARD}", b"a stranger's")
+    ticks(job)
+    assert {b"notes", b"a stranger's"} <= set(disk.snapshot().values()) and not job.coordinator.busy
+
+
+def test_I2_a_withdrawal_tried_again_leaves_the_tracker_that_names_what_was_saved_meanwhile():
+    """Catches: a stock save that the retry makes newer than the tracker: never resumed from."""
+    disk = SimDisk()
+    for step in (1, 2):
+        stock_saves(disk, step)
+    job = start(disk)
+    fails_once(job, "fsync_dir", QUARANTINE)
+    job.coordinator.withdraw_damaged(2, "bad")
+    stock_saves(disk, 2)
+    ticks(job)
+    assert content(disk, TRACKER) == b"2"
+    disk.kill("first")
+    assert tracked(start(disk, "second")) == [1, 2]
+
+
+def test_I2_a_move_that_a_power_loss_shows_twice_is_done_again_after_an_error():
+    """Catches: a copy in quarantine, taken for the move that has just failed: the fresh start comes to
+    nothing, and the next one resumes."""
+    disk = SimDisk()
+    stock_saves(disk, 1)
+    start(disk).close()
+    disk.kill("first")
+    job = start(disk, "fresh", opened=False, resume="fresh")
+    dies_after_move(job, f"{ONE} ->")
+    with pytest.raises(ProcessDead):
+        job.open()
+    disk.crash("all_lost")
+    assert ONE in names(disk)
+    job = start(disk, "second", opened=False)
+    fails_once(job, "rename", ONE)
+    job.open()
+    ticks(job)
+    assert ONE not in names(disk) and not job.coordinator.busy
+    disk.kill("second")
+    assert tracked(start(disk, "third")) == []
+
+
+def test_I8_after_a_fresh_start_a_run_that_saved_nothing_can_be_started_again():
+    """Catches: what was lost before the fresh start, held against the runs after it."""
+    disk = SimDisk()
+    saved(disk, 1, 2).close()
+    disk.kill("first")
+    for path in (ONE, TWO, TRACKER):
+        disk.uproot(path)
+    start(disk, "fresh", resume="fresh").close()
+    disk.kill("fresh")
+    assert tracked(start(disk, "third")) == []
+
+
+@pytest.mark.parametrize("what", ["published", "link"])
+def test_I8_a_fresh_start_deals_with_what_a_failed_attempt_left(what: str):
+    """Catches: a directory that its own clean-up would move, refused; a link in the way of a failed save
+    in place, passed over: no start is possible after either."""
+    disk = SimDisk()
+    job = start(disk)
+    if what == "link":
+        in_place(job, 1)
+        disk.kill("first")
+        disk.uproot(ONE)
+        disk.plant_symlink(ONE, "elsewhere")
+        with pytest.raises(DamagedRoot, match=f"would leave {ONE} behind"):
+            start(disk, "fresh", resume="fresh")
+        return
+    of = job.request(1)
+    job.fork(of)
+    job.write(of, 0)
+    published: list[str] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if published and method == "pwrite":
+            raise ProcessDead(path)
+        if method == "rename" and path.endswith(f"-> {ONE}"):
+            published.append(path)
+
+    job.storage.before = before
+    with pytest.raises(ProcessDead):
+        job.write(of, 1)
+    disk.kill("first")
+    disk.uproot(f"{ONE}/{SHARD}")
+    assert tracked(start(disk, "fresh", resume="fresh")) == []
+    assert ONE not in names(disk) and names(disk, QUARANTINE)
+
+
+def test_I2_what_another_attempt_left_gutted_is_not_what_the_tracker_may_name():
+    """Catches: a withdrawal that leaves the tracker on a directory whose manifest does not hold."""
+    disk, other = SimDisk(), SimDisk()
+    job = saved(disk, 1, 2)
+    saved(other, 1).close()
+    other.kill("first")
+    saved(other, 2, name="second")
+    person = SimStorage(disk, "person")
+    person.rename(TWO, "elsewhere")
+    for path in (TWO, f"{TWO}/.ckptfsm"):
+        person.mkdir(path)
+    disk.plant_file(f"{TWO}/{MANIFEST}", content(other, f"{TWO}/{MANIFEST}"))
+    job.coordinator.withdraw_damaged(2, "gone")
+    assert content(disk, TRACKER) == b"1"

@@ -90,8 +90,8 @@ ORDER = (
         "            late = True\n        undecided",
         (
             "engine",
-            "        self.effects.quarantine(checkpoint, alone=alone, again=again)\n",
-            """        self.effects.quarantine(checkpoint, alone=alone, again=again)
+            "        self.effects.quarantine(checkpoint, alone=alone, earlier=earlier)\n",
+            """        self.effects.quarantine(checkpoint, alone=alone, earlier=earlier)
         if 'late' in locals():
             self.effects.write_tracker(latest.step)
 """,
@@ -465,9 +465,9 @@ FENCES = (
         "quarantine-is-not-fenced",
         "effects",
         """        self.check_epoch()
-        moved = self._lies_in(TRASH, checkpoint)
+        for path in self._lies_in(TRASH, checkpoint):
 """,
-        """        moved = self._lies_in(TRASH, checkpoint)
+        """        for path in self._lies_in(TRASH, checkpoint):
 """,
         breaks="I9",
         source="fencing",
@@ -569,8 +569,8 @@ FENCES = (
     mutant(
         "a-fresh-start-passes-over-a-mount",
         "recovery",
-        "    stuck = [*(d.subject for d in stays), *evidence.mounts]\n",
-        "    stuck = [d.subject for d in stays]\n",
+        "    stuck += [name for name in evidence.mounts if name not in stuck]\n",
+        "",
         breaks="I8",
         source="F16",
         killers=("tests:test_found_by_review.py",),
@@ -589,8 +589,8 @@ FENCES = (
     mutant(
         "prunes-are-decided-before-withdrawals",
         "recovery",
-        "    return [*first, *staying, *reversed(leaving), *",
-        "    return [*first, *leaving, *staying, *",
+        "*staying, *(d for d in rest if d not in last), *reversed(leaving), *last]\n",
+        "*leaving, *staying, *rest]\n",
         breaks="I7",
         source="F17",
         killers=("tests:test_found_by_review.py", "exhaustive"),
@@ -608,8 +608,8 @@ FENCES = (
     mutant(
         "a-withdrawal-takes-whatever-has-the-name-now",
         "effects",
-        "        if again:\n",
-        "        if False:\n",
+        "        moved = self.in_quarantine(checkpoint.id) - earlier\n        there",
+        "        moved = frozenset()\n        there",
         breaks="I1",
         source="F16",
         killers=("tests:test_found_by_review.py",),
@@ -618,8 +618,8 @@ FENCES = (
     mutant(
         "a-clean-up-takes-whatever-has-the-name-now",
         "effects",
-        "        if left or lookup(self.storage, directory) is None:\n",
-        "        if lookup(self.storage, directory) is None:\n",
+        "        return bool(left) or loadable or not",
+        "        return loadable or not",
         breaks="I1",
         source="F16",
         killers=("tests:test_found_by_review.py",),
@@ -627,8 +627,8 @@ FENCES = (
     mutant(
         "what-no-writer-began-is-deleted",
         "effects",
-        "(loadable or not is_begun(self.storage, directory))",
-        "loadable",
+        " or loadable or not is_begun(self.storage, name)\n",
+        " or loadable\n",
         breaks="I1",
         source="F16",
         killers=("tests:test_found_by_review.py",),
@@ -693,9 +693,47 @@ FENCES = (
         why="whatever a person put at its name is deleted",
     ),
     mutant(
+        "a-prune-that-comes-back-lowers-the-tracker",
+        "recovery",
+        "    last = [d for d in rest if any(a.of.step in pruned for a in d.actions)]\n",
+        "    last = rest\n",
+        breaks="I2",
+        source="order",
+        killers=("tests:test_found_by_review.py",),
+        why="below a stock save that is adopted in the same opening, unless a crash comes between",
+    ),
+    mutant(
+        "what-lay-in-quarantine-before-counts-as-moved",
+        "engine",
+        "            self._set_aside[checkpoint.id] = self.effects.in_quarantine(checkpoint.id)\n",
+        "            self._set_aside[checkpoint.id] = frozenset()\n",
+        breaks="I2",
+        source="F33",
+        killers=("tests:test_found_by_review.py",),
+        why="a power loss showed it at both names: a fresh start comes to nothing",
+    ),
+    mutant(
+        "what-was-lost-is-forgotten-by-the-next-start",
+        "coordinator",
+        "forget_moved(history.ledger, decided.decisions, history.lost)",
+        "forget_moved(history.ledger, decided.decisions)",
+        breaks="I8",
+        source="F33",
+        killers=("tests:test_found_by_review.py",),
+    ),
+    mutant(
+        "a-root-opens-while-its-last-one-is-in-the-trash",
+        "opening",
+        "        if latest is None and leaving:\n",
+        "        if False:\n",
+        breaks="I8",
+        source="F33",
+        killers=("tests:test_found_by_review.py",),
+    ),
+    mutant(
         "the-tracker-leaves-what-was-saved-again",
         "engine",
-        " and named and not self.effects.is_taken(checkpoint):\n",
+        " and named and not self.effects.is_taken(checkpoint, earlier):\n",
         " and named:\n",
         breaks="I2",
         source="F19",
