@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ class Server:
                 env=environment,
                 stdout=log,
                 stderr=log,
+                start_new_session=True,
             )
 
     def connect(self) -> Connection:
@@ -47,7 +49,8 @@ class Server:
                 time.sleep(0.05)
 
     def close(self) -> None:
-        self.process.kill()
+        """End it, and whatever its workers have left: a stock manager outlives a killed trainer."""
+        os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(LIMIT_S)
 
 
