@@ -712,21 +712,26 @@ def below(disk: SimDisk, directory: str) -> dict[str, Any]:
     return {k.removeprefix(prefix): v for k, v in disk.snapshot().items() if k.startswith(prefix)}
 
 
-def left_for_the_trash(disk: SimDisk) -> None:
-    """A job that dies with step 1 moved to the trash, just after a reader was told that it is there."""
-    job = saved(disk, 1, 2)
+def dies_pruning(job: FakeJob, *, leased: bool) -> None:
+    """Killed with step 1 moved to the trash; ``leased``: a reader was just told that it is there."""
+    disk = job.storage.inner.disk
     lease = ReaderLease("/sim", 1, storage=SimStorage(disk, "reader"))
 
     def before(index: int, method: str, path: str) -> None:
         if ONE not in names(disk):
             raise ProcessDead(path)
-        if method == "rename" and path.startswith(ONE):
+        if leased and method == "rename" and path.startswith(ONE):
             lease.__enter__()
 
     job.storage.before = before
     with pytest.raises(ProcessDead):
         job.coordinator.delete(1)
     disk.kill("first")
+
+
+def left_for_the_trash(disk: SimDisk) -> None:
+    """Step 1 is in the trash, a reader holds it, and a person made a directory at its name."""
+    dies_pruning(saved(disk, 1, 2), leased=True)
     SimStorage(disk, "thief").mkdir(ONE)
     disk.plant_file(f"{ONE}/notes.txt", b"a person's")
 
@@ -869,19 +874,7 @@ def test_I1_what_lies_in_the_trash_comes_back_if_nothing_newer_is_whole(how: str
     """Catches: the only whole checkpoint, deleted because it was to be pruned before the newer one was
     damaged; a start that is refused although it could be brought back."""
     disk = SimDisk()
-    job = saved(disk, 1, 2)
-    lease = ReaderLease("/sim", 1, storage=SimStorage(disk, "reader"))
-
-    def before(index: int, method: str, path: str) -> None:
-        if ONE not in names(disk):
-            raise ProcessDead(path)
-        if how == "leased" and method == "rename" and path.startswith(ONE):
-            lease.__enter__()
-
-    job.storage.before = before
-    with pytest.raises(ProcessDead):
-        job.coordinator.delete(1)
-    disk.kill("first")
+    dies_pruning(saved(disk, 1, 2), leased=how == "leased")
     held = below(disk, f"{TRASH}/1.e1.a1")
     disk.uproot(f"{TWO}/{SHARD}")
     if how == "taken":
@@ -923,18 +916,7 @@ def test_F27_a_part_that_was_left_out_is_not_taken_for_its_checkpoint():
     part = left_out_dir(m.AttemptId(1, 1, 1))
     SimStorage(disk, "first").mkdir(part)
     disk.plant_file(f"{part}/{SHARD}", b"half")
-    lease = ReaderLease("/sim", 1, storage=SimStorage(disk, "reader"))
-
-    def before(index: int, method: str, path: str) -> None:
-        if ONE not in names(disk):
-            raise ProcessDead(path)
-        if method == "rename" and path.startswith(ONE):
-            lease.__enter__()
-
-    job.storage.before = before
-    with pytest.raises(ProcessDead):
-        job.coordinator.delete(1)
-    disk.kill("first")
+    dies_pruning(job, leased=True)
     held = below(disk, f"{TRASH}/1.e1.a1")
     job = start(disk, "second")
     ticks(job)
@@ -1136,26 +1118,12 @@ def fails_once(job: FakeJob, method: str, start_of: str) -> None:
     job.storage.before = before
 
 
-def deleted_but_killed(disk: SimDisk) -> None:
-    """A job that dies with step 1 in the trash, and step 2 tracked."""
-    job = saved(disk, 1, 2)
-
-    def before(index: int, method: str, path: str) -> None:
-        if ONE not in names(disk):
-            raise ProcessDead(path)
-
-    job.storage.before = before
-    with pytest.raises(ProcessDead):
-        job.coordinator.delete(1)
-    disk.kill("first")
-
-
 @pytest.mark.parametrize("trouble", ["rename", "read"])
 def test_I8_a_root_is_not_opened_while_its_last_checkpoint_is_in_the_trash(trouble: str):
     """Catches: one start of many that begins from zero, after which the trash is emptied; advice to
     begin afresh because of a disk that cannot be read for a moment."""
     disk = SimDisk()
-    deleted_but_killed(disk)
+    dies_pruning(saved(disk, 1, 2), leased=False)
     disk.uproot(f"{TWO}/{SHARD}")
     disk.uproot(TRACKER)
     for who in "bcde":
@@ -1176,7 +1144,7 @@ def test_I8_a_root_is_not_opened_while_its_last_checkpoint_is_in_the_trash(troub
 def test_I2_a_prune_that_comes_back_does_not_lower_the_tracker():
     """Catches: a stock save that is newer than the tracker for a moment: for ever if a crash comes."""
     base = SimDisk()
-    deleted_but_killed(base)
+    dies_pruning(saved(base, 1, 2), leased=False)
     base.uproot(TWO)
     stock_saves(base, 2)
     for index in range(90):
