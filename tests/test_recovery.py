@@ -625,6 +625,36 @@ def test_I8_a_roll_forward_that_is_all_there_is_is_the_last_hope():
     assert decide(ledger_of(BASE, attempt), beside).last_hope is None
 
 
+@pytest.mark.parametrize("there", [None, stock(100)])
+@pytest.mark.parametrize("whole_there", [True, False])
+def test_I8_what_lies_whole_in_the_trash_is_one_to_resume_from(there, whole_there):
+    """Catches: a refusal, or a start from scratch, beside a checkpoint that the prune would bring back;
+    a plan that counts on one that is not whole, or whose name is taken."""
+    of = at(100)
+    back = frozenset({of}) if whole_there else frozenset()
+    ledger = ledger_of(checkpoint(100, S.PRUNABLE), checkpoint(200, S.TRACKED))
+    published = [damaged(200)] + ([there] if there else [])
+    ev = evidence(names(200), *published, trashed=frozenset({of}), restorable=back)
+    if there is None and not whole_there:
+        with pytest.raises(DamagedRoot):
+            decide(ledger, ev)
+        return
+    found = decide(ledger, ev)
+    kinds = [type(d.actions[0]).__name__ for d in found.decisions]
+    assert kinds == ["Withdrawn", "Prune"] + (["Adopted"] if there else [])
+    assert found.warnings[-1].endswith("falling back to 100")
+    newer = ledger.restore(checkpoint(300, S.TRACKED))
+    found = decide(newer, replace(ev, published={**ev.published, 300: whole(300)}))
+    assert not [w for w in found.warnings if "falling back to 100" in w]
+
+
+def test_F20_what_is_adopted_brings_its_metrics():
+    """Catches: a retention by the best metric that forgets what another run has measured."""
+    there = replace(whole(100), metrics=(("loss", 0.5),))
+    (adopted,) = only(decide(Ledger(), evidence(names(100), there))).actions
+    assert adopted == m.Adopted(at(100), there.run_seconds, (("loss", 0.5),))
+
+
 class World:
     """Ledger and disk together: carries a plan out as the coordinator would, through the table."""
 
