@@ -290,15 +290,12 @@ def is_its_own(checkpoint: Checkpoint, there: PublishedEvidence, moved: bool) ->
     """True if what stands at a checkpoint's name is its own, whole or damaged, and not a stranger's.
 
     A directory that names no attempt (what was adopted has no manifest, and one may be torn or gone) is
-    taken for its own, unless that was ``moved`` to the trash or to quarantine. One that a stock loader
-    takes is what a stock trainer saved, where the checkpoint was saved here.
+    taken for its own, unless that was ``moved`` to the trash or to quarantine.
     """
     if checkpoint.reason == "missing":  # it was not there when it was withdrawn
         return False
     if there.of is not None:
         return there.of == checkpoint.id
-    if there.found == "stock" and checkpoint.provenance == "saved":
-        return False
     return not moved and there.found != "no_directory"
 
 
@@ -309,10 +306,18 @@ def _is_elsewhere(checkpoint: Checkpoint, evidence: Evidence) -> bool:
 
 
 def _is_there(checkpoint: Checkpoint, evidence: Evidence) -> bool:
-    """True if its own directory stands at its name."""
+    """True if its own directory stands at its name.
+
+    What was saved here and withdrawn, and is there in a form that only a stock loader takes, a stock
+    trainer saved again: its own went to quarantine, and a person may have emptied that.
+    """
     there = evidence.published.get(checkpoint.step)
-    moved = _is_elsewhere(checkpoint, evidence)
-    return there is not None and is_its_own(checkpoint, there, moved)
+    if there is None:
+        return False
+    withdrawn = checkpoint.state is State.QUARANTINED and checkpoint.provenance == "saved"
+    if withdrawn and there.found == "stock":
+        return False
+    return is_its_own(checkpoint, there, _is_elsewhere(checkpoint, evidence))
 
 
 def why_not_whole(there: PublishedEvidence | None) -> str:

@@ -923,14 +923,30 @@ def test_F27_a_part_that_was_left_out_is_not_taken_for_its_checkpoint():
     assert tracked(job) == [1, 2] and below(disk, ONE) == held and names(disk, TRASH) == []
 
 
+def saved_by_another(disk: SimDisk) -> None:
+    """At the name of step 2 stands what another run has saved, whole, in place of this one's."""
+    other = SimDisk()
+    saved(other, 1).close()
+    other.kill("first")
+    saved(other, 2, name="second")
+    if TWO in names(disk):
+        disk.uproot(TWO)
+    person = SimStorage(disk, "person")
+    person.mkdir(TWO)
+    for path, data in sorted(below(other, TWO).items()):
+        if data is None:
+            person.mkdir(f"{TWO}/{path}")
+        else:
+            disk.plant_file(f"{TWO}/{path}", data)
+
+
 @pytest.mark.parametrize("dies", [*range(0, 60, 3), 1000])
-def test_I8_what_a_stock_trainer_saved_at_a_step_that_was_deleted_is_adopted(dies: int):
+def test_I8_what_another_run_saved_at_a_step_that_was_deleted_is_adopted(dies: int):
     """Catches: a save that is moved to quarantine at one start, and adopted if a crash came between."""
     disk = SimDisk()
     saved(disk, 1, 2).close()
     disk.kill("first")
-    disk.uproot(TWO)
-    stock_saves(disk, 2)
+    saved_by_another(disk)
     job = start(disk, "second", opened=False)
     calls: list[str] = []
 
@@ -1145,8 +1161,7 @@ def test_I2_a_prune_that_comes_back_does_not_lower_the_tracker():
     """Catches: a stock save that is newer than the tracker for a moment: for ever if a crash comes."""
     base = SimDisk()
     dies_pruning(saved(base, 1, 2), leased=False)
-    base.uproot(TWO)
-    stock_saves(base, 2)
+    saved_by_another(base)
     for index in range(90):
         disk = base.fork()
         job = start(disk, "killed", opened=False)
@@ -1272,15 +1287,9 @@ def test_I8_a_fresh_start_deals_with_what_a_failed_attempt_left(what: str):
 
 def test_I2_what_another_attempt_left_gutted_is_not_what_the_tracker_may_name():
     """Catches: a withdrawal that leaves the tracker on a directory whose manifest does not hold."""
-    disk, other = SimDisk(), SimDisk()
+    disk = SimDisk()
     job = saved(disk, 1, 2)
-    saved(other, 1).close()
-    other.kill("first")
-    saved(other, 2, name="second")
-    person = SimStorage(disk, "person")
-    person.rename(TWO, "elsewhere")
-    for path in (TWO, f"{TWO}/.ckptfsm"):
-        person.mkdir(path)
-    disk.plant_file(f"{TWO}/{MANIFEST}", content(other, f"{TWO}/{MANIFEST}"))
+    saved_by_another(disk)
+    disk.uproot(f"{TWO}/{SHARD}")
     job.coordinator.withdraw_damaged(2, "gone")
     assert content(disk, TRACKER) == b"1"
