@@ -121,6 +121,7 @@ class History:
 
     ``layout`` is the name of the one it was written in, "" where there is no journal. ``lost`` are the
     attempts that were withdrawn as damaged or missing, if nothing is tracked and nobody began afresh.
+    ``begun_afresh``: somebody did, and that has to be said again while their moves are to be finished.
     """
 
     ledger: Ledger
@@ -132,6 +133,7 @@ class History:
     known: frozenset[AttemptId] = frozenset()
     layout: str = ""
     lost: frozenset[AttemptId] = frozenset()
+    begun_afresh: bool = False
 
 
 def _segment_epochs(storage: Storage) -> list[int]:
@@ -206,7 +208,7 @@ def _replay(
     known = set(checkpoints)
     run_seconds = opened.run_seconds
     rolling_back, target = opened.rolling_back, opened.rolling_back_to
-    afresh = False
+    afresh = rolling_back and target is None
     for index, record in enumerate(segment.records[1:], start=1):
         match record:
             case TransitionRecord():
@@ -233,6 +235,7 @@ def _replay(
         frozenset(known),
         opened.layout,
         frozenset() if afresh else _lost(ledger),
+        afresh and bool(_lost(ledger)),
     )
 
 

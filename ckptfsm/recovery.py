@@ -217,7 +217,11 @@ def _in_order(ledger: Ledger, known: list[Decision], unknown: list[Decision]) ->
     pruned = {a.of.step for d in leaving for a in d.actions}
     rest = [d for d in unknown if d not in first]
     last = [d for d in rest if any(a.of.step in pruned for a in d.actions)]
-    return [*first, *staying, *(d for d in rest if d not in last), *reversed(leaving), *last]
+    ordered = [*first, *staying, *(d for d in rest if d not in last)]
+    for decision in reversed(leaving):
+        of = {a.of.step for a in decision.actions}
+        ordered += [decision, *(d for d in last if any(a.of.step in of for a in d.actions))]
+    return ordered
 
 
 def _all(ledger: Ledger) -> list[Checkpoint]:
@@ -464,7 +468,8 @@ def _refuse_leftovers(ledger: Ledger, evidence: Evidence, decisions: list[Decisi
     for step, there in sorted(evidence.published.items()):
         name = evidence.layout.published_name(step)
         failing = ledger.checkpoints.get(there.of) if there.of is not None else None
-        if failing is not None and failing.state in (*UNPUBLISHED, State.FAILED):
+        cleaned = failing is not None and failing.state in (*UNPUBLISHED, State.FAILED)
+        if cleaned and failing is not None and failing.step == step:
             stuck = [n for n in stuck if n != name]
         elif there.found == "no_directory" and name not in stuck:
             stuck.append(name)

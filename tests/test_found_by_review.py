@@ -974,7 +974,7 @@ def test_I8_a_start_that_was_refused_is_refused_again(trouble: str):
     disk.uproot(TRACKER)
     if trouble == "torn plan":
         planned = next(p for p in disk.snapshot() if "/planned/" in p and p.endswith(".bin"))
-        replace(disk, planned, b"torn")
+        replace(disk, planned, b"?" * len(content(disk, planned)))
     for who in ("second", "third", "fourth", "fifth"):
         job = start(disk, who, opened=False)
         if trouble == "full":
@@ -1293,3 +1293,57 @@ def test_I2_what_another_attempt_left_gutted_is_not_what_the_tracker_may_name():
     disk.uproot(f"{TWO}/{SHARD}")
     job.coordinator.withdraw_damaged(2, "gone")
     assert content(disk, TRACKER) == b"1"
+
+
+def test_I8_a_fresh_start_moves_what_no_journal_and_no_tracker_explains():
+    """Catches: a fresh start that adopts a stock save, and resumes from it."""
+    disk = SimDisk()
+    stock_saves(disk, 1)
+    disk.uproot(TRACKER)
+    job = start(disk, "fresh", resume="fresh")
+    assert tracked(job) == [] and ONE not in names(disk) and len(names(disk, QUARANTINE)) == 1
+
+
+@pytest.mark.parametrize("trouble", ["error", "killed"])
+def test_I8_what_was_lost_before_a_fresh_start_is_not_held_against_the_next(trouble: str):
+    """Catches: a damaged checkpoint whose way to quarantine took longer than the fresh start."""
+    disk = SimDisk()
+    saved(disk, 1).close()
+    disk.kill("first")
+    disk.uproot(f"{ONE}/{SHARD}")
+    job = start(disk, "fresh", opened=False, resume="fresh")
+    if trouble == "error":
+        fails_once(job, "rename", ONE)
+        job.open()
+    else:
+        job.storage.before = Strike("rename", f"{TRACKER} -> {QUARANTINE}", ProcessDead("dies"))
+        with pytest.raises(ProcessDead):
+            job.open()
+    disk.kill("fresh")
+    for who in ("second", "third", "fourth"):
+        assert tracked(start(disk, who)) == []
+        disk.kill(who)
+
+
+def test_I8_a_fresh_start_refuses_a_failed_attempts_directory_at_another_name():
+    """Catches: a name that no clean-up looks at, left behind: no start is possible any more."""
+    disk = SimDisk()
+    job = start(disk)
+    of = job.request(1)
+    job.fork(of)
+    job.write(of, 0)
+    published: list[str] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if published and method == "pwrite":
+            raise ProcessDead(path)
+        if method == "rename" and path.endswith(f"-> {ONE}"):
+            published.append(path)
+
+    job.storage.before = before
+    with pytest.raises(ProcessDead):
+        job.write(of, 1)
+    disk.kill("first")
+    SimStorage(disk, "person").rename(ONE, "iter_0000005")
+    with pytest.raises(DamagedRoot, match="would leave iter_0000005 behind"):
+        start(disk, "fresh", resume="fresh")

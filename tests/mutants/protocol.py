@@ -589,8 +589,10 @@ FENCES = (
     mutant(
         "prunes-are-decided-before-withdrawals",
         "recovery",
-        "*staying, *(d for d in rest if d not in last), *reversed(leaving), *last]\n",
-        "*leaving, *staying, *rest]\n",
+        "    ordered = [*first, *staying, *(d for d in rest if d not in last)]\n"
+        "    for decision in reversed(leaving):\n",
+        "    ordered = [*first, *leaving, *staying, *(d for d in rest if d not in last)]\n"
+        "    for decision in ():\n",
         breaks="I7",
         source="F17",
         killers=("tests:test_found_by_review.py", "exhaustive"),
