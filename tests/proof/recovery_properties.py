@@ -113,8 +113,7 @@ class Played:
             return
         checkpoint = self.ledger.checkpoints[of]
         nameless = there.of is None and there.found != "no_directory" and not moved
-        saved_again = there.found == "stock" and checkpoint.provenance == "saved"
-        own = there.of == of or (nameless and not saved_again)
+        own = there.of == of or nameless
         if own and checkpoint.reason != "missing":
             published = {k: v for k, v in self.evidence.published.items() if k != of.step}
             aside = self.evidence.aside | {of}
