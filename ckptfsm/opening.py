@@ -82,11 +82,13 @@ class Opening:
 
     def _finish_rollback(self, history: History) -> None:
         """Complete an intent that a crash interrupted, or a fresh start asked for now."""
-        known = history.ledger.checkpoints or self.engine.ledger.checkpoints
-        tracker = lookup(self.storage, TRACKER) is not None
         if history.rolling_back:
             self._resume_rollback(history.rolling_back_to)
-        elif history.begun_afresh or (self.resume == "fresh" and (known or tracker)):
+            return
+        again = history.begun_afresh and self.engine.ledger.latest() is None
+        known = history.ledger.checkpoints or self.engine.ledger.checkpoints
+        afresh = self.resume == "fresh" and (known or lookup(self.storage, TRACKER) is not None)
+        if again or afresh:
             self.engine.append(RollbackStarted(to_step=None, at=self.clock.wall()))
             roll_back(self.engine, None, self.clock.wall())
 

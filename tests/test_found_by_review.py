@@ -1347,3 +1347,17 @@ def test_I8_a_fresh_start_refuses_a_failed_attempts_directory_at_another_name():
     SimStorage(disk, "person").rename(ONE, "iter_0000005")
     with pytest.raises(DamagedRoot, match="would leave iter_0000005 behind"):
         start(disk, "fresh", resume="fresh")
+
+
+def test_I2_what_was_saved_after_a_fresh_start_is_not_moved_by_what_is_left_of_it():
+    """Catches: a fresh start that is said again over a checkpoint that is in use by now."""
+    disk = SimDisk()
+    saved(disk, 1).close()
+    disk.kill("first")
+    disk.uproot(f"{ONE}/{SHARD}")
+    job = start(disk, "fresh", opened=False, resume="fresh")
+    fails_once(job, "rename", ONE)
+    job.open()
+    disk.kill("fresh")
+    stock_saves(disk, 2)
+    assert tracked(start(disk, "second")) == [2] and TWO in names(disk)
