@@ -400,9 +400,6 @@ class Effects:
 
     def is_taken(self, checkpoint: Checkpoint, earlier: frozenset[str]) -> bool:
         """True if a complete checkpoint of somebody else stands at its name. See ``quarantine``."""
-        name = self.layout.published_name(checkpoint.step)
-        if lookup(self.storage, name) is None:
-            return False
         there = inspect_published(self.storage, self.layout, checkpoint.step)
         moved = self._lies_in(TRASH, checkpoint) or self.in_quarantine(checkpoint.id) - earlier
         complete = there.found in ("manifest", "stock")

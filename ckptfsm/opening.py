@@ -82,9 +82,11 @@ class Opening:
 
     def _finish_rollback(self, history: History) -> None:
         """Complete an intent that a crash interrupted, or a fresh start asked for now."""
+        target = history.rolling_back_to
         if history.rolling_back:
-            self._resume_rollback(history.rolling_back_to)
-            return
+            self._resume_rollback(target)
+            if target is None or self.resume != "fresh":
+                return
         again = history.begun_afresh and self.engine.ledger.latest() is None
         known = history.ledger.checkpoints or self.engine.ledger.checkpoints
         afresh = self.resume == "fresh" and (known or lookup(self.storage, TRACKER) is not None)

@@ -171,6 +171,8 @@ def plan(
     survivors = _survivors(ledger, evidence, decisions)
     if "fresh" in (resume, interrupted):
         _refuse_leftovers(ledger, evidence, decisions)
+        if resume != "fresh":
+            _refuse_newcomer(evidence, decisions)
         reasons: tuple[str, ...] = ()
     else:
         reasons = _reasons(evidence, decisions, interrupted, lost)
@@ -393,10 +395,11 @@ def _unknown(ledger: Ledger, evidence: Evidence, epoch: int, everything: bool) -
 def _put_back(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> bool:
     """True if somebody else moved the tracker to where it uses what a rollback took away.
 
-    Ours was moved below, durably, before anything was withdrawn.
+    Ours was moved below, durably, before anything was withdrawn; but for what was damaged, which comes
+    back if nothing is tracked: then it was refused, and a person was told to repair it.
     """
     tracker, latest = evidence.tracker.step, ledger.latest()
-    if tracker is None or checkpoint.reason == "damaged":
+    if tracker is None or (checkpoint.reason == "damaged" and latest is not None):
         return False
     if any(c.step == tracker for c in ledger.in_state(State.FINALIZED)):
         return False  # that is why it names it
@@ -478,6 +481,18 @@ def _refuse_leftovers(ledger: Ledger, evidence: Evidence, decisions: list[Decisi
         raise DamagedRoot(
             f"a fresh start would leave {', '.join(stuck[:5])} behind: move it away first",
             evidence=tuple(stuck),
+        )
+
+
+def _refuse_newcomer(evidence: Evidence, decisions: list[Decision]) -> None:
+    """A fresh start that is to be completed, and somebody has saved since: that is in use."""
+    step = evidence.tracker.step
+    actions = [a for d in decisions for a in d.actions]
+    if any(isinstance(a, Adopted) and a.of.step == step for a in actions):
+        raise DamagedRoot(
+            f"a fresh start was interrupted, and step {step} was saved since: pass resume='fresh' to "
+            "move it to quarantine too, or set it and the tracker aside until that is complete",
+            step=step,
         )
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import random
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import pytest
@@ -1251,20 +1253,8 @@ def test_I8_after_a_fresh_start_a_run_that_saved_nothing_can_be_started_again():
     assert tracked(start(disk, "third")) == []
 
 
-@pytest.mark.parametrize("what", ["published", "link"])
-def test_I8_a_fresh_start_deals_with_what_a_failed_attempt_left(what: str):
-    """Catches: a directory that its own clean-up would move, refused; a link in the way of a failed save
-    in place, passed over: no start is possible after either."""
-    disk = SimDisk()
-    job = start(disk)
-    if what == "link":
-        in_place(job, 1)
-        disk.kill("first")
-        disk.uproot(ONE)
-        disk.plant_symlink(ONE, "elsewhere")
-        with pytest.raises(DamagedRoot, match=f"would leave {ONE} behind"):
-            start(disk, "fresh", resume="fresh")
-        return
+def dies_once_published(disk: SimDisk, job: FakeJob) -> None:
+    """Step 1 has its published name; the job dies before it can journal that."""
     of = job.request(1)
     job.fork(of)
     job.write(of, 0)
@@ -1280,6 +1270,23 @@ def test_I8_a_fresh_start_deals_with_what_a_failed_attempt_left(what: str):
     with pytest.raises(ProcessDead):
         job.write(of, 1)
     disk.kill("first")
+
+
+@pytest.mark.parametrize("what", ["published", "link"])
+def test_I8_a_fresh_start_deals_with_what_a_failed_attempt_left(what: str):
+    """Catches: a directory that its own clean-up would move, refused; a link in the way of a failed save
+    in place, passed over: no start is possible after either."""
+    disk = SimDisk()
+    job = start(disk)
+    if what == "link":
+        in_place(job, 1)
+        disk.kill("first")
+        disk.uproot(ONE)
+        disk.plant_symlink(ONE, "elsewhere")
+        with pytest.raises(DamagedRoot, match=f"would leave {ONE} behind"):
+            start(disk, "fresh", resume="fresh")
+        return
+    dies_once_published(disk, job)
     disk.uproot(f"{ONE}/{SHARD}")
     assert tracked(start(disk, "fresh", resume="fresh")) == []
     assert ONE not in names(disk) and names(disk, QUARANTINE)
@@ -1329,21 +1336,7 @@ def test_I8_a_fresh_start_refuses_a_failed_attempts_directory_at_another_name():
     """Catches: a name that no clean-up looks at, left behind: no start is possible any more."""
     disk = SimDisk()
     job = start(disk)
-    of = job.request(1)
-    job.fork(of)
-    job.write(of, 0)
-    published: list[str] = []
-
-    def before(index: int, method: str, path: str) -> None:
-        if published and method == "pwrite":
-            raise ProcessDead(path)
-        if method == "rename" and path.endswith(f"-> {ONE}"):
-            published.append(path)
-
-    job.storage.before = before
-    with pytest.raises(ProcessDead):
-        job.write(of, 1)
-    disk.kill("first")
+    dies_once_published(disk, job)
     SimStorage(disk, "person").rename(ONE, "iter_0000005")
     with pytest.raises(DamagedRoot, match="would leave iter_0000005 behind"):
         start(disk, "fresh", resume="fresh")
@@ -1361,3 +1354,81 @@ def test_I2_what_was_saved_after_a_fresh_start_is_not_moved_by_what_is_left_of_i
     disk.kill("fresh")
     stock_saves(disk, 2)
     assert tracked(start(disk, "second")) == [2] and TWO in names(disk)
+
+
+def test_I8_what_was_damaged_comes_back_once_a_person_has_repaired_it():
+    """Catches: advice to repair a checkpoint, and a start that moves what was repaired away again."""
+    disk = SimDisk()
+    saved(disk, 1)
+    disk.kill("first")
+    good = content(disk, f"{ONE}/{SHARD}")
+    leave_written(disk, 2)
+    replace(disk, f"{ONE}/{SHARD}", good[:-1])
+    job = start(disk, "second", opened=False)
+    job.storage.before = Strike("write", ".metadata", OSError(errno.ENOSPC, "full"))
+    with pytest.raises(StorageError):
+        job.open()
+    disk.kill("second")
+    person = SimStorage(disk, "person")
+    (aside,) = person.listdir(QUARANTINE)
+    person.rename(f"{QUARANTINE}/{aside}", ONE)
+    replace(disk, f"{ONE}/{SHARD}", good)
+    job = start(disk, "third", opened=False)
+    job.storage.before = Strike("write", ".metadata", OSError(errno.ENOSPC, "full"))
+    job.open()
+    assert tracked(job) == [1]
+
+
+def kill_at_every_call_of(disk_of: Callable[[], SimDisk], **options: Any) -> Iterator[SimDisk]:
+    """The disk after a start that dies before its first call, before its second, and so on."""
+    for index in count():
+        disk = disk_of()
+        storage = FaultStorage(SimStorage(disk, "dies"))
+        storage.before = DiesAt(index)
+        with suppress(ProcessDead):
+            start_with(storage, "dies", **options)
+            return
+        disk.kill("dies")
+        yield disk
+
+
+def two_saved() -> SimDisk:
+    disk = SimDisk()
+    saved(disk, 1, 3).close()
+    disk.kill("first")
+    return disk
+
+
+def test_I8_what_was_saved_after_a_fresh_start_that_died_is_not_moved_unasked():
+    """Catches: a fresh start that is completed over a checkpoint that somebody saved since, and begins
+    from zero."""
+    refused = 0
+    for disk in kill_at_every_call_of(two_saved, resume="fresh"):
+        stock_saves(disk, 2)
+        job = start(disk, "second", opened=False)
+        try:
+            job.open()
+        except DamagedRoot as error:
+            refused += 1
+            assert "step 2 was saved since" in str(error)
+            disk.kill("second")
+            assert tracked(start(disk, "third", resume="fresh")) == []
+        else:
+            assert tracked(job) in ([2], [1, 2, 3]) and TWO in names(disk)
+    assert refused > 5
+
+
+def test_a_fresh_start_over_a_rollback_that_died_begins_afresh():
+    """Catches: a fresh start that completes the rollback instead, and resumes from its target."""
+    for index in count():
+        disk = two_saved()
+        storage = FaultStorage(SimStorage(disk, "dies"))
+        job = start_with(storage, "dies")
+        storage.before = DiesAt(len(storage.calls) + index)
+        with suppress(ProcessDead):
+            job.coordinator.rollback(1)
+            break
+        disk.kill("dies")
+        assert tracked(start(disk, "fresh", resume="fresh")) == []
+        assert not {ONE, "iter_0000003"} & set(names(disk))
+    assert index > 5

@@ -558,7 +558,8 @@ def test_I7_what_lies_in_the_trash_is_not_what_stands_at_its_name(provenance, th
 @pytest.mark.parametrize("tracker", [names(199), names(200), names(201), MISSING])
 def test_I8_what_a_person_put_back_is_adopted(provenance, reason, tracker):
     """Catches: a checkpoint that somebody moved back to its name, and the tracker onto it, which goes to
-    quarantine again; one that was damaged, or that the tracker does not reach, which comes back."""
+    quarantine again; one that was damaged, or that the tracker does not reach, which comes back although
+    another one is tracked."""
     gone = replace(checkpoint(200, S.QUARANTINED, provenance=provenance), reason=reason)
     there = whole(200) if provenance == "saved" else stock(200)
     ledger = ledger_of(BASE, gone)

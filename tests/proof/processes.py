@@ -193,7 +193,8 @@ class Sweep:
             if finding.fatal:
                 self.fatal[name] += 1
         struck = sum(f.struck is not None for f in findings)
-        self.result.explored[name] = self.result.explored.get(name, 0) + struck
+        if struck:  # not the lives that show what there is to strike
+            self.result.explored[name] = self.result.explored.get(name, 0) + struck
         return sorted(findings, key=_by_index)
 
     def expect(self, finding: Finding, lives: Lives) -> None:
