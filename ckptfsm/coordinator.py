@@ -49,6 +49,7 @@ from ckptfsm.evidence import (
     read_manifest,
     read_tracker,
 )
+from ckptfsm.findings import PublishedEvidence, is_whole, why_not_whole
 from ckptfsm.journal import History, newest_segment, read_history
 from ckptfsm.layout import JOURNAL, LAYOUTS, MEGATRON, READERS, Layout, pin_name
 from ckptfsm.lease import RootLease, open_root
@@ -66,16 +67,7 @@ from ckptfsm.messages import (
 )
 from ckptfsm.opening import Opening, roll_back
 from ckptfsm.ports import Clock, Identity, PartFinisher, Storage
-from ckptfsm.recovery import (
-    Decision,
-    Interrupted,
-    PublishedEvidence,
-    Resume,
-    forget_moved,
-    is_whole,
-    plan,
-    why_not_whole,
-)
+from ckptfsm.recovery import Decision, Interrupted, Resume, forget_moved, plan
 from ckptfsm.retention import KeepAll, Policy
 from ckptfsm.trash import remove_marker, sweep_temporaries
 

@@ -41,6 +41,7 @@ from ckptfsm.evidence import (
     read_manifest,
     read_tracker,
 )
+from ckptfsm.findings import PublishedEvidence, is_its_own, is_whole, why_not_whole
 from ckptfsm.layout import (
     MANIFEST,
     PINS,
@@ -60,9 +61,8 @@ from ckptfsm.layout import (
     trash_dir,
 )
 from ckptfsm.lifecycle import Checkpoint
-from ckptfsm.messages import AttemptId, PartSpec
+from ckptfsm.messages import PartSpec
 from ckptfsm.ports import FileStat, Storage
-from ckptfsm.recovery import PublishedEvidence, is_its_own, is_whole, why_not_whole
 from ckptfsm.trash import sweep_attempt
 
 log = logging.getLogger("ckptfsm")
@@ -271,7 +271,7 @@ class Effects:
         there = self._look(checkpoint.step)
         if there is None:
             return False
-        moved = bool(self._lies_in(TRASH, checkpoint) or self._lies_in(QUARANTINE, checkpoint))
+        moved = bool(self.lies_in(TRASH, checkpoint) | self.lies_in(QUARANTINE, checkpoint))
         own = is_its_own(checkpoint, there, moved)
         if own and (there.of is not None or is_whole(checkpoint, there)):
             return True
@@ -286,9 +286,9 @@ class Effects:
             return None
         return inspect_published(self.storage, self.layout, step, files=False)
 
-    def _lies_in(self, directory: str, checkpoint: Checkpoint) -> list[str]:
-        """Where its own directory was moved to in trash or quarantine."""
-        return moved_aside(self.storage, directory).get(checkpoint.id, [])
+    def lies_in(self, directory: str, checkpoint: Checkpoint) -> frozenset[str]:
+        """Where its own directories were moved to in trash or quarantine."""
+        return frozenset(moved_aside(self.storage, directory).get(checkpoint.id, ()))
 
     def _prune_moved(self, checkpoint: Checkpoint, newer_step: int) -> str:
         """It left its name before. Bring it back, if it is needed after all.
@@ -296,7 +296,7 @@ class Effects:
         Raises ``DamagedRoot`` if something else has its name by now: it is kept elsewhere then.
         """
         self._settle(TRASH, "")
-        own = self._lies_in(TRASH, checkpoint)
+        own = sorted(self.lies_in(TRASH, checkpoint))
         if not own:
             return ""
         kept = self._kept_for_want(checkpoint, newer_step) or self._kept_by_people(checkpoint.step)
@@ -384,7 +384,7 @@ class Effects:
 
     def _may_be_foreign(self, checkpoint: Checkpoint, there: PublishedEvidence | None) -> bool:
         """True if what stands at the name of a failed attempt in place may be of value to somebody."""
-        left = self._lies_in(TRASH, checkpoint) or self._lies_in(QUARANTINE, checkpoint)
+        left = self.lies_in(TRASH, checkpoint) | self.lies_in(QUARANTINE, checkpoint)
         loadable = there is not None and there.found == "stock"
         name = self.layout.published_name(checkpoint.step)
         return bool(left) or loadable or not is_begun(self.storage, name)
@@ -394,14 +394,10 @@ class Effects:
         tracker = read_tracker(self.storage)
         return tracker.step is not None and tracker.step >= checkpoint.step
 
-    def in_quarantine(self, of: AttemptId) -> frozenset[str]:
-        """Where directories of an attempt lie in quarantine."""
-        return frozenset(moved_aside(self.storage, QUARANTINE).get(of, []))
-
     def is_taken(self, checkpoint: Checkpoint, earlier: frozenset[str]) -> bool:
         """True if a complete checkpoint of somebody else stands at its name. See ``quarantine``."""
         there = inspect_published(self.storage, self.layout, checkpoint.step)
-        moved = self._lies_in(TRASH, checkpoint) or self.in_quarantine(checkpoint.id) - earlier
+        moved = self.lies_in(TRASH, checkpoint) | (self.lies_in(QUARANTINE, checkpoint) - earlier)
         complete = there.found in ("manifest", "stock")
         return complete and not is_its_own(checkpoint, there, bool(moved))
 
@@ -413,9 +409,9 @@ class Effects:
         this was tried first. What came since is what was to be moved.
         """
         self.check_epoch()
-        for path in self._lies_in(TRASH, checkpoint):
+        for path in sorted(self.lies_in(TRASH, checkpoint)):
             self._move_aside(path, quarantine_dir(checkpoint.id))
-        moved = self.in_quarantine(checkpoint.id) - earlier
+        moved = self.lies_in(QUARANTINE, checkpoint) - earlier
         there = self._look(checkpoint.step) if alone else None
         if there is None or not is_its_own(checkpoint, there, bool(moved)):
             self._settle(QUARANTINE, "", TRASH)

@@ -47,7 +47,7 @@ from ckptfsm.errors import (
 )
 from ckptfsm.evidence import read_tracker
 from ckptfsm.journal import History, JournalWriter
-from ckptfsm.layout import JOURNAL, Layout, segment_name
+from ckptfsm.layout import JOURNAL, QUARANTINE, Layout, segment_name
 from ckptfsm.lease import RootLease
 from ckptfsm.ledger import Ledger, Rejected, Transition
 from ckptfsm.lifecycle import UNPUBLISHED, Checkpoint, State, writing_ranks
@@ -167,6 +167,7 @@ class Engine:
                 run_seconds=history.run_seconds,
                 rolling_back=history.rolling_back,
                 rolling_back_to=history.rolling_back_to,
+                begun_afresh=history.begun_afresh,
                 layout=self.effects.layout.name,
                 checkpoints=tuple(checkpoint_record(c) for c in checkpoints),
             )
@@ -371,7 +372,7 @@ class Engine:
         alone = not any(other.step == checkpoint.step for other in living)
         latest = self.ledger.latest()
         if checkpoint.id not in self._set_aside:
-            self._set_aside[checkpoint.id] = self.effects.in_quarantine(checkpoint.id)
+            self._set_aside[checkpoint.id] = self.effects.lies_in(QUARANTINE, checkpoint)
         earlier = self._set_aside[checkpoint.id]
         named = alone and read_tracker(self._storage).step == checkpoint.step
         if latest is not None and named and not self.effects.is_taken(checkpoint, earlier):

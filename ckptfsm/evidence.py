@@ -13,6 +13,7 @@ from types import MappingProxyType
 from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, Receipt, decode
 from ckptfsm.durable import list_names, lookup, says_what_is_there, walk_files
 from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema, describe
+from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence, is_whole
 from ckptfsm.layout import (
     MANIFEST,
     QUARANTINE,
@@ -30,13 +31,6 @@ from ckptfsm.lifecycle import Checkpoint, State, expected_reports
 from ckptfsm.messages import AttemptId
 from ckptfsm.ports import Storage
 from ckptfsm.receipts import Receipts
-from ckptfsm.recovery import (
-    Evidence,
-    PublishedEvidence,
-    StagingEvidence,
-    TrackerEvidence,
-    is_whole,
-)
 from ckptfsm.stock import COMMON, inspect_stock
 
 log = logging.getLogger("ckptfsm")

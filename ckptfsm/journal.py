@@ -121,7 +121,7 @@ class History:
 
     ``layout`` is the name of the one it was written in, "" where there is no journal. ``lost`` are the
     attempts that were withdrawn as damaged or missing, if nothing is tracked and nobody began afresh.
-    ``begun_afresh``: somebody did, and that has to be said again while their moves are to be finished.
+    ``begun_afresh``: somebody did, and nothing was tracked since.
     """
 
     ledger: Ledger
@@ -208,13 +208,14 @@ def _replay(
     known = set(checkpoints)
     run_seconds = opened.run_seconds
     rolling_back, target = opened.rolling_back, opened.rolling_back_to
-    afresh = rolling_back and target is None
+    afresh = opened.begun_afresh
     for index, record in enumerate(segment.records[1:], start=1):
         match record:
             case TransitionRecord():
                 _replay_transition(checkpoints, record, file, index)
                 known.add(record.of)
                 run_seconds = max(run_seconds, record.run_seconds)
+                afresh = afresh and (rolling_back or record.dest is not State.TRACKED)
             case RollbackStarted():
                 afresh = afresh or record.to_step is None
                 rolling_back, target = True, record.to_step
@@ -235,7 +236,7 @@ def _replay(
         frozenset(known),
         opened.layout,
         frozenset() if afresh else _lost(ledger),
-        afresh and bool(_lost(ledger)),
+        afresh,
     )
 
 

@@ -57,7 +57,8 @@ class Opening:
                 self._carry_out(action)
         self.engine.last_hope = None
         self._let_writers_go()
-        self._finish_rollback(history)
+        if self.engine.ledger.in_flight() is None:
+            self._finish_rollback(history)
         self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))
         self._refuse_half_open(decided.reasons)
 
@@ -87,10 +88,8 @@ class Opening:
             self._resume_rollback(target)
             if target is None or self.resume != "fresh":
                 return
-        again = history.begun_afresh and self.engine.ledger.latest() is None
         known = history.ledger.checkpoints or self.engine.ledger.checkpoints
-        afresh = self.resume == "fresh" and (known or lookup(self.storage, TRACKER) is not None)
-        if again or afresh:
+        if self.resume == "fresh" and (known or lookup(self.storage, TRACKER) is not None):
             self.engine.append(RollbackStarted(to_step=None, at=self.clock.wall()))
             roll_back(self.engine, None, self.clock.wall())
 

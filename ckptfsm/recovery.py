@@ -35,11 +35,13 @@ the evidence to quarantine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import groupby
+from types import MappingProxyType
 from typing import Literal
 
 from ckptfsm.errors import DamagedRoot
-from ckptfsm.layout import MEGATRON, Layout
+from ckptfsm.findings import Evidence, TrackerEvidence, is_its_own, is_whole, why_not_whole
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import UNPUBLISHED, Checkpoint, State
 from ckptfsm.messages import (
@@ -60,61 +62,7 @@ from ckptfsm.messages import (
 
 Resume = Literal["strict", "fallback", "fresh"]
 Interrupted = Literal["", "rollback", "fresh"]
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedEvidence:
-    """A directory under a published name.
-
-    ``manifest``: carries our manifest and every file of it; ``stock``: none, but a stock loader would
-    accept it; ``damaged``: our manifest does not hold; ``unexplained``: neither; ``no_directory``: a
-    link or a file, which is somebody else's.
-    """
-
-    step: int
-    found: Literal["manifest", "stock", "damaged", "unexplained", "no_directory"]
-    of: AttemptId | None = None
-    run_seconds: float = 0.0
-    detail: str = ""
-    metrics: tuple[tuple[str, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StagingEvidence:
-    """An attempt's staging directory; ``complete`` if it could be finalized as it is."""
-
-    complete: bool
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TrackerEvidence:
-    """What the tracker file says: a step, ``release``, nothing, or something else (torn)."""
-
-    found: Literal["missing", "step", "release", "torn"]
-    step: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """Everything on disk that recovery looks at.
-
-    ``strays`` are names it cannot explain and that are no checkpoint: in staging, or a directory that a
-    save has only begun. ``aside`` are the attempts of which a directory lies in quarantine, ``trashed``
-    those of which one lies in the trash, ``restorable`` the prunable ones that lie there whole.
-    ``mounts`` are published names on another file system.
-    """
-
-    tracker: TrackerEvidence
-    published: Mapping[int, PublishedEvidence] = field(default_factory=dict)
-    staging: Mapping[AttemptId, StagingEvidence] = field(default_factory=dict)
-    strays: tuple[str, ...] = ()
-    release: bool = False
-    layout: Layout = MEGATRON
-    aside: frozenset[AttemptId] = frozenset()
-    trashed: frozenset[AttemptId] = frozenset()
-    restorable: frozenset[AttemptId] = frozenset()
-    mounts: tuple[str, ...] = ()
+_INTENTS: Mapping[str, str] = MappingProxyType({"rollback": "rollback", "fresh": "fresh start"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +117,10 @@ def plan(
     unknown = _unknown(ledger, evidence, epoch, everything=resume == "fresh")
     decisions = _in_order(ledger, known, unknown)
     survivors = _survivors(ledger, evidence, decisions)
+    if interrupted and resume != "fresh":
+        _refuse_newcomer(interrupted, evidence.tracker, decisions)
     if "fresh" in (resume, interrupted):
         _refuse_leftovers(ledger, evidence, decisions)
-        if resume != "fresh":
-            _refuse_newcomer(evidence, decisions)
         reasons: tuple[str, ...] = ()
     else:
         reasons = _reasons(evidence, decisions, interrupted, lost)
@@ -220,10 +168,14 @@ def _in_order(ledger: Ledger, known: list[Decision], unknown: list[Decision]) ->
     rest = [d for d in unknown if d not in first]
     last = [d for d in rest if any(a.of.step in pruned for a in d.actions)]
     ordered = [*first, *staying, *(d for d in rest if d not in last)]
-    for decision in reversed(leaving):
-        of = {a.of.step for a in decision.actions}
-        ordered += [decision, *(d for d in last if any(a.of.step in of for a in d.actions))]
+    for step, prunes in groupby(reversed(leaving), key=_step):
+        ordered += [*prunes, *(d for d in last if _step(d) == step)]
     return ordered
+
+
+def _step(decision: Decision) -> int:
+    """Of a decision with actions: they are of one step."""
+    return decision.actions[0].of.step
 
 
 def _all(ledger: Ledger) -> list[Checkpoint]:
@@ -232,13 +184,6 @@ def _all(ledger: Ledger) -> list[Checkpoint]:
 
 def _by_id(checkpoint: Checkpoint) -> AttemptId:
     return checkpoint.id
-
-
-def is_whole(checkpoint: Checkpoint, there: PublishedEvidence) -> bool:
-    """True if what stands at its name is this very checkpoint, with all its files."""
-    if there.found == "stock":
-        return checkpoint.provenance == "adopted"
-    return there.found == "manifest" and there.of == checkpoint.id
 
 
 def _decide(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> Decision:
@@ -292,19 +237,6 @@ def _withdrawn(checkpoint: Checkpoint, evidence: Evidence) -> Decision:
     return _decision(checkpoint, found, f"withdrawn({reason})", gone.detail, gone)
 
 
-def is_its_own(checkpoint: Checkpoint, there: PublishedEvidence, moved: bool) -> bool:
-    """True if what stands at a checkpoint's name is its own, whole or damaged, and not a stranger's.
-
-    A directory that names no attempt (what was adopted has no manifest, and one may be torn or gone) is
-    taken for its own, unless that was ``moved`` to the trash or to quarantine.
-    """
-    if checkpoint.reason == "missing":  # it was not there when it was withdrawn
-        return False
-    if there.of is not None:
-        return there.of == checkpoint.id
-    return not moved and there.found != "no_directory"
-
-
 def _is_elsewhere(checkpoint: Checkpoint, evidence: Evidence) -> bool:
     """True if its own directory was moved to trash or quarantine: only these states may have left."""
     left = checkpoint.id in evidence.trashed or checkpoint.id in evidence.aside
@@ -314,8 +246,8 @@ def _is_elsewhere(checkpoint: Checkpoint, evidence: Evidence) -> bool:
 def _is_there(checkpoint: Checkpoint, evidence: Evidence) -> bool:
     """True if its own directory stands at its name.
 
-    What was saved here and withdrawn, and is there in a form that only a stock loader takes, a stock
-    trainer saved again: its own went to quarantine, and a person may have emptied that.
+    What was saved here and withdrawn by an earlier run, and is there in a form that only a stock loader
+    takes, a stock trainer saved again: its own went to quarantine, and a person may have emptied that.
     """
     there = evidence.published.get(checkpoint.step)
     if there is None:
@@ -324,15 +256,6 @@ def _is_there(checkpoint: Checkpoint, evidence: Evidence) -> bool:
     if withdrawn and there.found == "stock":
         return False
     return is_its_own(checkpoint, there, _is_elsewhere(checkpoint, evidence))
-
-
-def why_not_whole(there: PublishedEvidence | None) -> str:
-    """What to tell people of a checkpoint that is not."""
-    if there is None:
-        return "its directory is missing"
-    if there.found == "stock":
-        return "it has no manifest"
-    return there.detail or "another checkpoint stands at its name"
 
 
 def _decide_unpublished(
@@ -484,15 +407,22 @@ def _refuse_leftovers(ledger: Ledger, evidence: Evidence, decisions: list[Decisi
         )
 
 
-def _refuse_newcomer(evidence: Evidence, decisions: list[Decision]) -> None:
-    """A fresh start that is to be completed, and somebody has saved since: that is in use."""
-    step = evidence.tracker.step
-    actions = [a for d in decisions for a in d.actions]
-    if any(isinstance(a, Adopted) and a.of.step == step for a in actions):
+def _refuse_newcomer(
+    interrupted: Interrupted, tracker: TrackerEvidence, decisions: list[Decision]
+) -> None:
+    """Refuse to complete a rollback or a fresh start over what somebody has in use since.
+
+    A fresh start takes the tracker away first, a rollback puts it to its target.
+    """
+    adopted = {a.of.step for d in decisions for a in d.actions if isinstance(a, Adopted)}
+    used = tracker.found != "missing" if interrupted == "fresh" else tracker.step in adopted
+    if used:
+        again = "pass resume='fresh' again to move all of it to quarantine, or "
         raise DamagedRoot(
-            f"a fresh start was interrupted, and step {step} was saved since: pass resume='fresh' to "
-            "move it to quarantine too, or set it and the tracker aside until that is complete",
-            step=step,
+            f"a {_INTENTS[interrupted]} was interrupted, and the tracker says "
+            f"{_tracker_text(tracker)}: {again if interrupted == 'fresh' else ''}set aside what was "
+            "saved since, and the tracker, until that is complete",
+            step=tracker.step,
         )
 
 
@@ -532,7 +462,9 @@ def hopeless(reasons: Sequence[str]) -> DamagedRoot:
 
 
 def _tracker_text(tracker: TrackerEvidence) -> str:
-    return "something unreadable" if tracker.step is None else str(tracker.step)
+    if tracker.step is not None:
+        return str(tracker.step)
+    return "'release'" if tracker.found == "release" else "something unreadable"
 
 
 def _warnings(

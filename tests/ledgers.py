@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint, State
 from ckptfsm.messages import AttemptId, PartSpec
-from ckptfsm.recovery import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
 
 PARTS = (PartSpec("state"),)
 MISSING = TrackerEvidence("missing")

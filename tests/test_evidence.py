@@ -20,6 +20,7 @@ from ckptfsm.evidence import (
     read_manifest,
     read_tracker,
 )
+from ckptfsm.findings import TrackerEvidence
 from ckptfsm.layout import (
     MANIFEST,
     MEGATRON,
@@ -34,7 +35,6 @@ from ckptfsm.lifecycle import Checkpoint, State
 from ckptfsm.messages import AttemptId, PartSpec
 from ckptfsm.ports import RankJob
 from ckptfsm.receipts import Receipts
-from ckptfsm.recovery import TrackerEvidence
 from ckptfsm.testing.harness import FakeJob, FakePart, fake_content
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 from ckptfsm.writer import write_rank

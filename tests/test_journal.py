@@ -277,6 +277,31 @@ def test_requested_has_no_forks_after_a_restart():
     assert history.ledger.in_flight().forked == frozenset()
 
 
+LOST = created(9, S.QUARANTINED, reason="damaged")
+AFRESH = d.RollbackStarted(to_step=None)
+
+
+@pytest.mark.parametrize(
+    ("begun", "records", "afresh"),
+    [
+        (False, [], False),
+        (True, [], True),
+        (False, [d.RollbackStarted(to_step=50), d.RollbackFinished()], False),
+        (False, [AFRESH], True),
+        (False, [AFRESH, d.RollbackFinished()], True),
+        (False, [AFRESH, d.RollbackFinished(), *life(10)], False),
+        (True, life(10), False),
+    ],
+)
+def test_I8_a_fresh_start_counts_until_something_is_tracked(begun, records, afresh):
+    """Catches: what was lost before a fresh start, held against the runs after it; and what is lost in
+    those, not held against anyone."""
+    history = read_history(plant(lines(opened(begun_afresh=begun, checkpoints=(LOST,)), *records)))
+    assert history.begun_afresh == afresh
+    tracked = history.ledger.latest() is not None
+    assert history.lost == (frozenset() if afresh or tracked else {AttemptId(9, 1, 1)})
+
+
 @pytest.mark.parametrize(
     ("records", "expected"),
     [

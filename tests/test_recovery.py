@@ -24,20 +24,12 @@ from ledgers import (
 
 from ckptfsm import messages as m
 from ckptfsm.errors import DamagedRoot
+from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
 from ckptfsm.layout import MEGATRON
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint, State
 from ckptfsm.messages import AttemptId
-from ckptfsm.recovery import (
-    Decision,
-    Evidence,
-    Plan,
-    PublishedEvidence,
-    StagingEvidence,
-    TrackerEvidence,
-    forget_moved,
-    plan,
-)
+from ckptfsm.recovery import Decision, Plan, forget_moved, plan
 
 S = State
 EPOCH = 9
@@ -475,9 +467,21 @@ def test_fresh_is_the_way_out_of_a_hopeless_root(ledger, ev):
 def test_an_unfinished_fresh_start_goes_on():
     """Catches: a crash in the middle of a fresh start that makes the root hopeless."""
     ledger = ledger_of(checkpoint(100, S.QUARANTINED))
-    decide(ledger, evidence(names(100)), interrupted="fresh")
-    with pytest.raises(DamagedRoot):
-        decide(ledger, evidence(names(100), unexplained(5)), interrupted="fresh")
+    decide(ledger, evidence(MISSING), interrupted="fresh")
+    with pytest.raises(DamagedRoot, match="would leave"):
+        decide(ledger, evidence(MISSING, unexplained(5)), interrupted="fresh")
+
+
+@pytest.mark.parametrize(
+    "says", [names(100), names(200), names(300), TORN, TrackerEvidence("release")]
+)
+def test_I8_an_unfinished_fresh_start_does_not_take_a_tracker_away_unasked(says):
+    """Catches: what somebody saved since, and uses, moved to quarantine, and a start from zero."""
+    ledger = ledger_of(checkpoint(100, S.TRACKED), checkpoint(200, S.TRACKED))
+    there = evidence(says, whole(100), whole(200))
+    with pytest.raises(DamagedRoot, match="a fresh start was interrupted, and the tracker says"):
+        decide(ledger, there, interrupted="fresh")
+    assert plan(ledger, there, 9, "fresh", interrupted="fresh").reasons == ()
 
 
 # ---------------------------------------------------------------------------- idempotence (I8)
@@ -609,7 +613,8 @@ def test_what_lies_in_quarantine_is_not_asked_when_everything_is_to_go_there(res
     """Catches: a fresh start or rollback that a power loss, which shows a move at both its names, leaves
     half done."""
     gone = replace(checkpoint(200, S.QUARANTINED), reason="rollback")
-    ev = evidence(names(100), whole(100), unexplained(200), aside=frozenset({at(200)}))
+    tracker = MISSING if interrupted == "fresh" else names(100)
+    ev = evidence(tracker, whole(100), unexplained(200), aside=frozenset({at(200)}))
     found = plan(ledger_of(BASE, gone), ev, 9, resume, interrupted=interrupted)
     assert [d.actions for d in found.decisions if "200" in d.subject] == [(m.Quarantine(at(200)),)]
 
@@ -781,4 +786,4 @@ def test_I8_an_interrupted_rollback_gives_no_warnings():
     ledger = ledger_of(checkpoint(100, S.TRACKED), checkpoint(200, S.TRACKED))
     ev = evidence(names(100), whole(100), whole(200))
     assert plan(ledger, ev, 9, "fallback").warnings
-    assert plan(ledger, ev, 9, "fallback", interrupted="fresh").warnings == ()
+    assert plan(ledger, ev, 9, "fallback", interrupted="rollback").warnings == ()

@@ -25,16 +25,11 @@ import pytest
 from ckptfsm import messages as m
 from ckptfsm.documents import CheckpointRecord, checkpoint_of, checkpoint_record, encode
 from ckptfsm.errors import CkptFsmError
+from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
 from ckptfsm.ledger import Ledger, Rejected
 from ckptfsm.lifecycle import State, expected_reports, writing_ranks
 from ckptfsm.messages import AttemptId, PartSpec
-from ckptfsm.recovery import (
-    Evidence,
-    PublishedEvidence,
-    StagingEvidence,
-    TrackerEvidence,
-    plan,
-)
+from ckptfsm.recovery import plan
 from ckptfsm.retention import describe_tracked, parse_policy
 
 FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))

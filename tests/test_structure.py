@@ -20,6 +20,7 @@ PURE = {
     "messages.py",
     "lifecycle.py",
     "ledger.py",
+    "findings.py",
     "recovery.py",
     "retention.py",
     "layout.py",

@@ -82,6 +82,7 @@ _ENDED = frozenset(state.value for state in ENDED)
 _GONE = _ENDED - {_QUARANTINED}
 _ALONE = frozenset({"writer_forked", "shard_reported", "published"})  # concern no other checkpoint
 _REASONS = ("rollback", "damaged", "missing", "fresh")
+_CARRIED = ("run_seconds", "rolling_back", "rolling_back_to", "begun_afresh")
 _FIELDS = tuple(TransitionRecord.model_fields)
 _NONE = type(None)
 _PLAIN = (str, int, int, int, int, str, str, str, str, str, _NONE, int, float, str, _NONE)
@@ -261,6 +262,7 @@ class _Replay:
         self.run_seconds = 0.0
         self.rolling_back = False
         self.target: int | None = None
+        self.begun_afresh = False
         self._seals: list[_Raw] = []
         self._file = ""
         self._index = self._seq = self._epoch = self._attempt = 0
@@ -304,9 +306,9 @@ class _Replay:
     def _open(self, opened: _Raw) -> None:
         if opened["seals"] != self._seals:
             self.fail("seals-chain", f"it seals {len(opened['seals'])} of {len(self._seals)}")
-        state = (opened["run_seconds"], opened["rolling_back"], opened["rolling_back_to"])
-        if state != (self.run_seconds, self.rolling_back, self.target):
-            was = (self.run_seconds, self.rolling_back, self.target)
+        state = tuple(opened[name] for name in _CARRIED)
+        was = (self.run_seconds, self.rolling_back, self.target, self.begun_afresh)
+        if state != was:
             self.fail("snapshot", f"it opens with {state}, the segment before ended with {was}")
         carried = {_id_of(c): c for c in opened["checkpoints"]}
         if len(carried) != len(opened["checkpoints"]):
@@ -334,6 +336,7 @@ class _Replay:
         if target is not None and (self.in_flight is not None or target not in self.tracked):
             self.fail("intent", f"a rollback to {target}, which is not tracked, or during a save")
         self.rolling_back, self.target = True, target
+        self.begun_afresh = self.begun_afresh or target is None
 
     def _rollback_finished(self, record: _Raw) -> None:
         if not self.rolling_back:
@@ -482,6 +485,7 @@ class _Replay:
         if source == _TRACKED:
             del self.tracked[bisect_right(self.tracked, of[0]) - 1]
         if dest == _TRACKED:
+            self.begun_afresh = self.begun_afresh and self.rolling_back
             insort(self.tracked, of[0])
         if dest in _ENDED:
             self.ended.add(of)

@@ -11,10 +11,10 @@ from typing import Literal
 
 from hypothesis import strategies as st
 
+from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import FORGOTTEN, IN_FLIGHT, Checkpoint, State
 from ckptfsm.messages import AttemptId, PartSpec
-from ckptfsm.recovery import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
 from ckptfsm.retention import (
     AllOf,
     AnyOf,

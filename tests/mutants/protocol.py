@@ -113,8 +113,8 @@ ORDER = (
     mutant(
         "unfinished-rollback-is-forgotten",
         "opening",
-        "        self._finish_rollback(history)\n",
-        "",
+        "            self._finish_rollback(history)\n",
+        "            pass\n",
         breaks="I8",
         source="order",
         killers=("tests:test_attacks.py",),
@@ -465,9 +465,9 @@ FENCES = (
         "quarantine-is-not-fenced",
         "effects",
         """        self.check_epoch()
-        for path in self._lies_in(TRASH, checkpoint):
+        for path in sorted(self.lies_in(TRASH, checkpoint)):
 """,
-        """        for path in self._lies_in(TRASH, checkpoint):
+        """        for path in sorted(self.lies_in(TRASH, checkpoint)):
 """,
         breaks="I9",
         source="fencing",
@@ -497,7 +497,7 @@ FENCES = (
     ),
     mutant(
         "a-stranger-is-explained-away",
-        "recovery",
+        "findings",
         "    if there.of is not None:\n        return there.of == checkpoint.id\n",
         '    if there.of is not None and checkpoint.provenance != "adopted":\n'
         "        return there.of == checkpoint.id\n",
@@ -558,7 +558,7 @@ FENCES = (
     ),
     mutant(
         "what-is-saved-again-is-taken-for-what-was-missing",
-        "recovery",
+        "findings",
         '    if checkpoint.reason == "missing":  # it',
         "    if False:  # it",
         breaks="I2",
@@ -590,9 +590,9 @@ FENCES = (
         "prunes-are-decided-before-withdrawals",
         "recovery",
         "    ordered = [*first, *staying, *(d for d in rest if d not in last)]\n"
-        "    for decision in reversed(leaving):\n",
+        "    for step, prunes in groupby(reversed(leaving), key=_step):\n",
         "    ordered = [*first, *leaving, *staying, *(d for d in rest if d not in last)]\n"
-        "    for decision in ():\n",
+        "    for step, prunes in ():\n",
         breaks="I7",
         source="F17",
         killers=("tests:test_found_by_review.py", "exhaustive"),
@@ -610,7 +610,7 @@ FENCES = (
     mutant(
         "a-withdrawal-takes-whatever-has-the-name-now",
         "effects",
-        "        moved = self.in_quarantine(checkpoint.id) - earlier\n        there",
+        "        moved = self.lies_in(QUARANTINE, checkpoint) - earlier\n        there",
         "        moved = frozenset()\n        there",
         breaks="I1",
         source="F16",
@@ -658,12 +658,31 @@ FENCES = (
     mutant(
         "a-fresh-start-is-completed-over-what-came-since",
         "recovery",
-        "            _refuse_newcomer(evidence, decisions)\n",
-        "            pass\n",
+        '    used = tracker.found != "missing" if interrupted == "fresh" else tracker.step in adopted\n',
+        '    used = interrupted != "fresh" and tracker.step in adopted\n',
         breaks="I8",
         source="F33",
         killers=("tests:test_found_by_review.py",),
         why="a month of another trainer's goes to quarantine, and the run begins from zero",
+    ),
+    mutant(
+        "a-rollback-is-completed-over-what-came-since",
+        "recovery",
+        '    used = tracker.found != "missing" if interrupted == "fresh" else tracker.step in adopted\n',
+        '    used = tracker.found != "missing" and interrupted == "fresh"\n',
+        breaks="I8",
+        source="F33",
+        killers=("tests:test_found_by_review.py",),
+    ),
+    mutant(
+        "a-fresh-start-leaves-what-waits-to-be-tracked",
+        "opening",
+        "        if self.engine.ledger.in_flight() is None:\n            self._finish",
+        "        if True:\n            self._finish",
+        breaks="I8",
+        source="F33",
+        killers=("tests:test_found_by_review.py",),
+        why="it is refused, and the next start resumes from that",
     ),
     mutant(
         "a-fresh-start-only-completes-the-rollback",
@@ -675,14 +694,24 @@ FENCES = (
         killers=("tests:test_found_by_review.py",),
     ),
     mutant(
-        "a-finished-fresh-start-is-said-again",
-        "opening",
-        "        again = history.begun_afresh and self.engine.ledger.latest() is None\n",
-        "        again = history.begun_afresh\n",
-        breaks="I2",
+        "a-fresh-start-is-forgotten-at-the-next",
+        "engine",
+        "                begun_afresh=history.begun_afresh,\n",
+        "",
+        breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
-        why="what was saved since goes to quarantine",
+        killers=("tests:test_found_by_review.py", "traces"),
+        why="what was damaged before it is held against the runs after it",
+    ),
+    mutant(
+        "a-fresh-start-counts-for-ever",
+        "journal",
+        "                afresh = afresh and (rolling_back or record.dest is not State.TRACKED)\n",
+        "",
+        breaks="I8",
+        source="F33",
+        killers=("tests:test_journal.py",),
+        why="what is lost in the runs after it is no evidence: a start from zero",
     ),
     mutant(
         "what-was-repaired-is-moved-away-again",
@@ -745,7 +774,7 @@ FENCES = (
     mutant(
         "what-lay-in-quarantine-before-counts-as-moved",
         "engine",
-        "            self._set_aside[checkpoint.id] = self.effects.in_quarantine(checkpoint.id)\n",
+        "            self._set_aside[checkpoint.id] = self.effects.lies_in(QUARANTINE, checkpoint)\n",
         "            self._set_aside[checkpoint.id] = frozenset()\n",
         breaks="I2",
         source="F33",

@@ -221,6 +221,7 @@ class Journaled(NamedTuple):
     checkpoints: tuple[Checkpoint, ...] = ()
     rolling_back: bool = False
     target: int | None = None
+    begun_afresh: bool = False
 
     def state_of(self, of: Any) -> str:
         return next((c.state.value for c in self.checkpoints if c.id == of), "absent")
@@ -228,7 +229,11 @@ class Journaled(NamedTuple):
     def history(self, epoch: int) -> journal.History:
         """As ``read_history`` would return it."""
         ledger = journal.Ledger({c.id: c for c in self.checkpoints})
-        return journal.History(ledger, 0.0, (), epoch, self.rolling_back, self.target)
+        lost = frozenset() if self.begun_afresh else journal._lost(ledger)
+        back = (self.rolling_back, self.target)
+        return journal.History(
+            ledger, 0.0, (), epoch, *back, lost=lost, begun_afresh=self.begun_afresh
+        )
 
 
 class RecordJournal:
@@ -249,21 +254,24 @@ class RecordJournal:
             tuple(plain(documents.checkpoint_of(record)) for record in opened.checkpoints),
             opened.rolling_back,
             opened.rolling_back_to,
+            opened.begun_afresh,
         )
 
     def append(self, record: Any, *, essential: bool = False) -> None:
         self._hook("append", (record, essential))
-        checkpoints, rolling_back, target = self.value
+        checkpoints, rolling_back, target, afresh = self.value
         match record:
             case documents.TransitionRecord():
                 living = {c.id: c for c in checkpoints}
                 journal._replay_transition(living, record, self.file, 0)
                 checkpoints = tuple(plain(living[of]) for of in sorted(living))
+                afresh = afresh and (rolling_back or record.dest is not State.TRACKED)
             case documents.RollbackStarted():
+                afresh = afresh or record.to_step is None
                 rolling_back, target = True, record.to_step
             case documents.RollbackFinished():
                 rolling_back, target = False, None
-        self.value = Journaled(checkpoints, rolling_back, target)
+        self.value = Journaled(checkpoints, rolling_back, target, afresh)
         self._then(record)
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "lifecycle": ("lifecycle", "scenarios"),
         "ledger": ("ledger", "scenarios"),
+        "findings": ("recovery", "found_by_review"),
         "recovery": ("recovery", "regressions", "schedules", "found_by_review"),
         "retention": ("retention", "config"),
         "messages": ("ledger", "lifecycle"),

@@ -13,15 +13,10 @@ from hypothesis import strategies as st
 
 from ckptfsm import messages as m
 from ckptfsm.errors import DamagedRoot, IllegalTransition
+from ckptfsm.findings import Evidence, PublishedEvidence, TrackerEvidence
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import IN_FLIGHT, Checkpoint, State
-from ckptfsm.recovery import (
-    Evidence,
-    PublishedEvidence,
-    TrackerEvidence,
-    forget_moved,
-    plan,
-)
+from ckptfsm.recovery import forget_moved, plan
 from ckptfsm.retention import describe_tracked
 from ckptfsm.testing.strategies import evidences, ledgers, policies, steps
 
