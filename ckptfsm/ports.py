@@ -302,6 +302,10 @@ class WriterProcess(Protocol):
         """Kill it and everything it started. True once it is certainly gone."""
         ...
 
+    def whereabouts(self) -> str:
+        """Where it and its workers stand, for people who look for a hang; "" if nobody can tell."""
+        ...
+
 
 Launch = Callable[[Storage, RankJob], WriterProcess]
 """Starts a rank's writer. When it returns, the writer owns a copy: the data may change."""

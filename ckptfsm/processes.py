@@ -26,6 +26,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from ckptfsm.errors import describe, first_os_error
@@ -83,6 +84,10 @@ class Child:
             else:
                 os.kill(self.pid, signal.SIGKILL)
         return self.wait(timeout_s) is not None
+
+    def whereabouts(self) -> str:
+        """Pid, state and kernel function of it and its workers. See ``ports.WriterProcess``."""
+        return ", ".join(_stand(pid) for pid in [self.pid, *children_of(self.pid)])
 
     def _drain(self) -> None:
         while self._pipe is not None:
@@ -187,6 +192,26 @@ def let_children_die_too() -> None:
 
 def _ask_kernel() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that any thread of one has forked and not reaped. Empty if it is gone."""
+    found: list[int] = []
+    tasks = Path(f"/proc/{pid}/task")
+    with contextlib.suppress(FileNotFoundError):
+        for task in list(tasks.iterdir()):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+                found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def _stand(pid: int) -> str:
+    """As ``ps -o pid,state,wchan`` has it, for example "4242 D jbd2_log_wait_commit"."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return f"{pid} {state} {Path(f'/proc/{pid}/wchan').read_text()}"
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return f"{pid} gone"
 
 
 def _watch_parent(parent: int) -> None:

@@ -180,8 +180,9 @@ class RankWriter:
             return []
         self._reported = True
         if outcome is None:
+            where = self.process.whereabouts()
             self.process.kill(timeout_s=0.0)
-            detail = f"rank {self._rank}: its writer missed its deadline"
+            detail = f"rank {self._rank}: {missed_deadline(where)}"
             return [Failed(self.of, "writer_hung", detail, self._rank)]
         return self._judge(outcome)
 
@@ -220,6 +221,11 @@ class RankWriter:
             except OSError as error:  # the disk is sick: the other ranks must not wait for this one
                 return f"{path}: {describe(error)}"
         return ""
+
+
+def missed_deadline(whereabouts: str) -> str:
+    """What to tell people of a writer that hangs: on a disk, or on a lock?"""
+    return "its writer missed its deadline" + (f" at {whereabouts}" if whereabouts else "")
 
 
 def launch_forked(storage: Storage, job: RankJob) -> Child:

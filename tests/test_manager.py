@@ -991,7 +991,7 @@ def test_I10_a_writer_that_hangs_fails_at_its_deadline(run: Run):
     manager.poll()
     assert not handle.done
     run.clock.advance(101)
-    with pytest.raises(SaveFailed, match="missed its deadline"):
+    with pytest.raises(SaveFailed, match=f"missed its deadline at {child.pid} "):
         handle.wait()
     assert handle.exception().reason == "writer_hung"
     assert child.wait(30).exitcode == -signal.SIGKILL  # killed, but nobody has waited for its end

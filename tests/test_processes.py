@@ -188,6 +188,30 @@ def test_F1_kill_takes_the_grandchildren_too(tmp_path: Path):
     os.close(read_end)
 
 
+def test_F3_a_writer_that_hangs_can_be_located(tmp_path: Path):
+    """Catches: a hang that nobody can explain: was it the disk, or a lock?"""
+    read_end, write_end = os.pipe()
+    gate = Gate(tmp_path / "gate")
+
+    def job() -> None:
+        worker = os.fork()
+        if worker == 0:
+            gate.hold()
+            os._exit(0)
+        os.write(write_end, b"%d\n" % worker)
+        gate.hold()
+
+    child = fork_child(job, keep=(write_end,), group=True)
+    os.close(write_end)
+    with os.fdopen(read_end) as told:
+        worker = told.readline().strip()
+    seen = [place.split() for place in child.whereabouts().split(", ")]
+    assert [pid for pid, _, _ in seen] == [str(child.pid), worker]
+    assert all(state in "RSD" for _, state, _ in seen)
+    assert child.kill() is True
+    assert child.whereabouts() == f"{child.pid} gone"
+
+
 def test_grandchildren_end_when_the_writer_ends_by_itself(tmp_path: Path):
     """F13. Catches: a worker that outlives its writer and writes late."""
     read_end, write_end = os.pipe()

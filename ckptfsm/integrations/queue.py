@@ -38,6 +38,7 @@ from ckptfsm.megatron.foreign import ForeignRequest, StagedRequest, stage_reques
 from ckptfsm.megatron.transport import transport_of
 from ckptfsm.ports import Outcome, Transport
 from ckptfsm.processes import Child, fork_child
+from ckptfsm.writer import missed_deadline
 
 if TYPE_CHECKING:
     from ckptfsm.megatron.manager import CheckpointManager
@@ -70,7 +71,8 @@ class _Call:
 
     def _judge(self, outcome: Outcome | None) -> None:
         if outcome is None:
-            self.problem = SaveFailed("its writer missed its deadline", reason="writer_hung")
+            where = self.child.whereabouts() if self.child is not None else ""
+            self.problem = SaveFailed(missed_deadline(where), reason="writer_hung")
         elif outcome.succeeded:
             self.payload = outcome.payload
         elif outcome.error is None or outcome.error.kind == WriterDied.kind:

@@ -16,7 +16,6 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from ckptfsm.layout import join
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.messages import PartSpec
 from ckptfsm.ports import Storage, Written
-from ckptfsm.processes import let_children_die_too
+from ckptfsm.processes import children_of, let_children_die_too
 from ckptfsm.stock import COMMON
 
 _WATCH_S = 0.1
@@ -197,14 +196,8 @@ def _watch_workers() -> None:
     """End this writer as soon as one of its workers ended badly: nobody else would notice."""
     pause = threading.Event()
     while not pause.wait(_WATCH_S):
-        if any(_ended_badly(pid) for pid in _children()):
+        if any(_ended_badly(pid) for pid in children_of(os.getpid())):
             os._exit(_WORKER_DIED)
-
-
-def _children() -> list[int]:
-    """The processes that any thread of this one has forked and not reaped."""
-    tasks = Path("/proc/self/task")
-    return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
 
 
 def _ended_badly(pid: int) -> bool:

@@ -112,7 +112,9 @@ def test_hung_writer_raises_on_all_ranks(
         writer_timeout_s=10.0,
     )
     writer = paused.arrival(job)
-    assert_only_the_second_failed(job.results(), "SaveFailed", "writer_hung")
+    ranks = job.results()
+    assert_only_the_second_failed(ranks, "SaveFailed", "writer_hung")
+    assert f"missed its deadline at {writer['pid']} S " in the_error(ranks[0])["text"]
     assert await_death(writer["pid"], 5.0)
 
 

@@ -281,6 +281,9 @@ class WorldWriter:
         self._site.kill(self._process)
         return True
 
+    def whereabouts(self) -> str:
+        return ""
+
     def _work(self) -> None:
         site = self._site
         lies = site.chance(site.stale * 0.1)
