@@ -233,6 +233,7 @@ class Coordinator:
             lease.epoch,
             self._options.resume,
             interrupted=_interrupted(history),
+            target=history.rolling_back_to,
             lost=history.lost,
         )
         trade = Trade(

@@ -117,6 +117,10 @@ class Opening:
         if rewrite or read_tracker(self.storage).step != latest.step:
             self.engine.run(WriteTracker(latest.id))
 
+    def _next_file(self, waiting: Checkpoint) -> str:
+        tracked_next = waiting.state is State.FINALIZED
+        return TRACKER if tracked_next else self.engine.effects.layout.published_name(waiting.step)
+
     def _refuse_half_open(self, reasons: Sequence[str]) -> None:
         """A published checkpoint that the disk did not let be tracked is not passed over (I8).
 
@@ -126,7 +130,7 @@ class Opening:
         if waiting is not None:
             raise StorageError(
                 f"step {waiting.step} is {waiting.state.value}, and its next effect failed",
-                file=self.storage.root,
+                file=self._next_file(waiting),
                 step=waiting.step,
             )
         latest = self.engine.ledger.latest()

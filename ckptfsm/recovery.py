@@ -102,11 +102,12 @@ def plan(
     resume: Resume,
     *,
     interrupted: Interrupted = "",
+    target: int | None = None,
     lost: frozenset[AttemptId] = frozenset(),
 ) -> Plan:
-    """Decide. ``epoch`` is the new run's; ``interrupted``: a rollback or a fresh start is to go
-    on, so the tracker and the journal are expected to differ. ``lost``: withdrawn by the last run, as
-    damaged or missing.
+    """Decide. ``epoch`` is the new run's; ``interrupted``: a rollback (to ``target``) or a fresh start
+    is to go on, so the tracker and the journal are expected to differ. ``lost``: withdrawn by the last
+    run, as damaged or missing.
 
     Raises ``DamagedRoot`` when there is evidence of a checkpoint and none to resume from, or, with
     ``strict``, when the newest one is not what tracker and journal say.
@@ -118,7 +119,7 @@ def plan(
     decisions = _in_order(ledger, known, unknown)
     survivors = _survivors(ledger, evidence, decisions)
     if interrupted and resume != "fresh":
-        _refuse_newcomer(interrupted, evidence.tracker, decisions)
+        _refuse_newcomer(interrupted, evidence.tracker, target, ledger)
     if "fresh" in (resume, interrupted):
         _refuse_leftovers(ledger, evidence, decisions)
         reasons: tuple[str, ...] = ()
@@ -408,14 +409,21 @@ def _refuse_leftovers(ledger: Ledger, evidence: Evidence, decisions: list[Decisi
 
 
 def _refuse_newcomer(
-    interrupted: Interrupted, tracker: TrackerEvidence, decisions: list[Decision]
+    interrupted: Interrupted, tracker: TrackerEvidence, target: int | None, ledger: Ledger
 ) -> None:
-    """Refuse to complete a rollback or a fresh start over what somebody has in use since.
+    """Refuse to complete a rollback or a fresh start over what somebody may have in use since.
 
-    A fresh start takes the tracker away first, a rollback puts it to its target.
+    A fresh start takes the tracker away first, a rollback puts it to its target: before that it names
+    the newest one, and afterwards perhaps one below, if the target is damaged.
     """
-    adopted = {a.of.step for d in decisions for a in d.actions if isinstance(a, Adopted)}
-    used = tracker.found != "missing" if interrupted == "fresh" else tracker.step in adopted
+    latest = ledger.latest()
+    if interrupted == "fresh" or tracker.found == "release":
+        used = tracker.found != "missing"
+    else:
+        ours = latest is not None and tracker.step == latest.step
+        used = (
+            tracker.step is not None and target is not None and tracker.step > target and not ours
+        )
     if used:
         again = "pass resume='fresh' again to move all of it to quarantine, or "
         raise DamagedRoot(

@@ -484,6 +484,33 @@ def test_I8_an_unfinished_fresh_start_does_not_take_a_tracker_away_unasked(says)
     assert plan(ledger, there, 9, "fresh", interrupted="fresh").reasons == ()
 
 
+@pytest.mark.parametrize(
+    ("says", "goes_on"),
+    [
+        (names(50), True),  # the target was damaged, and the next one below was taken
+        (names(100), True),
+        (names(300), True),  # not moved yet
+        (MISSING, True),
+        (TORN, True),
+        (names(200), False),
+        (names(400), False),
+        (TrackerEvidence("release"), False),
+    ],
+)
+def test_I8_an_unfinished_rollback_does_not_take_over_what_is_in_use(says, goes_on):
+    """Catches: a rollback that is completed over what somebody saved since, also at a step that it had
+    not moved yet."""
+    ledger = ledger_of(*(checkpoint(s, S.TRACKED) for s in (50, 100, 200, 300)))
+    there = evidence(says, *(whole(s) for s in (50, 100, 200, 300)))
+    if goes_on:
+        assert plan(ledger, there, 9, "strict", interrupted="rollback", target=100).warnings == ()
+        return
+    for resume in ("strict", "fallback"):
+        with pytest.raises(DamagedRoot, match="a rollback was interrupted, and the tracker says"):
+            plan(ledger, there, 9, resume, interrupted="rollback", target=100)
+    assert plan(ledger, there, 9, "fresh", interrupted="rollback", target=100).reasons == ()
+
+
 # ---------------------------------------------------------------------------- idempotence (I8)
 
 

@@ -658,8 +658,8 @@ FENCES = (
     mutant(
         "a-fresh-start-is-completed-over-what-came-since",
         "recovery",
-        '    used = tracker.found != "missing" if interrupted == "fresh" else tracker.step in adopted\n',
-        '    used = interrupted != "fresh" and tracker.step in adopted\n',
+        '        used = tracker.found != "missing"\n',
+        '        used = tracker.found == "release"\n',
         breaks="I8",
         source="F33",
         killers=("tests:test_found_by_review.py",),
@@ -668,8 +668,8 @@ FENCES = (
     mutant(
         "a-rollback-is-completed-over-what-came-since",
         "recovery",
-        '    used = tracker.found != "missing" if interrupted == "fresh" else tracker.step in adopted\n',
-        '    used = tracker.found != "missing" and interrupted == "fresh"\n',
+        " and tracker.step > target and not ours\n",
+        " and False\n",
         breaks="I8",
         source="F33",
         killers=("tests:test_found_by_review.py",),
