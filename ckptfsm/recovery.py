@@ -119,7 +119,7 @@ def plan(
     decisions = _in_order(ledger, known, unknown)
     survivors = _survivors(ledger, evidence, decisions)
     if interrupted and resume != "fresh":
-        _refuse_newcomer(interrupted, evidence.tracker, target, ledger)
+        _refuse_newcomer(interrupted, target, ledger, evidence)
     if "fresh" in (resume, interrupted):
         _refuse_leftovers(ledger, evidence, decisions)
         reasons: tuple[str, ...] = ()
@@ -409,21 +409,19 @@ def _refuse_leftovers(ledger: Ledger, evidence: Evidence, decisions: list[Decisi
 
 
 def _refuse_newcomer(
-    interrupted: Interrupted, tracker: TrackerEvidence, target: int | None, ledger: Ledger
+    interrupted: Interrupted, target: int | None, ledger: Ledger, evidence: Evidence
 ) -> None:
     """Refuse to complete a rollback or a fresh start over what somebody may have in use since.
 
     A fresh start takes the tracker away first, a rollback puts it to its target: before that it names
     the newest one, and afterwards perhaps one below, if the target is damaged.
     """
-    latest = ledger.latest()
+    tracker = evidence.tracker
     if interrupted == "fresh" or tracker.found == "release":
         used = tracker.found != "missing"
     else:
-        ours = latest is not None and tracker.step == latest.step
-        used = (
-            tracker.step is not None and target is not None and tracker.step > target and not ours
-        )
+        above = tracker.step is not None and target is not None and tracker.step > target
+        used = above and not _named_before(ledger, evidence)
     if used:
         again = "pass resume='fresh' again to move all of it to quarantine, or "
         raise DamagedRoot(
@@ -432,6 +430,16 @@ def _refuse_newcomer(
             "saved since, and the tracker, until that is complete",
             step=tracker.step,
         )
+
+
+def _named_before(ledger: Ledger, evidence: Evidence) -> bool:
+    """True if the tracker is as before a rollback: at the newest one, or at one that is lost by now."""
+    step, latest = evidence.tracker.step, ledger.latest()
+    there = evidence.published.get(step) if step is not None else None
+    complete = there is not None and there.found in ("manifest", "stock")
+    gone = [c for c in ledger.in_state(State.QUARANTINED) if c.reason in ("damaged", "missing")]
+    lost = any(c.step == step for c in gone) and not complete
+    return lost or (latest is not None and step == latest.step)
 
 
 def _reasons(

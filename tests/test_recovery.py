@@ -511,6 +511,20 @@ def test_I8_an_unfinished_rollback_does_not_take_over_what_is_in_use(says, goes_
     assert plan(ledger, there, 9, "fresh", interrupted="rollback", target=100).reasons == ()
 
 
+@pytest.mark.parametrize("there", [damaged(300), None, whole(300), stock(300)])
+@pytest.mark.parametrize("reason", ["damaged", "missing", "rollback"])
+def test_I8_an_unfinished_rollback_goes_on_where_the_tracker_names_what_was_lost(there, reason):
+    """Catches: a rollback that is never completed, as what the tracker named was damaged before it."""
+    lost = replace(checkpoint(300, S.QUARANTINED), reason=reason)
+    ledger = ledger_of(checkpoint(100, S.TRACKED), lost)
+    ev = evidence(names(300), whole(100), *([there] if there else []))
+    if reason != "rollback" and there in (damaged(300), None):
+        assert plan(ledger, ev, 9, "strict", interrupted="rollback", target=100).warnings == ()
+        return
+    with pytest.raises(DamagedRoot, match="a rollback was interrupted, and the tracker says 300"):
+        plan(ledger, ev, 9, "fallback", interrupted="rollback", target=100)
+
+
 # ---------------------------------------------------------------------------- idempotence (I8)
 
 

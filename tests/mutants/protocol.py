@@ -668,8 +668,8 @@ FENCES = (
     mutant(
         "a-rollback-is-completed-over-what-came-since",
         "recovery",
-        " and tracker.step > target and not ours\n",
-        " and False\n",
+        "        used = above and not _named_before(ledger, evidence)\n",
+        "        used = False\n",
         breaks="I8",
         source="F33",
         killers=("tests:test_found_by_review.py",),

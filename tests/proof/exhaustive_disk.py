@@ -279,12 +279,15 @@ class RecordJournal:
 
 
 def plain(checkpoint: Checkpoint) -> Checkpoint:
-    """Without the words for people, and once published without who reported: nothing reads them."""
+    """Without the words for people, and once published without who reported: nothing reads them. Why
+    one was withdrawn, recovery reads.
+    """
     if checkpoint.state in _PUBLISHED and (checkpoint.forked or checkpoint.reported):
         nobody: frozenset[Any] = frozenset()
         checkpoint = replace(checkpoint, forked=nobody, reported=nobody, gone=nobody)
-    if checkpoint.reason or checkpoint.detail:
-        return replace(checkpoint, reason="", detail="")
+    reason = checkpoint.reason if checkpoint.state is State.QUARANTINED else ""
+    if checkpoint.reason != reason or checkpoint.detail:
+        return replace(checkpoint, reason=reason, detail="")
     return checkpoint
 
 
