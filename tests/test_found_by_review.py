@@ -1584,3 +1584,23 @@ def test_I8_a_fresh_start_does_not_leave_what_waits_to_be_tracked():
         job.open()
     base.kill("fresh")
     assert tracked(start(base, "third")) == [1, 2]
+
+
+def test_I8_a_rollback_goes_on_if_what_the_tracker_named_was_damaged_meanwhile():
+    """Catches: a rollback that no start completes, as the tracker names neither its target nor the
+    newest one. The exhaustive search found it."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+    dies = Strike("open_exclusive", TRACKER, ProcessDead("dies"))
+    job.storage.before = dies
+    with pytest.raises(ProcessDead):
+        job.coordinator.rollback(1)
+    disk.kill("first")
+    disk.uproot(f"{TWO}/{SHARD}")
+    job = start(disk, "second", opened=False)
+    job.storage.before = dies
+    with pytest.raises(ProcessDead):
+        job.open()
+    disk.kill("second")
+    assert content(disk, TRACKER) == b"2"
+    assert tracked(start(disk, "third")) == [1]
