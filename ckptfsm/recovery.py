@@ -34,10 +34,9 @@ the evidence to quarantine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from types import MappingProxyType
 from typing import Literal
 
 from ckptfsm.errors import DamagedRoot
@@ -62,7 +61,6 @@ from ckptfsm.messages import (
 
 Resume = Literal["strict", "fallback", "fresh"]
 Interrupted = Literal["", "rollback", "fresh"]
-_INTENTS: Mapping[str, str] = MappingProxyType({"rollback": "rollback", "fresh": "fresh start"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,8 +393,8 @@ def _refuse_leftovers(ledger: Ledger, evidence: Evidence, decisions: list[Decisi
     for step, there in sorted(evidence.published.items()):
         name = evidence.layout.published_name(step)
         failing = ledger.checkpoints.get(there.of) if there.of is not None else None
-        cleaned = failing is not None and failing.state in (*UNPUBLISHED, State.FAILED)
-        if cleaned and failing is not None and failing.step == step:
+        cleaned = (*UNPUBLISHED, State.FAILED)
+        if failing is not None and failing.state in cleaned and failing.step == step:
             stuck = [n for n in stuck if n != name]
         elif there.found == "no_directory" and name not in stuck:
             stuck.append(name)
@@ -423,11 +421,13 @@ def _refuse_newcomer(
         above = tracker.step is not None and target is not None and tracker.step > target
         used = above and not _named_before(ledger, evidence)
     if used:
-        again = "pass resume='fresh' again to move all of it to quarantine, or "
+        intent, remedy = "rollback", ""
+        if interrupted == "fresh":
+            intent = "fresh start"
+            remedy = "pass resume='fresh' again to move all of it to quarantine, or "
         raise DamagedRoot(
-            f"a {_INTENTS[interrupted]} was interrupted, and the tracker says "
-            f"{_tracker_text(tracker)}: {again if interrupted == 'fresh' else ''}set aside what was "
-            "saved since, and the tracker, until that is complete",
+            f"a {intent} was interrupted, and the tracker says {_tracker_text(tracker)}: {remedy}set "
+            "aside what was saved since, and the tracker, until that is complete",
             step=tracker.step,
         )
 
@@ -437,9 +437,9 @@ def _named_before(ledger: Ledger, evidence: Evidence) -> bool:
     step, latest = evidence.tracker.step, ledger.latest()
     there = evidence.published.get(step) if step is not None else None
     complete = there is not None and there.found in ("manifest", "stock")
-    gone = [c for c in ledger.in_state(State.QUARANTINED) if c.reason in ("damaged", "missing")]
-    lost = any(c.step == step for c in gone) and not complete
-    return lost or (latest is not None and step == latest.step)
+    withdrawn = ledger.in_state(State.QUARANTINED)
+    gone = {c.step for c in withdrawn if c.reason in ("damaged", "missing")}
+    return (step in gone and not complete) or (latest is not None and step == latest.step)
 
 
 def _reasons(

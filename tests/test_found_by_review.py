@@ -1342,8 +1342,8 @@ def test_I8_a_fresh_start_refuses_a_failed_attempts_directory_at_another_name():
         start(disk, "fresh", resume="fresh")
 
 
-def test_I2_what_was_saved_after_a_fresh_start_is_not_moved_by_what_is_left_of_it():
-    """Catches: a fresh start that is said again over a checkpoint that is in use by now."""
+def fresh_with_a_move_left() -> SimDisk:
+    """Step 1 was damaged; a fresh start could not move it, and its process is gone."""
     disk = SimDisk()
     saved(disk, 1).close()
     disk.kill("first")
@@ -1352,6 +1352,12 @@ def test_I2_what_was_saved_after_a_fresh_start_is_not_moved_by_what_is_left_of_i
     fails_once(job, "rename", ONE)
     job.open()
     disk.kill("fresh")
+    return disk
+
+
+def test_I2_what_was_saved_after_a_fresh_start_is_not_moved_by_what_is_left_of_it():
+    """Catches: a fresh start that is said again over a checkpoint that is in use by now."""
+    disk = fresh_with_a_move_left()
     stock_saves(disk, 2)
     assert tracked(start(disk, "second")) == [2] and TWO in names(disk)
 
@@ -1487,23 +1493,11 @@ class Both:
 
 def test_I8_a_fresh_start_is_not_forgotten_by_a_start_that_dies():
     """Catches: a damaged checkpoint, moved aside by a fresh start at last, held against a later run."""
-    base = SimDisk()
-    saved(base, 1).close()
-    base.kill("first")
-    base.uproot(f"{ONE}/{SHARD}")
-    job = start(base, "fresh", opened=False, resume="fresh")
-    fails_once(job, "rename", ONE)
-    job.open()
-    base.kill("fresh")
-    for index in count():
-        disk = base.fork()
-        storage = FaultStorage(SimStorage(disk, "dies"), before=DiesAt(index))
-        with suppress(ProcessDead):
-            start_with(storage, "dies")
-            break
-        disk.kill("dies")
+    kills = 0
+    for disk in kill_at_every_call_of(fresh_with_a_move_left):
         assert tracked(start(disk, "third")) == []
-    assert index > 5
+        kills += 1
+    assert kills > 5
 
 
 class SickTrash:
