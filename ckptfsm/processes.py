@@ -211,7 +211,7 @@ def _stand(pid: int) -> str:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return f"{pid} {state} {Path(f'/proc/{pid}/wchan').read_text()}"
     except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return f"{pid} gone"
+        return f"{pid} is gone, or not ours to see"
 
 
 def _watch_parent(parent: int) -> None:

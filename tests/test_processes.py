@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from ckptfsm.ports import ChildError, Outcome
-from ckptfsm.processes import Child, fork_child
+from ckptfsm.processes import Child, children_of, fork_child
 from ckptfsm.testing.fakes import Gate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -209,7 +209,25 @@ def test_F3_a_writer_that_hangs_can_be_located(tmp_path: Path):
     assert [pid for pid, _, _ in seen] == [str(child.pid), worker]
     assert all(state in "RSD" for _, state, _ in seen)
     assert child.kill() is True
-    assert child.whereabouts() == f"{child.pid} gone"
+    assert child.whereabouts() == f"{child.pid} is gone, or not ours to see"
+
+
+def test_a_thread_that_ended_hides_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Catches: what watches a writer's workers, ended by a thread that ended while it looked."""
+    gate = Gate(tmp_path / "gate")
+    child = fork_child(gate.hold, keep=(), group=True)
+    ended_thread = threading.Thread(target=int)
+    ended_thread.start()
+    ended_thread.join()
+    listed = Path.iterdir
+
+    def with_the_ended(place: Path) -> list[Path]:
+        return [place / str(ended_thread.native_id), *listed(place)]
+
+    monkeypatch.setattr(Path, "iterdir", with_the_ended)
+    assert child.pid in children_of(os.getpid())
+    assert child.kill() is True
+    assert child.pid not in children_of(os.getpid())
 
 
 def test_grandchildren_end_when_the_writer_ends_by_itself(tmp_path: Path):
