@@ -73,7 +73,7 @@ class Task:
         try:
             self.result = self._work()
         except ProcessDead:
-            pass
+            pass  # killed, as somebody wanted
         except SimulationFailed as failure:
             self._world.fail(failure)
         except BaseException:  # nothing else may come out of a program: it is a finding
