@@ -233,7 +233,7 @@ class Coordinator:
             lease.epoch,
             self._options.resume,
             interrupted=_interrupted(history),
-            target=history.rolling_back_to,
+            target=history.intent.target,
             lost=history.lost,
         )
         trade = Trade(
@@ -683,6 +683,6 @@ def _step_of(checkpoint: Checkpoint | None) -> int | None:
 
 
 def _interrupted(history: History) -> Interrupted:
-    if not history.rolling_back:
+    if not history.intent.rolling_back:
         return ""
-    return "fresh" if history.rolling_back_to is None else "rollback"
+    return "fresh" if history.intent.target is None else "rollback"

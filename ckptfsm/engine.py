@@ -165,9 +165,9 @@ class Engine:
                 at=self._clock.wall(),
                 seals=history.seals,
                 run_seconds=history.run_seconds,
-                rolling_back=history.rolling_back,
-                rolling_back_to=history.rolling_back_to,
-                begun_afresh=history.begun_afresh,
+                rolling_back=history.intent.rolling_back,
+                rolling_back_to=history.intent.target,
+                begun_afresh=history.intent.begun_afresh,
                 layout=self.effects.layout.name,
                 checkpoints=tuple(checkpoint_record(c) for c in checkpoints),
             )

@@ -45,7 +45,7 @@ from ckptfsm.errors import JournalCorrupt, OutcomeUnknown, StorageError
 from ckptfsm.layout import JOURNAL, parse_segment, segment_name
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import FORGOTTEN, TABLE, Checkpoint, State, writing_ranks
-from ckptfsm.messages import AttemptId
+from ckptfsm.messages import UNUSABLE, AttemptId
 from ckptfsm.ports import Storage
 
 BLOCK_BYTES = 16 * 1024
@@ -116,24 +116,49 @@ def _decode_record(body: bytes, file: str, offset: int) -> Record:
 
 
 @dataclass(frozen=True, slots=True)
+class Intent:
+    """What a person asked of the whole root: to go back to ``target``, or to begin afresh (None).
+
+    ``rolling_back``: it was not finished. ``begun_afresh``: nothing was tracked since they did.
+    """
+
+    rolling_back: bool = False
+    target: int | None = None
+    begun_afresh: bool = False
+
+    @classmethod
+    def carried_by(cls, opened: SegmentOpened) -> Intent:
+        """That of the runs before a segment."""
+        return cls(opened.rolling_back, opened.rolling_back_to, opened.begun_afresh)
+
+    def after(self, record: Record) -> Intent:
+        """What stands of it once ``record`` is journaled."""
+        match record:
+            case RollbackStarted(to_step=target):
+                return Intent(True, target, self.begun_afresh or target is None)
+            case RollbackFinished():
+                return Intent(begun_afresh=self.begun_afresh)
+            case TransitionRecord(dest=State.TRACKED) if not self.rolling_back:
+                return Intent()
+        return self
+
+
+@dataclass(frozen=True, slots=True)
 class History:
-    """What the journal of a root says. ``rolling_back``: an intent that was not finished.
+    """What the journal of a root says.
 
     ``layout`` is the name of the one it was written in, "" where there is no journal. ``lost`` are the
     attempts that were withdrawn as damaged or missing, if nothing is tracked and nobody began afresh.
-    ``begun_afresh``: somebody did, and nothing was tracked since.
     """
 
     ledger: Ledger
     run_seconds: float
     seals: tuple[Seal, ...]
     newest_epoch: int
-    rolling_back: bool = False
-    rolling_back_to: int | None = None
+    intent: Intent = Intent()
     known: frozenset[AttemptId] = frozenset()
     layout: str = ""
     lost: frozenset[AttemptId] = frozenset()
-    begun_afresh: bool = False
 
 
 def _segment_epochs(storage: Storage) -> list[int]:
@@ -192,11 +217,12 @@ def _check_seals(storage: Storage, seals: Sequence[Seal]) -> None:
             raise JournalCorrupt("a sealed segment has changed", file=file, offset=0)
 
 
-def _lost(ledger: Ledger) -> frozenset[AttemptId]:
-    if ledger.latest() is not None:
+def lost_without(ledger: Ledger, intent: Intent) -> frozenset[AttemptId]:
+    """See ``History.lost``."""
+    if intent.begun_afresh or ledger.latest() is not None:
         return frozenset()
     gone = ledger.in_state(State.QUARANTINED)
-    return frozenset(c.id for c in gone if c.reason in ("damaged", "missing"))
+    return frozenset(c.id for c in gone if c.reason in UNUSABLE)
 
 
 def _replay(
@@ -207,36 +233,28 @@ def _replay(
         raise JournalCorrupt("a snapshot names an attempt twice", file=file, offset=0)
     known = set(checkpoints)
     run_seconds = opened.run_seconds
-    rolling_back, target = opened.rolling_back, opened.rolling_back_to
-    afresh = opened.begun_afresh
+    intent = Intent.carried_by(opened)
     for index, record in enumerate(segment.records[1:], start=1):
         match record:
             case TransitionRecord():
                 _replay_transition(checkpoints, record, file, index)
                 known.add(record.of)
                 run_seconds = max(run_seconds, record.run_seconds)
-                afresh = afresh and (rolling_back or record.dest is not State.TRACKED)
-            case RollbackStarted():
-                afresh = afresh or record.to_step is None
-                rolling_back, target = True, record.to_step
-            case RollbackFinished():
-                rolling_back, target = False, None
             case SegmentClosed():
                 run_seconds = max(run_seconds, record.run_seconds)
-            case _:
+            case SegmentOpened():
                 raise JournalCorrupt("a segment is opened twice", file=file, offset=0, record=index)
+        intent = intent.after(record)
     ledger = Ledger(MappingProxyType(checkpoints))
     return History(
         ledger,
         run_seconds,
         seals,
         newest,
-        rolling_back,
-        target,
+        intent,
         frozenset(known),
         opened.layout,
-        frozenset() if afresh else _lost(ledger),
-        afresh,
+        lost_without(ledger, intent),
     )
 
 

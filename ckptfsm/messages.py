@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 from ckptfsm.errors import ConfigError
 
@@ -234,6 +234,10 @@ class Cleaned(Event):
 
     name: ClassVar[str] = "cleaned"
     published: bool = False
+
+
+UNUSABLE: Final = frozenset({"damaged", "missing"})
+"""Why one is withdrawn that nobody asked to withdraw."""
 
 
 @dataclass(frozen=True, slots=True)

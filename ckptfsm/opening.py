@@ -83,8 +83,8 @@ class Opening:
 
     def _finish_rollback(self, history: History) -> None:
         """Complete an intent that a crash interrupted, or a fresh start asked for now."""
-        target = history.rolling_back_to
-        if history.rolling_back:
+        target = history.intent.target
+        if history.intent.rolling_back:
             self._resume_rollback(target)
             if target is None or self.resume != "fresh":
                 return

@@ -37,7 +37,15 @@ from ckptfsm.handle import SaveHandle, View
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.lifecycle import State
 from ckptfsm.link import Answer, Link, Update
-from ckptfsm.messages import AttemptId, Event, Failed, FinalizersRan, WriterForked, WriterGone
+from ckptfsm.messages import (
+    UNUSABLE,
+    AttemptId,
+    Event,
+    Failed,
+    FinalizersRan,
+    WriterForked,
+    WriterGone,
+)
 from ckptfsm.notices import warn_caller
 from ckptfsm.ports import Draft, Ports, RankJob, Storage
 from ckptfsm.proposal import Accepted
@@ -204,7 +212,7 @@ class Pump:
         if handle is not None:
             handle.state = news.dest
         used = news.source in (State.TRACKED, State.PRUNABLE)
-        if used and news.reason in ("damaged", "missing"):
+        if used and news.reason in UNUSABLE:
             self._say_unusable(news)
         if news.dest is State.FAILED:
             self._on_failed(news)

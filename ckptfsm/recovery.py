@@ -44,6 +44,7 @@ from ckptfsm.findings import Evidence, TrackerEvidence, is_its_own, is_whole, wh
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import UNPUBLISHED, Checkpoint, State
 from ckptfsm.messages import (
+    UNUSABLE,
     Adopted,
     AttemptId,
     Command,
@@ -438,7 +439,7 @@ def _named_before(ledger: Ledger, evidence: Evidence) -> bool:
     there = evidence.published.get(step) if step is not None else None
     complete = there is not None and there.found in ("manifest", "stock")
     withdrawn = ledger.in_state(State.QUARANTINED)
-    gone = {c.step for c in withdrawn if c.reason in ("damaged", "missing")}
+    gone = {c.step for c in withdrawn if c.reason in UNUSABLE}
     return (step in gone and not complete) or (latest is not None and step == latest.step)
 
 

@@ -14,6 +14,7 @@ from ckptfsm.errors import JournalCorrupt, NewerSchema, OutcomeUnknown, StorageE
 from ckptfsm.journal import (
     BLOCK_BYTES,
     RESERVE_BYTES,
+    Intent,
     JournalWriter,
     decode_line,
     encode_line,
@@ -297,7 +298,7 @@ def test_I8_a_fresh_start_counts_until_something_is_tracked(begun, records, afre
     """Catches: what was lost before a fresh start, held against the runs after it; and what is lost in
     those, not held against anyone."""
     history = read_history(plant(lines(opened(begun_afresh=begun, checkpoints=(LOST,)), *records)))
-    assert history.begun_afresh == afresh
+    assert history.intent.begun_afresh == afresh
     tracked = history.ledger.latest() is not None
     assert history.lost == (frozenset() if afresh or tracked else {AttemptId(9, 1, 1)})
 
@@ -305,21 +306,23 @@ def test_I8_a_fresh_start_counts_until_something_is_tracked(begun, records, afre
 @pytest.mark.parametrize(
     ("records", "expected"),
     [
-        ([], (False, None)),
-        ([d.RollbackStarted(to_step=50)], (True, 50)),
-        ([d.RollbackStarted(to_step=None)], (True, None)),
-        ([d.RollbackStarted(to_step=50), d.RollbackFinished()], (False, None)),
-        ([d.RollbackStarted(to_step=50), d.RollbackStarted(to_step=40)], (True, 40)),
+        ([], Intent()),
+        ([d.RollbackStarted(to_step=50)], Intent(True, 50)),
+        ([d.RollbackStarted(to_step=None)], Intent(True, None, True)),
+        ([d.RollbackStarted(to_step=50), d.RollbackFinished()], Intent()),
+        ([d.RollbackStarted(to_step=50), d.RollbackStarted(to_step=40)], Intent(True, 40)),
     ],
 )
 def test_a_rollback_intent_survives_a_crash(records, expected):
     """Catches: a rollback half done and forgotten, or done again after it was finished."""
     history = read_history(plant(lines(opened(), *records)))
-    assert (history.rolling_back, history.rolling_back_to) == expected
-    if expected[0]:
-        carried = opened(rolling_back=True, rolling_back_to=expected[1])
-        again = read_history(plant(lines(carried)))
-        assert (again.rolling_back, again.rolling_back_to) == expected
+    assert history.intent == expected
+    carried = opened(
+        rolling_back=expected.rolling_back,
+        rolling_back_to=expected.target,
+        begun_afresh=expected.begun_afresh,
+    )
+    assert read_history(plant(lines(carried))).intent == expected
 
 
 @pytest.mark.parametrize(

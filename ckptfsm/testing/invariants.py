@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from ckptfsm.layout import join, planned_name
+from ckptfsm.messages import UNUSABLE
 from ckptfsm.ports import Storage
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 
@@ -685,11 +686,7 @@ class Watch:
     def _judge_withdrawn(self, step: int, reason: str) -> None:
         """Only a rollback or real damage takes a checkpoint out of service (I2)."""
         self.acknowledged.discard(step)
-        if (
-            reason in ("damaged", "missing")
-            and step not in self.damaged
-            and step not in self.touched
-        ):
+        if reason in UNUSABLE and step not in self.damaged and step not in self.touched:
             raise RootBroken(f"I2: step {step} is withdrawn as damaged, and nobody damaged it")
 
 

@@ -696,7 +696,7 @@ FENCES = (
     mutant(
         "a-fresh-start-is-forgotten-at-the-next",
         "engine",
-        "                begun_afresh=history.begun_afresh,\n",
+        "                begun_afresh=history.intent.begun_afresh,\n",
         "",
         breaks="I8",
         source="F33",
@@ -706,8 +706,8 @@ FENCES = (
     mutant(
         "a-fresh-start-counts-for-ever",
         "journal",
-        "                afresh = afresh and (rolling_back or record.dest is not State.TRACKED)\n",
-        "",
+        "                return Intent()\n",
+        "                return self\n",
         breaks="I8",
         source="F33",
         killers=("tests:test_journal.py",),

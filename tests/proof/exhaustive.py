@@ -276,7 +276,8 @@ def picture(world: World, scope: Scope) -> str:
     said = tracker.decode("latin-1").strip() if isinstance(tracker, bytes) else "-"
     told = ", ".join(f"{c.id} {c.state.value}" for c in world.journal.checkpoints)
     who = "refused" if world.refused else "stopped" if world.live is None else "running"
-    more = f" rolling back to {world.journal.target}" if world.journal.rolling_back else ""
+    intent = world.journal.intent
+    more = f" rolling back to {intent.target}" if intent.rolling_back else ""
     waits = (
         f" pending {world.live.pending}" if world.live is not None and world.live.pending else ""
     )

@@ -219,9 +219,7 @@ class Journaled(NamedTuple):
     """What the durable records of the journal amount to."""
 
     checkpoints: tuple[Checkpoint, ...] = ()
-    rolling_back: bool = False
-    target: int | None = None
-    begun_afresh: bool = False
+    intent: journal.Intent = journal.Intent()
 
     def state_of(self, of: Any) -> str:
         return next((c.state.value for c in self.checkpoints if c.id == of), "absent")
@@ -229,11 +227,8 @@ class Journaled(NamedTuple):
     def history(self, epoch: int) -> journal.History:
         """As ``read_history`` would return it."""
         ledger = journal.Ledger({c.id: c for c in self.checkpoints})
-        lost = frozenset() if self.begun_afresh else journal._lost(ledger)
-        back = (self.rolling_back, self.target)
-        return journal.History(
-            ledger, 0.0, (), epoch, *back, lost=lost, begun_afresh=self.begun_afresh
-        )
+        lost = journal.lost_without(ledger, self.intent)
+        return journal.History(ledger, 0.0, (), epoch, self.intent, lost=lost)
 
 
 class RecordJournal:
@@ -252,26 +247,17 @@ class RecordJournal:
         self._hook("append", (opened,))
         self.value = Journaled(
             tuple(plain(documents.checkpoint_of(record)) for record in opened.checkpoints),
-            opened.rolling_back,
-            opened.rolling_back_to,
-            opened.begun_afresh,
+            journal.Intent.carried_by(opened),
         )
 
     def append(self, record: Any, *, essential: bool = False) -> None:
         self._hook("append", (record, essential))
-        checkpoints, rolling_back, target, afresh = self.value
-        match record:
-            case documents.TransitionRecord():
-                living = {c.id: c for c in checkpoints}
-                journal._replay_transition(living, record, self.file, 0)
-                checkpoints = tuple(plain(living[of]) for of in sorted(living))
-                afresh = afresh and (rolling_back or record.dest is not State.TRACKED)
-            case documents.RollbackStarted():
-                afresh = afresh or record.to_step is None
-                rolling_back, target = True, record.to_step
-            case documents.RollbackFinished():
-                rolling_back, target = False, None
-        self.value = Journaled(checkpoints, rolling_back, target, afresh)
+        checkpoints = self.value.checkpoints
+        if isinstance(record, documents.TransitionRecord):
+            living = {c.id: c for c in checkpoints}
+            journal._replay_transition(living, record, self.file, 0)
+            checkpoints = tuple(plain(living[of]) for of in sorted(living))
+        self.value = Journaled(checkpoints, self.value.intent.after(record))
         self._then(record)
 
     def close(self) -> None:

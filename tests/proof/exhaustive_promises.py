@@ -20,6 +20,7 @@ from ckptfsm.layout import PINS, QUARANTINE, READERS, STAGING, TRACKER, TRASH
 from ckptfsm.ledger import Ledger, Rejected
 from ckptfsm.lifecycle import EVENTS, IN_FLIGHT, UNPUBLISHED, Checkpoint, State
 from ckptfsm.messages import (
+    UNUSABLE,
     Adopted,
     AttemptId,
     Cleaned,
@@ -206,7 +207,7 @@ class Watch:
             ]
             require(not alive, "I1", f"{of} is discarded while {alive} may write")
             require(at_name.of != of, "I1", f"{of} was published and is discarded")
-        elif record.dest is State.QUARANTINED and record.reason in ("damaged", "missing"):
+        elif record.dest is State.QUARANTINED and record.reason in UNUSABLE:
             known = is_gutted(run.world, of) or at_name != (of, True)
             require(known, "I2", f"{of} is withdrawn as damaged, and is whole")
 
@@ -268,7 +269,7 @@ def _check_tracker(world: World, whole: dict[int, Verdict]) -> None:
     gutted = {of.step for of in world.damaged}
     complete = step in whole and whole[step].complete
     require(complete or step in gutted, "I2", f"the tracker names step {step}: not complete")
-    lowered = world.acked in gutted or world.journal.rolling_back
+    lowered = world.acked in gutted or world.journal.intent.rolling_back
     require(
         step >= world.acked or lowered, "I2", f"{world.acked} was tracked, the tracker says {step}"
     )
@@ -289,7 +290,7 @@ def _check_journal(world: World, scope: Scope, whole: dict[int, Verdict]) -> Non
         if state is State.PRUNABLE and not good:
             good = judge(world.disk.get(layout.trash_dir(of)), scope).complete
         require(good, "I3", f"{of} is {state.value}, but not complete on disk")
-    if world.acked is not None and not world.journal.rolling_back:
+    if world.acked is not None and not world.journal.intent.rolling_back:
         require(max(tracked) == world.acked, "I2", f"{world.acked} was tracked, {tracked} are")
 
 
