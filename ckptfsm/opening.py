@@ -2,7 +2,8 @@
 
 Rules: every decision goes through the table and the commands of a living save. What was adopted is
 durable before anything else counts on it; a rollback that was interrupted is completed; the tracker is
-put right last. A root that the disk does not let be opened as decided is not opened (I8).
+put right last. That a person begins afresh is journaled before anything is adopted for it. A root that
+the disk does not let be opened as decided is not opened (I8).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ckptfsm.durable import lookup
 from ckptfsm.engine import Engine
 from ckptfsm.errors import StorageError
 from ckptfsm.evidence import read_tracker
-from ckptfsm.journal import History
+from ckptfsm.journal import History, Intent
 from ckptfsm.layout import TRACKER
 from ckptfsm.lifecycle import Checkpoint, State, writing_ranks
 from ckptfsm.messages import (
@@ -51,6 +52,9 @@ class Opening:
         """Carry out what was decided. Raises ``DamagedRoot``, or what the disk raises."""
         sweep_temporaries(self.storage)
         self.engine.reread_protection()
+        afresh = self._begins_afresh(history, decided)
+        if afresh and not history.intent.rolling_back:
+            self.engine.append(RollbackStarted(to_step=None, at=self.clock.wall()))
         self.engine.last_hope = decided.last_hope
         for decision in decided.decisions:
             for action in decision.actions:
@@ -58,7 +62,7 @@ class Opening:
         self.engine.last_hope = None
         self._let_writers_go()
         if self.engine.ledger.in_flight() is None:
-            self._finish_rollback(history)
+            self._finish_rollback(history.intent, afresh)
         self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))
         self._refuse_half_open(decided.reasons)
 
@@ -81,16 +85,21 @@ class Opening:
             if failed.id.epoch != self.engine.epoch and failed.gone != writing_ranks(failed):
                 self.engine.post(WritersLost(failed.id))
 
-    def _finish_rollback(self, history: History) -> None:
-        """Complete an intent that a crash interrupted, or a fresh start asked for now."""
-        target = history.intent.target
-        if history.intent.rolling_back:
+    def _begins_afresh(self, history: History, decided: Plan) -> bool:
+        """True if that was asked for now, and there is anything to leave behind."""
+        known = history.ledger.checkpoints or any(d.result == "adopted" for d in decided.decisions)
+        there = bool(known) or lookup(self.storage, TRACKER) is not None
+        return self.resume == "fresh" and there
+
+    def _finish_rollback(self, interrupted: Intent, afresh: bool) -> None:
+        """Complete an intent that a crash interrupted, and a fresh start asked for now."""
+        target = interrupted.target
+        if interrupted.rolling_back:
             self._resume_rollback(target)
-            if target is None or self.resume != "fresh":
+            if target is None or not afresh:
                 return
-        known = history.ledger.checkpoints or self.engine.ledger.checkpoints
-        if self.resume == "fresh" and (known or lookup(self.storage, TRACKER) is not None):
             self.engine.append(RollbackStarted(to_step=None, at=self.clock.wall()))
+        if afresh:
             roll_back(self.engine, None, self.clock.wall())
 
     def _resume_rollback(self, target: int | None) -> None:

@@ -1577,7 +1577,34 @@ def test_I8_a_fresh_start_does_not_leave_what_waits_to_be_tracked():
     with pytest.raises(StorageError):
         job.open()
     base.kill("fresh")
-    assert tracked(start(base, "third")) == [1, 2]
+    with pytest.raises(DamagedRoot, match="a fresh start was interrupted, and the tracker says 1"):
+        start(base, "third")
+    base.kill("third")
+    assert tracked(start(base, "fourth", resume="fresh")) == []
+    assert not {ONE, TWO} & set(names(base))
+
+
+def saved_and_one_above() -> SimDisk:
+    disk = two_saved()
+    stock_saves(disk, 9)
+    disk.overwrite(TRACKER, b"3")
+    return disk
+
+
+def test_I8_what_a_fresh_start_adopted_is_not_resumed_from_if_it_died():
+    """Catches: a step above the tracker, adopted only to be moved away with the others, which the next
+    start resumes from."""
+    seen = []
+    for disk in kill_at_every_call_of(saved_and_one_above, resume="fresh"):
+        try:
+            seen.append(tracked(start(disk, "second")))
+        except DamagedRoot as error:
+            assert "a fresh start was interrupted, and the tracker says 3" in str(error)
+            disk.kill("second")
+            assert tracked(start(disk, "third", resume="fresh")) == []
+            seen.append("refused")
+    assert seen.count("refused") > 5
+    assert {str(found) for found in seen} == {"[1, 3]", "refused", "[]"}
 
 
 def test_I8_a_rollback_goes_on_if_what_the_tracker_named_was_damaged_meanwhile():

@@ -113,7 +113,7 @@ ORDER = (
     mutant(
         "unfinished-rollback-is-forgotten",
         "opening",
-        "            self._finish_rollback(history)\n",
+        "            self._finish_rollback(history.intent, afresh)\n",
         "            pass\n",
         breaks="I8",
         source="order",
@@ -687,11 +687,31 @@ FENCES = (
     mutant(
         "a-fresh-start-only-completes-the-rollback",
         "opening",
-        '            if target is None or self.resume != "fresh":\n                return\n',
+        "            if target is None or not afresh:\n                return\n",
         "            return\n",
         breaks="I8",
         source="F33",
         killers=("tests:test_found_by_review.py",),
+    ),
+    mutant(
+        "a-fresh-start-is-journaled-late",
+        "opening",
+        "        if afresh and not history.intent.rolling_back:\n"
+        "            self.engine.append(RollbackStarted(to_step=None, at=self.clock.wall()))\n"
+        "        self.engine.last_hope = decided.last_hope\n"
+        "        for decision in decided.decisions:\n"
+        "            for action in decision.actions:\n"
+        "                self._carry_out(action)\n",
+        "        self.engine.last_hope = decided.last_hope\n"
+        "        for decision in decided.decisions:\n"
+        "            for action in decision.actions:\n"
+        "                self._carry_out(action)\n"
+        "        if afresh and not history.intent.rolling_back:\n"
+        "            self.engine.append(RollbackStarted(to_step=None, at=self.clock.wall()))\n",
+        breaks="I8",
+        source="F33",
+        killers=("tests:test_found_by_review.py",),
+        why="what was adopted only to be moved away is resumed from if it dies",
     ),
     mutant(
         "a-fresh-start-is-forgotten-at-the-next",
