@@ -67,7 +67,7 @@ from ckptfsm.messages import (
 )
 from ckptfsm.opening import Opening, roll_back
 from ckptfsm.ports import Clock, Identity, PartFinisher, Storage
-from ckptfsm.recovery import Decision, Interrupted, Resume, forget_moved, plan
+from ckptfsm.recovery import Decision, Resume, forget_moved, plan
 from ckptfsm.retention import KeepAll, Policy
 from ckptfsm.trash import remove_marker, sweep_temporaries
 
@@ -232,8 +232,7 @@ class Coordinator:
             evidence,
             lease.epoch,
             self._options.resume,
-            interrupted=_interrupted(history),
-            target=history.intent.target,
+            intent=history.intent,
             lost=history.lost,
         )
         trade = Trade(
@@ -244,7 +243,7 @@ class Coordinator:
             self._layout,
         )
         self._opened = Engine(self._storage, self._clock, lease, trade)
-        ledger = forget_moved(history.ledger, decided.decisions, history.lost)
+        ledger = forget_moved(history.ledger, decided.decisions, history.lost, history.intent)
         self._engine.begin(replace(history, ledger=ledger), self._identity)
         Opening(self._storage, self._clock, self._engine, self._options.resume).run(
             history, decided
@@ -680,9 +679,3 @@ class Coordinator:
 
 def _step_of(checkpoint: Checkpoint | None) -> int | None:
     return checkpoint.step if checkpoint is not None else None
-
-
-def _interrupted(history: History) -> Interrupted:
-    if not history.intent.rolling_back:
-        return ""
-    return "fresh" if history.intent.target is None else "rollback"

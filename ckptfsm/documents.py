@@ -184,6 +184,7 @@ class SegmentOpened(Document):
     run_seconds: float
     rolling_back: bool = False
     rolling_back_to: Step | None = None
+    rolling_back_lowered: bool = False
     begun_afresh: bool = False
     layout: str = MEGATRON.name
     checkpoints: tuple[CheckpointRecord, ...]

@@ -226,7 +226,7 @@ class Effects:
         """Move the tracker to quarantine: only a fresh start does this."""
         self.check_epoch()
         if lookup(self.storage, TRACKER) is not None:
-            move(self.storage, TRACKER, f"{QUARANTINE}/tracker.{self.tag}")
+            self._move_aside(TRACKER, f"{QUARANTINE}/tracker.{self.tag}")
 
     # ------------------------------------------------------------------------------ out of the way
 

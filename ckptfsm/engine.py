@@ -167,6 +167,7 @@ class Engine:
                 run_seconds=history.run_seconds,
                 rolling_back=history.intent.rolling_back,
                 rolling_back_to=history.intent.target,
+                rolling_back_lowered=history.intent.lowered,
                 begun_afresh=history.intent.begun_afresh,
                 layout=self.effects.layout.name,
                 checkpoints=tuple(checkpoint_record(c) for c in checkpoints),

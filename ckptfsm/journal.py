@@ -29,8 +29,6 @@ from ckptfsm.documents import (
     MAX_DOCUMENT_BYTES,
     RECORD,
     Record,
-    RollbackFinished,
-    RollbackStarted,
     Seal,
     SegmentClosed,
     SegmentOpened,
@@ -42,6 +40,7 @@ from ckptfsm.documents import (
 )
 from ckptfsm.durable import list_names
 from ckptfsm.errors import JournalCorrupt, OutcomeUnknown, StorageError
+from ckptfsm.intent import NO_INTENT, Intent
 from ckptfsm.layout import JOURNAL, parse_segment, segment_name
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import FORGOTTEN, TABLE, Checkpoint, State, writing_ranks
@@ -116,34 +115,6 @@ def _decode_record(body: bytes, file: str, offset: int) -> Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Intent:
-    """What a person asked of the whole root: to go back to ``target``, or to begin afresh (None).
-
-    ``rolling_back``: it was not finished. ``begun_afresh``: nothing was tracked since they did.
-    """
-
-    rolling_back: bool = False
-    target: int | None = None
-    begun_afresh: bool = False
-
-    @classmethod
-    def carried_by(cls, opened: SegmentOpened) -> Intent:
-        """That of the runs before a segment."""
-        return cls(opened.rolling_back, opened.rolling_back_to, opened.begun_afresh)
-
-    def after(self, record: Record) -> Intent:
-        """What stands of it once ``record`` is journaled."""
-        match record:
-            case RollbackStarted(to_step=target):
-                return Intent(True, target, self.begun_afresh or target is None)
-            case RollbackFinished():
-                return Intent(begun_afresh=self.begun_afresh)
-            case TransitionRecord(dest=State.TRACKED) if not self.rolling_back:
-                return Intent()
-        return self
-
-
-@dataclass(frozen=True, slots=True)
 class History:
     """What the journal of a root says.
 
@@ -155,7 +126,7 @@ class History:
     run_seconds: float
     seals: tuple[Seal, ...]
     newest_epoch: int
-    intent: Intent = Intent()
+    intent: Intent = NO_INTENT
     known: frozenset[AttemptId] = frozenset()
     layout: str = ""
     lost: frozenset[AttemptId] = frozenset()

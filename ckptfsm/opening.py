@@ -2,8 +2,9 @@
 
 Rules: every decision goes through the table and the commands of a living save. What was adopted is
 durable before anything else counts on it; a rollback that was interrupted is completed; the tracker is
-put right last. That a person begins afresh is journaled before anything is adopted for it. A root that
-the disk does not let be opened as decided is not opened (I8).
+put right last. A fresh start is journaled, and takes the tracker away, before anything is adopted for
+it; a rollback that was interrupted gives way to it. A root that the disk does not let be opened as
+decided is not opened (I8).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ckptfsm.durable import lookup
 from ckptfsm.engine import Engine
 from ckptfsm.errors import StorageError
 from ckptfsm.evidence import read_tracker
-from ckptfsm.journal import History, Intent
+from ckptfsm.intent import Intent
+from ckptfsm.journal import History
 from ckptfsm.layout import TRACKER
 from ckptfsm.lifecycle import Checkpoint, State, writing_ranks
 from ckptfsm.messages import (
@@ -52,9 +54,7 @@ class Opening:
         """Carry out what was decided. Raises ``DamagedRoot``, or what the disk raises."""
         sweep_temporaries(self.storage)
         self.engine.reread_protection()
-        afresh = self._begins_afresh(history, decided)
-        if afresh and not history.intent.rolling_back:
-            self.engine.append(RollbackStarted(to_step=None, at=self.clock.wall()))
+        afresh = self._begin_afresh(history, decided)
         self.engine.last_hope = decided.last_hope
         for decision in decided.decisions:
             for action in decision.actions:
@@ -63,7 +63,8 @@ class Opening:
         self._let_writers_go()
         if self.engine.ledger.in_flight() is None:
             self._finish_rollback(history.intent, afresh)
-        self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))
+        if not afresh:
+            self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))
         self._refuse_half_open(decided.reasons)
 
     def _carry_out(self, action: Event | Command) -> None:
@@ -85,22 +86,27 @@ class Opening:
             if failed.id.epoch != self.engine.epoch and failed.gone != writing_ranks(failed):
                 self.engine.post(WritersLost(failed.id))
 
-    def _begins_afresh(self, history: History, decided: Plan) -> bool:
-        """True if that was asked for now, and there is anything to leave behind."""
+    def _begin_afresh(self, history: History, decided: Plan) -> bool:
+        """True if all is to be left behind: that was interrupted, or is asked for and journaled now.
+
+        The tracker goes first: whatever is moved or adopted next, nobody resumes from it.
+        """
         known = history.ledger.checkpoints or any(d.result == "adopted" for d in decided.decisions)
-        there = bool(known) or lookup(self.storage, TRACKER) is not None
-        return self.resume == "fresh" and there
+        if history.intent.unfinished == "fresh":
+            pass
+        elif self.resume == "fresh" and (known or lookup(self.storage, TRACKER) is not None):
+            self.engine.append(RollbackStarted(to_step=None, at=self.clock.wall()))
+        else:
+            return False
+        self.engine.effects.put_aside_tracker()
+        return True
 
     def _finish_rollback(self, interrupted: Intent, afresh: bool) -> None:
-        """Complete an intent that a crash interrupted, and a fresh start asked for now."""
-        target = interrupted.target
-        if interrupted.rolling_back:
-            self._resume_rollback(target)
-            if target is None or not afresh:
-                return
-            self.engine.append(RollbackStarted(to_step=None, at=self.clock.wall()))
+        """Complete a fresh start, or a rollback that a crash interrupted."""
         if afresh:
             roll_back(self.engine, None, self.clock.wall())
+        elif interrupted.rolling_back:
+            self._resume_rollback(interrupted.target)
 
     def _resume_rollback(self, target: int | None) -> None:
         """Go on with it; if its target is damaged by now, to the next one below, or not at all."""

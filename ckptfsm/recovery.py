@@ -41,6 +41,7 @@ from typing import Literal
 
 from ckptfsm.errors import DamagedRoot
 from ckptfsm.findings import Evidence, TrackerEvidence, is_its_own, is_whole, why_not_whole
+from ckptfsm.intent import NO_INTENT, Intent
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import UNPUBLISHED, Checkpoint, State
 from ckptfsm.messages import (
@@ -61,7 +62,6 @@ from ckptfsm.messages import (
 )
 
 Resume = Literal["strict", "fallback", "fresh"]
-Interrupted = Literal["", "rollback", "fresh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,30 +100,29 @@ def plan(
     epoch: int,
     resume: Resume,
     *,
-    interrupted: Interrupted = "",
-    target: int | None = None,
+    intent: Intent = NO_INTENT,
     lost: frozenset[AttemptId] = frozenset(),
 ) -> Plan:
-    """Decide. ``epoch`` is the new run's; ``interrupted``: a rollback (to ``target``) or a fresh start
-    is to go on, so the tracker and the journal are expected to differ. ``lost``: withdrawn by the last
-    run, as damaged or missing.
+    """Decide. ``epoch`` is the new run's. While an ``intent`` is unfinished, the tracker and the journal
+    are expected to differ. ``lost``: withdrawn by the last run, as damaged or missing.
 
     Raises ``DamagedRoot`` when there is evidence of a checkpoint and none to resume from, or, with
     ``strict``, when the newest one is not what tracker and journal say.
     """
+    interrupted = intent.unfinished
     if interrupted or resume == "fresh":  # a power loss may show a move at both of its names
         evidence = replace(evidence, aside=frozenset())
     known = [_decide(c, ledger, evidence) for c in _all(ledger)]
-    unknown = _unknown(ledger, evidence, epoch, everything=resume == "fresh")
+    unknown = _unknown(ledger, evidence, epoch, everything="fresh" in (resume, interrupted))
     decisions = _in_order(ledger, known, unknown)
     survivors = _survivors(ledger, evidence, decisions)
     if interrupted and resume != "fresh":
-        _refuse_newcomer(interrupted, target, ledger, evidence)
+        _refuse_newcomer(intent, ledger, evidence)
     if "fresh" in (resume, interrupted):
         _refuse_leftovers(ledger, evidence, decisions)
         reasons: tuple[str, ...] = ()
     else:
-        reasons = _reasons(evidence, decisions, interrupted, lost)
+        reasons = _reasons(evidence, decisions, bool(interrupted), lost)
     if reasons and not survivors:
         raise hopeless(reasons)
     warnings = () if interrupted else _warnings(evidence, survivors, decisions)
@@ -137,12 +136,18 @@ def plan(
 
 
 def forget_moved(
-    ledger: Ledger, decisions: Sequence[Decision], lost: frozenset[AttemptId] = frozenset()
+    ledger: Ledger,
+    decisions: Sequence[Decision],
+    lost: frozenset[AttemptId] = frozenset(),
+    intent: Intent = NO_INTENT,
 ) -> Ledger:
     """The ledger to begin with: without what was moved to quarantine by an earlier run.
 
-    What is ``lost`` stays, as evidence, unless it is there again and adopted.
+    What is ``lost`` stays, as evidence, unless it is there again and adopted. So does what the tracker
+    may still name, while a rollback is not completed.
     """
+    if intent.unfinished == "rollback":
+        lost |= {c.id for c in ledger.in_state(State.QUARANTINED) if c.reason in UNUSABLE}
     actions = [a for d in decisions for a in d.actions]
     moving = {a.of for a in actions if isinstance(a, Quarantine)}
     staying = moving | (lost - {a.of for a in actions if isinstance(a, Adopted)})
@@ -407,46 +412,49 @@ def _refuse_leftovers(ledger: Ledger, evidence: Evidence, decisions: list[Decisi
         )
 
 
-def _refuse_newcomer(
-    interrupted: Interrupted, target: int | None, ledger: Ledger, evidence: Evidence
-) -> None:
+def _refuse_newcomer(intent: Intent, ledger: Ledger, evidence: Evidence) -> None:
     """Refuse to complete a rollback or a fresh start over what somebody may have in use since.
 
     A fresh start takes the tracker away first, a rollback puts it to its target: before that it names
     the newest one, and afterwards perhaps one below, if the target is damaged.
     """
-    tracker = evidence.tracker
-    if interrupted == "fresh" or tracker.found == "release":
+    tracker, target = evidence.tracker, intent.target
+    if target is None or tracker.found == "release":
         used = tracker.found != "missing"
     else:
-        above = tracker.step is not None and target is not None and tracker.step > target
-        used = above and not _named_before(ledger, evidence)
+        above = tracker.step is not None and tracker.step > target
+        used = above and not _named_before(target, intent, ledger, evidence)
     if used:
-        intent, remedy = "rollback", ""
-        if interrupted == "fresh":
-            intent = "fresh start"
+        asked, remedy = "rollback", ""
+        if target is None:
+            asked = "fresh start"
             remedy = "pass resume='fresh' again to move all of it to quarantine, or "
         raise DamagedRoot(
-            f"a {intent} was interrupted, and the tracker says {_tracker_text(tracker)}: {remedy}set "
+            f"a {asked} was interrupted, and the tracker says {_tracker_text(tracker)}: {remedy}set "
             "aside what was saved since, and the tracker, until that is complete",
             step=tracker.step,
         )
 
 
-def _named_before(ledger: Ledger, evidence: Evidence) -> bool:
-    """True if the tracker is as before a rollback: at the newest one, or at one that is lost by now."""
+def _named_before(target: int, intent: Intent, ledger: Ledger, evidence: Evidence) -> bool:
+    """True if the tracker is as before a rollback: at the newest one, or at one that is lost by now.
+
+    Once something was withdrawn, it had been put to the target; above that it is then only by us, and
+    only as the target is lost.
+    """
     step, latest = evidence.tracker.step, ledger.latest()
     there = evidence.published.get(step) if step is not None else None
     complete = there is not None and there.found in ("manifest", "stock")
-    withdrawn = ledger.in_state(State.QUARANTINED)
-    gone = {c.step for c in withdrawn if c.reason in UNUSABLE}
+    gone = {c.step for c in ledger.in_state(State.QUARANTINED) if c.reason in UNUSABLE}
+    if intent.lowered and target not in gone:
+        return False
     return (step in gone and not complete) or (latest is not None and step == latest.step)
 
 
 def _reasons(
     evidence: Evidence,
     decisions: list[Decision],
-    interrupted: Interrupted,
+    interrupted: bool,
     lost: frozenset[AttemptId],
 ) -> tuple[str, ...]:
     """Why not to begin from scratch: the evidence of a checkpoint (I8). Empty if there is none."""

@@ -11,10 +11,10 @@ import pytest
 
 from ckptfsm import documents as d
 from ckptfsm.errors import JournalCorrupt, NewerSchema, OutcomeUnknown, StorageError
+from ckptfsm.intent import Intent
 from ckptfsm.journal import (
     BLOCK_BYTES,
     RESERVE_BYTES,
-    Intent,
     JournalWriter,
     decode_line,
     encode_line,
@@ -308,7 +308,7 @@ def test_I8_a_fresh_start_counts_until_something_is_tracked(begun, records, afre
     [
         ([], Intent()),
         ([d.RollbackStarted(to_step=50)], Intent(True, 50)),
-        ([d.RollbackStarted(to_step=None)], Intent(True, None, True)),
+        ([d.RollbackStarted(to_step=None)], Intent(True, begun_afresh=True)),
         ([d.RollbackStarted(to_step=50), d.RollbackFinished()], Intent()),
         ([d.RollbackStarted(to_step=50), d.RollbackStarted(to_step=40)], Intent(True, 40)),
     ],
@@ -320,6 +320,7 @@ def test_a_rollback_intent_survives_a_crash(records, expected):
     carried = opened(
         rolling_back=expected.rolling_back,
         rolling_back_to=expected.target,
+        rolling_back_lowered=expected.lowered,
         begun_afresh=expected.begun_afresh,
     )
     assert read_history(plant(lines(carried))).intent == expected

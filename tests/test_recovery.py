@@ -25,6 +25,7 @@ from ledgers import (
 from ckptfsm import messages as m
 from ckptfsm.errors import DamagedRoot
 from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
+from ckptfsm.intent import Intent
 from ckptfsm.layout import MEGATRON
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint, State
@@ -467,9 +468,9 @@ def test_fresh_is_the_way_out_of_a_hopeless_root(ledger, ev):
 def test_an_unfinished_fresh_start_goes_on():
     """Catches: a crash in the middle of a fresh start that makes the root hopeless."""
     ledger = ledger_of(checkpoint(100, S.QUARANTINED))
-    decide(ledger, evidence(MISSING), interrupted="fresh")
+    decide(ledger, evidence(MISSING), intent=Intent(True))
     with pytest.raises(DamagedRoot, match="would leave"):
-        decide(ledger, evidence(MISSING, unexplained(5)), interrupted="fresh")
+        decide(ledger, evidence(MISSING, unexplained(5)), intent=Intent(True))
 
 
 @pytest.mark.parametrize(
@@ -480,8 +481,8 @@ def test_I8_an_unfinished_fresh_start_does_not_take_a_tracker_away_unasked(says)
     ledger = ledger_of(checkpoint(100, S.TRACKED), checkpoint(200, S.TRACKED))
     there = evidence(says, whole(100), whole(200))
     with pytest.raises(DamagedRoot, match="a fresh start was interrupted, and the tracker says"):
-        decide(ledger, there, interrupted="fresh")
-    assert plan(ledger, there, 9, "fresh", interrupted="fresh").reasons == ()
+        decide(ledger, there, intent=Intent(True))
+    assert plan(ledger, there, 9, "fresh", intent=Intent(True)).reasons == ()
 
 
 @pytest.mark.parametrize(
@@ -503,12 +504,12 @@ def test_I8_an_unfinished_rollback_does_not_take_over_what_is_in_use(says, goes_
     ledger = ledger_of(*(checkpoint(s, S.TRACKED) for s in (50, 100, 200, 300)))
     there = evidence(says, *(whole(s) for s in (50, 100, 200, 300)))
     if goes_on:
-        assert plan(ledger, there, 9, "strict", interrupted="rollback", target=100).warnings == ()
+        assert plan(ledger, there, 9, "strict", intent=Intent(True, 100)).warnings == ()
         return
     for resume in ("strict", "fallback"):
         with pytest.raises(DamagedRoot, match="a rollback was interrupted, and the tracker says"):
-            plan(ledger, there, 9, resume, interrupted="rollback", target=100)
-    assert plan(ledger, there, 9, "fresh", interrupted="rollback", target=100).reasons == ()
+            plan(ledger, there, 9, resume, intent=Intent(True, 100))
+    assert plan(ledger, there, 9, "fresh", intent=Intent(True, 100)).reasons == ()
 
 
 @pytest.mark.parametrize("there", [damaged(300), None, whole(300), stock(300)])
@@ -519,10 +520,10 @@ def test_I8_an_unfinished_rollback_goes_on_where_the_tracker_names_what_was_lost
     ledger = ledger_of(checkpoint(100, S.TRACKED), lost)
     ev = evidence(names(300), whole(100), *([there] if there else []))
     if reason != "rollback" and there in (damaged(300), None):
-        assert plan(ledger, ev, 9, "strict", interrupted="rollback", target=100).warnings == ()
+        assert plan(ledger, ev, 9, "strict", intent=Intent(True, 100)).warnings == ()
         return
     with pytest.raises(DamagedRoot, match="a rollback was interrupted, and the tracker says 300"):
-        plan(ledger, ev, 9, "fallback", interrupted="rollback", target=100)
+        plan(ledger, ev, 9, "fallback", intent=Intent(True, 100))
 
 
 # ---------------------------------------------------------------------------- idempotence (I8)
@@ -633,13 +634,13 @@ def test_a_loadable_directory_of_an_attempt_in_place_is_somebody_elses_once_it_w
 
 
 @pytest.mark.parametrize("there", [whole(100), damaged(100), stock(100)])
-@pytest.mark.parametrize("interrupted", ["", "rollback", "fresh"])
-def test_I8_what_was_withdrawn_and_stands_whole_at_its_name_is_evidence(there, interrupted):
+@pytest.mark.parametrize("intent", [Intent(), Intent(True, 100), Intent(True)])
+def test_I8_what_was_withdrawn_and_stands_whole_at_its_name_is_evidence(there, intent):
     """Catches: a start from scratch beside a whole checkpoint whose move to quarantine was cut off."""
     gone = replace(checkpoint(100, S.QUARANTINED, provenance="adopted"), reason="rollback")
     ledger, ev = ledger_of(gone), evidence(MISSING, there)
-    if there == damaged(100) or interrupted:
-        found = decide(ledger, ev, interrupted=interrupted)
+    if there == damaged(100) or intent.unfinished:
+        found = decide(ledger, ev, intent=intent)
         assert only(found).actions == (m.Quarantine(at(100)),) and not found.reasons
         return
     with pytest.raises(DamagedRoot) as caught:
@@ -648,15 +649,16 @@ def test_I8_what_was_withdrawn_and_stands_whole_at_its_name_is_evidence(there, i
 
 
 @pytest.mark.parametrize(
-    ("resume", "interrupted"), [("fresh", ""), ("fallback", "rollback"), ("fallback", "fresh")]
+    ("resume", "intent"),
+    [("fresh", Intent()), ("fallback", Intent(True, 100)), ("fallback", Intent(True))],
 )
-def test_what_lies_in_quarantine_is_not_asked_when_everything_is_to_go_there(resume, interrupted):
+def test_what_lies_in_quarantine_is_not_asked_when_everything_is_to_go_there(resume, intent):
     """Catches: a fresh start or rollback that a power loss, which shows a move at both its names, leaves
     half done."""
     gone = replace(checkpoint(200, S.QUARANTINED), reason="rollback")
-    tracker = MISSING if interrupted == "fresh" else names(100)
+    tracker = MISSING if intent.unfinished == "fresh" else names(100)
     ev = evidence(tracker, whole(100), unexplained(200), aside=frozenset({at(200)}))
-    found = plan(ledger_of(BASE, gone), ev, 9, resume, interrupted=interrupted)
+    found = plan(ledger_of(BASE, gone), ev, 9, resume, intent=intent)
     assert [d.actions for d in found.decisions if "200" in d.subject] == [(m.Quarantine(at(200)),)]
 
 
@@ -827,4 +829,4 @@ def test_I8_an_interrupted_rollback_gives_no_warnings():
     ledger = ledger_of(checkpoint(100, S.TRACKED), checkpoint(200, S.TRACKED))
     ev = evidence(names(100), whole(100), whole(200))
     assert plan(ledger, ev, 9, "fallback").warnings
-    assert plan(ledger, ev, 9, "fallback", interrupted="rollback").warnings == ()
+    assert plan(ledger, ev, 9, "fallback", intent=Intent(True, 100)).warnings == ()

@@ -21,6 +21,7 @@ PURE = {
     "lifecycle.py",
     "ledger.py",
     "findings.py",
+    "intent.py",
     "recovery.py",
     "retention.py",
     "layout.py",

@@ -67,7 +67,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "restart-only": "a restart adopts and finds published, before the first save of its segment",
         "reason": "who fails, is withdrawn or reprieved says why; only a failure names a rank",
         "shard-bytes": "the bytes of a checkpoint never shrink",
-        "intent": "a rollback begins once, ends once, and nothing is saved in between",
+        "intent": "a rollback begins and ends once, or gives way to a fresh start; no save in between",
         "rollback": "only a rollback withdraws for one, above its target, and all that is there",
     }
 )
@@ -82,7 +82,13 @@ _ENDED = frozenset(state.value for state in ENDED)
 _GONE = _ENDED - {_QUARANTINED}
 _ALONE = frozenset({"writer_forked", "shard_reported", "published"})  # concern no other checkpoint
 _REASONS = ("rollback", "damaged", "missing", "fresh")
-_CARRIED = ("run_seconds", "rolling_back", "rolling_back_to", "begun_afresh")
+_CARRIED = (
+    "run_seconds",
+    "rolling_back",
+    "rolling_back_to",
+    "rolling_back_lowered",
+    "begun_afresh",
+)
 _FIELDS = tuple(TransitionRecord.model_fields)
 _NONE = type(None)
 _PLAIN = (str, int, int, int, int, str, str, str, str, str, _NONE, int, float, str, _NONE)
@@ -262,6 +268,7 @@ class _Replay:
         self.run_seconds = 0.0
         self.rolling_back = False
         self.target: int | None = None
+        self.lowered = False
         self.begun_afresh = False
         self._seals: list[_Raw] = []
         self._file = ""
@@ -307,7 +314,8 @@ class _Replay:
         if opened["seals"] != self._seals:
             self.fail("seals-chain", f"it seals {len(opened['seals'])} of {len(self._seals)}")
         state = tuple(opened[name] for name in _CARRIED)
-        was = (self.run_seconds, self.rolling_back, self.target, self.begun_afresh)
+        rollback = (self.rolling_back, self.target, self.lowered)
+        was = (self.run_seconds, *rollback, self.begun_afresh)
         if state != was:
             self.fail("snapshot", f"it opens with {state}, the segment before ended with {was}")
         carried = {_id_of(c): c for c in opened["checkpoints"]}
@@ -330,12 +338,12 @@ class _Replay:
         self._closed = True
 
     def _rollback_started(self, record: _Raw) -> None:
-        if self.rolling_back:
-            self.fail("intent", "a rollback begins within another")
         target = record["to_step"]
+        if self.rolling_back and (target is not None or self.target is None):
+            self.fail("intent", "a rollback begins within another")
         if target is not None and (self.in_flight is not None or target not in self.tracked):
             self.fail("intent", f"a rollback to {target}, which is not tracked, or during a save")
-        self.rolling_back, self.target = True, target
+        self.rolling_back, self.target, self.lowered = True, target, False
         self.begun_afresh = self.begun_afresh or target is None
 
     def _rollback_finished(self, record: _Raw) -> None:
@@ -345,7 +353,7 @@ class _Replay:
         reachable = self.target is None or (self.tracked and self.tracked[0] <= target)
         if reachable and self.tracked and self.tracked[-1] > target:
             self.fail("rollback", f"step {self.tracked[-1]} is left above {self.target}")
-        self.rolling_back, self.target = False, None
+        self.rolling_back, self.target, self.lowered = False, None, False
 
     def _run_on(self, run_seconds: float) -> None:
         if not run_seconds >= self.run_seconds:  # also for a NaN
@@ -471,6 +479,7 @@ class _Replay:
         above = self.target is None or of[0] > self.target
         if not (self.rolling_back and above and reason == expected):
             self.fail("rollback", f"{_text(of)} is withdrawn for {reason!r} to {self.target}")
+        self.lowered = self.lowered or reason == "rollback"
 
     def _is_tracked(self, step: int) -> bool:
         at = bisect_right(self.tracked, step)

@@ -668,7 +668,7 @@ FENCES = (
     mutant(
         "a-rollback-is-completed-over-what-came-since",
         "recovery",
-        "        used = above and not _named_before(ledger, evidence)\n",
+        "        used = above and not _named_before(target, intent, ledger, evidence)\n",
         "        used = False\n",
         breaks="I8",
         source="F33",
@@ -685,10 +685,59 @@ FENCES = (
         why="it is refused, and the next start resumes from that",
     ),
     mutant(
+        "a-lowered-tracker-counts-as-it-was-before",
+        "recovery",
+        "    if intent.lowered and target not in gone:\n",
+        "    if False:\n",
+        breaks="I8",
+        source="F33",
+        killers=("tests:test_found_by_review.py",),
+        why="a step that a stock trainer saved again goes to quarantine",
+    ),
+    mutant(
+        "our-own-tracker-is-a-newcomers",
+        "recovery",
+        "    if intent.lowered and target not in gone:\n",
+        "    if intent.lowered:\n",
+        breaks="I8",
+        source="F33",
+        killers=("tests:test_found_by_review.py",),
+        why="a rollback whose target was damaged is refused",
+    ),
+    mutant(
+        "a-rollback-forgets-what-was-lost",
+        "recovery",
+        '    if intent.unfinished == "rollback":\n',
+        "    if False:\n",
+        breaks="I8",
+        source="F33",
+        killers=("tests:test_found_by_review.py",),
+        why="the tracker still names it, and the rollback is refused for ever",
+    ),
+    mutant(
+        "a-fresh-start-takes-the-tracker-away-last",
+        "opening",
+        "        self.engine.effects.put_aside_tracker()\n        return True\n",
+        "        return True\n",
+        breaks="I8",
+        source="F33",
+        killers=("tests:test_found_by_review.py",),
+        why="it may name what was adopted only to be moved away",
+    ),
+    mutant(
+        "a-fresh-start-puts-the-tracker-right",
+        "opening",
+        "        if not afresh:\n            self._repair",
+        "        if True:\n            self._repair",
+        breaks="I2",
+        source="F33",
+        killers=("tests:test_found_by_review.py",),
+    ),
+    mutant(
         "a-fresh-start-only-completes-the-rollback",
         "opening",
-        "            if target is None or not afresh:\n                return\n",
-        "            return\n",
+        '        elif self.resume == "fresh" and',
+        '        elif not history.intent.rolling_back and self.resume == "fresh" and',
         breaks="I8",
         source="F33",
         killers=("tests:test_found_by_review.py",),
@@ -696,8 +745,7 @@ FENCES = (
     mutant(
         "a-fresh-start-is-journaled-late",
         "opening",
-        "        if afresh and not history.intent.rolling_back:\n"
-        "            self.engine.append(RollbackStarted(to_step=None, at=self.clock.wall()))\n"
+        "        afresh = self._begin_afresh(history, decided)\n"
         "        self.engine.last_hope = decided.last_hope\n"
         "        for decision in decided.decisions:\n"
         "            for action in decision.actions:\n"
@@ -706,8 +754,7 @@ FENCES = (
         "        for decision in decided.decisions:\n"
         "            for action in decision.actions:\n"
         "                self._carry_out(action)\n"
-        "        if afresh and not history.intent.rolling_back:\n"
-        "            self.engine.append(RollbackStarted(to_step=None, at=self.clock.wall()))\n",
+        "        afresh = self._begin_afresh(history, decided)\n",
         breaks="I8",
         source="F33",
         killers=("tests:test_found_by_review.py",),
@@ -725,7 +772,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-counts-for-ever",
-        "journal",
+        "intent",
         "                return Intent()\n",
         "                return self\n",
         breaks="I8",
@@ -804,8 +851,8 @@ FENCES = (
     mutant(
         "what-was-lost-is-forgotten-by-the-next-start",
         "coordinator",
-        "forget_moved(history.ledger, decided.decisions, history.lost)",
-        "forget_moved(history.ledger, decided.decisions)",
+        "forget_moved(history.ledger, decided.decisions, history.lost, history.intent)",
+        "forget_moved(history.ledger, decided.decisions, intent=history.intent)",
         breaks="I8",
         source="F33",
         killers=("tests:test_found_by_review.py",),

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import ckptfsm.documents as documents
 import ckptfsm.journal as journal
 from ckptfsm.errors import Fenced
+from ckptfsm.intent import Intent
 from ckptfsm.lifecycle import Checkpoint, State
 from ckptfsm.ports import FileStat
 
@@ -219,7 +220,7 @@ class Journaled(NamedTuple):
     """What the durable records of the journal amount to."""
 
     checkpoints: tuple[Checkpoint, ...] = ()
-    intent: journal.Intent = journal.Intent()
+    intent: Intent = Intent()
 
     def state_of(self, of: Any) -> str:
         return next((c.state.value for c in self.checkpoints if c.id == of), "absent")
@@ -247,7 +248,7 @@ class RecordJournal:
         self._hook("append", (opened,))
         self.value = Journaled(
             tuple(plain(documents.checkpoint_of(record)) for record in opened.checkpoints),
-            journal.Intent.carried_by(opened),
+            Intent.carried_by(opened),
         )
 
     def append(self, record: Any, *, essential: bool = False) -> None:

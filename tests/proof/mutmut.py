@@ -23,6 +23,7 @@ TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "lifecycle": ("lifecycle", "scenarios"),
         "ledger": ("ledger", "scenarios"),
+        "intent": ("journal", "recovery", "found_by_review"),
         "findings": ("recovery", "found_by_review"),
         "recovery": ("recovery", "regressions", "schedules", "found_by_review"),
         "retention": ("retention", "config"),

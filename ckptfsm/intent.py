@@ -1,0 +1,67 @@
+"""What a person asked of a whole root, followed through the journal. Pure.
+
+A rollback and a fresh start move many checkpoints, and a crash may come in between. So the intent is
+journaled before anything is changed for it, and every opening knows of it until it is completed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from ckptfsm.documents import (
+    Record,
+    RollbackFinished,
+    RollbackStarted,
+    SegmentOpened,
+    TransitionRecord,
+)
+from ckptfsm.lifecycle import State
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """``rolling_back``: to ``target``, or to nothing at all (None), which is a fresh start.
+
+    ``lowered``: something was withdrawn for it, so the tracker was at the target, durably.
+    ``begun_afresh``: a fresh start was begun, and nothing was tracked since it was completed.
+    """
+
+    rolling_back: bool = False
+    target: int | None = None
+    lowered: bool = False
+    begun_afresh: bool = False
+
+    @classmethod
+    def carried_by(cls, opened: SegmentOpened) -> Intent:
+        """That of the runs before a segment."""
+        return cls(
+            opened.rolling_back,
+            opened.rolling_back_to,
+            opened.rolling_back_lowered,
+            opened.begun_afresh,
+        )
+
+    def after(self, record: Record) -> Intent:
+        """What stands of it once ``record`` is journaled."""
+        match record:
+            case RollbackStarted(to_step=target):
+                afresh = self.begun_afresh or target is None
+                return Intent(rolling_back=True, target=target, begun_afresh=afresh)
+            case RollbackFinished():
+                return Intent(begun_afresh=self.begun_afresh)
+            case TransitionRecord(event="withdrawn", reason="rollback"):
+                return replace(self, lowered=True)
+            case TransitionRecord(dest=State.TRACKED) if not self.rolling_back:
+                return Intent()
+        return self
+
+    @property
+    def unfinished(self) -> Literal["", "rollback", "fresh"]:
+        """What an opening has to complete."""
+        if not self.rolling_back:
+            return ""
+        return "fresh" if self.target is None else "rollback"
+
+
+NO_INTENT: Final = Intent()
