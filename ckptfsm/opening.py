@@ -91,13 +91,13 @@ class Opening:
 
         The tracker goes first: whatever is moved or adopted next, nobody resumes from it.
         """
-        known = history.ledger.checkpoints or any(d.result == "adopted" for d in decided.decisions)
-        if history.intent.unfinished == "fresh":
-            pass
-        elif self.resume == "fresh" and (known or lookup(self.storage, TRACKER) is not None):
+        if history.intent.unfinished != "fresh":
+            known = history.ledger.checkpoints or any(
+                d.result == "adopted" for d in decided.decisions
+            )
+            if self.resume != "fresh" or not (known or lookup(self.storage, TRACKER)):
+                return False
             self.engine.append(RollbackStarted(to_step=None, at=self.clock.wall()))
-        else:
-            return False
         self.engine.effects.put_aside_tracker()
         return True
 
@@ -105,15 +105,15 @@ class Opening:
         """Complete a fresh start, or a rollback that a crash interrupted."""
         if afresh:
             roll_back(self.engine, None, self.clock.wall())
-        elif interrupted.rolling_back:
+        elif interrupted.target is not None:
             self._resume_rollback(interrupted.target)
 
-    def _resume_rollback(self, target: int | None) -> None:
+    def _resume_rollback(self, target: int) -> None:
         """Go on with it; if its target is damaged by now, to the next one below, or not at all."""
         steps = [c.step for c in self.engine.ledger.in_state(State.TRACKED)]
-        reachable = [step for step in steps if target is not None and step <= target]
-        if target is None or reachable:
-            roll_back(self.engine, reachable[-1] if reachable else None, self.clock.wall())
+        reachable = [step for step in steps if step <= target]
+        if reachable:
+            roll_back(self.engine, reachable[-1], self.clock.wall())
             return
         log.warning(
             "rollback_given_up", extra={"target": target, "latest": max(steps, default=None)}

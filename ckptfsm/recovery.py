@@ -62,6 +62,7 @@ from ckptfsm.messages import (
 )
 
 Resume = Literal["strict", "fallback", "fresh"]
+_FAILING = (*UNPUBLISHED, State.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,8 +400,7 @@ def _refuse_leftovers(ledger: Ledger, evidence: Evidence, decisions: list[Decisi
     for step, there in sorted(evidence.published.items()):
         name = evidence.layout.published_name(step)
         failing = ledger.checkpoints.get(there.of) if there.of is not None else None
-        cleaned = (*UNPUBLISHED, State.FAILED)
-        if failing is not None and failing.state in cleaned and failing.step == step:
+        if failing is not None and failing.state in _FAILING and failing.step == step:
             stuck = [n for n in stuck if n != name]
         elif there.found == "no_directory" and name not in stuck:
             stuck.append(name)

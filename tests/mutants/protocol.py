@@ -736,8 +736,8 @@ FENCES = (
     mutant(
         "a-fresh-start-only-completes-the-rollback",
         "opening",
-        '        elif self.resume == "fresh" and',
-        '        elif not history.intent.rolling_back and self.resume == "fresh" and',
+        '            if self.resume != "fresh" or not',
+        '            if self.resume != "fresh" or history.intent.rolling_back or not',
         breaks="I8",
         source="F33",
         killers=("tests:test_found_by_review.py",),
