@@ -23,7 +23,8 @@ from ckptfsm.lifecycle import State
 class Intent:
     """``rolling_back``: to ``target``, or to nothing at all (None), which is a fresh start.
 
-    ``lowered``: something was withdrawn for it, so the tracker was at the target, durably.
+    ``lowered``: something was withdrawn for it, so the tracker was at the target, durably, and nobody
+    had to lift it from there since, as the target was lost.
     ``begun_afresh``: a fresh start was begun, and nothing was tracked since it was completed.
     """
 
@@ -52,9 +53,14 @@ class Intent:
                 return Intent(begun_afresh=self.begun_afresh)
             case TransitionRecord(event="withdrawn", reason="rollback"):
                 return replace(self, lowered=True)
+            case TransitionRecord(event="withdrawn") if self._reaches(record.step):
+                return replace(self, lowered=False)
             case TransitionRecord(dest=State.TRACKED) if not self.rolling_back:
                 return Intent()
         return self
+
+    def _reaches(self, step: int) -> bool:
+        return self.target is not None and step <= self.target
 
     @property
     def unfinished(self) -> Literal["", "rollback", "fresh"]:

@@ -66,6 +66,7 @@ class Opening:
         if not afresh:
             self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))
         self._refuse_half_open(decided.reasons)
+        self.engine.is_open = True
 
     def _carry_out(self, action: Event | Command) -> None:
         if isinstance(action, Command):

@@ -20,7 +20,7 @@ The rules, by the last journaled state of an attempt:
 | prunable | gone from its name | removed, or back if it is needed; withdrawn if it cannot be |
 | failed | - | files to the trash |
 | quarantined | still at its name, or in the trash | moved aside |
-| none | complete, and not newer than the tracker | adopted, pinned; the newest first |
+| none | complete, not newer than the tracker (or all go) | adopted, pinned; the newest first |
 | none | anything else | reported, never touched |
 
 A whole directory of another attempt at the name is not explained, nor is one that was damaged
@@ -45,7 +45,6 @@ from ckptfsm.intent import NO_INTENT, Intent
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import UNPUBLISHED, Checkpoint, State
 from ckptfsm.messages import (
-    UNUSABLE,
     Adopted,
     AttemptId,
     Command,
@@ -111,15 +110,18 @@ def plan(
     ``strict``, when the newest one is not what tracker and journal say.
     """
     interrupted = intent.unfinished
-    if interrupted or resume == "fresh":  # a power loss may show a move at both of its names
-        evidence = replace(evidence, aside=frozenset())
-    known = [_decide(c, ledger, evidence) for c in _all(ledger)]
-    unknown = _unknown(ledger, evidence, epoch, everything="fresh" in (resume, interrupted))
-    decisions = _in_order(ledger, known, unknown)
-    survivors = _survivors(ledger, evidence, decisions)
+    afresh = "fresh" in (resume, interrupted)
     if interrupted and resume != "fresh":
         _refuse_newcomer(intent, ledger, evidence)
-    if "fresh" in (resume, interrupted):
+    if interrupted or afresh:  # a power loss may show a move at both of its names
+        evidence = replace(evidence, aside=frozenset())
+    if afresh:  # it is taken away first
+        evidence = replace(evidence, tracker=TrackerEvidence("missing"))
+    known = [_decide(c, ledger, evidence) for c in _all(ledger)]
+    unknown = _unknown(ledger, evidence, epoch, everything=afresh)
+    decisions = _in_order(ledger, known, unknown)
+    survivors = _survivors(ledger, evidence, decisions)
+    if afresh:
         _refuse_leftovers(ledger, evidence, decisions)
         reasons: tuple[str, ...] = ()
     else:
@@ -140,15 +142,11 @@ def forget_moved(
     ledger: Ledger,
     decisions: Sequence[Decision],
     lost: frozenset[AttemptId] = frozenset(),
-    intent: Intent = NO_INTENT,
 ) -> Ledger:
     """The ledger to begin with: without what was moved to quarantine by an earlier run.
 
-    What is ``lost`` stays, as evidence, unless it is there again and adopted. So does what the tracker
-    may still name, while a rollback is not completed.
+    What is ``lost`` stays, as evidence, unless it is there again and adopted.
     """
-    if intent.unfinished == "rollback":
-        lost |= {c.id for c in ledger.in_state(State.QUARANTINED) if c.reason in UNUSABLE}
     actions = [a for d in decisions for a in d.actions]
     moving = {a.of for a in actions if isinstance(a, Quarantine)}
     staying = moving | (lost - {a.of for a in actions if isinstance(a, Adopted)})
@@ -423,7 +421,7 @@ def _refuse_newcomer(intent: Intent, ledger: Ledger, evidence: Evidence) -> None
         used = tracker.found != "missing"
     else:
         above = tracker.step is not None and tracker.step > target
-        used = above and not _named_before(target, intent, ledger, evidence)
+        used = above and _is_anothers(tracker.step, intent, ledger, evidence)
     if used:
         asked, remedy = "rollback", ""
         if target is None:
@@ -436,19 +434,12 @@ def _refuse_newcomer(intent: Intent, ledger: Ledger, evidence: Evidence) -> None
         )
 
 
-def _named_before(target: int, intent: Intent, ledger: Ledger, evidence: Evidence) -> bool:
-    """True if the tracker is as before a rollback: at the newest one, or at one that is lost by now.
-
-    Once something was withdrawn, it had been put to the target; above that it is then only by us, and
-    only as the target is lost.
-    """
-    step, latest = evidence.tracker.step, ledger.latest()
-    there = evidence.published.get(step) if step is not None else None
-    complete = there is not None and there.found in ("manifest", "stock")
-    gone = {c.step for c in ledger.in_state(State.QUARANTINED) if c.reason in UNUSABLE}
-    if intent.lowered and target not in gone:
-        return False
-    return (step in gone and not complete) or (latest is not None and step == latest.step)
+def _is_anothers(step: int | None, intent: Intent, ledger: Ledger, evidence: Evidence) -> bool:
+    """True if what the tracker names is whole, and not the newest one before a rollback withdrew any."""
+    there, latest = evidence.published.get(step) if step is not None else None, ledger.latest()
+    whole = there is not None and there.found in ("manifest", "stock")
+    before = not intent.lowered and latest is not None and step == latest.step
+    return whole and not before
 
 
 def _reasons(

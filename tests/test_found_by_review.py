@@ -1743,3 +1743,118 @@ def test_I8_a_rollback_goes_on_if_what_the_tracker_named_was_damaged_meanwhile()
     disk.kill("second")
     assert content(disk, TRACKER) == b"2"
     assert tracked(start(disk, "third")) == [1]
+
+
+def test_I8_a_target_that_is_put_back_makes_our_own_tracker_no_newcomers():
+    """Catches: a rollback that every start refuses, as its lost target is there again and the tracker,
+    which a start had lifted from it, is still above."""
+    base = rolling_back(1, 1, 3, 4, at="iter_0000004 ->")
+    SimStorage(base, "person").rename(ONE, "elsewhere")
+    job = start(base, "lifts", opened=False)
+    job.storage.before = Once("rename", f"-> {TRACKER}")
+    with pytest.raises(ProcessDead):
+        job.open()
+    base.kill("lifts")
+    assert content(base, TRACKER) == b"3"
+    SimStorage(base, "person").rename("elsewhere", ONE)
+    for disk in kill_at_every_call_of(base.fork):
+        assert tracked(start(disk, "third"))[0] == 1
+
+
+class Once:
+    """Dies at the first write after a call of a method on a path."""
+
+    def __init__(self, method: str, path: str) -> None:
+        self.method, self.path, self.seen = method, path, False
+
+    def __call__(self, index: int, method: str, path: str) -> None:
+        if self.seen and method in ("write", "pwrite"):
+            raise ProcessDead("dies")
+        self.seen = self.seen or (method == self.method and self.path in path)
+
+
+def target_saved_twice() -> SimDisk:
+    disk = SimDisk()
+    saved(disk, 1, 2)
+    disk.uproot(f"{TWO}/{SHARD}")
+    disk.kill("first")
+    job = start(disk, "second")
+    for step in (2, 3, 4):
+        job.save(step)
+    job.storage.before = Strike("rename", "iter_0000004 ->", ProcessDead("dies"))
+    with pytest.raises(ProcessDead):
+        job.coordinator.rollback(2)
+    disk.kill("second")
+    return disk
+
+
+def target_lost_and_gone_lower() -> SimDisk:
+    disk = rolling_back(2, 1, 2, 3, 4, 5, at="iter_0000005 ->")
+    disk.uproot(f"{TWO}/{SHARD}")
+    job = start(disk, "lower", opened=False)
+    job.storage.before = Strike("rename", "iter_0000004 ->", ProcessDead("dies"))
+    with pytest.raises(ProcessDead):
+        job.open()
+    disk.kill("lower")
+    return disk
+
+
+@pytest.mark.parametrize("base", [target_saved_twice, target_lost_and_gone_lower])
+def test_I8_a_target_that_was_lost_once_does_not_hide_a_newcomer(base: Any):
+    """Catches: a stock trainer's save of a step that a rollback had not come to, moved away unasked."""
+    disk = base()
+    disk.uproot("iter_0000003")
+    stock_saves(disk, 3)
+    with pytest.raises(DamagedRoot, match="rollback was interrupted, and the tracker says 3"):
+        start(disk, "third")
+    assert "iter_0000003" in names(disk)
+
+
+@pytest.mark.parametrize("resume", ["fallback", "strict"])
+def test_F19_a_rollback_goes_on_if_the_tracker_names_what_is_not_there(resume: str):
+    """Catches: a rollback that is refused because somebody wrote nonsense into the tracker."""
+    disk = rolling_back(1, 1, 3, at="iter_0000003 ->")
+    disk.overwrite(TRACKER, b"77\n")
+    assert tracked(start(disk, "second", resume=resume)) == [1]
+    assert content(disk, TRACKER) == b"1"
+
+
+def taken_over_by_a_stock_trainer() -> SimDisk:
+    disk = SimDisk()
+    in_place(saved(disk, 1), 5)
+    disk.kill("first")
+    stock_saves(disk, 5)
+    return disk
+
+
+def test_I10_a_fresh_start_is_planned_as_it_is_carried_out():
+    """Catches: what is adopted as the tracker reached it, and cleaned up as there is none any more."""
+    for disk in kill_at_every_call_of(taken_over_by_a_stock_trainer, resume="fresh"):
+        with suppress(DamagedRoot):
+            assert tracked(start(disk, "second")) in ([], [1, 5])
+        disk.kill("second")
+        assert tracked(start(disk, "third", resume="fresh")) == []
+        assert "iter_0000005" not in names(disk)
+        assert len([n for n in names(disk, QUARANTINE) if not n.startswith("tracker")]) == 2
+
+
+def test_I7_a_fresh_start_deletes_nothing():
+    """Catches: what a roll forward supersedes, given to the trash by a start that is to keep it all."""
+    disk = two_saved()
+    leave_written(disk, 4)
+    job = start(disk, "fresh", resume="fresh", retention=LatestN(1))
+    ticks(job)
+    assert names(disk, TRASH) == []
+    assert len([n for n in names(disk, QUARANTINE) if not n.startswith("tracker")]) == 3
+
+
+def test_F21_a_roll_forward_lets_go_of_nothing_before_it_was_read():
+    """Catches: a start that deletes older checkpoints because of one that nobody has read yet."""
+    disk = two_saved()
+    leave_written(disk, 4)
+    job = start(disk, "second", retention=LatestN(1))
+    ticks(job)
+    assert tracked(job) == [1, 3, 4]
+    job.save(5)
+    ticks(job)
+    assert tracked(job) == [5]

@@ -471,6 +471,8 @@ class _Replay:
             self.fail("reason", f"{_text(of)}: {event} because {reason!r} of {record['rank']}")
         if event == "withdrawn" and reason not in ("damaged", "missing"):
             self._judge_withdrawal(of, reason)
+        elif event == "withdrawn" and self.target is not None and step <= self.target:
+            self.lowered = False
 
     def _judge_withdrawal(self, of: _Id, reason: str) -> None:
         if reason not in _REASONS:
