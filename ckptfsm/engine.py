@@ -112,7 +112,7 @@ class Engine:
         self.moves = 0
         self.news: deque[News] = deque()
         self.pending: list[Command] = []
-        self.is_open = False  # an opening prunes nothing
+        self.keep_all = False  # a fresh start deletes nothing
         self.retire_due = False
         self.last_hope: AttemptId | None = None  # nothing but this could be resumed from
         assembly = Assembly(
@@ -320,7 +320,7 @@ class Engine:
         self._published.discard(checkpoint.id)
         if checkpoint.state is State.FINALIZED:
             self.post(TrackerWritten(checkpoint.id))
-            self.retire_due = self.is_open
+            self.retire_due = not self.keep_all
             self.retire_if_due()
 
     def _run_prune(self, checkpoint: Checkpoint) -> None:

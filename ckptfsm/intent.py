@@ -6,6 +6,7 @@ journaled before anything is changed for it, and every opening knows of it until
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -16,7 +17,8 @@ from ckptfsm.documents import (
     SegmentOpened,
     TransitionRecord,
 )
-from ckptfsm.lifecycle import State
+from ckptfsm.lifecycle import Checkpoint, State
+from ckptfsm.messages import AttemptId
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class Intent:
     """``rolling_back``: to ``target``, or to nothing at all (None), which is a fresh start.
 
     ``lowered``: something was withdrawn for it, so the tracker was at the target, durably, and nobody
-    had to lift it from there since, as the target was lost.
+    had to lift it from there since, as what it names was lost.
     ``begun_afresh``: a fresh start was begun, and nothing was tracked since it was completed.
     """
 
@@ -43,8 +45,8 @@ class Intent:
             opened.begun_afresh,
         )
 
-    def after(self, record: Record) -> Intent:
-        """What stands of it once ``record`` is journaled."""
+    def after(self, record: Record, checkpoints: Mapping[AttemptId, Checkpoint]) -> Intent:
+        """What stands of it once ``record`` is journaled; ``checkpoints`` as they were before it."""
         match record:
             case RollbackStarted(to_step=target):
                 afresh = self.begun_afresh or target is None
@@ -53,14 +55,18 @@ class Intent:
                 return Intent(begun_afresh=self.begun_afresh)
             case TransitionRecord(event="withdrawn", reason="rollback"):
                 return replace(self, lowered=True)
-            case TransitionRecord(event="withdrawn") if self._reaches(record.step):
+            case TransitionRecord(event="withdrawn") if record.step == self._reached(checkpoints):
                 return replace(self, lowered=False)
             case TransitionRecord(dest=State.TRACKED) if not self.rolling_back:
                 return Intent()
         return self
 
-    def _reaches(self, step: int) -> bool:
-        return self.target is not None and step <= self.target
+    def _reached(self, checkpoints: Mapping[AttemptId, Checkpoint]) -> int | None:
+        """The step that the rollback leaves the tracker at."""
+        tracked = [c.step for c in checkpoints.values() if c.state is State.TRACKED]
+        return max(
+            (s for s in tracked if self.target is not None and s <= self.target), default=None
+        )
 
     @property
     def unfinished(self) -> Literal["", "rollback", "fresh"]:

@@ -206,6 +206,7 @@ def _replay(
     run_seconds = opened.run_seconds
     intent = Intent.carried_by(opened)
     for index, record in enumerate(segment.records[1:], start=1):
+        intent = intent.after(record, checkpoints)
         match record:
             case TransitionRecord():
                 _replay_transition(checkpoints, record, file, index)
@@ -215,7 +216,6 @@ def _replay(
                 run_seconds = max(run_seconds, record.run_seconds)
             case SegmentOpened():
                 raise JournalCorrupt("a segment is opened twice", file=file, offset=0, record=index)
-        intent = intent.after(record)
     ledger = Ledger(MappingProxyType(checkpoints))
     return History(
         ledger,

@@ -54,7 +54,7 @@ class Opening:
         """Carry out what was decided. Raises ``DamagedRoot``, or what the disk raises."""
         sweep_temporaries(self.storage)
         self.engine.reread_protection()
-        afresh = self._begin_afresh(history, decided)
+        afresh = self.engine.keep_all = self._begin_afresh(history, decided)
         self.engine.last_hope = decided.last_hope
         for decision in decided.decisions:
             for action in decision.actions:
@@ -66,7 +66,7 @@ class Opening:
         if not afresh:
             self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))
         self._refuse_half_open(decided.reasons)
-        self.engine.is_open = True
+        self.engine.keep_all = False
 
     def _carry_out(self, action: Event | Command) -> None:
         if isinstance(action, Command):

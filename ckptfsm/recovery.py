@@ -435,11 +435,15 @@ def _refuse_newcomer(intent: Intent, ledger: Ledger, evidence: Evidence) -> None
 
 
 def _is_anothers(step: int | None, intent: Intent, ledger: Ledger, evidence: Evidence) -> bool:
-    """True if what the tracker names is whole, and not the newest one before a rollback withdrew any."""
+    """True if what the tracker names may be in use, and a rollback had not left it there.
+
+    It had, before it withdrew any: that is the newest. What of ours is not whole is in nobody's use.
+    """
     there, latest = evidence.published.get(step) if step is not None else None, ledger.latest()
-    whole = there is not None and there.found in ("manifest", "stock")
+    known = any(c.step == step for c in ledger.checkpoints.values())
+    used = there is not None and (there.found in ("manifest", "stock") or not known)
     before = not intent.lowered and latest is not None and step == latest.step
-    return whole and not before
+    return used and not before
 
 
 def _reasons(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from proof.exhaustive import Search, history, scope_named
+from proof.exhaustive import Scope, Search, history, scope_named
 from proof.exhaustive_disk import Dir, EpochLease, tree
+from proof.exhaustive_world import Left
 
 from ckptfsm import engine, layout, lifecycle, recovery
 from ckptfsm.coordinator import Coordinator
@@ -17,6 +18,7 @@ from ckptfsm.errors import Fenced
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import State
 from ckptfsm.messages import Prune
+from ckptfsm.retention import LatestN
 
 
 def without_guard(monkeypatch, guard):
@@ -188,3 +190,11 @@ def test_equal_trees_are_equal_however_they_were_made():
     two = Dir({"d": Dir({"e": b"2"}), "a": b"1"})
     assert one == two and hash(one) == hash(two)
     assert one != two.put("d/e", b"3") and one.put("d/e", None) != one
+
+
+def test_retention_is_searched():
+    """Catches: a search in which nothing is ever given up, so that every promise about it holds."""
+    search = Search(Scope("few", Left(requests=2), steps=2, retention=LatestN(1)), 1000)
+    assert search.run().closed
+    trashes = [world.disk.get(layout.TRASH) for world in search._worlds]
+    assert any(isinstance(trash, Dir) and trash.names for trash in trashes)

@@ -1848,13 +1848,37 @@ def test_I7_a_fresh_start_deletes_nothing():
     assert len([n for n in names(disk, QUARANTINE) if not n.startswith("tracker")]) == 3
 
 
-def test_F21_a_roll_forward_lets_go_of_nothing_before_it_was_read():
-    """Catches: a start that deletes older checkpoints because of one that nobody has read yet."""
-    disk = two_saved()
-    leave_written(disk, 4)
-    job = start(disk, "second", retention=LatestN(1))
-    ticks(job)
-    assert tracked(job) == [1, 3, 4]
-    job.save(5)
-    ticks(job)
-    assert tracked(job) == [5]
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_I8_only_the_loss_of_what_it_names_lifts_the_tracker(damaged: int):
+    """Catches: a stock trainer's save, moved away unasked, as some old checkpoint was damaged."""
+    disk = rolling_back(2, 1, 2, 3, 4, 5, at="iter_0000005 ->")
+    disk.uproot(f"iter_{damaged:07d}/{SHARD}")
+    job = start(disk, "second", opened=False)
+    job.storage.before = Strike("rename", f"iter_{damaged:07d} ->", ProcessDead("dies"))
+    with pytest.raises(ProcessDead):
+        job.open()
+    disk.kill("second")
+    assert content(disk, TRACKER) == (b"2" if damaged == 1 else b"4")
+    if damaged == 2:  # the tracker is where we lifted it to
+        assert tracked(start(disk, "third")) == [1]
+        return
+    disk.uproot("iter_0000004")
+    stock_saves(disk, 4)
+    with pytest.raises(DamagedRoot, match="rollback was interrupted, and the tracker says 4"):
+        start(disk, "third")
+
+
+@pytest.mark.parametrize("resume", ["fallback", "strict"])
+def test_I8_what_nobody_knows_may_be_in_use(resume: str):
+    """Catches: a rollback that is completed over a checkpoint of an older format, which the tracker
+    names."""
+    disk = rolling_back(1, 1, 3, at="iter_0000003 ->")
+    person = SimStorage(disk, "person")
+    person.mkdir("iter_0000009")
+    person.mkdir("iter_0000009/mp_rank_00")
+    handle = person.open_exclusive("iter_0000009/mp_rank_00/model_optim_rng.pt")
+    person.write(handle, b"weights")
+    person.close(handle)
+    disk.overwrite(TRACKER, b"9")
+    with pytest.raises(DamagedRoot, match="rollback was interrupted, and the tracker says 9"):
+        start(disk, "second", resume=resume)

@@ -471,8 +471,9 @@ class _Replay:
             self.fail("reason", f"{_text(of)}: {event} because {reason!r} of {record['rank']}")
         if event == "withdrawn" and reason not in ("damaged", "missing"):
             self._judge_withdrawal(of, reason)
-        elif event == "withdrawn" and self.target is not None and step <= self.target:
-            self.lowered = False
+        elif event == "withdrawn" and self.target is not None:
+            reached = self.tracked[: bisect_right(self.tracked, self.target)]
+            self.lowered = self.lowered and step != max(reached, default=None)
 
     def _judge_withdrawal(self, of: _Id, reason: str) -> None:
         if reason not in _REASONS:

@@ -707,7 +707,7 @@ FENCES = (
     mutant(
         "what-is-not-whole-is-a-newcomers",
         "recovery",
-        "    return whole and not before\n",
+        "    return used and not before\n",
         "    return not before\n",
         breaks="I8",
         source="F33",
@@ -725,14 +725,34 @@ FENCES = (
         why="the effects do not see it any more, and decide otherwise",
     ),
     mutant(
-        "a-roll-forward-lets-go-of-the-older-ones",
+        "a-fresh-start-lets-go-of-the-older-ones",
         "engine",
-        "            self.retire_due = self.is_open\n",
+        "            self.retire_due = not self.keep_all\n",
         "            self.retire_due = True\n",
         breaks="I7",
         source="F21",
         killers=("tests:test_found_by_review.py",),
-        why="before anybody has read it; a fresh start deletes what it should keep",
+        why="what a roll forward supersedes is deleted, where all is to be kept",
+    ),
+    mutant(
+        "any-loss-lifts-the-tracker",
+        "intent",
+        "if record.step == self._reached(checkpoints):",
+        "if record.step <= (self.target or 0):",
+        breaks="I8",
+        source="F33",
+        killers=("tests:test_found_by_review.py", "tests:test_journal.py"),
+        why="a stock trainer's save is moved away, as an old checkpoint was damaged meanwhile",
+    ),
+    mutant(
+        "what-nobody-knows-is-in-nobodys-use",
+        "recovery",
+        '(there.found in ("manifest", "stock") or not known)',
+        'there.found in ("manifest", "stock")',
+        breaks="I8",
+        source="F33",
+        killers=("tests:test_found_by_review.py",),
+        why="a checkpoint of an older format, that the tracker names, is passed over without a word",
     ),
     mutant(
         "a-fresh-start-takes-the-tracker-away-last",
@@ -765,7 +785,7 @@ FENCES = (
     mutant(
         "a-fresh-start-is-journaled-late",
         "opening",
-        "        afresh = self._begin_afresh(history, decided)\n"
+        "        afresh = self.engine.keep_all = self._begin_afresh(history, decided)\n"
         "        self.engine.last_hope = decided.last_hope\n"
         "        for decision in decided.decisions:\n"
         "            for action in decision.actions:\n"
@@ -774,7 +794,7 @@ FENCES = (
         "        for decision in decided.decisions:\n"
         "            for action in decision.actions:\n"
         "                self._carry_out(action)\n"
-        "        afresh = self._begin_afresh(history, decided)\n",
+        "        afresh = self.engine.keep_all = self._begin_afresh(history, decided)\n",
         breaks="I8",
         source="F33",
         killers=("tests:test_found_by_review.py",),

@@ -254,11 +254,12 @@ class RecordJournal:
     def append(self, record: Any, *, essential: bool = False) -> None:
         self._hook("append", (record, essential))
         checkpoints = self.value.checkpoints
+        living = {c.id: c for c in checkpoints}
+        intent = self.value.intent.after(record, living)
         if isinstance(record, documents.TransitionRecord):
-            living = {c.id: c for c in checkpoints}
             journal._replay_transition(living, record, self.file, 0)
             checkpoints = tuple(plain(living[of]) for of in sorted(living))
-        self.value = Journaled(checkpoints, self.value.intent.after(record))
+        self.value = Journaled(checkpoints, intent)
         self._then(record)
 
     def close(self) -> None:
