@@ -223,7 +223,10 @@ LOOKS = (
 """,
         breaks="I1",
         source="F8",
-        killers=("tests:test_coordinator.py", "simulation"),
+        killers=(
+            "tests:test_coordinator.py::test_F8_a_publish_of_unknown_outcome_is_fatal",
+            "simulation",
+        ),
         why="what may be published is failed and taken away",
     ),
     mutant(
@@ -513,7 +516,12 @@ FENCES = (
         "    left = checkpoint.id in evidence.trashed\n",
         breaks="I8",
         source="F16",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I8_a_strangers_directory_at_the_name_of_what_was_moved_aside_is_left_alone"
+            ),
+        ),
         why="what somebody else has begun there is moved aside as ours",
     ),
     mutant(
@@ -523,7 +531,12 @@ FENCES = (
         "        there = inspect_published(",
         breaks="I1",
         source="order",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I2_what_came_back_gutted_is_looked_at_again_after_an_error"
+            ),
+        ),
         why="a power loss puts what is tracked again back into the trash",
     ),
     mutant(
@@ -533,7 +546,12 @@ FENCES = (
         "        frozenset(),\n",
         breaks="I7",
         source="F27",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I7_a_withdrawn_one_that_is_still_in_the_trash_is_not_deleted"
+            ),
+        ),
         why="a stranger's directory at its name goes to quarantine, and what a reader holds is deleted",
     ),
     mutant(
@@ -544,7 +562,12 @@ FENCES = (
         '            return ""\n        return self._bring_back(',
         breaks="I7",
         source="F27",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I7_what_a_reader_holds_is_not_deleted_for_a_strangers_directory"
+            ),
+        ),
         why="it lies in the trash, and its name is taken when it should come back",
     ),
     mutant(
@@ -554,7 +577,12 @@ FENCES = (
         "        if any(isinstance(command, CleanUp) for command in self.pending):\n",
         breaks="I7",
         source="F27",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I7_what_a_reader_holds_is_not_deleted_for_a_strangers_directory"
+            ),
+        ),
     ),
     mutant(
         "what-is-saved-again-is-taken-for-what-was-missing",
@@ -573,7 +601,7 @@ FENCES = (
         "",
         breaks="I8",
         source="F16",
-        killers=("tests:test_found_by_review.py",),
+        killers=("tests:test_found_by_review.py::test_F16_a_fresh_start_refuses_a_mount",),
     ),
     mutant(
         "what-is-in-the-trash-is-not-needed-any-more",
@@ -583,7 +611,13 @@ FENCES = (
         "        kept = self._kept_by_people(checkpoint.step)\n",
         breaks="I7",
         source="F17",
-        killers=("tests:test_found_by_review.py", "exhaustive"),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I1_what_lies_in_the_trash_comes_back_if_nothing_newer_is_whole"
+            ),
+            "exhaustive",
+        ),
         why="the newer one, which made it removable, was damaged since: the last whole one is deleted",
     ),
     mutant(
@@ -595,7 +629,13 @@ FENCES = (
         "    for step, prunes in ():\n",
         breaks="I7",
         source="F17",
-        killers=("tests:test_found_by_review.py", "exhaustive"),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I1_what_a_person_moved_to_quarantine_is_not_taken_for_what_stands_at_its_name"
+            ),
+            "exhaustive",
+        ),
     ),
     mutant(
         "a-left-out-part-has-its-checkpoints-name",
@@ -604,7 +644,12 @@ FENCES = (
         "    return trash_dir(of)\n",
         breaks="F27",
         source="F27",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_F27_a_part_that_was_left_out_is_not_taken_for_its_checkpoint"
+            ),
+        ),
         why="half a checkpoint comes back for its reader",
     ),
     mutant(
@@ -614,7 +659,12 @@ FENCES = (
         "        moved = frozenset()\n        there",
         breaks="I1",
         source="F16",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I7_what_a_reader_holds_is_not_deleted_for_a_strangers_directory"
+            ),
+        ),
         why="its move was done, and what somebody saved meanwhile goes too",
     ),
     mutant(
@@ -624,7 +674,12 @@ FENCES = (
         "        return loadable or not",
         breaks="I1",
         source="F16",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I1_a_persons_directory_at_the_name_of_a_failed_attempt_is_not_deleted"
+            ),
+        ),
     ),
     mutant(
         "what-no-writer-began-is-deleted",
@@ -633,7 +688,12 @@ FENCES = (
         " or loadable\n",
         breaks="I1",
         source="F16",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I1_a_persons_directory_at_the_name_of_a_failed_attempt_is_not_deleted"
+            ),
+        ),
         why="a person's directory at the name of an attempt in place",
     ),
     mutant(
@@ -643,7 +703,9 @@ FENCES = (
         "",
         breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            "tests:test_found_by_review.py::test_I8_a_start_that_was_refused_is_refused_again",
+        ),
         why="the next one begins from zero",
     ),
     mutant(
@@ -653,7 +715,12 @@ FENCES = (
         '    if resume == "fresh":\n        _refuse',
         breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I8_an_interrupted_fresh_start_refuses_before_it_changes_anything"
+            ),
+        ),
     ),
     mutant(
         "a-fresh-start-is-completed-over-what-came-since",
@@ -662,7 +729,12 @@ FENCES = (
         '        used = tracker.found == "release"\n',
         breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I8_what_was_saved_after_a_fresh_start_that_died_is_not_moved_unasked"
+            ),
+        ),
         why="a month of another trainer's goes to quarantine, and the run begins from zero",
     ),
     mutant(
@@ -672,7 +744,12 @@ FENCES = (
         "        used = False\n",
         breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I8_what_was_saved_after_a_rollback_that_died_is_not_moved_unasked"
+            ),
+        ),
     ),
     mutant(
         "a-fresh-start-leaves-what-waits-to-be-tracked",
@@ -681,7 +758,12 @@ FENCES = (
         "        if True:\n            self._finish",
         breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I8_a_fresh_start_does_not_leave_what_waits_to_be_tracked"
+            ),
+        ),
         why="it is refused, and the next start resumes from that",
     ),
     mutant(
@@ -691,7 +773,12 @@ FENCES = (
         "    before = latest",
         breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I8_what_was_saved_again_during_a_rollback_that_died_is_not_moved_unasked"
+            ),
+        ),
         why="a step that a stock trainer saved again goes to quarantine",
     ),
     mutant(
@@ -701,7 +788,12 @@ FENCES = (
         "                return self\n",
         breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I8_our_own_tracker_above_a_damaged_target_is_no_newcomers"
+            ),
+        ),
         why="a rollback whose target was damaged is refused",
     ),
     mutant(
@@ -711,7 +803,12 @@ FENCES = (
         "    return not before\n",
         breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I8_a_rollback_goes_on_if_what_the_tracker_named_is_missing"
+            ),
+        ),
         why="the tracker names what is missing by now, and the rollback is refused for ever",
     ),
     mutant(
@@ -721,7 +818,9 @@ FENCES = (
         "    if False:\n",
         breaks="I10",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            "tests:test_found_by_review.py::test_I10_a_fresh_start_is_planned_as_it_is_carried_out",
+        ),
         why="the effects do not see it any more, and decide otherwise",
     ),
     mutant(
@@ -731,7 +830,7 @@ FENCES = (
         "            self.retire_due = True\n",
         breaks="I7",
         source="F21",
-        killers=("tests:test_found_by_review.py",),
+        killers=("tests:test_found_by_review.py::test_I7_a_fresh_start_deletes_nothing",),
         why="what a roll forward supersedes is deleted, where all is to be kept",
     ),
     mutant(
@@ -741,7 +840,13 @@ FENCES = (
         "if record.step <= (self.target or 0):",
         breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py", "tests:test_journal.py"),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I8_only_the_loss_of_what_it_names_lifts_the_tracker"
+            ),
+            "tests:test_journal.py",
+        ),
         why="a stock trainer's save is moved away, as an old checkpoint was damaged meanwhile",
     ),
     mutant(
@@ -751,7 +856,7 @@ FENCES = (
         'there.found in ("manifest", "stock")',
         breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
+        killers=("tests:test_found_by_review.py::test_I8_what_nobody_knows_may_be_in_use",),
         why="a checkpoint of an older format, that the tracker names, is passed over without a word",
     ),
     mutant(
@@ -761,7 +866,12 @@ FENCES = (
         "        return True\n",
         breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I8_a_fresh_start_does_not_leave_what_waits_to_be_tracked"
+            ),
+        ),
         why="it may name what was adopted only to be moved away",
     ),
     mutant(
@@ -771,7 +881,12 @@ FENCES = (
         "        if True:\n            self._repair",
         breaks="I2",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I2_the_tracker_names_nothing_that_a_fresh_start_adopted"
+            ),
+        ),
     ),
     mutant(
         "a-fresh-start-only-completes-the-rollback",
@@ -780,7 +895,12 @@ FENCES = (
         '            if self.resume != "fresh" or history.intent.rolling_back or not',
         breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_a_fresh_start_over_a_rollback_that_died_begins_afresh"
+            ),
+        ),
     ),
     mutant(
         "a-fresh-start-is-journaled-late",
@@ -797,7 +917,12 @@ FENCES = (
         "        afresh = self.engine.keep_all = self._begin_afresh(history, decided)\n",
         breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I8_what_a_fresh_start_adopted_is_not_resumed_from_if_it_died"
+            ),
+        ),
         why="what was adopted only to be moved away is resumed from if it dies",
     ),
     mutant(
@@ -807,7 +932,10 @@ FENCES = (
         "",
         breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py", "traces"),
+        killers=(
+            "tests:test_found_by_review.py::test_I8_what_a_person_puts_back_is_evidence",
+            "traces",
+        ),
         why="what was damaged before it is held against the runs after it",
     ),
     mutant(
@@ -827,7 +955,12 @@ FENCES = (
         'checkpoint.reason == "damaged"',
         breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I8_what_was_damaged_comes_back_once_a_person_has_repaired_it"
+            ),
+        ),
     ),
     mutant(
         "our-own-tracker-is-a-persons",
@@ -836,7 +969,12 @@ FENCES = (
         "    if False:\n",
         breaks="I2",
         source="order",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I2_what_was_rolled_back_does_not_come_back_with_the_next_save"
+            ),
+        ),
         why="a rollback is undone by the next save, whose journal record was lost",
     ),
     mutant(
@@ -846,7 +984,12 @@ FENCES = (
         "strict=True)}\n",
         breaks="I2",
         source="order",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I2_a_roll_forward_never_takes_the_tracker_below_a_step_that_was_rolled_back_before"
+            ),
+        ),
         why="a roll forward takes the tracker below it, and a crash there keeps it out",
     ),
     mutant(
@@ -856,7 +999,12 @@ FENCES = (
         '        move(self.storage, name, f"{QUARANTINE}/{name}.{self.tag}")\n        return name\n',
         breaks="I1",
         source="F30",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I1_what_is_in_the_way_of_a_save_is_put_beside_what_was"
+            ),
+        ),
     ),
     mutant(
         "an-adopted-one-is-pruned-unseen",
@@ -865,7 +1013,12 @@ FENCES = (
         '        if own and (there.of is not None or checkpoint.provenance == "adopted"):\n',
         breaks="I1",
         source="F16",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I1_a_persons_directory_at_the_name_of_an_adopted_one_is_not_pruned"
+            ),
+        ),
         why="whatever a person put at its name is deleted",
     ),
     mutant(
@@ -885,7 +1038,12 @@ FENCES = (
         "            self._set_aside[checkpoint.id] = frozenset()\n",
         breaks="I2",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I2_a_move_that_a_power_loss_shows_twice_is_done_again_after_an_error"
+            ),
+        ),
         why="a power loss showed it at both names: a fresh start comes to nothing",
     ),
     mutant(
@@ -895,7 +1053,9 @@ FENCES = (
         "forget_moved(history.ledger, decided.decisions)",
         breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            "tests:test_found_by_review.py::test_I8_a_start_that_was_refused_is_refused_again",
+        ),
     ),
     mutant(
         "a-root-opens-while-its-last-one-is-in-the-trash",
@@ -904,7 +1064,12 @@ FENCES = (
         "        if False:\n",
         breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I8_a_root_is_not_opened_while_its_last_checkpoint_is_in_the_trash"
+            ),
+        ),
     ),
     mutant(
         "the-tracker-leaves-what-was-saved-again",
@@ -913,7 +1078,12 @@ FENCES = (
         " and named:\n",
         breaks="I2",
         source="F19",
-        killers=("tests:test_found_by_review.py",),
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I8_what_another_run_saved_at_a_step_that_was_deleted_is_adopted"
+            ),
+        ),
         why="a crash there, and it is newer than the tracker: never resumed from",
     ),
     mutant(
@@ -979,7 +1149,10 @@ FENCES = (
             if""",
         breaks="I9",
         source="fencing",
-        killers=("tests:test_coordinator.py", "simulation"),
+        killers=(
+            "tests:test_coordinator.py::test_I9_a_fenced_coordinator_changes_nothing",
+            "simulation",
+        ),
     ),
     mutant(
         "the-lock-is-not-asked",
@@ -988,7 +1161,10 @@ FENCES = (
         "        if False:\n",
         breaks="F12",
         source="fencing",
-        killers=("tests:test_coordinator.py", "simulation"),
+        killers=(
+            "tests:test_coordinator.py::test_F12_a_second_one_is_refused_and_disturbs_nothing",
+            "simulation",
+        ),
         why="a second job takes a living root over unasked",
     ),
     mutant(

@@ -40,7 +40,10 @@ WRITERS = (
         "        return self.complete\n",
         breaks="I6",
         source="exit code",
-        killers=("tests:test_processes.py", "simulation"),
+        killers=(
+            "tests:test_processes.py::test_SIGCHLD_ignored_is_a_failure_not_a_success",
+            "simulation",
+        ),
         why="it sent its result, then died",
     ),
     mutant(
@@ -96,7 +99,7 @@ WRITERS = (
         "",
         breaks="F29",
         source="F29",
-        killers=("tests:test_processes.py",),
+        killers=("tests:test_processes.py::test_F29_a_child_does_not_hold_a_listening_socket",),
     ),
     mutant(
         "results-are-shared-between-attempts",
@@ -126,7 +129,7 @@ PEOPLE = (
         "            pass\n",
         breaks="F28",
         source="verl #6067 / #7363",
-        killers=("tests:test_manager.py",),
+        killers=("tests:test_manager.py::test_a_save_is_acknowledged_only_once_it_is_tracked",),
         why="nobody polls: nothing is ever tracked",
     ),
     mutant(
