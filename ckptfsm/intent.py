@@ -58,15 +58,15 @@ class Intent:
             case TransitionRecord(event="withdrawn") if record.step == self._reached(checkpoints):
                 return replace(self, lowered=False)
             case TransitionRecord(dest=State.TRACKED) if not self.rolling_back:
-                return Intent()
+                return NO_INTENT
         return self
 
     def _reached(self, checkpoints: Mapping[AttemptId, Checkpoint]) -> int | None:
         """The step that the rollback leaves the tracker at."""
-        tracked = [c.step for c in checkpoints.values() if c.state is State.TRACKED]
-        return max(
-            (s for s in tracked if self.target is not None and s <= self.target), default=None
-        )
+        if self.target is None:
+            return None
+        tracked = (c.step for c in checkpoints.values() if c.state is State.TRACKED)
+        return max((step for step in tracked if step <= self.target), default=None)
 
     @property
     def unfinished(self) -> Literal["", "rollback", "fresh"]:

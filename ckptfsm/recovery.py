@@ -128,7 +128,7 @@ def plan(
         reasons = _reasons(evidence, decisions, bool(interrupted), lost)
     if reasons and not survivors:
         raise hopeless(reasons)
-    warnings = () if interrupted else _warnings(evidence, survivors, decisions)
+    warnings = _warnings(evidence, survivors, decisions, intent)
     if resume == "strict" and warnings:
         raise DamagedRoot(f"resume='strict': {warnings[0]}", warnings=warnings)
     found = [d for d in decisions if d.actions or d.result == "reported"]
@@ -437,13 +437,15 @@ def _refuse_newcomer(intent: Intent, ledger: Ledger, evidence: Evidence) -> None
 def _is_anothers(step: int | None, intent: Intent, ledger: Ledger, evidence: Evidence) -> bool:
     """True if what the tracker names may be in use, and a rollback had not left it there.
 
-    It had, before it withdrew any: that is the newest. What of ours is not whole is in nobody's use.
+    It had, before it withdrew any: that is the newest, and what was withdrawn and is not whole.
+    Afterwards the tracker was at the target, and nobody else lifts it.
     """
     there, latest = evidence.published.get(step) if step is not None else None, ledger.latest()
-    known = any(c.step == step for c in ledger.checkpoints.values())
-    used = there is not None and (there.found in ("manifest", "stock") or not known)
-    before = not intent.lowered and latest is not None and step == latest.step
-    return used and not before
+    if there is None or intent.lowered:
+        return there is not None
+    withdrawn = any(c.step == step for c in ledger.in_state(State.QUARANTINED))
+    used = there.found in ("manifest", "stock") or not withdrawn
+    return used and (latest is None or step != latest.step)
 
 
 def _reasons(
@@ -488,11 +490,13 @@ def _tracker_text(tracker: TrackerEvidence) -> str:
 
 
 def _warnings(
-    evidence: Evidence, survivors: set[int], decisions: list[Decision]
+    evidence: Evidence, survivors: set[int], decisions: list[Decision], intent: Intent
 ) -> tuple[str, ...]:
-    """What a person should know before the run goes on."""
+    """What a person should know before the run goes on: not what they asked for themselves."""
     warnings = [
-        f"{d.subject} is {d.result}: {d.why}" for d in decisions if d.result.startswith("withdrawn")
+        f"{d.subject} is {d.result}: {d.why}"
+        for d in decisions
+        if d.result.startswith("withdrawn") and not _is_asked_for(d, intent)
     ]
     tracker = evidence.tracker
     newest = max(survivors, default=None)
@@ -503,16 +507,25 @@ def _warnings(
     elif tracker.found == "torn":
         warnings.append(f"the tracker is unreadable; rebuilt from the journal as {newest}")
     elif tracker.found == "step" and tracker.step not in survivors:
-        warnings.append(
-            f"the tracker names step {tracker.step}, which is not a complete checkpoint; "
-            f"falling back to {newest}"
-        )
+        if not intent.unfinished:
+            warnings.append(
+                f"the tracker names step {tracker.step}, which is not a complete checkpoint; "
+                f"falling back to {newest}"
+            )
     elif tracker.found == "step" and newest is not None and tracker.step != newest:
         rolled = any("rolled forward" in d.why or "journal lagged" in d.why for d in decisions)
         lagging = any(d.last == "finalized" and d.result == "tracked" for d in decisions)
-        if not rolled and not lagging:
+        adopted = {a.of.step for d in decisions for a in d.actions if isinstance(a, Adopted)}
+        if tracker.step in adopted or not (rolled or lagging or intent.unfinished):
             warnings.append(
                 f"the tracker names step {tracker.step}, the journal's latest is {newest}; the "
                 "tracker is rewritten. To go back on purpose, use rollback()"
             )
     return tuple(warnings)
+
+
+def _is_asked_for(withdrawn: Decision, intent: Intent) -> bool:
+    """True if an unfinished rollback or fresh start takes it away, whatever became of it."""
+    if not intent.unfinished:
+        return False
+    return intent.target is None or not withdrawn.actions or _step(withdrawn) > intent.target

@@ -22,7 +22,7 @@ from test_coordinator import content, replace, saved, start, tracked
 from ckptfsm import messages as m
 from ckptfsm.coordinator import SaveRequest
 from ckptfsm.documents import Pin, encode
-from ckptfsm.durable import put
+from ckptfsm.durable import make_dirs, put
 from ckptfsm.errors import (
     CkptFsmError,
     DamagedRoot,
@@ -1846,6 +1846,10 @@ def test_I7_a_fresh_start_deletes_nothing():
     ticks(job)
     assert names(disk, TRASH) == []
     assert len([n for n in names(disk, QUARANTINE) if not n.startswith("tracker")]) == 3
+    for step in (5, 6):
+        job.save(step)
+        ticks(job)
+    assert tracked(job) == [6]  # retention has its turn again, once it began
 
 
 @pytest.mark.parametrize("damaged", [1, 2])
@@ -1866,19 +1870,45 @@ def test_I8_only_the_loss_of_what_it_names_lifts_the_tracker(damaged: int):
     stock_saves(disk, 4)
     with pytest.raises(DamagedRoot, match="rollback was interrupted, and the tracker says 4"):
         start(disk, "third")
+    disk.uproot("iter_0000004")
+    disk.uproot(TRACKER)
+    assert tracked(start(disk, "fourth")) == [2]
+
+
+def test_I8_a_target_lost_twice_lifts_the_tracker_twice():
+    """Catches: a root that is refused for ever, as the second target is not known as one."""
+    disk = rolling_back(3, 1, 2, 3, 4, 5, 6, at="iter_0000006 ->")
+    for number, (rots, dies_at, lifted) in enumerate(((3, 3, b"5"), (None, 5, b"2"), (2, 2, b"4"))):
+        if rots:
+            disk.uproot(f"iter_{rots:07d}/{SHARD}")
+        job = start(disk, f"run{number}", opened=False)
+        job.storage.before = Strike("rename", f"iter_{dies_at:07d} ->", ProcessDead("dies"))
+        with pytest.raises(ProcessDead):
+            job.open()
+        disk.kill(f"run{number}")
+        assert content(disk, TRACKER) == lifted
+    assert tracked(start(disk, "last")) == [1]
+
+
+def older_format(disk: SimDisk, step: int) -> None:
+    """A trainer saves a step in a format that is not judged, and its tracker names it."""
+    person, name = SimStorage(disk, "person"), f"iter_{step:07d}"
+    make_dirs(person, f"{name}/mp_rank_00")
+    handle = person.open_exclusive(f"{name}/mp_rank_00/model_optim_rng.pt")
+    person.write(handle, b"weights")
+    person.close(handle)
+    disk.overwrite(TRACKER, b"%d" % step)
+    disk.kill("person")
 
 
 @pytest.mark.parametrize("resume", ["fallback", "strict"])
-def test_I8_what_nobody_knows_may_be_in_use(resume: str):
-    """Catches: a rollback that is completed over a checkpoint of an older format, which the tracker
-    names."""
-    disk = rolling_back(1, 1, 3, at="iter_0000003 ->")
-    person = SimStorage(disk, "person")
-    person.mkdir("iter_0000009")
-    person.mkdir("iter_0000009/mp_rank_00")
-    handle = person.open_exclusive("iter_0000009/mp_rank_00/model_optim_rng.pt")
-    person.write(handle, b"weights")
-    person.close(handle)
-    disk.overwrite(TRACKER, b"9")
-    with pytest.raises(DamagedRoot, match="rollback was interrupted, and the tracker says 9"):
+@pytest.mark.parametrize("step", [3, 4, 9])
+def test_I8_a_save_of_another_format_may_be_in_use(step: int, resume: str):
+    """Catches: a rollback that is completed over what the tracker names, at a step that it left too."""
+    disk = rolling_back(1, 1, 3, 4, at="iter_0000003 ->")
+    older_format(disk, step)
+    with pytest.raises(DamagedRoot, match=f"rollback was interrupted, and the tracker says {step}"):
         start(disk, "second", resume=resume)
+    disk.uproot(f"iter_{step:07d}")
+    disk.uproot(TRACKER)
+    assert tracked(start(disk, "third", resume=resume)) == [1]

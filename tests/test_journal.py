@@ -326,6 +326,22 @@ def test_a_rollback_intent_survives_a_crash(records, expected):
     assert read_history(plant(lines(carried))).intent == expected
 
 
+def test_I8_the_tracker_is_lifted_with_each_step_that_it_was_left_at():
+    """Catches: a second target that is lost, and our own tracker taken for a newcomer's."""
+    steps = (10, 20, 30, 40, 50)
+    records: list[d.Record] = [d.RollbackStarted(to_step=30)]
+    for step, reason, lowered in (
+        (50, "rollback", True),
+        (10, "damaged", True),
+        (30, "damaged", False),
+        (40, "rollback", True),
+        (20, "missing", False),
+    ):
+        records.append(move(S.TRACKED, "withdrawn", S.QUARANTINED, step=step, reason=reason))
+        begun = opened(checkpoints=tuple(created(s, S.TRACKED) for s in steps))
+        assert read_history(plant(lines(begun, *records))).intent.lowered == lowered, step
+
+
 @pytest.mark.parametrize(
     "records",
     [

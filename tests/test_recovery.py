@@ -492,7 +492,6 @@ def test_I8_an_unfinished_fresh_start_does_not_take_a_tracker_away_unasked(says)
         (names(100), True),
         (names(300), True),  # not moved yet
         (MISSING, True),
-        (TORN, True),
         (names(200), False),
         (names(400), True),  # where nothing is
         (TrackerEvidence("release"), False),
@@ -510,6 +509,48 @@ def test_I8_an_unfinished_rollback_does_not_take_over_what_is_in_use(says, goes_
         with pytest.raises(DamagedRoot, match="a rollback was interrupted, and the tracker says"):
             plan(ledger, there, 9, resume, intent=Intent(True, 100))
     assert plan(ledger, there, 9, "fresh", intent=Intent(True, 100)).reasons == ()
+
+
+@pytest.mark.parametrize("there", [damaged(200), unexplained(200), whole(200), stock(200)])
+@pytest.mark.parametrize("state", [S.TRACKED, S.QUARANTINED, S.FAILED])
+@pytest.mark.parametrize("lowered", [False, True])
+def test_I8_what_stands_at_a_step_we_know_may_be_anothers(there, state, lowered):
+    """Catches: a save of another format, or over our files, moved away as its step is one of ours."""
+    ours = replace(checkpoint(200, state), reason="rollback" if state is S.QUARANTINED else "")
+    ledger = ledger_of(checkpoint(100, S.TRACKED), ours, checkpoint(300, S.TRACKED))
+    there = evidence(names(200), whole(100), there, whole(300))
+    lost = state is S.QUARANTINED and there.published[200].found in ("damaged", "unexplained")
+    intent = Intent(True, 100, lowered=lowered)
+    if lost and not lowered:
+        assert decide(ledger, there, intent=intent).decisions
+        return
+    with pytest.raises(DamagedRoot, match="a rollback was interrupted, and the tracker says 200"):
+        decide(ledger, there, intent=intent)
+
+
+def test_an_unfinished_rollback_warns_of_what_nobody_asked_for():
+    """Catches: a rollback that goes on with no word about its target, or who moved the tracker."""
+    ledger = ledger_of(*(checkpoint(s, S.TRACKED) for s in (100, 200, 300)))
+    intent = Intent(True, 200)
+    there = (whole(100), damaged(200), whole(300))
+    warnings = decide(ledger, evidence(names(300), *there), intent=intent).warnings
+    assert len(warnings) == 1 and "shard of 200 is gutted" in warnings[0]
+    with pytest.raises(DamagedRoot, match="strict"):
+        plan(ledger, evidence(names(300), *there), 9, "strict", intent=intent)
+    for tracker, said in ((TORN, "is unreadable"), (names(150), "names step 150")):
+        there = (whole(100), stock(150), whole(200), whole(300))
+        assert said in decide(ledger, evidence(tracker, *there), intent=intent).warnings[0]
+
+
+@pytest.mark.parametrize("ours", [S.SHARDS_WRITTEN, S.FINALIZED])
+def test_a_roll_forward_over_what_is_in_use_is_said(ours):
+    """Catches: a run that goes on from our own attempt, while the tracker names another trainer's."""
+    ledger = ledger_of(checkpoint(100, S.TRACKED), checkpoint(300, ours))
+    ev = evidence(names(200), whole(100), stock(200), whole(300))
+    assert "the tracker names step 200" in decide(ledger, ev).warnings[0]
+    with pytest.raises(DamagedRoot, match="strict"):
+        plan(ledger, ev, 9, "strict")
+    assert decide(ledger, evidence(names(100), whole(100), whole(300))).warnings == ()
 
 
 @pytest.mark.parametrize("there", [damaged(300), None, whole(300), stock(300)])

@@ -769,8 +769,8 @@ FENCES = (
     mutant(
         "a-lowered-tracker-counts-as-it-was-before",
         "recovery",
-        "    before = not intent.lowered and latest",
-        "    before = latest",
+        "    if there is None or intent.lowered:\n        return there is not None\n",
+        "    if there is None:\n        return False\n",
         breaks="I8",
         source="F33",
         killers=(
@@ -799,17 +799,17 @@ FENCES = (
     mutant(
         "what-is-not-whole-is-a-newcomers",
         "recovery",
-        "    return used and not before\n",
-        "    return not before\n",
+        "    return used and (latest",
+        "    return (latest",
         breaks="I8",
         source="F33",
         killers=(
             (
-                "tests:test_found_by_review.py::"
-                "test_I8_a_rollback_goes_on_if_what_the_tracker_named_is_missing"
+                "tests:test_recovery.py::"
+                "test_I8_an_unfinished_rollback_goes_on_where_the_tracker_names_what_was_lost"
             ),
         ),
-        why="the tracker names what is missing by now, and the rollback is refused for ever",
+        why="the tracker names what was lost, and the rollback is refused for ever",
     ),
     mutant(
         "a-fresh-start-is-planned-with-a-tracker",
@@ -850,13 +850,60 @@ FENCES = (
         why="a stock trainer's save is moved away, as an old checkpoint was damaged meanwhile",
     ),
     mutant(
+        "a-target-that-was-lost-is-still-one",
+        "intent",
+        " if c.state is State.TRACKED)",
+        ")",
+        breaks="I8",
+        source="F33",
+        killers=(
+            (
+                "tests:test_journal.py::"
+                "test_I8_the_tracker_is_lifted_with_each_step_that_it_was_left_at"
+            ),
+        ),
+        why="the second loss does not count, and the root is refused for ever",
+    ),
+    mutant(
+        "a-fresh-start-keeps-all-for-good",
+        "opening",
+        "        self.engine.keep_all = False\n",
+        "",
+        breaks="I10",
+        source="F33",
+        killers=("tests:test_found_by_review.py::test_I7_a_fresh_start_deletes_nothing",),
+        why="retention never has its turn in that run",
+    ),
+    mutant(
+        "a-roll-forward-passes-over-what-is-in-use",
+        "recovery",
+        "if tracker.step in adopted or not (",
+        "if not (",
+        breaks="I8",
+        source="F33",
+        killers=("tests:test_recovery.py::test_a_roll_forward_over_what_is_in_use_is_said",),
+        why="another trainer's line is left without a word, also with strict",
+    ),
+    mutant(
+        "a-rollback-asks-for-any-loss",
+        "recovery",
+        " or _step(withdrawn) > intent.target\n",
+        " or True\n",
+        breaks="I8",
+        source="F33",
+        killers=(
+            ("tests:test_recovery.py::test_an_unfinished_rollback_warns_of_what_nobody_asked_for"),
+        ),
+        why="strict goes on although the target was damaged",
+    ),
+    mutant(
         "what-nobody-knows-is-in-nobodys-use",
         "recovery",
-        '(there.found in ("manifest", "stock") or not known)',
+        'there.found in ("manifest", "stock") or not withdrawn',
         'there.found in ("manifest", "stock")',
         breaks="I8",
         source="F33",
-        killers=("tests:test_found_by_review.py::test_I8_what_nobody_knows_may_be_in_use",),
+        killers=("tests:test_recovery.py::test_I8_what_stands_at_a_step_we_know_may_be_anothers",),
         why="a checkpoint of an older format, that the tracker names, is passed over without a word",
     ),
     mutant(
@@ -941,7 +988,7 @@ FENCES = (
     mutant(
         "a-fresh-start-counts-for-ever",
         "intent",
-        "                return Intent()\n",
+        "                return NO_INTENT\n",
         "                return self\n",
         breaks="I8",
         source="F33",

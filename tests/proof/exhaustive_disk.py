@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import ckptfsm.documents as documents
 import ckptfsm.journal as journal
 from ckptfsm.errors import Fenced
-from ckptfsm.intent import Intent
+from ckptfsm.intent import NO_INTENT, Intent
 from ckptfsm.lifecycle import Checkpoint, State
 from ckptfsm.ports import FileStat
 
@@ -220,7 +220,7 @@ class Journaled(NamedTuple):
     """What the durable records of the journal amount to."""
 
     checkpoints: tuple[Checkpoint, ...] = ()
-    intent: Intent = Intent()
+    intent: Intent = NO_INTENT
 
     def state_of(self, of: Any) -> str:
         return next((c.state.value for c in self.checkpoints if c.id == of), "absent")
