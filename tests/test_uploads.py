@@ -20,6 +20,7 @@ from ckptfsm.files import FilesDriver
 from ckptfsm.integrations.verl import mirror
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror
 from ckptfsm.integrations.verl.uploads import Uploads
+from ckptfsm.messages import AttemptId
 from ckptfsm.retention import LatestN
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import Gate, fake_ports
@@ -235,6 +236,41 @@ def test_a_run_that_is_left_lets_its_leases_expire(start):
     job.controller.abandon()
     job.uploads.waiting.clear()  # an error here would be one of pytest's unraisable ones
     assert len(job.leases()) == 1
+
+
+class SyncedFirst:
+    """Stands for ``os.fsync`` and for the rename to a copy's name: by then all of it is fsynced."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.synced: set[int] = set()
+        self.moved: list[str] = []
+
+    def fsync(self, fd: int) -> None:
+        self.synced.add(os.fstat(fd).st_ino)
+
+    def move(self, storage: PosixStorage, src: str, dst: str) -> None:
+        partial = self.place / src
+        named = [partial, *(p for p in partial.rglob("*") if not p.name.startswith(".attempt-"))]
+        assert [str(p) for p in named if p.stat().st_ino not in self.synced] == []
+        self.moved.append(dst)
+
+
+def test_a_copy_is_fsynced_before_it_has_its_name(tmp_path, monkeypatch):
+    """Catches: power is lost at the remote place, and the copy that counts is empty or has no names."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    there.mkdir()
+    (here / "inner").mkdir(parents=True)
+    names = ("data.pt", "inner/more")
+    for name in names:
+        (here / name).write_bytes(b"x")
+    storage = PosixStorage(str(here), create=False)
+    files = [FileEntry(name=n, bytes=1, digest=storage.digest(n)) for n in names]
+    watch = SyncedFirst(there)
+    monkeypatch.setattr(os, "fsync", watch.fsync)
+    monkeypatch.setattr(mirror, "move", watch.move)
+    DirectoryMirror(str(there)).upload(str(here), Copy("global_step_1", AttemptId(1, 1, 1)), files)
+    assert watch.moved == ["global_step_1"]
 
 
 def test_the_copy_of_an_abandoned_branch_does_not_count(start):

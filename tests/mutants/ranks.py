@@ -244,6 +244,16 @@ FIELD = (
             move(self._storage, self._layout.published_name(latest.step), f"{QUARANTINE}/old.{of}")
         try:
 """,
+        (
+            "coordinator",
+            "from ckptfsm.durable import list_names, lookup, put, storage_error\n",
+            "from ckptfsm.durable import list_names, lookup, move, put, storage_error\n",
+        ),
+        (
+            "coordinator",
+            "from ckptfsm.layout import JOURNAL, LAYOUTS,",
+            "from ckptfsm.layout import QUARANTINE, JOURNAL, LAYOUTS,",
+        ),
         breaks="I2",
         source="verl #4873",
         killers=("fieldbugs", "simulation", "processes"),
