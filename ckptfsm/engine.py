@@ -229,7 +229,8 @@ class Engine:
             return 0
         if any(isinstance(command, (CleanUp, Quarantine)) for command in self.pending):
             return 0
-        return remove_some(self._storage, limit, self.check_epoch)
+        used = {c.id for c in self.ledger.in_state(State.FINALIZED, State.TRACKED)}
+        return remove_some(self._storage, limit, self.check_epoch, used)
 
     def _record(self, moved: Transition) -> TransitionRecord:
         checkpoint = moved.checkpoint

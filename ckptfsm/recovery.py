@@ -42,6 +42,7 @@ from typing import Literal
 from ckptfsm.errors import DamagedRoot
 from ckptfsm.findings import Evidence, TrackerEvidence, is_its_own, is_whole, why_not_whole
 from ckptfsm.intent import NO_INTENT, Intent
+from ckptfsm.layout import TRASH
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import UNPUBLISHED, Checkpoint, State
 from ckptfsm.messages import (
@@ -183,11 +184,12 @@ def _step(decision: Decision) -> int:
 
 
 def _all(ledger: Ledger) -> list[Checkpoint]:
-    return sorted(ledger.checkpoints.values(), key=_by_id)
+    return sorted(ledger.checkpoints.values(), key=_turn)
 
 
-def _by_id(checkpoint: Checkpoint) -> AttemptId:
-    return checkpoint.id
+def _turn(checkpoint: Checkpoint) -> tuple[int, bool, AttemptId]:
+    """By steps. What was withdrawn before comes after what may have a right to its name until then."""
+    return checkpoint.step, checkpoint.state is State.QUARANTINED, checkpoint.id
 
 
 def _decide(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> Decision:
@@ -237,7 +239,8 @@ def _withdrawn(checkpoint: Checkpoint, evidence: Evidence) -> Decision:
     found = there.found if there is not None else "not published"
     own = _is_there(checkpoint, evidence)
     reason: Literal["missing", "damaged"] = "damaged" if own else "missing"
-    gone = Withdrawn(checkpoint.id, reason, why_not_whole(there))
+    lies = f", and lies in {TRASH}" if there is None and checkpoint.id in evidence.trashed else ""
+    gone = Withdrawn(checkpoint.id, reason, why_not_whole(there) + lies)
     return _decision(checkpoint, found, f"withdrawn({reason})", gone.detail, gone)
 
 

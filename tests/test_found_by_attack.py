@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from ckptfsm.engine import Settled
 from ckptfsm.errors import (
     CkptFsmError,
     ConfigError,
+    DamagedRoot,
     DeadlineExceeded,
     RecoveryWarning,
     RestoreFailed,
@@ -53,6 +55,7 @@ from ckptfsm.stock import StockVerdict
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
+from ckptfsm.testing.harness import FakeJob
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writer import launch_forked
 
@@ -530,3 +533,64 @@ def test_I1_the_demo_leaves_a_living_jobs_root_alone(tmp_path: Path, monkeypatch
     root.mkdir()
     (root / "something").write_text("of an earlier demo that did not get far")
     assert _fresh_root(options) == root and not root.exists()
+
+
+class TakenOver:
+    """A prune that stops between its check of the epoch and its rename, while a successor goes back."""
+
+    def __init__(self, disk: SimDisk) -> None:
+        self.disk = disk
+        self.successor: FakeJob | None = None
+
+    def __call__(self, index: int, method: str, path: str) -> None:
+        if method == "rename" and path.startswith("iter_0000001 -> ") and self.successor is None:
+            self.successor = start(self.disk, "second", takeover=True)
+            self.successor.coordinator.rollback(1)
+
+
+def test_I1_what_a_fenced_prune_takes_is_not_deleted_by_its_successor():
+    """Catches: the only checkpoint, emptied with the trash by the job that holds it as tracked."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2, retention=LatestN(2))
+    job.storage.before = taken = TakenOver(disk)
+    with suppress(CkptFsmError):
+        job.save(3)
+    disk.kill("first")
+    later = taken.successor
+    assert later is not None and tracked(later) == [1]
+    for _ in range(3):
+        later.clock.sleep(10)
+        later.coordinator.tick()
+    assert names(disk, TRASH) == ["1.e1.a1"]
+    disk.kill("second")
+    with pytest.raises(DamagedRoot, match="missing, and lies in .ckptfsm/trash"):
+        start(disk, "third")
+    person = SimStorage(disk, "person")
+    person.rename(f"{TRASH}/1.e1.a1", "iter_0000001")
+    disk.kill("person")
+    assert tracked(start(disk, "fourth")) == [1]
+
+
+@pytest.mark.parametrize("how", ["fresh", "rollback"])
+def test_I8_an_older_attempt_that_is_put_back_over_a_newer_one_leaves_its_name(how: str):
+    """Catches: a start that leaves a name which the next one refuses, or at which no save is taken."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+    if how == "fresh":
+        disk.kill("first")
+        job = start(disk, "afresh", resume="fresh")
+    else:
+        job.coordinator.rollback(1)
+    job.save(2)
+    disk.kill("afresh" if how == "fresh" else "first")
+    disk.uproot("iter_0000002")
+    person = SimStorage(disk, "person")
+    older = next(n for n in names(disk, QUARANTINE) if n.startswith("2."))
+    person.rename(f"{QUARANTINE}/{older}", "iter_0000002")
+    disk.kill("person")
+    later = start(disk, "second", resume="fresh" if how == "fresh" else "fallback")
+    assert tracked(later) == ([] if how == "fresh" else [1])
+    assert "iter_0000002" not in names(disk)
+    later.save(2)
+    disk.kill("second")
+    assert tracked(start(disk, "third"))[-1] == 2

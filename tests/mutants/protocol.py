@@ -850,6 +850,36 @@ FENCES = (
         why="a stock trainer's save is moved away, as an old checkpoint was damaged meanwhile",
     ),
     mutant(
+        "the-trash-is-emptied-of-what-is-in-use",
+        "trash",
+        "        if parse_aside(name) in keep:\n            continue\n",
+        "",
+        breaks="I1",
+        source="fencing",
+        killers=(
+            (
+                "tests:test_found_by_attack.py::"
+                "test_I1_what_a_fenced_prune_takes_is_not_deleted_by_its_successor"
+            ),
+        ),
+        why="a fenced manager's late rename took it there, and its successor holds it as tracked",
+    ),
+    mutant(
+        "the-older-attempt-of-a-step-goes-first",
+        "recovery",
+        "checkpoint.step, checkpoint.state is State.QUARANTINED, checkpoint.id",
+        "checkpoint.step, False, checkpoint.id",
+        breaks="I8",
+        source="F33",
+        killers=(
+            (
+                "tests:test_found_by_attack.py::"
+                "test_I8_an_older_attempt_that_is_put_back_over_a_newer_one_leaves_its_name"
+            ),
+        ),
+        why="its name is not free for the newer one's sake, which is missing: the next start refuses",
+    ),
+    mutant(
         "a-target-that-was-lost-is-still-one",
         "intent",
         " if c.state is State.TRACKED)",
@@ -1171,8 +1201,8 @@ FENCES = (
     mutant(
         "emptying-the-trash-is-not-fenced",
         "engine",
-        "        return remove_some(self._storage, limit, self.check_epoch)\n",
-        "        return remove_some(self._storage, limit)\n",
+        "        return remove_some(self._storage, limit, self.check_epoch, used)\n",
+        "        return remove_some(self._storage, limit, keep=used)\n",
         (
             "coordinator",
             "        self._engine.check_epoch()\n        interval = ",
