@@ -53,6 +53,20 @@ INTEGRATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "verl.workers": ("Calls", "RayCalls"),
     }
 )
+KIT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "checks": ("assert_policy_sound", "assert_writer_sound", "Unsound"),
+        "conformance": ("assert_journal_conforms", "Conformance", "JournalViolation"),
+        "invariants": ("check_root", "check_directory", "RootBroken", "Watch"),
+        "strategies": ("steps", "layouts", "policies", "checkpoint_infos", "ledgers", "evidences"),
+        "simfs": ("SimDisk", "SimStorage", "ProcessDead"),
+        "faults": ("FaultStorage", "fail_at", "crash_at", "pause_at"),
+        "writers": ("SimWriters",),
+        "fakes": ("fake_ports", "ThreadTransport", "run_ranks"),
+        "sim.run": ("simulate", "Run"),
+        "profiles": ("profile", "register"),
+    }
+)
 _WARNINGS = (RecoveryWarning, SaveFailedWarning, PollMissingWarning, ReshardWarning)
 MEANINGS: Mapping[str, str] = MappingProxyType(
     {
@@ -92,7 +106,9 @@ def reference_markdown() -> str:
     for name in ckptfsm.__all__:
         lines += _public(name)
     for module, names in INTEGRATIONS.items():
-        lines += _integration(f"ckptfsm.integrations.{module}", names)
+        lines += _module(f"ckptfsm.integrations.{module}", names)
+    for module, names in KIT.items():
+        lines += _module(f"ckptfsm.testing.{module}", names)
     lines += ["## Configuration fields", "", "Times are in seconds and end in `_s`.", ""]
     lines += [*_config_table(), "", "## Errors", ""]
     lines += ["What to do about each is in [failures](failures.md). All carry `kind`, `advice` and"]
@@ -190,8 +206,8 @@ def _from_source(name: str, module: str) -> list[str]:
     return [*_code(name, _called(found)), ast.get_docstring(found) or "", ""]
 
 
-def _integration(module: str, names: Sequence[str]) -> list[str]:
-    """What a trainer imports from a module that needs the trainer's own packages."""
+def _module(module: str, names: Sequence[str]) -> list[str]:
+    """What is imported from a module that needs packages of its own: a trainer's, or the kit's."""
     lines = [f"## {module}", "", ast.get_docstring(_tree(module)) or "", ""]
     for name in names:
         found = _definition(name, module)

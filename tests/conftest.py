@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
+from ckptfsm.testing import profiles
 from ckptfsm.testing.conformance import JournalViolation, check_segments, read_segments
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 
@@ -29,6 +31,8 @@ _TOLD = ("journals", "transitions", "exempt_tests", "leftover")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{MARKER}(reason): its journals are not judged")
     config.pluginmanager.register(JournalWatch(config), "journal-watch")
+    profiles.register()
+    settings.load_profile("pr")  # the same examples every time
 
 
 class JournalWatch:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
-from proof.catalogue import LAYERS, layers_of
+from proof import determinism, exhaustive
+from proof.catalogue import LAYERS, hours_of, layers_of
+from proof.exhaustive import Found, _too_small
 from proof.faults import APPLICABLE
 from proof.layer import Budget, LayerResult, Violation
 from proof.report import document, rows, table, unexercised
@@ -58,6 +61,29 @@ def test_skipped_and_violated_are_both_shown():
     mutants = LayerResult("mutants", {"mutants": 2}, kills={"suites": 2})
     text = document([LayerResult("suites"), mutants], "pr")
     assert "| suites | " in text and " | 2 | `PYTHONPATH" in text and "races" in table([bad])
+    mutants.kills["tests"] = 3
+    assert rows([mutants])[0][4] == "3 by unit tests"
+
+
+def test_a_search_that_shrank_is_red():
+    """Catches: bounds that were made smaller, and a search that is cut off before its end."""
+    whole = Found("whole", states=exhaustive.STATES, closed=True)
+    assert list(_too_small([whole])) == []
+    for less in (replace(whole, states=exhaustive.STATES - 1), replace(whole, closed=False)):
+        assert len(list(_too_small([less]))) == 1
+
+
+def test_another_trace_is_red(monkeypatch):
+    """Catches: a check of determinism that finds every run equal."""
+    monkeypatch.setattr(determinism, "_elsewhere", lambda number: {"a": "x", "b": str(number == 7)})
+    found = determinism.run(Budget(processes=1)).violations
+    assert [v.what for v in found] == ["b: 20 runs gave 2 different traces"]
+
+
+def test_the_hours_of_a_soak_are_shared():
+    """Catches: a soak that takes a multiple of the hours that a person gave it."""
+    assert sum(hours_of(name, 8.0, layers_of("soak")) for name in layers_of("soak")) == 8.0
+    assert hours_of("simulation", 8.0, ["simulation"]) == 8.0
 
 
 def test_a_layer_that_breaks_is_a_violation(monkeypatch):

@@ -15,6 +15,7 @@ import errno
 import os
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from ckptfsm.ports import Identity, PartJob, RankJob, Storage, Written
 from ckptfsm.processes import Child
 from ckptfsm.retention import LatestN
 from ckptfsm.storage import PosixStorage
+from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.fakes import FakeDriver, FakeRequest, Gate, ShiftedClock, fake_ports
 from ckptfsm.testing.faults import FaultStorage
@@ -72,7 +74,7 @@ def show_root(storage: Storage) -> str:
     return f"tracker {tracker}; {', '.join(found) or 'nothing'}"
 
 
-class Player:
+class Player(ABC):
     """What both trainers have in common: a history's actions become method calls."""
 
     def __init__(self) -> None:
@@ -91,9 +93,11 @@ class Player:
 
     def judge(self) -> None:
         check_root(self.reader(), max(self.acknowledged, default=None))
+        assert_journal_conforms(self.reader())
 
+    @abstractmethod
     def reader(self) -> Storage:
-        raise NotImplementedError
+        """The root, as somebody who only looks sees it."""
 
     def close(self) -> None:
         """Give back what is outside of memory."""

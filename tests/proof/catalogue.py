@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -10,7 +11,8 @@ from types import MappingProxyType
 class Entry:
     """A layer. ``module`` has ``run(budget)``; ``profiles`` are those that include it.
 
-    ``drives``: it runs jobs on a disk, so that what it came across was really reached.
+    ``drives``: it runs jobs on a disk, so that what it came across was really reached. ``goes_on``: in
+    a soak, until its hours are over.
     """
 
     module: str
@@ -18,6 +20,7 @@ class Entry:
     cpus: int
     profiles: tuple[str, ...] = ("pr", "nightly", "release")
     drives: bool = False
+    goes_on: bool = False
 
 
 MAINTAINERS = ("nightly", "release")
@@ -32,6 +35,7 @@ LAYERS: MappingProxyType[str, Entry] = MappingProxyType(
             cpus=2,
             profiles=WITH_SOAK,
             drives=True,
+            goes_on=True,
         ),
         "mutants": Entry("proof.mutants", "planted bugs, each killed by a layer", cpus=2),
         "processes": Entry(
@@ -46,11 +50,12 @@ LAYERS: MappingProxyType[str, Entry] = MappingProxyType(
             cpus=2,
             profiles=WITH_SOAK,
             drives=True,
+            goes_on=True,
         ),
         "determinism": Entry(
             "proof.determinism", "the same seed gives the same trace", cpus=2, profiles=WITH_SOAK
         ),
-        "exhaustive": Entry("proof.exhaustive", "every state of the core in small bounds", cpus=1),
+        "exhaustive": Entry("proof.exhaustive", "every state of the core in small bounds", cpus=2),
         "suites": Entry(
             "proof.suites", "Hypothesis over ledger, recovery and manager", cpus=1, drives=True
         ),
@@ -80,6 +85,12 @@ LAYERS: MappingProxyType[str, Entry] = MappingProxyType(
 def layers_of(profile: str) -> list[str]:
     """The layers that belong to a profile, in the order to start them."""
     return [name for name, entry in LAYERS.items() if profile in entry.profiles]
+
+
+def hours_of(name: str, hours: float, names: Sequence[str]) -> float:
+    """A layer's share of the hours of a soak of these layers."""
+    sharing = [each for each in names if LAYERS[each].goes_on]
+    return hours / len(sharing) if name in sharing else 0.0
 
 
 def command_of(name: str, profile: str) -> str:

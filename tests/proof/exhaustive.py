@@ -30,6 +30,7 @@ from proof.exhaustive_promises import Table, check_world, is_settled, judge
 from proof.exhaustive_world import Broken, Left, Scope, World, first_world, production
 from proof.layer import Budget, LayerResult, Violation
 
+STATES = 100_000  # in the gate
 _TWO = (PartSpec("state", "file"), PartSpec("data", "file", ranks=(0,)))
 
 SCOPES: tuple[Scope, ...] = (
@@ -314,7 +315,18 @@ def run(budget: Budget) -> LayerResult:
             break
     for each in sorted(found, key=lambda f: f.scope):
         _report(each, result)
+    if budget.profile == "pr" and not result.violations:
+        result.violations += _too_small(found)
     return result
+
+
+def _too_small(found: list[Found]) -> Iterator[Violation]:
+    """The gate's worlds are explored to their ends, and are not allowed to shrink."""
+    states = sum(each.states for each in found)
+    cut = [each.scope for each in found if not each.closed]
+    if states < STATES or cut:
+        what = f"{states} states of {STATES}, not to their ends: {cut}"
+        yield Violation("", what, "PYTHONPATH=tests python -m proof.exhaustive --profile pr")
 
 
 def _explore_all(names: list[str], limit: int, processes: int) -> Iterator[Found]:
@@ -357,8 +369,9 @@ def main() -> int:
     if options.replay:
         name, _, path = options.replay.partition(":")
         steps = tuple(int(step) for step in path.split(".")) if path else ()
-        print("\n".join(history(scope_named(name), steps)))
-        return 0
+        lines = history(scope_named(name), steps)
+        print("\n".join(lines))
+        return 1 if "BROKEN" in lines[-1] else 0
     if options.scope:
         result = LayerResult("exhaustive search")
         _report(explore(options.scope, options.limit), result)

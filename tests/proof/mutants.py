@@ -181,7 +181,7 @@ def run(
     result.explored = {"mutants": len(verdicts), "killed": len(killed)}
     result.notes = [v.line() for v in verdicts]
     by_layer = Counter(v.killer.partition("::")[0] for v in killed)
-    result.kills = dict(by_layer)
+    result.kills = dict(Counter(v.killer.partition(":")[0] for v in killed))
     slowest = max((v.seconds for v in killed), default=0.0)
     result.notes.append(
         f"killed by {', '.join(f'{n}: {c}' for n, c in by_layer.most_common())}; slowest {slowest:.1f} s"

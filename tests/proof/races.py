@@ -26,6 +26,7 @@ from ckptfsm.lifecycle import State
 from ckptfsm.ports import Identity
 from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import KeepAll, LatestN, Policy
+from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, check_root
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
@@ -160,7 +161,9 @@ def there(disk: SimDisk, path: str) -> bool:
 
 
 def judged(disk: SimDisk, acknowledged: int) -> int | None:
-    return check_root(SimStorage(disk, "judge"), acknowledged)
+    storage = SimStorage(disk, "judge")
+    assert_journal_conforms(storage)
+    return check_root(storage, acknowledged)
 
 
 def replay_away() -> str:

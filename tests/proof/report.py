@@ -21,7 +21,9 @@ def rows(results: Sequence[LayerResult]) -> list[tuple[str, ...]]:
         if result.skipped:
             explored = f"skipped: {result.skipped}"
         found = "-" if result.skipped and not result.violations else str(len(result.violations))
-        killed = str(kills.get(result.layer, "")) if kills else ""
+        killed = str(kills.get(result.layer, ""))
+        if "tests" in result.kills:
+            killed = f"{result.kills['tests']} by unit tests"
         lines.append((result.layer, explored, f"{result.seconds:.0f}", found, killed))
     return lines
 

@@ -15,7 +15,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from proof.catalogue import LAYERS, command_of
+from proof.catalogue import LAYERS, command_of, hours_of
 from proof.layer import Budget, LayerResult, Violation, timed
 
 _LIMIT_S = 3600.0  # of one layer that is not asked to go on for hours
@@ -56,7 +56,8 @@ def run_all(names: list[str], budget: Budget, scratch: Path) -> list[LayerResult
             fitting = next((n for n in waiting if _cpus(n, budget) <= free), None)
             if fitting is not None:
                 waiting.remove(fitting)
-                running.append(_start(fitting, budget, scratch))
+                hours = hours_of(fitting, budget.hours, names)
+                running.append(_start(fitting, dataclasses.replace(budget, hours=hours), scratch))
                 continue
             done = _wait_for_one(running, _LIMIT_S + budget.hours * 3600)
             running.remove(done)

@@ -3,7 +3,8 @@
 Jobs of production code wander at random over a simulated disk: saves, failures, rollbacks, pins, errors,
 crashes, power losses, zombies, damage, fresh starts; every journal they leave must conform. Then
 journals that production code wrote are made illegal one way at a time, with right checksums, and each
-must be refused by the very rule it breaks. Last, the speed of the judge, from a real disk.
+must be refused by the very rule it breaks. Last, the speed of the judge, from a real disk, and, for a
+release, the journal of the demo.
 
     PYTHONPATH=tests python -m proof.traces [--seed N]    one wander, with what it did
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import errno
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -674,6 +676,22 @@ def _measure(budget: Budget, result: LayerResult) -> None:
     )
 
 
+def _demo(result: LayerResult) -> None:
+    """What the demo, with its kill and its restart, leaves on a real disk."""
+    with tempfile.TemporaryDirectory() as place:
+        command = [sys.executable, "-m", "ckptfsm.cli", "demo", "--root", f"{place}/demo"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        if done.returncode != 0:
+            _violate(result, "I11", f"the demo failed: {done.stderr[-2000:]}", "make demo")
+            return
+        try:
+            found = assert_journal_conforms(f"{place}/demo")
+        except JournalViolation as error:
+            _violate(result, "I11", f"the demo: {error}", "make demo")
+            return
+    result.explored["transitions of the demo"] = found.transitions
+
+
 # --------------------------------------------------------------------------------------------- run
 
 
@@ -686,6 +704,8 @@ def run(budget: Budget) -> LayerResult:
         _controls(result)
     if not budget.stop_at_first:
         _measure(budget, result)
+    if budget.profile in ("nightly", "release"):
+        _demo(result)
     result.seconds = time.monotonic() - began
     return result
 
