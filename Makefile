@@ -14,7 +14,7 @@ demo: $(STAMP)
 	$(BIN)/ckptfsm demo
 
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal
 	$(PROOF) --profile pr
 
 # The drop-ins with other versions of megatron-core and nvidia-resiliency-ext, each in its own environment.

@@ -6,7 +6,7 @@ made). A test that damages or invents a journal on purpose says so, with its rea
 
     @pytest.mark.damages_journal("cuts a record in two")
 
-Where several processes share the tests (``-n 2``), each one tells the first what it judged.
+Where several processes share the tests (``-n 3``), each one tells the first what it judged.
 """
 
 from __future__ import annotations

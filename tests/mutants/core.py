@@ -81,7 +81,7 @@ TABLE = (
 """,
         breaks="I1",
         source="table",
-        killers=_SEARCH,
+        killers=("tests:test_lifecycle.py",),
     ),
     mutant(
         "prunable-from-finalized",

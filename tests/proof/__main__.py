@@ -2,9 +2,9 @@
 
     PYTHONPATH=tests python -m proof [--profile pr|nightly|release|soak] [--only LAYER ...] [--hours H]
 
-Each layer runs in an interpreter of its own, as many at once as there are CPUs for them. The run fails
-if a layer finds a violation or breaks, and, when all layers of the profile ran, if a row of the table,
-a state x event or a fault x state was exercised by nobody. ``--write`` makes docs/proof.md of it.
+Each layer runs in an interpreter of its own, as many at once as there are CPUs for, and one more. The
+run fails if a layer finds a violation or breaks, and, when all layers of the profile ran, if a row of
+the table, a state x event or a fault x state was exercised by nobody. ``--write`` makes docs/proof.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Runs layers, each in an interpreter of its own, as many at once as CPUs allow."""
+"""Runs layers, each in an interpreter of its own: as many at once as CPUs allow, and one more.
+
+A layer waits now and then, for a disk, a process or its last worker; the one more takes what is idle.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def run_all(names: list[str], budget: Budget, scratch: Path) -> list[LayerResult
     results: dict[str, LayerResult] = {}
     try:
         while waiting or running:
-            free = budget.processes - sum(r.cpus for r in running)
+            free = budget.processes + 1 - sum(r.cpus for r in running)
             fitting = next((n for n in waiting if _cpus(n, budget) <= free), None)
             if fitting is not None:
                 waiting.remove(fitting)

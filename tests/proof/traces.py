@@ -55,7 +55,7 @@ from proof.layer import Budget, LayerResult, Violation
 
 EVENTS_PER_SECOND = 100_000
 _REPLAY = "PYTHONPATH=tests python -m proof.traces"
-_TRIES = 3
+_TRIES = 6
 _WANDER = 120  # transitions after which a wander ends
 
 # ------------------------------------------------------------------------------------- wandering
