@@ -38,6 +38,45 @@ ELSEWHERE = {
     "self._fsync_names(checkpoint, target)": "each of the two fsyncs in it is left out",
 }  # the calls that no mutant of their own leaves out, and why
 
+ORDERINGS = {  # of specs/layout.md and recovery.md: what comes first, what then, and who turns it round
+    ("a record", "its command"): "effect-before-journal",
+    ("a rank's fork", "its shard"): "a-shard-before-its-fork",
+    ("shards are fsynced", "their receipt"): "shard-without-fsync",
+    (
+        "the others' receipts",
+        "the first rank's, of a group",
+    ): "a-group-is-completed-by-its-first-rank-alone",
+    ("every receipt", "shards_written"): "published-before-all-shards",
+    ("names are fsynced", "the manifest"): "staging-without-fsync",
+    ("the manifest", "its published name"): "published-before-the-manifest",
+    ("the published name is durable", "finalized"): "published-name-without-fsync",
+    ("finalized", "the tracker"): "tracker-before-the-save",
+    ("the tracker", "tracked, and its acknowledgement"): "acknowledged-before-the-tracker",
+    ("a newer one is tracked", "prunable"): "the-latest-is-the-one-in-flight",
+    ("prunable", "the move to the trash"): "pruned-before-prunable-is-journaled",
+    ("pins and leases are read", "that move"): "prune-does-not-look-first",
+    ("that move", "pins and leases are read again"): "prune-does-not-look-again",
+    ("that move is durable", "the trash is emptied"): "trash-emptied-before-a-prune-is-decided",
+    (
+        "a withdrawn one is moved",
+        "the trash is emptied",
+    ): "trash-emptied-before-a-withdrawn-one-left-it",
+    ("the trash is listed", "the epoch is checked"): "emptying-the-trash-is-not-fenced",
+    ("what came back is durable", "reprieved"): "what-came-back-may-leave-again",
+    ("the tracker moves away", "the move to quarantine"): "tracker-after-the-move-to-quarantine",
+    ("a rollback is journaled", "the tracker"): "rollback-without-intent",
+    ("a fresh start is journaled", "the tracker leaves"): "a-fresh-start-is-journaled-late",
+    ("the tracker leaves", "a fresh start adopts"): "a-fresh-start-takes-the-tracker-away-last",
+    ("what is adopted", "what is rolled forward"): "an-adoption-waits-for-nothing",
+    ("withdrawals", "prunes"): "prunes-are-decided-before-withdrawals",
+    ("a step's newer attempt", "its withdrawn one"): "the-older-attempt-of-a-step-goes-first",
+    ("a segment is fsynced", "its seal"): "sealed-without-fsync",
+    ("a reader's lease", "its look"): "reader-looks-before-its-lease",
+    ("the load", "the lease is given back"): "lease-given-back-before-the-load",
+    ("the latest was read", "anything is pruned"): "pruned-before-the-latest-was-read",
+}
+RETRIES = ("late-retry-takes-the-tracker-back",)  # an order between one try and the next
+
 
 @pytest.mark.parametrize("planted", MUTANTS, ids=lambda m: m.name)
 def test_every_mutant_still_fits_the_library(planted: Mutant) -> None:
@@ -87,6 +126,14 @@ def test_every_fsync_of_the_library_is_left_out_by_some_mutant() -> None:
             call = found[0].partition("  #")[0].strip()
             missing = not any(found.start(1) in span for span in left_out.get(path, ()))
             assert not missing or call in ELSEWHERE, f"{path.name}: {call}"
+
+
+def test_every_ordering_of_the_protocol_is_turned_round_by_a_mutant() -> None:
+    """Catches an ordering whose mutant is gone, and one that is planted and not in the list."""
+    planted = {m.name: m for m in MUTANTS}
+    assert set(ORDERINGS.values()) <= set(planted)
+    slips = {name for name, m in planted.items() if re.search("before|after|late|last", name)}
+    assert not {n for n in slips if planted[n].source == "order"} - {*ORDERINGS.values(), *RETRIES}
 
 
 def test_an_old_text_that_moved_is_an_error() -> None:
