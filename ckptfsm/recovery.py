@@ -440,15 +440,16 @@ def _refuse_newcomer(intent: Intent, ledger: Ledger, evidence: Evidence) -> None
 def _is_anothers(step: int | None, intent: Intent, ledger: Ledger, evidence: Evidence) -> bool:
     """True if what the tracker names may be in use, and a rollback had not left it there.
 
-    It had, before it withdrew any: that is the newest, and what was withdrawn and is not whole.
-    Afterwards the tracker was at the target, and nobody else lifts it.
+    It had, before it withdrew any: that is the newest, unless that was saved anew, and what was
+    withdrawn and is not whole. Afterwards the tracker was at the target, and nobody else lifts it.
     """
     there, latest = evidence.published.get(step) if step is not None else None, ledger.latest()
     if there is None or intent.lowered:
         return there is not None
+    if latest is not None and step == latest.step:
+        return there.found == "stock" and latest.provenance == "saved"
     withdrawn = any(c.step == step for c in ledger.in_state(State.QUARANTINED))
-    used = there.found in ("manifest", "stock") or not withdrawn
-    return used and (latest is None or step != latest.step)
+    return there.found in ("manifest", "stock") or not withdrawn
 
 
 def _reasons(

@@ -528,6 +528,19 @@ def test_I8_what_stands_at_a_step_we_know_may_be_anothers(there, state, lowered)
         decide(ledger, there, intent=intent)
 
 
+@pytest.mark.parametrize("provenance", ["saved", "adopted"])
+def test_I8_the_newest_that_was_saved_anew_is_anothers(provenance):
+    """Catches: a stock trainer's save of the step that a rollback began at, moved away unasked."""
+    newest = replace(checkpoint(300, S.TRACKED), provenance=provenance)
+    ledger = ledger_of(checkpoint(100, S.TRACKED), newest)
+    there = evidence(names(300), whole(100), stock(300))
+    if provenance == "adopted":  # it always looked so
+        assert decide(ledger, there, intent=Intent(True, 100)).warnings == ()
+        return
+    with pytest.raises(DamagedRoot, match="a rollback was interrupted, and the tracker says 300"):
+        decide(ledger, there, intent=Intent(True, 100))
+
+
 def test_an_unfinished_rollback_warns_of_what_nobody_asked_for():
     """Catches: a rollback that goes on with no word about its target, or who moved the tracker."""
     ledger = ledger_of(*(checkpoint(s, S.TRACKED) for s in (100, 200, 300)))

@@ -773,12 +773,7 @@ FENCES = (
         "    if there is None:\n        return False\n",
         breaks="I8",
         source="F33",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I8_what_was_saved_again_during_a_rollback_that_died_is_not_moved_unasked"
-            ),
-        ),
+        killers=("tests:test_recovery.py::test_I8_what_stands_at_a_step_we_know_may_be_anothers",),
         why="a step that a stock trainer saved again goes to quarantine",
     ),
     mutant(
@@ -799,8 +794,8 @@ FENCES = (
     mutant(
         "what-is-not-whole-is-a-newcomers",
         "recovery",
-        "    return used and (latest",
-        "    return (latest",
+        '    return there.found in ("manifest", "stock") or not withdrawn\n',
+        "    return True\n",
         breaks="I8",
         source="F33",
         killers=(
@@ -878,6 +873,16 @@ FENCES = (
             ),
         ),
         why="its name is not free for the newer one's sake, which is missing: the next start refuses",
+    ),
+    mutant(
+        "the-newest-saved-anew-is-our-own",
+        "recovery",
+        '        return there.found == "stock" and latest.provenance == "saved"\n',
+        "        return False\n",
+        breaks="I8",
+        source="F33",
+        killers=("tests:test_recovery.py::test_I8_the_newest_that_was_saved_anew_is_anothers",),
+        why="a stock trainer's save of the step that the rollback began at goes to quarantine",
     ),
     mutant(
         "a-target-that-was-lost-is-still-one",
