@@ -6,12 +6,14 @@ be caught. Each test says what it would catch.
 
 from __future__ import annotations
 
+import os
+import signal
 import traceback
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
-from proof import simulation
+from proof import exhaustive, simulation
 from proof.layer import Budget, LayerResult
 
 import ckptfsm.coordinator as coordinator
@@ -28,7 +30,7 @@ from ckptfsm.retention import CheckpointInfo, LatestN, Policy
 from ckptfsm.testing import invariants
 from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.invariants import Confirmed, JournalModel, RootBroken, Watch, check_root
-from ckptfsm.testing.sim import SimulationFailed, simulate
+from ckptfsm.testing.sim import Run, SimulationFailed, simulate
 from ckptfsm.testing.sim.faults import Faults
 from ckptfsm.testing.sim.site import Site
 from ckptfsm.testing.sim.storage import WorldStorage
@@ -427,6 +429,45 @@ def test_the_layer_shares_seeds_out_and_stops_when_told(monkeypatch):
     assert simulation.run(Budget(processes=2)).explored["runs"] == 6
     monkeypatch.setattr(Effects, "_fsync_names", no_effect)
     assert simulation.run(Budget(processes=1, stop_at_first=True)).explored["runs"] == 3
+
+
+def test_a_soak_ends_though_its_seeds_do_not(monkeypatch):
+    """Catches: a soak that hands out seeds without end before it takes the first result."""
+    monkeypatch.setattr(simulation, "_CHUNK", 2)
+    monkeypatch.setattr(simulation, "_check_reruns", no_effect)
+    result = simulation.run(Budget(profile="soak", processes=2, hours=0.0))
+    assert result.explored["runs"] == 2 and not result.violations
+
+
+def test_a_worker_that_is_killed_is_a_violation(monkeypatch):
+    """Catches: a layer that waits for ever for a worker without memory, or counts without it."""
+    real = simulation.simulate
+
+    def simulate_or_die(seed: int, **others: Any) -> Run:
+        if seed == 11:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(seed, **others)
+
+    monkeypatch.setattr(simulation, "_CHUNK", 1)
+    monkeypatch.setattr(Budget, "pick", lambda self, **amounts: 20)
+    monkeypatch.setattr(simulation, "simulate", simulate_or_die)
+    result = simulation.run(Budget(processes=2))
+    assert [v.what[:28] for v in result.violations] == ["a worker process died, and w"]
+    assert "11 to 11" in result.violations[0].what
+    assert 4 <= result.explored["runs"] <= 11  # 8 chunks are ahead
+
+
+def die(scope: str, limit: int) -> exhaustive.Found:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("it lives")
+
+
+def test_a_worker_that_is_killed_in_a_search_is_a_violation(monkeypatch):
+    """Catches: the same in the exhaustive search."""
+    monkeypatch.setattr(exhaustive, "explore", die)
+    result = exhaustive.run(Budget(processes=2))
+    assert len(result.violations) == 1 and "died" in result.violations[0].what
+    assert result.violations[0].replay.endswith(f"--scope '{exhaustive.SCOPES[0].name}'")
 
 
 def test_F27_a_lease_that_a_person_removed_keeps_nothing():

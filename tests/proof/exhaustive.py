@@ -15,10 +15,8 @@ import argparse
 import hashlib
 import time
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
 
 from ckptfsm import layout
 from ckptfsm.messages import PartSpec
@@ -29,6 +27,7 @@ from proof.exhaustive_moves import Moves
 from proof.exhaustive_promises import Table, check_world, is_settled, judge
 from proof.exhaustive_world import Broken, Left, Scope, World, first_world, production
 from proof.layer import Budget, LayerResult, Violation
+from proof.sharing import WorkerDied, share_out
 
 STATES = 100_000  # in the gate
 _TWO = (PartSpec("state", "file"), PartSpec("data", "file", ranks=(0,)))
@@ -305,13 +304,17 @@ def run(budget: Budget) -> LayerResult:
     result = LayerResult("exhaustive search")
     limit = budget.pick(pr=50_000, nightly=150_000, release=150_000)
     names = [s.name for s in (SCOPES if budget.profile == "pr" else (*SCOPES, *WIDER))]
+    found: list[Found] = []
     for part in (limit // 20, limit) if budget.stop_at_first else (limit,):
-        found = []
-        for each in _explore_all(names, part, budget.processes):
-            found.append(each)
-            if budget.stop_at_first and each.broken:
-                break
-        if budget.stop_at_first and any(each.broken for each in found):
+        found.clear()
+        try:
+            for each in share_out(partial(explore, limit=part), names, budget.processes):
+                found.append(each)
+                if budget.stop_at_first and each.broken:
+                    break
+        except WorkerDied as died:
+            result.violations.append(_violation_of(died))
+        if budget.stop_at_first and (result.violations or any(each.broken for each in found)):
             break
     for each in sorted(found, key=lambda f: f.scope):
         _report(each, result)
@@ -329,13 +332,10 @@ def _too_small(found: list[Found]) -> Iterator[Violation]:
         yield Violation("", what, "PYTHONPATH=tests python -m proof.exhaustive --profile pr")
 
 
-def _explore_all(names: list[str], limit: int, processes: int) -> Iterator[Found]:
-    """The scopes as they are done; leaving early ends the workers."""
-    if processes == 1:
-        yield from map(partial(explore, limit=limit), names)
-        return
-    with get_context("fork").Pool(processes) as pool:
-        yield from pool.imap_unordered(partial(explore, limit=limit), names)
+def _violation_of(died: WorkerDied[str]) -> Violation:
+    again = [f"--scope '{name}'" for name in died.lost[:1]]
+    command = " ".join(["PYTHONPATH=tests python -m proof.exhaustive", *again])
+    return Violation("", f"{died}: scopes {', '.join(died.lost)}", command)
 
 
 def _report(found: Found, result: LayerResult) -> None:

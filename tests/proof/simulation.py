@@ -6,8 +6,8 @@ run: seeds 0..N-1, never random ones. A violation is printed as the command that
 
     PYTHONPATH=tests python -m proof.simulation --seed N
 
-Rules: seeds are shared out in chunks among processes that were forked before anything ran; what a
-worker that dies had is a violation too, never a smaller count.
+Rules: seeds are shared out in chunks among processes that were forked before anything ran; a worker
+that dies is a violation too, never a smaller count, and never waited for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import gc
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -30,11 +29,13 @@ from types import MappingProxyType
 from ckptfsm.testing.coverage import Coverage, watch_moves
 from ckptfsm.testing.sim import simulate
 from proof.layer import Budget, LayerResult, Violation, timed
+from proof.sharing import WorkerDied, share_out
 
 LAYER = "simulation"
 _CHUNK = 250
 _CHUNK_HURRIED = 8  # when the first violation ends the run
-_REPLAY = "PYTHONPATH=tests python -m proof.simulation --seed"
+_COMMAND = "PYTHONPATH=tests python -m proof.simulation"
+_REPLAY = f"{_COMMAND} --seed"
 _SEEDS_RERUN = 20
 _NOTHING = MappingProxyType({"runs": 0, "storage calls": 0, "saves": 0, "journals": 0})
 
@@ -99,12 +100,21 @@ def _chunks(first: int, end: int | None, size: int = _CHUNK) -> Iterator[range]:
 
 
 def _share_out(chunks: Iterable[range], processes: int) -> Iterator[str]:
-    """The results of the chunks, as JSON, in order, so that a count never depends on timing."""
-    if processes <= 1:
-        yield from map(run_chunk, chunks)
-        return
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
-        yield from pool.imap(run_chunk, chunks)
+    """The results of the chunks, as JSON, in order, so that a count never depends on timing.
+
+    A worker that dies ends them, with the violation that names the seeds it may have died of.
+    """
+    try:
+        yield from share_out(run_chunk, chunks, processes)
+    except WorkerDied as died:
+        result = LayerResult(LAYER, violations=[_violation_of(died)])
+        yield json.dumps(result.as_json())
+
+
+def _violation_of(died: WorkerDied[range]) -> Violation:
+    lost = ", ".join(f"{seeds[0]} to {seeds[-1]}" for seeds in died.lost)
+    again = [f"--first {seeds[0]} --runs {len(seeds)}" for seeds in died.lost[:1]]
+    return Violation("", f"{died}: seeds {lost}", " ".join([_COMMAND, *again]))
 
 
 def run_chunk(seeds: range) -> str:
