@@ -252,12 +252,16 @@ def test_an_error_of_a_program_is_a_violation():
         in_world(work)
 
 
+def quiet_site() -> tuple[Site, World]:
+    world = World(1)
+    return Site(world, Watch(world.disk), Faults(), Coverage(), switch=0.0), world
+
+
 @pytest.mark.parametrize(("fault", "number"), [("kill_after", "F2"), ("power_after", "F4")])
 @pytest.mark.parametrize("call", ["listdir", "stat", "mkdir"])
 def test_a_death_after_a_call_strikes_and_is_counted_once(fault: str, number: str, call: str):
     """Catches: deaths that are counted and never happen: after a read, or a call that failed."""
-    world = World(1)
-    site = Site(world, Watch(world.disk), Faults(), Coverage())
+    site, world = quiet_site()
     site.before_call = lambda *ignored: fault  # type: ignore[method-assign]
     victim = world.process("victim", role="trainer")
     storage = WorldStorage(site, victim)
@@ -272,6 +276,34 @@ def test_a_death_after_a_call_strikes_and_is_counted_once(fault: str, number: st
     world.run(world.spawn(controller, "main", lambda: world.join(task)))
     assert not survived and not victim.alive
     assert site.coverage.faults[f"{number} x absent"] == 1
+
+
+def test_F9_another_host_sees_names_late():
+    """Catches: a lag that shows what was removed as gone, strikes one host only, or never ends."""
+    site, world = quiet_site()
+    site.lag_s = 2.0
+    site.chance = lambda probability: True  # type: ignore[method-assign]
+    here, there = (WorldStorage(site, world.process(host, host)) for host in "ab")
+
+    def work() -> None:
+        for one, other in ((here, there), (there, here)):
+            one.mkdir("new")
+            assert one.listdir("") == ["new"] and not other.listdir("")
+            with pytest.raises(FileNotFoundError):
+                other.stat("new")
+            one.rename("new", "old")
+            one.rmdir("old")
+            assert not one.listdir("") and other.listdir("") == ["new", "old"]
+            with pytest.raises(FileNotFoundError):
+                other.stat("old")
+            world.sleep(2.0)
+            assert not other.listdir("")
+        here.mkdir("seen")
+        there.mkdir("seen/inner")  # so it is there
+        assert there.listdir("") == ["seen"] and not here.listdir("seen")
+
+    world.run(world.spawn(world.process("control"), "main", work))
+    assert site.coverage.faults["F9 x absent"] == 7
 
 
 def test_no_death_is_drawn_that_does_not_happen(monkeypatch):

@@ -58,9 +58,9 @@ class Call:
 class WorkerProcess:
     """One worker: takes calls one after the other, until it dies."""
 
-    def __init__(self, site: Site, name: str, group: WorldGroup, rank: int) -> None:
+    def __init__(self, site: Site, name: str, group: WorldGroup, rank: int, host: str) -> None:
         self.site = site
-        self.process = site.world.process(name, role="trainer")
+        self.process = site.world.process(name, host, role="trainer")
         self.process.at_death = self._leave
         self._group, self._rank = group, rank
         self._calls: deque[Call] = deque()
@@ -104,8 +104,9 @@ class WorkerProcess:
 class Groups:
     """The groups of one controller. ``generation`` counts how often workers were started."""
 
-    def __init__(self, site: Site, prefix: str, timeout_s: float) -> None:
+    def __init__(self, site: Site, prefix: str, timeout_s: float, hosts: tuple[str, ...]) -> None:
         self.site = site
+        self.hosts = hosts
         self.workers: dict[str, list[WorkerProcess]] = {}
         self._prefix, self._timeout_s = prefix, timeout_s
         self._generation = 0
@@ -119,7 +120,13 @@ class Groups:
         self._generation += 1
         group = WorldGroup(self.site, GROUPS[name], self._timeout_s)
         self.workers[name] = [
-            WorkerProcess(self.site, f"{self._prefix}.{name}{self._generation}.{rank}", group, rank)
+            WorkerProcess(
+                self.site,
+                f"{self._prefix}.{name}{self._generation}.{rank}",
+                group,
+                rank,
+                self.hosts[rank % len(self.hosts)],
+            )
             for rank in range(GROUPS[name])
         ]
 
@@ -142,7 +149,7 @@ class ControllerTrainer(Trainer):
         super().__init__(job, 0, process, group)
         made = world_ports(self.site, process, WorldTransport(group, 0, process, job.sent))
         self.ports = Ports(**{**_fields(made), "driver": FilesDriver()})
-        self.groups = Groups(self.site, process.name, job.config.exchange_timeout_s)
+        self.groups = Groups(self.site, process.name, job.config.exchange_timeout_s, job.hosts)
         process.at_death = self.groups.end
 
     def _open(self) -> Controller:

@@ -458,10 +458,11 @@ class Reader:
     name: str
     delay_s: float
     renew_within_s: float
+    host: str = "a"
     rounds: int = 4
 
     def start(self) -> Reader:
-        process = self.site.world.process(self.name, role="reader")
+        process = self.site.world.process(self.name, self.host, role="reader")
         self.site.world.spawn(process, self.name, lambda: self._main(process))
         return self
 

@@ -181,10 +181,13 @@ class Scenario:
             draw_script(choose, length, world_size, choose.random() < 0.2),
             choose.choice(("close", "close", "close", "abandon", "die")),
             self.layout,
-            ("a", "b") if self.site.lag_s else ("a",),
+            self._hosts(),
             choose.random() < 0.1,
             self.sent,
         )
+
+    def _hosts(self) -> tuple[str, ...]:
+        return ("a", "b") if self.site.lag_s else ("a",)
 
     def _config(self, choose: random.Random, takeover: bool) -> CheckpointConfig:
         return make_config(
@@ -208,7 +211,8 @@ class Scenario:
     def _start_reader(self) -> None:
         choose = self.site.world.random
         self.numbers += 1
-        Reader(self.site, f"reader{self.numbers}", choose.random() * 2, _READER_S - 1).start()
+        name, delay_s = f"reader{self.numbers}", choose.random() * 2
+        Reader(self.site, name, delay_s, _READER_S - 1, self._hosts()[-1]).start()
 
     def _interrupt(self, job: Job) -> None:
         """Sometimes the whole job, or one rank of it, is killed at some time."""

@@ -6,12 +6,13 @@ run where it is found: nothing of the code under test can swallow it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ckptfsm.lifecycle import State
 from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.invariants import RootBroken, Watch, check_root
 from ckptfsm.testing.sim.faults import Faults, can_strike, number_of
+from ckptfsm.testing.sim.late import LateNames
 from ckptfsm.testing.sim.world import Process, SimulationFailed, World
 from ckptfsm.testing.simfs import ProcessDead, SimStorage
 
@@ -25,7 +26,8 @@ _ORPHAN_S = 5.0
 class Site:
     """One run's world, judges and faults. ``switch``: how likely others run before a call,
 
-    for ``latency_s`` at most if that is not 0; ``lag_s``: how late names are seen on other hosts;
+    for ``latency_s`` at most if that is not 0; ``lag_s``: how late names are seen on other hosts, never
+    with rivals, for a fence is a listing of ``lease/`` that is current (I9 in specs/lifecycle.md);
     ``orphans``: how likely a writer outlives its trainer; ``stale``: how likely a report is late;
     ``uneven``: how likely one of a writer's parts is late, fails or is missing; ``spoiled``: the journal
     is damaged in a way that a start must refuse.
@@ -41,10 +43,12 @@ class Site:
     orphans: float = 0.0
     stale: float = 0.0
     uneven: float = 0.0
-    hidden: dict[str, tuple[str, float]] = field(default_factory=dict)
     patient: bool = False
     spoiled: bool = False
     power_losses: int = 0
+
+    def __post_init__(self) -> None:
+        self.hidden, self.gone = LateNames(self.world), LateNames(self.world)
 
     def chance(self, probability: float) -> bool:
         return probability > 0 and self.world.random.random() < probability
@@ -191,6 +195,7 @@ class Site:
             if process.role != "controller":
                 self.world.kill(process)
         self.hidden.clear()
+        self.gone.clear()
         self.watch.readers.clear()
         self.world.disk.crash(self.world.random)
         try:
@@ -207,8 +212,22 @@ class Site:
         ignore = self.watch.outside()
         return check_root(judge, self.watch.floor(), ignore, in_place=self.watch.in_place)
 
-    def hide(self, owner: Process, path: str) -> None:
-        """A name made on one host is seen late on the others (F9)."""
-        if owner.host != "a" and self.chance(0.5):
-            until = self.world.now + self.world.random.random() * self.lag_s
-            self.hidden[path] = (owner.host, until)
+    def lag(self, owner: Process, gone: str, made: str) -> None:
+        """The names that one host removed and made are seen late on the others (F9)."""
+        if gone:
+            self.hidden.forget(gone)
+            if self.chance(0.5):
+                self.gone.put(gone, owner.host, self.world.random.random() * self.lag_s)
+        if made:
+            self.gone.forget(made)
+            self.hidden.forget(made)
+            if not _at_once(owner, made) and self.chance(0.5):
+                self.hidden.put(made, owner.host, self.world.random.random() * self.lag_s)
+
+
+def _at_once(owner: Process, made: str) -> bool:
+    """New names that must not be late: leases, on which I7 rests, and what host a publishes.
+
+    A restore takes a file for lost that another host has made and this one does not see yet.
+    """
+    return made.startswith(".ckptfsm/leases/") or (owner.host == "a" and made.startswith("iter_"))

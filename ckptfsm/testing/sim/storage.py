@@ -4,8 +4,9 @@ Before a call others may run; a fault may make it fail, half-succeed, last, or b
 process; after a call that changed something the ``Watch`` looks. Every call is a line of the trace.
 
 Rules: an error of a call says nothing about whether it happened. A ``close`` that reports an error has
-closed; a failed ``fsync`` has dropped what was not durable. Names that a process of another host has
-made may show up late in what is read (F9), never in what is changed.
+closed; a failed ``fsync`` has dropped what was not durable. On another host, names may be seen late in
+what is read (F9), never in what is changed: a new one is not there yet, and one that was removed or
+renamed away is still listed. To change what is at a name, or below it, is to have seen it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any, TypeVar
 
 from ckptfsm.ports import FileStat
 from ckptfsm.testing.sim.faults import READS, errno_for
+from ckptfsm.testing.sim.late import ancestry
 from ckptfsm.testing.sim.site import Site
 from ckptfsm.testing.sim.world import Process
 from ckptfsm.testing.simfs import ProcessDead, SimStorage
 
 T = TypeVar("T")
 _CREATES = frozenset({"open_exclusive", "mkdir", "rename", "link"})
+_REMOVES = frozenset({"unlink", "rmdir", "rename"})
 
 
 class WorldStorage(SimStorage):
@@ -83,10 +86,7 @@ class WorldStorage(SimStorage):
         names = self._call("listdir", super().listdir, path)
         if path == ".ckptfsm/lease":
             self.site.watch.looked(self.owner.name)
-        if self.site.hidden:
-            prefix = f"{path}/" if path else ""
-            return [name for name in names if not self._is_hidden(prefix + name)]
-        return names
+        return self._as_seen(path, names) if self.site.lag_s else names
 
     def stat(self, path: str) -> FileStat:
         self._check_visible(path)
@@ -121,6 +121,8 @@ class WorldStorage(SimStorage):
             raise self._error(fault, path)
         if method == "unlink":
             site.judge_deletion(self.disk.find(path), path)
+        if site.hidden and method not in READS:
+            site.hidden.seen(path, owner.host)
         try:
             result = call(*arguments)
         except OSError as error:
@@ -136,8 +138,10 @@ class WorldStorage(SimStorage):
     def _after(self, method: str, path: str, other: str, fault: str) -> None:
         site = self.site
         site.judge(self.owner, method, path, other)
-        if site.lag_s and method in _CREATES:
-            site.hide(self.owner, other or path)
+        if site.lag_s:
+            gone = path if method in _REMOVES else ""
+            made = (other or path) if method in _CREATES else ""
+            site.lag(self.owner, gone, made)
         if fault == "unknown":
             site.struck(fault, method)
             site.world.note(site.world.current.name, method, path, "unknown outcome")
@@ -180,22 +184,18 @@ class WorldStorage(SimStorage):
 
     # -- late names ----------------------------------------------------------------------------
 
-    def _is_hidden(self, path: str) -> bool:
-        found = self.site.hidden.get(path)
-        if found is None:
-            return False
-        host, until = found
-        if until <= self.site.world.now:
-            del self.site.hidden[path]
-            return False
-        return host != self.owner.host
+    def _as_seen(self, path: str, names: list[str]) -> list[str]:
+        """A listing as this host sees it: without what is new, with what has gone a moment ago."""
+        site, host = self.site, self.owner.host
+        hidden = site.hidden.names_in(path, host).intersection(names)
+        gone = site.gone.names_in(path, host).difference(names)
+        if not hidden and not gone:
+            return names
+        site.count("F9")
+        return sorted(gone.union(names) - hidden)
 
     def _check_visible(self, path: str) -> None:
-        if not self.site.hidden:
-            return
-        end = 0
-        while end >= 0:
-            end = path.find("/", end + 1)
-            if self._is_hidden(path if end < 0 else path[:end]):
-                self.site.count("F9")
-                raise FileNotFoundError(2, os.strerror(2), path)
+        hidden = self.site.hidden
+        if hidden and any(hidden.is_late(each, self.owner.host) for each in ancestry(path)):
+            self.site.count("F9")
+            raise FileNotFoundError(2, os.strerror(2), path)
