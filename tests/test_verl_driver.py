@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from groups import Group
 
-from ckptfsm.errors import PollMissingWarning, SaveFailed
+from ckptfsm.errors import ConfigError, PollMissingWarning, SaveFailed
 from ckptfsm.integrations.verl import install, trainer
 from ckptfsm.integrations.verl.workers import attach
 from ckptfsm.layout import TRACKER
@@ -195,3 +195,27 @@ def test_I10_a_role_whose_workers_are_gone_fails_the_save(start: Start, tmp_path
     with pytest.raises(SaveFailed, match="the workers of 'critic'"):
         began.save()
     assert (tracked(tmp_path / "root"), steps(tmp_path / "root")) == ("1", ["global_step_1"])
+
+
+def _own_save(trainer: Any) -> None:
+    """Of a recipe's trainer: saves who knows what."""
+
+
+def test_a_subclass_with_a_save_of_its_own_is_refused_when_it_is_made(tmp_path: Path) -> None:
+    """Catches: a subclass that was made later, whose own save is silently not called."""
+    ours: Any = install(Trainer, extra_parts=lambda _: {})
+    own = {"_save_checkpoint": _own_save, "__module__": "a.recipe"}
+    later = type("Later", (ours,), own)
+    with pytest.raises(ConfigError, match=r"Later saves in its own way \(a.recipe\)"):
+        later(tmp_path / "root")
+    assert type("Same", (ours,), {})(tmp_path / "root").checkpoints is not None
+    told: Any = install(later, extra_parts=lambda _: {})
+    assert told(tmp_path / "root").checkpoints is not None
+
+
+def test_rays_handle_of_a_class_is_no_trainer(tmp_path: Path) -> None:
+    """Catches: an import that fails: Ray makes an object of a class when it is decorated."""
+    ours: Any = install(Trainer, extra_parts=lambda _: {})
+    later = type("Later", (ours,), {"_save_checkpoint": _own_save})
+    handle: Any = type("Handle", (type("ActorClass", (), {"__module__": "ray.actor"}), later), {})
+    assert handle.__new__(handle).checkpoints is None

@@ -10,6 +10,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Iterator
@@ -567,6 +570,39 @@ def test_what_install_refuses_and_warns_of() -> None:
         ours = install(OwnWay, extra_parts=dict)
     with pytest.raises(ConfigError, match="already"):
         install(ours)
+
+
+@pytest.mark.parametrize("name", ["sft_trainer", "sft_trainer_ray"])
+def test_a_trainer_without_a_driver_is_refused(name: str) -> None:
+    """Catches: a trainer of verl's that saves on every rank, taken for one with a driver."""
+    module = pytest.importorskip(f"verl.trainer.{name}", exc_type=ImportError)
+    with pytest.raises(ConfigError, match="saves in its own way"):
+        install(module.SFTTrainer)
+
+
+@pytest.mark.skipif(not NEW, reason="verl 0.9 has it")
+def test_the_fully_asynchronous_trainer_is_refused_when_it_is_made() -> None:
+    """Catches: a trainer that is defined later, saves its rollouter too, and is taken over silently."""
+    lines = """
+        from ckptfsm.errors import ConfigError
+        from ckptfsm.integrations.verl import install_in_verl
+        install_in_verl()
+        from verl.experimental.fully_async_policy.fully_async_trainer import FullyAsyncTrainer
+        from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
+        kind = FullyAsyncTrainer.__ray_metadata__.modified_class  # what Ray makes in its actor
+        try:
+            kind.__new__(kind)
+        except ConfigError as error:
+            assert "FullyAsyncTrainer saves in its own way" in str(error), error
+        else:
+            raise AssertionError("it was made")
+        known = SeparateRayPPOTrainer.__new__(SeparateRayPPOTrainer)
+        assert known._save_checkpoint.__self__ is known.checkpoints
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(lines)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 COUNTS = [

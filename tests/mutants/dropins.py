@@ -250,6 +250,16 @@ VERL = (
         killers=(f"{_VERL}test_I10_a_role_whose_workers_are_gone_fails_the_save",),
         why="the save ends at its deadline only, and nobody is told why",
     ),
+    mutant(
+        "a-later-subclass-is-taken-over",
+        "integrations.verl.trainer",
+        "        if own is not self.saver:\n",
+        "        if own is None:\n",
+        breaks="I6",
+        source="order",
+        killers=(f"{_VERL}test_a_subclass_with_a_save_of_its_own_is_refused_when_it_is_made",),
+        why="what its own save would have saved is not in the checkpoint",
+    ),
 )
 
 MUTANTS = (*QUEUE, *MEGATRON_LM, *VERL)

@@ -6,7 +6,8 @@ Rules:
 * Sync is async and a wait. ``async_save`` of the actor decides, as in verl.
 * Something is called in every step of the loop and polls. If nothing is known to be, that is a warning.
 * What a restart loads was verified, and is what the tracker names; never zero while there is evidence.
-* A trainer whose own ``_save_checkpoint`` is not known saves something that we do not: it is refused.
+* A trainer whose own ``_save_checkpoint`` is not known saves something that we do not: it is refused,
+  also an object of a subclass that was made after its base was installed.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ log = logging.getLogger("ckptfsm")
 Trainer = TypeVar("Trainer")
 _KNOWN = frozenset({"verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer_base"})
 _EVERY_STEP = "_start_profiling"  # called at every step of the loops of all released trainers
+_RAY_HANDLES = "ray.actor"  # where ``ray.remote`` makes an object of the class, which is no trainer
 _WORKER_SETTINGS = ("writer_files", "effect_timeout_s", "exchange_timeout_s")
 
 
@@ -277,11 +279,20 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True)
 class _New:
-    """``__new__`` of a trainer class: its objects have our checkpoints before ``__init__`` runs."""
+    """``__new__`` of a trainer class: its objects have our checkpoints before ``__init__`` runs.
+
+    ``saver`` is the class whose ``_save_checkpoint`` ours stands for: an object with another is refused.
+    """
 
     options: Options
+    saver: type | None
 
     def __call__(self, kind: type, *arguments: Any, **keywords: Any) -> Any:
+        own = _saver_of(kind)
+        if any(base.__module__ == _RAY_HANDLES for base in kind.__mro__):
+            return object.__new__(kind)
+        if own is not self.saver:
+            raise ConfigError(_own_way(kind, own))
         trainer: Any = object.__new__(kind)
         Checkpoints(trainer, self.options).bind()
         return trainer
@@ -305,16 +316,14 @@ def install(
     ``settings`` are those of ``Controller``; ``retention`` follows verl's configuration unless given.
 
     Raises ``ConfigError`` for a trainer that saves in a way of its own, unless ``extra_parts`` is given.
+    So does the making of an object of a subclass that has a way of its own.
     """
     base = trainer if isinstance(trainer, type) else type(trainer)
-    if hasattr(trainer, "checkpoints"):
+    if "checkpoints" in vars(trainer):
         raise ConfigError(f"{base.__name__} has these checkpoints already")
-    own = next((k.__module__ for k in base.__mro__ if "_save_checkpoint" in vars(k)), "")
-    if own not in _KNOWN and extra_parts is None:
-        raise ConfigError(
-            f"{base.__name__} saves in its own way ({own or 'nowhere'}): give extra_parts with what "
-            "it saves beside its roles and data.pt, if only an empty dict"
-        )
+    saver = _saver_of(base)
+    if (saver is None or saver.__module__ not in _KNOWN) and extra_parts is None:
+        raise ConfigError(_own_way(base, saver))
     if settings.get("on_failure") not in (None, "raise", "warn"):
         raise ConfigError("verl decides when it saves: on_failure is 'raise' or 'warn'")
     if not hasattr(base, _EVERY_STEP):
@@ -327,7 +336,7 @@ def install(
     options = Options(extra_parts, calls or RayCalls(), mirror, mirror_when, settings)
     if isinstance(trainer, type):
         names = {
-            "__new__": staticmethod(_New(options)),
+            "__new__": staticmethod(_New(options, saver)),
             "__module__": base.__module__,
             "__qualname__": base.__qualname__,
             "checkpoints": None,
@@ -354,6 +363,20 @@ def install_in_verl(**options: Any) -> list[str]:
             registry[name] = install(registry[name], **options)
             names.append(name)
     return names
+
+
+def _saver_of(kind: type) -> type | None:
+    """The class whose ``_save_checkpoint`` the objects of ``kind`` have."""
+    return next((k for k in kind.__mro__ if "_save_checkpoint" in vars(k)), None)
+
+
+def _own_way(kind: type, saver: type | None) -> str:
+    where = saver.__module__ if saver is not None else "nowhere"
+    return (
+        f"{kind.__name__} saves in its own way ({where}), which ckptfsm does not know: install it "
+        "itself, with extra_parts that return what it saves beside its roles and data.pt, if only an "
+        "empty dict"
+    )
 
 
 # ------------------------------------------------------------------------- verl's configuration
