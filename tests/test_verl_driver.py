@@ -219,3 +219,40 @@ def test_rays_handle_of_a_class_is_no_trainer(tmp_path: Path) -> None:
     later = type("Later", (ours,), {"_save_checkpoint": _own_save})
     handle: Any = type("Handle", (type("ActorClass", (), {"__module__": "ray.actor"}), later), {})
     assert handle.__new__(handle).checkpoints is None
+
+
+class Callback:
+    """verl's ``CheckpointCallback``: notes what it is told, and what the tracker names then."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.told: list[tuple[int, str, str]] = []
+
+    def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, **more: Any) -> None:
+        assert trainer.checkpoints and more == {"async_save": False}
+        self.told.append((global_step, Path(checkpoint_dir).name, tracked(self.root)))
+        if global_step == 3:
+            raise OSError("made up: the registry is away")
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_verls_callback_is_told_of_what_is_tracked(
+    start: Start, tmp_path: Path, async_save: bool
+) -> None:
+    """Catches: a callback that is told of what may never be a checkpoint, or of nothing; its error,
+    which is to end the training, swallowed."""
+    began = start(async_save=async_save)
+    began.checkpoint_callback = Callback(tmp_path / "root")
+    told = began.checkpoint_callback.told
+    began.save()
+    assert len(told) == (0 if async_save else 1)
+    began.checkpoints.poll(wait=True)
+    began.save()
+    began.checkpoints.poll(wait=True)
+    assert told == [(1, "global_step_1", "1"), (2, "global_step_2", "2")]
+    with pytest.raises(OSError, match="made up"):
+        began.save()
+        began.checkpoints.close()
+    assert len(told) == 3 and tracked(tmp_path / "root") == "3"
+    began.checkpoints.close()
+    assert start().checkpoints.controller.latest_step() == 3, "the root was given back"

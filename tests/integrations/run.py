@@ -51,6 +51,7 @@ PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "ray": (("ray==2.60.0",),),
     "verl 0.7.1": (VERL_NEEDS, ("--no-deps", "verl==0.7.1", "TransferQueue")),
     "verl 0.9.0": (VERL_NEEDS, ("--no-deps", "verl==0.9.0", "TransferQueue")),
+    "verl 0.9.1": (VERL_NEEDS, ("--no-deps", "verl==0.9.1", "TransferQueue")),
 }
 TESTS: dict[str, tuple[str, ...]] = {
     "megatron-core 0.13.1": (QUEUE, *ALONE),
@@ -60,7 +61,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "nvidia-resiliency-ext": ("tests/megatron/test_megatron_nvrx.py",),
     "ray": ("tests/integrations/test_ray.py",),
     "verl 0.7.1": (VERL,),
-    "verl 0.9.0": (
+    "verl 0.9.0": (VERL,),
+    "verl 0.9.1": (
         VERL,
         "tests/integrations/test_verl_ray.py",
         "tests/integrations/test_verl_mirror.py",

@@ -555,6 +555,72 @@ def test_the_newer_trainers_of_verl(job: Job) -> None:
     assert state_of(again) == before
 
 
+class Queue:
+    """verl's TransferQueue in little: it is saved and loaded as a directory."""
+
+    __version__ = "0.1.11"
+
+    def __init__(self) -> None:
+        self.prompts = {"a": {"is_prompt": True, "status": "finished"}}
+
+    def save_checkpoint(self, checkpoint_dir: str, *, metadata: dict[str, Any]) -> None:
+        saved = {**metadata, "prompts": self.prompts}
+        Path(checkpoint_dir, "metadata.json").write_text(json.dumps(saved))
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        self.prompts = json.loads(Path(checkpoint_dir, "metadata.json").read_text())["prompts"]
+
+    def kv_list(self, partition: str) -> dict[str, Any]:
+        return {partition: self.prompts}
+
+
+def an_asynchronous_trainer() -> Any:
+    """A class of the newer trainers; what is abstract there is not called here."""
+    pytest.importorskip("transfer_queue")
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    unused = {"on_sample_end": None, "on_step_end": None}
+    return type("SomeTrainer", (PPOTrainer,), {**unused, "trainer_mode": "colocate_async"})
+
+
+@pytest.mark.skipif(not NEW, reason="verl 0.9 has it")
+def test_the_queue_of_prompts_in_flight_is_in_the_checkpoint(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: prompts that were fetched and not trained, lost by a restart; a queue of a later step."""
+    kind, queue = an_asynchronous_trainer(), Queue()
+    from verl.trainer.ppo.v1 import trainer_base
+
+    monkeypatch.setattr(trainer_base, "tq", queue)
+    trainer = job.start(kind, async_save=True, critic=False)
+    save(trainer)
+    saved, queue.prompts = queue.prompts, {}
+    trainer.checkpoints.close()
+    there = json.loads((job.root / "global_step_1/transfer_queue/metadata.json").read_text())
+    assert (there["global_steps"], there["prompts"]) == (1, saved)
+    assert any("transfer_queue/metadata.json" in r for r in _receipts(job.root / "global_step_1"))
+    again = job.start(kind, stock=True, critic=False)
+    again._load_checkpoint()
+    assert (again.global_steps, queue.prompts) == (1, saved)
+
+
+def test_verls_own_callback_is_told_once_the_step_is_tracked(job: Job) -> None:
+    """Catches: a callback of verl's configuration that nobody calls, or before there is a checkpoint."""
+    stock = pytest.importorskip("verl.trainer.ppo.checkpoint_callback", reason="verl 0.9.1 has it")
+    trainer = job.start(an_asynchronous_trainer(), async_save=True, critic=False)
+    trainer.trainer_mode = "sync"
+    named = {"checkpoint_callback_class": "verl_groups.Callback"}
+    trainer.checkpoint_callback = stock.build_checkpoint_callback(config_of(job.root, **named))
+    save(trainer)
+    told = trainer.checkpoint_callback.told
+    trainer.checkpoints.poll(wait=True)
+    assert len(told) == 1
+    save(trainer)
+    trainer.checkpoints.close()
+    folders = [str(job.root / f"global_step_{step}") for step in (1, 2)]
+    assert told == [(1, folders[0], False, "1"), (2, folders[1], False, "2")]
+
+
 class OwnWay:
     """A trainer with a save of its own, and no place that every step passes."""
 

@@ -197,3 +197,17 @@ def config_of(root: Path, **trainer: Any) -> Any:
     }
     actor = {"checkpoint": {"async_save": async_save}}
     return OmegaConf.create({"trainer": values, "actor_rollout_ref": {"actor": actor}})
+
+
+class Callback:
+    """See verl's ``CheckpointCallback``: notes what it is told, and what the tracker names then."""
+
+    def __init__(self, config: Any) -> None:
+        self.root = Path(config.trainer.default_local_dir)
+        self.told: list[tuple[int, str, bool, str]] = []
+
+    def on_save(
+        self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool, **more: Any
+    ) -> None:
+        tracker = self.root / "latest_checkpointed_iteration.txt"
+        self.told.append((global_step, checkpoint_dir, async_save, tracker.read_text()))

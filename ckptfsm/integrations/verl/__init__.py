@@ -1,4 +1,4 @@
-"""verl (0.7 to 0.9), released and unchanged, with checkpoints that ckptfsm drives.
+"""verl (0.7.1, 0.9.0, 0.9.1), released and unchanged, with checkpoints that ckptfsm drives.
 
 ``install`` is for the driver; ``ckptfsm.integrations.verl.manager`` is what it puts into the workers.
 """

@@ -26,12 +26,14 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ckptfsm.controller import Controller
+from ckptfsm.documents import TransitionRecord
 from ckptfsm.errors import ConfigError, DamagedRoot, PollMissingWarning, describe
 from ckptfsm.files import FileTree
 from ckptfsm.integrations.verl.mirror import NAME, Mirror, UploadWorker, When, mirror_of
 from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.integrations.verl.workers import Calls, RayCalls, RoleGroups
 from ckptfsm.layout import TRACKER, VERL, parse_tracker
+from ckptfsm.lifecycle import State
 from ckptfsm.messages import AttemptId, Event, Failed
 from ckptfsm.notices import warn_caller
 from ckptfsm.retention import KeepAll, LatestN, Policy
@@ -66,6 +68,7 @@ class Checkpoints:
         self._controller: Controller | None = None
         self._uploads: Uploads | None = None
         self._uploader: UploadWorker | None = None
+        self._to_tell: list[int] = []  # tracked steps that verl's callback was not told of yet
 
     @property
     def controller(self) -> Controller:
@@ -95,7 +98,7 @@ class Checkpoints:
         root = str(Path(trainer.config.trainer.default_local_dir).absolute())
         self._set_mirror(root)
         sizes = {**self._groups.sizes, **({NAME: 1} if self._uploader else {})}
-        hooks = [self._uploads.hook] if self._uploads is not None else []
+        hooks = [self._note, *([self._uploads.hook] if self._uploads is not None else [])]
         controller = Controller(root, sizes, self._ask, hooks=hooks, **settings)
         try:
             workers = {k: settings[k] for k in _WORKER_SETTINGS if k in settings}
@@ -129,7 +132,7 @@ class Checkpoints:
     def save(self) -> None:
         """Begin a checkpoint of the trainer's step; with ``async_save`` off, wait until it is tracked.
 
-        Raises ``SaveFailed``, ``SaveRefused``, ``DeadlineExceeded``.
+        Raises ``SaveFailed``, ``SaveRefused``, ``DeadlineExceeded``, and what verl's callback raised.
         """
         step = int(self._trainer.global_steps)
         parts = self._parts()
@@ -141,6 +144,7 @@ class Checkpoints:
             self.controller.feed(self._uploader.begin(begun.tickets, own))
         if not is_async(self._trainer.config):
             begun.handle.wait()
+        self._tell()
 
     def _write(self, role: str, ticket: Ticket) -> bool:
         """Let a role's workers write; its ticket travels in place of ``hdfs_path``."""
@@ -175,6 +179,27 @@ class Checkpoints:
             controller.poll()
         if self._uploads is not None:
             self._uploads.poll(controller)
+        self._tell()
+
+    def _note(self, record: TransitionRecord) -> None:
+        """A hook: a step became tracked."""
+        if record.dest is State.TRACKED and record.source is State.FINALIZED:
+            self._to_tell.append(record.step)
+
+    def _tell(self) -> None:
+        """Call verl's ``checkpoint_callback`` (0.9.1), outside of the hook: what it raises comes out."""
+        trainer = self._trainer
+        callback = getattr(trainer, "checkpoint_callback", None)
+        while self._to_tell:
+            step = self._to_tell.pop(0)
+            if callback is not None:
+                root = Path(trainer.config.trainer.default_local_dir)
+                callback.on_save(
+                    trainer=trainer,
+                    global_step=step,
+                    checkpoint_dir=str(root / VERL.published_name(step)),
+                    async_save=False,  # nothing is in flight: the step is durable
+                )
 
     # ------------------------------------------------------------------------------------- loading
 
@@ -212,8 +237,9 @@ class Checkpoints:
         if self._controller is None:
             return
         try:
+            self._controller.wait_until_finished(self._controller.config.close_timeout_s)
+            self._tell()
             if self._uploads is not None:
-                self._controller.wait_until_finished(self._controller.config.close_timeout_s)
                 self._uploads.wait(self._controller)
             self._controller.close()
             if self._uploader is not None:
@@ -454,7 +480,8 @@ def _transfer_queue(trainer: Any) -> dict[str, Any]:
         return {}
     owner = next(k for k in type(trainer).__mro__ if k.__module__ in _KNOWN)
     module = sys.modules[owner.__module__]
-    if not module._tq_supports_checkpoint():
+    supports = getattr(module, "_tq_supports_checkpoint", None)  # 0.9.1 takes it for granted
+    if supports is not None and not supports():
         return {}
     metadata = {"global_steps": trainer.global_steps}
     return {"transfer_queue": FileTree(partial(module.tq.save_checkpoint, metadata=metadata))}
