@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -32,15 +33,17 @@ from ckptfsm.handle import SaveHandle
 from ckptfsm.integrations.queue import AsyncCallsQueue
 from ckptfsm.layout import MEGATRON
 from ckptfsm.megatron.compat import cpu_devices
-from ckptfsm.megatron.foreign import ForeignRequest
+from ckptfsm.megatron.foreign import ready_part
 from ckptfsm.megatron.manager import CheckpointManager
 from ckptfsm.notices import warn_caller
+from ckptfsm.ports import Staging
 from ckptfsm.retention import EveryNSteps, KeepAll, LatestN, Policy
 
 log = logging.getLogger("ckptfsm")
 CONTENT_METADATA = "content_metadata"  # where Megatron's loader looks for it in the common state
 REPORTS = frozenset({"onelogger_finalize_fn", "wandb_finalize_fn"})
 Closure = Callable[[], None]
+StateDict = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 
 def retain(save_retain_interval: int | None) -> Policy:
@@ -64,6 +67,7 @@ class MegatronLMCheckpoints:
     ``save_retain_interval`` is Megatron-LM's. ``config`` or keyword arguments are those of
     ``CheckpointManager``, without ``retention`` and ``layout``. Nothing is opened before ``open`` or the
     first save; after ``terminate`` the next save opens the root again. Say ``resumed`` after you load.
+    ``staging`` loads offloaded state around each save, see ``Staging``.
     """
 
     def __init__(
@@ -71,10 +75,12 @@ class MegatronLMCheckpoints:
         save_dir: str | os.PathLike[str],
         *,
         save_retain_interval: int | None = None,
+        staging: Staging | None = None,
         config: CheckpointConfig | Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         self.save_dir = str(Path(save_dir).absolute())
+        self.staging = staging
         base = config_of(config, settings)
         if {"retention", "layout"} & base.model_fields_set:
             raise ConfigError(
@@ -99,7 +105,8 @@ class MegatronLMCheckpoints:
         root = self._root_of(directory)
         if root not in self._managers:
             last = {"retention": LatestN(1)} if non_persistent else {}
-            self._managers[root] = CheckpointManager(root, self._config.model_copy(update=last))
+            config = self._config.model_copy(update=last)
+            self._managers[root] = CheckpointManager(root, config, staging=self.staging)
         return self._managers[root]
 
     def _root_of(self, directory: str | os.PathLike[str] | None) -> str:
@@ -124,7 +131,7 @@ class MegatronLMCheckpoints:
     def save(
         self,
         iteration: int,
-        state_dict: Mapping[str, Any],
+        state_dict: StateDict,
         *,
         directory: str | os.PathLike[str] | None = None,
         content_metadata: Mapping[str, Any] | None = None,
@@ -132,29 +139,29 @@ class MegatronLMCheckpoints:
     ) -> SaveHandle:
         """Begin the checkpoint ``iter_<iteration>`` of a sharded state dict.
 
+        ``state_dict`` may be a function that returns it, called after ``Staging.load``.
         ``content_metadata`` is stored as ``dist_checkpointing.save`` does. ``reports`` run on this rank
         once the checkpoint is tracked; what they raise is logged. An iteration that this run has saved
         or resumed from is skipped. Raises what ``CheckpointManager.save`` raises.
         """
-        state = dict(state_dict)
-        if content_metadata is not None:
-            state[CONTENT_METADATA] = dict(content_metadata)
         root = self._root_of(directory)
         if (root, iteration) in self._own and iteration in self.open(root).all_steps():
             log.warning("step_saved_already", extra={"step": iteration})
             return SaveHandle(iteration)
+        state = partial(_with_metadata, state_dict, content_metadata)
         return self._begin(root, iteration, state, reports)
 
     def schedule_async_save(self, async_request: Any, iteration: int | None = None) -> None:
         """Take a ready AsyncRequest, made for ``<save_dir>/iter_<iteration>``, and save it in place.
 
-        It must be free of closures that write the tracker or delete. Without ``iteration`` it is only
-        supervised, see ``AsyncCallsQueue``: nothing is tracked.
+        It may be a function that makes it, called after ``Staging.load``. It must be free of closures
+        that write the tracker or delete. Without ``iteration`` it is only supervised, see
+        ``AsyncCallsQueue``: nothing is tracked, and nothing loaded or offloaded.
         """
         if iteration is None:
             self._queue.schedule_async_request(async_request)
         else:
-            self._begin(self.save_dir, iteration, ForeignRequest(request=async_request), ())
+            self._begin(self.save_dir, iteration, ready_part(async_request), ())
 
     def _begin(
         self, root: str, iteration: int, content: Any, reports: Sequence[Closure]
@@ -225,6 +232,16 @@ class MegatronLMCheckpoints:
                     log.exception("report_failed", extra={"step": pending.handle.step})
 
 
+def _with_metadata(
+    state_dict: StateDict, content_metadata: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """As ``dist_checkpointing.save`` stores it."""
+    state = dict(state_dict() if callable(state_dict) else state_dict)
+    if content_metadata is not None:
+        state[CONTENT_METADATA] = dict(content_metadata)
+    return state
+
+
 # ------------------------------------------------------------------------- under megatron.training
 
 
@@ -233,7 +250,6 @@ class _Captured:
     """What ``save_checkpoint`` gave to ``dist_checkpointing.save``. Looks like its AsyncRequest."""
 
     state_dict: dict[str, Any]
-    directory: str
     content_metadata: Mapping[str, Any] | None
     finalize_fns: list[Closure] = field(default_factory=list)
 
@@ -267,18 +283,18 @@ class _DistCheckpointing:
                 shards, _ = save_preprocess(sharded_state_dict, validate_access_integrity=False)
                 sharded_strategy.apply_saving_parallelization(shards)
         metadata = options.get(CONTENT_METADATA)
-        return _Captured(sharded_state_dict, str(checkpoint_dir), metadata)
+        return _Captured(sharded_state_dict, metadata)
 
 
 class _Patches:
     """The functions that stand in ``megatron.training`` while it is installed.
 
-    ``directory`` is the step's that ``save_checkpoint`` is about to save, "" outside of it.
+    ``directory`` is the step's while stock's ``save_checkpoint`` collects it, "" outside of it.
     """
 
     def __init__(self, checkpointing: Any, settings: Mapping[str, Any]) -> None:
         self.directory = ""
-        self._asked = False  # whether the save that is being made is asynchronous
+        self._captured: _Captured | None = None
         self._checkpointing = checkpointing
         self._settings = settings
         self._stock_save = checkpointing.save_checkpoint
@@ -297,28 +313,45 @@ class _Patches:
             )
         return self._owner
 
-    def save_checkpoint(self, iteration: int, *arguments: Any, **keywords: Any) -> Any:
+    def save_checkpoint(self, iteration: int, *arguments: Any, **keywords: Any) -> None:
         args = self._checkpointing.get_args()
         non_persistent = keywords.get("non_persistent_ckpt", False)
         local = non_persistent and args.non_persistent_ckpt_type == "local"
         if keywords.get("release") or local:
-            return self._stock_save(iteration, *arguments, **keywords)
+            self._stock_save(iteration, *arguments, **keywords)
+            return
         if not args.use_dist_ckpt or args.ckpt_format != "torch_dist":
             raise ConfigError("only ckpt_format torch_dist is saved here: uninstall, or choose it")
         if getattr(args, "dataloader_save", None) == args.save:
             raise ConfigError("--dataloader-save must be another directory than --save")
         root = _non_persistent_dir(args) if non_persistent else args.save
-        self.directory = os.path.join(root, MEGATRON.published_name(iteration))
-        self._asked, args.async_save = args.async_save, True  # or it would write the tracker itself
-        try:
-            self.checkpoints.open(root, non_persistent=non_persistent)
-            result = self._stock_save(iteration, *arguments, **keywords)
-        finally:
-            args.async_save = self._asked
-            self.directory = ""
-        if not self._asked:
+        self.checkpoints.open(root, non_persistent=non_persistent)
+        stock = partial(self._stock_save, iteration, *arguments, **keywords)
+        reports: list[Closure] = []
+        collect = partial(self._collect, root, iteration, stock, reports)
+        state = collect() if self.checkpoints.staging is None else collect  # after it was loaded
+        self.checkpoints.save(iteration, state, directory=root, reports=reports)
+        if not args.async_save:
             self.checkpoints.maybe_finalize_async_save(blocking=True)
-        return result
+
+    def _collect(
+        self, root: str, iteration: int, stock: Callable[[], Any], reports: list[Closure]
+    ) -> dict[str, Any]:
+        """The state, as stock's ``save_checkpoint`` makes it; ``reports`` gets what informs people."""
+        args = self._checkpointing.get_args()
+        self.directory = os.path.join(root, MEGATRON.published_name(iteration))
+        asked, args.async_save = args.async_save, True  # or it would write the tracker itself
+        try:
+            stock()
+        finally:
+            args.async_save = asked  # as it is saved with the state
+            self.directory = ""
+            captured, self._captured = self._captured, None
+        if captured is None:
+            raise ConfigError("save_checkpoint has not called dist_checkpointing.save: uninstall")
+        fns = captured.finalize_fns
+        reports += [c for c in fns if getattr(c, "__name__", "") in REPORTS]
+        return _with_metadata(captured.state_dict, captured.content_metadata)
 
     def load_checkpoint(self, *arguments: Any, **keywords: Any) -> Any:
         """Recover first: what was written but not tracked is tracked, a torn tracker is mended."""
@@ -342,25 +375,10 @@ class _Patches:
         """Retention does it, once the newer one is tracked."""
 
     def schedule_async_save(self, async_request: Any) -> None:
-        if not isinstance(async_request, _Captured):
+        if isinstance(async_request, _Captured):
+            self._captured = async_request
+        else:
             self.checkpoints.schedule_async_save(async_request)
-            return
-        root, name = os.path.split(async_request.directory)
-        iteration = MEGATRON.parse_published(name)
-        assert iteration is not None, "save_checkpoint above has made this name"
-        fns = async_request.finalize_fns
-        args = self._checkpointing.get_args()
-        args.async_save = self._asked  # as it is saved with the state
-        try:
-            self.checkpoints.save(
-                iteration,
-                async_request.state_dict,
-                directory=root,
-                content_metadata=async_request.content_metadata,
-                reports=[c for c in fns if getattr(c, "__name__", "") in REPORTS],
-            )
-        finally:
-            args.async_save = True
 
     def maybe_finalize_async_save(self, blocking: bool = False, terminate: bool = False) -> None:
         if self._owner is not None:

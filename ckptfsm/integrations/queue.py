@@ -16,8 +16,9 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,9 +35,9 @@ from ckptfsm.errors import (
 )
 from ckptfsm.handle import SaveHandle
 from ckptfsm.layout import LAYOUTS
-from ckptfsm.megatron.foreign import ForeignRequest, StagedRequest, stage_request
+from ckptfsm.megatron.foreign import StagedRequest, ready_part, stage_request
 from ckptfsm.megatron.transport import transport_of
-from ckptfsm.ports import Outcome, Transport
+from ckptfsm.ports import Outcome, Staging, Transport
 from ckptfsm.processes import Child, fork_child
 from ckptfsm.writer import missed_deadline
 
@@ -88,8 +89,16 @@ class _Filling:
     step: int
     manager: CheckpointManager
     directories: dict[str, str]
-    parts: dict[str, ForeignRequest] = field(default_factory=dict)
+    parts: dict[str, Any] = field(default_factory=dict)
     indices: list[int] = field(default_factory=list)
+
+
+def _fork(call: _Call, request: Any) -> None:
+    """Stage the request of a call and fork its writer."""
+    call.request = stage_request(f"call {call.index}", request() if callable(request) else request)
+    if call.request.function is not None:
+        call.child = fork_child(call.request.run, keep=(), group=True)
+    call.request.let_go()
 
 
 class AsyncCallsQueue:
@@ -100,6 +109,8 @@ class AsyncCallsQueue:
     it. ``config`` or keyword arguments are those of ``CheckpointManager``. Alone, the queue uses
     ``writer_timeout_s`` (from schedule to the end of the writer) and ``exchange_timeout_s``. ``manager``
     is the one that ``begin`` saves through; without it the queue opens one at the first ``begin``.
+    ``staging`` is called around each request that is given as a function, see ``Staging``. One that is
+    given ready-made was made before: load before you make it; it is only offloaded.
     """
 
     def __init__(
@@ -107,11 +118,13 @@ class AsyncCallsQueue:
         persistent: bool = False,
         *,
         manager: CheckpointManager | None = None,
+        staging: Staging | None = None,
         config: CheckpointConfig | Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         self.persistent = persistent
         self._config = config_of(config, settings)
+        self._staging = staging
         self._transport: Transport | None = None
         self._calls: deque[_Call] = deque()
         self._dying: list[Child] = []
@@ -127,8 +140,10 @@ class AsyncCallsQueue:
     def schedule_async_request(self, async_request: Any) -> int:
         """Stage the request's tensors, fork its writer, and return the index of the call.
 
-        Tensors may change from then on. What goes wrong on this rank is raised on all ranks by
-        ``maybe_finalize_async_calls``. After ``begin``, raises what ``CheckpointManager.save`` raises.
+        A function is called for its request, after ``Staging.load``; if that raises, ``SaveFailed`` is
+        raised on all ranks. Tensors may change from then on. What else goes wrong on this rank is raised
+        on all ranks by ``maybe_finalize_async_calls``. After ``begin``, raises what
+        ``CheckpointManager.save`` raises.
         """
         self._last += 1
         if self._filling is not None:
@@ -139,17 +154,38 @@ class AsyncCallsQueue:
         call = _Call(self._last, time.monotonic() + self._config.writer_timeout_s)
         self._calls.append(call)
         try:
-            call.request = stage_request(f"call {call.index}", async_request)
-            if call.request.function is not None:
-                call.child = fork_child(call.request.run, keep=(), group=True)
-            call.request.let_go()
-        except (KeyboardInterrupt, SystemExit):
+            self._write(call, async_request)
+        except BaseException:  # a load that failed, a Ctrl-C, a rank that is gone
             self._drop(self._calls.pop())
             raise
-        except BaseException as error:  # also torch's; the other ranks must not wait for this one
-            log.exception("fork_failed", extra={"call": call.index})
-            call.problem = SaveFailed(describe(error), reason="fork_failed")
         return call.index
+
+    def _write(self, call: _Call, request: Any) -> None:
+        """Load, make the request, fork, offload. Whatever was loaded is offloaded."""
+        try:
+            if self._staging is not None and callable(request):
+                self._load(call, self._staging)
+            self._attempt(call, "fork_failed", partial(_fork, call, request))
+        finally:
+            if self._staging is not None:
+                self._attempt(call, "offload_failed", self._staging.offload)
+
+    def _load(self, call: _Call, staging: Staging) -> None:
+        """If a rank could not, none makes its request, which may hold collectives."""
+        self._attempt(call, "load_failed", staging.load)
+        problem = self._shared(call, no_dist=False)
+        if problem is not None:
+            raise problem
+
+    def _attempt(self, call: _Call, reason: str, work: Callable[[], object]) -> None:
+        """What ``work`` raises is carried to the next exchange: the other ranks must not wait."""
+        try:
+            work()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # also torch's
+            log.exception(reason, extra={"call": call.index})
+            call.problem = call.problem or SaveFailed(describe(error), reason=reason)
 
     # ------------------------------------------------------------------------------------ finalize
 
@@ -325,9 +361,8 @@ class AsyncCallsQueue:
         if manager is None:
             from ckptfsm.megatron.manager import CheckpointManager  # not for who never begins
 
-            self._owned = manager = CheckpointManager(
-                root, config.model_copy(update={"layout": layouts[0]})
-            )
+            config = config.model_copy(update={"layout": layouts[0]})
+            self._owned = manager = CheckpointManager(root, config, staging=self._staging)
         if os.path.realpath(root) != os.path.realpath(manager._storage.root):
             raise ConfigError(
                 f"{directory} is not below {manager._storage.root}", directory=directory
@@ -337,7 +372,7 @@ class AsyncCallsQueue:
     def _fill(self, filling: _Filling, request: Any) -> None:
         """Take the next part; the last one begins the save."""
         name, directory = list(filling.directories.items())[len(filling.parts)]
-        filling.parts[name] = ForeignRequest(request=request, directory=directory)
+        filling.parts[name] = ready_part(request, directory)
         filling.indices.append(self._last)
         if len(filling.parts) < len(filling.directories):
             return

@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +53,17 @@ class ForeignRequest:
     def __post_init__(self) -> None:
         if (self.build is None) == (self.request is None):
             raise ConfigError("a foreign part needs either build or request")
+
+
+def ready_part(request: Any, directory: str = "") -> Any:
+    """The part that a ready request is; of a function that makes one, a function too."""
+    if callable(request):
+        return partial(_made, request, directory)
+    return ForeignRequest(request=request, directory=directory)
+
+
+def _made(make: Callable[[], Any], directory: str) -> ForeignRequest:
+    return ForeignRequest(request=make(), directory=directory)
 
 
 class PrivateChannel:

@@ -117,9 +117,8 @@ MEGATRON_LM = (
     mutant(
         "megatron-lms-own-closure-runs",
         "integrations.megatron_lm",
-        """                reports=[c for c in fns if getattr(c, "__name__", "") in REPORTS],
-""",
-        "                reports=fns,\n",
+        '        reports += [c for c in fns if getattr(c, "__name__", "") in REPORTS]\n',
+        "        reports += fns\n",
         breaks="I1",
         source="Megatron-LM (tracker)",
         killers=(f"{_TESTS}test_I2_the_tracker_and_the_reports_wait_for_the_writer",),
@@ -128,9 +127,10 @@ MEGATRON_LM = (
     mutant(
         "megatron-lms-closures-run-at-the-request",
         "integrations.megatron_lm",
-        '        assert iteration is not None, "save_checkpoint above has made this name"\n',
-        """        while async_request.finalize_fns:
-            async_request.finalize_fns.pop()()
+        "        fns = captured.finalize_fns\n",
+        """        fns = captured.finalize_fns
+        while fns:
+            fns.pop()()
 """,
         breaks="I2",
         source="Megatron-LM (tracker)",
@@ -158,7 +158,7 @@ MEGATRON_LM = (
     mutant(
         "a-synchronous-save-is-left-in-flight",
         "integrations.megatron_lm",
-        """        if not self._asked:
+        """        if not args.async_save:
             self.checkpoints.maybe_finalize_async_save(blocking=True)
 """,
         "",
