@@ -17,6 +17,7 @@ from cluster import (
     states_of,
     steps_on_disk,
     tracked_step,
+    transitions_of,
 )
 
 pytestmark = pytest.mark.megatron
@@ -99,6 +100,30 @@ def test_tracker_waits_for_the_writers_and_names_their_iteration(
     assert tracked_step(root) == 4
     assert_complete(root, 4)
     assert_began_from(train(cluster, root, installed=False, train_iters=4), 4)
+
+
+def test_retention_does_not_count_what_is_in_flight(
+    cluster: Cluster, gate: Gates, root: Path
+) -> None:
+    """Catches: retention that keeps the newest, which is in flight, and deletes the tracked one
+    (Megatron-Bridge #5184); one that forgets the older when the newer is tracked."""
+    paused, retained = gate("paused"), gate("retained")
+    job = cluster.start(
+        "training_jobs.retain_while_saving",
+        root=str(root),
+        gate=paused.path,
+        retained=retained.path,
+    )
+    paused.arrival(job)
+    for _ in range(2):
+        retained.arrival(job)
+    assert (tracked_step(root), steps_on_disk(root)) == (2, [2])
+    assert_complete(root, 2)
+    assert "prunable" not in [r.dest.value for r in transitions_of(root) if r.step == 2]
+    paused.open()
+    retained.open(2)
+    job.results()
+    assert (tracked_step(root), steps_on_disk(root)) == (4, [4])
 
 
 def test_killed_writer_leaves_the_tracker(cluster: Cluster, gate: Gates, root: Path) -> None:

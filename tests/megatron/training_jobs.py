@@ -140,6 +140,23 @@ def train_on_while_saving(here: Here, root: str, gate: str, trained: str) -> Tol
     return {"early": ran, "ran": checkpointing.RAN}
 
 
+def retain_while_saving(here: Here, root: str, gate: str, retained: str) -> None:
+    """Only the last one is kept; retention has its turn while the writers of 4 stand at a gate."""
+    here.join()
+    global_vars.set_args(save=root, load=root, save_retain_interval=100)
+    model = Model(here, gate, gated_at=4)
+    with cpu_devices(), owned(True) as training_:
+        assert training_ is not None
+        for iteration in (2, 4):
+            checkpointing.save_checkpoint(iteration, model, None, None, 0)
+            async_utils.maybe_finalize_async_save(blocking=iteration == 2)
+        manager = training_.checkpoints.open()
+        manager.pin(2)
+        manager.unpin(2)
+        meet(retained)
+        async_utils.maybe_finalize_async_save(blocking=True, terminate=True)
+
+
 def save_synchronously(here: Here, root: str) -> Told:
     """What the tracker says when ``save_checkpoint`` returns."""
     here.join()
