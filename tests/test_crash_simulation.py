@@ -1,27 +1,37 @@
 """Crash at every storage call of a job, lose power in several ways, recover, and judge the root.
 
-The job is the production coordinator and writer code on a simulated disk. Each test says what it
-would catch; the disk is adversarial: what was not fsynced may be lost, torn or reordered. SIGKILL and
-errors at every call of every script are ``proof.processes``, on a real disk; here it is one script.
+The job is the production coordinator and writer code on a simulated disk; in the script ``control`` it
+is a production controller that is fed by the workers of two groups. Each test says what it would catch;
+the disk is adversarial: what was not fsynced may be lost, torn or reordered. SIGKILL and errors at every
+call of every script are ``proof.processes``, on a real disk; here it is one script, and ``control``.
 """
 
 from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 
+from ckptfsm.controller import Controller
+from ckptfsm.documents import TransitionRecord
 from ckptfsm.errors import CkptFsmError
+from ckptfsm.executor import InlineExecutor
+from ckptfsm.files import FilesDriver
 from ckptfsm.journal import read_history
 from ckptfsm.lifecycle import State
-from ckptfsm.messages import PartSpec
-from ckptfsm.ports import Identity
+from ckptfsm.messages import AttemptId, Event, PartSpec
+from ckptfsm.ports import ChildError, Driver, Identity, Outcome, Ports, RankJob, Storage
 from ckptfsm.retention import LatestN
+from ckptfsm.testing.fakes import FakeDraft, FakeDriver, fake_ports
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
-from ckptfsm.testing.harness import FakeJob, check_root
+from ckptfsm.testing.harness import FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+from ckptfsm.tickets import GroupPart
+from ckptfsm.worker import Worker
+from ckptfsm.writer import write_rank
 
 Script = Callable[[FakeJob], None]
 
@@ -67,6 +77,102 @@ def compose(job: FakeJob) -> None:
     job.close()
 
 
+class InlineWriter:
+    """A writer that has ended when it is launched; it dies with the job. See ``ports.Launch``."""
+
+    def __init__(self, storage: Storage, job: RankJob) -> None:
+        try:
+            self._outcome = Outcome(0, write_rank(storage, job), complete=True)
+        except OSError as error:
+            self._outcome = Outcome(1, error=ChildError(str(error), str(error), "storage"))
+
+    def poll(self) -> Outcome:
+        return self._outcome
+
+    def wait(self, timeout_s: float) -> Outcome:
+        return self._outcome
+
+    def kill(self, timeout_s: float) -> bool:
+        return True
+
+    def whereabouts(self) -> str:
+        return ""
+
+
+class NamingDraft(FakeDraft):
+    """See ``NamingDriver``."""
+
+    def stage(
+        self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
+    ) -> tuple[FakePart, ...]:
+        made = [(spec, fake_content(self.values[spec.name]["of"], 0)) for spec in specs]
+        return tuple(FakePart(spec.name, spec.directory, 0, content) for spec, content in made)
+
+
+class NamingDriver(FakeDriver):
+    """A worker's driver whose shards name their attempt, which is their state, to the judge."""
+
+    def draft(self, parts: Mapping[str, Any]) -> FakeDraft:
+        made = super().draft(parts)
+        return NamingDraft(made.specs, False, made.summary, made.expected_bytes, self, made.values)
+
+
+class Controlled:
+    """A controller and two groups of one worker each, on the disk and the clock of a job."""
+
+    def __init__(self, job: FakeJob) -> None:
+        self.job = job
+        self.workers = {name: Worker(self._ports(NamingDriver())) for name in ("actor", "critic")}
+        self.controller = Controller(
+            job.storage.root,
+            dict.fromkeys(self.workers, 1),
+            self._ask,
+            ports=self._ports(FilesDriver()),
+            hooks=[self._note],
+            retention=job.retention,
+            busy_timeout_s=20.0,
+            close_timeout_s=20.0,
+        )
+
+    def _ports(self, driver: Driver) -> Ports:
+        return fake_ports(
+            self._storage,
+            driver=driver,
+            clock=self.job.clock,
+            executor=InlineExecutor,
+            identity=self._identity,
+            launch=InlineWriter,
+        )
+
+    def _storage(self, create: bool) -> Storage:
+        return self.job.storage
+
+    def _identity(self) -> Identity:
+        return self.job.identity
+
+    def _ask(self, doomed: tuple[AttemptId, ...]) -> list[Event]:
+        return [event for worker in self.workers.values() for event in worker.poll(doomed)]
+
+    def _note(self, record: TransitionRecord) -> None:
+        if record.dest is State.TRACKED and record.source is State.FINALIZED:
+            self.job.acknowledged.append(record.step)
+
+    def save(self, step: int) -> None:
+        parts = {name: GroupPart(name) for name in self.workers}
+        save = self.controller.begin(step, {**parts, "data.pt": b"position %d" % step})
+        for name, ticket in save.tickets.items():
+            self.controller.feed(self.workers[name].write(ticket, {"of": ticket.of}))
+        save.handle.wait()
+
+
+def control(job: FakeJob) -> None:
+    """A controller with a file of its own, and two groups whose reports it is fed: save, prune."""
+    controlled = Controlled(job)
+    for step in (1, 2):
+        controlled.save(step)
+    controlled.controller.close()
+
+
 COMPOSITE = (
     PartSpec("actor", directory="actor"),
     PartSpec("critic", directory="critic", ranks=(1,)),
@@ -77,6 +183,7 @@ SCRIPTS = {
     "fail_and_retry": (fail_and_retry, LatestN(2)),
     "roll_back": (roll_back, LatestN(5)),
     "compose": (compose, LatestN(1)),
+    "control": (control, LatestN(1)),
 }
 CODES = (errno.EIO, errno.ENOSPC, errno.ESTALE)
 LOSSES = ("all_lost", "drawn")
@@ -165,7 +272,7 @@ def test_I8_crash_in_the_middle_of_recovery(name: str) -> None:
                 break
 
 
-@pytest.mark.parametrize("name", ["save_track_prune", "compose"])
+@pytest.mark.parametrize("name", ["save_track_prune", "compose", "control"])
 def test_I2_sigkill_at_every_storage_call(name: str) -> None:
     """F2: SIGKILL keeps what was written; the next start decides from it, also right after."""
     script, retention = SCRIPTS[name]
@@ -177,7 +284,7 @@ def test_I2_sigkill_at_every_storage_call(name: str) -> None:
         recover_and_judge(disk, max(job.acknowledged, default=None), f"{name} call {index}")
 
 
-@pytest.mark.parametrize("name", ["fail_and_retry", "compose"])
+@pytest.mark.parametrize("name", ["fail_and_retry", "compose", "control"])
 def test_F5_F6_F8_an_error_at_every_storage_call(name: str) -> None:
     """An error at any call, of each kind in turn, ends typed or in a failed attempt; nothing is lost."""
     script, retention = SCRIPTS[name]
