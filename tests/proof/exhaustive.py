@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import time
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -318,7 +319,7 @@ def run(budget: Budget) -> LayerResult:
             break
     for each in sorted(found, key=lambda f: f.scope):
         _report(each, result)
-    if budget.profile == "pr" and not result.violations:
+    if budget.profile == "pr" and not budget.stop_at_first and not result.violations:
         result.violations += _too_small(found)
     return result
 
