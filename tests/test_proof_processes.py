@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from proof import processes
 from proof.layer import Budget
-from proof.processes import Finding, _pool, file_system_of, strike
+from proof.processes import Finding, _pool, decided_otherwise, file_system_of, strike
 from proof.real_jobs import MANAGER
-from proof.real_site import Site
+from proof.real_site import Ended, Site
 
 import ckptfsm.assembly as assembly
 import ckptfsm.durable as durable
 import ckptfsm.effects as effects
 import ckptfsm.writer as writer
-from ckptfsm.coordinator import Coordinator
+from ckptfsm.coordinator import Coordinator, RecoveryReport
 from ckptfsm.effects import Effects
 from ckptfsm.engine import Engine
 from ckptfsm.errors import SaveRefused
@@ -185,6 +185,54 @@ def test_a_sweep_that_misses_a_call_is_a_violation(monkeypatch: pytest.MonkeyPat
     result = processes.run(Budget(stop_at_first=True))
     assert [v.promise for v in result.violations] == ["sweep"]
     assert "--script fail_and_retry --kind kill --site 7" in result.violations[0].replay
+
+
+def hopeful_recovery(patch: pytest.MonkeyPatch) -> None:
+    """An error of the disk while the root is opened passes for an empty root."""
+    whole = Coordinator.open
+
+    def open_(self: Coordinator) -> Any:
+        try:
+            return whole(self)
+        except OSError:
+            return RecoveryReport(1, None, (), (), 0.0)
+
+    patch.setattr(Coordinator, "open", open_)
+
+
+def recovery_without_a_type(patch: pytest.MonkeyPatch) -> None:
+    whole = Coordinator.open
+
+    def open_(self: Coordinator) -> Any:
+        try:
+            return whole(self)
+        except OSError as error:
+            raise KeyError("root") from error
+
+    patch.setattr(Coordinator, "open", open_)
+
+
+@pytest.mark.parametrize("plant", [hopeful_recovery, recovery_without_a_type])
+def test_a_bug_of_a_struck_recovery_is_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: errors of a recovery that nobody judges. Green without the bug."""
+    site = Site("roll_back", 213, "EIO", recovery=1)
+    with _pool(1) as pool:
+        sound = pool.apply(strike, (site,), {"synced": False})
+    assert sound.recovery_struck is not None and sound.violation is None
+    assert sound.ended is not None and "refused" in sound.ended.told
+    plant(monkeypatch)
+    with _pool(1) as pool:
+        struck = pool.apply(strike, (site,), {"synced": False})
+    assert struck.violation is not None and struck.violation.promise == "I8"
+    assert "--kind EIO --site 213 --recovery 1" in struck.violation.replay
+
+
+def test_a_refused_recovery_that_changed_the_decision_is_told() -> None:
+    """Would catch: a refused root from which the next start resumes elsewhere."""
+    refused = Ended(0, told={"refused": "StorageError"})
+    finding = Finding(Site("roll_back", 213, "EIO", recovery=1), ended=refused, tracked=1)
+    assert not decided_otherwise(finding, Ended(0, told={"latest": 1}))
+    assert decided_otherwise(finding, Ended(0, told={"latest": 2}))
 
 
 def test_the_writer_of_the_manager_dies_alone() -> None:

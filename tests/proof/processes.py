@@ -6,14 +6,18 @@ restarted once more, and must save again. What is swept:
 * ``kill``: SIGKILL before each call of a life (save, track, prune, fail, roll back, pin, lease,
   delete), on the coordinator, and on the manager with forked writers: trainer and writer each.
 * ``torn``: SIGKILL half way through each write.
-* each call of the recovery after a kill, for one kill per distinct thing that recovery decides.
+* each call of the recovery after a kill, for one kill per distinct thing that recovery decides: SIGKILL
+  before it, and errors as below. A recovery that an error hits opens the root, or refuses it typed;
+  then the next start resumes from what it said, or from what it would have found at once.
 * errors at each call, before it (it did not happen) and after it (it did, and said otherwise), and
   writes that take a part or nothing.
 
-Rules: every call of an unstruck life must have been struck in its turn, or the sweep itself is a
-violation. SIGKILL leaves the page cache alone, so no sweep here can show a missing fsync: the ``pr``
-profile counts and strikes those calls, but does not carry them out, and takes one kind of error per
-call, in turn. The other profiles sync, and take every kind at every call.
+Rules: the calls are those that change something, and every one of an unstruck life or recovery must have
+been struck in its turn, or the sweep itself is a violation. Reads (``stat``, ``listdir``, ``read``,
+``digest``, ``free_bytes``) and the lock are not failed here; the simulation fails reads. SIGKILL leaves
+the page cache alone, so no sweep here can show a missing fsync: the ``pr`` profile counts and strikes
+those calls, but does not carry them out, takes one kind of error per call, in turn, and where two
+recoveries begin alike, the beginning once. The other profiles sync, and take every kind at every call.
 
     PYTHONPATH=tests python -m proof.processes
     PYTHONPATH=tests python -m proof.processes --script roll_back --kind kill --site 17
@@ -40,7 +44,16 @@ from ckptfsm.testing.coverage import Coverage
 from proof.layer import Budget, LayerResult, Violation, timed
 from proof.real_jobs import MANAGER, SCRIPTS, live, recover
 from proof.real_judge import Broken, broken, judge_with_restart
-from proof.real_site import CUTS, ERRNOS, KILLS, ROLES, Ended, Site, adopt_orphans, run_child
+from proof.real_site import (
+    CUTS,
+    ERRNOS,
+    KILLS,
+    ROLES,
+    Ended,
+    Site,
+    adopt_orphans,
+    run_child,
+)
 
 MAIN_SCRIPT = "save_track_prune"
 PATIENCE_S = 180.0  # for one site; its child has an alarm of its own
@@ -48,6 +61,7 @@ TRIES = 3  # a life on the manager makes its calls in an order that timing decid
 NEVER = 1_000_000
 Call = tuple[str, str]
 Lives = dict[str, Ended]  # the unstruck ones
+Recoveries = dict[Site, Ended]  # the unstruck ones, by the kill that each follows
 
 
 @dataclass
@@ -56,12 +70,18 @@ class Finding:
 
     site: Site
     struck: Call | None = None
-    recovery_struck: bool = False
+    recovery_struck: Call | None = None
     fatal: bool = False
     decisions: tuple[str, ...] = ()
+    tracked: int | None = None
     ended: Ended | None = None
     coverage: Coverage = field(default_factory=Coverage)
     violation: Violation | None = None
+
+    @property
+    def hit(self) -> Call | None:
+        """The call that the site is about, if it was struck."""
+        return self.recovery_struck if 0 <= self.site.recovery < NEVER else self.struck
 
 
 class Enough(Exception):
@@ -79,7 +99,7 @@ def strike(site: Site, *, synced: bool, place: str | None = None) -> Finding:
         _strike(site, root, synced, finding)
     except Broken as error:
         promise, what = error.args
-        where = " ".join(finding.struck) if finding.struck else "nothing struck"
+        where = " ".join(finding.hit) if finding.hit else "nothing struck"
         finding.violation = Violation(promise, f"{where}: {what}", site.replay())
     finally:
         shutil.rmtree(root)
@@ -87,26 +107,49 @@ def strike(site: Site, *, synced: bool, place: str | None = None) -> Finding:
 
 
 def _strike(site: Site, root: str, synced: bool, finding: Finding) -> None:
-    ended = run_child(partial(live, site, root, synced))
+    ended = run_child(partial(live, site.life(), root, synced))
     finding.struck, finding.fatal = ended.struck, bool(ended.told.get("fatal"))
     if site.index < 0:
         finding.ended = ended
-    _count(finding, site, ended)
-    _check_life(site, ended)
+    _count(finding, site.life(), ended)
+    _check_life(site.life(), ended)
+    acknowledged = ended.acknowledged
     if site.recovery >= 0:
         index = site.recovery if site.recovery != NEVER else -1
-        second = run_child(partial(recover, replace(site, index=index), root, synced))
-        finding.recovery_struck = second.struck is not None
-        finding.ended = second
-        _count(finding, replace(site, role="trainer"), second)
-        if "crashed" in second.told or second.killed != finding.recovery_struck:
-            raise broken("I8", f"recovery ended with {second.code}: {second.told.get('crashed')}")
-    twice = site.kind in KILLS
+        ended = run_child(
+            partial(recover, replace(site, index=index, role="trainer"), root, synced)
+        )
+        finding.recovery_struck, finding.ended = ended.struck, ended
+        _count(finding, replace(site, role="trainer"), ended)
+        _check_recovery(site, ended)
     verdict = judge_with_restart(
-        root, ended.acknowledged, synced=synced, twice=twice, lost=ended.told.get("lost")
+        root,
+        acknowledged,
+        synced=synced,
+        twice=site.kind in KILLS,
+        lost=ended.told.get("lost"),
     )
+    if "latest" in ended.told and verdict.tracked != ended.told["latest"]:
+        told = f"recovery said {ended.told['latest']}, the next start {verdict.tracked}"
+        raise broken("I8", told)
     finding.decisions = verdict.decisions
+    finding.tracked = verdict.tracked
     finding.coverage.add(verdict.coverage)
+
+
+def _check_recovery(site: Site, ended: Ended) -> None:
+    """A killed recovery is dead; any other opened the root, or refused it with a typed error."""
+    told = ended.told
+    if ended.killed != (ended.struck is not None and site.kind in KILLS) or "crashed" in told:
+        raise broken("I8", f"recovery ended with {ended.code}: {told.get('crashed')}")
+    if ended.killed:
+        return
+    if ended.code != 0:
+        raise broken("I10", f"recovery hung or died: {ended.code}")
+    if told["fsynced_again"]:
+        raise broken("F6", "the file was fsynced again after its fsync had failed")
+    if "refused" in told and (ended.struck is None or site.kind == "short"):
+        raise broken("F7", told["refused"])
 
 
 def _check_life(site: Site, ended: Ended) -> None:
@@ -128,6 +171,16 @@ def _check_life(site: Site, ended: Ended) -> None:
         raise broken("F5", f"training did not go on: {told['errors']}")
     if site.kind in ("", "short") and told["errors"]:
         raise broken("F7", f"{told['errors']}")
+
+
+def decided_otherwise(finding: Finding, unstruck: Ended) -> str:
+    """A root that was refused is as it was: the next start resumes from what it would have, too."""
+    told, expected = finding.ended.told if finding.ended else {}, unstruck.told.get("latest")
+    if finding.violation is not None or "refused" not in told or finding.tracked == expected:
+        return ""
+    return (
+        f"refused with {told['refused']}; then {finding.tracked} was resumed from, not {expected}"
+    )
 
 
 def _count(finding: Finding, site: Site, ended: Ended) -> None:
@@ -187,25 +240,35 @@ class Sweep:
             findings.append(finding)
             self.result.coverage.add(finding.coverage)
             if finding.violation is not None:
-                self.result.violations.append(finding.violation)
-                if self.stop_at_first:
-                    raise Enough
+                self.add(finding.violation)
             if finding.fatal:
                 self.fatal[name] += 1
-        struck = sum(f.struck is not None for f in findings)
+        struck = sum(f.hit is not None for f in findings)
         if struck:  # not the lives that show what there is to strike
             self.result.explored[name] = self.result.explored.get(name, 0) + struck
         return sorted(findings, key=_by_index)
 
-    def expect(self, finding: Finding, lives: Lives) -> None:
+    def expect(self, finding: Finding, unstruck: Ended) -> None:
         """The call that was struck is the one that the unstruck life makes there."""
-        expected = lives[finding.site.script].calls["trainer"][finding.site.index]
-        if finding.struck != expected:
-            self.gap(f"{finding.struck} was struck instead of {expected}", finding.site)
+        expected = unstruck.calls[finding.site.role][finding.site.at]
+        if finding.hit != expected:
+            self.gap(f"{finding.hit} was struck instead of {expected}", finding.site)
+
+    def strike_recoveries(self, name: str, sites: list[Site], recoveries: Recoveries) -> None:
+        """Strike each, and compare with the unstruck one of the same state."""
+        for finding in self.strike_all(name, sites):
+            unstruck = recoveries[finding.site.life()]
+            self.expect(finding, unstruck)
+            changed = decided_otherwise(finding, unstruck)
+            if changed:
+                self.add(Violation("I8", changed, finding.site.replay()))
 
     def gap(self, what: str, site: Site) -> None:
         """The sweep itself missed something."""
-        self.result.violations.append(Violation("sweep", what, site.replay()))
+        self.add(Violation("sweep", what, site.replay()))
+
+    def add(self, violation: Violation) -> None:
+        self.result.violations.append(violation)
         if self.stop_at_first:
             raise Enough
 
@@ -267,15 +330,15 @@ def _sweep_kills(sweep: Sweep, lives: Lives) -> list[Finding]:
     sites = [replace(site, kind="kill") for site in _own_sites(lives)]
     killed = sweep.strike_all("kills", sites)
     for finding in killed:
-        sweep.expect(finding, lives)
-    torn = [replace(site, kind="torn") for site in sites if _writes(lives, site)]
+        sweep.expect(finding, lives[finding.site.script])
+    torn = [replace(site, kind="torn") for site in sites if _writes(lives[site.script], site)]
     for finding in sweep.strike_all("torn writes", torn):
-        sweep.expect(finding, lives)
+        sweep.expect(finding, lives[finding.site.script])
     return killed
 
 
-def _writes(lives: Lives, site: Site) -> bool:
-    return lives[site.script].calls[site.role][site.index][0] in ("write", "pwrite")
+def _writes(life: Ended, site: Site) -> bool:
+    return life.calls[site.role][site.at][0] in ("write", "pwrite")
 
 
 def _sweep_recoveries(sweep: Sweep, killed: list[Finding]) -> None:
@@ -284,38 +347,59 @@ def _sweep_recoveries(sweep: Sweep, killed: list[Finding]) -> None:
     for finding in killed:
         kinds.setdefault(finding.decisions, finding.site)
     unstruck = [replace(site, recovery=NEVER) for site in kinds.values()]
+    recoveries = _recoveries(sweep.strike_all("kinds of state to recover", unstruck))
+    sites = _recovery_sites(recoveries, whole=sweep.whole)
+    sweep.strike_recoveries("kills of recovery", sites, recoveries)
+    errors: list[Site] = []
+    for site in sites:
+        errors += _failures_at(site, recoveries[site.life()], whole=sweep.whole)
+    sweep.strike_recoveries("errors of recovery", errors, recoveries)
+
+
+def _recoveries(unstruck: list[Finding]) -> Recoveries:
+    return {f.site.life(): f.ended for f in unstruck if f.ended is not None}
+
+
+def _recovery_sites(recoveries: Recoveries, *, whole: bool) -> list[Site]:
+    """Every call of each; where two begin alike, the beginning is one's, unless all is asked for."""
     sites: list[Site] = []
     earlier: list[list[Call]] = []
-    for finding in sweep.strike_all("kinds of state to recover", unstruck):
-        calls = finding.ended.calls["trainer"] if finding.ended is not None else []
-        common = 0 if sweep.whole else max((_common(calls, other) for other in earlier), default=0)
-        sites += [replace(finding.site, recovery=i) for i in range(common, len(calls))]
+    for site, recovery in recoveries.items():
+        calls = recovery.calls["trainer"]
+        common = 0 if whole else max((_common(calls, other) for other in earlier), default=0)
+        sites += [replace(site, recovery=i) for i in range(common, len(calls))]
         earlier.append(calls)
-    for finding in sweep.strike_all("kills of recovery", sites):
-        if not finding.recovery_struck:
-            sweep.gap("the recovery was not struck", finding.site)
+    return sites
 
 
 def _sweep_errors(sweep: Sweep, lives: Lives) -> None:
     """Errors before and after each call, and writes that take a part or nothing."""
-    own = _own_sites(lives)
-    sites = [error for site in own for error in _errors_at(site, lives, whole=sweep.whole)]
-    sites += [replace(s, kind=kind) for s in own if _writes(lives, s) for kind in CUTS[1:]]
+    sites: list[Site] = []
+    for site in _own_sites(lives):
+        sites += _failures_at(site, lives[site.script], whole=sweep.whole)
     for finding in sweep.strike_all("errors", sites):
-        sweep.expect(finding, lives)
+        sweep.expect(finding, lives[finding.site.script])
 
 
-def _errors_at(site: Site, lives: Lives, *, whole: bool) -> list[Site]:
+def _failures_at(site: Site, life: Ended, *, whole: bool) -> list[Site]:
+    """The errors of one call; a write also takes a part, and nothing (one of them in turn)."""
+    cuts = CUTS[1:] if _writes(life, site) else ()
+    if cuts and not whole and site.recovery >= 0:
+        cuts = (cuts[site.at % 2],)
+    return [*_errors_at(site, life, whole=whole), *(replace(site, kind=kind) for kind in cuts)]
+
+
+def _errors_at(site: Site, life: Ended, *, whole: bool) -> list[Site]:
     """The errors of one call: all kinds before and after it, or one kind of each, in turn.
 
     A call that fails by itself cannot happen and then report an error.
     """
     sides = [False, True]
-    if not whole and site.script != MAIN_SCRIPT:
-        sides = [bool(site.index % 2)]
-    if site.index not in lives[site.script].succeeded[site.role]:
+    if not whole and (site.script != MAIN_SCRIPT or site.recovery >= 0):
+        sides = [bool(site.at % 2)]
+    if site.at not in life.succeeded[site.role]:
         sides = [False]
-    turn = site.index + site.index // len(ERRNOS)
+    turn = site.at + site.at // len(ERRNOS)
     kinds = {after: ERRNOS if whole else (ERRNOS[(turn + 2 * after) % 5],) for after in sides}
     return [replace(site, kind=kind, after=after) for after in sides for kind in kinds[after]]
 
@@ -325,7 +409,7 @@ def _sweep_manager(sweep: Sweep, life: Ended) -> None:
     for role in ROLES:
         sites = [Site(MANAGER, i, "kill", role=role) for i in range(len(life.calls[role]))]
         _strike_until_hit(sweep, f"kills of the manager's {role}", sites)
-        errors = [e for s in sites for e in _errors_at(s, {MANAGER: life}, whole=sweep.whole)]
+        errors = [e for s in sites for e in _errors_at(s, life, whole=sweep.whole)]
         _strike_until_hit(sweep, f"errors of the manager's {role}", errors)
 
 
@@ -358,6 +442,21 @@ def file_system_of(directory: str) -> str:
 # -------------------------------------------------------------------------------------------- CLI
 
 
+def replay(site: Site) -> int:
+    """Strike one site. Exit code 1 if anything was broken."""
+    with _pool(1) as pool:
+        finding = pool.apply(strike, (site,), {"synced": True})
+        violation = finding.violation
+        if site.recovery >= 0:
+            unstruck = replace(site.life(), recovery=NEVER)
+            recovery = pool.apply(strike, (unstruck,), {"synced": True}).ended
+            violation = violation or (recovery and decided_otherwise(finding, recovery))
+    print(
+        f"struck: {finding.hit}\nrecovery decided: {finding.decisions}\nviolation: {violation or None}"
+    )
+    return int(bool(violation))
+
+
 def main() -> int:
     """Run the layer, or replay one site. Exit code 1 if anything was broken."""
     parser = argparse.ArgumentParser(prog="python -m proof.processes")
@@ -372,12 +471,8 @@ def main() -> int:
     parser.add_argument("--recovery", type=int, default=-1)
     asked = parser.parse_args()
     if asked.site is not None:
-        site = Site(asked.script, asked.site, asked.kind, asked.after, asked.role, asked.recovery)
-        with _pool(1) as pool:
-            finding = pool.apply(strike, (site,), {"synced": True})
-        print(f"struck: {finding.struck}\nrecovery decided: {finding.decisions}")
-        print(f"violation: {finding.violation}")
-        return int(finding.violation is not None)
+        words = (asked.script, asked.site, asked.kind, asked.after, asked.role, asked.recovery)
+        return replay(Site(*words))
     budget = Budget(asked.profile, asked.processes, asked.stop_at_first)
     result = timed(run, budget)
     print(f"{result.layer}: {result.seconds:.1f} s, {result.explored}")

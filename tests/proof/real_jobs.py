@@ -8,6 +8,7 @@ same order, with made-up time and a fixed identity.
 
 from __future__ import annotations
 
+import errno
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -256,13 +257,32 @@ def fsynced_again(calls: list[tuple[str, str]], failed: int | None) -> bool:
 
 
 def recover(site: Site, root: str, synced: bool, pipe: int, tell: Tell) -> None:
-    """A restart that is struck in the middle: opening is all it does."""
+    """A restart that is struck in the middle: opening is all it does.
+
+    It tells the ``latest`` step, or what it ``refused`` the root with: an error of the library, or the
+    disk's own that hit it, which the owner of a coordinator wraps.
+    """
     noting = Noting()
     strike = Strike(site, partial(Disk, root, synced=synced, tells=(pipe,)), tell, noting)
-    job = FakeJob(strike.storage(), retention=LatestN(1), identity=Identity("real", 2, "b:2", "r"))
+    storage = strike.storage()
+    job = FakeJob(storage, retention=LatestN(1), identity=Identity("real", 2, "b:2", "r"))
     with watch_moves(noting):
-        job.open()
-    tell(counts=strike.counts.both(), coverage=noting.as_json())
+        try:
+            tell(latest=job.open().latest_step)
+        except CkptFsmError as error:
+            tell(refused=f"{type(error).__name__}: {error}"[:300])
+        except OSError as error:
+            if error.errno != getattr(
+                errno, site.kind, errno.EIO
+            ):  # a write that took nothing: EIO
+                raise
+            tell(refused=f"OSError: {error}")
+    tell(
+        counts=strike.counts.both(),
+        lost=strike.lost,
+        fsynced_again=fsynced_again(storage.calls, strike.failed_fsync),
+        coverage=noting.as_json(),
+    )
 
 
 # ------------------------------------------------------------------------------------- the manager

@@ -3,9 +3,10 @@
 A job runs in a forked child. At the call it is told to, it kills itself, fails the call, or lets only
 a part of a write through; what it acknowledged until then comes through a pipe.
 
-Rules: nothing here knows what the calls mean. Calls are counted for each role by itself, in shared
-memory: a writer is forked by its trainer and goes on counting where the last writer stopped. A
-child that takes too long is killed by an alarm of its own, and that is a finding.
+Rules: nothing here knows what the calls mean. The calls are those that a ``FaultStorage`` counts, which
+change something; reads are never failed here. They are counted for each role by itself, in shared
+memory: a writer is forked by its trainer and goes on counting where the last writer stopped. A child
+that takes too long is killed by an alarm of its own, and that is a finding.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, slots=True, order=True)
 class Site:
-    """``index``: of the role's changing calls. ``recovery``: the recovery after it is killed there."""
+    """``index``: of the role's changing calls.
+
+    ``recovery``: the life is killed at ``index``, and the rest is what hits this call of its recovery.
+    """
 
     script: str
     index: int = -1
@@ -53,6 +57,15 @@ class Site:
     after: bool = False
     role: Role = "trainer"
     recovery: int = -1
+
+    @property
+    def at(self) -> int:
+        """The index of the call that is to be hit."""
+        return self.recovery if self.recovery >= 0 else self.index
+
+    def life(self) -> Site:
+        """What hits the life: before a recovery it is killed."""
+        return Site(self.script, self.index, "kill") if self.recovery >= 0 else self
 
     def replay(self) -> str:
         words = [f"--script {self.script} --kind {self.kind} --site {self.index}"]
