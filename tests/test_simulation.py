@@ -7,6 +7,7 @@ be caught. Each test says what it would catch.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import traceback
 from collections.abc import Collection, Sequence
@@ -31,6 +32,7 @@ from ckptfsm.testing import invariants
 from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.invariants import Confirmed, JournalModel, RootBroken, Watch, check_root
 from ckptfsm.testing.sim import Run, SimulationFailed, simulate
+from ckptfsm.testing.sim.damage import draw_meddling
 from ckptfsm.testing.sim.faults import Faults
 from ckptfsm.testing.sim.site import Site
 from ckptfsm.testing.sim.storage import WorldStorage
@@ -327,6 +329,20 @@ def test_no_death_is_drawn_that_does_not_happen(monkeypatch):
     for seed in range(40):
         simulate(seed)
     assert drawn == died > 2
+
+
+def test_every_run_has_its_own_rates_between_jobs():
+    """Catches: damage that every run meets equally often, or some kind that none does."""
+    runs = [draw_meddling(random.Random(seed)) for seed in range(200)]
+    for meddler in runs[0]:
+        rates = sorted(run[meddler] for run in runs)
+        assert rates[50] == 0.0 and rates[-1] > 0.5, meddler
+
+
+def test_F29_a_root_that_a_writer_holds_is_found(monkeypatch):
+    """Catches: a start that is refused for the sake of an orphan, which nobody judges."""
+    monkeypatch.setattr(SimDisk, "kill", no_effect)  # a dead trainer's lock stays
+    assert first_failure(what="nobody has the root").promise == "I8"
 
 
 # ------------------------------------------------------------------------------------------ judges

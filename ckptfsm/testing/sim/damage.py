@@ -7,29 +7,40 @@ so that a fall-back exists. Damage that a restart must refuse is undone by ``Sit
 from __future__ import annotations
 
 import json
+import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ckptfsm.testing.invariants import TRACKER
+from ckptfsm.testing.sim.faults import draw_rate
 from ckptfsm.testing.sim.site import Site
 
 _STRAY = "iter_0900000"
 
 
-def meddle(site: Site) -> None:
-    """Do one thing to the root."""
-    choices: tuple[Callable[[Site], None], ...] = (
-        tear_tracker,
-        edit_tracker,
-        damage_step,
-        damage_step,
-        tear_journal,
-        lose_tail,
-        lose_journal,
-        write_after_seal,
-        plant_stray,
-    )
-    site.world.random.choice(choices)(site)
+Meddler = Callable[[Site], None]
+
+
+def draw_meddling(choose: random.Random) -> dict[Meddler, float]:
+    """What people and machines do in one run, and how likely each is between two jobs."""
+    chances: dict[Meddler, float] = {
+        tear_tracker: 0.15,
+        edit_tracker: 0.2,
+        damage_step: 0.5,  # mostly there is no other one to fall back to
+        tear_journal: 0.1,
+        lose_tail: 0.1,
+        lose_journal: 0.1,
+        write_after_seal: 0.1,
+        plant_stray: 0.2,
+    }
+    return {meddler: draw_rate(choose, chance) for meddler, chance in chances.items()}
+
+
+def meddle(site: Site, rates: Mapping[Meddler, float]) -> None:
+    """Do something to the root, or several things, or nothing."""
+    for meddler, rate in rates.items():
+        if site.chance(rate):
+            meddler(site)
 
 
 def _steps(site: Site) -> list[int]:
@@ -58,8 +69,11 @@ def edit_tracker(site: Site) -> None:
     if model is None or not set(steps) <= model.steps("tracked"):
         return
     if site.watch.floor() is not None and steps:
-        site.count("F19")
         step = site.world.random.choice((*steps, max(steps) + 70))
+        if step not in steps:
+            site.count("F19")
+        if model.steps("prunable"):
+            site.count("F17")
         _write_tracker(site, b"%d\n" % step)
 
 
@@ -148,9 +162,12 @@ def _step_in(line: bytes) -> int | None:
 
 
 def lose_journal(site: Site) -> None:
-    """F26: the private directory is gone, as after a copy of the steps: they are adopted."""
-    disk = site.world.disk
-    if site.watch.floor() is None or site.watch.damaged or disk.find(".ckptfsm") is None:
+    """F26: the private directory is gone, as after a copy of the steps: they are adopted.
+
+    Not where somebody changed the tracker: without a journal it tells which of them to resume.
+    """
+    disk, watch = site.world.disk, site.watch
+    if watch.floor() is None or watch.damaged or watch.meddled or disk.find(".ckptfsm") is None:
         return
     site.count("F26")
     site.world.note("SOMEBODY", "removes", ".ckptfsm")
@@ -195,15 +212,14 @@ def write_after_seal(site: Site) -> None:
 
 
 def plant_stray(site: Site) -> None:
-    """F16, F30: a link, a mount or a stranger's directory at names of ours."""
+    """F16, F30: a link, a mount or a stranger's file at a name of ours."""
     disk = site.world.disk
     if site.watch.floor() is None or disk.find(_STRAY) is not None:
         return
-    site.count("F16")
-    site.count("F30")
     site.world.note("SOMEBODY", "plants", _STRAY)
     site.watch.strays.add(int(_STRAY[5:]))
     how = site.world.random.randrange(3)
+    site.count("F16" if how < 2 else "F30")
     if how == 0:
         disk.plant_symlink(_STRAY, "/etc")
     elif how == 1:

@@ -1,6 +1,6 @@
-"""What goes wrong in a simulated run: rates per storage call, drawn anew for every run.
+"""What goes wrong in a simulated run: rates, drawn anew for every run.
 
-Rules: a rate is a probability per call; 0 means that this kind of fault does not occur in the run.
+Rules: a rate of ``Faults`` is a probability per storage call; 0 means that it does not occur in the run.
 ``heal`` ends all of them. What a fault may be at a call, and its number in the catalogue of faults, is
 written here and nowhere else.
 """
@@ -79,11 +79,12 @@ def draw_faults(choose: random.Random) -> Faults:
     """Some kinds of faults, each at a rate of its own; one run in six has none."""
     if choose.random() < 0.17:
         return Faults()
-    rates = {}
-    for name, (chance, most) in _SCALES.items():
-        if choose.random() < chance:
-            rates[name] = most * 10 ** (-1.5 * choose.random())
-    return Faults(**rates)
+    return Faults(**{name: draw_rate(choose, *scale) for name, scale in _SCALES.items()})
+
+
+def draw_rate(choose: random.Random, chance: float, most: float = 1.0) -> float:
+    """The rate of one kind of fault: 0 in most runs, and otherwise of any magnitude up to ``most``."""
+    return most * 10 ** (-1.5 * choose.random()) if choose.random() < chance else 0.0
 
 
 def errno_for(kind: str, choose: random.Random) -> int:

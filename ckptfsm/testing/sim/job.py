@@ -78,12 +78,12 @@ class Op:
     fails: tuple[int, str] | None = None
 
 
-def draw_script(choose: random.Random, length: int, world_size: int, faulty: bool) -> list[Op]:
-    """What a trainer does, in order."""
+def draw_script(choose: random.Random, length: int, world_size: int, failing: float) -> list[Op]:
+    """What a trainer does, in order. ``failing``: how likely a rank fails in a line."""
     script = []
     for name in choose.choices(_NAMES, _WEIGHTS, k=length):
         fails = None
-        if faulty and choose.random() < 0.08:
+        if failing and choose.random() < failing:
             fails = (
                 choose.randrange(world_size),
                 choose.choice(("draft", "merge", "stage", "finalize")),
@@ -194,23 +194,25 @@ class Trainer:
 
     def _live(self) -> None:
         site, floor = self.site, self.site.watch.floor()
+        left = self._what_is_left() if self.rank == 0 else ()
+        others, epoch = self._others(), site.watch.newest_epoch
         try:
             self.manager = self._open()
         except DamagedRoot as error:
             excused = site.spoiled or self._fenced or site.watch.hopeless()
             site.check(excused, "I8", f"{self.process.name} cannot open: {error}")
             raise
-        except RootBusy:
+        except RootBusy as error:
             if self.rank == 0:
+                excused = others or self._others() or site.watch.newest_epoch != epoch
+                site.check(excused, "I8", f"nobody has the root, and {self.process.name}: {error}")
                 site.count("F12")
                 site.count("F32")
             raise
-        if self.rank == 0:
-            site.count("F14")  # its wall clock jumps at every look
-            if self.job.config.takeover:
-                site.count("F12")
-            if self.job.number > 1:
-                site.count("F26")
+        for fault, state in left:
+            site.count(fault, state)
+        if self.rank == 0 and self.job.config.takeover:
+            site.count("F12")
         manager = self.manager
         self.job.opened[self.rank] = manager.latest_step()
         self.job.reports.append(manager.recovery)
@@ -224,6 +226,25 @@ class Trainer:
             self._note_error(error)
             self._check_patience(error)
             manager.abandon()
+
+    def _others(self) -> bool:
+        """True if a process of another job lives that may have the root: no writer may."""
+        living = (p for p in self.site.world.processes if p.role == "trainer" and p.alive)
+        return any(process not in self.job.processes for process in living)
+
+    def _what_is_left(self) -> list[tuple[str, str]]:
+        """What this start meets: checkpoints (F26), a deletion (F17), writers without trainer (F29)."""
+        site = self.site
+        model = site.watch.models.get(site.watch.newest_epoch)
+        writers = [p for p in site.world.processes if p.role == "writer" and p.alive]
+        left = []
+        if model is not None and model.steps("tracked"):
+            left.append("F26")
+        if model is not None and model.steps("prunable"):
+            left.append("F17")
+        if any(p.parent is not None and not p.parent.alive for p in writers):
+            left.append("F29")
+        return [(fault, site.watch.state_in_flight()) for fault in left]
 
     def _open(self) -> Owner:
         return Manager(self.ports, self.job.config, (self._hook,))

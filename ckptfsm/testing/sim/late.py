@@ -15,9 +15,6 @@ class LateNames:
         self._world = world
         self._until: dict[str, tuple[str, float]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._until)
-
     def put(self, path: str, host: str, seconds: float) -> None:
         self._until[path] = (host, self._world.now + seconds)
 

@@ -55,13 +55,17 @@ class WorldClock:
         self._site = site
         self._owner = owner
         self._origin = float(owner.pid % 7) * 1000.0
+        self._last = 0.0
 
     def monotonic(self) -> float:
         return self._site.world.now + self._origin
 
     def wall(self) -> str:
-        jump = self._site.world.random.randrange(-5, 6) * 86_400
-        return f"sim{self._site.world.now + jump:+.3f}"
+        now = self._site.world.now + self._site.world.random.randrange(-5, 6) * 86_400
+        if now < self._last:
+            self._site.count("F14")
+        self._last = now
+        return f"sim{now:+.3f}"
 
     def sleep(self, seconds: float) -> None:
         self._site.world.sleep(seconds)

@@ -22,8 +22,8 @@ from ckptfsm.retention import BestN, EveryNSteps, KeepAll, LatestN, Policy
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.invariants import RootBroken, Watch
-from ckptfsm.testing.sim.damage import meddle, spoil_journal
-from ckptfsm.testing.sim.faults import Faults, draw_faults
+from ckptfsm.testing.sim.damage import draw_meddling, meddle, spoil_journal
+from ckptfsm.testing.sim.faults import Faults, draw_faults, draw_rate
 from ckptfsm.testing.sim.groups import start_controller
 from ckptfsm.testing.sim.job import LAYOUTS, Job, Op, Reader, draw_script
 from ckptfsm.testing.sim.site import Site
@@ -125,13 +125,19 @@ class Scenario:
         self.site = Site(world, watch, faults, coverage)
         self.site.switch = choose.choice((0.02, 0.1, 0.3, 0.6))
         self.site.latency_s = choose.choice((0.0, 0.02, 0.1))
-        self.site.orphans = choose.choice((0.0, 0.3))
+        self.site.orphans = draw_rate(choose, 0.5)
         self.site.stale = choose.choice((0.0, 0.0, 0.3))
         self.site.uneven = choose.choice((0.0, 0.2))
         self.retention = retention
         self.large = choose.random() < 0.01
         self.rivals = choose.random() < 0.15
         self.readers = choose.random() < 0.2
+        self.failing = draw_rate(choose, 0.2, 0.4)
+        self.hooks_raise = draw_rate(choose, 0.3)
+        self.interrupts = draw_rate(choose, 0.5)
+        self.outages = draw_rate(choose, 0.45)
+        self.spoils = draw_rate(choose, 0.08)
+        self.meddling = draw_meddling(choose)
         self.sent: list[Event] = []
         self.numbers = 0
         self.journals = 0
@@ -178,11 +184,11 @@ class Scenario:
             self.numbers,
             world_size,
             self._config(choose, takeover),
-            draw_script(choose, length, world_size, choose.random() < 0.2),
+            draw_script(choose, length, world_size, self.failing),
             choose.choice(("close", "close", "close", "abandon", "die")),
             self.layout,
             self._hosts(),
-            choose.random() < 0.1,
+            self.site.chance(self.hooks_raise),
             self.sent,
         )
 
@@ -217,7 +223,7 @@ class Scenario:
     def _interrupt(self, job: Job) -> None:
         """Sometimes the whole job, or one rank of it, is killed at some time."""
         choose = self.site.world.random
-        if choose.random() < 0.15:
+        if self.site.chance(self.interrupts):
             self.site.world.sleep(choose.random() * 6)
             if not job.done:
                 self.site.count("F2")
@@ -227,19 +233,17 @@ class Scenario:
 
     def _between(self) -> None:
         """The root as it was left must be right; then somebody may do something to it."""
-        site, choose = self.site, self.site.world.random
+        site = self.site
         try:
             site.judge_root()
         except RootBroken as broken:
             site.stop(broken)
         self._judge_journal()
-        kind = choose.random()
-        if kind < 0.15:
+        if site.chance(self.outages):
             site.count("F4")
             site.lose_power()
-        elif kind < 0.35:
-            meddle(site)
-        elif kind < 0.38:
+        meddle(site, self.meddling)
+        if site.chance(self.spoils):
             self._refused()
 
     def _refused(self) -> None:

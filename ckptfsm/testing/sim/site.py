@@ -113,12 +113,12 @@ class Site:
 
     def count_death(self) -> None:
         """What a sudden death struck: F3 between publishing and tracker, F17 in a deletion, F33."""
-        state = self.watch.state_in_flight()
-        if state == "finalized":
+        model = self.watch.models.get(self.watch.newest_epoch)
+        if self.watch.state_in_flight() == "finalized":
             self.count("F3")
-        elif state == "prunable":
+        if model is not None and model.steps("prunable"):
             self.count("F17")
-        elif not self.watch.ever_acknowledged:
+        if not self.watch.ever_acknowledged:
             self.count("F33")
 
     def strike_dead(self, owner: Process, fault: str) -> None:

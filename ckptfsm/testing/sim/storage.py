@@ -121,7 +121,7 @@ class WorldStorage(SimStorage):
             raise self._error(fault, path)
         if method == "unlink":
             site.judge_deletion(self.disk.find(path), path)
-        if site.hidden and method not in READS:
+        if site.lag_s and method not in READS:
             site.hidden.seen(path, owner.host)
         try:
             result = call(*arguments)
@@ -195,7 +195,7 @@ class WorldStorage(SimStorage):
         return sorted(gone.union(names) - hidden)
 
     def _check_visible(self, path: str) -> None:
-        hidden = self.site.hidden
-        if hidden and any(hidden.is_late(each, self.owner.host) for each in ancestry(path)):
-            self.site.count("F9")
+        site, host = self.site, self.owner.host
+        if site.lag_s and any(site.hidden.is_late(each, host) for each in ancestry(path)):
+            site.count("F9")
             raise FileNotFoundError(2, os.strerror(2), path)
