@@ -93,7 +93,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "exit_timeout_s": "how long leaving with an exception waits for the own writer; seconds",
         "effect_timeout_s": "how long the disk may take for one answer; seconds",
         "exchange_timeout_s": "how long ranks wait for each other in an exchange; seconds",
-        "visibility_timeout_s": "how long finalize looks for a receipt that is not visible; seconds",
+        "visibility_timeout_s": "how long a name that is not visible is awaited; seconds",
         "reader_timeout_s": "a reader's lease that did not change for so long expires; seconds",
     }
 )

@@ -124,11 +124,21 @@ class Restorer:
             return describe(error)  # a link where a directory was, for example
 
     def _look_at(self, located: Located, share: Sequence[FileEntry]) -> str:
-        problem = check_sizes(self.storage, located.directory, share)
+        problem = self._sizes(located, share)
         if not problem and self.transport.rank == 0:
             problem = check_extra_shards(self.storage, located.directory, located.files)
         if not problem and self.config.verify == "digests":
             problem = check_digests(self.storage, located.directory, share)
+        return problem
+
+    def _sizes(self, located: Located, share: Sequence[FileEntry]) -> str:
+        """Rank 0 has seen all of it. On another host a name may appear late: it is waited for."""
+        late = self.config.visibility_timeout_s if self.transport.rank else 0.0
+        deadline, pause = self.ports.clock.monotonic() + late, pauses()
+        while problem := check_sizes(self.storage, located.directory, share):
+            if self.ports.clock.monotonic() >= deadline:
+                break
+            self.ports.clock.sleep(next(pause))
         return problem
 
     def load(self, located: Located, named: Mapping[str, Any]) -> Restored:

@@ -19,6 +19,7 @@ from proof.layer import Budget, LayerResult
 
 import ckptfsm.coordinator as coordinator
 import ckptfsm.durable as durable
+from ckptfsm.config import make_config
 from ckptfsm.coordinator import Coordinator
 from ckptfsm.effects import Effects
 from ckptfsm.errors import DamagedRoot
@@ -34,9 +35,11 @@ from ckptfsm.testing.invariants import Confirmed, JournalModel, RootBroken, Watc
 from ckptfsm.testing.sim import Run, SimulationFailed, simulate
 from ckptfsm.testing.sim.damage import draw_meddling
 from ckptfsm.testing.sim.faults import Faults
+from ckptfsm.testing.sim.job import Job, Op
+from ckptfsm.testing.sim.run import _TIMES
 from ckptfsm.testing.sim.site import Site
 from ckptfsm.testing.sim.storage import WorldStorage
-from ckptfsm.testing.sim.world import World
+from ckptfsm.testing.sim.world import Process, World
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writer import RankWriter
 
@@ -144,6 +147,30 @@ def test_I7_retention_that_forgets_pins_is_found(monkeypatch):
 
 
 @pytest.mark.damages_journal("the planted bug journals a step twice")
+class HidesTheSecond:
+    """Names of step 2 appear two seconds late on the other host."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+
+    def __call__(self, owner: Process, gone: str, made: str) -> None:
+        if made == "iter_0000002":
+            self.site.hidden.put(made, owner.host, 2.0)
+
+
+def test_F9_a_restore_on_another_host_waits_for_names_that_it_does_not_see_yet():
+    """Found by simulation. Catches: a sound, acknowledged checkpoint, withdrawn as damaged."""
+    world = World(1)
+    site = Site(world, Watch(world.disk), Faults(), Coverage(), switch=0.0, lag_s=2.0)
+    site.lag = HidesTheSecond(site)
+    script = [Op(kind, 0.0) for kind in ("save", "wait", "save", "wait", "restore")]
+    config = make_config({**_TIMES, "on_failure": "raise"})
+    job = Job(site, 1, 2, config, script, hosts=("a", "b"))
+    control = world.process("control")
+    world.run(world.spawn(control, "control", lambda: job.start().wait(900)))
+    assert world.disk.snapshot()[TRACKER] == b"2"
+
+
 def test_F15_a_step_that_is_saved_twice_is_found(monkeypatch):
     monkeypatch.setattr(Ledger, "refuse", no_effect)
     monkeypatch.setattr(Coordinator, "_clear_the_name", no_effect)

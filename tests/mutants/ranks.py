@@ -222,6 +222,21 @@ PEOPLE = (
 
 FIELD = (
     mutant(
+        "what-is-not-seen-yet-is-lost",
+        "restoring",
+        "self.config.visibility_timeout_s if self.transport.rank else 0.0",
+        "0.0",
+        breaks="I2",
+        source="F9",
+        killers=(
+            (
+                "tests:test_simulation.py::"
+                "test_F9_a_restore_on_another_host_waits_for_names_that_it_does_not_see_yet"
+            ),
+        ),
+        why="a sound checkpoint is withdrawn by a restore on a host that does not see its name yet",
+    ),
+    mutant(
         "tracker-before-the-save",
         "coordinator",
         "        try:\n            self._engine.post(event)\n        except OutcomeUnknown:\n",

@@ -221,13 +221,6 @@ class Site:
         if made:
             self.gone.forget(made)
             self.hidden.forget(made)
-            if not _at_once(owner, made) and self.chance(0.5):
+            at_once = made.startswith(".ckptfsm/leases/")  # I7 rests on a listing that is current
+            if not at_once and self.chance(0.5):
                 self.hidden.put(made, owner.host, self.world.random.random() * self.lag_s)
-
-
-def _at_once(owner: Process, made: str) -> bool:
-    """New names that must not be late: leases, on which I7 rests, and what host a publishes.
-
-    A restore takes a file for lost that another host has made and this one does not see yet.
-    """
-    return made.startswith(".ckptfsm/leases/") or (owner.host == "a" and made.startswith("iter_"))
