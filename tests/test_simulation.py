@@ -146,7 +146,6 @@ def test_I7_retention_that_forgets_pins_is_found(monkeypatch):
     assert first_failure().promise == "I7"
 
 
-@pytest.mark.damages_journal("the planted bug journals a step twice")
 class HidesTheSecond:
     """Names of step 2 appear two seconds late on the other host."""
 
@@ -171,6 +170,7 @@ def test_F9_a_restore_on_another_host_waits_for_names_that_it_does_not_see_yet()
     assert world.disk.snapshot()[TRACKER] == b"2"
 
 
+@pytest.mark.damages_journal("the planted bug journals a step twice")
 def test_F15_a_step_that_is_saved_twice_is_found(monkeypatch):
     monkeypatch.setattr(Ledger, "refuse", no_effect)
     monkeypatch.setattr(Coordinator, "_clear_the_name", no_effect)
