@@ -25,10 +25,14 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from ckptfsm.config import make_config
 from ckptfsm.errors import DamagedRoot
+from ckptfsm.layout import TRACKER
+from ckptfsm.manager import Manager
 from ckptfsm.ports import FileStat
 from ckptfsm.stock import ALLOWED_GLOBALS, StockVerdict, Stub, inspect_stock, load_metadata_stub
 from ckptfsm.storage import PosixStorage
+from ckptfsm.testing.fakes import fake_ports
 
 pytestmark = pytest.mark.megatron
 
@@ -691,3 +695,45 @@ def test_a_role_that_was_cut_off_is_not_accepted(copy: Path, spoil: Callable[[Pa
     spoil(step / "critic")
     verdict = verdict_of_verl(step)
     assert not verdict.acceptable and verdict.reason
+
+
+# ------------------------------------------------------------------------------------- adoption
+
+
+def files_of(root: Path) -> dict[str, tuple[int, int, int]]:
+    """Size, mtime and inode of every file but the tracker and what is ours."""
+    found = {str(p.relative_to(root)): p.stat() for p in root.rglob("*") if p.is_file()}
+    names = [name for name in found if name != TRACKER and not name.startswith(".ckptfsm/")]
+    return {n: (found[n].st_size, found[n].st_mtime_ns, found[n].st_ino) for n in sorted(names)}
+
+
+def a_run_of(trainer: str, copy: Path) -> Path:
+    """The root of a stock run: one that can be loaded, a partial one, one newer than the tracker."""
+    if trainer == "megatron":
+        loadable, name = copy, "iter_{:07d}"
+    else:
+        loadable = verl_step(copy, "actor", "critic", split=trainer == "verl-0.9")
+        shutil.rmtree(copy)
+        (loadable / "data.pt").write_bytes(b"position")
+        name = "global_step_{}"
+    root = loadable.parent
+    shutil.copytree(loadable, root / name.format(9))
+    (root / name.format(3)).mkdir()
+    (root / name.format(3) / "__0_0.distcp").write_bytes(b"half")
+    (root / "progress.txt").write_text("a stranger's")
+    (root / TRACKER).write_text("5")
+    return root
+
+
+@pytest.mark.parametrize("trainer", ["megatron", "verl-0.7", "verl-0.9"])
+def test_adoption_moves_no_byte(copy: Path, trainer: str) -> None:
+    """Catches: a file of somebody's only checkpoint that is written, copied, linked or renamed."""
+    root = a_run_of(trainer, copy)
+    before = files_of(root)
+    assert len(before) > 10
+    layout = "megatron" if trainer == "megatron" else "verl"
+    for _ in range(2):
+        with Manager(fake_ports(root), make_config({"layout": layout})) as manager:
+            assert manager.all_steps() == [5]
+        assert files_of(root) == before
+        assert (root / TRACKER).read_text() == "5"
