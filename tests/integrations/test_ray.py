@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -73,6 +75,45 @@ def test_F3_a_driver_killed_while_workers_write_is_followed_by_one_that_goes_on(
     assert said["resumed"] == 10 and said["found"] == found(10)
     assert said["first"] == found(20)
     assert (root / TRACKER).read_text() == "20"
+
+
+def test_the_page_runs_as_it_is_written(tmp_path: Path) -> None:
+    """Catches: lines for a new user that do not work, a second run that begins from zero."""
+    page = (SCRIPT.parents[2] / "docs" / "ray.md").read_text(encoding="utf-8")
+    files = dict(re.findall(r"^```python file=(\S+)\n(.*?)^```$", page, re.M | re.S))
+    here = {
+        "/shared/run-7": str(tmp_path / "root"),
+        "ray.init()": "ray.init(num_cpus=2, include_dashboard=False)",
+        "29501": str(free_port()),
+        "29502": str(free_port()),
+    }
+    assert set(files) == {"actors.py", "driver.py"}
+    for name, text in files.items():
+        for ours, mine in here.items():
+            text = text.replace(ours, mine)
+        (tmp_path / name).write_text(text)
+    for last in (30, 60):
+        done = subprocess.run(
+            [sys.executable, "driver.py"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            start_new_session=True,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        trained = f"step {last}: trained {[float(last)] * 3}, position {last}"
+        assert trained in done.stdout
+        assert (tmp_path / "root" / TRACKER).read_text() == str(last)
+    names = sorted(path.name for path in (tmp_path / "root").glob("iter_*"))
+    assert names == ["iter_0000050", "iter_0000060"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 # ------------------------------------------------------------------- in this process, without torch
