@@ -515,6 +515,23 @@ def test_I2_the_tracker_and_the_reports_wait_for_the_writer(training: Training, 
     assert training.ran == [f"{who} {iteration}" for iteration in (2, 4) for who in REPORTS]
 
 
+def test_I2_closures_do_not_run_through_a_second_request(training: Training) -> None:
+    """Catches: newer versions hang the closure that tracks onto what they write beside a checkpoint:
+    run there, it names an iteration that is not complete."""
+
+    class Distilled(Model):
+        def sharded_state_dict(self, iteration: int) -> dict[str, Any]:
+            training.checkpointing.schedule_async_save(SimpleNamespace(finalize_fns=[fail]))
+            return super().sharded_state_dict(iteration)
+
+    with training.installed():
+        with pytest.raises(ConfigError, match="beside the checkpoint"):
+            training.save(2, Distilled())
+        training.save(2)
+        training.finalize()
+        assert training.tracked() == "2"
+
+
 def test_I7_the_retain_interval_keeps_the_last_and_the_multiples(training: Training) -> None:
     """Catches: a multiple that is deleted, a checkpoint between them that stays for ever."""
     with training.installed(save_retain_interval=4):

@@ -377,6 +377,8 @@ class _Patches:
     def schedule_async_save(self, async_request: Any) -> None:
         if isinstance(async_request, _Captured):
             self._captured = async_request
+        elif self.directory:  # the closures of the checkpoint may hang on it, the tracker's too
+            raise ConfigError("a request beside the checkpoint's own is not saved here: uninstall")
         else:
             self.checkpoints.schedule_async_save(async_request)
 
