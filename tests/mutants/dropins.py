@@ -138,6 +138,16 @@ MEGATRON_LM = (
         why="sync and async are two ways: the one tracks at once",
     ),
     mutant(
+        "megatron-lms-closures-run-beside-the-checkpoint",
+        "integrations.megatron_lm",
+        "        elif self.directory:",
+        "        elif False:",
+        breaks="I2",
+        source="Megatron-LM (tracker)",
+        killers=(f"{_TESTS}test_I2_closures_do_not_run_through_a_second_request",),
+        why="newer versions move them to a second request",
+    ),
+    mutant(
         "reports-of-a-save-that-failed",
         "integrations.megatron_lm",
         "            if pending.handle.skipped or pending.handle.exception() is not None:\n",
