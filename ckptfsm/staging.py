@@ -35,7 +35,7 @@ log = logging.getLogger("ckptfsm")
 class Stage:
     """One rank's turn of the hook, around one save: a context that loads and offloads.
 
-    ``problem`` is why this rank could not offload.
+    ``loaded``: every rank could load. ``problem`` is why this rank could not offload.
     """
 
     def __init__(self, staging: Staging | None, transport: Transport, step: int) -> None:
@@ -44,14 +44,14 @@ class Stage:
         self._transport = transport
         self._step = step
         self._load_error = ""
-        self._loaded = True
+        self.loaded = True
 
     def __enter__(self) -> Self:
         if self._staging is None:
             return self
         try:
             self._load_error = self._call("load", self._staging)
-            self._loaded = not self._transport.any_flags([bool(self._load_error)])[0]
+            self.loaded = not self._transport.any_flags([bool(self._load_error)])[0]
         except BaseException:  # a Ctrl-C, a rank that is gone: what was loaded must not stay there
             self._offload()
             raise
@@ -72,7 +72,7 @@ class Stage:
         metrics: Mapping[str, float] | None,
     ) -> tuple[Draft | None, Proposal]:
         """This rank's draft; none if a rank could not load."""
-        if not self._loaded:
+        if not self.loaded:
             return None, Proposal(self._step, self._transport.world_size, error=self._load_error)
         return propose(driver, self._transport.world_size, self._step, state, metrics)
 

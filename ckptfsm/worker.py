@@ -13,8 +13,9 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ckptfsm.config import CheckpointConfig
@@ -44,6 +45,7 @@ from ckptfsm.tickets import Reading, Ticket
 from ckptfsm.writer import RankWriter, ShardFile
 
 log = logging.getLogger("ckptfsm")
+Parts = Mapping[str, Any]
 
 
 class Worker:
@@ -65,15 +67,17 @@ class Worker:
     # ----------------------------------------------------------------------------------- writing
 
     def write(
-        self, ticket: Ticket, state: Any = None, *, parts: Mapping[str, Any] | None = None
+        self, ticket: Ticket, state: Any = None, *, parts: Parts | Callable[[], Parts] | None = None
     ) -> list[Event]:
         """Begin to write this rank's share (collective in the group). Returns reports for the
         controller.
 
         ``state`` is a sharded state dict that sits at the part's directory itself; ``parts`` maps
         directories inside it to several of them, to a ``FileTree``, or to None where other ranks write
-        it. When it returns, the tensors may change. A second call with the same ticket does nothing and
-        returns what was reported of it. Raises ``RankFailed`` if a rank of the group is gone.
+        it; or it is a function that returns that, which is called when everything is loaded (see
+        ``Staging``). When it returns, the tensors may change. A second call with the same ticket does
+        nothing and returns what was reported of it. Raises ``RankFailed`` if a rank of the group is
+        gone.
         """
         newest = (ticket.of.epoch, ticket.of.attempt)
         if newest <= self._newest:  # a call that was tried again: it counts once
@@ -83,8 +87,10 @@ class Worker:
             self._dying.append(self._writer)
             self._writer = None
         self._number = ticket.first_rank + self._ports.transport.rank
-        shares = Shares.of(ticket.part, state, parts)
         with Stage(self._ports.staging, self._ports.transport, ticket.of.step) as stage:
+            if callable(parts):
+                parts = _made(parts) if stage.loaded else {}
+            shares = Shares.of(ticket.part, state, parts)
             self._write(ticket, shares, stage)
         if stage.problem:
             self._fail(ticket.of, stage.problem)
@@ -253,6 +259,20 @@ class Worker:
             warn_of_drops(restored)
         by_key = {shares.keys[n]: value for n, value in restored.parts.items()}
         return replace(restored, parts=by_key)
+
+
+def _made(parts: Callable[[], Parts]) -> Parts:
+    """What the function returns. What it raises is raised where the group hears of it."""
+    try:
+        return parts()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # also Megatron's; the other ranks are on their way to plan
+        return {"": partial(_raise, error)}
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _kind_of(value: Any) -> PartKind:

@@ -37,6 +37,10 @@ class Trainer:
         self.calls.append("state")
         return {"where": self.where}
 
+    def parts(self) -> dict[str, object]:
+        self._do("parts", self.where)
+        return {"inner": {"where": self.where}}
+
     @property
     def staging(self) -> Staging:
         return Staging(self.load, self.offload)
@@ -248,6 +252,27 @@ def test_a_group_loads_and_offloads_too(tmp_path: Path):
     save.handle.wait()
     assert job.controller.latest_step() == 1
     job.controller.close()
+
+
+@pytest.mark.parametrize("call", ["", "load", "parts"])
+def test_parts_that_one_function_makes_are_made_when_all_are_loaded(tmp_path: Path, call: str):
+    """Catches: parts that are made where the state was before, or on the ranks that could load only;
+    what their making raised, on one rank, with the others left waiting."""
+    job, trainers = group_job(tmp_path / "root")
+    if call:
+        trainers[1].failures[call] = RuntimeError("out of memory")
+    save = job.begin(1)
+    group, makers = job.groups["actor"], iter(trainers)
+    events = group.write(save.tickets["actor"], [None, None], parts=lambda: next(makers).parts())
+    job.controller.feed(events)
+    made = [] if call == "load" else ["parts"]
+    assert [t.calls for t in trainers] == [["load", *made, "offload"]] * 2
+    failed = [event.detail for event in events if isinstance(event, Failed)]
+    if call:
+        assert any("RuntimeError: out of memory" in detail for detail in failed)
+    else:
+        save.handle.wait()
+    job.controller.abandon()
 
 
 @pytest.mark.parametrize("call", ["load", "offload"])

@@ -60,15 +60,15 @@ ATTACH = """
 from types import SimpleNamespace
 from ckptfsm.integrations.verl import manager
 
-def stopped(*arguments):
+def stopped(*arguments, **more):
     raise OSError(5, "made-up")
 
 stock = SimpleNamespace(previous_saved_paths=[])
 worker = SimpleNamespace(checkpoint_manager=stock)
-manager.role_worker = lambda *arguments: SimpleNamespace(close=list)
+manager.GroupWorker = lambda *arguments, **more: SimpleNamespace(close=list)
 manager.attach(worker, "actor", "/root", {})
 assert type(worker.checkpoint_manager).__name__ == "VerlCheckpointManager"
-manager.role_worker = stopped
+manager.GroupWorker = stopped
 try:
     manager.attach(worker, "actor", "/root", {})
 except OSError:

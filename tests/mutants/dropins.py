@@ -261,6 +261,18 @@ VERL = (
         why="the save ends at its deadline only, and nobody is told why",
     ),
     mutant(
+        "parts-are-made-though-a-rank-did-not-load",
+        "worker",
+        "                parts = _made(parts) if stage.loaded else {}\n",
+        "                parts = _made(parts)\n",
+        breaks="I10",
+        source="verl #4638 / #4667",
+        killers=(
+            "tests:test_staging.py::test_parts_that_one_function_makes_are_made_when_all_are_loaded",
+        ),
+        why="verl's code holds collectives",
+    ),
+    mutant(
         "a-later-subclass-is-taken-over",
         "integrations.verl.trainer",
         "        if own is not self.saver:\n",

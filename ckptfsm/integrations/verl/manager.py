@@ -11,26 +11,29 @@ Rules:
 * A save needs the ticket of a driver, which arrives in place of ``hdfs_path``: verl hands that argument
   through unchanged. Without one the save is refused: nobody would ever finalize it.
 * What verl's code raises is carried to the group's exchange: no other rank is left waiting there.
+* A Megatron optimizer that verl keeps in host memory is loaded before verl makes the state, and
+  offloaded after the fork, by verl's own functions; unless verl's worker does so itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ckptfsm.config import make_config
 from ckptfsm.errors import ConfigError, SaveFailed
 from ckptfsm.files import FileTree
-from ckptfsm.megatron.driver import MegatronDraft, MegatronDriver
-from ckptfsm.megatron.manager import ports_of
+from ckptfsm.megatron.worker import GroupWorker
 from ckptfsm.messages import AttemptId, Event
-from ckptfsm.storage import OpenPosix
+from ckptfsm.ports import Staging
 from ckptfsm.tickets import Ticket
 from ckptfsm.worker import Worker
 
@@ -123,13 +126,8 @@ class VerlCheckpointManager:
                 "nobody would finalize it",
                 step=global_step,
             )
-        try:
-            parts = self._parts(ticket, global_step)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # also Megatron's; the other ranks are on their way to write
-            parts = {"": error}
-        self._worker.write(ticket, parts=parts)  # its reports are asked for by ``poll``
+        # Its reports are asked for by ``poll``.
+        self._worker.write(ticket, parts=partial(self._parts, ticket, global_step))
 
     def _parts(self, ticket: Ticket, step: int) -> dict[str, Any]:
         """Let verl write its files into the attempt's directory, and take its sharded state dicts."""
@@ -161,24 +159,36 @@ def _written_already(directory: str) -> None:
     """The files of a role are there: verl's ``save_checkpoint`` wrote them, on whatever rank."""
 
 
-class RoleDriver(MegatronDriver):
-    """Plans a role, unless verl raised: then the save is refused on every rank of the group."""
+def staging_of(holder: Any, manager: Any) -> Staging | None:
+    """verl's loading and offloading of the optimizer of ``holder``, a worker or an engine of verl's.
 
-    def draft(self, parts: Mapping[str, Any]) -> MegatronDraft:
-        """Raises what verl raised, if it did."""
-        for value in parts.values():
-            if isinstance(value, BaseException):
-                raise value
-        return super().draft(parts)
-
-
-def role_worker(root: str, settings: Mapping[str, Any]) -> Worker:
-    """This rank of a role. Collective in the group; see ``ckptfsm.megatron.worker.GroupWorker``."""
-    config = make_config(settings)
-    ports = ports_of(config, OpenPosix(root))
-    return Worker(
-        replace(ports, driver=RoleDriver(ports.transport.rank, config.writer_files)), config
+    None if it is not offloaded, there is nowhere to load it to, the manager writes its files while it is
+    called (FSDP), or the holder's own ``save_checkpoint`` loads it (0.7's actor, with ``async_save``).
+    """
+    if not getattr(holder, "_is_offload_optimizer", False) or not has_accelerator():
+        return None
+    if _module_of(manager) is None or _loads_itself(type(holder), manager):
+        return None
+    if manager.optimizer is None:
+        return None
+    memory: Any = import_module("verl.utils.megatron_utils")
+    return Staging(
+        partial(memory.load_megatron_optimizer, manager.optimizer),
+        partial(memory.offload_megatron_optimizer, manager.optimizer),
     )
+
+
+def _loads_itself(kind: type, manager: Any) -> bool:
+    """Whether the ``save_checkpoint`` of a class of verl's calls the function that loads."""
+    save: Any = inspect.unwrap(getattr(kind, "save_checkpoint", _loads_itself))
+    loads = "load_megatron_optimizer" in save.__code__.co_names
+    return loads and bool(manager.checkpoint_config.async_save)
+
+
+def has_accelerator() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
 
 
 # ------------------------------------------------------------------------- called in a verl worker
@@ -194,7 +204,8 @@ def attach(worker: Any, role: str, root: str, settings: Mapping[str, Any]) -> No
     if isinstance(manager, VerlCheckpointManager):
         manager = manager.close()
         setattr(holder, attribute, manager)  # ours is closed, whatever comes of the next one
-    setattr(holder, attribute, VerlCheckpointManager(manager, role_worker(root, settings)))
+    worker = GroupWorker(root, settings, staging=staging_of(holder, manager))
+    setattr(holder, attribute, VerlCheckpointManager(manager, worker))
 
 
 def poll(worker: Any, role: str, doomed: Sequence[AttemptId]) -> list[Event]:
