@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -247,3 +248,23 @@ def test_resuming_from_elsewhere_at_or_above_the_latest_step(run, tmp_path):
         pass
     save(again, 11)
     again.close()
+
+
+def test_that_nothing_is_deleted_after_a_load_is_said(run):
+    """Catches: a disk that somebody counted on being freed, and nobody told them that it is not."""
+    checkpoints = run.start(resume_mode="auto", del_local_ckpt_after_load=True)
+    with pytest.warns(UserWarning, match="del_local_ckpt_after_load"), checkpoints.loading():
+        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with checkpoints.loading():
+            pass
+
+
+def test_a_remote_directory_that_is_not_there_is_made(run):
+    """Catches: the first upload of a run that fails, or that a power loss takes away as a whole."""
+    there = run.there / "runs" / "new"
+    checkpoints = run.start(DirectoryMirror(str(there)))
+    save(checkpoints, 1)
+    checkpoints.close()
+    assert (there / "global_step_1/data.pt").exists()

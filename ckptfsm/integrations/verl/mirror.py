@@ -85,6 +85,7 @@ class DirectoryMirror:
     def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
         """Raises ``StorageError`` if the copy is not equal."""
         name, nonce = copy.name, uuid.uuid4().hex[:12]
+        PosixStorage(self.directory).close_root()  # is made, durably, if it is not there
         partial = Path(self.directory, f".partial-{name}-{nonce}")
         partial.mkdir()
         Path(partial, copy.mark).touch()

@@ -68,6 +68,7 @@ class Checkpoints:
         self._controller: Controller | None = None
         self._uploads: Uploads | None = None
         self._uploader: UploadWorker | None = None
+        self._said = False
         self._to_tell: list[int] = []  # tracked steps that verl's callback was not told of yet
 
     @property
@@ -217,6 +218,7 @@ class Checkpoints:
                 "directory, or resume",
                 step=latest,
             )
+        self._say_what_stays()
         asked, ours = _asked_step(config)
         if asked is not None and latest is not None and asked < latest:
             back = f"go back with controller.rollback({asked}), or " if ours else ""
@@ -229,6 +231,17 @@ class Checkpoints:
             if found is not None:
                 _require_tracker(Path(found.directory).parent, found.step)
             yield
+
+    def _say_what_stays(self) -> None:
+        """verl's workers are never let delete what they have loaded; said once."""
+        if self._trainer.config.trainer.get("del_local_ckpt_after_load", False) and not self._said:
+            self._said = True
+            warn_caller(
+                UserWarning(
+                    "del_local_ckpt_after_load has no effect: what is in default_local_dir is deleted "
+                    "by retention only"
+                )
+            )
 
     # ------------------------------------------------------------------------------------- the end
 
