@@ -64,7 +64,7 @@ def stopped(*arguments, **more):
     raise OSError(5, "made-up")
 
 stock = SimpleNamespace(previous_saved_paths=[])
-worker = SimpleNamespace(checkpoint_manager=stock)
+worker = SimpleNamespace(checkpoint_manager=stock, fused_worker_dict={})  # as every verl worker has
 manager.GroupWorker = lambda *arguments, **more: SimpleNamespace(close=list)
 manager.attach(worker, "actor", "/root", {})
 assert type(worker.checkpoint_manager).__name__ == "VerlCheckpointManager"

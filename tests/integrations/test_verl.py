@@ -28,10 +28,12 @@ pytest.importorskip("verl")
 pytest.importorskip("ray")
 
 from verl_groups import Loader, PipeCalls, Server, WorkerGroup, config_of
+from verl_loops import calls_in_every_step
 
 from ckptfsm.errors import ConfigError, PollMissingWarning, SaveFailed, StepExistsError
 from ckptfsm.integrations.verl import install, install_in_verl, retention_of
 from ckptfsm.integrations.verl import manager as manager_module
+from ckptfsm.integrations.verl import trainer as trainer_module
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror
 from ckptfsm.retention import KeepAll, LatestN
 
@@ -511,6 +513,55 @@ def test_the_loop_polls_and_its_end_waits(job: Job) -> None:
         assert trainer.fit() == "done"
     assert (job.root / TRACKER).read_text() == "4"
     assert job.steps() == ["global_step_3", "global_step_4"]
+
+
+LOOPS = [
+    "verl.trainer.ppo.ray_trainer:RayPPOTrainer",
+    "verl.experimental.separation.ray_trainer:SeparateRayPPOTrainer",
+    "verl.experimental.one_step_off_policy.ray_trainer:OneStepOffRayTrainer",  # not in 0.7.1
+    "verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync",
+    "verl.trainer.ppo.v1.trainer_colocate_async:PPOTrainerColocateAsync",
+    "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync",
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_loop_of_verls_passes_where_ours_polls(loop: str) -> None:
+    """Catches: a release of verl whose loop no longer calls what ours polls in."""
+    module, _, name = loop.partition(":")
+    kind = getattr(pytest.importorskip(module), name)
+    assert calls_in_every_step(kind, "fit", trainer_module._EVERY_STEP)
+    assert not calls_in_every_step(kind, "fit", "_save_checkpoint"), "that one is under a condition"
+    assert not calls_in_every_step(kind, "fit", "_load_checkpoint"), "and that one before the loop"
+
+
+def test_the_lines_of_the_documentation(tmp_path: Path) -> None:
+    """Catches: a page whose lines no longer do what it says, in a process that only names the module."""
+    page = Path(__file__).parents[2] / "docs/verl.md"
+    lines = page.read_text().partition("```python\n")[2].partition("```")[0]
+    assert "install_in_verl()" in lines
+    (tmp_path / "my_ckptfsm.py").write_text(lines)
+    asked = """
+        import verl
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+        assert hasattr(RayPPOTrainer, "checkpoints"), "not ours"
+        try:
+            from verl.trainer.ppo.v1 import get_trainer_cls
+        except ImportError:  # before 0.9
+            pass
+        else:
+            for name in ("sync", "colocate_async", "separate_async"):
+                assert hasattr(get_trainer_cls(name), "checkpoints"), name
+    """
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(asked)],
+        env={**os.environ, "VERL_USE_EXTERNAL_MODULES": "my_ckptfsm", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_a_save_that_no_driver_began_is_refused(job: Job) -> None:

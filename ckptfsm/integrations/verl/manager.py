@@ -231,6 +231,6 @@ def _place_of_manager(worker: Any, role: str) -> tuple[Any, str]:
 def _of_role(worker: Any, role: str) -> list[Any]:
     """The verl workers of a role in one process: colocated ones sit in a dict by their role."""
     colocated = getattr(worker, "worker_dict", None) or getattr(worker, "fused_worker_dict", None)
-    if colocated is None:
+    if not colocated:  # empty in a worker that is alone
         return [worker]
     return [inner for name, inner in colocated.items() if str(name).startswith(role)]
