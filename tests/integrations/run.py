@@ -19,7 +19,8 @@ QUEUE = "tests/megatron/test_megatron_queue.py"
 # Whole checkpoints need the library's own saves, which are made of megatron-core 0.16.
 ALONE = ("-k", "not begun")
 VERL = "tests/integrations/test_verl.py"
-# verl itself is installed without what it names: half of that needs a GPU. This is what it imports.
+# verl itself is installed without what it names, much of which is not imported here. This is what is,
+# the same for every release; the newest has the transformers and the tensordict that it names too.
 VERL_NEEDS = (
     "ray>=2.40",
     "omegaconf",
@@ -51,7 +52,11 @@ PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "ray": (("ray==2.60.0",),),
     "verl 0.7.1": (VERL_NEEDS, ("--no-deps", "verl==0.7.1", "TransferQueue")),
     "verl 0.9.0": (VERL_NEEDS, ("--no-deps", "verl==0.9.0", "TransferQueue")),
-    "verl 0.9.1": (VERL_NEEDS, ("--no-deps", "verl==0.9.1", "TransferQueue")),
+    "verl 0.9.1": (
+        VERL_NEEDS,
+        ("transformers==5.10.4", "tensordict==0.10.0"),
+        ("--no-deps", "verl==0.9.1", "TransferQueue"),
+    ),
 }
 TESTS: dict[str, tuple[str, ...]] = {
     "megatron-core 0.13.1": (QUEUE, *ALONE),

@@ -765,6 +765,20 @@ def test_what_install_refuses_and_warns_of() -> None:
         install(ours)
 
 
+def test_a_verl_without_what_its_newer_trainers_import() -> None:
+    """Catches: a first line that fails where verl itself, with ``trainer.use_v1=False``, would train."""
+    lines = """
+        import sys
+        sys.modules["transfer_queue"] = None  # verl names it in an extra only
+        from ckptfsm.integrations.verl import install_in_verl
+        assert install_in_verl() == ["RayPPOTrainer"]
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(lines)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize("name", ["sft_trainer", "sft_trainer_ray"])
 def test_a_trainer_without_a_driver_is_refused(name: str) -> None:
     """Catches: a trainer of verl's that saves on every rank, taken for one with a driver."""

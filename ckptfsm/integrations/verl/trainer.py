@@ -395,7 +395,8 @@ def install_in_verl(**options: Any) -> list[str]:
     module: Any = import_module("verl.trainer.ppo.ray_trainer")
     module.RayPPOTrainer = install(module.RayPPOTrainer, **options)
     names = ["RayPPOTrainer"]
-    if find_spec("verl.trainer.ppo.v1") is not None:
+    # Those need TransferQueue, which verl names in an extra only; without it verl cannot make one.
+    if find_spec("verl.trainer.ppo.v1") is not None and find_spec("transfer_queue") is not None:
         # The package, not its base module: it imports the trainers, and each registers itself.
         registry = import_module("verl.trainer.ppo.v1").trainer_base.TRAINER_REGISTRY
         for name in list(registry):
