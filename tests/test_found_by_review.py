@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from proof.fuzz import _CONFIG, _zip, written_metadata
+from strangers import SHARD, stock_saves
 from test_attacks import ONE, TWO, fails_to_look, names
 from test_coordinator import content, replace, saved, start, tracked
 
@@ -42,28 +42,6 @@ from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import PARTS, FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writer import ShardFile, write_rank
-
-SHARD = "__0_0.distcp"
-
-
-def stock_saves(disk: SimDisk, step: int) -> None:
-    """A stock trainer saves a step and moves the tracker; it fsyncs nothing."""
-    storage, name = SimStorage(disk, "stock"), f"iter_{step:07d}"
-    if name not in storage.listdir(""):
-        storage.mkdir(name)
-    files = {
-        f"{name}/.metadata": written_metadata(),
-        f"{name}/metadata.json": _CONFIG,
-        f"{name}/common.pt": _zip(),
-        f"{name}/{SHARD}": bytes(100),
-        f"{TRACKER}.stock": b"%d" % step,
-    }
-    for path, data in files.items():
-        handle = storage.open_exclusive(path)
-        storage.write(handle, data)
-        storage.close(handle)
-    storage.rename(f"{TRACKER}.stock", TRACKER)
-    disk.kill("stock")
 
 
 def in_place(job: FakeJob, step: int) -> m.AttemptId:

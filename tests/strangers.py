@@ -1,0 +1,51 @@
+"""What others do to a root, without the library: a stock trainer that saves a step."""
+
+from __future__ import annotations
+
+from proof.fuzz import _CONFIG, _zip, written_metadata
+
+from ckptfsm.layout import MEGATRON, TRACKER
+from ckptfsm.testing.simfs import SimDisk, SimStorage
+
+SHARD = "__0_0.distcp"
+
+
+def stock_saves(
+    disk: SimDisk,
+    step: int,
+    shard: bytes = bytes(100),
+    *,
+    tracked: bool = True,
+    synced: bool = False,
+) -> None:
+    """A stock trainer saves a step and, if ``tracked``, moves the tracker.
+
+    It fsyncs nothing by itself; ``synced``: the system has done so meanwhile.
+    """
+    storage, name = SimStorage(disk, "stock"), MEGATRON.published_name(step)
+    if name not in storage.listdir(""):
+        storage.mkdir(name)
+    files = {
+        f"{name}/.metadata": written_metadata(),
+        f"{name}/metadata.json": _CONFIG,
+        f"{name}/common.pt": _zip(),
+        f"{name}/{SHARD}": shard,
+    }
+    if tracked:
+        files[f"{TRACKER}.stock"] = b"%d" % step
+        if f"{TRACKER}.stock" in storage.listdir(
+            ""
+        ):  # a power loss showed its rename at both names
+            storage.unlink(f"{TRACKER}.stock")
+    for path, data in files.items():
+        handle = storage.open_exclusive(path)
+        storage.write(handle, data)
+        if synced:
+            storage.fsync(handle)
+        storage.close(handle)
+    if tracked:
+        storage.rename(f"{TRACKER}.stock", TRACKER)
+    if synced:
+        storage.fsync_dir(name)
+        storage.fsync_dir("")
+    disk.kill("stock")
