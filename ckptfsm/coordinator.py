@@ -588,6 +588,8 @@ class Coordinator:
             raise
         except DamagedRoot as error:
             problem = describe(error)
+        if manifest is None and not problem and checkpoint.provenance == "saved":
+            problem = "it has no manifest"
         return Located(
             checkpoint.step,
             directory,

@@ -45,9 +45,9 @@ from ckptfsm.errors import (
     describe,
     printable,
 )
-from ckptfsm.evidence import read_tracker
+from ckptfsm.evidence import read_manifest, read_tracker
 from ckptfsm.journal import History, JournalWriter
-from ckptfsm.layout import JOURNAL, QUARANTINE, Layout, segment_name
+from ckptfsm.layout import JOURNAL, QUARANTINE, TRASH, Layout, parse_aside, segment_name
 from ckptfsm.lease import RootLease
 from ckptfsm.ledger import Ledger, Rejected, Transition
 from ckptfsm.lifecycle import UNPUBLISHED, Checkpoint, State, writing_ranks
@@ -229,8 +229,27 @@ class Engine:
             return 0
         if any(isinstance(command, (CleanUp, Quarantine)) for command in self.pending):
             return 0
-        used = {c.id for c in self.ledger.in_state(State.FINALIZED, State.TRACKED)}
-        return remove_some(self._storage, limit, self.check_epoch, used)
+        return remove_some(self._storage, limit, self.check_epoch, self._is_misplaced)
+
+    def _is_misplaced(self, name: str) -> bool:
+        """True if a fenced manager's late rename took it to the trash, and nobody here gave it up.
+
+        Its attempt is in use here, or its manifest is another attempt's, which had the name by then.
+        The manifest is the first that is deleted, so it is read once.
+        """
+        of = parse_aside(name)
+        if of is None:
+            return False
+        held = self.ledger.checkpoints.get(of)
+        if held is not None and held.state in (State.FINALIZED, State.TRACKED):
+            return True
+        try:
+            manifest = read_manifest(self._storage, f"{TRASH}/{name}")
+        except NewerSchema:
+            return True
+        except DamagedRoot:
+            return False
+        return manifest is not None and manifest.of != of
 
     def _record(self, moved: Transition) -> TransitionRecord:
         checkpoint = moved.checkpoint

@@ -42,7 +42,7 @@ from typing import Literal
 from ckptfsm.errors import DamagedRoot
 from ckptfsm.findings import Evidence, TrackerEvidence, is_its_own, is_whole, why_not_whole
 from ckptfsm.intent import NO_INTENT, Intent
-from ckptfsm.layout import TRASH
+from ckptfsm.layout import QUARANTINE, TRASH
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import UNPUBLISHED, Checkpoint, State
 from ckptfsm.messages import (
@@ -239,7 +239,8 @@ def _withdrawn(checkpoint: Checkpoint, evidence: Evidence) -> Decision:
     found = there.found if there is not None else "not published"
     own = _is_there(checkpoint, evidence)
     reason: Literal["missing", "damaged"] = "damaged" if own else "missing"
-    lies = f", and lies in {TRASH}" if there is None and checkpoint.id in evidence.trashed else ""
+    trashed = there is None and checkpoint.id in evidence.trashed
+    lies = f"; look in {TRASH} and {QUARANTINE}" if trashed else ""
     gone = Withdrawn(checkpoint.id, reason, why_not_whole(there) + lies)
     return _decision(checkpoint, found, f"withdrawn({reason})", gone.detail, gone)
 
@@ -438,10 +439,11 @@ def _refuse_newcomer(intent: Intent, ledger: Ledger, evidence: Evidence) -> None
 
 
 def _is_anothers(step: int | None, intent: Intent, ledger: Ledger, evidence: Evidence) -> bool:
-    """True if what the tracker names may be in use, and a rollback had not left it there.
+    """True if what the tracker names above a rollback's target may be somebody's who saved since.
 
-    It had, before it withdrew any: that is the newest, unless that was saved anew, and what was
-    withdrawn and is not whole. Afterwards the tracker was at the target, and nobody else lifts it.
+    Once the rollback had lowered the tracker: whatever stands there. Before that the tracker named our
+    newest, so at that step only what has become a stock one; at any other whatever stands there, but
+    for what was withdrawn and is not whole.
     """
     there, latest = evidence.published.get(step) if step is not None else None, ledger.latest()
     if there is None or intent.lowered:
@@ -503,7 +505,8 @@ def _warnings(
         if d.result.startswith("withdrawn") and not _is_asked_for(d, intent)
     ]
     tracker = evidence.tracker
-    newest = max(survivors, default=None)
+    staying = (s for s in survivors if intent.target is None or s <= intent.target)
+    newest = max(staying, default=None)
     if tracker.found == "release" and newest is not None:
         warnings.append(
             f"the tracker says 'release'; the journal's latest is {newest}, and it is kept"
@@ -521,9 +524,10 @@ def _warnings(
         lagging = any(d.last == "finalized" and d.result == "tracked" for d in decisions)
         adopted = {a.of.step for d in decisions for a in d.actions if isinstance(a, Adopted)}
         if tracker.step in adopted or not (rolled or lagging or intent.unfinished):
+            advice = "" if intent.unfinished else ". To go back on purpose, use rollback()"
             warnings.append(
                 f"the tracker names step {tracker.step}, the journal's latest is {newest}; the "
-                "tracker is rewritten. To go back on purpose, use rollback()"
+                f"tracker is rewritten{advice}"
             )
     return tuple(warnings)
 
@@ -532,4 +536,4 @@ def _is_asked_for(withdrawn: Decision, intent: Intent) -> bool:
     """True if an unfinished rollback or fresh start takes it away, whatever became of it."""
     if not intent.unfinished:
         return False
-    return intent.target is None or not withdrawn.actions or _step(withdrawn) > intent.target
+    return intent.target is None or _step(withdrawn) > intent.target

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from ckptfsm.durable import TEMPORARY, list_names, lookup, walk_files
-from ckptfsm.layout import JOURNAL, LEASE, PINS, TAKING, TRACKER, TRASH, parse_aside
-from ckptfsm.messages import AttemptId
+from ckptfsm.layout import JOURNAL, LEASE, PINS, TAKING, TRACKER, TRASH
 from ckptfsm.ports import Storage
 
 _DEPTH = 64
@@ -22,12 +21,12 @@ def remove_some(
     storage: Storage,
     limit: int,
     check: Callable[[], None] | None = None,
-    keep: Collection[AttemptId] = (),
+    keep: Callable[[str], bool] | None = None,
 ) -> int:
     """Delete up to ``limit`` entries of the trash, deepest first. Returns how many were deleted.
 
-    What cannot be deleted is passed over; its error is raised once nothing else is left. ``keep``: the
-    attempts that nobody here gave to the trash, as they are in use: a fenced manager's late rename did.
+    What cannot be deleted is passed over; its error is raised once nothing else is left. ``keep`` says
+    of a name whether it is to be passed over.
 
     ``check`` is called between looking and deleting: what a successor moves to the trash after it took
     the root over was not there when a fenced manager looked.
@@ -40,9 +39,9 @@ def remove_some(
     for name in names:
         if removed >= limit:
             break
-        if parse_aside(name) in keep:
-            continue
         try:
+            if keep is not None and keep(name):
+                continue
             removed += _remove(storage, f"{TRASH}/{name}", limit - removed, _DEPTH)
         except OSError as error:  # it must not keep the others
             stuck = stuck or error

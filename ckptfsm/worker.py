@@ -88,10 +88,8 @@ class Worker:
             self._writer = None
         self._number = ticket.first_rank + self._ports.transport.rank
         with Stage(self._ports.staging, self._ports.transport, ticket.of.step) as stage:
-            if callable(parts):
-                parts = _made(parts) if stage.loaded else {}
-            shares = Shares.of(ticket.part, state, parts)
-            self._write(ticket, shares, stage)
+            # nothing here keeps what it is given: offload comes when it was let go of
+            self._write(ticket, Shares.of(ticket.part, state, _parts_of(parts, stage)), stage)
         if stage.problem:
             self._fail(ticket.of, stage.problem)
         return self.poll()
@@ -261,8 +259,12 @@ class Worker:
         return replace(restored, parts=by_key)
 
 
-def _made(parts: Callable[[], Parts]) -> Parts:
-    """What the function returns. What it raises is raised where the group hears of it."""
+def _parts_of(parts: Parts | Callable[[], Parts] | None, stage: Stage) -> Parts | None:
+    """What a function returns, if all is loaded. What it raises comes up where the group hears of it."""
+    if not callable(parts):
+        return parts
+    if not stage.loaded:
+        return {}
     try:
         return parts()
     except (KeyboardInterrupt, SystemExit):

@@ -55,7 +55,7 @@ from ckptfsm.stock import StockVerdict
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
-from ckptfsm.testing.harness import FakeJob
+from ckptfsm.testing.harness import FakeJob, check_root
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writer import launch_forked
 
@@ -536,23 +536,52 @@ def test_I1_the_demo_leaves_a_living_jobs_root_alone(tmp_path: Path, monkeypatch
 
 
 class TakenOver:
-    """A prune that stops between its check of the epoch and its rename, while a successor goes back."""
+    """A prune of ``step`` that stops between its check of the epoch and its rename, while a successor
+    goes back to 1, and saves ``anew``."""
 
-    def __init__(self, disk: SimDisk) -> None:
-        self.disk = disk
+    def __init__(self, disk: SimDisk, step: int, anew: int | None = None) -> None:
+        self.disk, self.step, self.anew = disk, step, anew
         self.successor: FakeJob | None = None
 
     def __call__(self, index: int, method: str, path: str) -> None:
-        if method == "rename" and path.startswith("iter_0000001 -> ") and self.successor is None:
+        pruning = path.startswith(f"iter_{self.step:07d} -> ")
+        if method == "rename" and pruning and self.successor is None:
             self.successor = start(self.disk, "second", takeover=True)
             self.successor.coordinator.rollback(1)
+            if self.anew is not None:
+                self.successor.save(self.anew)
+
+
+def test_I1_what_a_fenced_prune_takes_of_a_newer_attempt_is_not_deleted_by_its_successor():
+    """Catches: the newest checkpoint, emptied with the trash under an older attempt's name."""
+    disk = SimDisk()
+    job = saved(disk, 1, retention=LatestN(2))
+    job.coordinator.pin(1, "kept")
+    job.save(2)
+    job.save(3)
+    job.storage.before = taken = TakenOver(disk, 2, anew=2)
+    with suppress(CkptFsmError):
+        job.save(4)
+    disk.kill("first")
+    later = taken.successor
+    assert later is not None and tracked(later) == [1, 2]
+    for _ in range(3):
+        later.clock.sleep(10)
+        later.coordinator.tick()
+    disk.kill("second")
+    assert names(disk, TRASH) == ["2.e1.a2"]
+    assert tracked(start(disk, "third")) == [1]
+    person = SimStorage(disk, "person")
+    person.rename(f"{QUARANTINE}/2.e1.a2.1", "iter_0000002")
+    check_root(person, 1)  # it is whole
+    disk.kill("person")
 
 
 def test_I1_what_a_fenced_prune_takes_is_not_deleted_by_its_successor():
     """Catches: the only checkpoint, emptied with the trash by the job that holds it as tracked."""
     disk = SimDisk()
     job = saved(disk, 1, 2, retention=LatestN(2))
-    job.storage.before = taken = TakenOver(disk)
+    job.storage.before = taken = TakenOver(disk, 1)
     with suppress(CkptFsmError):
         job.save(3)
     disk.kill("first")
@@ -563,7 +592,7 @@ def test_I1_what_a_fenced_prune_takes_is_not_deleted_by_its_successor():
         later.coordinator.tick()
     assert names(disk, TRASH) == ["1.e1.a1"]
     disk.kill("second")
-    with pytest.raises(DamagedRoot, match="missing, and lies in .ckptfsm/trash"):
+    with pytest.raises(DamagedRoot, match="missing; look in .ckptfsm/trash"):
         start(disk, "third")
     person = SimStorage(disk, "person")
     person.rename(f"{TRASH}/1.e1.a1", "iter_0000001")

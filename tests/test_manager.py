@@ -715,6 +715,7 @@ def test_objects_that_do_not_reshard_are_left_out(run: Run):
         ("sizes", "truncate", 1),
         ("sizes", "missing", 1),
         ("sizes", "extra", 1),
+        ("sizes", "unlisted", 1),
         ("digests", "extra", 1),
         ("digests", "none", 2),
     ],
@@ -733,6 +734,8 @@ def test_F21_damage_is_found_before_restore(run: Run, verify: str, damage: str, 
         shard.write_bytes(content[:-1])
     elif damage == "missing":
         shard.unlink()
+    elif damage == "unlisted":
+        (run.root / "iter_0000002/.ckptfsm/manifest.json").unlink()
     elif damage == "extra":
         (run.root / "iter_0000002/__7_0.distcp").write_bytes(content)
     assert manager.restore(TEMPLATE).step == found

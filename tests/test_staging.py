@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -272,6 +274,43 @@ def test_parts_that_one_function_makes_are_made_when_all_are_loaded(tmp_path: Pa
         assert any("RuntimeError: out of memory" in detail for detail in failed)
     else:
         save.handle.wait()
+    job.controller.abandon()
+
+
+class Tensor(str):
+    """Something that a weak reference can watch."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass
+class Watched:
+    """A trainer that looks at its offload whether what it handed over is still held."""
+
+    made: list[weakref.ref[Tensor]] = field(default_factory=list)
+    held: list[bool] = field(default_factory=list)
+
+    def parts(self) -> dict[str, object]:
+        tensor = Tensor("on the device")
+        self.made.append(weakref.ref(tensor))
+        return {"inner": {"where": tensor}}
+
+    def offload(self) -> None:
+        self.held.append(self.made[-1]() is not None)
+
+
+def test_offload_comes_when_a_groups_parts_were_let_go_of(tmp_path: Path):
+    """Catches: memory of the accelerator that is not free when the hook returns it."""
+    job = GroupJob(tmp_path / "root", {"actor": 1})
+    (worker,), watched = job.groups["actor"].workers, Watched()
+    ports = worker._ports
+    staging = Staging(lambda: None, watched.offload)
+    worker._ports = fake_ports(
+        tmp_path / "root", driver=ports.driver, transport=ports.transport, staging=staging
+    )
+    save = job.begin(1)
+    job.controller.feed(worker.write(save.tickets["actor"], parts=watched.parts))
+    assert watched.held == [False]
     job.controller.abandon()
 
 

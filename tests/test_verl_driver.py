@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from groups import Group
 
-from ckptfsm.errors import ConfigError, PollMissingWarning, SaveFailed
+from ckptfsm.errors import ConfigError, PollMissingWarning, SaveFailed, SaveFailedWarning
 from ckptfsm.integrations.verl import install, trainer
 from ckptfsm.integrations.verl.workers import attach
 from ckptfsm.layout import TRACKER
@@ -197,6 +197,17 @@ def test_I10_a_role_whose_workers_are_gone_fails_the_save(start: Start, tmp_path
     assert (tracked(tmp_path / "root"), steps(tmp_path / "root")) == ("1", ["global_step_1"])
 
 
+def test_training_goes_on_after_a_failed_save_if_it_is_to(start: Start) -> None:
+    """Catches: ``on_failure="warn"``, which ends a training that saves synchronously all the same."""
+    began = start({"writer_timeout_s": 10.0, "on_failure": "warn"}, async_save=False)
+    began.critic_wg.broken = True
+    with pytest.warns(SaveFailedWarning, match="the workers of 'critic'"):
+        began.save()
+    began.critic_wg.broken = False
+    began.save()
+    assert began.checkpoints.controller.all_steps() == [2]
+
+
 def _own_save(trainer: Any) -> None:
     """Of a recipe's trainer: saves who knows what."""
 
@@ -256,3 +267,16 @@ def test_verls_callback_is_told_of_what_is_tracked(
     assert len(told) == 3 and tracked(tmp_path / "root") == "3"
     began.checkpoints.close()
     assert start().checkpoints.controller.latest_step() == 3, "the root was given back"
+
+
+def test_verls_callback_is_not_told_of_what_was_rolled_back(start: Start, tmp_path: Path) -> None:
+    """Catches: a registry that gets a directory which is gone."""
+    began = start(async_save=True)
+    began.checkpoint_callback = Callback(tmp_path / "root")
+    began.save()
+    began.checkpoints.poll(wait=True)
+    began.save()
+    began.checkpoints.controller.wait_until_finished()
+    began.checkpoints.controller.rollback(1)
+    began.checkpoints.poll()
+    assert [step for step, *_ in began.checkpoint_callback.told] == [1]

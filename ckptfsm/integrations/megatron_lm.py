@@ -329,8 +329,10 @@ class _Patches:
         stock = partial(self._stock_save, iteration, *arguments, **keywords)
         reports: list[Closure] = []
         collect = partial(self._collect, root, iteration, stock, reports)
-        state = collect() if self.checkpoints.staging is None else collect  # after it was loaded
-        self.checkpoints.save(iteration, state, directory=root, reports=reports)
+        eager = self.checkpoints.staging is None  # else it is made after it was loaded
+        self.checkpoints.save(
+            iteration, collect() if eager else collect, directory=root, reports=reports
+        )
         if not args.async_save:
             self.checkpoints.maybe_finalize_async_save(blocking=True)
 

@@ -263,8 +263,8 @@ VERL = (
     mutant(
         "parts-are-made-though-a-rank-did-not-load",
         "worker",
-        "                parts = _made(parts) if stage.loaded else {}\n",
-        "                parts = _made(parts)\n",
+        "    if not stage.loaded:\n        return {}\n",
+        "",
         breaks="I10",
         source="verl #4638 / #4667",
         killers=(

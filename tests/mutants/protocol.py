@@ -846,9 +846,9 @@ FENCES = (
     ),
     mutant(
         "the-trash-is-emptied-of-what-is-in-use",
-        "trash",
-        "        if parse_aside(name) in keep:\n            continue\n",
-        "",
+        "engine",
+        "        if held is not None and held.state in (State.FINALIZED, State.TRACKED):\n",
+        "        if False:\n",
         breaks="I1",
         source="fencing",
         killers=(
@@ -858,6 +858,21 @@ FENCES = (
             ),
         ),
         why="a fenced manager's late rename took it there, and its successor holds it as tracked",
+    ),
+    mutant(
+        "the-trash-is-emptied-by-names-alone",
+        "engine",
+        "        return manifest is not None and manifest.of != of\n",
+        "        return False\n",
+        breaks="I1",
+        source="fencing",
+        killers=(
+            (
+                "tests:test_found_by_attack.py::"
+                "test_I1_what_a_fenced_prune_takes_of_a_newer_attempt_is_not_deleted_by_its_successor"
+            ),
+        ),
+        why="a fenced manager's late rename took a newer attempt there",
     ),
     mutant(
         "the-older-attempt-of-a-step-goes-first",
@@ -1206,8 +1221,8 @@ FENCES = (
     mutant(
         "emptying-the-trash-is-not-fenced",
         "engine",
-        "        return remove_some(self._storage, limit, self.check_epoch, used)\n",
-        "        return remove_some(self._storage, limit, keep=used)\n",
+        "        return remove_some(self._storage, limit, self.check_epoch, self._is_misplaced)\n",
+        "        return remove_some(self._storage, limit, keep=self._is_misplaced)\n",
         (
             "coordinator",
             "        self._engine.check_epoch()\n        interval = ",

@@ -144,7 +144,7 @@ class Checkpoints:
             own = [name for name, value in parts.items() if not isinstance(value, GroupPart)]
             self.controller.feed(self._uploader.begin(begun.tickets, own))
         if not is_async(self._trainer.config):
-            begun.handle.wait()
+            self.controller.wait_until_finished()
         self._tell()
 
     def _write(self, role: str, ticket: Ticket) -> bool:
@@ -193,13 +193,13 @@ class Checkpoints:
         callback = getattr(trainer, "checkpoint_callback", None)
         while self._to_tell:
             step = self._to_tell.pop(0)
-            if callback is not None:
+            if callback is not None and step in self.controller.all_steps():
                 root = Path(trainer.config.trainer.default_local_dir)
                 callback.on_save(
                     trainer=trainer,
                     global_step=step,
                     checkpoint_dir=str(root / VERL.published_name(step)),
-                    async_save=False,  # nothing is in flight: the step is durable
+                    async_save=False,  # the step is durable
                 )
 
     # ------------------------------------------------------------------------------------- loading
