@@ -26,7 +26,8 @@ class Entry:
 MAINTAINERS = ("nightly", "release")
 WITH_SOAK = ("pr", "nightly", "release", "soak")
 
-# In the order they are started: the long ones first, so that the short ones fill the gaps.
+# In the order they are started: the long ones first, so that the short ones fill the gaps. Those that
+# wait for disks and processes take one CPU, beside those that compute.
 LAYERS: MappingProxyType[str, Entry] = MappingProxyType(
     {
         "simulation": Entry(
@@ -41,13 +42,13 @@ LAYERS: MappingProxyType[str, Entry] = MappingProxyType(
         "processes": Entry(
             "proof.processes",
             "SIGKILL and errors at every storage call, real processes, real disk",
-            cpus=2,
+            cpus=1,
             drives=True,
         ),
         "megatron_kills": Entry(
             "proof.megatron_kills",
             "real Megatron writers killed at random bytes",
-            cpus=2,
+            cpus=1,
             profiles=WITH_SOAK,
             drives=True,
             goes_on=True,
