@@ -328,7 +328,7 @@ def test_a_rollback_intent_survives_a_crash(records, expected):
 
 def test_I8_the_tracker_is_lifted_with_each_step_that_it_was_left_at():
     """Catches: a second target that is lost, and our own tracker taken for a newcomer's."""
-    steps = (10, 20, 30, 40, 50)
+    steps = (10, 20, 30, 35, 40, 50)
     records: list[d.Record] = [d.RollbackStarted(to_step=30)]
     for step, reason, lowered in (
         (50, "rollback", True),
@@ -336,6 +336,7 @@ def test_I8_the_tracker_is_lifted_with_each_step_that_it_was_left_at():
         (30, "damaged", False),
         (40, "rollback", True),
         (20, "missing", False),
+        (35, "damaged", False),  # nothing is left at the target or below
     ):
         records.append(move(S.TRACKED, "withdrawn", S.QUARANTINED, step=step, reason=reason))
         begun = opened(checkpoints=tuple(created(s, S.TRACKED) for s in steps))
