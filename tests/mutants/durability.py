@@ -384,8 +384,8 @@ MUTANTS = (
     mutant(
         "remote-copy-without-fsync",
         "integrations.verl.mirror",
-        "                os.fsync(written.fileno())\n",
-        "                written.fileno()\n",
+        "                    os.fsync(written.fileno())\n",
+        "                    written.fileno()\n",
         breaks="I2",
         source="fsync",
         killers=("tests:test_uploads.py::test_a_copy_is_fsynced_before_it_has_its_name",),

@@ -85,18 +85,17 @@ class DirectoryMirror:
     def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
         """Raises ``StorageError`` if the copy is not equal."""
         name, nonce = copy.name, uuid.uuid4().hex[:12]
-        PosixStorage(self.directory).close_root()  # is made, durably, if it is not there
-        partial = Path(self.directory, f".partial-{name}-{nonce}")
-        partial.mkdir()
-        Path(partial, copy.mark).touch()
-        for entry in files:
-            target = partial / entry.name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(Path(source, entry.name), target)
-            with target.open("rb") as written:
-                os.fsync(written.fileno())
-        storage = PosixStorage(self.directory, create=False)
+        storage = PosixStorage(self.directory)  # is made, durably, if it is not there
         try:
+            partial = Path(self.directory, f".partial-{name}-{nonce}")
+            partial.mkdir()
+            Path(partial, copy.mark).touch()
+            for entry in files:
+                target = partial / entry.name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(Path(source, entry.name), target)
+                with target.open("rb") as written:
+                    os.fsync(written.fileno())
             for entry in files:
                 path = f"{partial.name}/{entry.name}"
                 if (storage.stat(path).size, storage.digest(path)) != (entry.bytes, entry.digest):
