@@ -216,6 +216,11 @@ class TransitionRecord(Document):
     def of(self) -> AttemptId:
         return AttemptId(self.step, self.epoch, self.attempt)
 
+    @property
+    def acknowledges(self) -> bool:
+        """True if a save became tracked: not what was adopted, or came back."""
+        return self.dest is State.TRACKED and self.source is State.FINALIZED
+
 
 class RollbackStarted(Document):
     """The intent to make ``to_step`` the latest; None means to begin afresh."""

@@ -218,7 +218,7 @@ class Pump:
             self._on_failed(news)
         elif news.dest is State.QUARANTINED and handle is not None:
             self._on_withdrawn(news)
-        elif news.dest is State.TRACKED and news.source is State.FINALIZED:
+        elif news.acknowledges:
             self._on_tracked(news)
         self._call_hooks(news)
 

@@ -33,7 +33,6 @@ from ckptfsm.integrations.verl.mirror import NAME, Mirror, UploadWorker, When, m
 from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.integrations.verl.workers import Calls, RayCalls, RoleGroups
 from ckptfsm.layout import TRACKER, VERL, parse_tracker
-from ckptfsm.lifecycle import State
 from ckptfsm.messages import AttemptId, Event, Failed
 from ckptfsm.notices import warn_caller
 from ckptfsm.retention import KeepAll, LatestN, Policy
@@ -184,7 +183,7 @@ class Checkpoints:
 
     def _note(self, record: TransitionRecord) -> None:
         """A hook: a step became tracked."""
-        if record.dest is State.TRACKED and record.source is State.FINALIZED:
+        if record.acknowledges:
             self._to_tell.append(record.step)
 
     def _tell(self) -> None:

@@ -27,7 +27,6 @@ from ckptfsm.errors import (
 from ckptfsm.evidence import read_manifest
 from ckptfsm.integrations.verl.mirror import Copy, Mirror, Upload
 from ckptfsm.layout import VERL
-from ckptfsm.lifecycle import State
 from ckptfsm.notices import warn_caller
 from ckptfsm.ports import Outcome
 from ckptfsm.processes import Child
@@ -51,7 +50,7 @@ class Uploads:
 
     def hook(self, record: TransitionRecord) -> None:
         """A step became tracked."""
-        if record.dest is State.TRACKED and record.source is State.FINALIZED:
+        if record.acknowledges:
             self.noted.append(record.step)
 
     def begin(self, controller: Controller) -> None:
