@@ -86,6 +86,17 @@ class Here:
         if self.grouped and not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 
+    def join_with_queue(self) -> None:
+        """Also make the queue that megatron-core shares among its requests, in a forked process.
+
+        Megatron-core spawns that process, which imports torch anew when it is given its first result:
+        seconds on every rank. It is the same otherwise. It is forked before a rank has sockets.
+        """
+        if filesystem_async._results_queue is None and not dist.is_initialized():
+            manager = multiprocessing.get_context("fork").Manager()
+            filesystem_async._results_queue = manager.Queue()
+        self.join()
+
 
 def leave() -> None:
     """What an interpreter does at its end, before ``os._exit`` ends a forked one."""
@@ -703,6 +714,7 @@ def save_foreign(
         }
 
     errors = []
+    here.join_with_queue()
     with managed(here, root, **settings) as manager:
         for step in (1, 2, 3):
             bad = step == 2 and bool(gate or raising)
@@ -717,6 +729,7 @@ def save_foreign(
 def save_ready_made(here: Here, root: str, gate: str = "") -> Told:
     """The trainer fixed the path: requests made for ``<root>/iter_<step>``, written in place."""
     errors = []
+    here.join_with_queue()
     with managed(here, root) as manager:
         for step in (4, 5, 6):
             directory = f"{root}/iter_{step:07d}"

@@ -67,12 +67,16 @@ def save_three(
     worker: int | None = None,
     fault: str = "",
     blocking: bool = False,
+    spawned: bool = False,
     **settings: Any,
 ) -> Told:
     """Three requests in flight together; the second has a gate in the writer of rank 1, or a fault
     there: ``preload``, ``write``, ``payload``. ``finalizer`` (before megatron-core's own, which hold
-    collectives): one that raises, on both ranks."""
-    here.join()
+    collectives): one that raises, on both ranks. ``spawned``: megatron-core makes its shared queue."""
+    if spawned:
+        here.join()
+    else:
+        here.join_with_queue()
     queue = queue_of(**settings)
     ran: list[int] = []
     requests = []
@@ -135,7 +139,7 @@ def load_all(here: Here, place: str, steps: Sequence[Sequence[int]]) -> list[boo
 
 def save_where_one_rank_has_nothing(here: Here, place: str) -> Told:
     """Rank 1 holds replicas only: its ``async_fn`` is None."""
-    here.join()
+    here.join_with_queue()
     queue = queue_of()
     directory = make_directory(here, f"{place}/1")
     data = torch.full((8, 4), 5.0)
@@ -152,7 +156,7 @@ def save_where_one_rank_has_nothing(here: Here, place: str) -> Told:
 
 def finish_alone(here: Here, place: str) -> Told:
     """``no_dist``: rank 0 finalizes what is done there while rank 1 has not been asked at all."""
-    here.join()
+    here.join_with_queue()
     queue = queue_of()
     directory = make_directory(here, f"{place}/1")
     request = request_for(directory, state_of(1, here, ROWS))._replace(finalize_fns=[])
@@ -172,7 +176,7 @@ def finish_alone(here: Here, place: str) -> Told:
 
 def abort(here: Here, place: str, gate: str) -> Told:
     """A writer stands at a gate; ``close(abort=True)``, then the queue is used again."""
-    here.join()
+    here.join_with_queue()
     queue = queue_of()
     first = request_for(make_directory(here, f"{place}/1"), state_of(1, here, ROWS))
     queue.schedule_async_request(first._replace(async_fn=Gated(first.async_fn, gate)))
@@ -186,7 +190,7 @@ def abort(here: Here, place: str, gate: str) -> Told:
 
 def retry(here: Here, place: str, gate: str, polled: str) -> Told:
     """A call is written when the run fails; the next run's first call has a gate in its writers."""
-    here.join()
+    here.join_with_queue()
     queue = queue_of()
     ran: list[int] = []
     first = request_for(make_directory(here, f"{place}/1"), state_of(1, here, ROWS))
@@ -210,7 +214,7 @@ def retry(here: Here, place: str, gate: str, polled: str) -> Told:
 
 
 def schedule_and_stay(here: Here, place: str, gate: str, stay: str) -> None:
-    here.join()
+    here.join_with_queue()
     queue = queue_of()
     request = request_for(make_directory(here, f"{place}/1"), state_of(1, here, ROWS))
     queue.schedule_async_request(request._replace(async_fn=Gated(request.async_fn, gate)))
@@ -219,7 +223,7 @@ def schedule_and_stay(here: Here, place: str, gate: str, stay: str) -> None:
 
 def save_where_stock_stood(here: Here, place: str) -> Told:
     """A trainer that uses ``base.async_calls``, and a queue of its own."""
-    here.join()
+    here.join_with_queue()
     before = base.async_calls
     with install(queue_of()) as queue:
         inside = base.async_calls is queue
@@ -258,7 +262,7 @@ class Trainer:
 
 def save_begun(here: Here, root: str, given: bool, gate: str = "") -> Told:
     """Steps 4, 5 and 6 of two parts each, through a manager that the queue opens or is ``given``."""
-    here.join()
+    here.join_with_queue()
     if given:
         with managed(here, root) as manager:
             return save_begun_steps(here, root, AsyncCallsQueue(manager=manager), gate)
@@ -291,7 +295,7 @@ def save_begun_steps(here: Here, root: str, queue: AsyncCallsQueue, gate: str) -
 
 def misuse(here: Here, root: str) -> list[str]:
     """Calls that cannot work."""
-    here.join()
+    here.join_with_queue()
     queue = queue_of()
     make_directory(here, root)
     calls: list[Callable[[], Any]] = [
@@ -319,6 +323,7 @@ def misuse(here: Here, root: str) -> list[str]:
 def leave_a_payload(here: Here, root: str) -> Told:
     """The finalizers of step 1 end before they took their payload; step 2 is good."""
     errors = []
+    here.join_with_queue()
     with managed(here, root) as manager:
         for step, rows in ((1, 512), (2, ROWS)):
             part = ForeignRequest(build=partial(build_one, here, step, rows, bad=step == 1))

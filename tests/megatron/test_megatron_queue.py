@@ -54,7 +54,10 @@ def test_requests_in_flight_together_keep_their_results(
 ) -> None:
     """Catches: results that are swapped through the queue that all stock requests share (the small
     ones are written first): committed, and not loadable."""
-    for rank in cluster.run("queue_jobs.save_three", place=str(tmp_path), blocking=blocking):
+    ranks = cluster.run(
+        "queue_jobs.save_three", place=str(tmp_path), blocking=blocking, spawned=not blocking
+    )
+    for rank in ranks:
         assert rank["indices"] == [0, 1, 2]
         assert rank["seen"] == [0, 1, 2]
         assert rank["ran"] == [1, 2, 3]

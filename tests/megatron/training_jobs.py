@@ -97,7 +97,7 @@ def train(
     **args: Any,
 ) -> Told:
     """Load, train to ``train_iters`` and save on the way, with or without the drop-in."""
-    here.join()
+    here.join_with_queue()
     global_vars.set_args(**{"save": root, "load": root, **args})
     model = Model(here, gate, gated_at)
     outcome: Told = {"error": None, "start": None, "exit": False}
@@ -124,7 +124,7 @@ def saved_arguments(here: Here, root: str, iteration: int) -> bool:
 
 def train_on_while_saving(here: Here, root: str, gate: str, trained: str) -> Told:
     """Iteration 2 is saved; the writers of 4 stand at a gate while training goes on to 7."""
-    here.join()
+    here.join_with_queue()
     args = global_vars.set_args(save=root, load=root)
     model = Model(here, gate, gated_at=4)
     with cpu_devices(), owned(True):
@@ -142,7 +142,7 @@ def train_on_while_saving(here: Here, root: str, gate: str, trained: str) -> Tol
 
 def retain_while_saving(here: Here, root: str, gate: str, retained: str) -> None:
     """Only the last one is kept; retention has its turn while the writers of 4 stand at a gate."""
-    here.join()
+    here.join_with_queue()
     global_vars.set_args(save=root, load=root, save_retain_interval=100)
     model = Model(here, gate, gated_at=4)
     with cpu_devices(), owned(True) as training_:
@@ -159,7 +159,7 @@ def retain_while_saving(here: Here, root: str, gate: str, retained: str) -> None
 
 def save_synchronously(here: Here, root: str) -> Told:
     """What the tracker says when ``save_checkpoint`` returns."""
-    here.join()
+    here.join_with_queue()
     global_vars.set_args(save=root, async_save=False)
     model = Model(here)
     with owned(True):
@@ -171,7 +171,7 @@ def save_synchronously(here: Here, root: str) -> Told:
 
 def install_and_uninstall(here: Here, root: str) -> Told:
     """Which names the drop-in changes, and whether they come back. And what it refuses."""
-    here.join()
+    here.join_with_queue()
     args = global_vars.set_args(save=root)
     modules = (checkpointing, async_utils, training)
     before = [dict(vars(module)) for module in modules]
@@ -211,7 +211,7 @@ class Broken:
 
 def fail_and_terminate(here: Here, root: str) -> Told:
     """A save that fails while the trainer leaves; then somebody else opens the root."""
-    here.join()
+    here.join_with_queue()
     ckpts = MegatronLMCheckpoints(root, **TIMES)
     ckpts.save(2, {**state_of(2, here), "broken": Broken()})
     try:
@@ -230,7 +230,7 @@ def fail_and_terminate(here: Here, root: str) -> Told:
 
 def save_alone(here: Here, root: str) -> Told:
     """A trainer of one's own: states, a ready request, an iteration twice, after ``terminate``."""
-    here.join()
+    here.join_with_queue()
     ckpts = MegatronLMCheckpoints(root, save_retain_interval=4, **TIMES)
     steps = []
     for iteration in (2, 4):
