@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PROOF := PYTHONPATH=tests $(BIN)/python -m proof
 HOURS ?= 1
+# A thousand interpreters start in the gate; each would compile the library, and pytest its tests, anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint bench clean specs proof soak mutmut test-integrations
 

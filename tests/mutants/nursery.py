@@ -2,8 +2,8 @@
 
 ``python -m mutants.nursery`` reads questions from standard input, a line of JSON each (mutant, layer,
 profile, seconds), and answers each with one line: what ``mutants.child`` found, or how it ended.
-Importing Hypothesis, pydantic and pytest anew for every question would take longer than most layers
-need to see a mutant.
+Importing Hypothesis, pydantic, pytest and megatron-core anew for every question would take longer than
+most layers need to see a mutant.
 
 Rules: nothing of the library, nor of the layers, is imported here, so that every child imports the
 mutated text; a child is a session of its own, and nothing of it is left when its answer is given.
@@ -11,6 +11,7 @@ mutated text; a child is a session of its own, and nothing of it is left when it
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -24,7 +25,16 @@ from typing import Any
 
 from mutants import child
 
-_PRELOADED = ("greenlet", "hypothesis.stateful", "pydantic", "pytest", "transitions", "xxhash")
+_PRELOADED = (
+    "greenlet",
+    "hypothesis.stateful",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "pydantic",
+    "pytest",
+    "torch.distributed.checkpoint",
+    "transitions",
+    "xxhash",
+)
 _TESTS = Path(__file__).parents[1]
 _LOOK_S = 0.01
 _ANSWER_BYTES = 1 << 20
@@ -36,9 +46,10 @@ class Nursery:
     def __init__(self) -> None:
         planted = str(_TESTS / "mutants" / "planted")  # its sitecustomize reaches every interpreter
         paths = [planted, str(_TESTS), str(_TESTS.parent), os.environ.get("PYTHONPATH", "")]
+        path = os.pathsep.join(p for p in paths if p)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mutants.nursery"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},  # no threads of numpy's
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -72,12 +83,14 @@ def serve() -> None:
     """Answer questions until there are no more."""
     for module in _PRELOADED:
         importlib.import_module(module)
+    gc.freeze()  # what a child's collector need not look at, and so not copy
     for line in sys.stdin:
         print(json.dumps(answer_by_child(*json.loads(line))), flush=True)
 
 
 def answer_by_child(name: str, layer: str, profile: str, limit_s: float) -> dict[str, Any]:
     """Fork, let the child answer, and end whatever it leaves behind."""
+    assert len(os.listdir("/proc/self/task")) == 1, "a child would inherit a broken lock"
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
