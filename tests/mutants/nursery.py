@@ -19,21 +19,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from mutants import child
 
-_PRELOADED = (
-    "greenlet",
-    "hypothesis.stateful",
+_PRELOADED = ("greenlet", "hypothesis.stateful", "pydantic", "pytest", "transitions", "xxhash")
+_OF_THE_DROPINS = (  # seconds: when they are first asked
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
-    "pydantic",
-    "pytest",
     "torch.distributed.checkpoint",
-    "transitions",
-    "xxhash",
 )
 _TESTS = Path(__file__).parents[1]
 _LOOK_S = 0.01
@@ -81,11 +77,19 @@ class Nursery:
 
 def serve() -> None:
     """Answer questions until there are no more."""
-    for module in _PRELOADED:
-        importlib.import_module(module)
-    gc.freeze()  # what a child's collector need not look at, and so not copy
+    preload(_PRELOADED)
     for line in sys.stdin:
-        print(json.dumps(answer_by_child(*json.loads(line))), flush=True)
+        name, layer, profile, limit_s = json.loads(line)
+        if "test_dropins" in layer:
+            preload(_OF_THE_DROPINS)
+        print(json.dumps(answer_by_child(name, layer, profile, limit_s)), flush=True)
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Import them, and let no child's collector look at them, and so copy them."""
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()
 
 
 def answer_by_child(name: str, layer: str, profile: str, limit_s: float) -> dict[str, Any]:
