@@ -525,7 +525,7 @@ def test_I2_closures_do_not_run_through_a_second_request(training: Training) -> 
             return super().sharded_state_dict(iteration)
 
     with training.installed():
-        with pytest.raises(ConfigError, match="beside the checkpoint"):
+        with pytest.raises(SaveRefused, match="ConfigError: a request beside the checkpoint"):
             training.save(2, Distilled())
         training.save(2)
         training.finalize()

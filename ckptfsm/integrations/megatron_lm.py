@@ -329,10 +329,7 @@ class _Patches:
         stock = partial(self._stock_save, iteration, *arguments, **keywords)
         reports: list[Closure] = []
         collect = partial(self._collect, root, iteration, stock, reports)
-        eager = self.checkpoints.staging is None  # else it is made after it was loaded
-        self.checkpoints.save(
-            iteration, collect() if eager else collect, directory=root, reports=reports
-        )
+        self.checkpoints.save(iteration, collect, directory=root, reports=reports)
         if not args.async_save:
             self.checkpoints.maybe_finalize_async_save(blocking=True)
 
@@ -423,12 +420,12 @@ class InstalledTraining:
         checkpointing = import_module(f"{package}.checkpointing")
         async_utils = import_module(f"{package}.async_utils")
         import_module(f"{package}.training")
+        stock = checkpointing.dist_checkpointing
         self._patches = _Patches(checkpointing, settings)
         for module, names in ((checkpointing, _IN_CHECKPOINTING), (async_utils, _IN_ASYNC_UTILS)):
             for name in names:
                 if hasattr(module, name):
                     self._rebind(name, getattr(module, name), getattr(self._patches, name))
-        stock = checkpointing.dist_checkpointing
         self._set(checkpointing, "dist_checkpointing", _DistCheckpointing(stock, self._patches))
 
     @property

@@ -274,6 +274,14 @@ def test_a_synchronous_save_remembers_that_it_was_one(cluster: Cluster, root: Pa
     assert asked is False
 
 
+def test_what_stock_code_raises_on_one_rank_is_raised_on_all(cluster: Cluster, root: Path) -> None:
+    """Catches: ranks that wait for one that has left the save with an error of its own."""
+    for rank in cluster.run("training_jobs.fail_on_one_rank", root=str(root)):
+        assert rank["error"]["type"] == "SaveRefused"
+        assert "OSError: a fault of this test" in rank["error"]["text"]
+        assert rank["steps"] == [4]
+
+
 def test_terminate_after_a_failed_save_gives_the_root_back(cluster: Cluster, root: Path) -> None:
     """Catches: a root that stays locked by a trainer that has left it, as it thinks."""
     for rank in cluster.run("training_jobs.fail_and_terminate", root=str(root)):

@@ -202,6 +202,34 @@ def install_and_uninstall(here: Here, root: str) -> Told:
     return {"changed": sorted(changed), "refused": refused, "restored": before == after}
 
 
+def fail_on_one_rank(here: Here, root: str) -> Told:
+    """Stock's ``save_checkpoint`` raises on rank 1, behind its last collective; another works."""
+    here.join_with_queue()
+    global_vars.set_args(save=root)
+    stock = checkpointing.save_checkpoint
+    failing = [here.rank == 1]
+
+    def save_checkpoint(*arguments: Any, **keywords: Any) -> None:
+        stock(*arguments, **keywords)
+        if failing.pop():
+            raise OSError("a fault of this test")
+
+    checkpointing.save_checkpoint = save_checkpoint
+    try:
+        with install(PACKAGE, **TIMES) as installed, cpu_devices():
+            try:
+                checkpointing.save_checkpoint(2, Model(here), None, None, 0)
+                error = None
+            except CkptFsmError as problem:
+                error = told(problem)
+            failing.append(False)
+            checkpointing.save_checkpoint(4, Model(here), None, None, 0)
+            async_utils.maybe_finalize_async_save(blocking=True)
+            return {"error": error, "steps": installed.checkpoints.open(root).all_steps()}
+    finally:
+        checkpointing.save_checkpoint = stock
+
+
 class Broken:
     """Cannot be written."""
 
