@@ -31,7 +31,6 @@ from ckptfsm.handle import Restored, SaveHandle
 from ckptfsm.link import Answer
 from ckptfsm.owner import Owner, whole_step
 from ckptfsm.proposal import Accepted, Proposal, agree
-from ckptfsm.pump import HandleDone
 from ckptfsm.restoring import Restorer, warn_of_drops
 from ckptfsm.staging import Stage
 
@@ -71,9 +70,7 @@ class Manager(Owner):
         if refused is not None:
             raise refused
         if self.config.sync:
-            done = HandleDone(handle)
-            self._pump.drive(done, self.config.busy_timeout_s, f"the save of step {step}")
-            self._pump.raise_failures()
+            self.wait_for(handle)
         return handle
 
     def _begin(

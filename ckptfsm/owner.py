@@ -36,7 +36,7 @@ from ckptfsm.link import Answer, Link, typed
 from ckptfsm.notices import warn_caller
 from ckptfsm.ports import Draft, Ports, Storage
 from ckptfsm.proposal import Accepted
-from ckptfsm.pump import Hook, Pump
+from ckptfsm.pump import HandleDone, Hook, Pump
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -304,9 +304,24 @@ class Owner:
         self._pump.raise_failures()
 
     def wait_until_finished(self, timeout_s: float | None = None) -> None:
-        """Wait until nothing is in flight (collective). Raises failures and ``DeadlineExceeded``."""
+        """Wait until nothing is in flight (collective). Raises failures and ``DeadlineExceeded``.
+
+        ``ManagerClosed`` if it was left with a save in flight.
+        """
+        if not self._pump.view.quiet:
+            self._require_open()
         limit = timeout_s if timeout_s is not None else self.config.busy_timeout_s
         self._pump.drive(_nothing_unsettled, limit, "the saves in flight")
+        self._pump.raise_failures()
+
+    def wait_for(self, handle: SaveHandle) -> None:
+        """Wait until one save is tracked or has failed (collective). Raises what ``poll`` would.
+
+        ``SaveHandle.wait`` raises its failure under ``on_failure="warn"`` too. ``DeadlineExceeded``
+        after ``busy_timeout_s``.
+        """
+        limit = self.config.busy_timeout_s
+        self._pump.drive(HandleDone(handle), limit, f"the save of step {handle.step}")
         self._pump.raise_failures()
 
     def _require_open(self) -> None:

@@ -280,3 +280,19 @@ def test_verls_callback_is_not_told_of_what_was_rolled_back(start: Start, tmp_pa
     began.checkpoints.controller.rollback(1)
     began.checkpoints.poll()
     assert [step for step, *_ in began.checkpoint_callback.told] == [1]
+
+
+def test_verls_callback_is_told_once_of_a_step_that_was_saved_anew(
+    start: Start, tmp_path: Path
+) -> None:
+    """Catches: two entries of a registry for one directory."""
+    began = start(async_save=True)
+    began.checkpoint_callback = Callback(tmp_path / "root")
+    began.save()
+    began.save()
+    began.checkpoints.controller.wait_until_finished()
+    began.checkpoints.controller.rollback(1)
+    began.global_steps = 1
+    began.config.actor_rollout_ref.actor["checkpoint"]["async_save"] = False
+    began.save()
+    assert [step for step, *_ in began.checkpoint_callback.told] == [1, 2]

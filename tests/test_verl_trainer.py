@@ -16,7 +16,7 @@ from groups import SETTINGS
 from ckptfsm.config import make_config
 from ckptfsm.controller import Controller
 from ckptfsm.documents import FileEntry
-from ckptfsm.errors import ConfigError, DeadlineExceeded, SaveFailed
+from ckptfsm.errors import ConfigError, DeadlineExceeded, ManagerClosed, SaveFailed
 from ckptfsm.integrations.verl import trainer as trainer_module
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror
 from ckptfsm.integrations.verl.trainer import Checkpoints, Options
@@ -194,6 +194,22 @@ def test_leaving_ends_an_upload_before_the_tracker(run, tmp_path):
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert run.uploaded() == [] and is_free(run.root)
+
+
+def test_closing_what_was_left_with_a_save_in_flight_waits_for_nothing(run):
+    """Catches: a launcher's ``finally``, whose close hides the error that the loop ended with."""
+    checkpoints = run.start()
+    checkpoints.groups.groups["actor"].save_checkpoint = nothing
+    save(checkpoints, 1)
+    checkpoints.abandon()
+    checkpoints.close()
+    with pytest.raises(ManagerClosed):
+        checkpoints.controller.wait_until_finished()
+    assert is_free(run.root)
+
+
+def nothing(*ignored: Any, **also: Any) -> None:
+    """Workers that do not begin."""
 
 
 def test_closing_closes_the_uploader(run):

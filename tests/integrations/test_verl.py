@@ -321,6 +321,7 @@ def test_who_loads_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_module, "has_accelerator", lambda: True)
     manager = MegatronCheckpointManager.__new__(MegatronCheckpointManager)
     manager.optimizer, manager.checkpoint_config = object(), SimpleNamespace(async_save=True)
+    manager.checkpoint_save_contents = ["model", "optimizer"]
     engine = of_verl(MegatronEngine, manager)
     staging_of = manager_module.staging_of
     assert staging_of(engine, manager) is not None
@@ -339,7 +340,9 @@ def test_who_loads_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert staging_of(engine, manager) is None
     engine._is_offload_optimizer, manager.optimizer = True, None
     assert staging_of(engine, manager) is None, "it only ever computes forward"
-    manager.optimizer = object()
+    manager.optimizer, manager.checkpoint_save_contents = object(), ["model"]
+    assert staging_of(engine, manager) is None, "it is not saved"
+    manager.checkpoint_save_contents = ["optimizer"]
     monkeypatch.setattr(manager_module, "has_accelerator", lambda: False)
     assert staging_of(engine, manager) is None
 

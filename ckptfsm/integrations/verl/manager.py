@@ -162,14 +162,15 @@ def _written_already(directory: str) -> None:
 def staging_of(holder: Any, manager: Any) -> Staging | None:
     """verl's loading and offloading of the optimizer of ``holder``, a worker or an engine of verl's.
 
-    None if it is not offloaded, there is nowhere to load it to, the manager writes its files while it is
-    called (FSDP), or the holder's own ``save_checkpoint`` loads it (0.7's actor, with ``async_save``).
+    None if it is not offloaded or not saved, there is nowhere to load it to, the manager writes its
+    files while it is called (FSDP), or the holder's own ``save_checkpoint`` loads it (0.7's actor, with
+    ``async_save``).
     """
     if not getattr(holder, "_is_offload_optimizer", False) or not has_accelerator():
         return None
     if _module_of(manager) is None or _loads_itself(type(holder), manager):
         return None
-    if manager.optimizer is None:
+    if manager.optimizer is None or not manager.should_save_optimizer:
         return None
     memory: Any = import_module("verl.utils.megatron_utils")
     return Staging(
@@ -204,8 +205,8 @@ def attach(worker: Any, role: str, root: str, settings: Mapping[str, Any]) -> No
     if isinstance(manager, VerlCheckpointManager):
         manager = manager.close()
         setattr(holder, attribute, manager)  # ours is closed, whatever comes of the next one
-    worker = GroupWorker(root, settings, staging=staging_of(holder, manager))
-    setattr(holder, attribute, VerlCheckpointManager(manager, worker))
+    ours = GroupWorker(root, settings, staging=staging_of(holder, manager))
+    setattr(holder, attribute, VerlCheckpointManager(manager, ours))
 
 
 def poll(worker: Any, role: str, doomed: Sequence[AttemptId]) -> list[Event]:

@@ -68,6 +68,7 @@ class Checkpoints:
         self._uploads: Uploads | None = None
         self._uploader: UploadWorker | None = None
         self._said = False
+        self._ended = False
         self._to_tell: list[int] = []  # tracked steps that verl's callback was not told of yet
 
     @property
@@ -143,7 +144,7 @@ class Checkpoints:
             own = [name for name, value in parts.items() if not isinstance(value, GroupPart)]
             self.controller.feed(self._uploader.begin(begun.tickets, own))
         if not is_async(self._trainer.config):
-            self.controller.wait_until_finished()
+            self.controller.wait_for(begun.handle)
         self._tell()
 
     def _write(self, role: str, ticket: Ticket) -> bool:
@@ -183,7 +184,7 @@ class Checkpoints:
 
     def _note(self, record: TransitionRecord) -> None:
         """A hook: a step became tracked."""
-        if record.acknowledges:
+        if record.acknowledges and record.step not in self._to_tell:
             self._to_tell.append(record.step)
 
     def _tell(self) -> None:
@@ -246,7 +247,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for what is in flight, and give the root back: also after an error, which is raised."""
-        if self._controller is None:
+        if self._controller is None or self._ended:
             return
         try:
             self._controller.wait_until_finished(self._controller.config.close_timeout_s)
@@ -262,7 +263,8 @@ class Checkpoints:
 
     def abandon(self) -> None:
         """Give the root back at once, and end what uploads; the next start decides about the rest."""
-        uploads, self._uploads = self._uploads, None  # a later close has nothing to wait for
+        self._ended = True  # a later close has nothing to wait for
+        uploads, self._uploads = self._uploads, None
         with contextlib.ExitStack() as ending:  # the last one first, each whatever the others raise
             if self._controller is not None:
                 ending.callback(self._controller.abandon)

@@ -59,8 +59,10 @@ class Uploads:
         if latest is None:
             return
         storage, name = PosixStorage(self.root, create=False), VERL.published_name(latest)
-        manifest = read_manifest(storage, name)
-        storage.close_root()
+        try:
+            manifest = read_manifest(storage, name)
+        finally:
+            storage.close_root()
         if manifest is None or not self.mirror.has(Copy(name, manifest.of)):
             self.noted.append(latest)
 
