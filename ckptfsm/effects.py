@@ -53,6 +53,7 @@ from ckptfsm.layout import (
     Layout,
     join,
     left_out_dir,
+    parse_aside,
     parse_pin,
     parse_reader,
     pin_name,
@@ -61,7 +62,7 @@ from ckptfsm.layout import (
     trash_dir,
 )
 from ckptfsm.lifecycle import Checkpoint
-from ckptfsm.messages import PartSpec
+from ckptfsm.messages import AttemptId, PartSpec
 from ckptfsm.ports import FileStat, Storage
 from ckptfsm.trash import sweep_attempt
 
@@ -388,6 +389,15 @@ class Effects:
         loadable = there is not None and there.found == "stock"
         name = self.layout.published_name(checkpoint.step)
         return bool(left) or loadable or not is_begun(self.storage, name)
+
+    def left_in_trash(self, of: AttemptId) -> frozenset[str]:
+        """The names in the trash of the directories of an attempt."""
+        return frozenset(n for n in list_names(self.storage, TRASH) if parse_aside(n) == of)
+
+    def keep_for_a_person(self, of: AttemptId, path: str) -> None:
+        """Move to quarantine what lies in the trash and nobody gave up."""
+        self.check_epoch()
+        self._move_aside(path, quarantine_dir(of))
 
     def _is_reached(self, checkpoint: Checkpoint) -> bool:
         """True if the tracker names this step or a newer one: then another trainer went on from here."""

@@ -30,7 +30,7 @@ from ckptfsm.documents import (
     TransitionRecord,
     checkpoint_record,
 )
-from ckptfsm.durable import lookup, put, storage_error
+from ckptfsm.durable import list_names, lookup, put, storage_error
 from ckptfsm.effects import Effects
 from ckptfsm.errors import (
     CkptFsmError,
@@ -45,12 +45,12 @@ from ckptfsm.errors import (
     describe,
     printable,
 )
-from ckptfsm.evidence import read_manifest, read_tracker
+from ckptfsm.evidence import is_left_over, read_tracker
 from ckptfsm.journal import History, JournalWriter
 from ckptfsm.layout import JOURNAL, QUARANTINE, TRASH, Layout, parse_aside, segment_name
 from ckptfsm.lease import RootLease
 from ckptfsm.ledger import Ledger, Rejected, Transition
-from ckptfsm.lifecycle import UNPUBLISHED, Checkpoint, State, writing_ranks
+from ckptfsm.lifecycle import FORGOTTEN, UNPUBLISHED, Checkpoint, State, writing_ranks
 from ckptfsm.messages import (
     AttemptId,
     Cleaned,
@@ -135,6 +135,7 @@ class Engine:
         self._finalizers: dict[AttemptId, set[int]] = {}
         self._finalized_by_rank: set[AttemptId] = set()
         self._published: set[AttemptId] = set()  # on disk; the journal may not know it yet
+        self._given_up: set[str] = set()  # the directories of attempts in the trash to be deleted
         self._set_aside: dict[AttemptId, frozenset[str]] = {}  # what lay there at the first try
 
     @property
@@ -208,7 +209,11 @@ class Engine:
         self.commit(*self.ledger.post(event))
 
     def commit(self, ledger: Ledger, moved: Transition, command: Command | None) -> None:
-        """Journal a move, make it so, then run its command. Moves within a state are not journaled."""
+        """Journal a move, make it so, then run its command. Moves within a state are not journaled.
+
+        Once the journal says that an attempt is given up, what it left in the trash may be deleted.
+        """
+        left = self.effects.left_in_trash(moved.of) if moved.dest in FORGOTTEN else ()
         if moved.source is not moved.dest:
             record = self._record(moved)
             self.append(record, essential=moved.dest is State.FAILED)
@@ -216,6 +221,7 @@ class Engine:
             self.news.append(record)
             log.info("transition", extra={"record": record})
         self.ledger = ledger
+        self._given_up.update(left)
         if command is not None:
             self.run(command)
 
@@ -229,27 +235,32 @@ class Engine:
             return 0
         if any(isinstance(command, (CleanUp, Quarantine)) for command in self.pending):
             return 0
-        return remove_some(self._storage, limit, self.check_epoch, self._is_misplaced)
+        return remove_some(self._storage, limit, self._given_up, self.check_epoch)
 
-    def _is_misplaced(self, name: str) -> bool:
-        """True if a fenced manager's late rename took it to the trash, and nobody here gave it up.
+    def sort_trash(self, given_up: Collection[AttemptId]) -> None:
+        """At an opening: what lies in the trash is deleted, or kept in quarantine (I1).
 
-        Its attempt is in use here, or its manifest is another attempt's, which had the name by then.
-        The manifest is the first that is deleted, so it is read once.
+        A fenced manager's late rename takes there whatever has the name by then. So only what this
+        manager moves there itself is deleted, and what it finds there that was an attempt's that the
+        journal shows as ``given_up``, or cannot be loaded. What the ledger knows is decided elsewhere.
         """
-        of = parse_aside(name)
-        if of is None:
-            return False
-        held = self.ledger.checkpoints.get(of)
-        if held is not None and held.state in (State.FINALIZED, State.TRACKED):
-            return True
-        try:
-            manifest = read_manifest(self._storage, f"{TRASH}/{name}")
-        except NewerSchema:
-            return True
-        except DamagedRoot:
-            return False
-        return manifest is not None and manifest.of != of
+        for name in list_names(self._storage, TRASH):
+            of = parse_aside(name)
+            if of is None or of in self.ledger.checkpoints or name in self._given_up:
+                continue
+            try:
+                self._sort(of, f"{TRASH}/{name}", of in given_up)
+            except (Fenced, OutcomeUnknown):
+                raise
+            except (NewerSchema, OSError) as error:  # it stays there
+                log.warning("trash_not_sorted", extra={"file": name, "error": describe(error)})
+
+    def _sort(self, of: AttemptId, path: str, given_up: bool) -> None:
+        if is_left_over(self._storage, self.effects.layout, of, path, given_up=given_up):
+            self._given_up.add(path.rpartition("/")[2])
+            return
+        self.effects.keep_for_a_person(of, path)
+        log.warning("taken_out_of_the_trash", extra={"step": of.step, "file": path})
 
     def _record(self, moved: Transition) -> TransitionRecord:
         checkpoint = moved.checkpoint

@@ -16,6 +16,7 @@ from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema, describe
 from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence, is_whole
 from ckptfsm.layout import (
     MANIFEST,
+    PRIVATE,
     QUARANTINE,
     STAGING,
     TRACKER,
@@ -172,6 +173,22 @@ def _may_come_back(storage: Storage, layout: Layout, checkpoint: Checkpoint, pat
         log.warning("trash_not_read", extra={"file": path, "error": describe(error)})
         return True
     return is_whole(checkpoint, there)
+
+
+def is_left_over(
+    storage: Storage, layout: Layout, of: AttemptId, path: str, *, given_up: bool
+) -> bool:
+    """True if what lies at ``path`` in the trash is what is left of ``of``, and no other checkpoint.
+
+    ``given_up``: the journal says that it was pruned or failed. What was written here has ``.ckptfsm``
+    inside, and loses its manifest first. What cannot be loaded at all is taken for a left over too.
+    """
+    there = _inspect(storage, layout, of.step, path, False)
+    if there.found == "manifest":
+        return given_up and there.of == of
+    if there.found == "stock":
+        return lookup(storage, f"{path}/{PRIVATE}") is not None
+    return there.found != "damaged"
 
 
 def is_bare(storage: Storage, directory: str) -> bool:

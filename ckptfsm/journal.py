@@ -120,6 +120,7 @@ class History:
 
     ``layout`` is the name of the one it was written in, "" where there is no journal. ``lost`` are the
     attempts that were withdrawn as damaged or missing, if nothing is tracked and nobody began afresh.
+    ``known`` are all that the newest segment names.
     """
 
     ledger: Ledger
@@ -130,6 +131,11 @@ class History:
     known: frozenset[AttemptId] = frozenset()
     layout: str = ""
     lost: frozenset[AttemptId] = frozenset()
+
+    @property
+    def given_up(self) -> frozenset[AttemptId]:
+        """What was pruned, or cleaned up after it had failed, in the newest segment."""
+        return self.known - self.ledger.checkpoints.keys()
 
 
 def _segment_epochs(storage: Storage) -> list[int]:

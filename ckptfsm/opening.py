@@ -65,6 +65,7 @@ class Opening:
             self._finish_rollback(history.intent, afresh)
         if not afresh:
             self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))
+        self.engine.sort_trash(history.given_up)
         self._refuse_half_open(decided.reasons)
         self.engine.keep_all = False
 

@@ -11,22 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from ckptfsm.durable import TEMPORARY, list_names, lookup, walk_files
-from ckptfsm.layout import JOURNAL, LEASE, PINS, TAKING, TRACKER, TRASH
+from ckptfsm.layout import JOURNAL, LEASE, PINS, TAKING, TRACKER, TRASH, parse_aside
 from ckptfsm.ports import Storage
 
 _DEPTH = 64
 
 
 def remove_some(
-    storage: Storage,
-    limit: int,
-    check: Callable[[], None] | None = None,
-    keep: Callable[[str], bool] | None = None,
+    storage: Storage, limit: int, given_up: set[str], check: Callable[[], None] | None = None
 ) -> int:
     """Delete up to ``limit`` entries of the trash, deepest first. Returns how many were deleted.
 
-    What cannot be deleted is passed over; its error is raised once nothing else is left. ``keep`` says
-    of a name whether it is to be passed over.
+    Of what has an attempt's name only ``given_up`` is deleted, and taken out of that set once it is
+    gone: what comes to the trash under the same name later is something else. What cannot be deleted is
+    passed over; its error is raised once nothing else is left.
 
     ``check`` is called between looking and deleting: what a successor moves to the trash after it took
     the root over was not there when a fenced manager looked.
@@ -34,15 +32,19 @@ def remove_some(
     removed = 0
     stuck: OSError | None = None
     names = list_names(storage, TRASH)
+    given_up.intersection_update(names)
     if check is not None:
         check()
     for name in names:
         if removed >= limit:
             break
+        if name not in given_up and parse_aside(name) is not None:
+            continue
+        path = f"{TRASH}/{name}"
         try:
-            if keep is not None and keep(name):
-                continue
-            removed += _remove(storage, f"{TRASH}/{name}", limit - removed, _DEPTH)
+            removed += _remove(storage, path, limit - removed, _DEPTH)
+            if lookup(storage, path) is None:
+                given_up.discard(name)
         except OSError as error:  # it must not keep the others
             stuck = stuck or error
     if stuck is not None and not removed:

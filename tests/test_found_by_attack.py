@@ -13,14 +13,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
+from strangers import stock_saves
 from test_attacks import FOREIGN, LATER, ONE, TWO, fails, judge, names, states
-from test_coordinator import content, replace, saved, start, tracked
+from test_coordinator import content, replace, saved, start, stop, tracked
 from test_found_by_proof import FOUR, fails_after, is_root, makes, moves
+from test_found_by_review import start_with, ticks
 from test_manager import QUICK, TEMPLATE, weights
 
 from ckptfsm import durable
@@ -535,39 +538,53 @@ def test_I1_the_demo_leaves_a_living_jobs_root_alone(tmp_path: Path, monkeypatch
     assert _fresh_root(options) == root and not root.exists()
 
 
+Then = Callable[[SimDisk, FakeJob], FakeJob | None]
+
+
 class TakenOver:
     """A prune of ``step`` that stops between its check of the epoch and its rename, while a successor
-    goes back to 1, and saves ``anew``."""
+    goes back to 1, and ``then`` something happens."""
 
-    def __init__(self, disk: SimDisk, step: int, anew: int | None = None) -> None:
-        self.disk, self.step, self.anew = disk, step, anew
+    def __init__(self, disk: SimDisk, step: int, then: Then | None = None) -> None:
+        self.disk, self.step, self.then = disk, step, then
         self.successor: FakeJob | None = None
+        self.stopped = False
 
     def __call__(self, index: int, method: str, path: str) -> None:
         pruning = path.startswith(f"iter_{self.step:07d} -> ")
-        if method == "rename" and pruning and self.successor is None:
+        if method == "rename" and pruning and not self.stopped:
+            self.stopped = True
             self.successor = start(self.disk, "second", takeover=True)
             self.successor.coordinator.rollback(1)
-            if self.anew is not None:
-                self.successor.save(self.anew)
+            if self.then is not None:
+                self.successor = self.then(self.disk, self.successor)
 
 
-def test_I1_what_a_fenced_prune_takes_of_a_newer_attempt_is_not_deleted_by_its_successor():
-    """Catches: the newest checkpoint, emptied with the trash under an older attempt's name."""
+def saves_two(disk: SimDisk, successor: FakeJob) -> FakeJob:
+    successor.save(2)
+    return successor
+
+
+def pruned_by_a_fenced_one(then: Then | None) -> TakenOver:
+    """1, 2, 3 and 4 are saved; 2 is to be pruned, and what stands at its name by then is."""
     disk = SimDisk()
     job = saved(disk, 1, retention=LatestN(2))
     job.coordinator.pin(1, "kept")
     job.save(2)
     job.save(3)
-    job.storage.before = taken = TakenOver(disk, 2, anew=2)
+    job.storage.before = taken = TakenOver(disk, 2, then)
     with suppress(CkptFsmError):
         job.save(4)
     disk.kill("first")
-    later = taken.successor
+    return taken
+
+
+def test_I1_what_a_fenced_prune_takes_of_a_newer_attempt_is_not_deleted_by_its_successor():
+    """Catches: the newest checkpoint, emptied with the trash under an older attempt's name."""
+    taken = pruned_by_a_fenced_one(saves_two)
+    disk, later = taken.disk, taken.successor
     assert later is not None and tracked(later) == [1, 2]
-    for _ in range(3):
-        later.clock.sleep(10)
-        later.coordinator.tick()
+    ticks(later)
     disk.kill("second")
     assert names(disk, TRASH) == ["2.e1.a2"]
     assert tracked(start(disk, "third")) == [1]
@@ -575,6 +592,108 @@ def test_I1_what_a_fenced_prune_takes_of_a_newer_attempt_is_not_deleted_by_its_s
     person.rename(f"{QUARANTINE}/2.e1.a2.1", "iter_0000002")
     check_root(person, 1)  # it is whole
     disk.kill("person")
+
+
+def ends_before_stock_saves_two(disk: SimDisk, successor: FakeJob) -> FakeJob | None:
+    """The journal's newest segment does not name 2.e1.a2 any more: it lies in quarantine."""
+    stop(disk, successor, "second")
+    stop(disk, start(disk, "between", takeover=True), "between")
+    stock_saves(disk, 2, synced=True)
+    return None
+
+
+def ends_before_another_saves_two(disk: SimDisk, successor: FakeJob) -> FakeJob | None:
+    stop(disk, successor, "second")
+    stop(disk, start(disk, "between", takeover=True), "between")
+    stop(disk, saved(disk, 2, name="another", takeover=True), "another")
+    return None
+
+
+def adopts_what_stock_saved(disk: SimDisk, successor: FakeJob) -> FakeJob | None:
+    stop(disk, successor, "second")
+    stock_saves(disk, 2, synced=True)
+    return start(disk, "later", takeover=True)
+
+
+@pytest.mark.parametrize(
+    "then",
+    [ends_before_stock_saves_two, ends_before_another_saves_two, adopts_what_stock_saved],
+)
+def test_I1_what_a_fenced_prune_takes_of_whoever_came_since_is_kept(then: Then):
+    """Catches: the newest checkpoint, tracked or not known yet, emptied with the trash under the name
+    of an attempt that nobody knows of any more."""
+    taken = pruned_by_a_fenced_one(then)
+    disk, later = taken.disk, taken.successor or start(taken.disk, "later")
+    ticks(later)
+    disk.kill("later")
+    ticks(start(disk, "last"))
+    assert "__0_0.distcp" in names(disk, f"{QUARANTINE}/2.e1.a2.1") and names(disk, TRASH) == []
+
+
+class LandsBetween(FaultStorage):
+    """``land`` is called while a rollback looks for 2 in quarantine, and has looked in the trash."""
+
+    def __init__(self, disk: SimDisk, land: Callable[[], None]) -> None:
+        super().__init__(SimStorage(disk, "second"))
+        self.land, self.last, self.landed = land, "", False
+
+    def listdir(self, path: str) -> list[str]:
+        found = super().listdir(path)
+        looking = path == QUARANTINE and self.last == TRASH and "3.e1.a3" in found
+        if looking and not self.landed:
+            self.landed = True
+            self.land()
+        self.last = path
+        return found
+
+
+def test_I1_what_comes_to_the_trash_behind_a_rollbacks_back_is_kept():
+    """Catches: what a rollback promised to keep, deleted, as a fenced prune took it meanwhile."""
+    disk = SimDisk()
+    job = saved(disk, 1, retention=LatestN(2))
+    job.coordinator.pin(1, "kept")
+    job.save(2)
+    job.save(3)
+    job.storage.before = crash_at_rename_of(2)
+    with suppress(ProcessDead):
+        job.save(4)
+    disk.kill("first")
+    late = partial(SimStorage(disk, "late").rename, "iter_0000002", f"{TRASH}/2.e1.a2")
+    storage = LandsBetween(disk, late)
+    later = start_with(storage, "second", takeover=True)
+    later.coordinator.rollback(1)
+    assert storage.landed and names(disk, TRASH) == ["2.e1.a2"]
+    ticks(later)
+    disk.kill("second")
+    disk.kill("late")
+    start(disk, "third")
+    assert "2.e1.a2" in names(disk, QUARANTINE) and names(disk, TRASH) == []
+
+
+def crash_at_rename_of(step: int) -> Callable[[int, str, str], None]:
+    return partial(_die_at_rename, f"iter_{step:07d} -> ")
+
+
+def _die_at_rename(source: str, index: int, method: str, path: str) -> None:
+    if method == "rename" and path.startswith(source):
+        raise ProcessDead("paused")
+
+
+@pytest.mark.parametrize("starts", [1, 2])
+def test_what_was_pruned_before_a_crash_is_deleted_after_it(starts: int):
+    """Catches: space that never comes back. What two crashes left in the trash, whole, is kept: no
+    journal that is read says any more that it was pruned."""
+    disk = SimDisk()
+    saved(disk, 1, 2, retention=LatestN(1))
+    assert names(disk, TRASH) == ["1.e1.a1"]
+    disk.kill("first")
+    for index in range(starts):
+        job = start(disk, f"later{index}")
+        if index + 1 < starts:
+            disk.kill(f"later{index}")
+    ticks(job)
+    assert names(disk, TRASH) == []
+    assert names(disk, QUARANTINE) == (["1.e1.a1"] if starts == 2 else [])
 
 
 def test_I1_what_a_fenced_prune_takes_is_not_deleted_by_its_successor():
@@ -587,9 +706,7 @@ def test_I1_what_a_fenced_prune_takes_is_not_deleted_by_its_successor():
     disk.kill("first")
     later = taken.successor
     assert later is not None and tracked(later) == [1]
-    for _ in range(3):
-        later.clock.sleep(10)
-        later.coordinator.tick()
+    ticks(later)
     assert names(disk, TRASH) == ["1.e1.a1"]
     disk.kill("second")
     with pytest.raises(DamagedRoot, match="missing; look in .ckptfsm/trash"):

@@ -15,10 +15,12 @@ ORDER = (
             self.news.append(record)
             log.info("transition", extra={"record": record})
         self.ledger = ledger
+        self._given_up.update(left)
         if command is not None:
             self.run(command)
 """,
         """        self.ledger = ledger
+        self._given_up.update(left)
         if command is not None:
             self.run(command)
         if moved.source is not moved.dest:
@@ -846,8 +848,8 @@ FENCES = (
     ),
     mutant(
         "the-trash-is-emptied-of-what-is-in-use",
-        "engine",
-        "        if held is not None and held.state in (State.FINALIZED, State.TRACKED):\n",
+        "trash",
+        "        if name not in given_up and parse_aside(name) is not None:\n",
         "        if False:\n",
         breaks="I1",
         source="fencing",
@@ -860,16 +862,42 @@ FENCES = (
         why="a fenced manager's late rename took it there, and its successor holds it as tracked",
     ),
     mutant(
-        "the-trash-is-emptied-by-names-alone",
-        "engine",
-        "        return manifest is not None and manifest.of != of\n",
-        "        return False\n",
+        "a-stock-one-in-the-trash-is-a-left-over",
+        "evidence",
+        '        return lookup(storage, f"{path}/{PRIVATE}") is not None\n',
+        "        return True\n",
         breaks="I1",
         source="fencing",
         killers=(
             (
                 "tests:test_found_by_attack.py::"
-                "test_I1_what_a_fenced_prune_takes_of_a_newer_attempt_is_not_deleted_by_its_successor"
+                "test_I1_what_a_fenced_prune_takes_of_whoever_came_since_is_kept"
+            ),
+        ),
+        why="a fenced manager's late rename took a stock trainer's there",
+    ),
+    mutant(
+        "a-name-in-the-trash-is-given-up-for-good",
+        "trash",
+        "                given_up.discard(name)\n",
+        "                pass\n",
+        ("trash", "    given_up.intersection_update(names)\n", ""),
+        breaks="I1",
+        source="fencing",
+        killers=("tests:test_trash.py",),
+        why="what comes to the trash under the same name later is something else",
+    ),
+    mutant(
+        "the-trash-is-emptied-by-names-alone",
+        "evidence",
+        "        return given_up and there.of == of\n",
+        "        return True\n",
+        breaks="I1",
+        source="fencing",
+        killers=(
+            (
+                "tests:test_found_by_attack.py::"
+                "test_I1_what_a_fenced_prune_takes_of_whoever_came_since_is_kept"
             ),
         ),
         why="a fenced manager's late rename took a newer attempt there",
@@ -1221,8 +1249,8 @@ FENCES = (
     mutant(
         "emptying-the-trash-is-not-fenced",
         "engine",
-        "        return remove_some(self._storage, limit, self.check_epoch, self._is_misplaced)\n",
-        "        return remove_some(self._storage, limit, keep=self._is_misplaced)\n",
+        "        return remove_some(self._storage, limit, self._given_up, self.check_epoch)\n",
+        "        return remove_some(self._storage, limit, self._given_up)\n",
         (
             "coordinator",
             "        self._engine.check_epoch()\n        interval = ",

@@ -221,6 +221,7 @@ class Journaled(NamedTuple):
 
     checkpoints: tuple[Checkpoint, ...] = ()
     intent: Intent = NO_INTENT
+    given_up: frozenset[Any] = frozenset()  # in the newest segment
 
     def state_of(self, of: Any) -> str:
         return next((c.state.value for c in self.checkpoints if c.id == of), "absent")
@@ -229,7 +230,8 @@ class Journaled(NamedTuple):
         """As ``read_history`` would return it."""
         ledger = journal.Ledger({c.id: c for c in self.checkpoints})
         lost = journal.lost_without(ledger, self.intent)
-        return journal.History(ledger, 0.0, (), epoch, self.intent, lost=lost)
+        known = self.given_up.union(ledger.checkpoints)
+        return journal.History(ledger, 0.0, (), epoch, self.intent, known, lost=lost)
 
 
 class RecordJournal:
@@ -255,11 +257,12 @@ class RecordJournal:
         self._hook("append", (record, essential))
         checkpoints = self.value.checkpoints
         living = {c.id: c for c in checkpoints}
-        intent = self.value.intent.after(record, living)
+        intent, given_up = self.value.intent.after(record, living), self.value.given_up
         if isinstance(record, documents.TransitionRecord):
             journal._replay_transition(living, record, self.file, 0)
+            given_up = given_up.union({c.id for c in checkpoints} - living.keys())
             checkpoints = tuple(plain(living[of]) for of in sorted(living))
-        self.value = Journaled(checkpoints, intent)
+        self.value = Journaled(checkpoints, intent, given_up)
         self._then(record)
 
     def close(self) -> None:

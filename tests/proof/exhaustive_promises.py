@@ -154,7 +154,8 @@ class Watch:
             require(state == "failed", "I1", f"{src} ({state}) was moved to {dst}")
         elif src.startswith(TRASH) and dst.startswith(QUARANTINE):
             state = run.journal.value.state_of(layout.parse_aside(src.rpartition("/")[2]))
-            require(state == "quarantined", "I1", f"{src} ({state}) was moved to {dst}")
+            kept = state in ("quarantined", "absent")
+            require(kept, "I1", f"{src} ({state}) was moved to {dst}")
         elif layout.MEGATRON.parse_published(dst) is not None:
             moved = layout.parse_attempt(src.rpartition("/")[2])
             gutted = moved is not None and is_gutted(

@@ -133,6 +133,7 @@ class Live(NamedTuple):
     pending: tuple[Command, ...]
     retire_due: bool
     published: frozenset[AttemptId]
+    given_up: frozenset[str]
     requests: int
 
 
@@ -466,6 +467,7 @@ def load(run: Run, scope: Scope) -> Coordinator:
     engine.pending = list(live.pending)
     engine.retire_due = live.retire_due
     engine._published = set(live.published)
+    engine._given_up = set(live.given_up)
     made._requests = live.requests
     made._opened, made._lease = engine, run.lease  # type: ignore[assignment]
     return made
@@ -482,6 +484,7 @@ def save(coordinator: Coordinator) -> Live:
         tuple(dict.fromkeys(engine.pending)),
         engine.retire_due,
         frozenset(engine._published),
+        frozenset(engine._given_up),
         coordinator._requests,
     )
 
