@@ -98,7 +98,7 @@ class Worker:
         """Plan with the group, stage and fork; what goes wrong becomes a report."""
         transport = self._ports.transport
         draft, proposal = stage.propose(self._ports.driver, (None, shares.values), None)
-        gathered = transport.gather(proposal)
+        gathered = transport.gather((proposal, tuple(shares.keys.values())))
         accepted, problem = (
             (None, "") if gathered is None else self._judge(ticket, shares, gathered)
         )
@@ -128,9 +128,13 @@ class Worker:
             self._fail(ticket.of, f"{problem}; {describe(error)}")
 
     def _judge(
-        self, ticket: Ticket, shares: Shares, proposals: list[Proposal]
+        self, ticket: Ticket, shares: Shares, gathered: list[tuple[Proposal, tuple[str, ...]]]
     ) -> tuple[Accepted | None, str]:
-        """At the group's first rank: do the shares fit together? Returns the plan, or the problem."""
+        """At the group's first rank: do the shares fit together? Returns the plan, or the problem.
+
+        ``gathered`` are each rank's proposal and its directories, which its parts are numbered by.
+        """
+        proposals = [proposal for proposal, _ in gathered]
         try:
             if ticket.size != len(proposals):
                 raise ConfigError(
@@ -138,6 +142,12 @@ class Worker:
                     f"{len(proposals)}"
                 )
             request = agree(proposals)
+            for rank, (_, keys) in enumerate(gathered):
+                if keys != gathered[0][1]:
+                    raise ConfigError(
+                        f"rank {rank} names the directories {list(keys)}, the first rank "
+                        f"{list(gathered[0][1])}: give None where other ranks write"
+                    )
             for spec in request.parts:
                 if spec.kind in ("foreign", "file") or spec.optional:
                     raise ConfigError(
@@ -260,13 +270,16 @@ class Worker:
 
 
 def _parts_of(parts: Parts | Callable[[], Parts] | None, stage: Stage) -> Parts | None:
-    """What a function returns, if all is loaded. What it raises comes up where the group hears of it."""
-    if not callable(parts):
-        return parts
+    """What a function returns, if all is loaded. What is wrong comes up where the group hears of it."""
+    if parts is None:
+        return None
     if not stage.loaded:
         return {}
     try:
-        return parts()
+        made = parts() if callable(parts) else parts
+        if not isinstance(made, Mapping) or not all(isinstance(key, str) for key in made):
+            raise ConfigError(f"parts maps directories to what is in them, it is no {made!r:.80}")
+        return made
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # also Megatron's; the other ranks are on their way to plan

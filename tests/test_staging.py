@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from groups import GroupJob
 
 from ckptfsm.config import make_config
-from ckptfsm.errors import CkptFsmError, SaveRefused, StagingFailed
+from ckptfsm.errors import CkptFsmError, SaveFailed, SaveRefused, StagingFailed
 from ckptfsm.handle import SaveHandle
 from ckptfsm.manager import Manager
 from ckptfsm.messages import Failed
@@ -273,6 +274,31 @@ def test_parts_that_one_function_makes_are_made_when_all_are_loaded(tmp_path: Pa
     if call:
         assert any("RuntimeError: out of memory" in detail for detail in failed)
     else:
+        save.handle.wait()
+    job.controller.abandon()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([{"model": {"w": 1}}, {"optim": {"w": 2}}], "names the directories"),
+        ([{"model": {"w": 1}}, {"model": {"w": 1}, "optim": None}], "parts that rank 0 does not ask for"),
+        ([{"model": {"w": 1}}, None], "maps directories"),
+        ([{"model": {"w": 1}}, ["model"]], "maps directories"),
+        ([{"model": {"w": 1}}, {1: {"w": 1}, "model": {"w": 1}}], "maps directories"),
+    ],
+)
+def test_I3_parts_that_do_not_fit_together_fail_the_save(tmp_path: Path, given: Any, words: str):
+    """Catches: a checkpoint that is tracked and cannot be loaded, as one rank's shard lies where the
+    others' metadata does not look; ranks that wait for one that raised alone."""
+    job, _ = group_job(tmp_path / "root")
+    save, makers = job.begin(1), iter(given)
+    events = job.groups["actor"].write(
+        save.tickets["actor"], [None, None], parts=lambda: next(makers)
+    )
+    assert {type(event) for event in events} == {Failed}
+    job.controller.feed(events)
+    with pytest.raises(SaveFailed, match=words):
         save.handle.wait()
     job.controller.abandon()
 
