@@ -443,14 +443,15 @@ def _is_anothers(step: int | None, intent: Intent, ledger: Ledger, evidence: Evi
 
     Once the rollback had lowered the tracker: whatever stands there. Before that the tracker named our
     newest, so at that step only what has become a stock one; at any other whatever stands there, but
-    for what was withdrawn and is not whole.
+    for what was withdrawn, has not left its name, and is not whole.
     """
     there, latest = evidence.published.get(step) if step is not None else None, ledger.latest()
     if there is None or intent.lowered:
         return there is not None
     if latest is not None and step == latest.step:
         return there.found == "stock" and latest.provenance == "saved"
-    withdrawn = any(c.step == step for c in ledger.in_state(State.QUARANTINED))
+    gone = ledger.in_state(State.QUARANTINED)
+    withdrawn = any(c.step == step and c.id not in evidence.aside for c in gone)
     return there.found in ("manifest", "stock") or not withdrawn
 
 

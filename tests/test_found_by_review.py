@@ -1880,6 +1880,21 @@ def older_format(disk: SimDisk, step: int) -> None:
 
 
 @pytest.mark.parametrize("resume", ["fallback", "strict"])
+def test_I8_a_save_of_another_format_where_an_earlier_rollback_left(resume: str):
+    """Catches: a rollback that is completed over it, as what it withdrew before had that step."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2, 3)
+    job.coordinator.rollback(2)
+    job.storage.before = Strike("open_exclusive", TRACKER, ProcessDead("x"))
+    with pytest.raises(ProcessDead):
+        job.coordinator.rollback(1)
+    disk.kill("first")
+    older_format(disk, 3)
+    with pytest.raises(DamagedRoot, match="rollback was interrupted, and the tracker says 3"):
+        start(disk, "second", resume=resume)
+
+
+@pytest.mark.parametrize("resume", ["fallback", "strict"])
 @pytest.mark.parametrize("step", [3, 4, 9])
 def test_I8_a_save_of_another_format_may_be_in_use(step: int, resume: str):
     """Catches: a rollback that is completed over what the tracker names, at a step that it left too."""
