@@ -6,6 +6,7 @@ They fork from this process, so a bug that is planted here is the children's as 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from proof.real_site import Ended, Site
 import ckptfsm.assembly as assembly
 import ckptfsm.durable as durable
 import ckptfsm.effects as effects
+import ckptfsm.evidence as evidence
 import ckptfsm.writer as writer
 from ckptfsm.coordinator import Coordinator, RecoveryReport
 from ckptfsm.effects import Effects
@@ -28,23 +30,25 @@ from ckptfsm.messages import Cleaned
 from ckptfsm.ports import Storage
 
 Plant = Callable[[pytest.MonkeyPatch], None]
+MAIN = Site(processes.MAIN_SCRIPT)
 
 
 # ------------------------------------------------------------------------------- can the checks fail?
 
 
-def strike_first(method: str, ending: str, kind: str) -> Finding:
-    """Strike the main script at the first such call."""
+def strike_first(method: str, ending: str, kind: str, after: Site = MAIN) -> Finding:
+    """Strike the main script, or the recovery ``after`` a kill, at the first such call."""
+    recovers = after.recovery == processes.NEVER
     with _pool(1) as pool:
-        life = pool.apply(strike, (Site(processes.MAIN_SCRIPT),), {"synced": False})
-        assert life.ended is not None
-        calls = life.ended.calls["trainer"]
+        unstruck = pool.apply(strike, (after,), {"synced": False})
+        assert unstruck.ended is not None
+        calls = unstruck.ended.calls["trainer"]
         index = next(
             i for i, (m, path) in enumerate(calls) if m == method and path.endswith(ending)
         )
-        site = Site(processes.MAIN_SCRIPT, index, kind)
+        site = replace(after, kind=kind, **{"recovery" if recovers else "index": index})
         struck: Finding = pool.apply(strike, (site,), {"synced": False})
-    assert struck.struck == (method, calls[index][1])
+    assert struck.hit == (method, calls[index][1])
     return struck
 
 
@@ -168,6 +172,72 @@ def test_planted_bug_is_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"--kind {where[2]} --site" in violation.replay
 
 
+def read_error_is_damage(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(evidence, "_raise_unless_damage", lambda error: None)
+
+
+def unreadable_manifest_is_none(patch: pytest.MonkeyPatch) -> None:
+    whole = evidence.read_manifest
+
+    def read_manifest(storage: Storage, directory: str) -> Any:
+        try:
+            return whole(storage, directory)
+        except OSError:
+            return None
+
+    patch.setattr(evidence, "read_manifest", read_manifest)
+
+
+KILLED = Site("save_track_prune", 205, "kill", recovery=processes.NEVER, reads=True)
+LATEST = ("read", "iter_0000002/.ckptfsm/manifest.json", "EIO", KILLED)
+
+
+@pytest.mark.parametrize("plant", [read_error_is_damage, unreadable_manifest_is_none])
+def test_looking_away_from_a_read_of_recovery_is_seen(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: a step that nobody resumes from any more because it could not be read once."""
+    with _pool(1) as pool:
+        unstruck = pool.apply(strike, (KILLED,), {"synced": False}).ended
+    refused = strike_first(*LATEST)
+    assert refused.violation is None and not decided_otherwise(refused, unstruck)
+    assert refused.ended is not None and "refused" in refused.ended.told
+    plant(monkeypatch)
+    assert "then 1 was resumed from, not 2" in decided_otherwise(strike_first(*LATEST), unstruck)
+
+
+def test_every_kind_of_read_is_struck() -> None:
+    """Would catch: a read of the storage that tells the sweep nothing, and so is never struck."""
+    with _pool(1) as pool:
+        life = pool.apply(strike, (replace(MAIN, reads=True),), {"synced": False}).ended
+    methods = {method for method, _ in life.calls["trainer"]}
+    assert methods == {"stat", "listdir", "read", "digest", "free_bytes", "try_lock"}
+
+
+def test_the_bounded_profile_takes_reads_that_are_alike_once() -> None:
+    """Would catch: a read left out that is like no other, or one kind of error that is never chosen."""
+    step = [("listdir", "lease"), ("stat", "iter_0000001"), ("stat", "iter_0000001")]
+    life = Ended(0, calls={"trainer": [*step, ("listdir", "lease"), ("stat", "iter_0000002")]})
+    sites = [(Site("roll_back", i, reads=True), life) for i in range(5)]
+    chosen = {whole: processes._read_errors(set(), sites, whole=whole) for whole in (False, True)}
+    assert [(s.index, s.kind) for s in chosen[False]] == [
+        (0, "EIO"),
+        (1, "ESTALE"),
+        (2, "EIO"),
+        (3, "ESTALE"),
+    ]
+    assert len(chosen[True]) == 5 * len(processes.READ_ERRNOS)
+
+
+def test_a_read_that_was_made_and_not_struck_is_a_gap() -> None:
+    """Would catch: a sweep that takes a call it never struck for one that the life did not make."""
+    told = {"counts": {"trainer": 7, "writer": 0}}
+    for index, reads, polled_less in ((6, True, False), (7, True, True), (7, False, False)):
+        finding = Finding(Site(MANAGER, index, "EIO", reads=reads), ended=Ended(0, told=told))
+        assert processes._polled_less(finding) is polled_less
+    assert not processes._polled_less(Finding(Site(MANAGER, 7, "EIO", reads=True)))
+
+
 def miss_a_call(site: Site, *, synced: bool, place: str) -> Finding:
     finding = strike(site, synced=synced, place=place)
     if site.index == 7:
@@ -227,12 +297,38 @@ def test_a_bug_of_a_struck_recovery_is_seen(plant: Plant, monkeypatch: pytest.Mo
     assert "--kind EIO --site 213 --recovery 1" in struck.violation.replay
 
 
+READING: dict[str, tuple[Plant, tuple[str, str]]] = {
+    "an error without a type": (recovery_without_a_type, ("listdir", ".ckptfsm/lease")),
+    "a pending command is forgotten": (
+        nothing_tried_again,
+        ("read", "latest_checkpointed_iteration.txt"),
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", READING)
+def test_a_bug_at_an_error_of_a_lifes_read_is_seen(
+    bug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: errors of a life's reads that nobody judges. Green without the bug."""
+    plant, (method, ending) = READING[bug]
+    where = (method, ending, "ESTALE", replace(MAIN, reads=True))
+    assert strike_first(*where).violation is None
+    plant(monkeypatch)
+    violation = strike_first(*where).violation
+    assert violation is not None and violation.promise == "F5"
+    assert violation.replay.endswith("--reads")
+
+
 def test_a_refused_recovery_that_changed_the_decision_is_told() -> None:
     """Would catch: a refused root from which the next start resumes elsewhere."""
     refused = Ended(0, told={"refused": "StorageError"})
     finding = Finding(Site("roll_back", 213, "EIO", recovery=1), ended=refused, tracked=1)
     assert not decided_otherwise(finding, Ended(0, told={"latest": 1}))
     assert decided_otherwise(finding, Ended(0, told={"latest": 2}))
+    opened = replace(finding, ended=Ended(0, told={"latest": 1}))
+    assert decided_otherwise(opened, Ended(0, told={"latest": 2, "rolled_forward": False}))
+    assert not decided_otherwise(opened, Ended(0, told={"latest": 2, "rolled_forward": True}))
 
 
 def test_the_writer_of_the_manager_dies_alone() -> None:

@@ -1,23 +1,27 @@
-"""SIGKILL and errors at every changing storage call of real processes on a real disk.
+"""SIGKILL and errors at every storage call of real processes on a real disk.
 
 A job is forked from this warm process, struck at one call, and judged; then it is restarted, judged,
 restarted once more, and must save again. What is swept:
 
-* ``kill``: SIGKILL before each call of a life (save, track, prune, fail, roll back, pin, lease,
+* ``kill``: SIGKILL before each changing call of a life (save, track, prune, fail, roll back, pin, lease,
   delete), on the coordinator, and on the manager with forked writers: trainer and writer each.
 * ``torn``: SIGKILL half way through each write.
-* each call of the recovery after a kill, for one kill per distinct thing that recovery decides: SIGKILL
-  before it, and errors as below. A recovery that an error hits opens the root, or refuses it typed;
-  then the next start resumes from what it said, or from what it would have found at once.
-* errors at each call, before it (it did not happen) and after it (it did, and said otherwise), and
-  writes that take a part or nothing.
+* each changing call of the recovery after a kill, for one kill per distinct thing that recovery decides:
+  SIGKILL before it, and errors as below. A recovery that an error hits opens the root, or refuses it
+  typed; then the next start resumes from what it said, and that is what it would have found unstruck,
+  or what was tracked before a save that it was rolling forward.
+* errors at each changing call, before it (it did not happen) and after it (it did, and said otherwise),
+  and writes that take a part or nothing.
+* errors of each read (``stat``, ``listdir``, ``read``, ``digest``, ``free_bytes``; and ``try_lock``) of
+  the same lives and recoveries. A kill needs no place at a read: the next changing call is one.
 
-Rules: the calls are those that change something, and every one of an unstruck life or recovery must have
-been struck in its turn, or the sweep itself is a violation. Reads (``stat``, ``listdir``, ``read``,
-``digest``, ``free_bytes``) and the lock are not failed here; the simulation fails reads. SIGKILL leaves
-the page cache alone, so no sweep here can show a missing fsync: the ``pr`` profile counts and strikes
-those calls, but does not carry them out, takes one kind of error per call, in turn, and where two
-recoveries begin alike, the beginning once. The other profiles sync, and take every kind at every call.
+Rules: every call of an unstruck life or recovery must have been struck in its turn, or the sweep itself
+is a violation. The manager polls as often as timing asks, so its reads are struck by their number alone,
+up to the last that a life makes. SIGKILL leaves the page cache alone, so no sweep here can show a
+missing fsync: the ``pr`` profile counts and strikes those calls, but does not carry them out. It takes
+one kind of error per call, in turn; where two recoveries begin alike, the beginning once; and of reads
+that are alike, the same after the same whatever the step, the first. The other profiles sync, and take
+every kind at every call.
 
     PYTHONPATH=tests python -m proof.processes
     PYTHONPATH=tests python -m proof.processes --script roll_back --kind kill --site 17
@@ -48,6 +52,7 @@ from proof.real_site import (
     CUTS,
     ERRNOS,
     KILLS,
+    READ_ERRNOS,
     ROLES,
     Ended,
     Site,
@@ -60,13 +65,14 @@ PATIENCE_S = 180.0  # for one site; its child has an alarm of its own
 TRIES = 3  # a life on the manager makes its calls in an order that timing decides
 NEVER = 1_000_000
 Call = tuple[str, str]
+Alike = tuple[Call, ...]
 Lives = dict[str, Ended]  # the unstruck ones
 Recoveries = dict[Site, Ended]  # the unstruck ones, by the kill that each follows
 
 
 @dataclass
 class Finding:
-    """What striking one site showed. ``ended``: of an unstruck life or recovery, with its calls."""
+    """What striking one site showed. ``ended``: of a recovery, or of a life that was not struck."""
 
     site: Site
     struck: Call | None = None
@@ -109,7 +115,7 @@ def strike(site: Site, *, synced: bool, place: str | None = None) -> Finding:
 def _strike(site: Site, root: str, synced: bool, finding: Finding) -> None:
     ended = run_child(partial(live, site.life(), root, synced))
     finding.struck, finding.fatal = ended.struck, bool(ended.told.get("fatal"))
-    if site.index < 0:
+    if ended.struck is None:
         finding.ended = ended
     _count(finding, site.life(), ended)
     _check_life(site.life(), ended)
@@ -174,13 +180,16 @@ def _check_life(site: Site, ended: Ended) -> None:
 
 
 def decided_otherwise(finding: Finding, unstruck: Ended) -> str:
-    """A root that was refused is as it was: the next start resumes from what it would have, too."""
+    """What is resumed from after a struck recovery is what it would have been without the strike.
+
+    But an opening may end an attempt whose roll forward an error hit: it was acknowledged to nobody.
+    """
     told, expected = finding.ended.told if finding.ended else {}, unstruck.told.get("latest")
-    if finding.violation is not None or "refused" not in told or finding.tracked == expected:
+    ended = "latest" in told and unstruck.told.get("rolled_forward")
+    if finding.violation is not None or finding.tracked == expected or ended:
         return ""
-    return (
-        f"refused with {told['refused']}; then {finding.tracked} was resumed from, not {expected}"
-    )
+    said = f"refused with {told['refused']}" if "refused" in told else "struck"
+    return f"{said}; then {finding.tracked} was resumed from, not {expected}"
 
 
 def _count(finding: Finding, site: Site, ended: Ended) -> None:
@@ -290,7 +299,7 @@ def run(budget: Budget) -> LayerResult:
     fatal = ", ".join(f"{name} {count}" for name, count in sorted(sweep.fatal.items()))
     result.notes.append(f"sites that only a restart decides: {fatal or 'none'}")
     if budget.profile == "pr":
-        kinds = "one kind of error per call, in turn, and no fsync is carried out"
+        kinds = "one kind of error per call, in turn, alike reads once, and no fsync is carried out"
     else:
         kinds = "every kind of error at every call, and each fsync is carried out"
     result.notes.append(f"profile {budget.profile}: {kinds}")
@@ -302,9 +311,11 @@ def _sweep(sweep: Sweep) -> None:
     names = (*SCRIPTS, MANAGER)
     lives = {f.site.script: f.ended for f in sweep.strike_all("lives", map(Site, names))}
     killed = _sweep_kills(sweep, lives)
-    _sweep_recoveries(sweep, killed)
+    recoveries = _kinds_of_recovery(killed)
+    _sweep_recoveries(sweep, recoveries)
     _sweep_errors(sweep, lives)
     _sweep_manager(sweep, lives[MANAGER])
+    _sweep_reads(sweep, names, recoveries)
 
 
 def _own_sites(lives: Lives) -> list[Site]:
@@ -341,12 +352,16 @@ def _writes(life: Ended, site: Site) -> bool:
     return life.calls[site.role][site.at][0] in ("write", "pwrite")
 
 
-def _sweep_recoveries(sweep: Sweep, killed: list[Finding]) -> None:
-    """Each call of the recovery, for one kill of each kind: by what recovery decided there."""
+def _kinds_of_recovery(killed: list[Finding]) -> list[Site]:
+    """One unstruck recovery after a kill of each kind: by what recovery decided there."""
     kinds: dict[tuple[str, ...], Site] = {}
     for finding in killed:
         kinds.setdefault(finding.decisions, finding.site)
-    unstruck = [replace(site, recovery=NEVER) for site in kinds.values()]
+    return [replace(site, recovery=NEVER) for site in kinds.values()]
+
+
+def _sweep_recoveries(sweep: Sweep, unstruck: list[Site]) -> None:
+    """Each changing call of the recovery, for one kill of each kind."""
     recoveries = _recoveries(sweep.strike_all("kinds of state to recover", unstruck))
     sites = _recovery_sites(recoveries, whole=sweep.whole)
     sweep.strike_recoveries("kills of recovery", sites, recoveries)
@@ -414,13 +429,57 @@ def _sweep_manager(sweep: Sweep, life: Ended) -> None:
 
 
 def _strike_until_hit(sweep: Sweep, name: str, sites: list[Site]) -> None:
+    missed: list[Finding] = []
     for _ in range(TRIES):
-        findings = sweep.strike_all(name, sites)
-        sites = [f.site for f in findings if f.struck is None]
+        missed = [f for f in sweep.strike_all(name, sites) if f.struck is None]
+        sites = [f.site for f in missed]
         if not sites:
             return
-    for site in sites:
-        sweep.gap("was never struck", site)
+    for finding in missed:
+        if not _polled_less(finding):
+            sweep.gap("was never struck", finding.site)
+
+
+def _polled_less(finding: Finding) -> bool:
+    """The life made fewer reads than the unstruck one, and so had none to strike at this site."""
+    site, told = finding.site, finding.ended.told if finding.ended else {}
+    return site.reads and "counts" in told and site.index >= told["counts"][site.role]
+
+
+def _sweep_reads(sweep: Sweep, names: Iterable[str], unstruck: list[Site]) -> None:
+    """Errors of each call that changes nothing: of each life, of the recoveries, of the manager."""
+    reading = [Site(name, reads=True) for name in names]
+    lives = {f.site.script: f.ended for f in sweep.strike_all("lives", reading) if f.ended}
+    sites = [replace(site, reads=True) for site in _own_sites(lives)]
+    chosen: set[Alike] = set()
+    errors = _read_errors(chosen, ((s, lives[s.script]) for s in sites), whole=sweep.whole)
+    for finding in sweep.strike_all("errors of reads", errors):
+        sweep.expect(finding, lives[finding.site.script])
+    reading = [replace(site, reads=True) for site in unstruck]
+    recoveries = _recoveries(sweep.strike_all("recoveries whose reads fail", reading))
+    sites = [replace(s, reads=True) for s in _recovery_sites(recoveries, whole=sweep.whole)]
+    errors = _read_errors(chosen, ((s, recoveries[s.life()]) for s in sites), whole=sweep.whole)
+    sweep.strike_recoveries("errors of recovery's reads", errors, recoveries)
+    life = lives[MANAGER]
+    for role in ROLES:
+        sites = [Site(MANAGER, i, role=role, reads=True) for i in range(len(life.calls[role]))]
+        errors = _read_errors(chosen, ((s, life) for s in sites), whole=sweep.whole)
+        _strike_until_hit(sweep, f"errors of the manager's {role}'s reads", errors)
+
+
+def _read_errors(
+    chosen: set[Alike], sites: Iterable[tuple[Site, Ended]], *, whole: bool
+) -> list[Site]:
+    """The errors of each read: all kinds, or one in turn, of reads that are alike only the first."""
+    errors: list[Site] = []
+    for site, unstruck in sites:
+        calls = unstruck.calls[site.role][max(0, site.at - 1) : site.at + 1]
+        alike = tuple((method, re.sub(r"\d+", "#", path)) for method, path in calls)
+        kinds = READ_ERRNOS if whole else (READ_ERRNOS[site.at % 2],)
+        if whole or alike not in chosen:
+            errors += [replace(site, kind=kind) for kind in kinds]
+        chosen.add(alike)
+    return errors
 
 
 @contextmanager
@@ -469,10 +528,11 @@ def main() -> int:
     parser.add_argument("--after", action="store_true")
     parser.add_argument("--role", default="trainer", choices=["trainer", "writer"])
     parser.add_argument("--recovery", type=int, default=-1)
+    parser.add_argument("--reads", action="store_true")
     asked = parser.parse_args()
     if asked.site is not None:
         words = (asked.script, asked.site, asked.kind, asked.after, asked.role, asked.recovery)
-        return replay(Site(*words))
+        return replay(Site(*words, asked.reads))
     budget = Budget(asked.profile, asked.processes, asked.stop_at_first)
     result = timed(run, budget)
     print(f"{result.layer}: {result.seconds:.1f} s, {result.explored}")

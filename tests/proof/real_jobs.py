@@ -259,8 +259,9 @@ def fsynced_again(calls: list[tuple[str, str]], failed: int | None) -> bool:
 def recover(site: Site, root: str, synced: bool, pipe: int, tell: Tell) -> None:
     """A restart that is struck in the middle: opening is all it does.
 
-    It tells the ``latest`` step, or what it ``refused`` the root with: an error of the library, or the
-    disk's own that hit it, which the owner of a coordinator wraps.
+    It tells the ``latest`` step, and whether it came to roll an attempt forward; or what it ``refused``
+    the root with: an error of the library, or the disk's own that hit it, which the owner of a
+    coordinator wraps.
     """
     noting = Noting()
     strike = Strike(site, partial(Disk, root, synced=synced, tells=(pipe,)), tell, noting)
@@ -268,7 +269,9 @@ def recover(site: Site, root: str, synced: bool, pipe: int, tell: Tell) -> None:
     job = FakeJob(storage, retention=LatestN(1), identity=Identity("real", 2, "b:2", "r"))
     with watch_moves(noting):
         try:
-            tell(latest=job.open().latest_step)
+            report = job.open()
+            rolled = any(d.last == State.SHARDS_WRITTEN and d.actions for d in report.decisions)
+            tell(latest=report.latest_step, rolled_forward=rolled)
         except CkptFsmError as error:
             tell(refused=f"{type(error).__name__}: {error}"[:300])
         except OSError as error:

@@ -1,12 +1,13 @@
-"""One place to strike: a changing storage call of a real process on a real disk, and what hits it.
+"""One place to strike: a storage call of a real process on a real disk, and what hits it.
 
 A job runs in a forked child. At the call it is told to, it kills itself, fails the call, or lets only
 a part of a write through; what it acknowledged until then comes through a pipe.
 
-Rules: nothing here knows what the calls mean. The calls are those that a ``FaultStorage`` counts, which
-change something; reads are never failed here. They are counted for each role by itself, in shared
-memory: a writer is forked by its trainer and goes on counting where the last writer stopped. A child
-that takes too long is killed by an alarm of its own, and that is a finding.
+Rules: nothing here knows what the calls mean. Changing calls are those that a ``FaultStorage`` counts.
+Reads are ``stat``, ``listdir``, ``read``, ``digest``, ``free_bytes`` and ``try_lock``; giving back,
+``unlock`` and ``close_root``, never fails. Calls are counted for each role by itself, in shared memory:
+a writer is forked by its trainer and goes on counting where the last writer stopped. A child that takes
+too long is killed by an alarm of its own, and that is a finding.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from ckptfsm.layout import JOURNAL
 from ckptfsm.lifecycle import Checkpoint, State, find_row
 from ckptfsm.messages import Event
+from ckptfsm.ports import FileStat
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.faults import FaultStorage
@@ -39,6 +42,7 @@ Tell = Callable[..., None]
 ERRNOS = ("EIO", "ENOSPC", "EDQUOT", "EINTR", "ESTALE")
 CUTS = ("torn", "short", "nothing")  # half a write and death; half a write; a write that takes 0
 KILLS = ("kill", "torn")
+READ_ERRNOS = ("EIO", "ESTALE")
 LIMIT_S = 60
 _STATES = (None, *State)  # a byte of shared memory is an index of these
 _PR_SET_CHILD_SUBREAPER = 36
@@ -46,7 +50,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, slots=True, order=True)
 class Site:
-    """``index``: of the role's changing calls.
+    """``index``: of the role's changing calls, or of its ``reads``.
 
     ``recovery``: the life is killed at ``index``, and the rest is what hits this call of its recovery.
     """
@@ -57,6 +61,7 @@ class Site:
     after: bool = False
     role: Role = "trainer"
     recovery: int = -1
+    reads: bool = False
 
     @property
     def at(self) -> int:
@@ -72,12 +77,14 @@ class Site:
         words += ["--after"] if self.after else []
         words += ["--role writer"] if self.role == "writer" else []
         words += [f"--recovery {self.recovery}"] if self.recovery >= 0 else []
+        words += ["--reads"] if self.reads else []
         return f"PYTHONPATH=tests python -m proof.processes {' '.join(words)}"
 
 
 class Disk(PosixStorage):
     """The real disk. One write can be cut; ``synced=False`` leaves out what only power loss shows.
 
+    ``reading`` is called with method and path before each read, and may raise.
     ``tells`` are descriptors that forked writers keep; ``lost`` is a file whose fsync failed in an
     earlier life, and ``lost_again`` whether it was opened to be fsynced once more.
     """
@@ -89,6 +96,7 @@ class Disk(PosixStorage):
         self.lost = lost
         self.lost_again = False
         self.cut: Callable[[Callable[[memoryview], int], memoryview], int] | None = None
+        self.reading: Callable[[str, str], None] | None = None
         self._tells, self._synced = tells, synced
 
     def write(self, handle: int, data: bytes | memoryview) -> int:
@@ -109,10 +117,38 @@ class Disk(PosixStorage):
         if self._synced:
             super().fsync_dir(path)
         else:
-            self.stat(path)
+            super().stat(path)
+
+    def stat(self, path: str) -> FileStat:
+        self._maybe_fail("stat", path)
+        return super().stat(path)
+
+    def listdir(self, path: str) -> list[str]:
+        self._maybe_fail("listdir", path)
+        return super().listdir(path)
+
+    def read(self, path: str, limit: int) -> bytes:
+        self._maybe_fail("read", path)
+        return super().read(path, limit)
+
+    def digest(self, path: str) -> str:
+        self._maybe_fail("digest", path)
+        return super().digest(path)
+
+    def free_bytes(self) -> int:
+        self._maybe_fail("free_bytes", "")
+        return super().free_bytes()
+
+    def try_lock(self, path: str) -> int | None:
+        self._maybe_fail("try_lock", path)
+        return super().try_lock(path)
 
     def descriptors(self) -> tuple[int, ...]:
         return (*super().descriptors(), *self._tells)
+
+    def _maybe_fail(self, method: str, path: str) -> None:
+        if self.reading is not None:
+            self.reading(method, path)
 
     def _maybe_cut(self, call: Callable[[memoryview], int], data: bytes | memoryview) -> int:
         cut, self.cut = self.cut, None
@@ -143,7 +179,7 @@ class Noting(Coverage):
 
 
 class Counts:
-    """How many changing calls each role has made, over forks."""
+    """How many of the calls each role has made, over forks."""
 
     def __init__(self) -> None:
         self._shared = mmap.mmap(-1, 8)
@@ -181,6 +217,9 @@ class Strike:
     def storage(self) -> FaultStorage:
         """A new one each time: a manager closes what it was given."""
         self.disk = self.make_disk()
+        if self.site.reads:
+            self.disk.reading = partial(self.before, -1)
+            return FaultStorage(self.disk)
         return FaultStorage(self.disk, before=self.before, after=self.after)
 
     def before(self, at: int, method: str, path: str) -> None:
