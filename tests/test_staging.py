@@ -282,7 +282,10 @@ def test_parts_that_one_function_makes_are_made_when_all_are_loaded(tmp_path: Pa
     ("given", "words"),
     [
         ([{"model": {"w": 1}}, {"optim": {"w": 2}}], "names the directories"),
-        ([{"model": {"w": 1}}, {"model": {"w": 1}, "optim": None}], "parts that rank 0 does not ask for"),
+        (
+            [{"model": {"w": 1}}, {"model": {"w": 1}, "optim": None}],
+            "parts that rank 0 does not ask for",
+        ),
         ([{"model": {"w": 1}}, None], "maps directories"),
         ([{"model": {"w": 1}}, ["model"]], "maps directories"),
         ([{"model": {"w": 1}}, {1: {"w": 1}, "model": {"w": 1}}], "maps directories"),

@@ -37,7 +37,7 @@ def broken(promise: str, what: str) -> Broken:
 
 @dataclass
 class Verdict:
-    """What the restart made of it: ``decisions`` are results of recovery, in order."""
+    """What the restart made of it: ``decisions`` are results and actions of recovery, in order."""
 
     decisions: tuple[str, ...] = ()
     tracked: int | None = None
@@ -87,7 +87,11 @@ def _restart(
     twice: bool,
 ) -> None:
     with _restarted(make, "second") as (job, report):
-        verdict.decisions = tuple(f"{d.last} {d.result}" for d in report.decisions if d.actions)
+        verdict.decisions = tuple(
+            f"{d.last} {d.result} {[type(a).__name__ for a in d.actions]}"
+            for d in report.decisions
+            if d.actions
+        )
         verdict.tracked = judge(root, acknowledged)
         if report.latest_step != verdict.tracked:
             told = f"recovery says {report.latest_step}, the tracker {verdict.tracked}"
