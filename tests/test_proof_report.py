@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from proof import determinism, exhaustive
-from proof.catalogue import LAYERS, hours_of, layers_of
+from proof import determinism, exhaustive, running
+from proof.catalogue import LAYERS, layers_of
 from proof.exhaustive import Found, _too_small
 from proof.faults import APPLICABLE
 from proof.layer import Budget, LayerResult, Violation
 from proof.report import document, rows, table, unexercised
-from proof.running import run_one
+from proof.running import Running, run_one
 
 from ckptfsm.testing.coverage import ALL_PAIRS, ALL_ROWS, Coverage
 
@@ -80,10 +83,45 @@ def test_another_trace_is_red(monkeypatch):
     assert [v.what for v in found] == ["b: 20 runs gave 2 different traces"]
 
 
-def test_the_hours_of_a_soak_are_shared():
-    """Catches: a soak that takes a multiple of the hours that a person gave it."""
-    assert sum(hours_of(name, 8.0, layers_of("soak")) for name in layers_of("soak")) == 8.0
-    assert hours_of("simulation", 8.0, ["simulation"]) == 8.0
+@dataclass
+class Elapsing:
+    """Stands in for ``time``, and for a layer's process: waiting is what makes the time pass."""
+
+    now: float = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def layer(self, name: str, budget: Budget, scratch: Path) -> Running:
+        """One that goes on takes its hours, any other half an hour."""
+        seconds = budget.hours * 3600 if LAYERS[name].goes_on else 1800.0
+        file, ends = scratch / name, self.now + seconds
+
+        def wait(timeout: float) -> None:
+            self.now += 60.0
+            if self.now < ends:
+                raise subprocess.TimeoutExpired(name, timeout)
+
+        done = LayerResult(name, seconds=seconds, notes=[f"{self.now}"])
+        file.write_text(json.dumps(done.as_json()))
+        cpus = min(LAYERS[name].cpus, budget.processes)
+        return Running(name, cpus, SimpleNamespace(wait=wait, pid=0), file, self.now)
+
+
+@pytest.mark.parametrize("cpus", [1, 2, 8])
+def test_a_soak_lasts_its_hours(monkeypatch, tmp_path, cpus):
+    """Catches: layers side by side that get a share each, and all the hours for one after another."""
+    elapsing = Elapsing()
+    monkeypatch.setattr(running, "time", elapsing)
+    monkeypatch.setattr(running, "_start", elapsing.layer)
+    results = running.run_all(layers_of("soak"), Budget("soak", cpus, hours=8.0), tmp_path)
+    assert elapsing.now == pytest.approx(8 * 3600, abs=300)
+    going_on = [result for result in results if LAYERS[result.layer].goes_on]
+    assert {result.layer for result in going_on} == {"simulation", "megatron_kills"}
+    for result in going_on:
+        began = float(result.notes[0])
+        assert began < 2400, "they run side by side, and beside the others, if there is room"
+        assert began + result.seconds == 8 * 3600
 
 
 def test_a_layer_that_breaks_is_a_violation(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -12,7 +11,7 @@ class Entry:
     """A layer. ``module`` has ``run(budget)``; ``profiles`` are those that include it.
 
     ``drives``: it runs jobs on a disk, so that what it came across was really reached. ``goes_on``: in
-    a soak, until its hours are over.
+    a soak, until the soak's hours are over.
     """
 
     module: str
@@ -86,12 +85,6 @@ LAYERS: MappingProxyType[str, Entry] = MappingProxyType(
 def layers_of(profile: str) -> list[str]:
     """The layers that belong to a profile, in the order to start them."""
     return [name for name, entry in LAYERS.items() if profile in entry.profiles]
-
-
-def hours_of(name: str, hours: float, names: Sequence[str]) -> float:
-    """A layer's share of the hours of a soak of these layers."""
-    sharing = [each for each in names if LAYERS[each].goes_on]
-    return hours / len(sharing) if name in sharing else 0.0
 
 
 def command_of(name: str, profile: str) -> str:

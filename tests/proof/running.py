@@ -1,6 +1,7 @@
 """Runs layers, each in an interpreter of its own: as many at once as CPUs allow, and one more.
 
 A layer waits now and then, for a disk, a process or its last worker; the one more takes what is idle.
+A soak lasts its hours: the layers that go on begin last, side by side, each with the hours left to it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from proof.catalogue import LAYERS, command_of, hours_of
+from proof.catalogue import LAYERS, command_of
 from proof.layer import Budget, LayerResult, Violation, timed
 
 _LIMIT_S = 3600.0  # of one layer that is not asked to go on for hours
@@ -51,7 +52,9 @@ class Running:
 
 def run_all(names: list[str], budget: Budget, scratch: Path) -> list[LayerResult]:
     """Run the layers, and return their results in the order given."""
-    waiting, running = list(names), []
+    soak, end = budget.profile == "soak", time.monotonic() + budget.hours * 3600
+    waiting = sorted(names, key=lambda name: soak and LAYERS[name].goes_on)
+    running: list[Running] = []
     results: dict[str, LayerResult] = {}
     try:
         while waiting or running:
@@ -59,8 +62,8 @@ def run_all(names: list[str], budget: Budget, scratch: Path) -> list[LayerResult
             fitting = next((n for n in waiting if _cpus(n, budget) <= free), None)
             if fitting is not None:
                 waiting.remove(fitting)
-                hours = hours_of(fitting, budget.hours, names)
-                running.append(_start(fitting, dataclasses.replace(budget, hours=hours), scratch))
+                left = max(0.0, end - time.monotonic()) / 3600
+                running.append(_start(fitting, dataclasses.replace(budget, hours=left), scratch))
                 continue
             done = _wait_for_one(running, _LIMIT_S + budget.hours * 3600)
             running.remove(done)
