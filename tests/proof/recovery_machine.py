@@ -8,6 +8,7 @@ Documented, so allowed, each as narrowly as it can be told (see ``docs/decisions
 
 * What a stock trainer saves at a step that we had tracked: recovery may take it aside, whole.
   Of an adopted one, that goes for what was damaged before, if a start was cut short in between.
+  What it could not take, as the disk failed, is a stranger's for the next start.
 * What a rollback or a fresh start could not move, as the disk failed, is still at its name: it may come
   back (``loose``) once a stranger saved above it; and a start with nothing else to resume from refuses.
 * An interrupted rollback is refused if a start could not lift the tracker from what had rotted
@@ -167,8 +168,8 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.strange: set[int] = set()  # steps that others wrote or that rotted
         self.interrupted: tuple[str, int] | None = None
         self.in_service = False  # something was tracked, and no fresh start begun since
-        self.moved = False  # a stranger moved the tracker since the last opening
-        self.cut = self.stuck = self.by_us = self.saved = False
+        self.theirs: set[bytes | None] = set()  # what others left in the tracker since an opening
+        self.cut = self.stuck = self.saved = False
         self.keep: int | None = None
         self.refusals: set[str] = set()
         for step in range(1, adopted + 1):
@@ -200,7 +201,6 @@ class RecoveryMachine(RuleBasedStateMachine):
         """Do it, under a blow. What it died of, or was refused for: typed, or what was injected."""
         chance = job.storage.before
         chance.arm(blow)
-        tracker = self.look().tracker
         error: BaseException | None = None
         try:
             work()
@@ -214,7 +214,6 @@ class RecoveryMachine(RuleBasedStateMachine):
         if error is not None:
             self.deepest = max(self.deepest, chance.depth)
         chance.blow = None
-        self.by_us = self.by_us or self.look().tracker != tracker
         return error
 
     def end(self) -> None:
@@ -284,13 +283,14 @@ class RecoveryMachine(RuleBasedStateMachine):
         """What a default start has to resume from, and what it may, as the disk is now."""
         kind, goal = self.interrupted or ("", ANY)
         found = Expected(nothing=seen.tracker is None and (not self.in_service or kind == "fresh"))
+        moved = seen.step is not None and seen.tracker in self.theirs
         limit = seen.step if seen.step is not None else max(self.tracked, default=ANY)
         for step, shard in seen.at.items():
             sure = self.in_use(step, shard, limit)
             if sure and kind == "fresh":
                 sure = step == seen.step
             if sure and step > goal:
-                sure = step == seen.step and self.moved
+                sure = step == seen.step and moved
             if sure:
                 found.sure.add(step)
             elif shard not in self.left and (
@@ -301,7 +301,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             found.odd |= {s for s, shard in seen.at.items() if shard not in self.left}
         found.odd |= self.lost
         asked = (kind == "fresh" and seen.tracker is not None) or (
-            goal < ANY and (self.moved or self.stuck)
+            goal < ANY and (moved or self.stuck)
         )
         found.refusal = asked or not found.sure
         return found
@@ -361,13 +361,15 @@ class RecoveryMachine(RuleBasedStateMachine):
         busy = self.job.coordinator.busy
         assert busy or not (before - kept) & standing, f"I8: left at their names: {sorted(seen.at)}"
         gone = (before | asked) - kept
-        self.loose = gone & standing if busy else set()
+        again = {seen.at[s] for s, shard in last.items() if s in seen.at and self.copies[shard].ours}
+        self.loose = {s for s in gone & standing if busy and (self.copies[s].ours or s not in again)}
         self.left = (self.left | gone) - standing - kept
         self.owed |= kept
         self.lost -= set(now)
         self.unsure, self.offered = {}, set()
         self.interrupted = None
-        self.cut = self.moved = self.stuck = False
+        self.theirs = set()
+        self.cut = self.stuck = False
 
     def begun_afresh(self, before: Look) -> None:
         seen, busy = self.look(), self.job.coordinator.busy
@@ -504,7 +506,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         if not synced:
             self.shaky[shard] = step
         if tracked:
-            self.moved, self.by_us = True, False
+            self.theirs.add(b"%d" % step)
 
     @precondition(dead)
     @rule(ahead=st.integers(-2, 3), tracked=st.booleans(), synced=st.booleans())
@@ -552,11 +554,11 @@ class RecoveryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.dead() and self.disk.listed(""))
     @rule(how=st.just("all_lost") | st.integers(0, 99))
     def power_fails(self, how) -> None:
-        tracker = self.look().tracker
         self.disk.crash(how if isinstance(how, str) else random.Random(how))
         self.lose_unsynced()
-        if self.look().tracker != tracker:
-            self.by_us = self.moved = False
+        seen = self.look()
+        if self.theirs and seen.step is None:  # a stranger's had not reached the disk
+            self.theirs.add(seen.tracker)
 
     def lose_unsynced(self) -> None:
         self.owed -= set(self.shaky)
@@ -570,7 +572,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             self.disk.uproot(TRACKER)
         if torn:
             self.disk.plant_file(TRACKER, b"1x")
-        self.by_us = self.moved = False
+        self.theirs.add(self.look().tracker)
 
     # ---------------------------------------------------------------------------------- invariants
 
@@ -582,9 +584,10 @@ class RecoveryMachine(RuleBasedStateMachine):
         gone = [self.copies[shard] for shard in self.owed - seen.whole]
         assert not gone, f"I1: nowhere any more: {gone}"
         odd = self.strange | self.lost
-        if self.by_us and seen.tracker is not None:
+        by_us = seen.tracker not in self.theirs
+        if by_us and seen.tracker is not None:
             assert seen.step in {*seen.at, *odd}, f"I2: the tracker says {seen.tracker!r}"
-        if seen.tracker is None or (seen.step is not None and self.by_us):
+        if seen.tracker is None or (seen.step is not None and by_us):
             check_root(SimStorage(self.disk, "judge"), None, odd)
 
     def teardown(self) -> None:
