@@ -231,7 +231,7 @@ class RecoveryMachine(RuleBasedStateMachine):
     @rule(
         resume=st.sampled_from(("fallback", "fallback", "fallback", "fresh")),
         keep=st.sampled_from((None, None, 1, 2)),
-        blow=blows(50, *CODES),
+        blow=blows(50, *CODES) | blows(260, *CODES),
         rate=st.sampled_from(RATES),
         seed=st.integers(0, 99),
     )
@@ -415,7 +415,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             assert "evidence" in str(error), f"I8: set aside, and {error}"
 
     @precondition(alive)
-    @rule(ahead=st.integers(1, 3), blow=blows(45))
+    @rule(ahead=st.integers(1, 3), blow=blows(100))
     def save(self, ahead, blow) -> None:
         step, job = max((*self.tracked, 0)) + ahead, self.job
         begun: list[bytes] = []
@@ -455,7 +455,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             self.owed -= {shard for shard in shards if self.copies[shard].ours}
 
     @precondition(alive)
-    @rule(back=st.integers(1, 2), blow=blows(20))
+    @rule(back=st.integers(1, 2), blow=blows(45))
     def roll_back(self, back, blow) -> None:
         job, older = self.job, self.in_ledger()[:-1]
         if not older:
@@ -474,23 +474,23 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.settle(seen, now, set())
 
     @precondition(alive)
-    @rule()
-    def tick(self) -> None:
+    @rule(blow=blows(30))
+    def tick(self, blow) -> None:
         """Time passes: what waits is tried again, and the trash is emptied."""
         job = self.job
         if self.saved:
             self.retired()
         for _ in range(3):
             job.clock.now += 60
-            if self.attempt(job, None, job.coordinator.tick) is not None:
+            if self.attempt(job, blow, job.coordinator.tick) is not None:
                 self.end()
                 return
 
     @precondition(alive)
-    @rule(closes=st.booleans())
-    def leave(self, closes) -> None:
+    @rule(closes=st.booleans(), blow=blows(45))
+    def leave(self, closes, blow) -> None:
         if closes:
-            self.attempt(self.job, None, self.job.close)
+            self.attempt(self.job, blow, self.job.close)
         self.end()
 
     # ---------------------------------------------------------------------------------- strangers
@@ -596,7 +596,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             return
         target(float(self.deepest), label="crash depth")
         if self.alive():
-            self.leave(False)
+            self.leave(False, None)
         self.start("fallback", None, None, 0.0, 0)
         if self.dead():
             self.start("fresh", None, None, 0.0, 0)
@@ -607,6 +607,6 @@ class RecoveryMachine(RuleBasedStateMachine):
         step = max((*free, *self.tracked, 0)) + 1
         self.save(step - max((*self.tracked, 0)), None)
         assert self.alive(), "the run cannot go on"
-        self.leave(True)
+        self.leave(True, None)
         self.start("fallback", None, None, 0.0, 0)
         assert self.alive() and max(self.tracked) == step
