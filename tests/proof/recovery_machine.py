@@ -11,8 +11,8 @@ Documented, so allowed, each as narrowly as it can be told (see ``docs/decisions
   What it could not take, as the disk failed, is a stranger's for the next start.
 * What a rollback or a fresh start could not move, as the disk failed, is still at its name: it may come
   back (``loose``) once a stranger saved above it; and a start with nothing else to resume from refuses.
-* An interrupted rollback is refused if a start could not lift the tracker from what had rotted
-  (``stuck``), until the tracker is set aside.
+* An interrupted rollback is refused if a start could not lift the tracker from what had rotted,
+  until the tracker is set aside.
 
 Left out: a stock save of exactly the newest step while a rollback is interrupted; torn manifests.
 """
@@ -38,7 +38,7 @@ from hypothesis.stateful import (
 from strangers import SHARD, stock_saves
 
 from ckptfsm.errors import CkptFsmError, DamagedRoot, IllegalTransition
-from ckptfsm.layout import MEGATRON, QUARANTINE, TRACKER, TRASH, parse_tracker
+from ckptfsm.layout import MEGATRON, QUARANTINE, TRACKER, parse_tracker
 from ckptfsm.lifecycle import State
 from ckptfsm.ports import Identity
 from ckptfsm.retention import KeepAll, LatestN
@@ -63,11 +63,11 @@ class Chance:
     """The hook before every changing call of a run: errors at a rate, and one blow at a given call.
 
     A blow is the process's death, or an error of the disk. ``depth`` is how many calls it came after,
-    ``errors`` how many the disk reported, both since ``arm``.
+    ``errors`` how many the disk reported, both since ``arm``; ``ever``, since the run began.
     """
 
     def __init__(self, rate: float, seed: int) -> None:
-        self.rng, self.rate = random.Random(seed), rate
+        self.rng, self.rate, self.ever = random.Random(seed), rate, 0
         self.arm(None)
 
     def arm(self, blow: Blow) -> None:
@@ -84,6 +84,7 @@ class Chance:
                 raise ProcessDead(f"before {method} {path}")
         if code:
             self.errors += 1
+            self.ever += 1
             raise OSError(code, "injected", path)
 
 
@@ -118,7 +119,7 @@ class Look:
         step = MEGATRON.parse_published(directory)
         if step is not None:
             self.at[step] = shard
-        if step is not None or directory.startswith((f"{QUARANTINE}/", f"{TRASH}/")):
+        if step is not None or directory.startswith(f"{QUARANTINE}/"):
             self.whole.add(shard)
 
     def evidence(self) -> list[str]:
@@ -168,8 +169,9 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.strange: set[int] = set()  # steps that others wrote or that rotted
         self.interrupted: tuple[str, int] | None = None
         self.in_service = False  # something was tracked, and no fresh start begun since
-        self.theirs: set[bytes | None] = set()  # what others left in the tracker since an opening
-        self.cut = self.stuck = self.saved = False
+        # What others left in the tracker since the last opening, or what that could not lift.
+        self.theirs: set[bytes | None] = set()
+        self.cut = self.saved = False
         self.keep: int | None = None
         self.refusals: set[str] = set()
         for step in range(1, adopted + 1):
@@ -197,8 +199,13 @@ class RecoveryMachine(RuleBasedStateMachine):
             identity=Identity("sim", self.runs, f"boot:{name}", name),
         )
 
-    def attempt(self, job: FakeJob, blow: Blow, work: Callable[[], object]) -> BaseException | None:
-        """Do it, under a blow. What it died of, or was refused for: typed, or what was injected."""
+    def attempt(
+        self, job: FakeJob, blow: Blow, work: Callable[[], object], refusable: bool = False
+    ) -> BaseException | None:
+        """Do it, under a blow. What it died of, or was refused for: typed, or what was injected.
+
+        Without an error of the disk in this run, only what is ``refusable`` may be refused.
+        """
         chance = job.storage.before
         chance.arm(blow)
         error: BaseException | None = None
@@ -213,6 +220,8 @@ class RecoveryMachine(RuleBasedStateMachine):
             error = found
         if error is not None:
             self.deepest = max(self.deepest, chance.depth)
+            reason = refusable or chance.ever or isinstance(error, ProcessDead)
+            assert reason, f"I8: refused for no reason: {error!r}"
         chance.blow = None
         return error
 
@@ -239,7 +248,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.keep, self.saved = keep, False
         before = self.look()
         job = self.new_run(self.disk, resume, Chance(rate, seed))
-        error = self.attempt(job, blow, job.open)
+        error = self.attempt(job, blow, job.open, refusable=True)
         if job.storage.before.errors:
             self.lose_unsynced()  # an fsync that failed has dropped it
         expected = self.expected(before)
@@ -254,6 +263,8 @@ class RecoveryMachine(RuleBasedStateMachine):
             self.moves_away(str(error), self.disk)
         else:
             assert isinstance(error, DamagedRoot), f"I8: {error!r}"
+            empty = expected.nothing and not before.evidence()
+            assert not empty, f"I8: an empty root is refused: {error}"
             assert expected.refusal, f"I8: refused though {expected} is there: {error}"
         self.end()
         if not cut and resume != "fresh" and str(error) not in self.refusals:
@@ -300,9 +311,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         if seen.step is None and not found.sure:
             found.odd |= {s for s, shard in seen.at.items() if shard not in self.left}
         found.odd |= self.lost
-        asked = (kind == "fresh" and seen.tracker is not None) or (
-            goal < ANY and (moved or self.stuck)
-        )
+        asked = (kind == "fresh" and seen.tracker is not None) or (goal < ANY and moved)
         found.refusal = asked or not found.sure
         return found
 
@@ -339,7 +348,6 @@ class RecoveryMachine(RuleBasedStateMachine):
         asked = set(before.at) if afresh else expected.sure | expected.may
         self.settle(seen, now, {before.at[step] for step in asked if step in before.at})
         self.in_service = latest is not None
-        self.stuck = busy and seen.step != latest
 
     def settle(self, seen: Look, now: list[int], asked: set[bytes]) -> None:
         """What is tracked now counts; what was, or was ``asked`` about, and is not was left behind."""
@@ -348,9 +356,11 @@ class RecoveryMachine(RuleBasedStateMachine):
         for step in now:
             directory = MEGATRON.published_name(step)
             shard = seen.shard(step)
-            if shard not in self.copies or step in self.lost:
+            if step in self.lost:
                 ours = f"{directory}/.ckptfsm/manifest.json" in seen.files
                 self.copies[shard] = Copy(ours, seen.below(directory))
+            else:
+                assert seen.at.get(step) == shard, f"I4: {step} is tracked, and not whole"
             self.tracked[step] = shard
             if last.get(step) is None:
                 self.shaky.pop(shard, None)
@@ -361,15 +371,19 @@ class RecoveryMachine(RuleBasedStateMachine):
         busy = self.job.coordinator.busy
         assert busy or not (before - kept) & standing, f"I8: left at their names: {sorted(seen.at)}"
         gone = (before | asked) - kept
-        again = {seen.at[s] for s, shard in last.items() if s in seen.at and self.copies[shard].ours}
-        self.loose = {s for s in gone & standing if busy and (self.copies[s].ours or s not in again)}
+        again = {
+            seen.at[s] for s, shard in last.items() if s in seen.at and self.copies[shard].ours
+        }
+        self.loose = {
+            s for s in gone & standing if busy and (self.copies[s].ours or s not in again)
+        }
         self.left = (self.left | gone) - standing - kept
         self.owed |= kept
         self.lost -= set(now)
         self.unsure, self.offered = {}, set()
         self.interrupted = None
-        self.theirs = set()
-        self.cut = self.stuck = False
+        self.theirs = {seen.tracker} if busy and seen.step != max(now, default=None) else set()
+        self.cut = False
 
     def begun_afresh(self, before: Look) -> None:
         seen, busy = self.look(), self.job.coordinator.busy
@@ -426,8 +440,9 @@ class RecoveryMachine(RuleBasedStateMachine):
             job.fork(of)
             job.write(of, 0)
 
-        error = self.attempt(job, blow, work)
-        seen, name = self.look(), MEGATRON.published_name(step)
+        name = MEGATRON.published_name(step)
+        error = self.attempt(job, blow, work, refusable=name in self.look().names)
+        seen = self.look()
         if begun:
             self.copies[begun[0]] = Copy(True, seen.below(name))
             self.unsure[begun[0]] = step
@@ -470,7 +485,8 @@ class RecoveryMachine(RuleBasedStateMachine):
         seen = self.look()
         assert seen.step == step, f"I2: rolled back to {step}, the tracker says {seen.tracker!r}"
         now = self.in_ledger()
-        assert now == [s for s in sorted(self.tracked) if s <= step and s in now] and step in now
+        kept = {s for s in older if s <= step}
+        assert kept <= set(now) <= {s for s in self.tracked if s <= step}, f"I2: {now}, not {kept}"
         self.settle(seen, now, set())
 
     @precondition(alive)
@@ -585,6 +601,9 @@ class RecoveryMachine(RuleBasedStateMachine):
         assert not gone, f"I1: nowhere any more: {gone}"
         odd = self.strange | self.lost
         by_us = seen.tracker not in self.theirs
+        kind, _ = self.interrupted or ("", ANY)
+        if by_us and self.in_service and kind != "fresh":
+            assert seen.tracker is not None, "I2: the tracker is gone"
         if by_us and seen.tracker is not None:
             assert seen.step in {*seen.at, *odd}, f"I2: the tracker says {seen.tracker!r}"
         if seen.tracker is None or (seen.step is not None and by_us):
