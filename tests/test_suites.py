@@ -9,8 +9,9 @@ from proof import suites
 from proof.layer import Budget
 from proof.trainers import TrainerMachine
 
-from ckptfsm import ledger, lifecycle
+from ckptfsm import effects, ledger, lifecycle, recovery
 from ckptfsm.errors import IllegalTransition
+from ckptfsm.layout import TRACKER
 from ckptfsm.testing.profiles import profile
 
 
@@ -49,6 +50,50 @@ def test_I11_an_illegal_move_is_a_violation():
 
     with pytest.raises(AssertionError, match="I11: an illegal move was tried"):
         TrainerMachine().attempt(move)
+
+
+def without_a_tracker(monkeypatch):
+    """Between publishing a step and pruning an older one, the tracker is gone for a moment."""
+    put = effects.Effects.write_tracker
+
+    def write_tracker(self, step):
+        if TRACKER in self.storage.listdir(""):
+            self.storage.unlink(TRACKER)
+        put(self, step)
+
+    monkeypatch.setattr(effects.Effects, "write_tracker", write_tracker)
+
+
+def finalized_is_forgotten(monkeypatch):
+    """What died between publishing and tracking is taken for a failed attempt."""
+    decide = recovery._decide
+
+    def forgetting(checkpoint, ledger, evidence):
+        if checkpoint.state is lifecycle.State.FINALIZED:
+            return recovery._withdrawn(checkpoint, evidence)
+        return decide(checkpoint, ledger, evidence)
+
+    monkeypatch.setattr(recovery, "_decide", forgetting)
+
+
+def tracked_is_trusted(monkeypatch):
+    """A tracked checkpoint is resumed from without a look at it."""
+    whole = recovery.is_whole
+
+    def trusting(checkpoint, there):
+        return checkpoint.state is lifecycle.State.TRACKED or whole(checkpoint, there)
+
+    monkeypatch.setattr(recovery, "is_whole", trusting)
+
+
+@pytest.mark.parametrize("plant", [without_a_tracker, finalized_is_forgotten, tracked_is_trusted])
+def test_a_planted_bug_turns_the_recovery_suite_red(monkeypatch, plant):
+    """Catches: a model of recovery that excuses whatever it sees."""
+    plant(monkeypatch)
+    check, _ = suites.SUITES["recovery"]
+    settings = profile("pr", scale=2, shrink=False)
+    found = suites.violation_of("recovery", "pr", partial(check, settings=settings))
+    assert found is not None and found.promise in ("I2", "I4", "I8")
 
 
 def test_stop_at_first_stops_at_the_first(monkeypatch):
