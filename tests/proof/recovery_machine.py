@@ -6,7 +6,7 @@ model knows of each content only what became of it, and judges the disk by names
 
 Documented, so allowed, each as narrowly as it can be told (see ``docs/decisions/0022``):
 
-* What a stock trainer saves at a step that we had tracked: recovery may take it aside, whole.
+* What a stock trainer saves at a step that we had published: recovery may take it aside, whole.
   Of an adopted one, that goes for what was damaged before, if a start was cut short in between.
   What it could not take, as the disk failed, is a stranger's for the next start.
 * What a rollback or a fresh start could not move, as the disk failed, is still at its name: it may come
@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from hypothesis import strategies as st
-from hypothesis import target
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -38,7 +37,7 @@ from hypothesis.stateful import (
 from strangers import SHARD, stock_saves
 
 from ckptfsm.errors import CkptFsmError, DamagedRoot, IllegalTransition
-from ckptfsm.layout import MEGATRON, QUARANTINE, TRACKER, parse_tracker
+from ckptfsm.layout import MEGATRON, QUARANTINE, TRACKER, TRASH, parse_tracker
 from ckptfsm.lifecycle import State
 from ckptfsm.ports import Identity
 from ckptfsm.retention import KeepAll, LatestN
@@ -49,6 +48,7 @@ from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 
 CODES = (errno.EIO, errno.ENOSPC)
 RATES = (0.0, 0.0, 0.0, 0.02)
+KEEPS = st.sampled_from((None, 1, 2))
 ANY = 1 << 40  # beyond every step
 DIES = 0  # a blow that is no error of the disk
 Blow = tuple[int, int] | None
@@ -97,7 +97,10 @@ class Copy:
 
 
 class Look:
-    """What stands on a disk, by bytes: ``at`` has the whole ones by step, ``whole`` all of them."""
+    """What stands on a disk, by bytes: ``at`` has the whole ones by step.
+
+    ``whole`` has those and what is whole in quarantine, ``trashed`` what is whole in the trash.
+    """
 
     def __init__(self, disk: SimDisk, copies: Mapping[bytes, Copy]) -> None:
         self.files = {p: c for p, c in disk.snapshot().items() if isinstance(c, bytes)}
@@ -107,6 +110,7 @@ class Look:
         self.names = [n for n in disk.listed("") if MEGATRON.parse_published(n) is not None]
         self.at: dict[int, bytes] = {}
         self.whole: set[bytes] = set()
+        self.trashed: set[bytes] = set()
         for path, shard in self.files.items():
             directory, _, name = path.rpartition("/")
             if name == SHARD and shard in copies and self._holds(directory, copies[shard]):
@@ -121,6 +125,8 @@ class Look:
             self.at[step] = shard
         if step is not None or directory.startswith(f"{QUARANTINE}/"):
             self.whole.add(shard)
+        elif directory.startswith(f"{TRASH}/"):
+            self.trashed.add(shard)
 
     def evidence(self) -> list[str]:
         """The names of steps, but for those at which a save has only begun."""
@@ -151,16 +157,16 @@ class Expected:
 class RecoveryMachine(RuleBasedStateMachine):
     """See the module. Steps are small numbers; a content is known by the bytes of its one shard."""
 
-    @initialize(saved=st.integers(0, 3), adopted=st.integers(0, 2))
-    def begin(self, saved, adopted) -> None:
+    @initialize(saved=st.integers(0, 3), adopted=st.integers(0, 2), keep=KEEPS)
+    def begin(self, saved, adopted, keep) -> None:
         self.disk = SimDisk()
         self.job: FakeJob | None = None
-        self.runs = self.stock_saved = self.deepest = 0
+        self.runs = self.stock_saved = 0
         self.copies: dict[bytes, Copy] = {}
         self.owed: set[bytes] = set()  # must be somewhere, whole
         self.tracked: dict[int, bytes] = {}  # by our last run
         self.unsure: dict[bytes, int] = {}  # saves that were cut short: they may become tracked
-        self.offered: set[bytes] = set()  # starts that were cut short may have adopted them
+        self.offered: set[bytes] = set()  # what starts that were cut short may have decided on
         self.loose: set[bytes] = set()  # withdrawn, and still at their names
         self.left: set[bytes] = set()  # rolled back, or left by a fresh start
         self.shaky: dict[bytes, int] = {}  # a stock trainer's that a power loss may take
@@ -171,12 +177,11 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.in_service = False  # something was tracked, and no fresh start begun since
         # What others left in the tracker since the last opening, or what that could not lift.
         self.theirs: set[bytes | None] = set()
-        self.cut = self.saved = False
         self.keep: int | None = None
         self.refusals: set[str] = set()
         for step in range(1, adopted + 1):
             self.stock(step, tracked=True, synced=True)
-        self.start("fallback", None, None, 0.0, 0)
+        self.start("fallback", keep, None, 0.0, 0)
         for _ in range(saved):
             self.save(1, None)
 
@@ -185,6 +190,13 @@ class RecoveryMachine(RuleBasedStateMachine):
 
     def dead(self) -> bool:
         return self.job is None
+
+    def waits(self) -> bool:
+        """True if a tick has something to do."""
+        if self.job is None:
+            return False
+        failed = self.job.storage.before.ever  # retention may have been put off
+        return bool(failed or self.job.coordinator.busy or self.disk.listed(TRASH))
 
     # ---------------------------------------------------------------------------------- our runs
 
@@ -219,7 +231,6 @@ class RecoveryMachine(RuleBasedStateMachine):
             assert found.strerror == "injected", f"I8: a raw error: {found!r}"
             error = found
         if error is not None:
-            self.deepest = max(self.deepest, chance.depth)
             reason = refusable or chance.ever or isinstance(error, ProcessDead)
             assert reason, f"I8: refused for no reason: {error!r}"
         chance.blow = None
@@ -239,13 +250,13 @@ class RecoveryMachine(RuleBasedStateMachine):
     @precondition(dead)
     @rule(
         resume=st.sampled_from(("fallback", "fallback", "fallback", "fresh")),
-        keep=st.sampled_from((None, None, 1, 2)),
+        keep=KEEPS,
         blow=blows(50, *CODES) | blows(260, *CODES),
         rate=st.sampled_from(RATES),
         seed=st.integers(0, 99),
     )
     def start(self, resume, keep, blow, rate, seed) -> None:
-        self.keep, self.saved = keep, False
+        self.keep = keep
         before = self.look()
         job = self.new_run(self.disk, resume, Chance(rate, seed))
         error = self.attempt(job, blow, job.open, refusable=True)
@@ -253,8 +264,11 @@ class RecoveryMachine(RuleBasedStateMachine):
             self.lose_unsynced()  # an fsync that failed has dropped it
         expected = self.expected(before)
         self.job = job
+        if error is None and resume == "fresh":
+            self.begun_afresh(before)
+        elif error is None:
+            self.resumed(before, expected)
         if error is None:
-            self.opened(resume, before, expected)
             return
         cut = isinstance(error, ProcessDead) or job.storage.before.errors
         if cut:
@@ -263,23 +277,17 @@ class RecoveryMachine(RuleBasedStateMachine):
             self.moves_away(str(error), self.disk)
         else:
             assert isinstance(error, DamagedRoot), f"I8: {error!r}"
-            empty = expected.nothing and not before.evidence()
-            assert not empty, f"I8: an empty root is refused: {error}"
+            empty = before.tracker is None and not before.evidence()
+            assert self.in_service or not empty, f"I8: an empty root is refused: {error}"
             assert expected.refusal, f"I8: refused though {expected} is there: {error}"
         self.end()
         if not cut and resume != "fresh" and str(error) not in self.refusals:
             self.refusals.add(str(error))
             self.a_way_out_works(str(error))
 
-    def opened(self, resume: str, before: Look, expected: Expected) -> None:
-        if resume == "fresh":
-            self.begun_afresh(before)
-        else:
-            self.resumed(before, expected)
-
     def cut_short(self, resume: str, before: Look, expected: Expected) -> None:
         """A start died, or met an error that ended it: some of what it decided may be done."""
-        self.cut = True
+        self.offered |= set(self.tracked.values())  # and withdrawn, if damaged
         if resume == "fresh":
             goal = self.interrupted[1] if self.interrupted is not None else ANY
             self.interrupted = ("fresh", goal)  # perhaps not begun: then the rollback goes on
@@ -295,7 +303,10 @@ class RecoveryMachine(RuleBasedStateMachine):
         kind, goal = self.interrupted or ("", ANY)
         found = Expected(nothing=seen.tracker is None and (not self.in_service or kind == "fresh"))
         moved = seen.step is not None and seen.tracker in self.theirs
-        limit = seen.step if seen.step is not None else max(self.tracked, default=ANY)
+        limit = reach = seen.step if seen.step is not None else max(self.tracked, default=ANY)
+        if seen.step is None:  # the journal may not say of the newest that it was tracked
+            sure_of = (step for step, shard in self.tracked.items() if shard not in self.unsure)
+            limit = min(reach, max(sure_of, default=ANY))
         for step, shard in seen.at.items():
             sure = self.in_use(step, shard, limit)
             if sure and kind == "fresh":
@@ -305,12 +316,15 @@ class RecoveryMachine(RuleBasedStateMachine):
             if sure:
                 found.sure.add(step)
             elif shard not in self.left and (
-                step <= limit or shard in self.loose | self.offered or step in self.tracked
+                step <= reach or shard in self.loose | self.offered or step in self.tracked
             ):
                 found.may.add(step)
         if seen.step is None and not found.sure:
             found.odd |= {s for s, shard in seen.at.items() if shard not in self.left}
         found.odd |= self.lost
+        for step, shard in self.tracked.items():  # being pruned: back, if what was newer is damaged
+            if shard in seen.trashed and step not in seen.at:
+                found.may.add(step)
         asked = (kind == "fresh" and seen.tracker is not None) or (goal < ANY and moved)
         found.refusal = asked or not found.sure
         return found
@@ -321,8 +335,9 @@ class RecoveryMachine(RuleBasedStateMachine):
             return False
         last = self.tracked.get(step)
         if last is None:
-            return step <= limit and shard not in self.unsure
-        stranger = last != shard and (self.copies[last].ours or (self.cut and last in self.rotten))
+            published = (at for s, at in self.unsure.items() if s == shard or s in self.rotten)
+            return step <= limit and step not in published
+        stranger = last != shard and (self.copies[last].ours or last in self.rotten & self.offered)
         return not stranger
 
     def resumed(self, before: Look, expected: Expected) -> None:
@@ -382,8 +397,10 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.lost -= set(now)
         self.unsure, self.offered = {}, set()
         self.interrupted = None
-        self.theirs = {seen.tracker} if busy and seen.step != max(now, default=None) else set()
-        self.cut = False
+        if seen.step != max(now, default=None):
+            self.theirs = {seen.tracker}
+        else:  # one that was right is kept as it is, not made durable: power may leave it empty
+            self.theirs = {b""} if seen.tracker in self.theirs else set()
 
     def begun_afresh(self, before: Look) -> None:
         seen, busy = self.look(), self.job.coordinator.busy
@@ -416,17 +433,6 @@ class RecoveryMachine(RuleBasedStateMachine):
                 break
         seen = Look(fork, self.copies)
         assert not seen.evidence() and seen.tracker is None, f"I8: no way out of {said}"
-        if "set aside" not in said:
-            return
-        fork = self.disk.fork()
-        seen = Look(fork, self.copies)
-        fork.uproot(TRACKER)
-        if seen.step is not None and MEGATRON.published_name(seen.step) in seen.names:
-            fork.uproot(MEGATRON.published_name(seen.step))
-        try:
-            self.new_run(fork, "fallback").open()
-        except DamagedRoot as error:
-            assert "evidence" in str(error), f"I8: set aside, and {error}"
 
     @precondition(alive)
     @rule(ahead=st.integers(1, 3), blow=blows(100))
@@ -448,7 +454,6 @@ class RecoveryMachine(RuleBasedStateMachine):
             self.unsure[begun[0]] = step
         if begun and seen.step == step:
             self.tracked[step] = begun[0]
-            self.saved = True
             self.retired()
         if error is not None or (job.storage.before.errors and step not in self.in_ledger()):
             self.end()
@@ -489,12 +494,12 @@ class RecoveryMachine(RuleBasedStateMachine):
         assert kept <= set(now) <= {s for s in self.tracked if s <= step}, f"I2: {now}, not {kept}"
         self.settle(seen, now, set())
 
-    @precondition(alive)
+    @precondition(waits)
     @rule(blow=blows(30))
     def tick(self, blow) -> None:
         """Time passes: what waits is tried again, and the trash is emptied."""
         job = self.job
-        if self.saved:
+        if job.acknowledged:
             self.retired()
         for _ in range(3):
             job.clock.now += 60
@@ -549,7 +554,9 @@ class RecoveryMachine(RuleBasedStateMachine):
 
     def destroyed(self, step: int) -> None:
         """What stands at a step's name is no more; a power loss may have shown it at two names."""
-        self.owed.discard(self.look().shard(step))
+        shard = self.look().shard(step)
+        self.owed.discard(shard)
+        self.rotten |= {shard} & set(self.unsure)
         self.strange.add(step)
 
     @precondition(dead)
@@ -573,7 +580,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.disk.crash(how if isinstance(how, str) else random.Random(how))
         self.lose_unsynced()
         seen = self.look()
-        if self.theirs and seen.step is None:  # a stranger's had not reached the disk
+        if self.theirs and seen.step not in self.tracked:  # a stranger's, half on the disk
             self.theirs.add(seen.tracker)
 
     def lose_unsynced(self) -> None:
@@ -613,7 +620,6 @@ class RecoveryMachine(RuleBasedStateMachine):
         """Without faults the root opens, or says why not; then a run saves, and the next finds it."""
         if not hasattr(self, "disk"):
             return
-        target(float(self.deepest), label="crash depth")
         if self.alive():
             self.leave(False, None)
         self.start("fallback", None, None, 0.0, 0)
