@@ -166,7 +166,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.owed: set[bytes] = set()  # must be somewhere, whole
         self.tracked: dict[int, bytes] = {}  # by our last run
         self.unsure: dict[bytes, int] = {}  # saves that were cut short: they may become tracked
-        self.offered: set[bytes] = set()  # what starts that were cut short may have decided on
+        self.offered: dict[bytes, int] = {}  # what starts that were cut short may have decided on
         self.loose: set[bytes] = set()  # withdrawn, and still at their names
         self.left: set[bytes] = set()  # rolled back, or left by a fresh start
         self.shaky: dict[bytes, int] = {}  # a stock trainer's that a power loss may take
@@ -287,13 +287,15 @@ class RecoveryMachine(RuleBasedStateMachine):
 
     def cut_short(self, resume: str, before: Look, expected: Expected) -> None:
         """A start died, or met an error that ended it: some of what it decided may be done."""
-        self.offered |= set(self.tracked.values())  # and withdrawn, if damaged
+        self.offered |= {
+            shard: step for step, shard in self.tracked.items()
+        }  # and withdrawn, if damaged
         if resume == "fresh":
             goal = self.interrupted[1] if self.interrupted is not None else ANY
             self.interrupted = ("fresh", goal)  # perhaps not begun: then the rollback goes on
             return
         asked = expected.sure | expected.may
-        self.offered |= {before.at[step] for step in asked if step in before.at}
+        self.offered |= {before.at[step]: step for step in asked if step in before.at}
         seen = self.look()
         if seen.at.get(seen.step) in self.unsure:
             self.retired()
@@ -303,10 +305,13 @@ class RecoveryMachine(RuleBasedStateMachine):
         kind, goal = self.interrupted or ("", ANY)
         found = Expected(nothing=seen.tracker is None and (not self.in_service or kind == "fresh"))
         moved = seen.step is not None and seen.tracker in self.theirs
-        limit = reach = seen.step if seen.step is not None else max(self.tracked, default=ANY)
-        if seen.step is None:  # the journal may not say of the newest that it was tracked
+        if seen.step is not None:
+            limit = reach = seen.step
+        else:  # the journal's newest counts, which may lack what was cut short
+            offered = self.offered.values()
             sure_of = (step for step, shard in self.tracked.items() if shard not in self.unsure)
-            limit = min(reach, max(sure_of, default=ANY))
+            limit = max(sure_of, default=max(offered, default=ANY))
+            reach = max((*self.tracked, *offered)) if self.tracked else ANY
         for step, shard in seen.at.items():
             sure = self.in_use(step, shard, limit)
             if sure and kind == "fresh":
@@ -316,7 +321,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             if sure:
                 found.sure.add(step)
             elif shard not in self.left and (
-                step <= reach or shard in self.loose | self.offered or step in self.tracked
+                step <= reach or shard in {*self.loose, *self.offered} or step in self.tracked
             ):
                 found.may.add(step)
         if seen.step is None and not found.sure:
@@ -337,7 +342,9 @@ class RecoveryMachine(RuleBasedStateMachine):
         if last is None:
             published = (at for s, at in self.unsure.items() if s == shard or s in self.rotten)
             return step <= limit and step not in published
-        stranger = last != shard and (self.copies[last].ours or last in self.rotten & self.offered)
+        stranger = last != shard and (
+            self.copies[last].ours or last in self.rotten & self.offered.keys()
+        )
         return not stranger
 
     def resumed(self, before: Look, expected: Expected) -> None:
@@ -395,7 +402,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.left = (self.left | gone) - standing - kept
         self.owed |= kept
         self.lost -= set(now)
-        self.unsure, self.offered = {}, set()
+        self.unsure, self.offered = {}, {}
         self.interrupted = None
         if seen.step != max(now, default=None):
             self.theirs = {seen.tracker}
