@@ -177,6 +177,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.in_service = False  # something was tracked, and no fresh start begun since
         # What others left in the tracker since the last opening, or what that could not lift.
         self.theirs: set[bytes | None] = set()
+        self.unsynced: object | None = None  # the tracker as a stock trainer left it
         self.keep: int | None = None
         self.refusals: set[str] = set()
         for step in range(1, adopted + 1):
@@ -407,7 +408,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         if seen.step != max(now, default=None):
             self.theirs = {seen.tracker}
         else:  # one that was right is kept as it is, not made durable: power may leave it empty
-            self.theirs = {b""} if seen.tracker in self.theirs else set()
+            self.theirs = {b""} if self.disk.find(TRACKER) is self.unsynced else set()
 
     def begun_afresh(self, before: Look) -> None:
         seen, busy = self.look(), self.job.coordinator.busy
@@ -535,6 +536,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             self.shaky[shard] = step
         if tracked:
             self.theirs.add(b"%d" % step)
+            self.unsynced = None if synced else self.disk.find(TRACKER)
 
     @precondition(dead)
     @rule(ahead=st.integers(-2, 3), tracked=st.booleans(), synced=st.booleans())
