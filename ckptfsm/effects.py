@@ -51,9 +51,9 @@ from ckptfsm.layout import (
     TRACKER,
     TRASH,
     Layout,
+    gone_dir,
     join,
     left_out_dir,
-    parse_aside,
     parse_pin,
     parse_reader,
     pin_name,
@@ -64,7 +64,7 @@ from ckptfsm.layout import (
 from ckptfsm.lifecycle import Checkpoint
 from ckptfsm.messages import AttemptId, PartSpec
 from ckptfsm.ports import FileStat, Storage
-from ckptfsm.trash import sweep_attempt
+from ckptfsm.trash import remove_empty, sweep_attempt
 
 log = logging.getLogger("ckptfsm")
 _NAMES = 100
@@ -390,9 +390,14 @@ class Effects:
         name = self.layout.published_name(checkpoint.step)
         return bool(left) or loadable or not is_begun(self.storage, name)
 
-    def left_in_trash(self, of: AttemptId) -> frozenset[str]:
-        """The names in the trash of the directories of an attempt."""
-        return frozenset(n for n in list_names(self.storage, TRASH) if parse_aside(n) == of)
+    def give_up(self, of: AttemptId, path: str) -> None:
+        """Let what lies in the trash be deleted: it gets a name that no other's late rename aims at.
+
+        An empty directory is removed here and now: a rename may take its place.
+        """
+        self.check_epoch()
+        if not remove_empty(self.storage, path):
+            self._move_aside(path, gone_dir(of))
 
     def keep_for_a_person(self, of: AttemptId, path: str) -> None:
         """Move to quarantine what lies in the trash and nobody gave up."""

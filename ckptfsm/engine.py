@@ -135,7 +135,6 @@ class Engine:
         self._finalizers: dict[AttemptId, set[int]] = {}
         self._finalized_by_rank: set[AttemptId] = set()
         self._published: set[AttemptId] = set()  # on disk; the journal may not know it yet
-        self._given_up: set[str] = set()  # the directories of attempts in the trash to be deleted
         self._set_aside: dict[AttemptId, frozenset[str]] = {}  # what lay there at the first try
 
     @property
@@ -213,15 +212,16 @@ class Engine:
 
         Once the journal says that an attempt is given up, what it left in the trash may be deleted.
         """
-        left = self.effects.left_in_trash(moved.of) if moved.dest in FORGOTTEN else ()
+        forgotten = moved.dest in FORGOTTEN
         if moved.source is not moved.dest:
             record = self._record(moved)
-            self.append(record, essential=moved.dest is State.FAILED)
+            self.append(record, essential=forgotten or moved.dest is State.FAILED)
             self.moves += 1
             self.news.append(record)
             log.info("transition", extra={"record": record})
         self.ledger = ledger
-        self._given_up.update(left)
+        if forgotten:
+            self._give_up(moved)
         if command is not None:
             self.run(command)
 
@@ -235,31 +235,49 @@ class Engine:
             return 0
         if any(isinstance(command, (CleanUp, Quarantine)) for command in self.pending):
             return 0
-        return remove_some(self._storage, limit, self._given_up, self.check_epoch)
+        return remove_some(self._storage, limit, self.check_epoch)
 
     def sort_trash(self, given_up: Collection[AttemptId]) -> None:
         """At an opening: what lies in the trash is deleted, or kept in quarantine (I1).
 
-        A fenced manager's late rename takes there whatever has the name by then. So only what this
-        manager moves there itself is deleted, and what it finds there that was an attempt's that the
-        journal shows as ``given_up``, or cannot be loaded. What the ledger knows is decided elsewhere.
+        A fenced manager's late rename takes there whatever has the name by then. So only what is surely
+        of an attempt that the journal shows as ``given_up``, or was never whole, is given up. What the
+        ledger knows is decided elsewhere.
         """
-        for name in list_names(self._storage, TRASH):
-            of = parse_aside(name)
-            if of is None or of in self.ledger.checkpoints or name in self._given_up:
-                continue
-            try:
-                self._sort(of, f"{TRASH}/{name}", of in given_up)
-            except (Fenced, OutcomeUnknown):
-                raise
-            except (NewerSchema, OSError) as error:  # it stays there
-                log.warning("trash_not_sorted", extra={"file": name, "error": describe(error)})
+        for of, path in self._in_trash():
+            if of not in self.ledger.checkpoints:
+                self._sort(of, path, given_up=of in given_up)
 
-    def _sort(self, of: AttemptId, path: str, given_up: bool) -> None:
-        if is_left_over(self._storage, self.effects.layout, of, path, given_up=given_up):
-            self._given_up.add(path.rpartition("/")[2])
+    def _give_up(self, moved: Transition) -> None:
+        """Let what an attempt left in the trash be deleted: staged, adopted, or surely its."""
+        staged = moved.dest is State.DISCARDED and not moved.checkpoint.in_place
+        for of, path in self._in_trash():
+            if of == moved.of:
+                own = staged or moved.checkpoint.provenance == "adopted"
+                self._sort(of, path, given_up=True, own=own)
+
+    def _in_trash(self) -> list[tuple[AttemptId, str]]:
+        """What has an attempt's name there; nothing, if the disk does not say."""
+        try:
+            names = list_names(self._storage, TRASH)
+        except OSError as error:
+            log.warning("trash_not_sorted", extra={"file": TRASH, "error": describe(error)})
+            return []
+        return [(of, f"{TRASH}/{name}") for name in names if (of := parse_aside(name))]
+
+    def _sort(self, of: AttemptId, path: str, *, given_up: bool, own: bool = False) -> None:
+        """Give up what lies in the trash, or keep it. What fails is done by the next opening."""
+        layout = self.effects.layout
+        try:
+            if own or is_left_over(self._storage, layout, of, path, given_up=given_up):
+                self.effects.give_up(of, path)
+                return
+            self.effects.keep_for_a_person(of, path)
+        except (Fenced, OutcomeUnknown):
+            raise
+        except (NewerSchema, OSError) as error:
+            log.warning("trash_not_sorted", extra={"file": path, "error": describe(error)})
             return
-        self.effects.keep_for_a_person(of, path)
         log.warning("taken_out_of_the_trash", extra={"step": of.step, "file": path})
 
     def _record(self, moved: Transition) -> TransitionRecord:

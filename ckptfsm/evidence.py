@@ -178,17 +178,15 @@ def _may_come_back(storage: Storage, layout: Layout, checkpoint: Checkpoint, pat
 def is_left_over(
     storage: Storage, layout: Layout, of: AttemptId, path: str, *, given_up: bool
 ) -> bool:
-    """True if what lies at ``path`` in the trash is what is left of ``of``, and no other checkpoint.
+    """True if what lies at ``path`` in the trash is surely ``of``, and not what somebody else wrote.
 
-    ``given_up``: the journal says that it was pruned or failed. What was written here has ``.ckptfsm``
-    inside, and loses its manifest first. What cannot be loaded at all is taken for a left over too.
+    ``given_up``: the journal says that it was pruned, or cleaned up after it had failed. What was
+    written here has ``.ckptfsm`` inside, and no manifest if it had failed before.
     """
     there = _inspect(storage, layout, of.step, path, False)
     if there.found == "manifest":
         return given_up and there.of == of
-    if there.found == "stock":
-        return lookup(storage, f"{path}/{PRIVATE}") is not None
-    return there.found != "damaged"
+    return there.found != "damaged" and lookup(storage, f"{path}/{PRIVATE}") is not None
 
 
 def is_bare(storage: Storage, directory: str) -> bool:

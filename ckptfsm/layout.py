@@ -98,6 +98,11 @@ def trash_dir(of: AttemptId) -> str:
     return f"{TRASH}/{attempt_name(of)}"
 
 
+def gone_dir(of: AttemptId) -> str:
+    """Where what was given up goes: ``parse_aside`` does not take it for its step's directory."""
+    return f"{TRASH}/gone-{attempt_name(of)}"
+
+
 def left_out_dir(of: AttemptId) -> str:
     """Where a part goes that is left out: ``parse_aside`` does not take it for its step's directory."""
     return f"{TRASH}/part-{attempt_name(of)}"

@@ -320,6 +320,8 @@ class Owner:
         ``SaveHandle.wait`` raises its failure under ``on_failure="warn"`` too. ``DeadlineExceeded``
         after ``busy_timeout_s``.
         """
+        if not handle.done:
+            self._require_open()
         limit = self.config.busy_timeout_s
         self._pump.drive(HandleDone(handle), limit, f"the save of step {handle.step}")
         self._pump.raise_failures()

@@ -17,34 +17,25 @@ from ckptfsm.ports import Storage
 _DEPTH = 64
 
 
-def remove_some(
-    storage: Storage, limit: int, given_up: set[str], check: Callable[[], None] | None = None
-) -> int:
+def remove_some(storage: Storage, limit: int, check: Callable[[], None] | None = None) -> int:
     """Delete up to ``limit`` entries of the trash, deepest first. Returns how many were deleted.
 
-    Of what has an attempt's name only ``given_up`` is deleted, and taken out of that set once it is
-    gone: what comes to the trash under the same name later is something else. What cannot be deleted is
-    passed over; its error is raised once nothing else is left.
+    What has an attempt's name is passed over: it is not given up, or a late rename took it there. What
+    cannot be deleted is passed over, too; its error is raised once nothing else is left.
 
     ``check`` is called between looking and deleting: what a successor moves to the trash after it took
     the root over was not there when a fenced manager looked.
     """
     removed = 0
     stuck: OSError | None = None
-    names = list_names(storage, TRASH)
-    given_up.intersection_update(names)
+    names = [name for name in list_names(storage, TRASH) if parse_aside(name) is None]
     if check is not None:
         check()
     for name in names:
         if removed >= limit:
             break
-        if name not in given_up and parse_aside(name) is not None:
-            continue
-        path = f"{TRASH}/{name}"
         try:
-            removed += _remove(storage, path, limit - removed, _DEPTH)
-            if lookup(storage, path) is None:
-                given_up.discard(name)
+            removed += _remove(storage, f"{TRASH}/{name}", limit - removed, _DEPTH)
         except OSError as error:  # it must not keep the others
             stuck = stuck or error
     if stuck is not None and not removed:
@@ -68,6 +59,14 @@ def _remove(storage: Storage, path: str, limit: int, depth: int) -> int:
         storage.rmdir(path)
         removed += 1
     return removed
+
+
+def remove_empty(storage: Storage, path: str) -> bool:
+    """Remove a directory if nothing is in it. False if something is."""
+    if storage.listdir(path):
+        return False
+    storage.rmdir(path)
+    return True
 
 
 def sweep_temporaries(

@@ -23,7 +23,7 @@ from strangers import stock_saves
 from test_attacks import FOREIGN, LATER, ONE, TWO, fails, judge, names, states
 from test_coordinator import content, replace, saved, start, stop, tracked
 from test_found_by_proof import FOUR, fails_after, is_root, makes, moves
-from test_found_by_review import start_with, ticks
+from test_found_by_review import SHARD, older_format, start_with, ticks
 from test_manager import QUICK, TEMPLATE, weights
 
 from ckptfsm import durable
@@ -609,6 +609,13 @@ def ends_before_another_saves_two(disk: SimDisk, successor: FakeJob) -> FakeJob 
     return None
 
 
+def ends_before_another_format_has_two(disk: SimDisk, successor: FakeJob) -> FakeJob | None:
+    stop(disk, successor, "second")
+    stop(disk, start(disk, "between", takeover=True), "between")
+    older_format(disk, 2)
+    return None
+
+
 def adopts_what_stock_saved(disk: SimDisk, successor: FakeJob) -> FakeJob | None:
     stop(disk, successor, "second")
     stock_saves(disk, 2, synced=True)
@@ -617,7 +624,12 @@ def adopts_what_stock_saved(disk: SimDisk, successor: FakeJob) -> FakeJob | None
 
 @pytest.mark.parametrize(
     "then",
-    [ends_before_stock_saves_two, ends_before_another_saves_two, adopts_what_stock_saved],
+    [
+        ends_before_stock_saves_two,
+        ends_before_another_saves_two,
+        ends_before_another_format_has_two,
+        adopts_what_stock_saved,
+    ],
 )
 def test_I1_what_a_fenced_prune_takes_of_whoever_came_since_is_kept(then: Then):
     """Catches: the newest checkpoint, tracked or not known yet, emptied with the trash under the name
@@ -627,7 +639,57 @@ def test_I1_what_a_fenced_prune_takes_of_whoever_came_since_is_kept(then: Then):
     ticks(later)
     disk.kill("later")
     ticks(start(disk, "last"))
-    assert "__0_0.distcp" in names(disk, f"{QUARANTINE}/2.e1.a2.1") and names(disk, TRASH) == []
+    kept = names(disk, f"{QUARANTINE}/2.e1.a2.1")
+    assert kept and kept[-1] in (SHARD, "__1_0.distcp", "metadata.json", "mp_rank_00")
+    assert names(disk, TRASH) == []
+
+
+def test_F5_a_full_disk_gets_the_space_of_a_failed_save_back():
+    """Catches: a disk that stays full for good, as there is no room to journal that the failed save's
+    files are in the trash: the journal's block was full, wherever that happens."""
+    for earlier in range(30):
+        disk = SimDisk()
+        job = saved(disk, 1)
+        for _ in range(earlier):
+            job.fail(job.request(2))
+        ticks(job)
+        of = job.request(2)
+        job.fork(of)
+        job.write(of, 0)
+        disk.capacity = disk.used
+        job.fail(of)
+        ticks(job)
+        assert names(disk, TRASH) == [], f"after {earlier} failed saves"
+        assert disk.capacity is not None and disk.used < disk.capacity
+
+
+def test_I1_what_takes_the_place_of_an_empty_directory_is_not_deleted():
+    """Catches: the newest checkpoint, emptied with the trash: a failed attempt in place was an empty
+    directory there, and a fenced clean-up's late rename takes the place of one."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    request = SaveRequest(2, FOREIGN, 2, expected_bytes=100, in_place=True)
+    of = job.coordinator.request(request)
+    job.storage.before = crash_at_rename_of(2)
+    with suppress(ProcessDead, CkptFsmError):
+        job.fail(of)
+    disk.kill("first")
+    late = SimStorage(disk, "late")
+    later = start(disk, "second")
+    later.save(2)
+    with suppress(OSError):  # nothing may be there any more that gives way
+        late.rename("iter_0000002", f"{TRASH}/2.e1.a2")
+    ticks(later)
+    disk.kill("second")
+    disk.kill("late")
+    start(disk, "third")
+    places = [f"{QUARANTINE}/{name}" for name in names(disk, QUARANTINE)]
+    whole = [p for p in ("iter_0000002", *places) if SHARD in disk_names(disk, p)]
+    assert whole, "the newest checkpoint is somewhere"
+
+
+def disk_names(disk: SimDisk, path: str) -> list[str]:
+    return names(disk, path) if disk.find(path) is not None else []
 
 
 class LandsBetween(FaultStorage):
@@ -679,21 +741,26 @@ def _die_at_rename(source: str, index: int, method: str, path: str) -> None:
         raise ProcessDead("paused")
 
 
-@pytest.mark.parametrize("starts", [1, 2])
-def test_what_was_pruned_before_a_crash_is_deleted_after_it(starts: int):
-    """Catches: space that never comes back. What two crashes left in the trash, whole, is kept: no
-    journal that is read says any more that it was pruned."""
+@pytest.mark.parametrize("starts", [1, 2, 3])
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_was_pruned_before_a_crash_is_deleted_after_it(starts: int, dies: bool):
+    """Catches: space that never comes back. ``dies``: between the record and the last rename."""
     disk = SimDisk()
-    saved(disk, 1, 2, retention=LatestN(1))
-    assert names(disk, TRASH) == ["1.e1.a1"]
+    job = saved(disk, 1, retention=LatestN(1))
+    if dies:
+        job.storage.before = partial(_die_at_rename, f"{TRASH}/1.e1.a1 -> ")
+        with suppress(ProcessDead):
+            job.save(2)
+    else:
+        job.save(2)
+    assert names(disk, TRASH) == ["1.e1.a1" if dies else "gone-1.e1.a1"]
     disk.kill("first")
     for index in range(starts):
         job = start(disk, f"later{index}")
         if index + 1 < starts:
             disk.kill(f"later{index}")
     ticks(job)
-    assert names(disk, TRASH) == []
-    assert names(disk, QUARANTINE) == (["1.e1.a1"] if starts == 2 else [])
+    assert names(disk, TRASH) == [] and names(disk, QUARANTINE) == []
 
 
 def test_I1_what_a_fenced_prune_takes_is_not_deleted_by_its_successor():

@@ -450,7 +450,7 @@ def test_I9_a_fenced_trainer_deletes_nothing_that_its_successor_put_in_the_trash
     once_before_listing(first, TRASH, take_over)
     with suppress(Fenced):
         first.coordinator.tick()
-    assert tracked(successors[0]) == [2] and names(disk, TRASH) == ["1.e1.a1"]
+    assert tracked(successors[0]) == [2] and names(disk, TRASH) == ["gone-1.e1.a1"]
     shards = [p for p in disk.snapshot() if p.startswith(TRASH) and p.endswith(".distcp")]
     assert len(shards) == 2, "whole"
     assert isinstance(first.coordinator.fatal, Fenced)

@@ -248,7 +248,7 @@ def test_F5_a_damaged_manifest_does_not_stop_space_from_coming_back():
 def test_F5_an_entry_of_the_trash_that_stays_does_not_keep_the_others():
     """Catches: a disk that fills up behind one file that cannot be deleted."""
     disk = SimDisk()
-    stuck = Strike("unlink", f"{TRASH}/1.e1.a1/{SHARD}", OSError(errno.EPERM, "immutable"))
+    stuck = Strike("unlink", f"{TRASH}/gone-1.e1.a1/{SHARD}", OSError(errno.EPERM, "immutable"))
     job = start_with(
         FaultStorage(SimStorage(disk, "first"), before=stuck), "first", retention=LatestN(1)
     )
@@ -258,7 +258,7 @@ def test_F5_an_entry_of_the_trash_that_stays_does_not_keep_the_others():
             job.clock.now += 60
             job.coordinator.tick()
     left = {path.split("/")[2] for path in disk.snapshot() if path.startswith(f"{TRASH}/")}
-    assert left == {"1.e1.a1"}
+    assert left == {"gone-1.e1.a1"}
 
 
 def test_F5_a_close_that_fails_gives_the_root_back():

@@ -32,6 +32,7 @@ _MANIFEST = "/.ckptfsm/manifest.json"
 _RECEIPTS = "/.ckptfsm/receipts/"
 _LIMIT = 1 << 24
 _ATTEMPT = re.compile(r"(\d+)\.e(\d+)\.a(\d+)")
+_GONE = f"{TRASH}gone-"
 _TEMPORARY = re.compile(r"\.tmp-(\d+)-")  # the epoch of whoever writes it
 
 Attempt = tuple[int, int, int]  # step, epoch, attempt
@@ -395,6 +396,8 @@ class Watch:
             else:
                 self._require(process, attempt, "failed", "clean up")
             self._effect(process, src)
+        elif src.startswith(TRASH) and dst.startswith(_GONE):
+            self._given_up(process, src)
         if _RECEIPTS in dst and dst.endswith(".json") and ".tmp-" not in dst:
             self._received(dst)
 
@@ -429,14 +432,21 @@ class Watch:
 
     def _require(self, process: str, name: str, state: str, what: str) -> None:
         """A command runs only after the transition that asks for it is in the journal."""
-        found = _ATTEMPT.match(name)
+        of = _attempt_of(name)
         model = self._model(process)
-        if found is None or model is None:
+        if of is None or model is None:
             raise RootBroken(f"I1: {process} does {what!r} of {name} without a journal")
-        of = (int(found[1]), int(found[2]), int(found[3]))
         actual = model.states.get(of)
         if actual != state:
             raise RootBroken(f"I1: {what!r} of {name} while the journal says {actual}")
+
+    def _given_up(self, process: str, src: str) -> None:
+        """What gets the name of what may be deleted: the journal says that it is gone (I1)."""
+        model, of = self._model(process), _attempt_of(src[len(TRASH) :])
+        state = model.states.get(of) if model is not None and of is not None else None
+        if model is None or state not in ("pruned", "discarded", None):  # None: in an older segment
+            raise RootBroken(f"I1: {src} is given up while the journal says {state}")
+        self._effect(process, src)
 
     def _received(self, path: str) -> None:
         """A receipt is the promise that all its files are durable (I3)."""
@@ -458,9 +468,8 @@ class Watch:
             self._effect(process, src)
             model = self._model(process)
             name = src[len(TRASH) :]
-            found = _ATTEMPT.match(name)
-            of = (int(found[1]), int(found[2]), int(found[3])) if found else (-1, 0, 0)
-            if model is None or model.states.get(of) != "prunable":
+            of = _attempt_of(name)
+            if model is None or of is None or model.states.get(of) != "prunable":
                 raise RootBroken(f"I1: {name} comes back from the trash, not from prunable")
         else:
             raise RootBroken(f"I4: {src} is published as {dst}")
@@ -584,9 +593,11 @@ class Watch:
         """Its published name must be gone durably first, or a gutted one would come back."""
         top = path[len(TRASH) :].partition("/")[0]
         token = self.disk.find(TRASH + top)
-        found = _ATTEMPT.match(top)
-        if token is not None and found is not None:
-            name = _name_of(int(found[1]))
+        of = _attempt_of(top.removeprefix("gone-"))
+        if of is not None and token is not None and not top.startswith("gone-"):
+            raise RootBroken(f"I1: {path} is deleted, and was not given up")
+        if token is not None and of is not None:
+            name = _name_of(of[0])
             if token in self.disk.possible(name):
                 raise RootBroken(f"I4: {path} is deleted, a power loss brings back a gutted {name}")
 
@@ -693,6 +704,11 @@ class Watch:
 def _is_step_of(name: str, steps: Collection[int]) -> bool:
     digits = name.removeprefix("iter_")
     return digits.isdigit() and int(digits) in steps
+
+
+def _attempt_of(name: str) -> tuple[int, int, int] | None:
+    found = _ATTEMPT.match(name)
+    return (int(found[1]), int(found[2]), int(found[3])) if found else None
 
 
 def _name_of(step: int) -> str:

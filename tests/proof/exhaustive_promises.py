@@ -57,6 +57,7 @@ from proof.exhaustive_world import (
 )
 
 PUBLISHED = frozenset({State.FINALIZED, State.TRACKED, State.PRUNABLE})
+_GONE = f"{TRASH}/gone-"
 _MAY_UNLINK = (TRASH, PINS, READERS, layout.LEASE)
 
 
@@ -134,7 +135,7 @@ class Watch:
         if call == "rename":
             self._renamed(run, *args)
         elif call in ("unlink", "rmdir"):
-            self._deleted(run, args[0])
+            self._deleted(run, call, args[0])
         elif call == "append" and isinstance(args[0], documents.TransitionRecord):
             self._recorded(run, args[0])
 
@@ -152,6 +153,9 @@ class Watch:
         elif src.startswith(STAGING) and dst.startswith(TRASH):
             state = run.journal.value.state_of(layout.parse_attempt(src.rpartition("/")[2]))
             require(state == "failed", "I1", f"{src} ({state}) was moved to {dst}")
+        elif src.startswith(TRASH) and dst.startswith(_GONE):
+            state = run.journal.value.state_of(layout.parse_aside(src.rpartition("/")[2]))
+            require(state == "absent", "I1", f"{src} ({state}) was moved to {dst}")
         elif src.startswith(TRASH) and dst.startswith(QUARANTINE):
             state = run.journal.value.state_of(layout.parse_aside(src.rpartition("/")[2]))
             kept = state in ("quarantined", "absent")
@@ -166,11 +170,15 @@ class Watch:
         else:
             require(TEMPORARY in src, "I1", f"{src} was moved to {dst}")
 
-    def _deleted(self, run: Run, path: str) -> None:
+    def _deleted(self, run: Run, call: str, path: str) -> None:
         """Only trash, markers and temporaries; and nothing the journal still counts on (I1)."""
         ours = path.startswith(_MAY_UNLINK) or TEMPORARY in path.rpartition("/")[2]
         require(ours, "I1", f"{path} was deleted in place")
-        of = layout.parse_attempt(path.removeprefix(f"{TRASH}/").split("/")[0].split(".tmp")[0])
+        top = path.removeprefix(f"{TRASH}/").split("/")[0].split(".tmp")[0]
+        bare = path == f"{TRASH}/{top}" and call == "rmdir"
+        given_up = bare or layout.parse_aside(top) is None
+        require(given_up, "I1", f"{path} was deleted, and was not given up")
+        of = layout.parse_attempt(top.removeprefix("gone-"))
         if path.startswith(TRASH) and of is not None and not run.world.scarred:
             state = run.journal.value.state_of(of)
             require(

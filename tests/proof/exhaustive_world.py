@@ -133,7 +133,6 @@ class Live(NamedTuple):
     pending: tuple[Command, ...]
     retire_due: bool
     published: frozenset[AttemptId]
-    given_up: frozenset[str]
     requests: int
 
 
@@ -467,7 +466,6 @@ def load(run: Run, scope: Scope) -> Coordinator:
     engine.pending = list(live.pending)
     engine.retire_due = live.retire_due
     engine._published = set(live.published)
-    engine._given_up = set(live.given_up)
     made._requests = live.requests
     made._opened, made._lease = engine, run.lease  # type: ignore[assignment]
     return made
@@ -484,7 +482,6 @@ def save(coordinator: Coordinator) -> Live:
         tuple(dict.fromkeys(engine.pending)),
         engine.retire_due,
         frozenset(engine._published),
-        frozenset(engine._given_up),
         coordinator._requests,
     )
 
