@@ -151,7 +151,7 @@ class CleanUpEndsTheJob(Believing):
 def cleans_up_later(trainer: SimTrainer) -> None:
     """Nothing was raised; what could not be removed waits in the trash until it can."""
     assert trainer.tracker() == 200 and trainer.steps() == [200]
-    assert trainer.reader().listdir(TRASH) == ["100.e1.a1"]
+    assert trainer.reader().listdir(TRASH) == ["gone-100.e1.a1"]
     trainer.held = None
     trainer.poll()
     assert trainer.reader().listdir(TRASH) == []
