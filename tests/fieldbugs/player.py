@@ -317,7 +317,11 @@ class SimTrainer(Player):
             raise ProcessDead(f"{method} {path}")
         if self.no_tracker and path.startswith(TRACKER) and method in ("open_exclusive", "write"):
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), path)
-        if self.held is not None and method == "rmdir" and path.startswith(f"{TRASH}/gone-{self.held}."):
+        if (
+            self.held is not None
+            and method == "rmdir"
+            and path.startswith(f"{TRASH}/gone-{self.held}.")
+        ):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
 
     def _fault(self, number: str) -> None:
