@@ -226,15 +226,7 @@ class Engine:
             self.run(command)
 
     def give_space_back(self, limit: int) -> int:
-        """Delete up to ``limit`` entries of the trash, unless it is undecided what belongs there.
-
-        Of a move that is to be tried again nobody knows whether it is durable: a power loss would bring
-        back what was deleted meanwhile, under its published name, and gutted.
-        """
-        if self.ledger.in_state(State.PRUNABLE):
-            return 0
-        if any(isinstance(command, (CleanUp, Quarantine)) for command in self.pending):
-            return 0
+        """Delete up to ``limit`` entries of what was given up. See ``trash.remove_some``."""
         return remove_some(self._storage, limit, self.check_epoch)
 
     def sort_trash(self, given_up: Collection[AttemptId]) -> None:

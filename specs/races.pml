@@ -270,23 +270,23 @@ inline retry(me) {
   fi
 }
 
-/* engine.give_space_back: nothing while a prune is undecided; list, then delete what was listed */
-inline empty_trash(me) {
-  if
 #ifdef EMPTY_UNDECIDED
-  :: true ->
+#define UNDECIDED(me, s) false
 #else
-  :: BOOK(me, 1) != prunable && BOOK(me, 3) != prunable ->
+#define UNDECIDED(me, s) (BOOK(me, s) == prunable)
 #endif
-     check(me);
-     victim = 1;
-     do
-     :: atomic { victim < STEPS && at[victim] != trash -> victim++ }
-     :: atomic { victim < STEPS && at[victim] == trash -> skip }; gut(me); may_die(); remove(me)
-     :: atomic { victim == STEPS -> victim = 0; break }
-     od
-  :: else
-  fi
+
+/* engine.give_space_back: list, then delete what was listed and is not undecided. Production deletes
+   less: only what got the name of what is given up once the journal said so */
+inline empty_trash(me) {
+  check(me);
+  victim = 1;
+  do
+  :: atomic { victim < STEPS && (at[victim] != trash || UNDECIDED(me, victim)) -> victim++ }
+  :: atomic { victim < STEPS && at[victim] == trash && !UNDECIDED(me, victim) -> skip };
+     gut(me); may_die(); remove(me)
+  :: atomic { victim == STEPS -> victim = 0; break }
+  od
 }
 
 inline gut(me) {

@@ -57,10 +57,6 @@ ORDERINGS = {  # of specs/layout.md and recovery.md: what comes first, what then
     ("pins and leases are read", "that move"): "prune-does-not-look-first",
     ("that move", "pins and leases are read again"): "prune-does-not-look-again",
     ("that move is durable", "the trash is emptied"): "trash-emptied-before-a-prune-is-decided",
-    (
-        "a withdrawn one is moved",
-        "the trash is emptied",
-    ): "trash-emptied-before-a-withdrawn-one-left-it",
     ("the trash is listed", "the epoch is checked"): "emptying-the-trash-is-not-fenced",
     ("what came back is durable", "reprieved"): "what-came-back-may-leave-again",
     ("the tracker moves away", "the move to quarantine"): "tracker-after-the-move-to-quarantine",

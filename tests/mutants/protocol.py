@@ -125,9 +125,9 @@ ORDER = (
     ),
     mutant(
         "trash-emptied-before-a-prune-is-decided",
-        "engine",
-        "        if self.ledger.in_state(State.PRUNABLE):\n            return 0\n",
-        "",
+        "effects",
+        "        aside = self._move_aside(source, trash_dir(checkpoint.id))\n",
+        "        aside = self._move_aside(source, gone_dir(checkpoint.id))\n",
         breaks="F27",
         source="order",
         killers=("tests:test_schedules.py", "simulation"),
@@ -135,9 +135,9 @@ ORDER = (
     ),
     mutant(
         "trash-emptied-before-a-clean-up-is-durable",
-        "engine",
-        "        if any(isinstance(command, (CleanUp, Quarantine)) for command in self.pending):\n",
-        "        if any(isinstance(command, Quarantine) for command in self.pending):\n",
+        "effects",
+        "        aside = quarantine_dir if foreign else trash_dir\n",
+        "        aside = quarantine_dir if foreign else gone_dir\n",
         breaks="I4",
         source="F8",
         killers=("tests:test_found_by_proof.py",),
@@ -550,13 +550,8 @@ FENCES = (
         "        frozenset(),\n",
         breaks="I7",
         source="F27",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I7_a_withdrawn_one_that_is_still_in_the_trash_is_not_deleted"
-            ),
-        ),
-        why="a stranger's directory at its name goes to quarantine, and what a reader holds is deleted",
+        killers=("tests:test_found_by_attack.py", "tests:test_found_by_review.py"),
+        why="a stranger's directory at its name goes to quarantine",
     ),
     mutant(
         "a-leased-one-is-given-up-for-a-stranger",
@@ -573,20 +568,6 @@ FENCES = (
             ),
         ),
         why="it lies in the trash, and its name is taken when it should come back",
-    ),
-    mutant(
-        "trash-emptied-before-a-withdrawn-one-left-it",
-        "engine",
-        "        if any(isinstance(command, (CleanUp, Quarantine)) for command in self.pending):\n",
-        "        if any(isinstance(command, CleanUp) for command in self.pending):\n",
-        breaks="I7",
-        source="F27",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I7_what_a_reader_holds_is_not_deleted_for_a_strangers_directory"
-            ),
-        ),
     ),
     mutant(
         "what-is-saved-again-is-taken-for-what-was-missing",
@@ -670,35 +651,6 @@ FENCES = (
             ),
         ),
         why="its move was done, and what somebody saved meanwhile goes too",
-    ),
-    mutant(
-        "a-clean-up-takes-whatever-has-the-name-now",
-        "effects",
-        "        return bool(left) or loadable or not",
-        "        return loadable or not",
-        breaks="I1",
-        source="F16",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I1_a_persons_directory_at_the_name_of_a_failed_attempt_is_not_deleted"
-            ),
-        ),
-    ),
-    mutant(
-        "what-no-writer-began-is-deleted",
-        "effects",
-        " or loadable or not is_begun(self.storage, name)\n",
-        " or loadable\n",
-        breaks="I1",
-        source="F16",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I1_a_persons_directory_at_the_name_of_a_failed_attempt_is_not_deleted"
-            ),
-        ),
-        why="a person's directory at the name of an attempt in place",
     ),
     mutant(
         "a-refused-start-is-forgotten",
