@@ -30,7 +30,7 @@ from ckptfsm.documents import (
     TransitionRecord,
     checkpoint_record,
 )
-from ckptfsm.durable import list_names, lookup, put, storage_error
+from ckptfsm.durable import lookup, put, storage_error
 from ckptfsm.effects import Effects
 from ckptfsm.errors import (
     CkptFsmError,
@@ -45,9 +45,9 @@ from ckptfsm.errors import (
     describe,
     printable,
 )
-from ckptfsm.evidence import is_left_over, read_tracker
+from ckptfsm.evidence import is_left_over, moved_aside, read_tracker
 from ckptfsm.journal import History, JournalWriter
-from ckptfsm.layout import JOURNAL, QUARANTINE, TRASH, Layout, parse_aside, segment_name
+from ckptfsm.layout import JOURNAL, QUARANTINE, TRASH, Layout, segment_name
 from ckptfsm.lease import RootLease
 from ckptfsm.ledger import Ledger, Rejected, Transition
 from ckptfsm.lifecycle import FORGOTTEN, UNPUBLISHED, Checkpoint, State, writing_ranks
@@ -236,26 +236,25 @@ class Engine:
         of an attempt that the journal shows as ``given_up``, or was never whole, is given up. What the
         ledger knows is decided elsewhere.
         """
-        for of, path in self._in_trash():
+        for of, paths in self._in_trash().items():
             if of not in self.ledger.checkpoints:
-                self._sort(of, path, given_up=of in given_up)
+                for path in paths:
+                    self._sort(of, path, given_up=of in given_up)
 
     def _give_up(self, moved: Transition) -> None:
         """Let what an attempt left in the trash be deleted: staged, adopted, or surely its."""
         staged = moved.dest is State.DISCARDED and not moved.checkpoint.in_place
-        for of, path in self._in_trash():
-            if of == moved.of:
-                own = staged or moved.checkpoint.provenance == "adopted"
-                self._sort(of, path, given_up=True, own=own)
+        own = staged or moved.checkpoint.provenance == "adopted"
+        for path in self._in_trash().get(moved.of, []):
+            self._sort(moved.of, path, given_up=True, own=own)
 
-    def _in_trash(self) -> list[tuple[AttemptId, str]]:
+    def _in_trash(self) -> dict[AttemptId, list[str]]:
         """What has an attempt's name there; nothing, if the disk does not say."""
         try:
-            names = list_names(self._storage, TRASH)
+            return moved_aside(self._storage, TRASH)
         except OSError as error:
             log.warning("trash_not_sorted", extra={"file": TRASH, "error": describe(error)})
-            return []
-        return [(of, f"{TRASH}/{name}") for name in names if (of := parse_aside(name))]
+            return {}
 
     def _sort(self, of: AttemptId, path: str, *, given_up: bool, own: bool = False) -> None:
         """Give up what lies in the trash, or keep it. What fails is done by the next opening."""

@@ -36,7 +36,7 @@ from ckptfsm.link import Answer, Link, typed
 from ckptfsm.notices import warn_caller
 from ckptfsm.ports import Draft, Ports, Storage
 from ckptfsm.proposal import Accepted
-from ckptfsm.pump import HandleDone, Hook, Pump
+from ckptfsm.pump import Hook, Pump
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -322,8 +322,7 @@ class Owner:
         """
         if not handle.done:
             self._require_open()
-        limit = self.config.busy_timeout_s
-        self._pump.drive(HandleDone(handle), limit, f"the save of step {handle.step}")
+        self._pump.settle(handle)
         self._pump.raise_failures()
 
     def _require_open(self) -> None:

@@ -128,9 +128,13 @@ class Pump:
             self._link.work_in_background()
             self._ports.clock.sleep(next(pause))
 
-    def wait_for(self, handle: SaveHandle, timeout_s: float | None) -> None:
+    def settle(self, handle: SaveHandle, timeout_s: float | None = None) -> None:
+        """Pump until a save is tracked or has failed."""
         limit = timeout_s if timeout_s is not None else self._config.busy_timeout_s
         self.drive(HandleDone(handle), limit, f"the save of step {handle.step}")
+
+    def wait_for(self, handle: SaveHandle, timeout_s: float | None) -> None:
+        self.settle(handle, timeout_s)
         if handle.exception() is not None:
             raised = handle.exception()  # the caller gets it from the handle
             self.failures = [f for f in self.failures if f is not raised]

@@ -1,8 +1,8 @@
 """The one place where anything is deleted.
 
-Rules: only what lies in the trash, a temporary file of our own, or a pin, lease or epoch that was
-given up, is ever unlinked. A checkpoint gets into the trash by one durable rename, never by
-deletion of its files in place. Removal goes in bounded slices, never follows a link, and an error
+Rules: only what was given up and lies in the trash, a temporary file of our own, or a pin, lease or
+epoch that was given up, is ever unlinked. A checkpoint gets into the trash by one durable rename, never
+by deletion of its files in place. Removal goes in bounded slices, never follows a link, and an error
 leaves the rest for the next slice.
 """
 

@@ -23,7 +23,7 @@ from strangers import stock_saves
 from test_attacks import FOREIGN, LATER, ONE, TWO, fails, judge, names, states
 from test_coordinator import content, replace, saved, start, stop, tracked
 from test_found_by_proof import FOUR, fails_after, is_root, makes, moves
-from test_found_by_review import SHARD, older_format, start_with, ticks
+from test_found_by_review import SHARD, Strike, older_format, start_with, ticks
 from test_manager import QUICK, TEMPLATE, weights
 
 from ckptfsm import durable
@@ -670,7 +670,7 @@ def test_I1_what_takes_the_place_of_an_empty_directory_is_not_deleted():
     job = saved(disk, 1)
     request = SaveRequest(2, FOREIGN, 2, expected_bytes=100, in_place=True)
     of = job.coordinator.request(request)
-    job.storage.before = crash_at_rename_of(2)
+    job.storage.before = Strike("rename", "iter_0000002 ->", ProcessDead("paused"))
     with suppress(ProcessDead, CkptFsmError):
         job.fail(of)
     disk.kill("first")
@@ -684,12 +684,8 @@ def test_I1_what_takes_the_place_of_an_empty_directory_is_not_deleted():
     disk.kill("late")
     start(disk, "third")
     places = [f"{QUARANTINE}/{name}" for name in names(disk, QUARANTINE)]
-    whole = [p for p in ("iter_0000002", *places) if SHARD in disk_names(disk, p)]
+    whole = [p for p in ("iter_0000002", *places) if SHARD in disk.listed(p)]
     assert whole, "the newest checkpoint is somewhere"
-
-
-def disk_names(disk: SimDisk, path: str) -> list[str]:
-    return names(disk, path) if disk.find(path) is not None else []
 
 
 class LandsBetween(FaultStorage):
@@ -716,7 +712,7 @@ def test_I1_what_comes_to_the_trash_behind_a_rollbacks_back_is_kept():
     job.coordinator.pin(1, "kept")
     job.save(2)
     job.save(3)
-    job.storage.before = crash_at_rename_of(2)
+    job.storage.before = Strike("rename", "iter_0000002 ->", ProcessDead("paused"))
     with suppress(ProcessDead):
         job.save(4)
     disk.kill("first")
@@ -732,15 +728,6 @@ def test_I1_what_comes_to_the_trash_behind_a_rollbacks_back_is_kept():
     assert "2.e1.a2" in names(disk, QUARANTINE) and names(disk, TRASH) == []
 
 
-def crash_at_rename_of(step: int) -> Callable[[int, str, str], None]:
-    return partial(_die_at_rename, f"iter_{step:07d} -> ")
-
-
-def _die_at_rename(source: str, index: int, method: str, path: str) -> None:
-    if method == "rename" and path.startswith(source):
-        raise ProcessDead("paused")
-
-
 @pytest.mark.parametrize("starts", [1, 2, 3])
 @pytest.mark.parametrize("dies", [False, True])
 def test_what_was_pruned_before_a_crash_is_deleted_after_it(starts: int, dies: bool):
@@ -748,7 +735,7 @@ def test_what_was_pruned_before_a_crash_is_deleted_after_it(starts: int, dies: b
     disk = SimDisk()
     job = saved(disk, 1, retention=LatestN(1))
     if dies:
-        job.storage.before = partial(_die_at_rename, f"{TRASH}/1.e1.a1 -> ")
+        job.storage.before = Strike("rename", f"{TRASH}/1.e1.a1 ->", ProcessDead("dead"))
         with suppress(ProcessDead):
             job.save(2)
     else:

@@ -594,7 +594,7 @@ class Watch:
         top = path[len(TRASH) :].partition("/")[0]
         token = self.disk.find(TRASH + top)
         of = _attempt_of(top.removeprefix("gone-"))
-        if of is not None and token is not None and not top.startswith("gone-"):
+        if of is not None and token is not None and not path.startswith(_GONE):
             raise RootBroken(f"I1: {path} is deleted, and was not given up")
         if token is not None and of is not None:
             name = _name_of(of[0])
@@ -706,7 +706,7 @@ def _is_step_of(name: str, steps: Collection[int]) -> bool:
     return digits.isdigit() and int(digits) in steps
 
 
-def _attempt_of(name: str) -> tuple[int, int, int] | None:
+def _attempt_of(name: str) -> Attempt | None:
     found = _ATTEMPT.match(name)
     return (int(found[1]), int(found[2]), int(found[3])) if found else None
 

@@ -7,7 +7,6 @@ check. What the world does beside it (writers, a reader, damage, the zombie's on
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -16,7 +15,7 @@ from typing import Any
 from ckptfsm import layout
 from ckptfsm.lifecycle import State
 from ckptfsm.messages import AttemptId
-from proof.exhaustive_disk import EMPTY, Dir
+from proof.exhaustive_disk import Dir
 from proof.exhaustive_promises import PUBLISHED, Watch, judge, tracker_step
 from proof.exhaustive_world import (
     TORN,
@@ -163,9 +162,7 @@ class Moves:
         return after
 
     def _start_again(self, after: World) -> None:
-        """I8: starting once more changes nothing but the epoch, and what lies aside only in its place:
-        what the journal that is read does not call given up any more goes from the trash to quarantine.
-        """
+        """I8: starting once more changes nothing but the epoch."""
         again = Run(after._replace(live=None, epoch=after.epoch + 1), self._watch)
         second = reopen(again, self.scope)
         gone = State.QUARANTINED  # a start forgets those that were moved aside
@@ -173,7 +170,7 @@ class Moves:
             {c.id: c.state for c in world.journal.checkpoints if c.state is not gone}
             for world in (after, second)
         )
-        same = _aside(second.disk) == _aside(after.disk) and there == then
+        same = second.disk == after.disk and there == then
         if second.live is None or not same or second.acked != after.acked:
             raise Broken("I8", "a second start decides otherwise than the first")
 
@@ -276,17 +273,6 @@ def _look_away(run: Run, call: str, args: tuple[Any, ...]) -> None:
 def _is_whole(disk: Dir, of: AttemptId, provenance: str, scope: Scope) -> bool:
     verdict = judge(disk.get(layout.MEGATRON.published_name(of.step)), scope)
     return verdict.complete and (verdict.of == of or provenance == "adopted")
-
-
-def _aside(disk: Dir) -> tuple[Dir, Counter[Any]]:
-    """A disk without what lies in trash and quarantine, and that."""
-    moved: Counter[Any] = Counter()
-    for path in (layout.TRASH, layout.QUARANTINE):
-        node = disk.get(path)
-        if isinstance(node, Dir):
-            moved.update(node.names.values())
-            disk = disk.put(path, EMPTY)
-    return disk, moved
 
 
 def _check_unasked(before: World, after: World) -> None:
