@@ -14,7 +14,7 @@ The rules, by the last journaled state of an attempt:
 | any before finalized | published with its own valid manifest | finalized |
 | finalized | there, newer than every tracked one | track |
 | finalized | otherwise | withdrawn |
-| tracked | missing or damaged | withdrawn; the newest valid one is next |
+| tracked | missing, damaged or another's | withdrawn; the newest valid one is next |
 | prunable | still at its name | reprieved; retention looks at every guard again |
 | prunable | damaged at its name | withdrawn(damaged) |
 | prunable | gone from its name | removed, or back if it is needed; withdrawn if it cannot be |
@@ -211,7 +211,7 @@ def _decide(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> Decis
         why = "not newer than the tracked one"
         return _decision(checkpoint, found, "withdrawn", why, Withdrawn(of, "damaged", why))
     if state is State.TRACKED:
-        if whole:
+        if whole and _is_there(checkpoint, evidence):
             return _decision(checkpoint, found, "kept", "complete")
         return _withdrawn(checkpoint, evidence)
     if state is State.QUARANTINED:
@@ -246,9 +246,13 @@ def _withdrawn(checkpoint: Checkpoint, evidence: Evidence) -> Decision:
 
 
 def _is_elsewhere(checkpoint: Checkpoint, evidence: Evidence) -> bool:
-    """True if its own directory was moved to trash or quarantine: only these states may have left."""
-    left = checkpoint.id in evidence.trashed or checkpoint.id in evidence.aside
-    return left and checkpoint.state in (State.PRUNABLE, State.QUARANTINED)
+    """True if its own directory was moved to trash or quarantine.
+
+    A tracked one lies in the trash where a fenced run's rename landed late, or a power loss left both
+    names; in quarantine only what has left its state.
+    """
+    left = checkpoint.state in (State.PRUNABLE, State.QUARANTINED)
+    return checkpoint.id in evidence.trashed or (left and checkpoint.id in evidence.aside)
 
 
 def _is_there(checkpoint: Checkpoint, evidence: Evidence) -> bool:

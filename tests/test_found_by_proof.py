@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
+from strangers import stock_saves
 from test_attacks import ONE, TWO, fails, judge, names, restarted, states
 from test_coordinator import (
     content,
@@ -430,6 +431,20 @@ def test_I2_a_checkpoint_older_than_one_brought_back_is_not_tracked():
     assert names(disk, QUARANTINE) == [str(of), "6.e1.a3"]
     stop(disk, job)
     assert tracked(restarted(disk, latest=4)) == [1, 4]
+
+
+def test_I8_a_fresh_start_leaves_nothing_at_the_name_of_what_lies_in_the_trash():
+    """Found by the recovery machine. Catches: a step that a stock trainer saved anew after ours had
+    gone to the trash (a fenced trainer's rename landed late), taken for ours and left at its name."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    job.save(2)
+    stop(disk, job)
+    SimStorage(disk, "late").rename(ONE, f"{TRASH}/1.e1.a1")
+    stock_saves(disk, 1, tracked=False)
+    afresh = start(disk, "afresh", resume="fresh")
+    assert tracked(afresh) == [] and not [n for n in names(disk) if n.startswith("iter_")]
+    assert {"1.e1.a1", "1.e2.a1", "2.e1.a2"} <= set(names(disk, QUARANTINE))
 
 
 # ------------------------------------------------------------------------------------ I9: fencing

@@ -655,6 +655,27 @@ def test_I7_what_lies_in_the_trash_is_not_what_stands_at_its_name(provenance, th
 
 
 @pytest.mark.parametrize("provenance", ["saved", "adopted"])
+@pytest.mark.parametrize("there", [whole(100, ANOTHER), stock(100), unexplained(100)])
+@pytest.mark.parametrize("resume", ["fallback", "fresh"])
+def test_I8_what_stands_at_the_name_of_a_tracked_one_in_the_trash_is_not_that_one(
+    provenance, there, resume
+):
+    """Catches: what somebody saved there since, withdrawn for ours, which the move then leaves alone: a
+    fresh start that leaves it at its name and says nothing."""
+    ledger = ledger_of(
+        checkpoint(100, S.TRACKED, provenance=provenance), checkpoint(200, S.TRACKED)
+    )
+    seen = evidence(names(200), there, whole(200), trashed=frozenset({at(100)}))
+    if resume == "fresh" and there.found == "unexplained":
+        with pytest.raises(DamagedRoot, match="iter_0000100"):
+            decide(ledger, seen, resume=resume)
+        return
+    found = {(d.last, d.result) for d in decide(ledger, seen, resume=resume).decisions}
+    theirs = "reported" if there.found == "unexplained" else "adopted"
+    assert {("tracked", "withdrawn(missing)"), ("none", theirs)} <= found
+
+
+@pytest.mark.parametrize("provenance", ["saved", "adopted"])
 @pytest.mark.parametrize("reason", ["damaged", "missing", "rollback", "fresh"])
 @pytest.mark.parametrize("tracker", [names(199), names(200), names(201), MISSING])
 def test_I8_what_a_person_put_back_is_adopted(provenance, reason, tracker):

@@ -240,8 +240,8 @@ RECOVERY = (
     mutant(
         "tracked-ones-are-taken-on-trust",
         "recovery",
-        '        if whole:\n            return _decision(checkpoint, found, "kept", "complete")\n',
-        '        if True:\n            return _decision(checkpoint, found, "kept", "complete")\n',
+        "        if whole and _is_there(checkpoint, evidence):\n",
+        "        if True:\n",
         breaks="I2",
         source="F19",
         killers=("exhaustive", "corruption", "simulation"),

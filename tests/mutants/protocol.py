@@ -514,10 +514,25 @@ FENCES = (
         why="at the name of a withdrawn one that was adopted, another's is evidence",
     ),
     mutant(
+        "what-left-for-the-trash-is-still-at-its-name",
+        "recovery",
+        "    return checkpoint.id in evidence.trashed or (left and checkpoint.id in evidence.aside)\n",
+        "    gone = evidence.trashed | evidence.aside\n    return left and checkpoint.id in gone\n",
+        breaks="I8",
+        source="F16",
+        killers=(
+            (
+                "tests:test_found_by_proof.py::"
+                "test_I8_a_fresh_start_leaves_nothing_at_the_name_of_what_lies_in_the_trash"
+            ),
+        ),
+        why="a fresh start leaves what a stock trainer saved there since",
+    ),
+    mutant(
         "a-stranger-inherits-the-name-of-what-was-moved",
         "recovery",
-        "    left = checkpoint.id in evidence.trashed or checkpoint.id in evidence.aside\n",
-        "    left = checkpoint.id in evidence.trashed\n",
+        "    return checkpoint.id in evidence.trashed or (left and checkpoint.id in evidence.aside)\n",
+        "    return checkpoint.id in evidence.trashed\n",
         breaks="I8",
         source="F16",
         killers=(
