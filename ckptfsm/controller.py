@@ -348,7 +348,7 @@ class Controller(Owner):
             self._pump.say_notes()
             yield Reading(located.step, f"{self._storage.root}/{located.directory}", located.parts)
         finally:
-            if not self._closed:  # else the lease expires
+            if not self._pump.closed:  # else the lease expires
                 self._agree(Coordinator.release, located.lease)
 
 

@@ -46,7 +46,8 @@ class SaveHandle:
     def wait(self, timeout_s: float | None = None) -> SaveHandle:
         """Wait until the save is tracked and retention has had its turn (collective).
 
-        Raises what made it fail, or ``DeadlineExceeded`` (default: ``busy_timeout_s``).
+        Raises what made it fail, ``DeadlineExceeded`` (default: ``busy_timeout_s``), or
+        ``ManagerClosed`` if the manager was left meanwhile.
         """
         if not self.skipped and self._wait is not None:
             self._wait(self, timeout_s)

@@ -61,7 +61,6 @@ class Owner:
         self.writers = writers or ports.transport.world_size
         self.recovery: RecoveryReport | None = None
         self._ports = ports
-        self._closed = False
         self._polls = 0
         self._unpolled_since: int | None = None
         self._signals: dict[int, Any] = {}
@@ -155,7 +154,7 @@ class Owner:
         Raises ``DeadlineExceeded`` after ``close_timeout_s``, what a save failed with, also one that was
         to be tried again and was not; the root is given back all the same.
         """
-        if self._closed:
+        if self._pump.closed:
             return
         self._pump.refuse_inside_a_hook()
         try:
@@ -177,7 +176,7 @@ class Owner:
 
         What was not tracked by then is decided by recovery at the next start.
         """
-        if self._closed:
+        if self._pump.closed:
             return
         self._pump.refuse_inside_a_hook()
         self._pump.abandon()
@@ -189,7 +188,7 @@ class Owner:
             # Another's handler stays: it may lead to ours, which leads on.
             if signal.getsignal(number) == self._on_signal and previous is not None:
                 signal.signal(number, previous)
-        self._closed = True
+        self._pump.closed = True
         self._link.stop()
         self._ports.transport.close()
         if idle and hasattr(self, "_storage"):
@@ -247,7 +246,7 @@ class Owner:
 
     def _on_signal(self, number: int, frame: object) -> None:
         """Ask for a save; once closed, do what was done before us: a later manager led here."""
-        if not self._closed:
+        if not self._pump.closed:
             self._pump.save_asked = True
             return
         previous = self._signals[number]
@@ -308,8 +307,6 @@ class Owner:
 
         ``ManagerClosed`` if it was left with a save in flight.
         """
-        if not self._pump.view.quiet:
-            self._require_open()
         limit = timeout_s if timeout_s is not None else self.config.busy_timeout_s
         self._pump.drive(_nothing_unsettled, limit, "the saves in flight")
         self._pump.raise_failures()
@@ -320,13 +317,11 @@ class Owner:
         ``SaveHandle.wait`` raises its failure under ``on_failure="warn"`` too. ``DeadlineExceeded``
         after ``busy_timeout_s``.
         """
-        if not handle.done:
-            self._require_open()
         self._pump.settle(handle)
         self._pump.raise_failures()
 
     def _require_open(self) -> None:
-        if self._closed:
+        if self._pump.closed:
             raise ManagerClosed("the manager is closed", file=self._storage.root)
         self._pump.refuse_inside_a_hook()
 

@@ -25,6 +25,7 @@ from ckptfsm.errors import (
     CkptFsmError,
     ConfigError,
     DeadlineExceeded,
+    ManagerClosed,
     RecoveryWarning,
     SaveFailed,
     SaveFailedWarning,
@@ -59,8 +60,9 @@ _NEWS, _SAVE_DUE, _PREEMPTED, _EXPIRED = range(4)
 class Pump:
     """See the module. ``view`` is the root as every rank sees it.
 
-    Attributes: ``save_due`` and ``preempted`` are agreed in an exchange, ``save_asked`` is this rank's
-    wish; ``failures`` and ``notes`` are what ``raise_failures`` will raise and warn of.
+    Attributes: ``closed`` once the root was given back; ``save_due`` and ``preempted`` are agreed in an
+    exchange, ``save_asked`` is this rank's wish; ``failures`` and ``notes`` are what ``raise_failures``
+    will raise and warn of.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Pump:
         writers: int,
     ) -> None:
         self.view = View()
+        self.closed = False
         self.save_due = False
         self.save_asked = False
         self.preempted = False
@@ -113,11 +116,16 @@ class Pump:
     # ------------------------------------------------------------------------------------- rounds
 
     def drive(self, finished: Callable[[View], bool], timeout_s: float, waiting_for: str) -> None:
-        """Pump until ``finished``. The deadline is agreed, so all ranks stop waiting together."""
+        """Pump until ``finished``. The deadline is agreed, so all ranks stop waiting together.
+
+        Raises ``ManagerClosed`` if the root was given back before that.
+        """
         self.refuse_inside_a_hook()
         deadline = self._ports.clock.monotonic() + timeout_s
         pause = pauses()
         while not finished(self.view):
+            if self.closed:
+                raise ManagerClosed(f"the manager was closed before {waiting_for} finished")
             expired = self._ports.clock.monotonic() >= deadline
             if self.exchange(expired=expired):
                 raise DeadlineExceeded(

@@ -28,6 +28,7 @@ from ckptfsm.errors import (
     DamagedRoot,
     DeadlineExceeded,
     Fenced,
+    ManagerClosed,
     PollMissingWarning,
     RankFailed,
     RecoveryWarning,
@@ -968,6 +969,9 @@ def test_F25_leaving_with_an_exception_abandons(run: Run):
         raise KeyError("the trainer's own")
     assert child.poll() is not None and not child.poll().succeeded
     assert not handle.done
+    for wait in (handle.wait, partial(manager.wait_for, handle), manager.wait_until_finished):
+        with pytest.raises(ManagerClosed, match="before .* finished"):
+            wait()
     run.driver.before_write = None
     again = run.open()
     assert again.latest_step() is None and "failed" in {d.result for d in again.recovery.decisions}
