@@ -408,7 +408,8 @@ class RecoveryMachine(RuleBasedStateMachine):
         if seen.step != max(now, default=None):
             self.theirs = {seen.tracker}
         else:  # one that was right is kept as it is, not made durable: power may leave it empty
-            self.theirs = {b""} if self.disk.find(TRACKER) is self.unsynced else set()
+            earlier = self.theirs if busy else set()  # what is written again may not be durable yet
+            self.theirs = earlier | ({b""} if self.disk.find(TRACKER) is self.unsynced else set())
 
     def begun_afresh(self, before: Look) -> None:
         seen, busy = self.look(), self.job.coordinator.busy
