@@ -385,9 +385,11 @@ class RecoveryMachine(RuleBasedStateMachine):
             else:
                 assert seen.at.get(step) == shard, f"I4: {step} is tracked, and not whole"
             self.tracked[step] = shard
-            if last.get(step) is None:
+            if step not in {*last, *self.offered.values()}:
                 self.shaky.pop(shard, None)
-            elif step in self.lost:  # only kept, not made durable: nothing is given up for it
+            elif (
+                step in self.lost
+            ):  # perhaps only kept, not made durable: nothing is given up for it
                 self.shaky[shard] = step
         standing = {shard for step, shard in seen.at.items() if step not in now}
         kept = set(self.tracked.values())
