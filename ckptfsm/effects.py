@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptfsm.assembly import Assembly
 from ckptfsm.documents import (
@@ -53,7 +54,7 @@ from ckptfsm.layout import (
     Layout,
     gone_dir,
     join,
-    left_out_dir,
+    left_out_name,
     parse_pin,
     parse_reader,
     pin_name,
@@ -64,10 +65,17 @@ from ckptfsm.layout import (
 from ckptfsm.lifecycle import Checkpoint
 from ckptfsm.messages import AttemptId, PartSpec
 from ckptfsm.ports import FileStat, Storage
-from ckptfsm.trash import remove_empty, sweep_attempt
+from ckptfsm.trash import sweep_attempt
 
 log = logging.getLogger("ckptfsm")
 _NAMES = 100
+
+
+class Pruned(NamedTuple):
+    """How a prune ended: what keeps it after all, or where this very call has moved it, or neither."""
+
+    kept: str = ""
+    aside: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +205,17 @@ class Effects:
         self.settle_published(step)
 
     def _leave_out(self, checkpoint: Checkpoint, part: PartSpec, directory: str) -> None:
-        """Take an optional part that was not written everywhere out of the unpublished attempt."""
+        """Take an optional part that was not written everywhere out of the unpublished attempt.
+
+        In place it is kept: a fenced manager's late rename takes what somebody has saved there since.
+        """
         planned = list_names(self.storage, f"{directory}/{PLANNED}")
         own = [f"{PLANNED}/{name}" for name in planned if _plans(name, part)]
         for path in (join(directory, part.directory), *(f"{directory}/{name}" for name in own)):
             if lookup(self.storage, path) is not None:
                 self.check_epoch()
-                aside = f"{left_out_dir(checkpoint.id)}-{path.rpartition('/')[2]}"
+                place = QUARANTINE if checkpoint.in_place else TRASH
+                aside = f"{place}/{left_out_name(checkpoint.id)}-{path.rpartition('/')[2]}"
                 self._move_aside(path, aside)
 
     # ----------------------------------------------------------------------------------- tracker
@@ -231,8 +243,8 @@ class Effects:
 
     # ------------------------------------------------------------------------------ out of the way
 
-    def prune(self, checkpoint: Checkpoint, newer_step: int) -> str:
-        """Move a prunable checkpoint to the trash. Returns "" or what keeps it after all (I7).
+    def prune(self, checkpoint: Checkpoint, newer_step: int) -> Pruned:
+        """Move a prunable checkpoint to the trash, unless something keeps it after all (I7).
 
         Every guard is looked at again on disk: pins, leases, the tracker, and that the newer one,
         which makes this one removable, is really there. Pins and leases are looked at once more after
@@ -252,10 +264,10 @@ class Effects:
             return self._stay(checkpoint, kept)
         aside = self._move_aside(source, trash_dir(checkpoint.id))
         kept = self._kept_by_people(checkpoint.step)
-        return self._bring_back(checkpoint, aside, kept) if kept else ""
+        return self._bring_back(checkpoint, aside, kept) if kept else Pruned(aside=aside)
 
-    def settle_prunable(self, checkpoint: Checkpoint, newer_step: int) -> str:
-        """Decide a prune that a rollback finds open: "" if it is gone, else why it stays.
+    def settle_prunable(self, checkpoint: Checkpoint, newer_step: int) -> Pruned:
+        """Decide a prune that a rollback finds open: what is at its name stays.
 
         Raises ``DamagedRoot`` as ``prune`` does.
         """
@@ -291,7 +303,7 @@ class Effects:
         """Where its own directories were moved to in trash or quarantine."""
         return frozenset(moved_aside(self.storage, directory).get(checkpoint.id, ()))
 
-    def _prune_moved(self, checkpoint: Checkpoint, newer_step: int) -> str:
+    def _prune_moved(self, checkpoint: Checkpoint, newer_step: int) -> Pruned:
         """It left its name before. Bring it back, if it is needed after all.
 
         Raises ``DamagedRoot`` if something else has its name by now: it is kept elsewhere then.
@@ -299,24 +311,27 @@ class Effects:
         self._settle(TRASH, "")
         own = sorted(self.lies_in(TRASH, checkpoint))
         if not own:
-            return ""
-        kept = self._kept_for_want(checkpoint, newer_step) or self._kept_by_people(checkpoint.step)
-        if not kept:
-            return ""
+            return Pruned()
         name = self.layout.published_name(checkpoint.step)
-        if lookup(self.storage, name) is not None:
+        taken = lookup(self.storage, name) is not None
+        kept = self._kept_for_want(checkpoint, newer_step) or self._kept_by_people(checkpoint.step)
+        if not taken and read_tracker(self.storage).step == checkpoint.step:
+            kept = kept or "the tracker names it"  # what somebody has saved over it since
+        if not kept:
+            return Pruned()
+        if taken:
             problem = f"something else has its name, and it cannot come back: {kept}"
             raise DamagedRoot(problem, file=name, step=checkpoint.step)
         return self._bring_back(checkpoint, own[0], kept)
 
-    def _bring_back(self, checkpoint: Checkpoint, aside: str, why: str) -> str:
+    def _bring_back(self, checkpoint: Checkpoint, aside: str, why: str) -> Pruned:
         """An effect of its own: a successor may be emptying the trash by now (I9)."""
         self.check_epoch()
         move(self.storage, aside, self.layout.published_name(checkpoint.step))
         return self._stay(checkpoint, why)
 
-    def _stay(self, checkpoint: Checkpoint, why: str) -> str:
-        """It is not pruned: it is at its name, durably, also if it had left it. Returns ``why``.
+    def _stay(self, checkpoint: Checkpoint, why: str) -> Pruned:
+        """It is not pruned: it is at its name, durably, also if it had left it.
 
         Raises ``DamagedRoot`` if it is not whole: somebody may have been at it before.
         """
@@ -325,7 +340,7 @@ class Effects:
         if not is_whole(checkpoint, there):
             name = self.layout.published_name(checkpoint.step)
             raise DamagedRoot(why_not_whole(there), file=name, step=checkpoint.step)
-        return why
+        return Pruned(kept=why)
 
     def _kept_for_want(self, checkpoint: Checkpoint, newer_step: int) -> str:
         """The newer one, or another attempt at its step, must really be there."""
@@ -350,12 +365,12 @@ class Effects:
             return "pin"
         return "reader" if step in self.reader_leases().values() else ""
 
-    def clean_up(self, checkpoint: Checkpoint, *, alone: bool) -> None:
-        """Move a failed attempt's files to the trash.
+    def clean_up(self, checkpoint: Checkpoint, *, alone: bool) -> str:
+        """Move a failed attempt's files aside. Returns where to, if it was in place; "" if not.
 
-        If it stands at its published name after all (a fenced trainer's rename can land late), it is
-        moved to quarantine: what was published is never deleted from here (I1). ``alone``: no other
-        attempt has a right to that name.
+        What was staged may be deleted: nobody else writes there. What stands at its published name after
+        all (a fenced trainer's rename can land late) is moved to quarantine: what was published is never
+        deleted from here (I1). ``alone``: no other attempt has a right to that name.
         """
         self.check_epoch()
         directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
@@ -366,22 +381,24 @@ class Effects:
             there = self._look(checkpoint.step)
         elif found is not None and checkpoint.in_place:
             log.warning("left_at_its_name", extra={"step": checkpoint.step, "file": name})
-            return
+            return ""
         owner = there.of if there is not None else None
         torn = there is not None and there.found == "damaged" and owner is None
         # of what is torn, only the missing staging directory tells whose it was
         gone = checkpoint.in_place or lookup(self.storage, directory) is None
         if owner == checkpoint.id or (torn and alone and gone):
             self._move_aside(name, quarantine_dir(checkpoint.id))
-            return
+            return ""
         if checkpoint.in_place and (owner is not None or self._is_reached(checkpoint)):
-            return  # somebody else's by now
+            return ""  # somebody else's by now
         if lookup(self.storage, directory) is None:
-            self._settle(TRASH, "")
-            return
-        foreign = checkpoint.in_place and self._may_be_foreign(checkpoint, there)
-        aside = quarantine_dir if foreign else trash_dir
-        self._move_aside(directory, aside(checkpoint.id))
+            self._settle(TRASH, parent_of(directory))
+            return ""
+        if not checkpoint.in_place:
+            self._move_aside(directory, gone_dir(checkpoint.id))
+            return ""
+        aside = quarantine_dir if self._may_be_foreign(checkpoint, there) else trash_dir
+        return self._move_aside(directory, aside(checkpoint.id))
 
     def _may_be_foreign(self, checkpoint: Checkpoint, there: PublishedEvidence | None) -> bool:
         """True if what stands at the name of a failed attempt in place may be of value to somebody."""
@@ -391,13 +408,9 @@ class Effects:
         return bool(left) or loadable or not is_begun(self.storage, name)
 
     def give_up(self, of: AttemptId, path: str) -> None:
-        """Let what lies in the trash be deleted: it gets a name that no other's late rename aims at.
-
-        An empty directory is removed here and now: a rename may take its place.
-        """
+        """Let what lies in the trash be deleted: it gets a name that no other's late rename aims at."""
         self.check_epoch()
-        if not remove_empty(self.storage, path):
-            self._move_aside(path, gone_dir(of))
+        self._move_aside(path, gone_dir(of))
 
     def keep_for_a_person(self, of: AttemptId, path: str) -> None:
         """Move to quarantine what lies in the trash and nobody gave up."""

@@ -31,7 +31,7 @@ from ckptfsm.documents import (
     checkpoint_record,
 )
 from ckptfsm.durable import lookup, put, storage_error
-from ckptfsm.effects import Effects
+from ckptfsm.effects import Effects, Pruned
 from ckptfsm.errors import (
     CkptFsmError,
     DamagedRoot,
@@ -45,7 +45,7 @@ from ckptfsm.errors import (
     describe,
     printable,
 )
-from ckptfsm.evidence import is_left_over, moved_aside, read_tracker
+from ckptfsm.evidence import is_manifest_of, moved_aside, read_tracker
 from ckptfsm.journal import History, JournalWriter
 from ckptfsm.layout import JOURNAL, QUARANTINE, TRASH, Layout, segment_name
 from ckptfsm.lease import RootLease
@@ -208,20 +208,14 @@ class Engine:
         self.commit(*self.ledger.post(event))
 
     def commit(self, ledger: Ledger, moved: Transition, command: Command | None) -> None:
-        """Journal a move, make it so, then run its command. Moves within a state are not journaled.
-
-        Once the journal says that an attempt is given up, what it left in the trash may be deleted.
-        """
-        forgotten = moved.dest in FORGOTTEN
+        """Journal a move, make it so, then run its command. Moves within a state are not journaled."""
         if moved.source is not moved.dest:
             record = self._record(moved)
-            self.append(record, essential=forgotten or moved.dest is State.FAILED)
+            self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))
             self.moves += 1
             self.news.append(record)
             log.info("transition", extra={"record": record})
         self.ledger = ledger
-        if forgotten:
-            self._give_up(moved)
         if command is not None:
             self.run(command)
 
@@ -232,21 +226,20 @@ class Engine:
     def sort_trash(self, given_up: Collection[AttemptId]) -> None:
         """At an opening: what lies in the trash is deleted, or kept in quarantine (I1).
 
-        A fenced manager's late rename takes there whatever has the name by then. So only what is surely
-        of an attempt that the journal shows as ``given_up``, or was never whole, is given up. What the
-        ledger knows is decided elsewhere.
+        A fenced manager's late rename takes there whatever has the name by then. So only what says that
+        it is an attempt which the journal shows as ``given_up`` is deleted. What the ledger knows is
+        decided elsewhere.
         """
         for of, paths in self._in_trash().items():
             if of not in self.ledger.checkpoints:
                 for path in paths:
                     self._sort(of, path, given_up=of in given_up)
 
-    def _give_up(self, moved: Transition) -> None:
-        """Let what an attempt left in the trash be deleted: staged, adopted, or surely its."""
-        staged = moved.dest is State.DISCARDED and not moved.checkpoint.in_place
-        own = staged or moved.checkpoint.provenance == "adopted"
-        for path in self._in_trash().get(moved.of, []):
-            self._sort(moved.of, path, given_up=True, own=own)
+    def _give_up(self, of: AttemptId, aside: str) -> None:
+        """The journal says that it is gone: what was just moved ``aside``, or says that it is this
+        attempt, may be deleted now."""
+        for path in self._in_trash().get(of, []):
+            self._sort(of, path, given_up=True, sure=path == aside)
 
     def _in_trash(self) -> dict[AttemptId, list[str]]:
         """What has an attempt's name there; nothing, if the disk does not say."""
@@ -256,11 +249,11 @@ class Engine:
             log.warning("trash_not_sorted", extra={"file": TRASH, "error": describe(error)})
             return {}
 
-    def _sort(self, of: AttemptId, path: str, *, given_up: bool, own: bool = False) -> None:
+    def _sort(self, of: AttemptId, path: str, *, given_up: bool, sure: bool = False) -> None:
         """Give up what lies in the trash, or keep it. What fails is done by the next opening."""
         layout = self.effects.layout
         try:
-            if own or is_left_over(self._storage, layout, of, path, given_up=given_up):
+            if sure or (given_up and is_manifest_of(self._storage, layout, of, path)):
                 self.effects.give_up(of, path)
                 return
             self.effects.keep_for_a_person(of, path)
@@ -377,20 +370,24 @@ class Engine:
         latest = self.ledger.latest()
         return latest.step if latest is not None else -1
 
-    def conclude_prune(self, checkpoint: Checkpoint, effect: Callable[[], str]) -> str:
-        """Journal how a prune ended, as ``effect`` says: "" if it is gone, else why it stays.
+    def conclude_prune(self, checkpoint: Checkpoint, effect: Callable[[], Pruned]) -> str:
+        """Journal how a prune ended, as ``effect`` says. Returns "" if it is gone, else why it stays.
 
         What is damaged goes out of service, for a person, as recovery decides it.
         """
         try:
-            kept = effect()
+            kept, aside = effect()
         except NewerSchema:
             raise
         except DamagedRoot as error:
             self.withdraw(checkpoint, describe(error))
             return "withdrawn"
-        self.post(Reprieved(checkpoint.id, kept) if kept else Removed(checkpoint.id))
-        return kept
+        if kept:
+            self.post(Reprieved(checkpoint.id, kept))
+            return kept
+        self.post(Removed(checkpoint.id))
+        self._give_up(checkpoint.id, aside)
+        return ""
 
     def withdraw(self, checkpoint: Checkpoint, detail: str) -> None:
         """Take what is not whole out of service: it is to be moved aside, if it is not missing."""
@@ -403,8 +400,9 @@ class Engine:
         self._finalized_by_rank.discard(checkpoint.id)
         living = self.ledger.in_state(State.FINALIZED, State.TRACKED, State.PRUNABLE)
         alone = not any(other.step == checkpoint.step for other in living)
-        self.effects.clean_up(checkpoint, alone=alone)
+        aside = self.effects.clean_up(checkpoint, alone=alone)
         self.post(Cleaned(checkpoint.id))
+        self._give_up(checkpoint.id, aside)
 
     def _run_quarantine(self, command: Quarantine) -> None:
         """If the tracker names it, the tracker goes to the newest that is left first (I2)."""

@@ -16,7 +16,6 @@ from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema, describe
 from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence, is_whole
 from ckptfsm.layout import (
     MANIFEST,
-    PRIVATE,
     QUARANTINE,
     STAGING,
     TRACKER,
@@ -175,18 +174,10 @@ def _may_come_back(storage: Storage, layout: Layout, checkpoint: Checkpoint, pat
     return is_whole(checkpoint, there)
 
 
-def is_left_over(
-    storage: Storage, layout: Layout, of: AttemptId, path: str, *, given_up: bool
-) -> bool:
-    """True if what lies at ``path`` in the trash is surely ``of``, and not what somebody else wrote.
-
-    ``given_up``: the journal says that it was pruned, or cleaned up after it had failed. What was
-    written here has ``.ckptfsm`` inside, and no manifest if it had failed before.
-    """
+def is_manifest_of(storage: Storage, layout: Layout, of: AttemptId, path: str) -> bool:
+    """True if what lies at ``path`` says that it is this attempt, and was published."""
     there = _inspect(storage, layout, of.step, path, False)
-    if there.found == "manifest":
-        return given_up and there.of == of
-    return there.found != "damaged" and lookup(storage, f"{path}/{PRIVATE}") is not None
+    return there.found == "manifest" and there.of == of
 
 
 def is_bare(storage: Storage, directory: str) -> bool:
@@ -199,10 +190,13 @@ def is_bare(storage: Storage, directory: str) -> bool:
 
 
 def is_begun(storage: Storage, directory: str) -> bool:
-    """True if writers of a save were here, or nobody was: then nothing in it is a person's alone."""
+    """True if a save has begun here, or its writers were: then nothing in it is a person's alone.
+
+    Not of an empty one: a rename may put anything in its place.
+    """
     names = [name for name, _ in walk_files(storage, directory)]
     written = any(name.startswith(".ckptfsm/") or name.endswith(".distcp") for name in names)
-    return written or is_bare(storage, directory)
+    return written or (bool(names) and is_bare(storage, directory))
 
 
 def dropped_parts(checkpoint: Checkpoint, receipts: Sequence[Receipt]) -> dict[str, str]:

@@ -103,9 +103,14 @@ def gone_dir(of: AttemptId) -> str:
     return f"{TRASH}/gone-{attempt_name(of)}"
 
 
-def left_out_dir(of: AttemptId) -> str:
-    """Where a part goes that is left out: ``parse_aside`` does not take it for its step's directory."""
-    return f"{TRASH}/part-{attempt_name(of)}"
+def left_out_name(of: AttemptId) -> str:
+    """Of a part that is left out: ``parse_aside`` does not take it for its step's directory."""
+    return f"part-{attempt_name(of)}"
+
+
+def is_given_up(name: str) -> bool:
+    """True for what may be deleted from the trash: what is given up, and parts that were left out."""
+    return name.startswith(("gone-", "part-"))
 
 
 def quarantine_dir(of: AttemptId) -> str:

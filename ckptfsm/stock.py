@@ -129,8 +129,8 @@ def inspect_stock(storage: Storage, directory: str, tree: str = "") -> StockVerd
     """Whether a stock Megatron-core loader would accept ``directory``; never raises for content.
 
     ``tree`` is the name of the torch_dist directories inside it, at most three levels down: there must
-    be one, and each must be acceptable. "" says that ``directory`` is one itself.
-    A failing storage call is a reason too: what cannot be read is not accepted.
+    be one, and each must be acceptable. "" says that ``directory`` is one itself. What is no file or
+    directory where one must be is a reason too; an error that does not tell what is there is raised.
     """
     try:
         return _inspect_trees(storage, directory, tree) if tree else _inspect(storage, directory)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from ckptfsm.durable import TEMPORARY, list_names, lookup, walk_files
-from ckptfsm.layout import JOURNAL, LEASE, PINS, TAKING, TRACKER, TRASH, parse_aside
+from ckptfsm.layout import JOURNAL, LEASE, PINS, TAKING, TRACKER, TRASH, is_given_up
 from ckptfsm.ports import Storage
 
 _DEPTH = 64
@@ -20,15 +20,15 @@ _DEPTH = 64
 def remove_some(storage: Storage, limit: int, check: Callable[[], None] | None = None) -> int:
     """Delete up to ``limit`` entries of the trash, deepest first. Returns how many were deleted.
 
-    What has an attempt's name is passed over: it is not given up, or a late rename took it there. What
-    cannot be deleted is passed over, too; its error is raised once nothing else is left.
+    Any other name is passed over: it is not given up, or a late rename took it there. What cannot be
+    deleted is passed over, too; its error is raised once nothing else is left.
 
     ``check`` is called between looking and deleting: what a successor moves to the trash after it took
     the root over was not there when a fenced manager looked.
     """
     removed = 0
     stuck: OSError | None = None
-    names = [name for name in list_names(storage, TRASH) if parse_aside(name) is None]
+    names = [name for name in list_names(storage, TRASH) if is_given_up(name)]
     if check is not None:
         check()
     for name in names:
@@ -59,14 +59,6 @@ def _remove(storage: Storage, path: str, limit: int, depth: int) -> int:
         storage.rmdir(path)
         removed += 1
     return removed
-
-
-def remove_empty(storage: Storage, path: str) -> bool:
-    """Remove a directory if nothing is in it. False if something is."""
-    if storage.listdir(path):
-        return False
-    storage.rmdir(path)
-    return True
 
 
 def sweep_temporaries(

@@ -23,7 +23,7 @@ from strangers import stock_saves
 from test_attacks import FOREIGN, LATER, ONE, TWO, fails, judge, names, states
 from test_coordinator import content, replace, saved, start, stop, tracked
 from test_found_by_proof import FOUR, fails_after, is_root, makes, moves
-from test_found_by_review import SHARD, Strike, older_format, start_with, ticks
+from test_found_by_review import SHARD, Strike, in_place, older_format, start_with, ticks
 from test_manager import QUICK, TEMPLATE, weights
 
 from ckptfsm import durable
@@ -45,11 +45,11 @@ from ckptfsm.errors import (
     SaveRefused,
 )
 from ckptfsm.executor import ThreadExecutor
-from ckptfsm.layout import QUARANTINE, TRACKER, TRASH
+from ckptfsm.layout import QUARANTINE, STAGING, TRACKER, TRASH
 from ckptfsm.lifecycle import State
 from ckptfsm.link import Update
 from ckptfsm.manager import Manager
-from ckptfsm.messages import AttemptId, Failed, WriterForked, WriterGone
+from ckptfsm.messages import AttemptId, Failed, PartSpec, ShardReported, WriterForked, WriterGone
 from ckptfsm.ports import RankJob, Storage
 from ckptfsm.processes import Child
 from ckptfsm.readers import ReaderLease
@@ -58,9 +58,9 @@ from ckptfsm.stock import StockVerdict
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
-from ckptfsm.testing.harness import FakeJob, check_root
+from ckptfsm.testing.harness import PARTS, FakeJob, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
-from ckptfsm.writer import launch_forked
+from ckptfsm.writer import launch_forked, write_rank
 
 
 def test_F8_a_file_of_the_same_content_does_not_excuse_a_failed_rename():
@@ -794,3 +794,184 @@ def test_I8_an_older_attempt_that_is_put_back_over_a_newer_one_leaves_its_name(h
     later.save(2)
     disk.kill("second")
     assert tracked(start(disk, "third"))[-1] == 2
+
+
+# --------------------------------------------------------------- what a late rename takes to the trash
+
+
+PRECIOUS = b"precious".ljust(100)
+
+
+def dies_before(job: FakeJob, source: str, work: Callable[[], object]) -> Callable[[], None]:
+    """The job pauses right before it renames ``source`` to the trash. Returns that rename."""
+    aimed: list[str] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and path.startswith(f"{source} ->"):
+            aimed.append(path)
+            raise ProcessDead("paused")
+
+    job.storage.before = before
+    with suppress(ProcessDead, CkptFsmError):
+        work()
+    disk = job.storage.inner.disk
+    disk.kill("first")
+    _, _, target = aimed[0].partition(" -> ")
+    return partial(SimStorage(disk, "late").rename, source, target)
+
+
+def write_in_place(
+    job: FakeJob, of: AttemptId, rank: int, parts: tuple[PartSpec, ...] = PARTS
+) -> None:
+    """Write and report what one rank has of an attempt in place at step 2."""
+    shares = tuple(job._part(part, rank, fake_content(of, rank)) for part in parts)
+    optional = frozenset(part.name for part in parts if part.optional)
+    done = write_rank(job.storage, RankJob(of, rank, job.ranks, TWO, shares, optional))
+    reports = [ShardReported(of, name, rank, job.ranks, size) for name, size, _ in done]
+    job.coordinator.report(reports)
+
+
+@pytest.mark.parametrize("before_the_successor", [True, False])
+def test_I1_what_somebody_saved_over_a_failed_attempt_in_place_is_not_deleted(before_the_successor):
+    """Catches: a checkpoint, tracked and pinned, deleted as the left-over of the failed attempt whose
+    directory it was saved into, receipts and all."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    write_in_place(job, of, 1)
+    late = dies_before(job, TWO, partial(job.fail, of))
+    stock_saves(disk, 2, PRECIOUS, synced=True)
+    if before_the_successor:
+        late()
+    later = start(disk, "second")
+    if not before_the_successor:
+        assert tracked(later) == [1, 2]
+        late()
+    ticks(later)
+    disk.kill("second")
+    ticks(start(disk, "third"))
+    assert content(disk, f"{QUARANTINE}/2.e1.a2/{SHARD}") == PRECIOUS
+
+
+def test_I1_what_is_pruned_is_not_what_somebody_saved_at_its_name():
+    """Catches: what a late rename took to the trash deleted with an adopted one, which has no manifest,
+    and which a person had moved away and put back meanwhile."""
+    disk = SimDisk()
+    stock_saves(disk, 1, synced=True)
+    job = start(disk, retention=LatestN(1))
+    job.coordinator.unpin(1)
+    late = dies_before(job, ONE, partial(job.save, 2))
+    person = SimStorage(disk, "person")
+    person.rename(ONE, "backup")
+    stock_saves(disk, 1, PRECIOUS, tracked=False, synced=True)
+    late()
+    person.rename("backup", ONE)
+    ticks(start(disk, "second", retention=LatestN(1)))
+    assert content(disk, f"{QUARANTINE}/1.e1.a1/{SHARD}") == PRECIOUS
+
+
+@pytest.mark.parametrize("stock", [True, False])
+def test_I1_what_is_saved_after_a_prune_is_not_what_was_pruned(stock: bool):
+    """Catches: the newest checkpoint deleted under the name of a pruned attempt, as the journal shows
+    that as given up."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2, retention=LatestN(2))
+    job.coordinator.pin(1, "kept")
+    job.save(3)
+    late = dies_before(job, TWO, partial(job.save, 4))
+    later = start(disk, "second", retention=LatestN(2))
+    later.save(5)
+    ticks(later)
+    assert tracked(later) == [1, 4, 5]
+    later.coordinator.rollback(1)
+    if stock:
+        stop(disk, later, "second")
+        stock_saves(disk, 2, synced=True)
+    else:
+        later.save(2)
+        stop(disk, later, "second")
+    late()
+    ticks(start(disk, "third"))
+    assert [n for n in names(disk, f"{QUARANTINE}/2.e1.a2") if n.endswith(".distcp")]
+
+
+def test_I2_what_the_tracker_names_comes_back_from_the_trash():
+    """Catches: a prune that a restart finds half done, of a step that somebody has gone back to and
+    saved again in the meantime: the tracker names what is deleted."""
+    disk = SimDisk()
+    stock_saves(disk, 1, synced=True)
+    stock_saves(disk, 2, synced=True)
+    job = start(disk, retention=LatestN(1))
+    job.coordinator.unpin(2)
+    late = dies_before(job, TWO, partial(job.save, 3))
+    disk.overwrite(f"{TWO}/{SHARD}", PRECIOUS)
+    disk.overwrite(TRACKER, b"2")
+    late()
+    later = start(disk, "second", retention=LatestN(1))
+    assert content(disk, f"{TWO}/{SHARD}") == PRECIOUS and 2 in tracked(later)
+
+
+def test_I1_what_a_clean_up_leaves_out_in_place_is_kept():
+    """Catches: a part of a later save, complete, deleted in the place of an optional one that an attempt
+    in place could not write."""
+    disk = SimDisk()
+    parts = (PartSpec("state"), PartSpec("extra", "torch_dist", "extra", None, True))
+    job = saved(disk, 1)
+    of = job.coordinator.request(SaveRequest(2, parts, 2, True, expected_bytes=1))
+    job.fork(of)
+    job.cannot = frozenset({"extra"})
+
+    def write() -> None:
+        for rank in range(2):
+            write_in_place(job, of, rank, parts)
+
+    late = dies_before(job, f"{TWO}/extra", write)
+    later = start(disk, "second")
+    ticks(later)
+    later.coordinator.rollback(1)
+    new = later.save(2, parts)
+    with suppress(OSError):  # what was left out may have its name
+        late()
+    ticks(later)
+    kept = [path for path, data in disk.snapshot().items() if data == fake_content(new, 0)]
+    assert any(path.endswith(f"extra/{SHARD}") for path in kept), kept
+
+
+def test_F6_a_staging_directory_that_left_does_not_come_back():
+    """Catches: a failed attempt that a power loss brings back to staging, where nobody ever looks after
+    it: the move's fsync had failed, and the second try made another directory durable."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = job.request(2)
+    job.fork(of)
+    job.write(of, 0)
+    failed = fails_after(job, lambda path: path.startswith(STAGING), "fsync_dir", STAGING.__eq__)
+    job.fail(of)
+    assert failed and job.coordinator.busy
+    ticks(job)
+    disk.crash("all_lost")
+    ticks(start(disk, "second"))
+    assert names(disk, STAGING) == []
+
+
+def test_F5_what_fails_in_place_before_its_first_receipt_is_given_back():
+    """Catches: the space of every save in place whose writers died early, kept in quarantine."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    for _ in range(3):
+        of = in_place(job, 2)
+        disk.plant_file(f"{TWO}/{SHARD}", bytes(10_000))
+        job.fail(of)
+        ticks(job)
+    assert names(disk, TRASH) == [] and names(disk, QUARANTINE) == [] and TWO not in names(disk)
+
+
+def test_F16_a_link_in_the_trash_is_put_aside(tmp_path: Path):
+    """Catches: a link under an attempt's name, which every opening stumbles over, and never sorts."""
+    root = tmp_path / "root"
+    with Manager(fake_ports(lambda create: PosixStorage(root)), make_config(QUICK)) as manager:
+        manager.save(1, weights(1)).wait()
+    (tmp_path / "outside").mkdir()
+    (root / TRASH / "7.e1.a9").symlink_to(tmp_path / "outside")
+    Manager(fake_ports(lambda create: PosixStorage(root)), make_config(QUICK)).close()
+    assert (root / QUARANTINE / "7.e1.a9").is_symlink() and (tmp_path / "outside").is_dir()

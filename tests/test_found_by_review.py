@@ -32,7 +32,7 @@ from ckptfsm.errors import (
     StepNotFoundError,
     StorageError,
 )
-from ckptfsm.layout import MANIFEST, MEGATRON, QUARANTINE, TRACKER, TRASH, left_out_dir
+from ckptfsm.layout import MANIFEST, MEGATRON, QUARANTINE, TRACKER, TRASH, left_out_name
 from ckptfsm.lifecycle import State, absent, apply
 from ckptfsm.messages import PartSpec, ShardReported
 from ckptfsm.ports import Identity, RankJob, Written
@@ -900,7 +900,7 @@ def test_F27_a_part_that_was_left_out_is_not_taken_for_its_checkpoint():
     """Catches: half a checkpoint that is brought back to its name for a reader."""
     disk = SimDisk()
     job = saved(disk, 1, 2)
-    part = left_out_dir(m.AttemptId(1, 1, 1))
+    part = f"{TRASH}/{left_out_name(m.AttemptId(1, 1, 1))}"
     SimStorage(disk, "first").mkdir(part)
     disk.plant_file(f"{part}/{SHARD}", b"half")
     dies_pruning(job, leased=True)

@@ -10,24 +10,20 @@ ORDER = (
         "engine",
         """        if moved.source is not moved.dest:
             record = self._record(moved)
-            self.append(record, essential=forgotten or moved.dest is State.FAILED)
+            self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))
             self.moves += 1
             self.news.append(record)
             log.info("transition", extra={"record": record})
         self.ledger = ledger
-        if forgotten:
-            self._give_up(moved)
         if command is not None:
             self.run(command)
 """,
         """        self.ledger = ledger
-        if forgotten:
-            self._give_up(moved)
         if command is not None:
             self.run(command)
         if moved.source is not moved.dest:
             record = self._record(moved)
-            self.append(record, essential=forgotten or moved.dest is State.FAILED)
+            self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))
             self.moves += 1
             self.news.append(record)
             log.info("transition", extra={"record": record})
@@ -136,8 +132,8 @@ ORDER = (
     mutant(
         "trash-emptied-before-a-clean-up-is-durable",
         "effects",
-        "        aside = quarantine_dir if foreign else trash_dir\n",
-        "        aside = quarantine_dir if foreign else gone_dir\n",
+        "        aside = quarantine_dir if self._may_be_foreign(checkpoint, there) else trash_dir\n",
+        "        aside = quarantine_dir if self._may_be_foreign(checkpoint, there) else gone_dir\n",
         breaks="I4",
         source="F8",
         killers=("tests:test_found_by_proof.py",),
@@ -250,9 +246,9 @@ LOOKS = (
         (
             "effects",
             """        kept = self._kept_by_people(checkpoint.step)
-        return self._bring_back(checkpoint, aside, kept) if kept else ""
+        return self._bring_back(checkpoint, aside, kept) if kept else Pruned(aside=aside)
 """,
-            '        return ""\n',
+            "        return Pruned(aside=aside)\n",
         ),
         breaks="I7",
         source="F27",
@@ -272,9 +268,9 @@ LOOKS = (
         "prune-does-not-look-again",
         "effects",
         """        kept = self._kept_by_people(checkpoint.step)
-        return self._bring_back(checkpoint, aside, kept) if kept else ""
+        return self._bring_back(checkpoint, aside, kept) if kept else Pruned(aside=aside)
 """,
-        '        return ""\n',
+        "        return Pruned(aside=aside)\n",
         breaks="F27",
         source="F27",
         killers=("exhaustive", "simulation"),
@@ -284,7 +280,7 @@ LOOKS = (
         "prune-does-not-bring-back",
         "effects",
         "        return self._bring_back(checkpoint, own[0], kept)\n",
-        '        return ""\n',
+        "        return Pruned()\n",
         breaks="F27",
         source="F17",
         killers=("tests:test_attacks.py", "simulation"),
@@ -640,8 +636,8 @@ FENCES = (
     mutant(
         "a-left-out-part-has-its-checkpoints-name",
         "layout",
-        '    return f"{TRASH}/part-{attempt_name(of)}"\n',
-        "    return trash_dir(of)\n",
+        '    return f"part-{attempt_name(of)}"\n',
+        "    return attempt_name(of)\n",
         breaks="F27",
         source="F27",
         killers=(
@@ -818,7 +814,7 @@ FENCES = (
     mutant(
         "the-trash-is-emptied-of-what-is-in-use",
         "trash",
-        "    names = [name for name in list_names(storage, TRASH) if parse_aside(name) is None]\n",
+        "    names = [name for name in list_names(storage, TRASH) if is_given_up(name)]\n",
         "    names = list_names(storage, TRASH)\n",
         breaks="I1",
         source="fencing",
@@ -831,16 +827,73 @@ FENCES = (
         why="a fenced manager's late rename took it there, and its successor holds it as tracked",
     ),
     mutant(
-        "a-stock-one-in-the-trash-is-a-left-over",
-        "evidence",
-        '    return there.found != "damaged" and lookup(storage, f"{path}/{PRIVATE}") is not None\n',
-        '    return there.found != "damaged"\n',
+        "what-came-to-the-trash-was-given-up",
+        "engine",
+        "            self._sort(of, path, given_up=True, sure=path == aside)\n",
+        "            self._sort(of, path, given_up=True, sure=True)\n",
         breaks="I1",
         source="fencing",
         killers=(
             (
                 "tests:test_found_by_attack.py::"
-                "test_I1_what_a_fenced_prune_takes_of_whoever_came_since_is_kept"
+                "test_I1_what_somebody_saved_over_a_failed_attempt_in_place_is_not_deleted"
+            ),
+        ),
+        why="a fenced manager's late rename took there what a stock trainer had saved",
+    ),
+    mutant(
+        "what-the-tracker-names-may-lie-in-the-trash",
+        "effects",
+        "        if not taken and read_tracker(self.storage).step == checkpoint.step:\n",
+        "        if False:\n",
+        breaks="I2",
+        source="fencing",
+        killers=(
+            (
+                "tests:test_found_by_attack.py::"
+                "test_I2_what_the_tracker_names_comes_back_from_the_trash"
+            ),
+        ),
+        why="somebody went back to a step whose prune was half done",
+    ),
+    mutant(
+        "a-part-left-out-in-place-is-deleted",
+        "effects",
+        "                place = QUARANTINE if checkpoint.in_place else TRASH\n",
+        "                place = TRASH\n",
+        breaks="I1",
+        source="fencing",
+        killers=(
+            "tests:test_found_by_attack.py::test_I1_what_a_clean_up_leaves_out_in_place_is_kept",
+        ),
+        why="a fenced manager's late rename takes a later save's part",
+    ),
+    mutant(
+        "a-clean-up-tried-again-forgets-staging",
+        "effects",
+        "            self._settle(TRASH, parent_of(directory))\n",
+        '            self._settle(TRASH, "")\n',
+        breaks="I10",
+        source="fsync",
+        killers=(
+            (
+                "tests:test_found_by_attack.py::"
+                "test_F6_a_staging_directory_that_left_does_not_come_back"
+            ),
+        ),
+        why="a power loss brings a failed attempt back to staging, for good",
+    ),
+    mutant(
+        "a-stock-one-in-the-trash-is-a-left-over",
+        "evidence",
+        '    return there.found == "manifest" and there.of == of\n',
+        "    return there.of in (None, of)\n",
+        breaks="I1",
+        source="fencing",
+        killers=(
+            (
+                "tests:test_found_by_attack.py::"
+                "test_I1_what_is_saved_after_a_prune_is_not_what_was_pruned"
             ),
         ),
         why="a fenced manager's late rename took a stock trainer's there",
@@ -848,7 +901,7 @@ FENCES = (
     mutant(
         "what-is-given-up-needs-room-in-the-journal",
         "engine",
-        "            self.append(record, essential=forgotten or moved.dest is State.FAILED)\n",
+        "            self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))\n",
         "            self.append(record, essential=moved.dest is State.FAILED)\n",
         breaks="F5",
         source="disk",
@@ -860,14 +913,14 @@ FENCES = (
     mutant(
         "the-trash-is-emptied-by-names-alone",
         "evidence",
-        "        return given_up and there.of == of\n",
-        "        return True\n",
+        '    return there.found == "manifest" and there.of == of\n',
+        '    return there.found == "manifest"\n',
         breaks="I1",
         source="fencing",
         killers=(
             (
                 "tests:test_found_by_attack.py::"
-                "test_I1_what_a_fenced_prune_takes_of_whoever_came_since_is_kept"
+                "test_I1_what_is_saved_after_a_prune_is_not_what_was_pruned"
             ),
         ),
         why="a fenced manager's late rename took a newer attempt there",

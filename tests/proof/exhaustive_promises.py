@@ -135,7 +135,7 @@ class Watch:
         if call == "rename":
             self._renamed(run, *args)
         elif call in ("unlink", "rmdir"):
-            self._deleted(run, call, args[0])
+            self._deleted(run, args[0])
         elif call == "append" and isinstance(args[0], documents.TransitionRecord):
             self._recorded(run, args[0])
 
@@ -170,16 +170,17 @@ class Watch:
         else:
             require(TEMPORARY in src, "I1", f"{src} was moved to {dst}")
 
-    def _deleted(self, run: Run, call: str, path: str) -> None:
+    def _deleted(self, run: Run, path: str) -> None:
         """Only trash, markers and temporaries; and nothing the journal still counts on (I1)."""
         ours = path.startswith(_MAY_UNLINK) or TEMPORARY in path.rpartition("/")[2]
         require(ours, "I1", f"{path} was deleted in place")
         top = path.removeprefix(f"{TRASH}/").split("/")[0].split(".tmp")[0]
-        bare = path == f"{TRASH}/{top}" and call == "rmdir"
-        given_up = bare or layout.parse_aside(top) is None
-        require(given_up, "I1", f"{path} was deleted, and was not given up")
+        trashed = path.startswith(TRASH)
+        require(
+            not trashed or layout.is_given_up(top), "I1", f"{path} was not given up, and deleted"
+        )
         of = layout.parse_attempt(top.removeprefix("gone-"))
-        if path.startswith(TRASH) and of is not None and not run.world.scarred:
+        if trashed and of is not None and not run.world.scarred:
             state = run.journal.value.state_of(of)
             require(
                 state in ("absent", "failed") or _elsewhere(run, of, self.scope),
