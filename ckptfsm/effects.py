@@ -37,7 +37,7 @@ from ckptfsm.errors import (
 )
 from ckptfsm.evidence import (
     inspect_published,
-    is_begun,
+    is_cut_short,
     moved_aside,
     read_manifest,
     read_tracker,
@@ -192,7 +192,7 @@ class Effects:
         self.storage.fsync_dir("")
 
     def _settle(self, *directories: str) -> None:
-        """What was found moved stays there. The directory that it came to is the first."""
+        """What was found moved stays there. Directories that it may have come to are first."""
         for directory in directories:
             self.storage.fsync_dir(directory)
 
@@ -392,7 +392,7 @@ class Effects:
         if checkpoint.in_place and (owner is not None or self._is_reached(checkpoint)):
             return ""  # somebody else's by now
         if lookup(self.storage, directory) is None:
-            self._settle(TRASH, parent_of(directory))
+            self._settle(QUARANTINE, TRASH, parent_of(directory), "")
             return ""
         if not checkpoint.in_place:
             self._move_aside(directory, gone_dir(checkpoint.id))
@@ -405,7 +405,7 @@ class Effects:
         left = self.lies_in(TRASH, checkpoint) | self.lies_in(QUARANTINE, checkpoint)
         loadable = there is not None and there.found == "stock"
         name = self.layout.published_name(checkpoint.step)
-        return bool(left) or loadable or not is_begun(self.storage, name)
+        return bool(left) or loadable or not is_cut_short(self.storage, name)
 
     def give_up(self, of: AttemptId, path: str) -> None:
         """Let what lies in the trash be deleted: it gets a name that no other's late rename aims at."""

@@ -16,6 +16,7 @@ from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema, describe
 from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence, is_whole
 from ckptfsm.layout import (
     MANIFEST,
+    PRIVATE,
     QUARANTINE,
     STAGING,
     TRACKER,
@@ -189,14 +190,18 @@ def is_bare(storage: Storage, directory: str) -> bool:
     return all(name == COMMON for name in files)
 
 
-def is_begun(storage: Storage, directory: str) -> bool:
-    """True if a save has begun here, or its writers were: then nothing in it is a person's alone.
+def is_cut_short(storage: Storage, directory: str) -> bool:
+    """True if a directory holds what a save leaves that never got its metadata, and no more.
 
     Not of an empty one: a rename may put anything in its place.
     """
     names = [name for name, _ in walk_files(storage, directory)]
-    written = any(name.startswith(".ckptfsm/") or name.endswith(".distcp") for name in names)
-    return written or (bool(names) and is_bare(storage, directory))
+    return bool(names) and all(
+        name.startswith(f"{PRIVATE}/")
+        or name.endswith(".distcp")
+        or name.rpartition("/")[2] == COMMON
+        for name in names
+    )
 
 
 def dropped_parts(checkpoint: Checkpoint, receipts: Sequence[Receipt]) -> dict[str, str]:

@@ -278,13 +278,19 @@ def _decide_unpublished(
         why = "published with its own manifest; only the journal lagged"
         return _decision(checkpoint, "manifest", "finalized", why, FoundPublished(of))
     staging = evidence.staging.get(of)
-    complete = staging is not None and staging.complete and (checkpoint.in_place or not taken)
+    tracker = evidence.tracker.step
+    reached = (
+        tracker is not None and tracker >= of.step
+    )  # in place: another trainer went on from here
+    free = not reached if checkpoint.in_place else not taken
+    complete = staging is not None and staging.complete and free
     if checkpoint.state is State.SHARDS_WRITTEN and complete:
         why = "every shard has a valid receipt: rolled forward"
         return _decision(checkpoint, "receipts complete", "finalized", why, Finalize(of))
     why = "the processes writing it are gone"
     if checkpoint.state is State.SHARDS_WRITTEN:
         why = staging.detail if staging is not None else "its staging directory is gone"
+        why = why or "its name is somebody else's by now"
     failed = Failed(of, "process_lost", why)
     return _decision(checkpoint, "not published", "failed", why, failed, WritersLost(of))
 
@@ -392,8 +398,9 @@ def _survivors(ledger: Ledger, evidence: Evidence, decisions: list[Decision]) ->
             steps.add(action.of.step)
         elif isinstance(action, Prune) and action.of in evidence.restorable:
             free = action.of.step not in evidence.published
-            if free and action.of.step > max(steps, default=-1):
-                steps.add(action.of.step)  # nothing newer is left: it comes back
+            named = evidence.tracker.step == action.of.step
+            if free and (named or action.of.step > max(steps, default=-1)):
+                steps.add(action.of.step)  # it is in use, or nothing newer is left: it comes back
     return steps
 
 

@@ -45,7 +45,7 @@ from ckptfsm.errors import (
     SaveRefused,
 )
 from ckptfsm.executor import ThreadExecutor
-from ckptfsm.layout import QUARANTINE, STAGING, TRACKER, TRASH
+from ckptfsm.layout import MANIFEST, QUARANTINE, STAGING, TRACKER, TRASH
 from ckptfsm.lifecycle import State
 from ckptfsm.link import Update
 from ckptfsm.manager import Manager
@@ -975,3 +975,81 @@ def test_F16_a_link_in_the_trash_is_put_aside(tmp_path: Path):
     (root / TRASH / "7.e1.a9").symlink_to(tmp_path / "outside")
     Manager(fake_ports(lambda create: PosixStorage(root)), make_config(QUICK)).close()
     assert (root / QUARANTINE / "7.e1.a9").is_symlink() and (tmp_path / "outside").is_dir()
+
+
+def older_format_over_a_failed_one(disk: SimDisk) -> None:
+    """A save in place is cut short; a stock trainer saves that step there, in a format nobody judges."""
+    job = saved(disk, 1)
+    write_in_place(job, in_place(job, 2), 1)
+    disk.kill("first")
+    SimStorage(disk, "stock").mkdir(f"{TWO}/mp_rank_00")
+    disk.kill("stock")
+    disk.plant_file(f"{TWO}/mp_rank_00/model_optim_rng.pt", PRECIOUS)
+    disk.overwrite(TRACKER, b"2")
+
+
+@pytest.mark.parametrize("resume", ["fresh", "fallback"])
+@pytest.mark.parametrize("tracker", [b"2", b"", b"1"])
+def test_I1_what_a_stock_trainer_added_to_a_failed_attempt_is_not_deleted(resume, tracker):
+    """Catches: a stock trainer's save deleted as the left-over of an attempt, where the tracker does not
+    reach it: a fresh start takes that away first."""
+    disk = SimDisk()
+    older_format_over_a_failed_one(disk)
+    disk.overwrite(TRACKER, tracker)
+    ticks(start(disk, "second", resume=resume))
+    assert PRECIOUS in disk.snapshot().values()
+
+
+def test_I8_a_roll_forward_in_place_stops_where_another_trainer_went_on():
+    """Catches: our metadata written over a stock trainer's checkpoint, which is in use."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    write_in_place(job, of, 0)
+    job.storage.before = Strike("open_exclusive", ".metadata", ProcessDead("dies"))
+    with suppress(ProcessDead):
+        write_in_place(job, of, 1)
+    assert job.coordinator.ledger.checkpoints[of].state is State.SHARDS_WRITTEN
+    disk.kill("first")
+    disk.uproot(f"{TWO}/{SHARD}")
+    stock_saves(disk, 2, PRECIOUS.ljust(len(fake_content(of, 0))), synced=True)
+    before = content(disk, f"{TWO}/.metadata")
+    ticks(start(disk, "second"))
+    assert content(disk, f"{TWO}/.metadata") == before
+
+
+@pytest.mark.parametrize("failing", [QUARANTINE, ""])
+def test_F6_what_a_clean_up_has_moved_to_quarantine_stays_there(failing: str):
+    """Catches: a late publish that a clean-up moved aside, and that a power loss brings back for good:
+    the move's fsync had failed, and the second try made other directories durable."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = job.request(2)
+    job.fork(of)
+    job.write(of, 0)
+    SimStorage(disk, "late").rename(f"{STAGING}/{of}", TWO)
+    disk.plant_file(f"{TWO}/{MANIFEST}", b"torn")
+    disk.kill("late")
+    failed = fails_after(job, moves(TWO), "fsync_dir", failing.__eq__)
+    job.fail(of)
+    assert failed and job.coordinator.busy
+    ticks(job)
+    assert not job.coordinator.busy
+    assert [type(each).__name__ for each in disk.possible(TWO)] == ["NoneType"], disk.possible(TWO)
+    assert None not in disk.possible(f"{QUARANTINE}/{of}")
+
+
+def test_I2_strict_says_that_the_tracker_names_what_comes_back():
+    """Catches: a warning that a checkpoint is not complete, which is brought back from the trash."""
+    disk = SimDisk()
+    stock_saves(disk, 1, synced=True)
+    stock_saves(disk, 2, synced=True)
+    job = start(disk, retention=LatestN(1))
+    job.coordinator.unpin(2)
+    late = dies_before(job, TWO, partial(job.save, 3))
+    disk.overwrite(TRACKER, b"2")
+    late()
+    later = start(disk, "second", opened=False)
+    report = later.open()
+    assert tracked(later) == [1, 2, 3]
+    assert not [warning for warning in report.warnings if "not a complete" in warning]

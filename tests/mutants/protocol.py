@@ -827,6 +827,36 @@ FENCES = (
         why="a fenced manager's late rename took it there, and its successor holds it as tracked",
     ),
     mutant(
+        "what-somebody-added-is-a-left-over",
+        "evidence",
+        "    return bool(names) and all(\n",
+        "    return bool(names) and any(\n",
+        breaks="I1",
+        source="F16",
+        killers=(
+            (
+                "tests:test_found_by_attack.py::"
+                "test_I1_what_a_stock_trainer_added_to_a_failed_attempt_is_not_deleted"
+            ),
+        ),
+        why="a stock trainer saved into the directory of a failed attempt, in an older format",
+    ),
+    mutant(
+        "in-place-rolls-forward-over-what-is-in-use",
+        "recovery",
+        "    free = not reached if checkpoint.in_place else not taken\n",
+        "    free = checkpoint.in_place or not taken\n",
+        breaks="I8",
+        source="F16",
+        killers=(
+            (
+                "tests:test_found_by_attack.py::"
+                "test_I8_a_roll_forward_in_place_stops_where_another_trainer_went_on"
+            ),
+        ),
+        why="our metadata over a stock trainer's shards",
+    ),
+    mutant(
         "what-came-to-the-trash-was-given-up",
         "engine",
         "            self._sort(of, path, given_up=True, sure=path == aside)\n",
@@ -871,7 +901,7 @@ FENCES = (
     mutant(
         "a-clean-up-tried-again-forgets-staging",
         "effects",
-        "            self._settle(TRASH, parent_of(directory))\n",
+        '            self._settle(QUARANTINE, TRASH, parent_of(directory), "")\n',
         '            self._settle(TRASH, "")\n',
         breaks="I10",
         source="fsync",
