@@ -65,7 +65,7 @@ from ckptfsm.layout import (
 from ckptfsm.lifecycle import Checkpoint
 from ckptfsm.messages import AttemptId, PartSpec
 from ckptfsm.ports import FileStat, Storage
-from ckptfsm.trash import sweep_attempt
+from ckptfsm.trash import remove_empty, sweep_attempt
 
 log = logging.getLogger("ckptfsm")
 _NAMES = 100
@@ -396,6 +396,9 @@ class Effects:
             return ""
         if not checkpoint.in_place:
             self._move_aside(directory, gone_dir(checkpoint.id))
+            return ""
+        if remove_empty(self.storage, directory):
+            self._settle("")
             return ""
         aside = quarantine_dir if self._may_be_foreign(checkpoint, there) else trash_dir
         return self._move_aside(directory, aside(checkpoint.id))

@@ -191,16 +191,12 @@ def is_bare(storage: Storage, directory: str) -> bool:
 
 
 def is_cut_short(storage: Storage, directory: str) -> bool:
-    """True if a directory holds what a save leaves that never got its metadata, and no more.
-
-    Not of an empty one: a rename may put anything in its place.
-    """
-    names = [name for name, _ in walk_files(storage, directory)]
-    return bool(names) and all(
-        name.startswith(f"{PRIVATE}/")
-        or name.endswith(".distcp")
-        or name.rpartition("/")[2] == COMMON
-        for name in names
+    """True if a directory holds what a save leaves that never got its metadata, and no more."""
+    files = [name for name, _ in walk_files(storage, directory)]
+    private = f"{PRIVATE}/"
+    return all(
+        f.startswith(private) or f.endswith(".distcp") or f.rpartition("/")[2] == COMMON
+        for f in files
     )
 
 

@@ -1,9 +1,9 @@
 """The one place where anything is deleted.
 
 Rules: only what was given up and lies in the trash, a temporary file of our own, or a pin, lease or
-epoch that was given up, is ever unlinked. A checkpoint gets into the trash by one durable rename, never
-by deletion of its files in place. Removal goes in bounded slices, never follows a link, and an error
-leaves the rest for the next slice.
+epoch that was given up, is ever unlinked; elsewhere, an empty directory at most. A checkpoint gets into
+the trash by one durable rename, never by deletion of its files in place. Removal goes in bounded slices,
+never follows a link, and an error leaves the rest for the next slice.
 """
 
 from __future__ import annotations
@@ -59,6 +59,17 @@ def _remove(storage: Storage, path: str, limit: int, depth: int) -> int:
         storage.rmdir(path)
         removed += 1
     return removed
+
+
+def remove_empty(storage: Storage, path: str) -> bool:
+    """Remove the directory of a failed attempt if nothing is in it. False if something is.
+
+    It is removed where it is: in the trash, somebody's late rename could take its place.
+    """
+    if storage.listdir(path):
+        return False
+    storage.rmdir(path)
+    return True
 
 
 def sweep_temporaries(

@@ -1053,3 +1053,15 @@ def test_I2_strict_says_that_the_tracker_names_what_comes_back():
     report = later.open()
     assert tracked(later) == [1, 2, 3]
     assert not [warning for warning in report.warnings if "not a complete" in warning]
+
+
+def test_F5_an_empty_directory_of_a_failed_attempt_in_place_is_removed():
+    """Catches: one more directory in quarantine, for good, for every save that could not even begin."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    for _ in range(3):
+        job.fail(in_place(job, 2))
+        ticks(job)
+    disk.crash("all_lost")
+    ticks(start(disk, "second"))
+    assert TWO not in names(disk) and names(disk, QUARANTINE) == [] and names(disk, TRASH) == []

@@ -829,8 +829,8 @@ FENCES = (
     mutant(
         "what-somebody-added-is-a-left-over",
         "evidence",
-        "    return bool(names) and all(\n",
-        "    return bool(names) and any(\n",
+        "    return all(\n        f.startswith(private)",
+        "    return any(\n        f.startswith(private)",
         breaks="I1",
         source="F16",
         killers=(

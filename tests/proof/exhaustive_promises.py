@@ -172,7 +172,8 @@ class Watch:
 
     def _deleted(self, run: Run, path: str) -> None:
         """Only trash, markers and temporaries; and nothing the journal still counts on (I1)."""
-        ours = path.startswith(_MAY_UNLINK) or TEMPORARY in path.rpartition("/")[2]
+        empty = layout.MEGATRON.parse_published(path) is not None  # or there is no such call
+        ours = empty or path.startswith(_MAY_UNLINK) or TEMPORARY in path.rpartition("/")[2]
         require(ours, "I1", f"{path} was deleted in place")
         top = path.removeprefix(f"{TRASH}/").split("/")[0].split(".tmp")[0]
         trashed = path.startswith(TRASH)
