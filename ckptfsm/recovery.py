@@ -9,7 +9,7 @@ The rules, by the last journaled state of an attempt:
 | last | evidence | decision |
 |---|---|---|
 | requested, forked | not published | failed(process_lost) |
-| shards_written | receipts and planned metadata valid | finalize: roll forward |
+| shards_written | receipts and planned metadata valid, nobody else's by now | finalize: roll forward |
 | shards_written | otherwise | failed(process_lost) |
 | any before finalized | published with its own valid manifest | finalized |
 | finalized | there, newer than every tracked one | track |
@@ -279,10 +279,8 @@ def _decide_unpublished(
         return _decision(checkpoint, "manifest", "finalized", why, FoundPublished(of))
     staging = evidence.staging.get(of)
     tracker = evidence.tracker.step
-    reached = (
-        tracker is not None and tracker >= of.step
-    )  # in place: another trainer went on from here
-    free = not reached if checkpoint.in_place else not taken
+    behind = tracker is None or tracker < of.step  # or another trainer went on from here
+    free = behind if checkpoint.in_place else not taken
     complete = staging is not None and staging.complete and free
     if checkpoint.state is State.SHARDS_WRITTEN and complete:
         why = "every shard has a valid receipt: rolled forward"

@@ -844,7 +844,7 @@ FENCES = (
     mutant(
         "in-place-rolls-forward-over-what-is-in-use",
         "recovery",
-        "    free = not reached if checkpoint.in_place else not taken\n",
+        "    free = behind if checkpoint.in_place else not taken\n",
         "    free = checkpoint.in_place or not taken\n",
         breaks="I8",
         source="F16",
