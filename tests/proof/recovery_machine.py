@@ -307,10 +307,10 @@ class RecoveryMachine(RuleBasedStateMachine):
         kind, goal = self.interrupted or ("", ANY)
         found = Expected(nothing=seen.tracker is None and (not self.in_service or kind == "fresh"))
         moved = seen.step is not None and seen.tracker in self.theirs
+        offered = self.offered.values()  # also what somebody has saved there anew since
         if seen.step is not None:
             limit = reach = seen.step
         else:  # the journal's newest counts, which may lack what was cut short
-            offered = self.offered.values()
             sure_of = (step for step, shard in self.tracked.items() if shard not in self.unsure)
             limit = max(sure_of, default=max(offered, default=ANY))
             reach = max((*self.tracked, *offered)) if self.tracked else ANY
@@ -323,7 +323,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             if sure:
                 found.sure.add(step)
             elif shard not in self.left and (
-                step <= reach or shard in {*self.loose, *self.offered} or step in self.tracked
+                step <= reach or shard in self.loose or step in {*self.tracked, *offered}
             ):
                 found.may.add(step)
         if seen.step is None and not found.sure:
