@@ -30,7 +30,13 @@ pytest.importorskip("ray")
 from verl_groups import Loader, PipeCalls, Server, WorkerGroup, config_of
 from verl_loops import calls_in_every_step
 
-from ckptfsm.errors import ConfigError, PollMissingWarning, SaveFailed, StepExistsError
+from ckptfsm.errors import (
+    ConfigError,
+    PollMissingWarning,
+    SaveFailed,
+    SaveFailedWarning,
+    StepExistsError,
+)
 from ckptfsm.integrations.verl import install, install_in_verl, retention_of
 from ckptfsm.integrations.verl import manager as manager_module
 from ckptfsm.integrations.verl import trainer as trainer_module
@@ -444,7 +450,7 @@ def test_a_full_disk_in_verls_own_code_fails_the_save_alone(job: Job) -> None:
     trainer = job.start(on_failure="warn")
     save(trainer)
     trainer.actor_rollout_wg.call("verl_worker:fail_in_save")
-    with pytest.raises(SaveFailed, match="No space left"):
+    with pytest.warns(SaveFailedWarning, match="No space left"):
         save(trainer)
     assert (job.root / TRACKER).read_text() == "1"
     assert trainer.checkpoints.controller.latest_step() == 1
