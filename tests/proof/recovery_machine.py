@@ -37,7 +37,7 @@ from hypothesis.stateful import (
 from strangers import SHARD, stock_saves
 
 from ckptfsm.errors import CkptFsmError, DamagedRoot, IllegalTransition
-from ckptfsm.layout import MEGATRON, QUARANTINE, TRACKER, TRASH, parse_tracker
+from ckptfsm.layout import MANIFEST, MEGATRON, QUARANTINE, TRACKER, TRASH, parse_tracker
 from ckptfsm.lifecycle import State
 from ckptfsm.ports import Identity
 from ckptfsm.retention import KeepAll, LatestN
@@ -381,7 +381,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             directory = MEGATRON.published_name(step)
             shard = seen.shard(step)
             if step in self.lost:
-                ours = f"{directory}/.ckptfsm/manifest.json" in seen.files
+                ours = f"{directory}/{MANIFEST}" in seen.files
                 self.copies[shard] = Copy(ours, seen.below(directory))
             else:
                 assert seen.at.get(step) == shard, f"I4: {step} is tracked, and not whole"
@@ -400,9 +400,9 @@ class RecoveryMachine(RuleBasedStateMachine):
         again = {
             seen.at[s] for s, shard in last.items() if s in seen.at and self.copies[shard].ours
         }
-        self.loose = {
-            s for s in gone & standing if busy and (self.copies[s].ours or s not in again)
-        }
+        out = self.job.coordinator.ledger.in_state(State.QUARANTINED) if busy else []
+        waiting = gone & standing & {seen.at.get(c.step, b"") for c in out}
+        self.loose = {s for s in waiting if self.copies[s].ours or s not in again}
         self.left = (self.left | gone) - standing - kept
         self.owed |= kept
         self.lost -= set(now)
@@ -462,7 +462,10 @@ class RecoveryMachine(RuleBasedStateMachine):
         error = self.attempt(job, blow, work, refusable=name in self.look().names)
         seen = self.look()
         if begun:
-            self.copies[begun[0]] = Copy(True, seen.below(name))
+            files = seen.below(name)
+            if error is not None:  # a roll forward may have to write it once more
+                files.pop(MANIFEST, None)
+            self.copies[begun[0]] = Copy(True, files)
             self.unsure[begun[0]] = step
         if begun and seen.step == step:
             self.tracked[step] = begun[0]
