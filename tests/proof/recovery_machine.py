@@ -560,9 +560,12 @@ class RecoveryMachine(RuleBasedStateMachine):
         rolling = self.interrupted is not None and self.interrupted[0] == "rollback"
         if step is None or (rolling and step == max(self.tracked)):
             return
+        before = self.look().shard(step)
         self.destroyed(step)
         self.disk.uproot(MEGATRON.published_name(step))
         self.stock(step, tracked, synced)
+        if before in self.loose and not self.copies[before].ours:  # not told apart: see decision 22
+            self.loose.add(self.look().shard(step))
 
     def one_of(self, names: list[str], back: int) -> int | None:
         """The step that is so many from the newest."""
@@ -596,7 +599,11 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.disk.crash(how if isinstance(how, str) else random.Random(how))
         self.lose_unsynced()
         seen = self.look()
-        if self.theirs and seen.step not in self.tracked:  # a stranger's, half on the disk
+        theirs = tuple(t for t in self.theirs if t)
+        half = bool(seen.tracker) and any(t.startswith(seen.tracker) for t in theirs)
+        if half or (
+            self.theirs and seen.step not in self.tracked
+        ):  # a stranger's, half on the disk
             self.theirs.add(seen.tracker)
 
     def lose_unsynced(self) -> None:
