@@ -290,8 +290,9 @@ def run(budget: Budget) -> LayerResult:
     """Sweep everything that the profile asks for."""
     result = LayerResult("processes")
     place = tempfile.TemporaryDirectory(prefix="ckptfsm-proof-", ignore_cleanup_errors=True)
-    with place, _pool(budget.processes) as pool:
-        sweep = Sweep(pool, place.name, result, budget.stop_at_first, whole=budget.profile != "pr")
+    whole = budget.profile != "pr"  # it waits for its fsyncs half of the time
+    with place, _pool(budget.processes * (2 if whole else 1)) as pool:
+        sweep = Sweep(pool, place.name, result, budget.stop_at_first, whole)
         try:
             _sweep(sweep)
         except Enough:
