@@ -278,9 +278,7 @@ def _decide_unpublished(
         why = "published with its own manifest; only the journal lagged"
         return _decision(checkpoint, "manifest", "finalized", why, FoundPublished(of))
     staging = evidence.staging.get(of)
-    tracker = evidence.tracker.step
-    behind = tracker is None or tracker < of.step  # or another trainer went on from here
-    free = behind if checkpoint.in_place else not taken
+    free = not _is_reached(checkpoint, evidence) if checkpoint.in_place else not taken
     complete = staging is not None and staging.complete and free
     if checkpoint.state is State.SHARDS_WRITTEN and complete:
         why = "every shard has a valid receipt: rolled forward"
@@ -360,11 +358,16 @@ def _explains(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> boo
     if state in (State.FINALIZED, State.TRACKED, State.PRUNABLE):
         return _is_there(checkpoint, evidence)
     if checkpoint.in_place and there.found == "stock":
-        tracker = evidence.tracker.step
-        return tracker is None or tracker < checkpoint.step
+        return not _is_reached(checkpoint, evidence)
     if there.of == checkpoint.id:  # damaged before it was ever tracked: that is for a person
         return there.found == "manifest" or state not in UNPUBLISHED
     return checkpoint.in_place and there.found != "manifest"
+
+
+def _is_reached(checkpoint: Checkpoint, evidence: Evidence) -> bool:
+    """True if the tracker names this step or a newer one: then another trainer went on from here."""
+    tracker = evidence.tracker.step
+    return tracker is not None and tracker >= checkpoint.step
 
 
 def _is_to_be_moved(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> bool:

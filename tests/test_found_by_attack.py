@@ -895,9 +895,9 @@ def test_I1_what_is_saved_after_a_prune_is_not_what_was_pruned(stock: bool):
     assert [n for n in names(disk, f"{QUARANTINE}/2.e1.a2") if n.endswith(".distcp")]
 
 
-def test_I2_what_the_tracker_names_comes_back_from_the_trash():
-    """Catches: a prune that a restart finds half done, of a step that somebody has gone back to and
-    saved again in the meantime: the tracker names what is deleted."""
+def gone_back_to_two() -> SimDisk:
+    """1, 2 and 3, with a prune of 2 half done: somebody has gone back to 2, and saved it again, before
+    a fenced trainer's rename took it to the trash."""
     disk = SimDisk()
     stock_saves(disk, 1, synced=True)
     stock_saves(disk, 2, synced=True)
@@ -907,6 +907,13 @@ def test_I2_what_the_tracker_names_comes_back_from_the_trash():
     disk.overwrite(f"{TWO}/{SHARD}", PRECIOUS)
     disk.overwrite(TRACKER, b"2")
     late()
+    return disk
+
+
+def test_I2_what_the_tracker_names_comes_back_from_the_trash():
+    """Catches: a prune that a restart finds half done, of a step that somebody has gone back to and
+    saved again in the meantime: the tracker names what is deleted."""
+    disk = gone_back_to_two()
     later = start(disk, "second", retention=LatestN(1))
     assert content(disk, f"{TWO}/{SHARD}") == PRECIOUS and 2 in tracked(later)
 
@@ -1041,14 +1048,7 @@ def test_F6_what_a_clean_up_has_moved_to_quarantine_stays_there(failing: str):
 
 def test_I2_strict_says_that_the_tracker_names_what_comes_back():
     """Catches: a warning that a checkpoint is not complete, which is brought back from the trash."""
-    disk = SimDisk()
-    stock_saves(disk, 1, synced=True)
-    stock_saves(disk, 2, synced=True)
-    job = start(disk, retention=LatestN(1))
-    job.coordinator.unpin(2)
-    late = dies_before(job, TWO, partial(job.save, 3))
-    disk.overwrite(TRACKER, b"2")
-    late()
+    disk = gone_back_to_two()
     later = start(disk, "second", opened=False)
     report = later.open()
     assert tracked(later) == [1, 2, 3]

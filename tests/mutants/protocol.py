@@ -827,6 +827,21 @@ FENCES = (
         why="a fenced manager's late rename took it there, and its successor holds it as tracked",
     ),
     mutant(
+        "what-no-writer-began-is-deleted",
+        "effects",
+        " or loadable or not is_cut_short(self.storage, name)\n",
+        " or loadable\n",
+        breaks="I1",
+        source="F16",
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I1_a_persons_directory_at_the_name_of_a_failed_attempt_is_not_deleted"
+            ),
+        ),
+        why="a person's directory at the name of an attempt in place",
+    ),
+    mutant(
         "what-somebody-added-is-a-left-over",
         "evidence",
         "    return all(\n        f.startswith(private)",
@@ -844,7 +859,7 @@ FENCES = (
     mutant(
         "in-place-rolls-forward-over-what-is-in-use",
         "recovery",
-        "    free = behind if checkpoint.in_place else not taken\n",
+        "    free = not _is_reached(checkpoint, evidence) if checkpoint.in_place else not taken\n",
         "    free = checkpoint.in_place or not taken\n",
         breaks="I8",
         source="F16",
