@@ -1065,3 +1065,20 @@ def test_F5_an_empty_directory_of_a_failed_attempt_in_place_is_removed():
     disk.crash("all_lost")
     ticks(start(disk, "second"))
     assert TWO not in names(disk) and names(disk, QUARANTINE) == [] and names(disk, TRASH) == []
+
+
+def test_I1_a_clean_up_tried_again_takes_no_save_of_another_trainer():
+    """Catches: a stock trainer's save, which is being written, deleted as the left-over of a failed
+    attempt in place: the attempt's own directory had left, and only the move's fsync had failed."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    write_in_place(job, of, 0)
+    failed = fails_after(job, moves(TWO), "fsync_dir", TRASH.__eq__)
+    job.fail(of)
+    assert failed and job.coordinator.busy
+    SimStorage(disk, "stock").mkdir(TWO)
+    disk.plant_file(f"{TWO}/{SHARD}", PRECIOUS)
+    ticks(job)
+    assert not job.coordinator.busy
+    assert PRECIOUS in disk.snapshot().values()

@@ -842,6 +842,21 @@ FENCES = (
         why="a person's directory at the name of an attempt in place",
     ),
     mutant(
+        "a-clean-up-takes-whatever-has-the-name-now",
+        "effects",
+        "        return bool(left) or loadable or not",
+        "        return loadable or not",
+        breaks="I1",
+        source="F16",
+        killers=(
+            (
+                "tests:test_found_by_attack.py::"
+                "test_I1_a_clean_up_tried_again_takes_no_save_of_another_trainer"
+            ),
+        ),
+        why="a trainer's unfinished save, where the clean-up's first try had moved the attempt itself",
+    ),
+    mutant(
         "what-somebody-added-is-a-left-over",
         "evidence",
         "    return all(\n        f.startswith(private)",
