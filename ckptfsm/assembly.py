@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ckptfsm.clock import pauses
 from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, Receipt, part_records
-from ckptfsm.durable import fsync_existing, lookup, put, walk_files
+from ckptfsm.durable import content_is, fsync_existing, lookup, put, walk_files
 from ckptfsm.errors import CkptFsmError, SaveFailed, ShardMissing, describe
 from ckptfsm.evidence import check_sizes, dropped_parts
 from ckptfsm.layout import MANIFEST, Layout, join, planned_name, receipt_name
@@ -95,21 +95,24 @@ class Assembly:
     def finish(
         self, checkpoint: Checkpoint, part: PartSpec, directory: str, shares: Shares
     ) -> list[FileEntry]:
-        """Write what completes a part (``.metadata``, ``metadata.json``) from its receipts."""
+        """Write what completes a part (``.metadata``, ``metadata.json``) from its receipts.
+
+        Raises ``SaveFailed`` if somebody else did so, in place: that is a checkpoint of another trainer.
+        """
         location = join(directory, part.directory)
         if part.kind == "foreign":
             return [self._entry_of(location, part, name) for name in _FOREIGN_METADATA]
         final = join(self.layout.published_name(checkpoint.step), part.directory)
         entries = []
         for name, content in self._metadata_of(part, directory, shares, final).items():
-            put(self.storage, join(location, name), content, tag=self.tag)
-            entries.append(
-                FileEntry(
-                    name=join(part.directory, name),
-                    bytes=len(content),
-                    digest=self.storage.digest(join(location, name)),
-                )
-            )
+            path = join(location, name)
+            there = checkpoint.in_place and lookup(self.storage, path) is not None
+            if there and not content_is(self.storage, path, content):
+                raise SaveFailed(f"another trainer wrote {name} there", file=path)
+            put(self.storage, path, content, tag=self.tag)
+            digest = self.storage.digest(path)
+            entry = FileEntry(name=join(part.directory, name), bytes=len(content), digest=digest)
+            entries.append(entry)
         return entries
 
     def _metadata_of(

@@ -68,7 +68,7 @@ def put(
     try:
         storage.rename(temporary, path)
     except OSError:  # an unknown outcome is decided by looking at both names
-        if lookup(storage, temporary) is not None or not _content_is(storage, path, data):
+        if lookup(storage, temporary) is not None or not content_is(storage, path, data):
             raise
     storage.fsync_dir(parent_of(path))
 
@@ -191,6 +191,7 @@ def storage_error(error: OSError, what: str, path: str | None = None) -> Storage
     )
 
 
-def _content_is(storage: Storage, path: str, data: bytes) -> bool:
+def content_is(storage: Storage, path: str, data: bytes) -> bool:
+    """True if a regular file is there that holds ``data`` and no more."""
     found = lookup(storage, path)
     return found is not None and found.kind == "file" and storage.read(path, len(data) + 1) == data

@@ -24,6 +24,7 @@ from ckptfsm.durable import (
     fsync_tree_dirs,
     list_names,
     lookup,
+    make_dirs,
     move,
     parent_of,
     put,
@@ -41,17 +42,20 @@ from ckptfsm.evidence import (
     moved_aside,
     read_manifest,
     read_tracker,
+    which_comes_back,
 )
-from ckptfsm.findings import PublishedEvidence, is_its_own, is_whole, why_not_whole
+from ckptfsm.findings import PublishedEvidence, is_its_own, is_whole, went_on, why_not_whole
 from ckptfsm.layout import (
     MANIFEST,
     PINS,
     PLANNED,
+    PRIVATE,
     QUARANTINE,
     READERS,
     TRACKER,
     TRASH,
     Layout,
+    begun_name,
     gone_dir,
     join,
     left_out_name,
@@ -65,7 +69,7 @@ from ckptfsm.layout import (
 from ckptfsm.lifecycle import Checkpoint
 from ckptfsm.messages import AttemptId, PartSpec
 from ckptfsm.ports import FileStat, Storage
-from ckptfsm.trash import remove_empty, sweep_attempt
+from ckptfsm.trash import sweep_attempt, sweep_temporaries
 
 log = logging.getLogger("ckptfsm")
 _NAMES = 100
@@ -91,12 +95,17 @@ class Effects:
     # ----------------------------------------------------------------------------------- staging
 
     def create_staging(self, checkpoint: Checkpoint) -> None:
-        """Make the attempt's directory. In place, a stock trainer may have made it already."""
+        """Make the attempt's directory. In place, a stock trainer may have made it already.
+
+        There it gets a mark, as its name does not say whose it is: without one nothing is taken for it.
+        """
         self.check_epoch()
         directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
         if not (checkpoint.in_place and lookup(self.storage, directory) is not None):
             self.storage.mkdir(directory)
         self.storage.fsync_dir(directory.rpartition("/")[0])  # whoever made it
+        if checkpoint.in_place:
+            make_dirs(self.storage, begun_name(checkpoint.id), base=directory)
 
     # ---------------------------------------------------------------------------------- finalize
 
@@ -322,7 +331,8 @@ class Effects:
         if taken:
             problem = f"something else has its name, and it cannot come back: {kept}"
             raise DamagedRoot(problem, file=name, step=checkpoint.step)
-        return self._bring_back(checkpoint, own[0], kept)
+        back = which_comes_back(self.storage, self.layout, checkpoint, own) or own[0]
+        return self._bring_back(checkpoint, back, kept)
 
     def _bring_back(self, checkpoint: Checkpoint, aside: str, why: str) -> Pruned:
         """An effect of its own: a successor may be emptying the trash by now (I9)."""
@@ -365,12 +375,13 @@ class Effects:
             return "pin"
         return "reader" if step in self.reader_leases().values() else ""
 
-    def clean_up(self, checkpoint: Checkpoint, *, alone: bool) -> str:
-        """Move a failed attempt's files aside. Returns where to, if it was in place; "" if not.
+    def clean_up(self, checkpoint: Checkpoint, *, alone: bool, latest: Checkpoint | None) -> str:
+        """Move a failed attempt's files aside. Returns where to if it was in place and moved, else "".
 
         What was staged may be deleted: nobody else writes there. What stands at its published name after
         all (a fenced trainer's rename can land late) is moved to quarantine: what was published is never
-        deleted from here (I1). ``alone``: no other attempt has a right to that name.
+        deleted from here (I1). ``alone``: no other attempt has a right to that name. ``latest``: what
+        the tracker names if nobody else wrote it.
         """
         self.check_epoch()
         directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
@@ -389,26 +400,21 @@ class Effects:
         if owner == checkpoint.id or (torn and alone and gone):
             self._move_aside(name, quarantine_dir(checkpoint.id))
             return ""
-        if checkpoint.in_place and (owner is not None or self._is_reached(checkpoint)):
-            return ""  # somebody else's by now
+        tracker = read_tracker(self.storage).step
+        if checkpoint.in_place and (owner is not None or went_on(checkpoint, tracker, latest)):
+            # somebody else's by now, and no manifest of ours may land there
+            sweep_temporaries(self.storage, (f"{name}/{PRIVATE}",))
+            return ""
         if lookup(self.storage, directory) is None:
             self._settle(QUARANTINE, TRASH, parent_of(directory), "")
             return ""
         if not checkpoint.in_place:
             self._move_aside(directory, gone_dir(checkpoint.id))
             return ""
-        if remove_empty(self.storage, directory):
-            self._settle("")
-            return ""
-        aside = quarantine_dir if self._may_be_foreign(checkpoint, there) else trash_dir
+        worthless = there is not None and there.found == "unexplained"
+        given_up = worthless and is_cut_short(self.storage, directory, checkpoint)
+        aside = trash_dir if given_up else quarantine_dir  # it may be of value to somebody
         return self._move_aside(directory, aside(checkpoint.id))
-
-    def _may_be_foreign(self, checkpoint: Checkpoint, there: PublishedEvidence | None) -> bool:
-        """True if what stands at the name of a failed attempt in place may be of value to somebody."""
-        left = self.lies_in(TRASH, checkpoint) | self.lies_in(QUARANTINE, checkpoint)
-        loadable = there is not None and there.found == "stock"
-        name = self.layout.published_name(checkpoint.step)
-        return bool(left) or loadable or not is_cut_short(self.storage, name)
 
     def give_up(self, of: AttemptId, path: str) -> None:
         """Let what lies in the trash be deleted: it gets a name that no other's late rename aims at."""
@@ -419,11 +425,6 @@ class Effects:
         """Move to quarantine what lies in the trash and nobody gave up."""
         self.check_epoch()
         self._move_aside(path, quarantine_dir(of))
-
-    def _is_reached(self, checkpoint: Checkpoint) -> bool:
-        """True if the tracker names this step or a newer one: then another trainer went on from here."""
-        tracker = read_tracker(self.storage)
-        return tracker.step is not None and tracker.step >= checkpoint.step
 
     def is_taken(self, checkpoint: Checkpoint, earlier: frozenset[str]) -> bool:
         """True if a complete checkpoint of somebody else stands at its name. See ``quarantine``."""

@@ -400,7 +400,7 @@ class Engine:
         self._finalized_by_rank.discard(checkpoint.id)
         living = self.ledger.in_state(State.FINALIZED, State.TRACKED, State.PRUNABLE)
         alone = not any(other.step == checkpoint.step for other in living)
-        aside = self.effects.clean_up(checkpoint, alone=alone)
+        aside = self.effects.clean_up(checkpoint, alone=alone, latest=self.ledger.latest())
         self.post(Cleaned(checkpoint.id))
         self._give_up(checkpoint.id, aside)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
 from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, Receipt, decode
-from ckptfsm.durable import list_names, lookup, says_what_is_there, walk_files
+from ckptfsm.durable import TEMPORARY, list_names, lookup, says_what_is_there, walk_files
 from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema, describe
 from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence, is_whole
 from ckptfsm.layout import (
@@ -22,6 +22,8 @@ from ckptfsm.layout import (
     TRACKER,
     TRASH,
     Layout,
+    begun_name,
+    join,
     parse_aside,
     parse_attempt,
     parse_tracker,
@@ -175,8 +177,16 @@ def _may_come_back(storage: Storage, layout: Layout, checkpoint: Checkpoint, pat
     return is_whole(checkpoint, there)
 
 
+def which_comes_back(
+    storage: Storage, layout: Layout, checkpoint: Checkpoint, paths: Iterable[str]
+) -> str | None:
+    """Of what lies in the trash under an attempt's name, what is not known to be another's or torn."""
+    back = (path for path in paths if _may_come_back(storage, layout, checkpoint, path))
+    return next(back, None)
+
+
 def is_manifest_of(storage: Storage, layout: Layout, of: AttemptId, path: str) -> bool:
-    """True if what lies at ``path`` says that it is this attempt, and was published."""
+    """True if what lies at ``path`` carries this attempt's manifest."""
     there = _inspect(storage, layout, of.step, path, False)
     return there.found == "manifest" and there.of == of
 
@@ -190,13 +200,17 @@ def is_bare(storage: Storage, directory: str) -> bool:
     return all(name == COMMON for name in files)
 
 
-def is_cut_short(storage: Storage, directory: str) -> bool:
-    """True if a directory holds what a save leaves that never got its metadata, and no more."""
-    files = [name for name, _ in walk_files(storage, directory)]
-    private = f"{PRIVATE}/"
+def is_cut_short(storage: Storage, directory: str, checkpoint: Checkpoint) -> bool:
+    """True if a directory holds what this attempt leaves before it gets its metadata, and no more."""
+    if lookup(storage, f"{directory}/{begun_name(checkpoint.id)}") is None:
+        return False  # its own has left, or somebody made the directory anew
+    plain = {join(part.directory, part.name) for part in checkpoint.parts if part.kind == "file"}
     return all(
-        f.startswith(private) or f.endswith(".distcp") or f.rpartition("/")[2] == COMMON
-        for f in files
+        path.startswith(f"{PRIVATE}/")
+        or path in plain
+        or f"/{path}".endswith((".distcp", f"/{COMMON}"))
+        or TEMPORARY in path.rpartition("/")[2]
+        for path, _ in walk_files(storage, directory)
     )
 
 
@@ -294,7 +308,7 @@ def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidenc
             staging[checkpoint.id] = inspect_staging(storage, layout, checkpoint)
     trashed = moved_aside(storage, TRASH)
     leaving = [c for c in ledger.in_state(State.PRUNABLE) if c.id in trashed]
-    back = (c.id for c in leaving if _may_come_back(storage, layout, c, trashed[c.id][0]))
+    back = (c.id for c in leaving if which_comes_back(storage, layout, c, trashed[c.id]))
     tracker = read_tracker(storage)
     release = tracker.found == "release" and inspect_stock(storage, "release").acceptable
     return Evidence(

@@ -87,7 +87,10 @@ def parse_attempt(name: str) -> AttemptId | None:
 
 def parse_aside(name: str) -> AttemptId | None:
     """The attempt whose directory was moved aside as ``name``: a second one got a number."""
-    return parse_attempt(name) or parse_attempt(name.rpartition(".")[0])
+    first, _, number = name.rpartition(".")
+    if number.isascii() and number.isdigit() and (of := parse_attempt(first)):
+        return of
+    return parse_attempt(name)
 
 
 def staging_dir(of: AttemptId) -> str:
@@ -96,6 +99,11 @@ def staging_dir(of: AttemptId) -> str:
 
 def trash_dir(of: AttemptId) -> str:
     return f"{TRASH}/{attempt_name(of)}"
+
+
+def begun_name(of: AttemptId) -> str:
+    """Inside a directory in place: an empty directory, which says whose attempt began there."""
+    return f"{PRIVATE}/begun-{attempt_name(of)}"
 
 
 def gone_dir(of: AttemptId) -> str:

@@ -40,7 +40,14 @@ from itertools import groupby
 from typing import Literal
 
 from ckptfsm.errors import DamagedRoot
-from ckptfsm.findings import Evidence, TrackerEvidence, is_its_own, is_whole, why_not_whole
+from ckptfsm.findings import (
+    Evidence,
+    TrackerEvidence,
+    is_its_own,
+    is_whole,
+    went_on,
+    why_not_whole,
+)
 from ckptfsm.intent import NO_INTENT, Intent
 from ckptfsm.layout import QUARANTINE, TRASH
 from ckptfsm.ledger import Ledger
@@ -199,7 +206,7 @@ def _decide(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> Decis
     whole = there is not None and is_whole(checkpoint, there)
     found = there.found if there is not None else "not published"
     if state in (State.REQUESTED, State.FORKED, State.SHARDS_WRITTEN):
-        return _decide_unpublished(checkpoint, whole, there is not None, evidence)
+        return _decide_unpublished(checkpoint, whole, ledger, evidence)
     if state is State.FINALIZED:
         latest = ledger.latest()
         newer = latest is None or of.step > latest.step
@@ -271,15 +278,17 @@ def _is_there(checkpoint: Checkpoint, evidence: Evidence) -> bool:
 
 
 def _decide_unpublished(
-    checkpoint: Checkpoint, whole: bool, taken: bool, evidence: Evidence
+    checkpoint: Checkpoint, whole: bool, ledger: Ledger, evidence: Evidence
 ) -> Decision:
     of = checkpoint.id
     if whole:
         why = "published with its own manifest; only the journal lagged"
         return _decision(checkpoint, "manifest", "finalized", why, FoundPublished(of))
     staging = evidence.staging.get(of)
-    free = not _is_reached(checkpoint, evidence) if checkpoint.in_place else not taken
-    complete = staging is not None and staging.complete and free
+    taken = checkpoint.step in evidence.published
+    if checkpoint.in_place:
+        taken = went_on(checkpoint, evidence.tracker.step, ledger.latest())
+    complete = staging is not None and staging.complete and not taken
     if checkpoint.state is State.SHARDS_WRITTEN and complete:
         why = "every shard has a valid receipt: rolled forward"
         return _decision(checkpoint, "receipts complete", "finalized", why, Finalize(of))
@@ -346,8 +355,8 @@ def _put_back(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> boo
 def _explains(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> bool:
     """True if what stands at its step's name is this checkpoint's, and decided with it.
 
-    What a stock loader would accept is not that of an attempt in place that never was tracked, if the
-    tracker has reached its step all the same: another trainer went on from here.
+    What a stock loader would accept is not that of an attempt in place that never was tracked, if
+    another trainer went on from there.
     """
     state = checkpoint.state
     there = evidence.published.get(checkpoint.step)
@@ -358,16 +367,10 @@ def _explains(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> boo
     if state in (State.FINALIZED, State.TRACKED, State.PRUNABLE):
         return _is_there(checkpoint, evidence)
     if checkpoint.in_place and there.found == "stock":
-        return not _is_reached(checkpoint, evidence)
+        return not went_on(checkpoint, evidence.tracker.step, ledger.latest())
     if there.of == checkpoint.id:  # damaged before it was ever tracked: that is for a person
         return there.found == "manifest" or state not in UNPUBLISHED
     return checkpoint.in_place and there.found != "manifest"
-
-
-def _is_reached(checkpoint: Checkpoint, evidence: Evidence) -> bool:
-    """True if the tracker names this step or a newer one: then another trainer went on from here."""
-    tracker = evidence.tracker.step
-    return tracker is not None and tracker >= checkpoint.step
 
 
 def _is_to_be_moved(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> bool:

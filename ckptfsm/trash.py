@@ -1,9 +1,9 @@
 """The one place where anything is deleted.
 
 Rules: only what was given up and lies in the trash, a temporary file of our own, or a pin, lease or
-epoch that was given up, is ever unlinked; elsewhere, an empty directory at most. A checkpoint gets into
-the trash by one durable rename, never by deletion of its files in place. Removal goes in bounded slices,
-never follows a link, and an error leaves the rest for the next slice.
+epoch that was given up, is ever deleted. A checkpoint gets into the trash by one durable rename, never
+by deletion of its files in place. Removal goes in bounded slices, never follows a link, and an error
+leaves the rest for the next slice.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _DEPTH = 64
 def remove_some(storage: Storage, limit: int, check: Callable[[], None] | None = None) -> int:
     """Delete up to ``limit`` entries of the trash, deepest first. Returns how many were deleted.
 
-    Any other name is passed over: it is not given up, or a late rename took it there. What cannot be
-    deleted is passed over, too; its error is raised once nothing else is left.
+    A name that does not say that it was given up is passed over: a late rename may have taken it there.
+    What cannot be deleted is passed over, too; its error is raised once nothing else is left.
 
     ``check`` is called between looking and deleting: what a successor moves to the trash after it took
     the root over was not there when a fenced manager looked.
@@ -59,17 +59,6 @@ def _remove(storage: Storage, path: str, limit: int, depth: int) -> int:
         storage.rmdir(path)
         removed += 1
     return removed
-
-
-def remove_empty(storage: Storage, path: str) -> bool:
-    """Remove the directory of a failed attempt if nothing is in it. False if something is.
-
-    It is removed where it is: in the trash, somebody's late rename could take its place.
-    """
-    if storage.listdir(path):
-        return False
-    storage.rmdir(path)
-    return True
 
 
 def sweep_temporaries(

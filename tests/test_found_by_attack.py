@@ -1021,7 +1021,9 @@ def test_I8_a_roll_forward_in_place_stops_where_another_trainer_went_on():
     disk.uproot(f"{TWO}/{SHARD}")
     stock_saves(disk, 2, PRECIOUS.ljust(len(fake_content(of, 0))), synced=True)
     before = content(disk, f"{TWO}/.metadata")
-    ticks(start(disk, "second"))
+    later = start(disk, "second")
+    assert tracked(later) == [1, 2]
+    ticks(later)
     assert content(disk, f"{TWO}/.metadata") == before
 
 
@@ -1067,18 +1069,48 @@ def test_F5_an_empty_directory_of_a_failed_attempt_in_place_is_removed():
     assert TWO not in names(disk) and names(disk, QUARANTINE) == [] and names(disk, TRASH) == []
 
 
-def test_I1_a_clean_up_tried_again_takes_no_save_of_another_trainer():
-    """Catches: a stock trainer's save, which is being written, deleted as the left-over of a failed
-    attempt in place: the attempt's own directory had left, and only the move's fsync had failed."""
+def test_I1_what_a_person_renamed_in_the_trash_is_kept():
+    """Catches: ``1.e1.a1.bak`` taken for what was moved aside as a second one, and deleted."""
     disk = SimDisk()
-    job = saved(disk, 1)
-    of = in_place(job, 2)
-    write_in_place(job, of, 0)
-    failed = fails_after(job, moves(TWO), "fsync_dir", TRASH.__eq__)
-    job.fail(of)
-    assert failed and job.coordinator.busy
-    SimStorage(disk, "stock").mkdir(TWO)
-    disk.plant_file(f"{TWO}/{SHARD}", PRECIOUS)
-    ticks(job)
-    assert not job.coordinator.busy
-    assert PRECIOUS in disk.snapshot().values()
+    saved(disk, 1, 2, retention=LatestN(1))
+    assert names(disk, TRASH) == ["gone-1.e1.a1"]
+    disk.kill("first")
+    SimStorage(disk, "person").rename(f"{TRASH}/gone-1.e1.a1", f"{TRASH}/1.e1.a1.bak")
+    disk.kill("person")
+    ticks(start(disk, "second"))
+    assert names(disk, TRASH) == ["1.e1.a1.bak"]
+
+
+def test_F27_of_two_in_the_trash_the_attempts_own_comes_back():
+    """Catches: a stranger's save moved to a step's name, and the step itself, which a reader holds,
+    withdrawn: a late rename had taken the stranger's to the trash under its name."""
+    disk = SimDisk()
+    job = saved(disk, 1, retention=LatestN(1))
+    job.coordinator.pin(1, "keep")
+    job.save(2)
+    late = dies_before(job, TWO, partial(job.save, 3))
+    person = SimStorage(disk, "person")
+    later = start(disk, "second")  # keeps all: step 2 is tracked again
+    assert tracked(later) == [1, 2, 3]
+    person.rename(TWO, "backup")
+    stock_saves(disk, 2, PRECIOUS, tracked=False, synced=True)
+    late()
+    person.rename("backup", TWO)
+    disk.kill("person")
+    disk.kill("late")
+    lease = ReaderLease("/sim", 2, storage=SimStorage(disk, "reader"))
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and moves(TWO)(path):
+            lease.__enter__()
+        if method == "rename" and path.endswith(f"-> {TWO}"):
+            raise ProcessDead("dies")
+
+    later.storage.before = before
+    with suppress(ProcessDead):
+        later.coordinator.delete(2)
+    assert len(names(disk, TRASH)) == 2
+    disk.kill("second")
+    third = start(disk, "third")
+    ticks(third)
+    assert 2 in tracked(third) and PRECIOUS in disk.snapshot().values()

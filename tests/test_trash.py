@@ -14,7 +14,6 @@ from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.faults import FaultStorage, crash_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.trash import (
-    remove_empty,
     remove_marker,
     remove_some,
     sweep_attempt,
@@ -57,14 +56,6 @@ def test_I1_what_was_not_given_up_stays(storage):
         fill(storage, f"{TRASH}/{name}")
     assert remove_some(storage, 1000) == 3 * 9
     assert storage.listdir(TRASH) == stays
-
-
-def test_I1_only_an_empty_directory_is_removed_at_once(storage):
-    """Catches: what took the place of an empty directory a moment ago."""
-    fill(storage, "iter_0000001")
-    make_dirs(storage, "iter_0000002")
-    assert [remove_empty(storage, f"iter_000000{n}") for n in (1, 2)] == [False, True]
-    assert [n for n in storage.listdir("") if n.startswith("iter_")] == ["iter_0000001"]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])

@@ -33,7 +33,7 @@ MUTANTS = (
     try:
         storage.rename(temporary, path)
     except OSError:  # an unknown outcome is decided by looking at both names
-        if lookup(storage, temporary) is not None or not _content_is(storage, path, data):
+        if lookup(storage, temporary) is not None or not content_is(storage, path, data):
             raise
 """,
         """    if check is not None:
@@ -64,7 +64,7 @@ MUTANTS = (
     mutant(
         "put-believes-a-failed-rename",
         "durable",
-        """        if lookup(storage, temporary) is not None or not _content_is(storage, path, data):
+        """        if lookup(storage, temporary) is not None or not content_is(storage, path, data):
             raise
 """,
         "        pass\n",

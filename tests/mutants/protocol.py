@@ -132,8 +132,8 @@ ORDER = (
     mutant(
         "trash-emptied-before-a-clean-up-is-durable",
         "effects",
-        "        aside = quarantine_dir if self._may_be_foreign(checkpoint, there) else trash_dir\n",
-        "        aside = quarantine_dir if self._may_be_foreign(checkpoint, there) else gone_dir\n",
+        "        aside = trash_dir if given_up else quarantine_dir  # it may be of value to somebody\n",
+        "        aside = gone_dir if given_up else quarantine_dir  # it may be of value to somebody\n",
         breaks="I4",
         source="F8",
         killers=("tests:test_found_by_proof.py",),
@@ -279,7 +279,7 @@ LOOKS = (
     mutant(
         "prune-does-not-bring-back",
         "effects",
-        "        return self._bring_back(checkpoint, own[0], kept)\n",
+        "        return self._bring_back(checkpoint, back, kept)\n",
         "        return Pruned()\n",
         breaks="F27",
         source="F17",
@@ -568,8 +568,8 @@ FENCES = (
         "a-leased-one-is-given-up-for-a-stranger",
         "effects",
         "            raise DamagedRoot(problem, file=name, step=checkpoint.step)\n"
-        "        return self._bring_back(",
-        '            return ""\n        return self._bring_back(',
+        "        back = which_comes_back(",
+        '            return ""\n        back = which_comes_back(',
         breaks="I7",
         source="F27",
         killers=(
@@ -829,8 +829,8 @@ FENCES = (
     mutant(
         "what-no-writer-began-is-deleted",
         "effects",
-        " or loadable or not is_cut_short(self.storage, name)\n",
-        " or loadable\n",
+        "        given_up = worthless and is_cut_short(self.storage, directory, checkpoint)\n",
+        "        given_up = worthless\n",
         breaks="I1",
         source="F16",
         killers=(
@@ -843,14 +843,14 @@ FENCES = (
     ),
     mutant(
         "a-clean-up-takes-whatever-has-the-name-now",
-        "effects",
-        "        return bool(left) or loadable or not",
-        "        return loadable or not",
+        "evidence",
+        "        return False  # its own has left, or somebody made the directory anew\n",
+        "        pass\n",
         breaks="I1",
         source="F16",
         killers=(
             (
-                "tests:test_found_by_attack.py::"
+                "tests:test_in_place.py::"
                 "test_I1_a_clean_up_tried_again_takes_no_save_of_another_trainer"
             ),
         ),
@@ -859,8 +859,8 @@ FENCES = (
     mutant(
         "what-somebody-added-is-a-left-over",
         "evidence",
-        "    return all(\n        f.startswith(private)",
-        "    return any(\n        f.startswith(private)",
+        '    return all(\n        path.startswith(f"{PRIVATE}/")',
+        '    return any(\n        path.startswith(f"{PRIVATE}/")',
         breaks="I1",
         source="F16",
         killers=(
@@ -874,17 +874,89 @@ FENCES = (
     mutant(
         "in-place-rolls-forward-over-what-is-in-use",
         "recovery",
-        "    free = not _is_reached(checkpoint, evidence) if checkpoint.in_place else not taken\n",
-        "    free = checkpoint.in_place or not taken\n",
+        "        taken = went_on(checkpoint, evidence.tracker.step, ledger.latest())\n",
+        "        taken = False\n",
         breaks="I8",
         source="F16",
         killers=(
             (
-                "tests:test_found_by_attack.py::"
-                "test_I8_a_roll_forward_in_place_stops_where_another_trainer_went_on"
+                "tests:test_in_place.py::"
+                "test_I8_a_roll_forward_stops_where_a_stock_trainer_saved_the_same_shapes"
             ),
         ),
         why="our metadata over a stock trainer's shards",
+    ),
+    mutant(
+        "a-roll-forward-writes-over-metadata",
+        "assembly",
+        "            if there and not content_is(self.storage, path, content):\n",
+        "            if False:\n",
+        breaks="I1",
+        source="F16",
+        killers=(
+            "tests:test_in_place.py::test_I1_a_roll_forward_writes_over_nobody_elses_metadata",
+        ),
+        why="a stock trainer's metadata, where the tracker does not tell of its save",
+    ),
+    mutant(
+        "our-own-later-save-is-another-trainers",
+        "findings",
+        "    return not ours or tracker == checkpoint.step\n",
+        "    return True\n",
+        breaks="I2",
+        source="F16",
+        killers=(
+            "tests:test_in_place.py::test_I2_a_failed_attempt_is_not_adopted_after_our_own_later_save",
+        ),
+        why="what has failed is adopted, or left at its name for good",
+    ),
+    mutant(
+        "a-torn-manifest-is-what-a-save-leaves",
+        "effects",
+        '        worthless = there is not None and there.found == "unexplained"\n',
+        '        worthless = there is not None and there.found != "stock"\n',
+        breaks="I1",
+        source="F16",
+        killers=(
+            "tests:test_in_place.py::test_I1_a_torn_manifest_beside_an_undecided_prune_is_kept",
+        ),
+        why="a published checkpoint is deleted as what a save leaves that was cut short",
+    ),
+    mutant(
+        "a-late-manifest-may-still-land",
+        "effects",
+        '            sweep_temporaries(self.storage, (f"{name}/{PRIVATE}",))\n',
+        "",
+        breaks="I9",
+        source="fencing",
+        killers=(
+            "tests:test_in_place.py::test_I9_no_late_manifest_lands_in_an_adopted_checkpoint",
+        ),
+        why="a stock trainer's checkpoint, in use, is withdrawn as one of ours that is damaged",
+    ),
+    mutant(
+        "what-a-person-renamed-is-a-second-one",
+        "layout",
+        "    if number.isascii() and number.isdigit() and (of := parse_attempt(first)):\n",
+        "    if of := parse_attempt(first):\n",
+        breaks="I1",
+        source="F16",
+        killers=(
+            "tests:test_found_by_attack.py::test_I1_what_a_person_renamed_in_the_trash_is_kept",
+        ),
+        why="1.e1.a1.bak in the trash is given up and deleted",
+    ),
+    mutant(
+        "the-first-of-two-comes-back",
+        "effects",
+        "        return self._bring_back(checkpoint, back, kept)\n",
+        "        return self._bring_back(checkpoint, own[0], kept)\n",
+        breaks="F27",
+        source="fencing",
+        killers=(
+            "tests:test_found_by_attack.py::test_F27_of_two_in_the_trash_the_attempts_own_comes_back",
+        ),
+        why="a stranger's save gets the name of a step that a reader holds",
     ),
     mutant(
         "what-came-to-the-trash-was-given-up",

@@ -128,10 +128,8 @@ class Watch:
             return
         if run.lease.fenced:
             raise Broken("I9", f"{call} {args} by a fenced coordinator")
-        unchecked = not run.fresh and is_effect(call, args)
-        require(
-            not unchecked, "I9", f"{call} {args} with no look at the epoch since the last effect"
-        )
+        if not run.fresh and is_effect(call, args):
+            raise Broken("I9", f"{call} {args} with no look at the epoch since the last effect")
         if call == "rename":
             self._renamed(run, *args)
         elif call in ("unlink", "rmdir"):

@@ -1,0 +1,283 @@
+"""Attempts in place: their name says a step and not whose it is, and stock trainers write there too."""
+
+from __future__ import annotations
+
+import errno
+from contextlib import suppress
+
+import pytest
+from strangers import stock_saves
+from test_attacks import TWO, fails, names
+from test_coordinator import ForeignPart, content, saved, start, tracked
+from test_found_by_attack import PRECIOUS, write_in_place
+from test_found_by_proof import fails_after, is_root, moves
+from test_found_by_review import SHARD, Strike, in_place, ticks
+
+from ckptfsm.coordinator import SaveRequest
+from ckptfsm.errors import CkptFsmError
+from ckptfsm.layout import MANIFEST, QUARANTINE, TRACKER, TRASH
+from ckptfsm.lifecycle import State
+from ckptfsm.messages import AttemptId, Failed, FinalizersRan, PartSpec, ShardReported, WriterGone
+from ckptfsm.ports import RankJob
+from ckptfsm.retention import LatestN
+from ckptfsm.testing.harness import FakeJob, fake_content
+from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+from ckptfsm.writer import write_rank
+
+
+def stock_begins(disk: SimDisk) -> None:
+    """A stock trainer's save of step 2, as far as its first shard."""
+    SimStorage(disk, "stock").mkdir(TWO)
+    disk.plant_file(f"{TWO}/{SHARD}", PRECIOUS)
+
+
+@pytest.mark.parametrize("left", ["shards", "nothing", "gone"])
+def test_I1_a_clean_up_tried_again_takes_no_save_of_another_trainer(left: str):
+    """Catches: a stock trainer's save, which is being written, deleted as the left-over of a failed
+    attempt: the attempt's own directory had left, and only an fsync had failed."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    if left == "shards":
+        write_in_place(job, of, 0)
+    if left == "gone":
+        disk.uproot(TWO)  # a person tidied up
+        job.storage.before = fails("fsync_dir", QUARANTINE.__eq__)
+    else:
+        fails_after(job, moves(TWO), "fsync_dir", TRASH.__eq__)
+    job.fail(of)
+    assert job.coordinator.busy and TWO not in names(disk)
+    stock_begins(disk)
+    ticks(job)
+    assert not job.coordinator.busy
+    assert PRECIOUS in disk.snapshot().values()
+
+
+def test_I1_a_clean_up_after_a_kill_takes_no_save_of_another_trainer():
+    """Catches: the same, where the process died between the move and its record."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    job.storage.before = Strike("fsync_dir", TRASH, ProcessDead("dies"))
+    with suppress(ProcessDead):
+        job.fail(of)
+    assert TWO not in names(disk)
+    disk.kill("first")
+    stock_begins(disk)
+    ticks(start(disk, "second"))
+    assert PRECIOUS in disk.snapshot().values()
+
+
+def dies_before_its_metadata(disk: SimDisk) -> AttemptId:
+    """All shards of step 2 have receipts, and recovery would roll it forward."""
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    write_in_place(job, of, 0)
+    job.storage.before = Strike("open_exclusive", ".metadata", ProcessDead("dies"))
+    with suppress(ProcessDead):
+        write_in_place(job, of, 1)
+    assert job.coordinator.ledger.checkpoints[of].state is State.SHARDS_WRITTEN
+    disk.kill("first")
+    return of
+
+
+@pytest.mark.parametrize(
+    ("resume", "tracker"),
+    [("fresh", b"2"), ("fallback", b""), ("fallback", None), ("fallback", b"1")],
+)
+def test_I1_a_roll_forward_writes_over_nobody_elses_metadata(resume, tracker: bytes | None):
+    """Catches: our metadata put over a stock trainer's, where the tracker does not tell of it."""
+    disk = SimDisk()
+    of = dies_before_its_metadata(disk)
+    disk.uproot(f"{TWO}/{SHARD}")
+    stock_saves(disk, 2, PRECIOUS.ljust(len(fake_content(of, 0))), synced=True)
+    if tracker is None:
+        disk.uproot(TRACKER)
+    else:
+        disk.overwrite(TRACKER, tracker)
+    theirs = content(disk, f"{TWO}/.metadata")
+    ticks(start(disk, "second", resume=resume))
+    assert theirs in disk.snapshot().values()
+
+
+def dies_before_its_manifest(disk: SimDisk) -> AttemptId:
+    """Step 2 has all its metadata, and only the manifest is missing."""
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    write_in_place(job, of, 0)
+    job.storage.before = Strike("open_exclusive", MANIFEST, ProcessDead("dies"))
+    with suppress(ProcessDead):
+        write_in_place(job, of, 1)
+    assert f"{TWO}/.metadata" in disk.snapshot()
+    disk.kill("first")
+    return of
+
+
+def test_I8_a_roll_forward_stops_where_a_stock_trainer_saved_the_same_shapes():
+    """Catches: our manifest over a stock trainer's shards, in use, with metadata like ours."""
+    disk = SimDisk()
+    of = dies_before_its_manifest(disk)
+    disk.overwrite(f"{TWO}/{SHARD}", PRECIOUS.ljust(len(fake_content(of, 0))))
+    disk.overwrite(TRACKER, b"2")
+    ticks(start(disk, "second"))
+    assert f"{TWO}/{MANIFEST}" not in disk.snapshot()
+
+
+def test_I4_what_died_while_it_wrote_its_metadata_is_rolled_forward():
+    """Catches: our own metadata, there already, taken for another trainer's."""
+    disk = SimDisk()
+    dies_before_its_manifest(disk)
+    assert tracked(start(disk, "second")) == [1, 2]
+
+
+def test_I1_a_torn_manifest_beside_an_undecided_prune_is_kept():
+    """Catches: a checkpoint that was published, deleted as what a save leaves that was cut short."""
+    disk = SimDisk()
+    job = saved(disk, 1, retention=LatestN(1))
+    job.coordinator.pin(1, "keep")
+    job.save(2)
+    fails_after(job, moves(TWO), "fsync_dir", is_root)
+    job.save(3)
+    job.storage.after = None
+    published: list[str] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "fsync_dir" and path == TRASH:
+            raise OSError(errno.EIO, "", path)
+        if method == "rename" and path.endswith(f"{TWO}/{MANIFEST}"):
+            published.append(path)
+        if published and method == "pwrite" and "journal" in path:
+            raise ProcessDead("dies")
+
+    job.storage.before = before
+    job.coordinator.withdraw_damaged(3, "bit rot")
+    parts = (PartSpec("state", "foreign"),)
+    of = job.coordinator.request(SaveRequest(2, parts, 2, True, expected_bytes=1))
+    job.fork(of)
+    for rank in range(2):
+        share = ForeignPart("state", "", rank, fake_content(of, rank))
+        write_rank(job.storage, RankJob(of, rank, 2, TWO, (share,)))
+    job.coordinator.report([ShardReported(of, "state", rank, 2, 10) for rank in range(2)])
+    disk.plant_file(f"{TWO}/.metadata", b"m")
+    disk.plant_file(f"{TWO}/metadata.json", b"{}")
+    with suppress(ProcessDead, CkptFsmError):
+        job.coordinator.report([FinalizersRan(of, 0), FinalizersRan(of, 1)])
+    disk.kill("first")
+    disk.overwrite(f"{TWO}/{MANIFEST}", b"torn")
+    for lost in (".metadata", "metadata.json"):
+        disk.uproot(f"{TWO}/{lost}")
+    ticks(start(disk, "second", retention=LatestN(1)))
+    assert fake_content(of, 0) in disk.snapshot().values()
+
+
+def hung_until_the_next_save(disk: SimDisk) -> FakeJob:
+    """A writer of step 2 hangs, and step 3 is tracked meanwhile."""
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    write_in_place(job, of, 0)
+    job.coordinator.report([Failed(of, "writer_hung"), WriterGone(of, 0)])
+    job.save(3)
+    return job
+
+
+def test_F5_a_writer_that_ends_after_the_next_save_leaves_nothing_behind():
+    """Catches: a failed attempt left at its name for good, as our own later save moved the tracker."""
+    disk = SimDisk()
+    job = hung_until_the_next_save(disk)
+    (failed,) = job.coordinator.ledger.in_state(State.FAILED)
+    job.coordinator.report([WriterGone(failed.id, 1)])
+    ticks(job)
+    assert TWO not in names(disk) and names(disk, QUARANTINE) == []
+
+
+def test_F5_a_writer_that_died_with_its_job_after_the_next_save_leaves_nothing_behind():
+    """Catches: the same, at the next start."""
+    disk = SimDisk()
+    hung_until_the_next_save(disk)
+    disk.kill("first")
+    job = start(disk, "second")
+    ticks(job)
+    assert tracked(job) == [1, 3] and TWO not in names(disk) and names(disk, QUARANTINE) == []
+
+
+def test_F5_a_clean_up_tried_again_after_the_next_save_leaves_nothing_behind():
+    """Catches: the same, where the move had failed at first."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    write_in_place(job, of, 0)
+    job.storage.before = fails("rename", moves(TWO))
+    job.fail(of)
+    assert job.coordinator.busy
+    job.save(3)
+    ticks(job)
+    assert not job.coordinator.busy
+    assert TWO not in names(disk) and names(disk, QUARANTINE) == []
+
+
+def test_I2_a_failed_attempt_is_not_adopted_after_our_own_later_save():
+    """Catches: what the journal says has failed, adopted and pinned as a stock trainer's checkpoint."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    stock_saves(disk, 2, tracked=False, synced=True)  # as its own finalizers leave it
+    job.coordinator.report([Failed(of, "finalizers"), WriterGone(of, 0)])
+    job.save(3)
+    disk.kill("first")
+    assert tracked(start(disk, "second")) == [1, 3]
+
+
+def test_F5_a_metadata_file_that_a_full_disk_cut_short_is_given_back():
+    """Catches: the whole attempt kept in quarantine for a temporary file of our own."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    write_in_place(job, of, 0)
+    job.storage.before = fails("write", lambda p: f"{TWO}/.metadata.tmp-" in p, errno.ENOSPC)
+    write_in_place(job, of, 1)
+    job.coordinator.report([WriterGone(of, 0), WriterGone(of, 1)])
+    ticks(job)
+    assert TWO not in names(disk) and names(disk, QUARANTINE) == []
+
+
+def test_F5_a_plain_file_of_a_failed_attempt_is_given_back():
+    """Catches: the same, for a file that the attempt itself has declared."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    parts = (PartSpec("state"), PartSpec("data.pt", "file"))
+    of = job.coordinator.request(SaveRequest(2, parts, job.ranks, True, expected_bytes=1))
+    job.fork(of)
+    disk.plant_file(f"{TWO}/{SHARD}", bytes(1000))
+    disk.plant_file(f"{TWO}/data.pt", bytes(1000))
+    job.fail(of)
+    ticks(job)
+    assert TWO not in names(disk) and names(disk, QUARANTINE) == []
+
+
+def test_I9_no_late_manifest_lands_in_an_adopted_checkpoint():
+    """Catches: a stock trainer's checkpoint, in use, that a fenced trainer's manifest makes its own."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    write_in_place(job, of, 0)
+    late: list[str] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and path.endswith(f"-> {TWO}/{MANIFEST}"):
+            late.extend(path.split(" -> "))
+            raise ProcessDead("paused")
+
+    job.storage.before = before
+    with suppress(ProcessDead, CkptFsmError):
+        write_in_place(job, of, 1)
+    disk.kill("first")
+    for name in (SHARD, ".metadata", "metadata.json"):
+        disk.uproot(f"{TWO}/{name}")
+    stock_saves(disk, 2, PRECIOUS, synced=True)
+    second = start(disk, "second")
+    ticks(second)
+    with suppress(FileNotFoundError):
+        SimStorage(disk, "late").rename(*late)
+    disk.kill("second")
+    disk.kill("late")
+    assert tracked(start(disk, "third")) == [1, 2]
