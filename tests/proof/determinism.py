@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SEEDS = range(24)
 STATES = 150  # of each scope of the exhaustive search
 PATIENCE_S = 600.0  # for one re-run; one that takes longer is an error
-EXAMPLES = 0.1  # of what the suites run in the gate
+EXAMPLES = 0.05  # of what the suites run in the gate
 
 
 class Trace(Coverage):

@@ -34,7 +34,7 @@ STATES = 100_000  # in the gate
 _TWO = (PartSpec("state", "file"), PartSpec("data", "file", ranks=(0,)))
 
 SCOPES: tuple[Scope, ...] = (
-    Scope("keep", Left(requests=3, crashes=2, readers=1), steps=3, retention=LatestN(0)),
+    Scope("keep", Left(requests=3, crashes=1, readers=1), steps=3, retention=LatestN(0)),
     Scope(
         "people",
         Left(requests=3, crashes=2, pins=1, deletes=1, rollbacks=1),
@@ -71,6 +71,7 @@ SCOPES: tuple[Scope, ...] = (
 )
 
 WIDER: tuple[Scope, ...] = (
+    Scope("wide keep", Left(requests=3, crashes=2, readers=1), steps=3, retention=LatestN(0)),
     Scope(
         "wide ranks",
         Left(requests=2, crashes=1, deaths=1),
