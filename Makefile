@@ -10,14 +10,17 @@ HOURS ?= 1
 # A thousand interpreters start in the gate; each would compile the library, and pytest its tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint bench clean specs proof soak mutmut test-integrations
+.PHONY: demo test pytest lint bench clean specs proof soak mutmut test-integrations
 
 demo: $(STAMP)
 	$(BIN)/ckptfsm demo
 
-test: $(STAMP) lint
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal
+test: $(STAMP)
+	$(MAKE) --no-print-directory --jobs=2 lint pytest
 	$(PROOF) --profile pr
+
+pytest: $(STAMP)
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 # The drop-ins with other versions of megatron-core and nvidia-resiliency-ext, each in its own environment.
 test-integrations: $(STAMP)

@@ -235,12 +235,15 @@ def save(manager: CheckpointManager, here: Here, step: int, rows: int = ROWS) ->
     return train_until_done(manager, handle)
 
 
-def children() -> list[int]:
-    """The living processes below this rank. What was just killed gets two seconds to be gone."""
+def children(own: Callable[[int], bool] = lambda pid: False) -> list[int]:
+    """The living processes below this rank. What was just killed gets two seconds to be gone.
+
+    ``own``: those that are to stay. Nobody waits for them.
+    """
     deadline = time.monotonic() + 2.0
     while True:
         below = psutil.Process().children(recursive=True)
-        alive = [p.pid for p in below if is_running(p)]
+        alive = [p.pid for p in below if is_running(p) and not own(p.pid)]
         if not alive or time.monotonic() > deadline:
             return alive
         time.sleep(PACE_S)

@@ -114,13 +114,16 @@ def put_an_error(rank: int, buckets: Any, queue: Any) -> None:
 
 
 def children_but_the_stock_manager() -> list[int]:
-    """Megatron-core keeps a process for the queue that all requests share."""
+    return children(is_to_stay)
+
+
+def is_to_stay(pid: int) -> bool:
+    """Megatron-core keeps a process for the queue that all requests share, and Python one more."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     shared = filesystem_async._results_queue
-    own = {shared._manager._process.ident} if shared is not None else set()
-    mine = [pid for pid in children() if pid not in own]
-    return [pid for pid in mine if "resource_tracker" not in commandline(pid)]
+    manager = shared._manager._process.ident if shared is not None else None
+    return pid == manager or "resource_tracker" in commandline(pid)
 
 
 def commandline(pid: int) -> str:

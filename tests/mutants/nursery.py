@@ -26,7 +26,16 @@ from typing import Any
 
 from mutants import child
 
-_PRELOADED = ("greenlet", "hypothesis.stateful", "pydantic", "pytest", "transitions", "xxhash")
+_PRELOADED = (
+    "greenlet",
+    "hypothesis.stateful",
+    "pydantic.main",  # pydantic itself imports nothing before it is asked
+    "pydantic.type_adapter",
+    "pytest",
+    "transitions",
+    "xxhash",
+)
+_ALONE = {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # no threads of numpy's
 _OF_THE_DROPINS = (  # seconds: when they are first asked
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "torch.distributed.checkpoint",
@@ -45,7 +54,7 @@ class Nursery:
         path = os.pathsep.join(p for p in paths if p)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mutants.nursery"],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},  # no threads of numpy's
+            env={**os.environ, "PYTHONPATH": path, **_ALONE},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
