@@ -22,7 +22,7 @@ from __future__ import annotations
 import errno
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -37,6 +37,7 @@ from hypothesis.stateful import (
 from strangers import SHARD, stock_saves
 
 from ckptfsm.errors import CkptFsmError, DamagedRoot, IllegalTransition
+from ckptfsm.journal import read_history
 from ckptfsm.layout import MANIFEST, MEGATRON, QUARANTINE, TRACKER, TRASH, parse_tracker
 from ckptfsm.lifecycle import State
 from ckptfsm.ports import Identity
@@ -128,9 +129,10 @@ class Look:
         elif directory.startswith(f"{TRASH}/"):
             self.trashed.add(shard)
 
-    def evidence(self) -> list[str]:
-        """The names of steps, but for those at which a save has only begun."""
-        return [name for name in self.names if set(self.below(name)) - {"common.pt"}]
+    def evidence(self, known: Collection[int] = ()) -> list[str]:
+        """The names of steps, but for those at which a save has only begun, and none is ``known``."""
+        more = [name for name in self.names if set(self.below(name)) - {"common.pt"}]
+        return [n for n in self.names if n in more or MEGATRON.parse_published(n) in known]
 
     def shard(self, step: int) -> bytes:
         return self.files.get(f"{MEGATRON.published_name(step)}/{SHARD}", b"")
@@ -278,7 +280,9 @@ class RecoveryMachine(RuleBasedStateMachine):
             self.moves_away(str(error), self.disk)
         else:
             assert isinstance(error, DamagedRoot), f"I8: {error!r}"
-            empty = before.tracker is None and not before.evidence()
+            ledger = read_history(SimStorage(self.disk, "judge")).ledger
+            journaled = {c.step for c in ledger.checkpoints.values()}
+            empty = before.tracker is None and not before.evidence(journaled)
             known = self.in_service or self.unsure or not empty
             assert known, f"I8: an empty root is refused: {error}"
             assert expected.refusal, f"I8: refused though {expected} is there: {error}"
