@@ -38,7 +38,9 @@ from ckptfsm.errors import (
 )
 from ckptfsm.evidence import (
     inspect_published,
+    is_bare,
     is_cut_short,
+    is_marked,
     moved_aside,
     read_manifest,
     read_tracker,
@@ -375,13 +377,15 @@ class Effects:
             return "pin"
         return "reader" if step in self.reader_leases().values() else ""
 
-    def clean_up(self, checkpoint: Checkpoint, *, alone: bool, latest: Checkpoint | None) -> str:
+    def clean_up(
+        self, checkpoint: Checkpoint, *, alone: bool, held: bool, newest: Checkpoint | None
+    ) -> str:
         """Move a failed attempt's files aside. Returns where to if it was in place and moved, else "".
 
         What was staged may be deleted: nobody else writes there. What stands at its published name after
         all (a fenced trainer's rename can land late) is moved to quarantine: what was published is never
-        deleted from here (I1). ``alone``: no other attempt has a right to that name. ``latest``: what
-        the tracker names if nobody else wrote it.
+        deleted from here (I1). ``alone``: no other attempt has a right to that name; ``held``: one has,
+        and is there. ``newest``: what the tracker names if nobody else wrote it.
         """
         self.check_epoch()
         directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
@@ -401,8 +405,8 @@ class Effects:
             self._move_aside(name, quarantine_dir(checkpoint.id))
             return ""
         tracker = read_tracker(self.storage).step
-        if checkpoint.in_place and (owner is not None or went_on(checkpoint, tracker, latest)):
-            # somebody else's by now, and no manifest of ours may land there
+        others = owner is not None or held or went_on(checkpoint, tracker, newest)
+        if checkpoint.in_place and others:  # by now; and no manifest of ours may land there
             sweep_temporaries(self.storage, (f"{name}/{PRIVATE}",))
             return ""
         if lookup(self.storage, directory) is None:
@@ -411,7 +415,12 @@ class Effects:
         if not checkpoint.in_place:
             self._move_aside(directory, gone_dir(checkpoint.id))
             return ""
-        worthless = there is not None and there.found == "unexplained"
+        marked = is_marked(self.storage, directory, checkpoint.id)
+        if not marked and is_bare(self.storage, directory):
+            return (
+                ""  # somebody made it anew, or the mark could not be made: a save may begin there
+            )
+        worthless = marked and there is not None and there.found == "unexplained"
         given_up = worthless and is_cut_short(self.storage, directory, checkpoint)
         aside = trash_dir if given_up else quarantine_dir  # it may be of value to somebody
         return self._move_aside(directory, aside(checkpoint.id))

@@ -399,8 +399,10 @@ class Engine:
         self._finalizers.pop(checkpoint.id, None)
         self._finalized_by_rank.discard(checkpoint.id)
         living = self.ledger.in_state(State.FINALIZED, State.TRACKED, State.PRUNABLE)
-        alone = not any(other.step == checkpoint.step for other in living)
-        aside = self.effects.clean_up(checkpoint, alone=alone, latest=self.ledger.latest())
+        same = {other.state for other in living if other.step == checkpoint.step}
+        held = bool(same - {State.PRUNABLE})
+        newest = self.ledger.newest_published()
+        aside = self.effects.clean_up(checkpoint, alone=not same, held=held, newest=newest)
         self.post(Cleaned(checkpoint.id))
         self._give_up(checkpoint.id, aside)
 

@@ -191,6 +191,11 @@ def is_manifest_of(storage: Storage, layout: Layout, of: AttemptId, path: str) -
     return there.found == "manifest" and there.of == of
 
 
+def is_marked(storage: Storage, directory: str, of: AttemptId) -> bool:
+    """True if this attempt began in a directory in place, and it is still the same one."""
+    return lookup(storage, f"{directory}/{begun_name(of)}") is not None
+
+
 def is_bare(storage: Storage, directory: str) -> bool:
     """True if a directory holds what a stock save leaves before its writers begin, and no more."""
     found = lookup(storage, directory)
@@ -202,11 +207,11 @@ def is_bare(storage: Storage, directory: str) -> bool:
 
 def is_cut_short(storage: Storage, directory: str, checkpoint: Checkpoint) -> bool:
     """True if a directory holds what this attempt leaves before it gets its metadata, and no more."""
-    if lookup(storage, f"{directory}/{begun_name(checkpoint.id)}") is None:
-        return False  # its own has left, or somebody made the directory anew
-    plain = {join(part.directory, part.name) for part in checkpoint.parts if part.kind == "file"}
+    parts = checkpoint.parts
+    plain = {join(part.directory, part.name) for part in parts if part.kind == "file"}
+    inner = (f"{PRIVATE}/", *(f"{part.directory}/" for part in parts if part.kind == "tree"))
     return all(
-        path.startswith(f"{PRIVATE}/")
+        path.startswith(inner)
         or path in plain
         or f"/{path}".endswith((".distcp", f"/{COMMON}"))
         or TEMPORARY in path.rpartition("/")[2]

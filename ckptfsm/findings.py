@@ -90,15 +90,15 @@ def is_its_own(checkpoint: Checkpoint, there: PublishedEvidence, moved: bool) ->
     return not moved and there.found != "no_directory"
 
 
-def went_on(checkpoint: Checkpoint, tracker: int | None, latest: Checkpoint | None) -> bool:
+def went_on(checkpoint: Checkpoint, tracker: int | None, newest: Checkpoint | None) -> bool:
     """True if another trainer went on from what stands at the name of an attempt in place.
 
-    The tracker names its step or a newer one then. ``latest`` is our newest tracked checkpoint: if we
+    The tracker names its step or a newer one then. ``newest`` is our newest published checkpoint: if we
     saved it, and the tracker names it, that tells of nobody else.
     """
     if tracker is None or tracker < checkpoint.step:
         return False
-    ours = latest is not None and latest.provenance == "saved" and latest.step == tracker
+    ours = newest is not None and newest.provenance == "saved" and newest.step == tracker
     return not ours or tracker == checkpoint.step
 
 

@@ -85,6 +85,11 @@ class Ledger:
         tracked = self.in_state(State.TRACKED)
         return tracked[-1] if tracked else None
 
+    def newest_published(self) -> Checkpoint | None:
+        """The newest one that the tracker may name: its write may not be journaled yet."""
+        published = self.in_state(State.FINALIZED, State.TRACKED)
+        return published[-1] if published else None
+
     def in_flight(self) -> Checkpoint | None:
         """The one checkpoint between ``requested`` and ``tracked``, or None."""
         found = self.in_state(*IN_FLIGHT)

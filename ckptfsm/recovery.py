@@ -169,12 +169,14 @@ def forget_moved(
 def _in_order(ledger: Ledger, known: list[Decision], unknown: list[Decision]) -> list[Decision]:
     """What is adopted comes first, so that the tracker never goes back below it meanwhile.
 
-    Not where the journal's own checkpoint has to leave the step before. Prunes come late, the newest
-    first: one that nothing newer outlives comes back.
+    Not where the journal's own checkpoint has to leave the step before. What has failed is cleaned up
+    while the tracker still tells who went on from it. Prunes come late, the newest first: one that
+    nothing newer outlives comes back.
     """
     busy = {c.step for c, d in zip(_all(ledger), known, strict=True) if d.actions}
     leaving = [d for d in known if any(isinstance(a, Prune) for a in d.actions)]
-    staying = [d for d in known if d not in leaving]
+    failed = [d for d in known if any(isinstance(a, WritersLost) for a in d.actions)]
+    staying = [*failed, *(d for d in known if d not in leaving and d not in failed)]
     first = [d for d in unknown if d.actions and not any(a.of.step in busy for a in d.actions)]
     pruned = {a.of.step for d in leaving for a in d.actions}
     rest = [d for d in unknown if d not in first]
@@ -287,7 +289,7 @@ def _decide_unpublished(
     staging = evidence.staging.get(of)
     taken = checkpoint.step in evidence.published
     if checkpoint.in_place:
-        taken = went_on(checkpoint, evidence.tracker.step, ledger.latest())
+        taken = went_on(checkpoint, evidence.tracker.step, ledger.newest_published())
     complete = staging is not None and staging.complete and not taken
     if checkpoint.state is State.SHARDS_WRITTEN and complete:
         why = "every shard has a valid receipt: rolled forward"
@@ -367,7 +369,7 @@ def _explains(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> boo
     if state in (State.FINALIZED, State.TRACKED, State.PRUNABLE):
         return _is_there(checkpoint, evidence)
     if checkpoint.in_place and there.found == "stock":
-        return not went_on(checkpoint, evidence.tracker.step, ledger.latest())
+        return not went_on(checkpoint, evidence.tracker.step, ledger.newest_published())
     if there.of == checkpoint.id:  # damaged before it was ever tracked: that is for a person
         return there.found == "manifest" or state not in UNPUBLISHED
     return checkpoint.in_place and there.found != "manifest"

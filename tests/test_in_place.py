@@ -7,10 +7,10 @@ from contextlib import suppress
 
 import pytest
 from strangers import stock_saves
-from test_attacks import TWO, fails, names
+from test_attacks import TWO, fails, fails_to_look, names
 from test_coordinator import ForeignPart, content, saved, start, tracked
 from test_found_by_attack import PRECIOUS, write_in_place
-from test_found_by_proof import fails_after, is_root, moves
+from test_found_by_proof import fails_after, in_journal, is_root, moves
 from test_found_by_review import SHARD, Strike, in_place, ticks
 
 from ckptfsm.coordinator import SaveRequest
@@ -281,3 +281,118 @@ def test_I9_no_late_manifest_lands_in_an_adopted_checkpoint():
     disk.kill("second")
     disk.kill("late")
     assert tracked(start(disk, "third")) == [1, 2]
+
+
+def went_on(disk: SimDisk) -> None:
+    """Our job dies with step 2 half-written, and a stock trainer completes and uses that step."""
+    in_place(saved(disk, 1), 2)
+    disk.kill("first")
+    stock_saves(disk, 2, PRECIOUS, synced=True)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("gutted", [False, True])
+def test_I1_a_clean_up_tried_again_leaves_what_was_adopted(restart: bool, gutted: bool):
+    """Catches: a tracked, pinned checkpoint moved away, or deleted if it lost its metadata, since the
+    tracker has become our own before a clean-up was tried again."""
+    disk = SimDisk()
+    went_on(disk)
+    job = start(disk, "second", opened=False)
+    fails_to_look(job, "listdir", f"{TWO}/.ckptfsm".__eq__, errno.EIO)
+    job.open()
+    assert tracked(job) == [1, 2] and job.coordinator.busy
+    job.save(3)
+    for name in (".metadata", "metadata.json") if gutted else ():
+        disk.uproot(f"{TWO}/{name}")
+    if restart:
+        disk.kill("second")
+        job = start(disk, "third")
+    ticks(job)
+    assert PRECIOUS in disk.snapshot().values()
+    assert gutted or (TWO in names(disk) and tracked(job) == [1, 2, 3])
+
+
+def dies_after_its_tracker(disk: SimDisk, finalized: bool) -> None:
+    """Step 2 failed; step 3 is saved, and killed between the tracker and its record."""
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    if finalized:
+        stock_saves(disk, 2, tracked=False, synced=True)
+    else:
+        write_in_place(job, of, 0)
+    job.coordinator.report([Failed(of, "finalizers"), WriterGone(of, 0)])
+    written: list[str] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and path.endswith(f"-> {TRACKER}"):
+            written.append(path)
+        elif written and in_journal(path) and method == "pwrite":
+            raise ProcessDead("dies")
+
+    job.storage.before = before
+    with suppress(ProcessDead, CkptFsmError):
+        job.save(3)
+    assert content(disk, TRACKER) == b"3"
+    disk.kill("first")
+
+
+@pytest.mark.parametrize("finalized", [False, True])
+def test_I2_our_own_tracker_is_ours_before_it_is_journaled(finalized: bool):
+    """Catches: a failed attempt adopted, or left for good, for a tracker that we wrote ourselves."""
+    disk = SimDisk()
+    dies_after_its_tracker(disk, finalized)
+    job = start(disk, "second")
+    ticks(job)
+    assert tracked(job) == [1, 3] and TWO not in names(disk)
+
+
+def test_I8_what_has_failed_is_cleaned_up_while_the_tracker_tells_who_went_on():
+    """Catches: a stock trainer's checkpoint moved away, which the same plan adopts: a step below was
+    rolled forward first, and the tracker went there."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = in_place(job, 3)
+    job.coordinator.report([Failed(of, "writer_hung"), WriterGone(of, 0)])
+    two = job.request(2)
+    job.fork(two)
+    job.write(two, 0)
+    job.storage.before = Strike("open_exclusive", TRACKER, ProcessDead("dies"))
+    with suppress(ProcessDead):
+        job.write(two, 1)
+    disk.kill("first")
+    stock_saves(disk, 3, PRECIOUS, synced=True)
+    job = start(disk, "second")
+    ticks(job)
+    assert tracked(job)[-1] == 3 and "iter_0000003" in names(disk)
+
+
+@pytest.mark.parametrize("made", ["by us", "by the trainer"])
+@pytest.mark.parametrize("at", [".ckptfsm", ".ckptfsm/begun"])
+def test_F5_a_mark_that_cannot_be_made_costs_nothing(made: str, at: str):
+    """Catches: a trainer's first file moved to quarantine with every save that a full disk refuses."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    if made == "by the trainer":
+        SimStorage(disk, "trainer").mkdir(TWO)
+        disk.plant_file(f"{TWO}/common.pt", bytes(1000))
+    job.storage.before = fails("mkdir", lambda p: p.startswith(f"{TWO}/{at}"), errno.ENOSPC)
+    with pytest.raises(CkptFsmError):
+        in_place(job, 2)
+    ticks(job)
+    assert not job.coordinator.busy and names(disk, QUARANTINE) == []
+    write_in_place(job, in_place(job, 2), 0)
+
+
+def test_F5_the_trees_of_a_failed_attempt_are_given_back():
+    """Catches: all shards kept in quarantine for a directory of files that the attempt has declared."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    parts = (PartSpec("state"), PartSpec("hf", "tree", "hf"))
+    of = job.coordinator.request(SaveRequest(2, parts, job.ranks, True, expected_bytes=1))
+    job.fork(of)
+    disk.plant_file(f"{TWO}/{SHARD}", bytes(1000))
+    SimStorage(disk, "trainer").mkdir(f"{TWO}/hf")
+    disk.plant_file(f"{TWO}/hf/config.json", bytes(1000))
+    job.fail(of)
+    ticks(job)
+    assert TWO not in names(disk) and names(disk, QUARANTINE) == []

@@ -827,7 +827,7 @@ FENCES = (
         why="a fenced manager's late rename took it there, and its successor holds it as tracked",
     ),
     mutant(
-        "what-no-writer-began-is-deleted",
+        "whatever-lies-in-a-marked-directory-goes",
         "effects",
         "        given_up = worthless and is_cut_short(self.storage, directory, checkpoint)\n",
         "        given_up = worthless\n",
@@ -835,17 +835,17 @@ FENCES = (
         source="F16",
         killers=(
             (
-                "tests:test_found_by_review.py::"
-                "test_I1_a_persons_directory_at_the_name_of_a_failed_attempt_is_not_deleted"
+                "tests:test_found_by_attack.py::"
+                "test_I1_what_a_stock_trainer_added_to_a_failed_attempt_is_not_deleted"
             ),
         ),
-        why="a person's directory at the name of an attempt in place",
+        why="what a stock trainer wrote over a failed attempt, in a format nobody judges",
     ),
     mutant(
         "a-clean-up-takes-whatever-has-the-name-now",
-        "evidence",
-        "        return False  # its own has left, or somebody made the directory anew\n",
-        "        pass\n",
+        "effects",
+        "        marked = is_marked(self.storage, directory, checkpoint.id)\n",
+        "        marked = True\n",
         breaks="I1",
         source="F16",
         killers=(
@@ -859,8 +859,8 @@ FENCES = (
     mutant(
         "what-somebody-added-is-a-left-over",
         "evidence",
-        '    return all(\n        path.startswith(f"{PRIVATE}/")',
-        '    return any(\n        path.startswith(f"{PRIVATE}/")',
+        "    return all(\n        path.startswith(inner)",
+        "    return any(\n        path.startswith(inner)",
         breaks="I1",
         source="F16",
         killers=(
@@ -874,7 +874,7 @@ FENCES = (
     mutant(
         "in-place-rolls-forward-over-what-is-in-use",
         "recovery",
-        "        taken = went_on(checkpoint, evidence.tracker.step, ledger.latest())\n",
+        "        taken = went_on(checkpoint, evidence.tracker.step, ledger.newest_published())\n",
         "        taken = False\n",
         breaks="I8",
         source="F16",
@@ -913,8 +913,8 @@ FENCES = (
     mutant(
         "a-torn-manifest-is-what-a-save-leaves",
         "effects",
-        '        worthless = there is not None and there.found == "unexplained"\n',
-        '        worthless = there is not None and there.found != "stock"\n',
+        '        worthless = marked and there is not None and there.found == "unexplained"\n',
+        '        worthless = marked and there is not None and there.found != "stock"\n',
         breaks="I1",
         source="F16",
         killers=(
@@ -957,6 +957,38 @@ FENCES = (
             "tests:test_found_by_attack.py::test_F27_of_two_in_the_trash_the_attempts_own_comes_back",
         ),
         why="a stranger's save gets the name of a step that a reader holds",
+    ),
+    mutant(
+        "a-clean-up-takes-what-was-adopted",
+        "engine",
+        "        held = bool(same - {State.PRUNABLE})\n",
+        "        held = False\n",
+        breaks="I1",
+        source="F16",
+        killers=("tests:test_in_place.py::test_I1_a_clean_up_tried_again_leaves_what_was_adopted",),
+        why="a tracked, pinned checkpoint, once the tracker is our own",
+    ),
+    mutant(
+        "our-own-tracker-is-not-ours-yet",
+        "ledger",
+        "        published = self.in_state(State.FINALIZED, State.TRACKED)\n",
+        "        published = self.in_state(State.TRACKED)\n",
+        breaks="I2",
+        source="F3",
+        killers=("tests:test_in_place.py::test_I2_our_own_tracker_is_ours_before_it_is_journaled",),
+        why="what has failed is adopted, as a kill came between tracker and record",
+    ),
+    mutant(
+        "the-tracker-moves-before-the-clean-up",
+        "recovery",
+        "    staying = [*failed, *(d for d in known if d not in leaving and d not in failed)]\n",
+        "    staying = [d for d in known if d not in leaving]\n",
+        breaks="I8",
+        source="order",
+        killers=(
+            "tests:test_in_place.py::test_I8_what_has_failed_is_cleaned_up_while_the_tracker_tells_who_went_on",
+        ),
+        why="a stock trainer's checkpoint, which the same plan adopts",
     ),
     mutant(
         "what-came-to-the-trash-was-given-up",
