@@ -417,9 +417,7 @@ class Effects:
             return ""
         marked = is_marked(self.storage, directory, checkpoint.id)
         if not marked and is_bare(self.storage, directory):
-            return (
-                ""  # somebody made it anew, or the mark could not be made: a save may begin there
-            )
+            return ""  # somebody made it anew, or the mark could not be made: another may begin
         worthless = marked and there is not None and there.found == "unexplained"
         given_up = worthless and is_cut_short(self.storage, directory, checkpoint)
         aside = trash_dir if given_up else quarantine_dir  # it may be of value to somebody
