@@ -404,9 +404,10 @@ class Effects:
         if owner == checkpoint.id or (torn and alone and gone):
             self._move_aside(name, quarantine_dir(checkpoint.id))
             return ""
-        tracker = read_tracker(self.storage).step
-        others = owner is not None or held or went_on(checkpoint, tracker, newest)
-        if checkpoint.in_place and others:  # by now; and no manifest of ours may land there
+        others = owner is not None or held
+        if checkpoint.in_place and (
+            others or went_on(checkpoint, read_tracker(self.storage).step, newest)
+        ):  # and no manifest of ours may land there
             sweep_temporaries(self.storage, (f"{name}/{PRIVATE}",))
             return ""
         if lookup(self.storage, directory) is None:

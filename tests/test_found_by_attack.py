@@ -1007,26 +1007,6 @@ def test_I1_what_a_stock_trainer_added_to_a_failed_attempt_is_not_deleted(resume
     assert PRECIOUS in disk.snapshot().values()
 
 
-def test_I8_a_roll_forward_in_place_stops_where_another_trainer_went_on():
-    """Catches: our metadata written over a stock trainer's checkpoint, which is in use."""
-    disk = SimDisk()
-    job = saved(disk, 1)
-    of = in_place(job, 2)
-    write_in_place(job, of, 0)
-    job.storage.before = Strike("open_exclusive", ".metadata", ProcessDead("dies"))
-    with suppress(ProcessDead):
-        write_in_place(job, of, 1)
-    assert job.coordinator.ledger.checkpoints[of].state is State.SHARDS_WRITTEN
-    disk.kill("first")
-    disk.uproot(f"{TWO}/{SHARD}")
-    stock_saves(disk, 2, PRECIOUS.ljust(len(fake_content(of, 0))), synced=True)
-    before = content(disk, f"{TWO}/.metadata")
-    later = start(disk, "second")
-    assert tracked(later) == [1, 2]
-    ticks(later)
-    assert content(disk, f"{TWO}/.metadata") == before
-
-
 @pytest.mark.parametrize("failing", [QUARANTINE, ""])
 def test_F6_what_a_clean_up_has_moved_to_quarantine_stays_there(failing: str):
     """Catches: a late publish that a clean-up moved aside, and that a power loss brings back for good:

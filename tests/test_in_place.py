@@ -100,6 +100,19 @@ def test_I1_a_roll_forward_writes_over_nobody_elses_metadata(resume, tracker: by
     assert theirs in disk.snapshot().values()
 
 
+def test_I8_a_roll_forward_in_place_stops_where_another_trainer_went_on():
+    """Catches: our metadata written over a stock trainer's checkpoint, which is in use."""
+    disk = SimDisk()
+    of = dies_before_its_metadata(disk)
+    disk.uproot(f"{TWO}/{SHARD}")
+    stock_saves(disk, 2, PRECIOUS.ljust(len(fake_content(of, 0))), synced=True)
+    before = content(disk, f"{TWO}/.metadata")
+    later = start(disk, "second")
+    assert tracked(later) == [1, 2]
+    ticks(later)
+    assert content(disk, f"{TWO}/.metadata") == before
+
+
 def dies_before_its_manifest(disk: SimDisk) -> AttemptId:
     """Step 2 has all its metadata, and only the manifest is missing."""
     job = saved(disk, 1)

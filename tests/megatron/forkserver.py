@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import gc
 import json
 import os
 import selectors
@@ -31,7 +30,6 @@ def main() -> None:
     """Import everything a rank needs, say so, and serve until stdin ends."""
     import jobs  # noqa: F401  imports torch, megatron-core and ckptfsm
 
-    gc.freeze()  # a collection in a rank would look at all of it, and so copy its pages
     _reply({"ready": os.getpid()})
     ranks: dict[int, int] = {}  # pidfd -> pid
     selector = selectors.DefaultSelector()
