@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from functools import partial
 
 import pytest
 from proof import suites
 from proof.layer import Budget
+from proof.recovery_machine import RecoveryMachine
 from proof.trainers import TrainerMachine
 
 from ckptfsm import effects, ledger, lifecycle, recovery
@@ -40,6 +42,20 @@ def test_a_broken_guard_is_a_violation_with_its_history(monkeypatch):
     found = suites.violation_of("ledger", "pr", partial(check, settings=settings))
     assert found is not None and found.promise == "I7"
     assert "forced_offer" in found.what and "--suite ledger" in found.replay
+
+
+@pytest.mark.parametrize("call, power", [(48, 4), (48, 6), (49, 5), (49, 7)])
+def test_I8_power_shows_what_a_fresh_start_left_at_both_names(call, power):
+    """Found by a release run. Catches: a machine that expects more than decision 22 promises."""
+    machine = RecoveryMachine()
+    machine.begin(saved=0, adopted=1, keep=None)
+    machine.leave(closes=False, blow=None)
+    machine.start("fresh", keep=None, blow=(call, errno.EIO), rate=0.0, seed=0)
+    machine.leave(closes=False, blow=None)
+    machine.power_fails(how=power)
+    machine.start("fallback", keep=None, blow=None, rate=0.0, seed=0)
+    machine.I1_I2_I4_the_disk_holds_what_was_promised()
+    machine.teardown()
 
 
 def test_I11_an_illegal_move_is_a_violation():

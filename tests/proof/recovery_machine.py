@@ -11,6 +11,7 @@ Documented, so allowed, each as narrowly as it can be told (see ``docs/decisions
   What it could not take, as the disk failed, is a stranger's for the next start.
 * What a rollback or a fresh start could not move, as the disk failed, is still at its name: it may come
   back (``loose``) once a stranger saved above it; and a start with nothing else to resume from refuses.
+  What was adopted, and not moved durably, a power loss may show at both names: it may be adopted anew.
 * An interrupted rollback is refused if a start could not lift the tracker from what had rotted,
   until the tracker is set aside.
 
@@ -171,6 +172,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.offered: dict[bytes, int] = {}  # what starts that were cut short may have decided on
         self.loose: set[bytes] = set()  # withdrawn, and still at their names
         self.left: set[bytes] = set()  # rolled back, or left by a fresh start
+        self.afloat: set[bytes] = set()  # adopted ones of these, perhaps not moved durably
         self.shaky: dict[bytes, int] = {}  # a stock trainer's that a power loss may take
         self.lost: set[int] = set()  # such steps: nobody knows what is there
         self.rotten: set[bytes] = set()
@@ -331,7 +333,8 @@ class RecoveryMachine(RuleBasedStateMachine):
             ):
                 found.may.add(step)
         if seen.step is None and not found.sure:
-            found.odd |= {s for s, shard in seen.at.items() if shard not in self.left}
+            known = self.left - self.afloat
+            found.odd |= {s for s, shard in seen.at.items() if shard not in known}
         found.odd |= self.lost
         for step, shard in self.tracked.items():  # being pruned: back, if what was newer is damaged
             if shard in seen.trashed and step not in seen.at:
@@ -408,6 +411,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         waiting = gone & standing & {seen.at.get(c.step, b"") for c in out}
         self.loose = {s for s in waiting if self.copies[s].ours or s not in again}
         self.left = (self.left | gone) - standing - kept
+        self.afloat = {s for s in self.left & gone if not self.copies[s].ours} if busy else set()
         self.owed |= kept
         self.lost -= set(now)
         self.unsure, self.offered = {}, {}
