@@ -837,7 +837,7 @@ def run(budget: Budget) -> LayerResult:
         again = f"PYTHONPATH=tests python -m proof.corruption --profile {budget.profile}"
         for problem in alarms:
             result.violations.append(Violation("I3", problem, again))
-        trials = budget.pick(pr=2000, nightly=12_000, release=12_000)
+        trials = budget.pick(pr=1200, nightly=12_000, release=12_000)
         tried = 0
         for seed in range(trials):
             corruption, problem = bench.trial(seed)

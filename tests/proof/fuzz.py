@@ -659,7 +659,7 @@ def run(budget: Budget) -> LayerResult:
     """See the module."""
     result = LayerResult("fuzz")
     began = time.monotonic()
-    each = budget.pick(pr=2_000, nightly=20_000, release=20_000)
+    each = budget.pick(pr=1_200, nightly=20_000, release=20_000)
     written(), written_metadata()  # made once, for all children
     problem = legal_input_problem()
     if problem:
