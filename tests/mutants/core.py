@@ -244,7 +244,7 @@ RECOVERY = (
         "        if True:\n",
         breaks="I2",
         source="F19",
-        killers=("exhaustive", "corruption", "simulation"),
+        killers=("fieldbugs", "exhaustive", "corruption"),
     ),
     mutant(
         "a-gutted-directory-passes",
@@ -262,7 +262,7 @@ RECOVERY = (
         "    reasons = ()\n",
         breaks="I8",
         source="NeMo #10228",
-        killers=("exhaustive", "fieldbugs", "corruption"),
+        killers=("fieldbugs", "exhaustive", "corruption"),
     ),
     mutant(
         "a-torn-tracker-is-no-tracker",

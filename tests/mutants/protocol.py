@@ -341,7 +341,7 @@ LOOKS = (
         ),
         breaks="I1",
         source="I1",
-        killers=("simulation", "processes", "exhaustive"),
+        killers=("fieldbugs", "simulation", "processes"),
         why="published, not yet journaled, killed: a restart throws it away",
     ),
     mutant(
@@ -561,7 +561,10 @@ FENCES = (
         "        frozenset(),\n",
         breaks="I7",
         source="F27",
-        killers=("tests:test_found_by_attack.py", "tests:test_found_by_review.py"),
+        killers=(
+            "tests:test_found_by_attack.py::test_I1_what_a_fenced_prune_takes_is_not_deleted_by_its_successor",
+            "tests:test_found_by_review.py",
+        ),
         why="a stranger's directory at its name goes to quarantine",
     ),
     mutant(
