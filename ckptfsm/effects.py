@@ -9,7 +9,7 @@ a restart decides from what is there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -258,9 +258,9 @@ class Effects:
         """Move a prunable checkpoint to the trash, unless something keeps it after all (I7).
 
         Every guard is looked at again on disk: pins, leases, the tracker, and that the newer one,
-        which makes this one removable, is really there. Pins and leases are looked at once more after
-        the move: one that was taken in between brings the directory back (F27), also if a crash came
-        between the two. Raises ``DamagedRoot`` if what stands at its name then is not whole.
+        which makes this one removable, is really there. Pins, leases and the tracker are looked at
+        once more after the move: what was taken in between brings the directory back (F27), also if a
+        crash came between the two. Raises ``DamagedRoot`` if what stands at its name then is not whole.
         """
         self.check_epoch()
         source = self.layout.published_name(checkpoint.step)
@@ -274,7 +274,7 @@ class Effects:
         if kept:
             return self._stay(checkpoint, kept)
         aside = self._move_aside(source, trash_dir(checkpoint.id))
-        kept = self._kept_by_people(checkpoint.step)
+        kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(checkpoint)
         return self._bring_back(checkpoint, aside, kept) if kept else Pruned(aside=aside)
 
     def settle_prunable(self, checkpoint: Checkpoint, newer_step: int) -> Pruned:
@@ -378,14 +378,15 @@ class Effects:
         return "reader" if step in self.reader_leases().values() else ""
 
     def clean_up(
-        self, checkpoint: Checkpoint, *, alone: bool, held: bool, newest: Checkpoint | None
+        self, checkpoint: Checkpoint, *, alone: bool, held: bool, ours: Collection[int]
     ) -> str:
-        """Move a failed attempt's files aside. Returns where to if it was in place and moved, else "".
+        """Move a failed attempt's files aside. Returns where to if it was in place and may be deleted.
 
         What was staged may be deleted: nobody else writes there. What stands at its published name after
         all (a fenced trainer's rename can land late) is moved to quarantine: what was published is never
-        deleted from here (I1). ``alone``: no other attempt has a right to that name; ``held``: one has,
-        and is there. ``newest``: what the tracker names if nobody else wrote it.
+        deleted from here (I1), nor what somebody completes while it is moved. ``alone``: what stands
+        there can be no other attempt's; ``held``: it is one's. ``ours``: the steps that the tracker
+        names if nobody else wrote it.
         """
         self.check_epoch()
         directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
@@ -406,7 +407,7 @@ class Effects:
             return ""
         others = owner is not None or held
         if checkpoint.in_place and (
-            others or went_on(checkpoint, read_tracker(self.storage).step, newest)
+            others or went_on(checkpoint, read_tracker(self.storage).step, ours)
         ):  # and no manifest of ours may land there
             sweep_temporaries(self.storage, (f"{name}/{PRIVATE}",))
             return ""
@@ -419,10 +420,12 @@ class Effects:
         marked = is_marked(self.storage, directory, checkpoint.id)
         if not marked and is_bare(self.storage, directory):
             return ""  # somebody made it anew, or the mark could not be made: another may begin
-        worthless = marked and there is not None and there.found == "unexplained"
+        worthless = alone and marked and there is not None and there.found == "unexplained"
         given_up = worthless and is_cut_short(self.storage, directory, checkpoint)
         aside = trash_dir if given_up else quarantine_dir  # it may be of value to somebody
-        return self._move_aside(directory, aside(checkpoint.id))
+        moved = self._move_aside(directory, aside(checkpoint.id))
+        still = given_up and is_cut_short(self.storage, moved, checkpoint)
+        return moved if still else ""
 
     def give_up(self, of: AttemptId, path: str) -> None:
         """Let what lies in the trash be deleted: it gets a name that no other's late rename aims at."""

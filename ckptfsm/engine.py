@@ -398,13 +398,21 @@ class Engine:
     def _run_clean_up(self, checkpoint: Checkpoint) -> None:
         self._finalizers.pop(checkpoint.id, None)
         self._finalized_by_rank.discard(checkpoint.id)
-        living = self.ledger.in_state(State.FINALIZED, State.TRACKED, State.PRUNABLE)
-        same = {other.state for other in living if other.step == checkpoint.step}
-        held = bool(same - {State.PRUNABLE})
-        newest = self.ledger.newest_published()
-        aside = self.effects.clean_up(checkpoint, alone=not same, held=held, newest=newest)
+        states = (State.FINALIZED, State.TRACKED, State.PRUNABLE, State.QUARANTINED)
+        same = [c for c in self.ledger.in_state(*states) if c.step == checkpoint.step]
+        # of what was withdrawn, only a manifest tells that it is not this: what was adopted has none
+        others = [c for c in same if c.state is not State.QUARANTINED or c.provenance == "adopted"]
+        held = any(self._has_its_name(other) for other in others)
+        ours = self.ledger.named_by_us()
+        aside = self.effects.clean_up(checkpoint, alone=not others, held=held, ours=ours)
         self.post(Cleaned(checkpoint.id))
         self._give_up(checkpoint.id, aside)
+
+    def _has_its_name(self, other: Checkpoint) -> bool:
+        """True of one that is in use, or whose prune has not begun."""
+        if other.state is State.PRUNABLE:
+            return not self.effects.lies_in(TRASH, other)
+        return other.state is not State.QUARANTINED
 
     def _run_quarantine(self, command: Quarantine) -> None:
         """If the tracker names it, the tracker goes to the newest that is left first (I2)."""

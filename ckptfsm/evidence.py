@@ -289,7 +289,8 @@ def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidenc
     strays: list[str] = []
     mounts: list[str] = []
     device = storage.stat("").device
-    known = {checkpoint.step for checkpoint in ledger.checkpoints.values()}
+    staged = (State.REQUESTED, State.FORKED, State.FAILED)  # never had its name, if not in place
+    known = {c.step for c in ledger.checkpoints.values() if c.in_place or c.state not in staged}
     for name in list_names(storage, ""):
         step = layout.parse_published(name)
         if step is None:

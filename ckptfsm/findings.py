@@ -6,7 +6,7 @@ for a checkpoint's only on evidence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -90,16 +90,15 @@ def is_its_own(checkpoint: Checkpoint, there: PublishedEvidence, moved: bool) ->
     return not moved and there.found != "no_directory"
 
 
-def went_on(checkpoint: Checkpoint, tracker: int | None, newest: Checkpoint | None) -> bool:
+def went_on(checkpoint: Checkpoint, tracker: int | None, ours: Collection[int]) -> bool:
     """True if another trainer went on from what stands at the name of an attempt in place.
 
-    The tracker names its step or a newer one then. ``newest`` is our newest published checkpoint: if we
-    saved it, and the tracker names it, that tells of nobody else.
+    The tracker names its step or a newer one then. One of ``ours`` (see ``Ledger.named_by_us``) tells
+    of nobody else.
     """
     if tracker is None or tracker < checkpoint.step:
         return False
-    ours = newest is not None and newest.provenance == "saved" and newest.step == tracker
-    return not ours or tracker == checkpoint.step
+    return tracker == checkpoint.step or tracker not in ours
 
 
 def why_not_whole(there: PublishedEvidence | None) -> str:

@@ -85,10 +85,13 @@ class Ledger:
         tracked = self.in_state(State.TRACKED)
         return tracked[-1] if tracked else None
 
-    def newest_published(self) -> Checkpoint | None:
-        """The newest one that the tracker may name: its write may not be journaled yet."""
-        published = self.in_state(State.FINALIZED, State.TRACKED)
-        return published[-1] if published else None
+    def named_by_us(self) -> frozenset[int]:
+        """The steps that the tracker may name without anybody else having written it.
+
+        A write of ours may not be journaled yet, and what was withdrawn may still be in it.
+        """
+        named = self.in_state(State.FINALIZED, State.TRACKED, State.QUARANTINED)
+        return frozenset(c.step for c in named if c.provenance == "saved")
 
     def in_flight(self) -> Checkpoint | None:
         """The one checkpoint between ``requested`` and ``tracked``, or None."""

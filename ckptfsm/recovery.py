@@ -289,7 +289,7 @@ def _decide_unpublished(
     staging = evidence.staging.get(of)
     taken = checkpoint.step in evidence.published
     if checkpoint.in_place:
-        taken = went_on(checkpoint, evidence.tracker.step, ledger.newest_published())
+        taken = went_on(checkpoint, evidence.tracker.step, ledger.named_by_us())
     complete = staging is not None and staging.complete and not taken
     if checkpoint.state is State.SHARDS_WRITTEN and complete:
         why = "every shard has a valid receipt: rolled forward"
@@ -369,7 +369,7 @@ def _explains(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> boo
     if state in (State.FINALIZED, State.TRACKED, State.PRUNABLE):
         return _is_there(checkpoint, evidence)
     if checkpoint.in_place and there.found == "stock":
-        return not went_on(checkpoint, evidence.tracker.step, ledger.newest_published())
+        return not went_on(checkpoint, evidence.tracker.step, ledger.named_by_us())
     if there.of == checkpoint.id:  # damaged before it was ever tracked: that is for a person
         return there.found == "manifest" or state not in UNPUBLISHED
     return checkpoint.in_place and there.found != "manifest"

@@ -14,6 +14,7 @@ from test_found_by_proof import fails_after, in_journal, is_root, moves
 from test_found_by_review import SHARD, Strike, in_place, ticks
 
 from ckptfsm.coordinator import SaveRequest
+from ckptfsm.documents import Pin, encode
 from ckptfsm.errors import CkptFsmError
 from ckptfsm.layout import MANIFEST, QUARANTINE, TRACKER, TRASH
 from ckptfsm.lifecycle import State
@@ -359,6 +360,41 @@ def test_I2_our_own_tracker_is_ours_before_it_is_journaled(finalized: bool):
     assert tracked(job) == [1, 3] and TWO not in names(disk)
 
 
+@pytest.mark.parametrize("loadable", [False, True])
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("waits", ["a newer one", "what was withdrawn"])
+def test_I2_our_own_tracker_is_ours_while_another_write_waits(
+    waits: str, dies: bool, loadable: bool
+):
+    """Catches: a failed attempt adopted, resumed from, or left for good, for a tracker of our own that
+    is not at our newest: that is not in it yet, or it was withdrawn."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    if loadable:
+        stock_saves(disk, 2, tracked=False, synced=True)
+    else:
+        write_in_place(job, of, 0)
+    job.coordinator.report([Failed(of, "writer_hung")])
+    job.save(3)
+    error = ProcessDead("dies") if dies else OSError(errno.ENOSPC, "full")
+    job.storage.before = Strike("open_exclusive", TRACKER, error)
+    with suppress(ProcessDead, CkptFsmError):
+        if waits == "a newer one":
+            job.save(4)
+        else:
+            job.coordinator.withdraw_damaged(3, "bit rot")
+    if dies:
+        disk.kill("first")
+        job = start(disk, "second")
+    else:
+        job.coordinator.report([WriterGone(of, 0), WriterGone(of, 1)])
+        job.storage.before = None
+    ticks(job)
+    assert tracked(job) == ([1, 3, 4] if waits == "a newer one" else [1])
+    assert TWO not in names(disk) and names(disk, ".ckptfsm/pins") == []
+
+
 def test_I8_what_has_failed_is_cleaned_up_while_the_tracker_tells_who_went_on():
     """Catches: a stock trainer's checkpoint moved away, which the same plan adopts: a step below was
     rolled forward first, and the tracker went there."""
@@ -409,3 +445,96 @@ def test_F5_the_trees_of_a_failed_attempt_are_given_back():
     job.fail(of)
     ticks(job)
     assert TWO not in names(disk) and names(disk, QUARANTINE) == []
+
+
+def test_I1_what_is_completed_while_it_is_moved_is_not_deleted():
+    """Catches: a stock trainer's checkpoint deleted with a failed attempt, in whose directory it got
+    its metadata between the look and the move."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    disk.plant_file(f"{TWO}/{SHARD}", PRECIOUS)
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and path.startswith(f"{TWO} -> "):
+            job.storage.before = None
+            disk.uproot(f"{TWO}/{SHARD}")
+            stock_saves(disk, 2, PRECIOUS, synced=True)
+
+    job.storage.before = before
+    job.fail(of)
+    ticks(job)
+    assert job.storage.before is None
+    assert PRECIOUS in disk.snapshot().values()
+
+
+def test_I1_what_is_put_in_use_while_it_is_pruned_is_not_deleted():
+    """Catches: a stock trainer's save over one of ours, deleted with it: it came, with its tracker,
+    between the look and the move."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2, retention=LatestN(1))
+    theirs = PRECIOUS.ljust(len(content(disk, f"{TWO}/{SHARD}")))
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and path.startswith(f"{TWO} -> "):
+            job.storage.before = None
+            disk.overwrite(f"{TWO}/{SHARD}", theirs)
+            disk.overwrite(TRACKER, b"2")
+
+    job.storage.before = before
+    job.save(3)
+    ticks(job)
+    assert job.storage.before is None
+    assert theirs in disk.snapshot().values()
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_I1_what_was_adopted_and_withdrawn_is_not_given_up_with_a_failed_attempt(restart: bool):
+    """Catches: what was taken out of service deleted, as a failed attempt has its name, too."""
+    disk = SimDisk()
+    went_on(disk)
+    job = start(disk, "second", opened=False)
+    fails_to_look(job, "listdir", f"{TWO}/.ckptfsm".__eq__, errno.EIO)
+    job.open()
+    job.save(3)
+    for name in (".metadata", "metadata.json"):
+        disk.uproot(f"{TWO}/{name}")
+    if restart:
+        disk.kill("second")
+        job = start(disk, "third", opened=False)
+        fails_to_look(job, "listdir", f"{TWO}/.ckptfsm".__eq__, errno.EIO)
+        job.open()
+    else:
+        job.coordinator.withdraw_damaged(2, "its metadata is gone")
+    ticks(job)
+    assert not job.coordinator.busy
+    assert PRECIOUS in disk.snapshot().values()
+
+
+def test_F27_a_clean_up_tried_again_leaves_what_a_reader_holds():
+    """Catches: a checkpoint that a reader uses moved away, as it has been offered to retention."""
+    disk = SimDisk()
+    went_on(disk)
+    job = start(disk, "second", opened=False, retention=LatestN(1))
+    fails_to_look(job, "listdir", f"{TWO}/.ckptfsm".__eq__, errno.EIO)
+    job.open()
+    job.coordinator.unpin(2)
+    job.storage.before = fails("rename", moves(TWO))
+    job.save(3)
+    assert tracked(job) == [3]
+    disk.plant_file(".ckptfsm/leases/2.r-1.json", encode(Pin(step=2, reason="reader", nonce="r")))
+    ticks(job)
+    assert tracked(job) == [2, 3] and TWO in names(disk)
+
+
+@pytest.mark.parametrize("resume", ["fallback", "fresh"])
+def test_I8_a_save_that_has_only_begun_is_no_evidence_for_what_was_staged(resume):
+    """Catches: every start refused, as an attempt of ours that never had its name has the same step."""
+    disk = SimDisk()
+    job = start(disk, "first")
+    job.fork(job.request(2))
+    disk.kill("first")
+    SimStorage(disk, "stock").mkdir(TWO)
+    disk.plant_file(f"{TWO}/common.pt", b"x")
+    assert tracked(start(disk, "second", resume=resume)) == []
+    assert f"{TWO}/common.pt" in disk.snapshot()

@@ -245,10 +245,8 @@ LOOKS = (
         "            or self._kept_by_tracker",
         (
             "effects",
-            """        kept = self._kept_by_people(checkpoint.step)
-        return self._bring_back(checkpoint, aside, kept) if kept else Pruned(aside=aside)
-""",
-            "        return Pruned(aside=aside)\n",
+            "        kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(checkpoint)\n",
+            "        kept = self._kept_by_tracker(checkpoint)\n",
         ),
         breaks="I7",
         source="F27",
@@ -267,7 +265,7 @@ LOOKS = (
     mutant(
         "prune-does-not-look-again",
         "effects",
-        """        kept = self._kept_by_people(checkpoint.step)
+        """        kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(checkpoint)
         return self._bring_back(checkpoint, aside, kept) if kept else Pruned(aside=aside)
 """,
         "        return Pruned(aside=aside)\n",
@@ -877,7 +875,7 @@ FENCES = (
     mutant(
         "in-place-rolls-forward-over-what-is-in-use",
         "recovery",
-        "        taken = went_on(checkpoint, evidence.tracker.step, ledger.newest_published())\n",
+        "        taken = went_on(checkpoint, evidence.tracker.step, ledger.named_by_us())\n",
         "        taken = False\n",
         breaks="I8",
         source="F16",
@@ -904,7 +902,7 @@ FENCES = (
     mutant(
         "our-own-later-save-is-another-trainers",
         "findings",
-        "    return not ours or tracker == checkpoint.step\n",
+        "    return tracker == checkpoint.step or tracker not in ours\n",
         "    return True\n",
         breaks="I2",
         source="F16",
@@ -916,7 +914,7 @@ FENCES = (
     mutant(
         "a-torn-manifest-is-what-a-save-leaves",
         "effects",
-        '        worthless = marked and there is not None and there.found == "unexplained"\n',
+        '        worthless = alone and marked and there is not None and there.found == "unexplained"\n',
         '        worthless = marked and there is not None and there.found != "stock"\n',
         breaks="I1",
         source="F16",
@@ -964,7 +962,7 @@ FENCES = (
     mutant(
         "a-clean-up-takes-what-was-adopted",
         "engine",
-        "        held = bool(same - {State.PRUNABLE})\n",
+        "        held = any(self._has_its_name(other) for other in others)\n",
         "        held = False\n",
         breaks="I1",
         source="F16",
@@ -974,12 +972,84 @@ FENCES = (
     mutant(
         "our-own-tracker-is-not-ours-yet",
         "ledger",
-        "        published = self.in_state(State.FINALIZED, State.TRACKED)\n",
-        "        published = self.in_state(State.TRACKED)\n",
+        "        named = self.in_state(State.FINALIZED, State.TRACKED, State.QUARANTINED)\n",
+        "        named = self.in_state(State.TRACKED, State.QUARANTINED)\n",
         breaks="I2",
         source="F3",
         killers=("tests:test_in_place.py::test_I2_our_own_tracker_is_ours_before_it_is_journaled",),
         why="what has failed is adopted, as a kill came between tracker and record",
+    ),
+    mutant(
+        "what-was-withdrawn-is-in-nobodys-tracker",
+        "ledger",
+        "        named = self.in_state(State.FINALIZED, State.TRACKED, State.QUARANTINED)\n",
+        "        named = self.in_state(State.FINALIZED, State.TRACKED)\n",
+        breaks="I2",
+        source="F3",
+        killers=(
+            "tests:test_in_place.py::test_I2_our_own_tracker_is_ours_while_another_write_waits",
+        ),
+        why="what has failed is resumed from, as our tracker is not lowered yet",
+    ),
+    mutant(
+        "a-clean-up-does-not-look-again",
+        "effects",
+        "        still = given_up and is_cut_short(self.storage, moved, checkpoint)\n",
+        "        still = given_up\n",
+        breaks="I1",
+        source="race",
+        killers=(
+            "tests:test_in_place.py::test_I1_what_is_completed_while_it_is_moved_is_not_deleted",
+        ),
+        why="a stock trainer completes its save between look and move",
+    ),
+    mutant(
+        "a-prune-does-not-look-at-the-tracker-again",
+        "effects",
+        "        kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(checkpoint)\n",
+        "        kept = self._kept_by_people(checkpoint.step)\n",
+        breaks="I1",
+        source="race",
+        killers=(
+            "tests:test_in_place.py::test_I1_what_is_put_in_use_while_it_is_pruned_is_not_deleted",
+        ),
+        why="a stock trainer saves the step again between look and move",
+    ),
+    mutant(
+        "what-waits-for-its-prune-has-no-name",
+        "engine",
+        "            return not self.effects.lies_in(TRASH, other)\n",
+        "            return False\n",
+        breaks="I7",
+        source="F27",
+        killers=(
+            "tests:test_in_place.py::test_F27_a_clean_up_tried_again_leaves_what_a_reader_holds",
+        ),
+        why="a clean-up that was put off takes what a reader holds",
+    ),
+    mutant(
+        "what-is-withdrawn-is-a-failed-ones",
+        "engine",
+        'c.state is not State.QUARANTINED or c.provenance == "adopted"',
+        "c.state is not State.QUARANTINED",
+        breaks="I1",
+        source="I1",
+        killers=(
+            "tests:test_in_place.py::test_I1_what_was_adopted_and_withdrawn_is_not_given_up_with_a_failed_attempt",
+        ),
+        why="what was taken out of service is deleted with a failed attempt",
+    ),
+    mutant(
+        "a-staged-attempt-makes-evidence",
+        "evidence",
+        "if c.in_place or c.state not in staged}",
+        "}",
+        breaks="I8",
+        source="F33",
+        killers=(
+            "tests:test_in_place.py::test_I8_a_save_that_has_only_begun_is_no_evidence_for_what_was_staged",
+        ),
+        why="every start is refused over a directory that was only begun",
     ),
     mutant(
         "the-tracker-moves-before-the-clean-up",

@@ -283,8 +283,9 @@ class RecoveryMachine(RuleBasedStateMachine):
         else:
             assert isinstance(error, DamagedRoot), f"I8: {error!r}"
             ledger = read_history(SimStorage(self.disk, "judge")).ledger
-            journaled = {c.step for c in ledger.checkpoints.values()}
-            empty = before.tracker is None and not before.evidence(journaled)
+            staged = (State.REQUESTED, State.FORKED, State.FAILED)
+            journaled = (c.step for c in ledger.checkpoints.values() if c.state not in staged)
+            empty = before.tracker is None and not before.evidence(frozenset(journaled))
             known = self.in_service or self.unsure or not empty
             assert known, f"I8: an empty root is refused: {error}"
             assert expected.refusal, f"I8: refused though {expected} is there: {error}"
