@@ -245,8 +245,8 @@ LOOKS = (
         "            or self._kept_by_tracker",
         (
             "effects",
-            "        kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(checkpoint)\n",
-            "        kept = self._kept_by_tracker(checkpoint)\n",
+            "        kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker",
+            "        kept = self._kept_by_tracker",
         ),
         breaks="I7",
         source="F27",
