@@ -52,6 +52,26 @@ def test_I8_power_shows_what_a_fresh_start_left_at_both_names(call, power):
     machine.teardown()
 
 
+def test_I8_a_rollback_goes_on_over_a_tracker_that_an_opening_wrote():
+    """Found by a release run. Catches: a machine that takes what an opening wrote anew, and could not
+    make durable, for a stranger's for ever."""
+    machine = RecoveryMachine()
+    machine.begin(saved=0, adopted=1, keep=None)
+    machine.leave(closes=False, blow=None)
+    machine.stock_saves(ahead=1, tracked=False, synced=False)
+    machine.stock_saves(ahead=1, tracked=True, synced=False)
+    machine.start("fallback", keep=None, blow=None, rate=0.0, seed=0)
+    machine.leave(closes=False, blow=None)
+    machine.stock_saves_anew(back=0, tracked=True, synced=False)
+    machine.spoils_the_tracker(torn=False)
+    machine.rots(back=1, cut=False)
+    machine.start("fallback", keep=None, blow=None, rate=0.02, seed=19)
+    machine.roll_back(back=1, blow=None)
+    assert machine.interrupted == ("rollback", 1)
+    machine.start("fallback", keep=None, blow=None, rate=0.0, seed=0)
+    machine.teardown()
+
+
 def test_I11_an_illegal_move_is_a_violation():
     """Catches: a trainer that takes our own bugs for one more refusal."""
 

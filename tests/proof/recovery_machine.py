@@ -509,6 +509,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         if error is not None:
             assert job.storage.before.errors or isinstance(error, ProcessDead), f"I8: {error}"
             self.interrupted = ("rollback", step)
+            self.theirs.discard(self.look().tracker)  # nobody has moved it since we began
             self.end()
             return
         seen = self.look()
