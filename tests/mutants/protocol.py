@@ -832,6 +832,11 @@ FENCES = (
         "effects",
         "        given_up = worthless and is_cut_short(self.storage, directory, checkpoint)\n",
         "        given_up = worthless\n",
+        (
+            "effects",
+            "        still = given_up and is_cut_short(self.storage, moved, checkpoint)\n",
+            "        still = given_up\n",
+        ),
         breaks="I1",
         source="F16",
         killers=(
