@@ -326,14 +326,20 @@ def test_I1_a_clean_up_tried_again_leaves_what_was_adopted(restart: bool, gutted
     assert gutted or (TWO in names(disk) and tracked(job) == [1, 2, 3])
 
 
-def dies_after_its_tracker(disk: SimDisk, finalized: bool) -> None:
-    """Step 2 failed; step 3 is saved, and killed between the tracker and its record."""
+def tracked_and_in_place(disk: SimDisk, loadable: bool) -> tuple[FakeJob, AttemptId]:
+    """Step 1 tracked; step 2 written in place: in part, or whole, as a stock loader sees it."""
     job = saved(disk, 1)
     of = in_place(job, 2)
-    if finalized:
+    if loadable:
         stock_saves(disk, 2, tracked=False, synced=True)
     else:
         write_in_place(job, of, 0)
+    return job, of
+
+
+def dies_after_its_tracker(disk: SimDisk, loadable: bool) -> None:
+    """Step 2 failed; step 3 is saved, and killed between the tracker and its record."""
+    job, of = tracked_and_in_place(disk, loadable)
     job.coordinator.report([Failed(of, "finalizers"), WriterGone(of, 0)])
     written: list[str] = []
 
@@ -350,11 +356,11 @@ def dies_after_its_tracker(disk: SimDisk, finalized: bool) -> None:
     disk.kill("first")
 
 
-@pytest.mark.parametrize("finalized", [False, True])
-def test_I2_our_own_tracker_is_ours_before_it_is_journaled(finalized: bool):
+@pytest.mark.parametrize("loadable", [False, True])
+def test_I2_our_own_tracker_is_ours_before_it_is_journaled(loadable: bool):
     """Catches: a failed attempt adopted, or left for good, for a tracker that we wrote ourselves."""
     disk = SimDisk()
-    dies_after_its_tracker(disk, finalized)
+    dies_after_its_tracker(disk, loadable)
     job = start(disk, "second")
     ticks(job)
     assert tracked(job) == [1, 3] and TWO not in names(disk)
@@ -369,12 +375,7 @@ def test_I2_our_own_tracker_is_ours_while_another_write_waits(
     """Catches: a failed attempt adopted, resumed from, or left for good, for a tracker of our own that
     is not at our newest: that is not in it yet, or it was withdrawn."""
     disk = SimDisk()
-    job = saved(disk, 1)
-    of = in_place(job, 2)
-    if loadable:
-        stock_saves(disk, 2, tracked=False, synced=True)
-    else:
-        write_in_place(job, of, 0)
+    job, of = tracked_and_in_place(disk, loadable)
     job.coordinator.report([Failed(of, "writer_hung")])
     job.save(3)
     error = ProcessDead("dies") if dies else OSError(errno.ENOSPC, "full")
