@@ -49,7 +49,7 @@ from ckptfsm.evidence import (
     read_manifest,
     read_tracker,
 )
-from ckptfsm.findings import PublishedEvidence, is_whole, why_not_whole
+from ckptfsm.findings import is_whole, why_not_whole
 from ckptfsm.journal import History, newest_segment, read_history
 from ckptfsm.layout import JOURNAL, LAYOUTS, MEGATRON, READERS, Layout, pin_name
 from ckptfsm.lease import RootLease, open_root
@@ -243,7 +243,7 @@ class Coordinator:
             self._layout,
         )
         self._opened = Engine(self._storage, self._clock, lease, trade)
-        ledger = forget_moved(history.ledger, decided.decisions, history.lost)
+        ledger = forget_moved(history.ledger, decided.decisions, evidence, history.lost)
         self._engine.begin(replace(history, ledger=ledger), self._identity)
         Opening(self._storage, self._clock, self._engine, self._options.resume).run(
             history, decided
@@ -365,12 +365,12 @@ class Coordinator:
     def _clear_the_name(self, request: SaveRequest) -> None:
         """What already stands at the published name: complete -> refuse, partial -> quarantine."""
         name = self._layout.published_name(request.step)
+        if request.in_place:
+            self._refuse_in_place(request)
+            return
         if lookup(self._storage, name) is None:
             return
         there = inspect_published(self._storage, self._layout, request.step)
-        if request.in_place:
-            self._refuse_in_place(request, there)
-            return
         if there.found in ("manifest", "stock"):
             raise StepExistsError(
                 f"{name} holds a complete checkpoint that is not in use; move it away or adopt it",
@@ -380,14 +380,25 @@ class Coordinator:
         aside = self._engine.effects.put_aside(name)
         log.warning("partial_directory_quarantined", extra={"file": name, "to": aside})
 
-    def _refuse_in_place(self, request: SaveRequest, there: PublishedEvidence) -> None:
-        """A directory is written in place only if nothing of value and no old writer is in it."""
+    def _refuse_in_place(self, request: SaveRequest) -> None:
+        """Written in place is what no tracker names, and where nothing of value and no old writer is."""
         name = self._layout.published_name(request.step)
+        latest = _step_of(self._engine.ledger.latest())
+        # What it named was withdrawn, and the disk did not let the tracker be moved.
+        if read_tracker(self._storage).step == request.step:
+            raise StepExistsError(
+                f"the tracker still names {name}: nothing unfinished may stand there",
+                step=request.step,
+                latest=latest,
+            )
+        if lookup(self._storage, name) is None:
+            return
+        there = inspect_published(self._storage, self._layout, request.step)
         if there.found != "unexplained" or not is_bare(self._storage, name):
             raise StepExistsError(
                 f"{name} holds files of an earlier save; move it away first",
                 step=request.step,
-                latest=_step_of(self._engine.ledger.latest()),
+                latest=latest,
             )
 
     def _refuse_old_writers(self, request: SaveRequest) -> None:

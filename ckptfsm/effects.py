@@ -46,7 +46,14 @@ from ckptfsm.evidence import (
     read_tracker,
     which_comes_back,
 )
-from ckptfsm.findings import PublishedEvidence, is_its_own, is_whole, went_on, why_not_whole
+from ckptfsm.findings import (
+    PublishedEvidence,
+    is_its_own,
+    is_our_tracker,
+    is_whole,
+    went_on,
+    why_not_whole,
+)
 from ckptfsm.layout import (
     MANIFEST,
     PINS,
@@ -378,15 +385,15 @@ class Effects:
         return "reader" if step in self.reader_leases().values() else ""
 
     def clean_up(
-        self, checkpoint: Checkpoint, *, alone: bool, held: bool, ours: Collection[int]
+        self, checkpoint: Checkpoint, *, alone: bool, held: bool, ours: Collection[Checkpoint]
     ) -> str:
         """Move a failed attempt's files aside. Returns where to if it was in place and may be deleted.
 
         What was staged may be deleted: nobody else writes there. What stands at its published name after
         all (a fenced trainer's rename can land late) is moved to quarantine: what was published is never
         deleted from here (I1), nor what somebody completes while it is moved. ``alone``: what stands
-        there can be no other attempt's; ``held``: it is one's. ``ours``: the steps that the tracker
-        names if nobody else wrote it.
+        there can be no other attempt's; ``held``: it is one's. ``ours``: what the tracker names if
+        nobody else wrote it.
         """
         self.check_epoch()
         directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
@@ -406,9 +413,8 @@ class Effects:
             self._move_aside(name, quarantine_dir(checkpoint.id))
             return ""
         others = owner is not None or held
-        if checkpoint.in_place and (
-            others or went_on(checkpoint, read_tracker(self.storage).step, ours)
-        ):  # and no manifest of ours may land there
+        if checkpoint.in_place and (others or self._went_on(checkpoint, ours)):
+            # and no manifest of ours may land there
             sweep_temporaries(self.storage, (f"{name}/{PRIVATE}",))
             return ""
         if lookup(self.storage, directory) is None:
@@ -426,6 +432,15 @@ class Effects:
         moved = self._move_aside(directory, aside(checkpoint.id))
         still = given_up and is_cut_short(self.storage, moved, checkpoint)
         return moved if still else ""
+
+    def _went_on(self, checkpoint: Checkpoint, ours: Collection[Checkpoint]) -> bool:
+        """True if another trainer went on from what stands at the name of an attempt in place."""
+        step = read_tracker(self.storage).step
+        if step is None:
+            return False
+        named = [c for c in ours if c.step == step]
+        aside = [c.id for c in named if self.lies_in(QUARANTINE, c)]
+        return went_on(checkpoint, step, is_our_tracker(named, self._look(step), aside))
 
     def give_up(self, of: AttemptId, path: str) -> None:
         """Let what lies in the trash be deleted: it gets a name that no other's late rename aims at."""

@@ -400,13 +400,17 @@ class Engine:
         self._finalized_by_rank.discard(checkpoint.id)
         states = (State.FINALIZED, State.TRACKED, State.PRUNABLE, State.QUARANTINED)
         same = [c for c in self.ledger.in_state(*states) if c.step == checkpoint.step]
-        # of what was withdrawn, only a manifest tells that it is not this: what was adopted has none
-        others = [c for c in same if c.state is not State.QUARANTINED or c.provenance == "adopted"]
+        others = [c for c in same if c.state is not State.QUARANTINED or self._may_be_there(c)]
         held = any(self._has_its_name(other) for other in others)
-        ours = self.ledger.named_by_us()
+        ours = self.ledger.may_be_named()
         aside = self.effects.clean_up(checkpoint, alone=not others, held=held, ours=ours)
         self.post(Cleaned(checkpoint.id))
         self._give_up(checkpoint.id, aside)
+
+    def _may_be_there(self, withdrawn: Checkpoint) -> bool:
+        """True if a withdrawn one may still be at its name: it has no manifest, and was not moved."""
+        adopted = withdrawn.provenance == "adopted"
+        return adopted and not self.effects.lies_in(QUARANTINE, withdrawn)
 
     def _has_its_name(self, other: Checkpoint) -> bool:
         """True of one that is in use, or whose prune has not begun."""

@@ -6,12 +6,12 @@ for a checkpoint's only on evidence.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptfsm.layout import MEGATRON, Layout
-from ckptfsm.lifecycle import Checkpoint
+from ckptfsm.lifecycle import Checkpoint, State
 from ckptfsm.messages import AttemptId
 
 
@@ -90,15 +90,29 @@ def is_its_own(checkpoint: Checkpoint, there: PublishedEvidence, moved: bool) ->
     return not moved and there.found != "no_directory"
 
 
-def went_on(checkpoint: Checkpoint, tracker: int | None, ours: Collection[int]) -> bool:
+def is_our_tracker(
+    named: Iterable[Checkpoint], there: PublishedEvidence | None, aside: Collection[AttemptId]
+) -> bool:
+    """True if a tracker tells of nobody but us.
+
+    ``named``: which of ours it may name, at its step (see ``Ledger.may_be_named``); ``there``: what
+    stands there; ``aside``: the attempts of which a directory lies in quarantine. What was withdrawn is
+    moved there only once the tracker names another.
+    """
+    candidates = [c for c in named if c.state is not State.QUARANTINED or c.id not in aside]
+    if there is None or (there.found == "damaged" and there.of is None):
+        return bool(candidates)
+    return any(there.of == c.id for c in candidates)
+
+
+def went_on(checkpoint: Checkpoint, tracker: int | None, ours: bool) -> bool:
     """True if another trainer went on from what stands at the name of an attempt in place.
 
-    The tracker names its step or a newer one then. One of ``ours`` (see ``Ledger.named_by_us``) tells
-    of nobody else.
+    The tracker names its step or a newer one then, and it is not ``ours`` (see ``is_our_tracker``).
     """
     if tracker is None or tracker < checkpoint.step:
         return False
-    return tracker == checkpoint.step or tracker not in ours
+    return tracker == checkpoint.step or not ours
 
 
 def why_not_whole(there: PublishedEvidence | None) -> str:

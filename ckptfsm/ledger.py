@@ -25,6 +25,7 @@ from ckptfsm.lifecycle import (
 )
 from ckptfsm.messages import (
     MAX_STEP,
+    UNUSABLE,
     AttemptId,
     Command,
     Event,
@@ -85,13 +86,15 @@ class Ledger:
         tracked = self.in_state(State.TRACKED)
         return tracked[-1] if tracked else None
 
-    def named_by_us(self) -> frozenset[int]:
-        """The steps that the tracker may name without anybody else having written it.
+    def may_be_named(self) -> list[Checkpoint]:
+        """Those that the tracker may name without anybody else having written it.
 
-        A write of ours may not be journaled yet, and what was withdrawn may still be in it.
+        A write of ours may not be journaled yet, and what was withdrawn as unusable may still be in it.
+        For a rollback or a fresh start the tracker is written first.
         """
-        named = self.in_state(State.FINALIZED, State.TRACKED, State.QUARANTINED)
-        return frozenset(c.step for c in named if c.provenance == "saved")
+        named = self.in_state(State.FINALIZED, State.TRACKED)
+        named += (c for c in self.in_state(State.QUARANTINED) if c.reason in UNUSABLE)
+        return [c for c in named if c.provenance == "saved"]
 
     def in_flight(self) -> Checkpoint | None:
         """The one checkpoint between ``requested`` and ``tracked``, or None."""

@@ -44,6 +44,7 @@ from ckptfsm.findings import (
     Evidence,
     TrackerEvidence,
     is_its_own,
+    is_our_tracker,
     is_whole,
     went_on,
     why_not_whole,
@@ -149,15 +150,19 @@ def plan(
 def forget_moved(
     ledger: Ledger,
     decisions: Sequence[Decision],
+    evidence: Evidence,
     lost: frozenset[AttemptId] = frozenset(),
 ) -> Ledger:
     """The ledger to begin with: without what was moved to quarantine by an earlier run.
 
-    What is ``lost`` stays, as evidence, unless it is there again and adopted.
+    What is ``lost``, or what the tracker still names, stays as evidence, unless it is there again and
+    adopted.
     """
     actions = [a for d in decisions for a in d.actions]
     moving = {a.of for a in actions if isinstance(a, Quarantine)}
-    staying = moving | (lost - {a.of for a in actions if isinstance(a, Adopted)})
+    named = {c.id for c in ledger.may_be_named() if c.step == evidence.tracker.step}
+    evident = lost | (named - evidence.aside)
+    staying = moving | (evident - {a.of for a in actions if isinstance(a, Adopted)})
     living = {
         of: c
         for of, c in ledger.checkpoints.items()
@@ -289,7 +294,7 @@ def _decide_unpublished(
     staging = evidence.staging.get(of)
     taken = checkpoint.step in evidence.published
     if checkpoint.in_place:
-        taken = went_on(checkpoint, evidence.tracker.step, ledger.named_by_us())
+        taken = _went_on(checkpoint, ledger, evidence)
     complete = staging is not None and staging.complete and not taken
     if checkpoint.state is State.SHARDS_WRITTEN and complete:
         why = "every shard has a valid receipt: rolled forward"
@@ -300,6 +305,16 @@ def _decide_unpublished(
         why = why or "its name is somebody else's by now"
     failed = Failed(of, "process_lost", why)
     return _decision(checkpoint, "not published", "failed", why, failed, WritersLost(of))
+
+
+def _went_on(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> bool:
+    """True if another trainer went on from what stands at the name of an attempt in place."""
+    step = evidence.tracker.step
+    if step is None:
+        return False
+    named = (c for c in ledger.may_be_named() if c.step == step)
+    ours = is_our_tracker(named, evidence.published.get(step), evidence.aside)
+    return went_on(checkpoint, step, ours)
 
 
 def _decision(
@@ -369,7 +384,7 @@ def _explains(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> boo
     if state in (State.FINALIZED, State.TRACKED, State.PRUNABLE):
         return _is_there(checkpoint, evidence)
     if checkpoint.in_place and there.found == "stock":
-        return not went_on(checkpoint, evidence.tracker.step, ledger.named_by_us())
+        return not _went_on(checkpoint, ledger, evidence)
     if there.of == checkpoint.id:  # damaged before it was ever tracked: that is for a person
         return there.found == "manifest" or state not in UNPUBLISHED
     return checkpoint.in_place and there.found != "manifest"

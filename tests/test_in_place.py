@@ -15,7 +15,7 @@ from test_found_by_review import SHARD, Strike, in_place, ticks
 
 from ckptfsm.coordinator import SaveRequest
 from ckptfsm.documents import Pin, encode
-from ckptfsm.errors import CkptFsmError
+from ckptfsm.errors import CkptFsmError, DamagedRoot, StepExistsError
 from ckptfsm.layout import MANIFEST, QUARANTINE, TRACKER, TRASH
 from ckptfsm.lifecycle import State
 from ckptfsm.messages import AttemptId, Failed, FinalizersRan, PartSpec, ShardReported, WriterGone
@@ -24,6 +24,8 @@ from ckptfsm.retention import LatestN
 from ckptfsm.testing.harness import FakeJob, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writer import write_rank
+
+THREE = "iter_0000003"
 
 
 def stock_begins(disk: SimDisk) -> None:
@@ -539,3 +541,114 @@ def test_I8_a_save_that_has_only_begun_is_no_evidence_for_what_was_staged(resume
     disk.plant_file(f"{TWO}/common.pt", b"x")
     assert tracked(start(disk, "second", resume=resume)) == []
     assert f"{TWO}/common.pt" in disk.snapshot()
+
+
+def left_for_the_first(disk: SimDisk, how: str) -> None:
+    """What was saved after step 1 is left, step 2 is begun in place, and the job is killed."""
+    job = saved(disk, 1)
+    if how == "by hand":
+        job.coordinator.report([Failed(in_place(job, 2), "writer_hung")])
+    job.save(3)
+    if how == "rolled back":
+        job.coordinator.rollback(1)
+    elif how == "not moved":
+        job.storage.before = Strike("rename", f"{THREE} -> ", OSError(errno.EIO, "sick"))
+        job.coordinator.rollback(1)
+    elif how == "withdrawn":
+        job.coordinator.withdraw_damaged(3, "bit rot")
+    elif how == "fresh":
+        disk.kill("first")
+        job = start(disk, "second", resume="fresh")
+    else:
+        job.save(4)
+    if how != "by hand":
+        in_place(job, 2)
+    for name in ("first", "second"):
+        disk.kill(name)
+    if how == "by hand":
+        disk.uproot(THREE)
+        disk.uproot("iter_0000004")
+        disk.overwrite(TRACKER, b"1")
+
+
+LEFT = ("rolled back", "not moved", "withdrawn", "fresh", "by hand")
+LEFT_AND_LOST = [
+    (how, third)
+    for how in LEFT
+    for third in ("whole", "torn", "gone")
+    if (how, third) != ("by hand", "gone")  # nothing tells it from our own, lost
+]
+
+
+@pytest.mark.parametrize("gutted", [False, True])
+@pytest.mark.parametrize(("how", "third"), LEFT_AND_LOST)
+def test_I1_a_tracker_at_a_step_that_was_left_tells_of_another_trainer(
+    how: str, third: str, gutted: bool
+):
+    """Catches: a stock trainer's save moved away, or deleted, as our own tracker once named the step
+    that its newest has now."""
+    disk = SimDisk()
+    left_for_the_first(disk, how)
+    for name in names(disk, THREE) if THREE in names(disk) else ():
+        if name != ".ckptfsm":
+            disk.uproot(f"{THREE}/{name}")
+    stock_saves(disk, 2, PRECIOUS, synced=True)
+    stock_saves(disk, 3, b"three" * 20, synced=True)
+    if third != "whole":
+        disk.uproot(f"{THREE}/{SHARD}" if third == "torn" else THREE)
+    for name in (".metadata", "metadata.json") if gutted else ():
+        disk.uproot(f"{TWO}/{name}")
+    if gutted and how == "fresh" and third != "whole":
+        with pytest.raises(DamagedRoot):
+            start(disk, "third")
+    else:
+        job = start(disk, "third")
+        ticks(job)
+        assert gutted or 2 in tracked(job)
+    assert disk.snapshot()[f"{TWO}/{SHARD}"] == PRECIOUS
+
+
+@pytest.mark.parametrize("loadable", [False, True])
+def test_I10_our_tracker_at_what_is_missing_keeps_no_failed_one(loadable: bool):
+    """Catches: an attempt left at its name for good, as what was withdrawn explains no tracker once it
+    is forgotten."""
+    disk = SimDisk()
+    job, of = tracked_and_in_place(disk, loadable)
+    job.coordinator.report([Failed(of, "writer_hung")])
+    job.save(3)
+    disk.uproot(THREE)
+    job.storage.before = Strike("open_exclusive", TRACKER, OSError(errno.ENOSPC, "full"))
+    job.coordinator.withdraw_damaged(3, "missing")
+    disk.kill("first")
+    job = start(disk, "second")
+    ticks(job)
+    assert tracked(job) == [1] and TWO not in names(disk)
+
+
+def test_I2_nothing_is_written_in_place_where_the_tracker_is():
+    """Catches: what fails in place resumed from, as a full disk kept the tracker at its step."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+    disk.uproot(TWO)
+    job.storage.before = Strike("open_exclusive", TRACKER, OSError(errno.ENOSPC, "full"))
+    job.coordinator.withdraw_damaged(2, "missing")
+    with pytest.raises(StepExistsError, match="the tracker still names iter_0000002"):
+        in_place(job, 2)
+    job.storage.before = None
+    ticks(job)
+    in_place(job, 2)
+
+
+def test_F5_a_failed_one_where_an_adopted_one_was_gives_space_back():
+    """Catches: what fails again and again kept in quarantine, as an adopted one once had its step."""
+    disk = SimDisk()
+    went_on(disk)
+    job = start(disk, "second")
+    job.coordinator.rollback(1)
+    ticks(job)
+    used = disk.used
+    of = in_place(job, 2)
+    write_in_place(job, of, 0)
+    job.fail(of)
+    ticks(job)
+    assert disk.used == used and TWO not in names(disk)

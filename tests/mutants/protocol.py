@@ -880,7 +880,7 @@ FENCES = (
     mutant(
         "in-place-rolls-forward-over-what-is-in-use",
         "recovery",
-        "        taken = went_on(checkpoint, evidence.tracker.step, ledger.named_by_us())\n",
+        "        taken = _went_on(checkpoint, ledger, evidence)\n",
         "        taken = False\n",
         breaks="I8",
         source="F16",
@@ -907,7 +907,7 @@ FENCES = (
     mutant(
         "our-own-later-save-is-another-trainers",
         "findings",
-        "    return tracker == checkpoint.step or tracker not in ours\n",
+        "    return tracker == checkpoint.step or not ours\n",
         "    return True\n",
         breaks="I2",
         source="F16",
@@ -977,8 +977,8 @@ FENCES = (
     mutant(
         "our-own-tracker-is-not-ours-yet",
         "ledger",
-        "        named = self.in_state(State.FINALIZED, State.TRACKED, State.QUARANTINED)\n",
-        "        named = self.in_state(State.TRACKED, State.QUARANTINED)\n",
+        "        named = self.in_state(State.FINALIZED, State.TRACKED)\n",
+        "        named = self.in_state(State.TRACKED)\n",
         breaks="I2",
         source="F3",
         killers=("tests:test_in_place.py::test_I2_our_own_tracker_is_ours_before_it_is_journaled",),
@@ -987,8 +987,8 @@ FENCES = (
     mutant(
         "what-was-withdrawn-is-in-nobodys-tracker",
         "ledger",
-        "        named = self.in_state(State.FINALIZED, State.TRACKED, State.QUARANTINED)\n",
-        "        named = self.in_state(State.FINALIZED, State.TRACKED)\n",
+        "        named += (c for c in self.in_state(State.QUARANTINED) if c.reason in UNUSABLE)\n",
+        "",
         breaks="I2",
         source="F3",
         killers=(
@@ -1033,9 +1033,81 @@ FENCES = (
         why="a clean-up that was put off takes what a reader holds",
     ),
     mutant(
+        "a-step-that-was-left-is-in-our-tracker",
+        "ledger",
+        "for c in self.in_state(State.QUARANTINED) if c.reason in UNUSABLE)\n",
+        "for c in self.in_state(State.QUARANTINED))\n",
+        breaks="I1",
+        source="F16",
+        killers=(
+            "tests:test_in_place.py::test_I1_a_tracker_at_a_step_that_was_left_tells_of_another_trainer",
+        ),
+        why="a stock trainer that saves the step anew is not seen after a rollback that was put off",
+    ),
+    mutant(
+        "whatever-stands-at-our-step-is-ours",
+        "findings",
+        "    return any(there.of == c.id for c in candidates)\n",
+        "    return bool(candidates)\n",
+        breaks="I1",
+        source="F16",
+        killers=(
+            "tests:test_in_place.py::test_I1_a_tracker_at_a_step_that_was_left_tells_of_another_trainer",
+        ),
+        why="a person went back by hand, and a stock trainer's new steps have our old numbers",
+    ),
+    mutant(
+        "what-lies-in-quarantine-is-in-our-tracker",
+        "findings",
+        " if c.state is not State.QUARANTINED or c.id not in aside]\n",
+        "]\n",
+        breaks="I1",
+        source="F19",
+        killers=(
+            "tests:test_in_place.py::test_I1_a_tracker_at_a_step_that_was_left_tells_of_another_trainer",
+        ),
+        why="the newest save of a stock trainer was lost, and what it saved before is moved away",
+    ),
+    mutant(
+        "what-the-tracker-names-is-forgotten",
+        "recovery",
+        "    evident = lost | (named - evidence.aside)\n",
+        "    evident = lost\n",
+        breaks="I10",
+        source="F5",
+        killers=(
+            "tests:test_in_place.py::test_I10_our_tracker_at_what_is_missing_keeps_no_failed_one",
+        ),
+        why="plan and effects tell differently whose the tracker is: an attempt stays for good",
+    ),
+    mutant(
+        "in-place-under-the-tracker",
+        "coordinator",
+        "        if read_tracker(self._storage).step == request.step:",
+        "        if False:",
+        breaks="I2",
+        source="F5",
+        killers=(
+            "tests:test_in_place.py::test_I2_nothing_is_written_in_place_where_the_tracker_is",
+        ),
+        why="the tracker names what is being written, and what fails there is resumed from",
+    ),
+    mutant(
+        "what-was-moved-still-has-its-name",
+        "engine",
+        "        return adopted and not self.effects.lies_in(QUARANTINE, withdrawn)\n",
+        "        return adopted\n",
+        breaks="I10",
+        source="F5",
+        killers=(
+            "tests:test_in_place.py::test_F5_a_failed_one_where_an_adopted_one_was_gives_space_back",
+        ),
+        why="each failed save at the step of an adopted one that was left stays in quarantine",
+    ),
+    mutant(
         "what-is-withdrawn-is-a-failed-ones",
         "engine",
-        'c.state is not State.QUARANTINED or c.provenance == "adopted"',
+        "c.state is not State.QUARANTINED or self._may_be_there(c)",
         "c.state is not State.QUARANTINED",
         breaks="I1",
         source="I1",
@@ -1439,8 +1511,8 @@ FENCES = (
     mutant(
         "what-was-lost-is-forgotten-by-the-next-start",
         "coordinator",
-        "forget_moved(history.ledger, decided.decisions, history.lost)",
-        "forget_moved(history.ledger, decided.decisions)",
+        "forget_moved(history.ledger, decided.decisions, evidence, history.lost)",
+        "forget_moved(history.ledger, decided.decisions, evidence)",
         breaks="I8",
         source="F33",
         killers=(

@@ -128,7 +128,7 @@ def _back(checkpoint: Checkpoint) -> PublishedEvidence:
 
 
 def carry_out(ledger: Ledger, evidence: Evidence, decisions) -> Played:
-    played = Played(forget_moved(ledger, decisions), evidence)
+    played = Played(forget_moved(ledger, decisions, evidence), evidence)
     for decision in decisions:
         for action in decision.actions:
             if isinstance(action, m.Command):
