@@ -9,7 +9,7 @@ a restart decides from what is there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,7 +51,6 @@ from ckptfsm.findings import (
     is_its_own,
     is_our_tracker,
     is_whole,
-    went_on,
     why_not_whole,
 )
 from ckptfsm.layout import (
@@ -75,6 +74,7 @@ from ckptfsm.layout import (
     staging_dir,
     trash_dir,
 )
+from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint
 from ckptfsm.messages import AttemptId, PartSpec
 from ckptfsm.ports import FileStat, Storage
@@ -384,16 +384,13 @@ class Effects:
             return "pin"
         return "reader" if step in self.reader_leases().values() else ""
 
-    def clean_up(
-        self, checkpoint: Checkpoint, *, alone: bool, held: bool, ours: Collection[Checkpoint]
-    ) -> str:
+    def clean_up(self, checkpoint: Checkpoint, *, alone: bool, held: bool, ledger: Ledger) -> str:
         """Move a failed attempt's files aside. Returns where to if it was in place and may be deleted.
 
         What was staged may be deleted: nobody else writes there. What stands at its published name after
         all (a fenced trainer's rename can land late) is moved to quarantine: what was published is never
         deleted from here (I1), nor what somebody completes while it is moved. ``alone``: what stands
-        there can be no other attempt's; ``held``: it is one's. ``ours``: what the tracker names if
-        nobody else wrote it.
+        there can be no other attempt's; ``held``: it is one's. ``ledger`` tells whose the tracker is.
         """
         self.check_epoch()
         directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
@@ -413,7 +410,7 @@ class Effects:
             self._move_aside(name, quarantine_dir(checkpoint.id))
             return ""
         others = owner is not None or held
-        if checkpoint.in_place and (others or self._went_on(checkpoint, ours)):
+        if checkpoint.in_place and (others or self._went_on(checkpoint, ledger)):
             # and no manifest of ours may land there
             sweep_temporaries(self.storage, (f"{name}/{PRIVATE}",))
             return ""
@@ -433,14 +430,13 @@ class Effects:
         still = given_up and is_cut_short(self.storage, moved, checkpoint)
         return moved if still else ""
 
-    def _went_on(self, checkpoint: Checkpoint, ours: Collection[Checkpoint]) -> bool:
+    def _went_on(self, checkpoint: Checkpoint, ledger: Ledger) -> bool:
         """True if another trainer went on from what stands at the name of an attempt in place."""
         step = read_tracker(self.storage).step
-        if step is None:
-            return False
-        named = [c for c in ours if c.step == step]
-        aside = [c.id for c in named if self.lies_in(QUARANTINE, c)]
-        return went_on(checkpoint, step, is_our_tracker(named, self._look(step), aside))
+        if step is None or step <= checkpoint.step:
+            return step == checkpoint.step
+        aside = moved_aside(self.storage, QUARANTINE)
+        return not is_our_tracker(ledger, step, self._look(step), aside)
 
     def give_up(self, of: AttemptId, path: str) -> None:
         """Let what lies in the trash be deleted: it gets a name that no other's late rename aims at."""

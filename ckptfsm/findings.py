@@ -6,11 +6,12 @@ for a checkpoint's only on evidence.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptfsm.layout import MEGATRON, Layout
+from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint, State
 from ckptfsm.messages import AttemptId
 
@@ -91,28 +92,22 @@ def is_its_own(checkpoint: Checkpoint, there: PublishedEvidence, moved: bool) ->
 
 
 def is_our_tracker(
-    named: Iterable[Checkpoint], there: PublishedEvidence | None, aside: Collection[AttemptId]
+    ledger: Ledger, step: int, there: PublishedEvidence | None, aside: Collection[AttemptId]
 ) -> bool:
-    """True if a tracker tells of nobody but us.
+    """True if a tracker at ``step`` tells of nobody but us.
 
-    ``named``: which of ours it may name, at its step (see ``Ledger.may_be_named``); ``there``: what
-    stands there; ``aside``: the attempts of which a directory lies in quarantine. What was withdrawn is
-    moved there only once the tracker names another.
+    ``there``: what stands at that step's name; ``aside``: the attempts of which a directory lies in
+    quarantine. Whoever goes back uses the numbers of steps again, so that we once had this one is not
+    enough: our manifest stands there, or what names nobody, where our newest was or what was withdrawn.
     """
-    candidates = [c for c in named if c.state is not State.QUARANTINED or c.id not in aside]
-    if there is None or (there.found == "damaged" and there.of is None):
-        return bool(candidates)
-    return any(there.of == c.id for c in candidates)
-
-
-def went_on(checkpoint: Checkpoint, tracker: int | None, ours: bool) -> bool:
-    """True if another trainer went on from what stands at the name of an attempt in place.
-
-    The tracker names its step or a newer one then, and it is not ``ours`` (see ``is_our_tracker``).
-    """
-    if tracker is None or tracker < checkpoint.step:
-        return False
-    return tracker == checkpoint.step or not ours
+    named = ledger.may_be_named(step)
+    if there is not None and there.of is not None:
+        return any(c.id == there.of for c in named)
+    last = [c for c in named if c.state is not State.TRACKED or c == ledger.latest()]
+    ours = [c for c in last if c.provenance == "saved"]
+    if there is None or there.found == "no_directory":  # no trainer leaves its tracker at that
+        return bool(ours)
+    return any(is_its_own(c, there, c.id in aside) for c in ours)
 
 
 def why_not_whole(there: PublishedEvidence | None) -> str:

@@ -46,7 +46,6 @@ from ckptfsm.findings import (
     is_its_own,
     is_our_tracker,
     is_whole,
-    went_on,
     why_not_whole,
 )
 from ckptfsm.intent import NO_INTENT, Intent
@@ -155,13 +154,14 @@ def forget_moved(
 ) -> Ledger:
     """The ledger to begin with: without what was moved to quarantine by an earlier run.
 
-    What is ``lost``, or what the tracker still names, stays as evidence, unless it is there again and
-    adopted.
+    What is ``lost`` stays, as evidence, unless it is there again and adopted; so does what is missing
+    where the tracker still names it.
     """
     actions = [a for d in decisions for a in d.actions]
     moving = {a.of for a in actions if isinstance(a, Quarantine)}
-    named = {c.id for c in ledger.may_be_named() if c.step == evidence.tracker.step}
-    evident = lost | (named - evidence.aside)
+    step = evidence.tracker.step
+    named = ledger.may_be_named(step) if step is not None else []
+    evident = lost | {c.id for c in named if c.reason == "missing"}
     staying = moving | (evident - {a.of for a in actions if isinstance(a, Adopted)})
     living = {
         of: c
@@ -310,11 +310,9 @@ def _decide_unpublished(
 def _went_on(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> bool:
     """True if another trainer went on from what stands at the name of an attempt in place."""
     step = evidence.tracker.step
-    if step is None:
-        return False
-    named = (c for c in ledger.may_be_named() if c.step == step)
-    ours = is_our_tracker(named, evidence.published.get(step), evidence.aside)
-    return went_on(checkpoint, step, ours)
+    if step is None or step <= checkpoint.step:
+        return step == checkpoint.step
+    return not is_our_tracker(ledger, step, evidence.published.get(step), evidence.aside)
 
 
 def _decision(

@@ -16,7 +16,7 @@ from test_found_by_review import SHARD, Strike, in_place, ticks
 from ckptfsm.coordinator import SaveRequest
 from ckptfsm.documents import Pin, encode
 from ckptfsm.errors import CkptFsmError, DamagedRoot, StepExistsError
-from ckptfsm.layout import MANIFEST, QUARANTINE, TRACKER, TRASH
+from ckptfsm.layout import MANIFEST, PRIVATE, QUARANTINE, TRACKER, TRASH
 from ckptfsm.lifecycle import State
 from ckptfsm.messages import AttemptId, Failed, FinalizersRan, PartSpec, ShardReported, WriterGone
 from ckptfsm.ports import RankJob
@@ -576,7 +576,7 @@ LEFT_AND_LOST = [
     (how, third)
     for how in LEFT
     for third in ("whole", "torn", "gone")
-    if (how, third) != ("by hand", "gone")  # nothing tells it from our own, lost
+    if (how, third) not in (("by hand", "gone"), ("withdrawn", "gone"))  # or it is ours, and lost
 ]
 
 
@@ -652,3 +652,38 @@ def test_F5_a_failed_one_where_an_adopted_one_was_gives_space_back():
     job.fail(of)
     ticks(job)
     assert disk.used == used and TWO not in names(disk)
+
+
+def put_back(disk: SimDisk, kept: dict[str, bytes | str | None]) -> None:
+    """A person copies step 3 to its name again, and sets the tracker."""
+    for path, data in kept.items():
+        if path.startswith(THREE) and isinstance(data, bytes):
+            disk.overwrite(path, data)
+        elif path.startswith(THREE):
+            SimStorage(disk, "person").mkdir(path)
+    disk.overwrite(TRACKER, b"3")
+
+
+@pytest.mark.parametrize("lost", ["manifest", "private", "all", "a link", "put back"])
+def test_I2_our_tracker_is_ours_though_what_it_names_is_damaged(lost: str):
+    """Catches: a failed attempt adopted, and resumed from, as our newest above it names nobody now, or
+    was put back by a person."""
+    disk = SimDisk()
+    job, of = tracked_and_in_place(disk, loadable=True)
+    job.coordinator.report([Failed(of, "writer_hung")])
+    job.save(3)
+    kept = disk.snapshot()
+    if lost == "put back":
+        job.coordinator.withdraw_damaged(3, "bit rot")
+    disk.kill("first")
+    inside = {"manifest": [MANIFEST], "private": [PRIVATE], "all": [PRIVATE, SHARD, ".metadata"]}
+    for name in inside.get(lost, ()):
+        disk.uproot(f"{THREE}/{name}")
+    if lost == "a link":
+        disk.uproot(THREE)
+        disk.plant_symlink(THREE, "elsewhere")
+    elif lost == "put back":
+        put_back(disk, kept)
+    job = start(disk, "second")
+    ticks(job)
+    assert tracked(job) == [1] and TWO not in names(disk)

@@ -906,9 +906,9 @@ FENCES = (
     ),
     mutant(
         "our-own-later-save-is-another-trainers",
-        "findings",
-        "    return tracker == checkpoint.step or not ours\n",
-        "    return True\n",
+        "ledger",
+        "        return [c for c in named if c.step == step]\n",
+        "        return []\n",
         breaks="I2",
         source="F16",
         killers=(
@@ -1047,8 +1047,8 @@ FENCES = (
     mutant(
         "whatever-stands-at-our-step-is-ours",
         "findings",
-        "    return any(there.of == c.id for c in candidates)\n",
-        "    return bool(candidates)\n",
+        "    last = [c for c in named if c.state is not State.TRACKED or c == ledger.latest()]\n",
+        "    last = named\n",
         breaks="I1",
         source="F16",
         killers=(
@@ -1059,19 +1059,44 @@ FENCES = (
     mutant(
         "what-lies-in-quarantine-is-in-our-tracker",
         "findings",
-        " if c.state is not State.QUARANTINED or c.id not in aside]\n",
-        "]\n",
+        "    return any(is_its_own(c, there, c.id in aside) for c in ours)\n",
+        "    return any(is_its_own(c, there, False) for c in ours)\n",
         breaks="I1",
-        source="F19",
+        source="F16",
         killers=(
             "tests:test_in_place.py::test_I1_a_tracker_at_a_step_that_was_left_tells_of_another_trainer",
         ),
-        why="the newest save of a stock trainer was lost, and what it saved before is moved away",
+        why="what stands where a damaged one was, which was moved away, is a stock trainer's",
+    ),
+    mutant(
+        "our-tracker-is-only-at-a-manifest",
+        "findings",
+        "    return any(is_its_own(c, there, c.id in aside) for c in ours)\n",
+        "    return False\n",
+        breaks="I2",
+        source="F21",
+        killers=(
+            "tests:test_in_place.py::test_I2_our_tracker_is_ours_though_what_it_names_is_damaged",
+        ),
+        why="our newest loses its manifest, and a failed attempt below is adopted and resumed from",
+    ),
+    mutant(
+        "what-was-put-back-is-not-ours",
+        "findings",
+        "        return any(c.id == there.of for c in named)\n",
+        "        named = [c for c in named if c.id not in aside]\n"
+        "        return any(c.id == there.of for c in named)\n",
+        breaks="I2",
+        source="F21",
+        killers=(
+            "tests:test_in_place.py::test_I2_our_tracker_is_ours_though_what_it_names_is_damaged",
+        ),
+        why="a person copies it back from quarantine, and a failed attempt below is resumed from",
     ),
     mutant(
         "what-the-tracker-names-is-forgotten",
         "recovery",
-        "    evident = lost | (named - evidence.aside)\n",
+        '    evident = lost | {c.id for c in named if c.reason == "missing"}\n',
         "    evident = lost\n",
         breaks="I10",
         source="F5",
