@@ -72,6 +72,20 @@ def test_I8_a_rollback_goes_on_over_a_tracker_that_an_opening_wrote():
     machine.teardown()
 
 
+def test_I8_what_a_save_that_was_cut_short_leaves_is_no_limit_for_a_stock_trainer():
+    """Found by a release run. Catches: a machine that takes for certain that a start which died had
+    journaled the only save, so that nothing above it may be adopted."""
+    machine = RecoveryMachine()
+    machine.begin(saved=0, adopted=0, keep=None)
+    machine.leave(closes=False, blow=None)
+    machine.start("fallback", keep=None, blow=None, rate=0.0, seed=0)
+    machine.save(ahead=1, blow=(67, 0))
+    machine.power_fails(how="all_lost")
+    machine.start("fallback", keep=None, blow=(0, 0), rate=0.0, seed=0)
+    machine.stock_saves(ahead=1, tracked=False, synced=False)
+    machine.teardown()
+
+
 def test_I11_an_illegal_move_is_a_violation():
     """Catches: a trainer that takes our own bugs for one more refusal."""
 

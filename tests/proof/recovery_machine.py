@@ -318,9 +318,9 @@ class RecoveryMachine(RuleBasedStateMachine):
         if seen.step is not None:
             limit = reach = seen.step
         else:  # the journal's newest counts, which may lack what was cut short
-            sure_of = (step for step, shard in self.tracked.items() if shard not in self.unsure)
+            sure_of = [step for step, shard in self.tracked.items() if shard not in self.unsure]
             limit = max(sure_of, default=max(offered, default=ANY))
-            reach = max((*self.tracked, *offered)) if self.tracked else ANY
+            reach = max((*self.tracked, *offered)) if sure_of else ANY
         for step, shard in seen.at.items():
             sure = self.in_use(step, shard, limit)
             if sure and kind == "fresh":
