@@ -435,8 +435,9 @@ class Effects:
         step = read_tracker(self.storage).step
         if step is None or step <= checkpoint.step:
             return step == checkpoint.step
-        aside = moved_aside(self.storage, QUARANTINE)
-        return not is_our_tracker(ledger, step, self._look(step), aside)
+        latest, aside = ledger.latest(), moved_aside(self.storage, QUARANTINE)
+        asked = {step, latest.step if latest is not None else step}
+        return not is_our_tracker(ledger, step, {n: self._look(n) for n in asked}, aside)
 
     def give_up(self, of: AttemptId, path: str) -> None:
         """Let what lies in the trash be deleted: it gets a name that no other's late rename aims at."""

@@ -92,22 +92,28 @@ def is_its_own(checkpoint: Checkpoint, there: PublishedEvidence, moved: bool) ->
 
 
 def is_our_tracker(
-    ledger: Ledger, step: int, there: PublishedEvidence | None, aside: Collection[AttemptId]
+    ledger: Ledger,
+    step: int,
+    published: Mapping[int, PublishedEvidence | None],
+    aside: Collection[AttemptId],
 ) -> bool:
     """True if a tracker at ``step`` tells of nobody but us.
 
-    ``there``: what stands at that step's name; ``aside``: the attempts of which a directory lies in
-    quarantine. Whoever goes back uses the numbers of steps again, so that we once had this one is not
-    enough: our manifest stands there, or what names nobody, where our newest was or what was withdrawn.
+    ``published``: what stands at that step's name, and at that of the newest tracked; ``aside``: the
+    attempts of which a directory lies in quarantine. Whoever goes back uses the numbers of steps again,
+    so that we once had this one is not enough: our manifest stands there; or what names nobody, where
+    what was withdrawn was, or our newest, or below that if it is still there (a rollback cut short).
     """
-    named = ledger.may_be_named(step)
+    there, latest = published.get(step), ledger.latest()
+    named = [c for c in ledger.may_be_named(step) if c.provenance == "saved"]
     if there is not None and there.of is not None:
         return any(c.id == there.of for c in named)
-    last = [c for c in named if c.state is not State.TRACKED or c == ledger.latest()]
-    ours = [c for c in last if c.provenance == "saved"]
+    above = published.get(latest.step) if latest is not None else None
+    if latest is not None and (above is None or above.of != latest.id):
+        named = [c for c in named if c.state is not State.TRACKED or c == latest]
     if there is None or there.found == "no_directory":  # no trainer leaves its tracker at that
-        return bool(ours)
-    return any(is_its_own(c, there, c.id in aside) for c in ours)
+        return bool(named)
+    return any(is_its_own(c, there, c.id in aside) for c in named)
 
 
 def why_not_whole(there: PublishedEvidence | None) -> str:

@@ -312,7 +312,7 @@ def _went_on(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> bool
     step = evidence.tracker.step
     if step is None or step <= checkpoint.step:
         return step == checkpoint.step
-    return not is_our_tracker(ledger, step, evidence.published.get(step), evidence.aside)
+    return not is_our_tracker(ledger, step, evidence.published, evidence.aside)
 
 
 def _decision(

@@ -339,19 +339,24 @@ def tracked_and_in_place(disk: SimDisk, loadable: bool) -> tuple[FakeJob, Attemp
     return job, of
 
 
+class DiesAfterItsTracker:
+    """A process's death between its tracker and the next record of its journal."""
+
+    def __init__(self) -> None:
+        self.written = False
+
+    def __call__(self, index: int, method: str, path: str) -> None:
+        if method == "rename" and path.endswith(f"-> {TRACKER}"):
+            self.written = True
+        elif self.written and in_journal(path) and method == "pwrite":
+            raise ProcessDead("dies")
+
+
 def dies_after_its_tracker(disk: SimDisk, loadable: bool) -> None:
     """Step 2 failed; step 3 is saved, and killed between the tracker and its record."""
     job, of = tracked_and_in_place(disk, loadable)
     job.coordinator.report([Failed(of, "finalizers"), WriterGone(of, 0)])
-    written: list[str] = []
-
-    def before(index: int, method: str, path: str) -> None:
-        if method == "rename" and path.endswith(f"-> {TRACKER}"):
-            written.append(path)
-        elif written and in_journal(path) and method == "pwrite":
-            raise ProcessDead("dies")
-
-    job.storage.before = before
+    job.storage.before = DiesAfterItsTracker()
     with suppress(ProcessDead, CkptFsmError):
         job.save(3)
     assert content(disk, TRACKER) == b"3"
@@ -664,6 +669,16 @@ def put_back(disk: SimDisk, kept: dict[str, bytes | str | None]) -> None:
     disk.overwrite(TRACKER, b"3")
 
 
+def damage_three(disk: SimDisk, lost: str) -> None:
+    """Step 3 loses what tells whose it is."""
+    inside = {"manifest": [MANIFEST], "private": [PRIVATE], "all": [PRIVATE, SHARD, ".metadata"]}
+    for name in inside.get(lost, ()):
+        disk.uproot(f"{THREE}/{name}")
+    if lost == "a link":
+        disk.uproot(THREE)
+        disk.plant_symlink(THREE, "elsewhere")
+
+
 @pytest.mark.parametrize("lost", ["manifest", "private", "all", "a link", "put back"])
 def test_I2_our_tracker_is_ours_though_what_it_names_is_damaged(lost: str):
     """Catches: a failed attempt adopted, and resumed from, as our newest above it names nobody now, or
@@ -676,14 +691,43 @@ def test_I2_our_tracker_is_ours_though_what_it_names_is_damaged(lost: str):
     if lost == "put back":
         job.coordinator.withdraw_damaged(3, "bit rot")
     disk.kill("first")
-    inside = {"manifest": [MANIFEST], "private": [PRIVATE], "all": [PRIVATE, SHARD, ".metadata"]}
-    for name in inside.get(lost, ()):
-        disk.uproot(f"{THREE}/{name}")
-    if lost == "a link":
-        disk.uproot(THREE)
-        disk.plant_symlink(THREE, "elsewhere")
-    elif lost == "put back":
+    if lost == "put back":
         put_back(disk, kept)
+    else:
+        damage_three(disk, lost)
     job = start(disk, "second")
     ticks(job)
     assert tracked(job) == [1] and TWO not in names(disk)
+
+
+@pytest.mark.parametrize("lost", ["manifest", "all", "a link"])
+def test_I2_a_rollback_cut_short_resumes_from_no_failed_attempt(lost: str):
+    """Catches: a failed attempt resumed from, as the tracker is at the target of a rollback already,
+    and the target names nobody now."""
+    disk = SimDisk()
+    job, of = tracked_and_in_place(disk, loadable=True)
+    job.coordinator.report([Failed(of, "writer_hung")])
+    job.save(3)
+    job.save(4)
+    job.storage.before = DiesAfterItsTracker()
+    with suppress(ProcessDead, CkptFsmError):
+        job.coordinator.rollback(3)
+    assert content(disk, TRACKER) == b"3"
+    disk.kill("first")
+    damage_three(disk, lost)
+    job = start(disk, "second")
+    ticks(job)
+    assert tracked(job) == [1] and TWO not in names(disk)
+
+
+def test_I8_what_is_adopted_first_does_not_change_whose_the_tracker_is():
+    """Catches: a stock trainer's save moved away, and an opening that fails, as what it saved over ours
+    is adopted under our id before the clean-up asks."""
+    disk = SimDisk()
+    left_for_the_first(disk, "not moved")
+    stock_saves(disk, 2, PRECIOUS, synced=True)
+    disk.overwrite(f"{THREE}/{SHARD}", b"T" * len(content(disk, f"{THREE}/{SHARD}")))
+    disk.overwrite(TRACKER, b"3")
+    job = start(disk, "second")
+    ticks(job)
+    assert 3 in tracked(job) and disk.snapshot()[f"{TWO}/{SHARD}"] == PRECIOUS

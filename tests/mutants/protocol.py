@@ -1047,8 +1047,8 @@ FENCES = (
     mutant(
         "whatever-stands-at-our-step-is-ours",
         "findings",
-        "    last = [c for c in named if c.state is not State.TRACKED or c == ledger.latest()]\n",
-        "    last = named\n",
+        "        named = [c for c in named if c.state is not State.TRACKED or c == latest]\n",
+        "        pass\n",
         breaks="I1",
         source="F16",
         killers=(
@@ -1059,8 +1059,8 @@ FENCES = (
     mutant(
         "what-lies-in-quarantine-is-in-our-tracker",
         "findings",
-        "    return any(is_its_own(c, there, c.id in aside) for c in ours)\n",
-        "    return any(is_its_own(c, there, False) for c in ours)\n",
+        "    return any(is_its_own(c, there, c.id in aside) for c in named)\n",
+        "    return any(is_its_own(c, there, False) for c in named)\n",
         breaks="I1",
         source="F16",
         killers=(
@@ -1069,9 +1069,33 @@ FENCES = (
         why="what stands where a damaged one was, which was moved away, is a stock trainer's",
     ),
     mutant(
+        "a-rollback-cut-short-is-another-trainers",
+        "findings",
+        "(above is None or above.of != latest.id)",
+        "True",
+        breaks="I2",
+        source="F21",
+        killers=(
+            "tests:test_in_place.py::test_I2_a_rollback_cut_short_resumes_from_no_failed_attempt",
+        ),
+        why="the tracker is at the target already, which loses its manifest",
+    ),
+    mutant(
+        "what-was-adopted-is-in-our-tracker",
+        "findings",
+        '    named = [c for c in ledger.may_be_named(step) if c.provenance == "saved"]\n',
+        "    named = ledger.may_be_named(step)\n",
+        breaks="I8",
+        source="F16",
+        killers=(
+            "tests:test_in_place.py::test_I8_what_is_adopted_first_does_not_change_whose_the_tracker_is",
+        ),
+        why="plan and effects disagree, and an opening fails; a stock trainer's save goes to quarantine",
+    ),
+    mutant(
         "our-tracker-is-only-at-a-manifest",
         "findings",
-        "    return any(is_its_own(c, there, c.id in aside) for c in ours)\n",
+        "    return any(is_its_own(c, there, c.id in aside) for c in named)\n",
         "    return False\n",
         breaks="I2",
         source="F21",
