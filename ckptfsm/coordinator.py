@@ -243,7 +243,7 @@ class Coordinator:
             self._layout,
         )
         self._opened = Engine(self._storage, self._clock, lease, trade)
-        ledger = forget_moved(history.ledger, decided.decisions, evidence, history.lost)
+        ledger = forget_moved(history.ledger, decided.decisions, history.lost)
         self._engine.begin(replace(history, ledger=ledger), self._identity)
         Opening(self._storage, self._clock, self._engine, self._options.resume).run(
             history, decided

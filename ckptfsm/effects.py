@@ -46,13 +46,7 @@ from ckptfsm.evidence import (
     read_tracker,
     which_comes_back,
 )
-from ckptfsm.findings import (
-    PublishedEvidence,
-    is_its_own,
-    is_our_tracker,
-    is_whole,
-    why_not_whole,
-)
+from ckptfsm.findings import PublishedEvidence, is_its_own, is_whole, went_on, why_not_whole
 from ckptfsm.layout import (
     MANIFEST,
     PINS,
@@ -72,9 +66,9 @@ from ckptfsm.layout import (
     pin_name,
     quarantine_dir,
     staging_dir,
+    tracker_text,
     trash_dir,
 )
-from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint
 from ckptfsm.messages import AttemptId, PartSpec
 from ckptfsm.ports import FileStat, Storage
@@ -241,7 +235,7 @@ class Effects:
     def write_tracker(self, step: int) -> None:
         """Make the tracker name ``step``, durably, and read it back (I2)."""
         self.check_epoch()
-        put(self.storage, TRACKER, b"%d" % step, tag=self.tag, check=self.check_epoch)
+        put(self.storage, TRACKER, tracker_text(step), tag=self.tag, check=self.check_epoch)
         seen = read_tracker(self.storage)
         if seen.step != step:
             raise OutcomeUnknown(
@@ -384,13 +378,13 @@ class Effects:
             return "pin"
         return "reader" if step in self.reader_leases().values() else ""
 
-    def clean_up(self, checkpoint: Checkpoint, *, alone: bool, held: bool, ledger: Ledger) -> str:
+    def clean_up(self, checkpoint: Checkpoint, *, alone: bool, held: bool) -> str:
         """Move a failed attempt's files aside. Returns where to if it was in place and may be deleted.
 
         What was staged may be deleted: nobody else writes there. What stands at its published name after
         all (a fenced trainer's rename can land late) is moved to quarantine: what was published is never
         deleted from here (I1), nor what somebody completes while it is moved. ``alone``: what stands
-        there can be no other attempt's; ``held``: it is one's. ``ledger`` tells whose the tracker is.
+        there can be no other attempt's; ``held``: it is one's.
         """
         self.check_epoch()
         directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
@@ -410,7 +404,7 @@ class Effects:
             self._move_aside(name, quarantine_dir(checkpoint.id))
             return ""
         others = owner is not None or held
-        if checkpoint.in_place and (others or self._went_on(checkpoint, ledger)):
+        if checkpoint.in_place and (others or went_on(checkpoint, read_tracker(self.storage))):
             # and no manifest of ours may land there
             sweep_temporaries(self.storage, (f"{name}/{PRIVATE}",))
             return ""
@@ -429,15 +423,6 @@ class Effects:
         moved = self._move_aside(directory, aside(checkpoint.id))
         still = given_up and is_cut_short(self.storage, moved, checkpoint)
         return moved if still else ""
-
-    def _went_on(self, checkpoint: Checkpoint, ledger: Ledger) -> bool:
-        """True if another trainer went on from what stands at the name of an attempt in place."""
-        step = read_tracker(self.storage).step
-        if step is None or step <= checkpoint.step:
-            return step == checkpoint.step
-        latest, aside = ledger.latest(), moved_aside(self.storage, QUARANTINE)
-        asked = {step, latest.step if latest is not None else step}
-        return not is_our_tracker(ledger, step, {n: self._look(n) for n in asked}, aside)
 
     def give_up(self, of: AttemptId, path: str) -> None:
         """Let what lies in the trash be deleted: it gets a name that no other's late rename aims at."""

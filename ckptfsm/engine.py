@@ -402,8 +402,7 @@ class Engine:
         same = [c for c in self.ledger.in_state(*states) if c.step == checkpoint.step]
         others = [c for c in same if c.state is not State.QUARANTINED or self._may_be_there(c)]
         held = any(self._has_its_name(other) for other in others)
-        ledger = self.ledger
-        aside = self.effects.clean_up(checkpoint, alone=not others, held=held, ledger=ledger)
+        aside = self.effects.clean_up(checkpoint, alone=not others, held=held)
         self.post(Cleaned(checkpoint.id))
         self._give_up(checkpoint.id, aside)
 

@@ -28,6 +28,7 @@ from ckptfsm.layout import (
     parse_attempt,
     parse_tracker,
     planned_name,
+    tracker_text,
 )
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint, State, expected_reports
@@ -44,10 +45,13 @@ def read_tracker(storage: Storage) -> TrackerEvidence:
     found = lookup(storage, TRACKER)
     if found is None:
         return TrackerEvidence("missing")
-    value = parse_tracker(storage.read(TRACKER, 256)) if found.kind == "file" else None
+    text = storage.read(TRACKER, 256) if found.kind == "file" else b""
+    value = parse_tracker(text)
     if value is None:
         return TrackerEvidence("torn")
-    return TrackerEvidence("release") if isinstance(value, str) else TrackerEvidence("step", value)
+    if isinstance(value, str):
+        return TrackerEvidence("release")
+    return TrackerEvidence("step", value, by_us=text == tracker_text(value))
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest | None:

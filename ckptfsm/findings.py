@@ -6,13 +6,12 @@ for a checkpoint's only on evidence.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptfsm.layout import MEGATRON, Layout
-from ckptfsm.ledger import Ledger
-from ckptfsm.lifecycle import Checkpoint, State
+from ckptfsm.lifecycle import Checkpoint
 from ckptfsm.messages import AttemptId
 
 
@@ -43,10 +42,14 @@ class StagingEvidence:
 
 @dataclass(frozen=True, slots=True)
 class TrackerEvidence:
-    """What the tracker file says: a step, ``release``, nothing, or something else (torn)."""
+    """What the tracker file says: a step, ``release``, nothing, or something else (torn).
+
+    ``by_us``: it is written as we write it, so no stock trainer has written it since.
+    """
 
     found: Literal["missing", "step", "release", "torn"]
     step: int | None = None
+    by_us: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,29 +94,14 @@ def is_its_own(checkpoint: Checkpoint, there: PublishedEvidence, moved: bool) ->
     return not moved and there.found != "no_directory"
 
 
-def is_our_tracker(
-    ledger: Ledger,
-    step: int,
-    published: Mapping[int, PublishedEvidence | None],
-    aside: Collection[AttemptId],
-) -> bool:
-    """True if a tracker at ``step`` tells of nobody but us.
+def went_on(checkpoint: Checkpoint, tracker: TrackerEvidence) -> bool:
+    """True if another trainer went on from what stands at the name of an attempt in place.
 
-    ``published``: what stands at that step's name, and at that of the newest tracked; ``aside``: the
-    attempts of which a directory lies in quarantine. Whoever goes back uses the numbers of steps again,
-    so that we once had this one is not enough: our manifest stands there; or what names nobody, where
-    what was withdrawn was, or our newest, or below that if it is still there (a rollback cut short).
+    It wrote the tracker then, at that step or at a newer one. Our own names nothing unfinished.
     """
-    there, latest = published.get(step), ledger.latest()
-    named = [c for c in ledger.may_be_named(step) if c.provenance == "saved"]
-    if there is not None and there.of is not None:
-        return any(c.id == there.of for c in named)
-    above = published.get(latest.step) if latest is not None else None
-    if latest is not None and (above is None or above.of != latest.id):
-        named = [c for c in named if c.state is not State.TRACKED or c == latest]
-    if there is None or there.found == "no_directory":  # no trainer leaves its tracker at that
-        return bool(named)
-    return any(is_its_own(c, there, c.id in aside) for c in named)
+    if tracker.step is None or tracker.step < checkpoint.step:
+        return False
+    return tracker.step == checkpoint.step or not tracker.by_us
 
 
 def why_not_whole(there: PublishedEvidence | None) -> str:

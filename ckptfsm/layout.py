@@ -173,6 +173,11 @@ def parse_reader(name: str) -> int | None:
     return parse_pin(name.split(".", 1)[0] + ".json") if name.endswith(".json") else None
 
 
+def tracker_text(step: int) -> bytes:
+    """The tracker's content as we write it: stock trainers end theirs without a newline."""
+    return b"%d\n" % step
+
+
 def parse_tracker(text: bytes) -> int | str | None:
     """The tracker's content: a step, ``"release"``, or None when it is neither."""
     try:

@@ -25,7 +25,6 @@ from ckptfsm.lifecycle import (
 )
 from ckptfsm.messages import (
     MAX_STEP,
-    UNUSABLE,
     AttemptId,
     Command,
     Event,
@@ -85,16 +84,6 @@ class Ledger:
         """The newest tracked checkpoint: the one the tracker names."""
         tracked = self.in_state(State.TRACKED)
         return tracked[-1] if tracked else None
-
-    def may_be_named(self, step: int) -> list[Checkpoint]:
-        """Those of ``step`` that the tracker may name without anybody else having written it.
-
-        A write of ours may not be journaled yet, and what was withdrawn as unusable may still be in it.
-        For a rollback or a fresh start the tracker is written first.
-        """
-        named = self.in_state(State.FINALIZED, State.TRACKED)
-        named += (c for c in self.in_state(State.QUARANTINED) if c.reason in UNUSABLE)
-        return [c for c in named if c.step == step]
 
     def in_flight(self) -> Checkpoint | None:
         """The one checkpoint between ``requested`` and ``tracked``, or None."""

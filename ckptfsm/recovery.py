@@ -44,8 +44,8 @@ from ckptfsm.findings import (
     Evidence,
     TrackerEvidence,
     is_its_own,
-    is_our_tracker,
     is_whole,
+    went_on,
     why_not_whole,
 )
 from ckptfsm.intent import NO_INTENT, Intent
@@ -149,20 +149,15 @@ def plan(
 def forget_moved(
     ledger: Ledger,
     decisions: Sequence[Decision],
-    evidence: Evidence,
     lost: frozenset[AttemptId] = frozenset(),
 ) -> Ledger:
     """The ledger to begin with: without what was moved to quarantine by an earlier run.
 
-    What is ``lost`` stays, as evidence, unless it is there again and adopted; so does what is missing
-    where the tracker still names it.
+    What is ``lost`` stays, as evidence, unless it is there again and adopted.
     """
     actions = [a for d in decisions for a in d.actions]
     moving = {a.of for a in actions if isinstance(a, Quarantine)}
-    step = evidence.tracker.step
-    named = ledger.may_be_named(step) if step is not None else []
-    evident = lost | {c.id for c in named if c.reason == "missing"}
-    staying = moving | (evident - {a.of for a in actions if isinstance(a, Adopted)})
+    staying = moving | (lost - {a.of for a in actions if isinstance(a, Adopted)})
     living = {
         of: c
         for of, c in ledger.checkpoints.items()
@@ -294,7 +289,7 @@ def _decide_unpublished(
     staging = evidence.staging.get(of)
     taken = checkpoint.step in evidence.published
     if checkpoint.in_place:
-        taken = _went_on(checkpoint, ledger, evidence)
+        taken = went_on(checkpoint, evidence.tracker)
     complete = staging is not None and staging.complete and not taken
     if checkpoint.state is State.SHARDS_WRITTEN and complete:
         why = "every shard has a valid receipt: rolled forward"
@@ -305,14 +300,6 @@ def _decide_unpublished(
         why = why or "its name is somebody else's by now"
     failed = Failed(of, "process_lost", why)
     return _decision(checkpoint, "not published", "failed", why, failed, WritersLost(of))
-
-
-def _went_on(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> bool:
-    """True if another trainer went on from what stands at the name of an attempt in place."""
-    step = evidence.tracker.step
-    if step is None or step <= checkpoint.step:
-        return step == checkpoint.step
-    return not is_our_tracker(ledger, step, evidence.published, evidence.aside)
 
 
 def _decision(
@@ -382,7 +369,7 @@ def _explains(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> boo
     if state in (State.FINALIZED, State.TRACKED, State.PRUNABLE):
         return _is_there(checkpoint, evidence)
     if checkpoint.in_place and there.found == "stock":
-        return not _went_on(checkpoint, ledger, evidence)
+        return not went_on(checkpoint, evidence.tracker)
     if there.of == checkpoint.id:  # damaged before it was ever tracked: that is for a person
         return there.found == "manifest" or state not in UNPUBLISHED
     return checkpoint.in_place and there.found != "manifest"

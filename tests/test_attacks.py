@@ -204,7 +204,7 @@ def test_I2_a_strangers_directory_at_the_published_name_is_not_ours():
 
     job.storage.before = before
     of = job.save(2)
-    assert job.acknowledged == [1] and disk.snapshot()[TRACKER] == b"1"
+    assert job.acknowledged == [1] and disk.snapshot()[TRACKER] == b"1\n"
     assert job.coordinator.ledger.checkpoints[of].state is not State.TRACKED
     assert names(disk, TWO) == ["x"], "what is not ours is left as it is"
 

@@ -505,7 +505,7 @@ def test_F30_a_hostile_manifest_is_damage(name: str):
     manifest["files"].append({"name": name, "bytes": 0, "digest": None})
     replace(disk, path, json.dumps(manifest).encode())
     job = start(disk, "second")
-    assert tracked(job) == [1] and content(disk, TRACKER) == b"1"
+    assert tracked(job) == [1] and content(disk, TRACKER) == b"1\n"
     assert any("iter_0000002" in path for path in below(disk, ".ckptfsm/quarantine/")) or below(
         disk, ".ckptfsm/quarantine/2."
     )
@@ -654,7 +654,7 @@ def test_F17_a_tracker_edited_by_hand_is_said_and_mended():
     replace(disk, TRACKER, b"1\n")
     job = start(disk, "second", opened=False)
     report = job.open()
-    assert report.latest_step == 2 and content(disk, TRACKER) == b"2"
+    assert report.latest_step == 2 and content(disk, TRACKER) == b"2\n"
     assert any("rollback()" in warning for warning in report.warnings)
 
 
@@ -680,7 +680,7 @@ def test_F18_a_torn_tracker_is_rebuilt_with_a_warning(name: str):
     replace(disk, TRACKER, TORN.get(name, b"release\n"))
     job = start(disk, "second", opened=False)
     report = job.open()
-    assert report.latest_step == 2 and content(disk, TRACKER) == b"2"
+    assert report.latest_step == 2 and content(disk, TRACKER) == b"2\n"
     assert any("tracker" in warning for warning in report.warnings)
 
 
@@ -701,9 +701,9 @@ def test_F18_a_tracker_that_is_a_link_is_not_followed():
     SimStorage(disk, "vandal").rename(TRACKER, "elsewhere")
     disk.plant_symlink(TRACKER, "elsewhere")
     job = start(disk, "second")
-    assert disk.snapshot()["elsewhere"] == b"1" and content(disk, TRACKER) == b"1"
+    assert disk.snapshot()["elsewhere"] == b"1\n" and content(disk, TRACKER) == b"1\n"
     job.save(2)
-    assert disk.snapshot()["elsewhere"] == b"1"
+    assert disk.snapshot()["elsewhere"] == b"1\n"
 
 
 @pytest.mark.parametrize("damage", ["missing", "gutted", "no_manifest", "torn_manifest", "short"])
@@ -724,7 +724,7 @@ def test_F19_the_tracker_names_what_is_not_whole(damage: str):
         replace(disk, "iter_0000002/__1_0.distcp", b"short")
     job = start(disk, "second", opened=False)
     report = job.open()
-    assert report.latest_step == 1 and content(disk, TRACKER) == b"1"
+    assert report.latest_step == 1 and content(disk, TRACKER) == b"1\n"
     assert any("2" in warning and "falling back to 1" in warning for warning in report.warnings)
     job.save(2)
     assert tracked(job) == [1, 2]

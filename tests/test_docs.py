@@ -271,7 +271,7 @@ def test_the_tutorial(tmp_path):
     assert again.wait(TIMEOUT_S) == 0, "\n".join(lines_of(tmp_path)[-40:])
     steps = [line.split() for line in lines_of(tmp_path) if line.startswith("step ")]
     assert int(steps[0][1]) in (killed_at + 1, killed_at + 11)  # a written save is rolled forward
-    assert tracker.read_text() == "60"
+    assert tracker.read_text().strip() == "60"
     names = sorted(p.name for p in (tmp_path / "runs/tutorial").glob("iter_*"))
     assert names == ["iter_0000050", "iter_0000060"]
 

@@ -304,7 +304,7 @@ def test_a_begun_checkpoint_is_loaded_around_as_a_whole(tmp_path: Path) -> None:
             queue.schedule_async_request(partial(optimizer.noting, part, make))
         queue.close()
     assert optimizer.calls == ["load", "a", "b", "offload"]
-    assert (tmp_path / "root" / TRACKER).read_text() == "1"
+    assert (tmp_path / "root" / TRACKER).read_text().strip() == "1"
 
 
 @contextlib.contextmanager
@@ -429,7 +429,7 @@ class Training:
 
     def tracked(self, below: str = "") -> str | None:
         tracker = self.root / below / TRACKER
-        return tracker.read_text() if tracker.exists() else None
+        return tracker.read_text().strip() if tracker.exists() else None
 
     def iterations(self, below: str = "") -> list[int]:
         return sorted(int(p.name[5:]) for p in (self.root / below).glob("iter_*"))

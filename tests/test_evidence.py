@@ -91,7 +91,9 @@ def entries(disk: SimDisk) -> tuple[FileEntry, ...]:
     ("content", "expected"),
     [
         (b"100", TrackerEvidence("step", 100)),
+        (b"100\n", TrackerEvidence("step", 100, by_us=True)),
         (b" 100 \n", TrackerEvidence("step", 100)),
+        (b"0100\n", TrackerEvidence("step", 100)),
         (b"0", TrackerEvidence("step", 0)),
         (b"release\n", TrackerEvidence("release")),
         (b"", TrackerEvidence("torn")),
@@ -307,7 +309,7 @@ def test_gather_changes_nothing_and_finds_everything(disk: SimDisk):
     before = disk.snapshot()
     found = gather_evidence(reader(disk), MEGATRON, Ledger().restore(WRITTEN))
     assert disk.snapshot() == before
-    assert found.tracker == TrackerEvidence("step", 1)
+    assert found.tracker == TrackerEvidence("step", 1, by_us=True)
     assert {step: e.found for step, e in found.published.items()} == {1: "manifest"}
     assert {of: e.complete for of, e in found.staging.items()} == {
         OF: True,

@@ -96,10 +96,10 @@ def test_I2_a_pending_prune_does_not_outlive_what_superseded_it():
     assert states(job)["4.e1.a2"] == "prunable" and FOUR in names(disk)
     job.storage.before = fails("open_exclusive", lambda p: p.startswith(TRACKER), errno.ENOSPC)
     job.coordinator.withdraw_damaged(6, "bit rot")
-    assert content(disk, TRACKER) == b"6", "it lags"
+    assert content(disk, TRACKER) == b"6\n", "it lags"
     job.coordinator.tick()
     assert tracked(job) == [1, 4] and FOUR in names(disk)
-    assert content(disk, TRACKER) == b"4"
+    assert content(disk, TRACKER) == b"4\n"
 
 
 def test_I2_a_withdrawn_step_leaves_the_tracker_though_an_older_prune_is_undecided():
@@ -120,11 +120,11 @@ def test_I2_a_withdrawn_step_leaves_the_tracker_though_an_older_prune_is_undecid
     job.storage.before = before
     job.coordinator.withdraw_damaged(3, "bit rot")
     job.save(2)
-    assert failed and states(job)["2.e1.a2"] == "prunable" and content(disk, TRACKER) == b"2"
+    assert failed and states(job)["2.e1.a2"] == "prunable" and content(disk, TRACKER) == b"2\n"
     job.coordinator.withdraw_damaged(2, "bit rot again")
     job.storage.before = None
     job.coordinator.tick()
-    assert content(disk, TRACKER) == b"1" and TWO not in names(disk)
+    assert content(disk, TRACKER) == b"1\n" and TWO not in names(disk)
     older = "2.e1.a2"  # nothing newer is whole any more, and its name was taken
     assert names(disk, QUARANTINE) == [older, "2.e1.a4", "3.e1.a3"]
     job.save(2)

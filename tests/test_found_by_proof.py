@@ -144,13 +144,13 @@ def test_I2_a_start_that_cannot_journal_does_not_write_the_tracker_back():
     first.storage.after = after
     with pytest.raises(ProcessDead):
         first.save(2)
-    assert killed and content(disk, TRACKER) == b"2"
+    assert killed and content(disk, TRACKER) == b"2\n"
     disk.kill("first")
     full = start(disk, "full", opened=False)
     failed = fails_after(full, makes(TRACKER), "pwrite", in_journal)
     with suppress(StorageError):
         full.open()
-    assert failed and content(disk, TRACKER) == b"2"
+    assert failed and content(disk, TRACKER) == b"2\n"
     disk.kill("full")
     assert tracked(restarted(disk, latest=2)) == [1, 2]
 
@@ -170,7 +170,7 @@ def test_I8_a_torn_tracker_does_not_make_a_strangers_newer_step_the_latest(monke
     assert [(d.subject, d.result) for d in report.decisions if not d.actions] == [
         ("iter_0000009", "reported")
     ]
-    assert content(disk, TRACKER) == b"1" and "iter_0000009" in names(disk)
+    assert content(disk, TRACKER) == b"1\n" and "iter_0000009" in names(disk)
 
 
 def test_F19_a_fresh_start_leaves_no_tracker_that_names_what_it_put_aside():
@@ -405,7 +405,7 @@ def test_I2_the_tracker_is_durable_before_what_it_named_is_moved_away():
 
     job.storage.before = before
     job.coordinator.tick()
-    assert survivors == [b"1"], "what a power loss could leave of the tracker at that moment"
+    assert survivors == [b"1\n"], "what a power loss could leave of the tracker at that moment"
     assert names(disk, QUARANTINE) == ["2.e1.a2"] and judge(disk, 1) == 1
 
 

@@ -183,7 +183,7 @@ def test_I2_what_is_adopted_is_durable_before_anything_is_pruned_for_it():
     assert tracked(job)[-1] == 2
     disk.crash("all_lost")
     assert tracked(start(disk, "third"))[-1] == 2
-    assert content(disk, TRACKER) == b"2"
+    assert content(disk, TRACKER) == b"2\n"
 
 
 @pytest.mark.parametrize("damage", ["gone", "gutted"])
@@ -194,9 +194,9 @@ def test_I2_a_rollback_looks_at_its_target(damage: str):
     disk.uproot("iter_0000001" if damage == "gone" else f"iter_0000001/{SHARD}")
     with pytest.raises(DamagedRoot, match="nothing was rolled back"):
         job.coordinator.rollback(1)
-    assert tracked(job) == [1, 2, 3] and content(disk, TRACKER) == b"3"
+    assert tracked(job) == [1, 2, 3] and content(disk, TRACKER) == b"3\n"
     job.coordinator.rollback(2)
-    assert content(disk, TRACKER) == b"2"
+    assert content(disk, TRACKER) == b"2\n"
 
 
 def test_F16_a_link_inside_an_old_checkpoint_is_damage_of_that_one():
@@ -301,7 +301,7 @@ def test_I1_what_a_stock_trainer_completed_is_not_our_failed_attempts():
     job = start(disk, "second")
     assert tracked(job) == [1, 2]
     job.close()
-    assert f"iter_0000002/{SHARD}" in disk.snapshot() and content(disk, TRACKER) == b"2"
+    assert f"iter_0000002/{SHARD}" in disk.snapshot() and content(disk, TRACKER) == b"2\n"
 
 
 def test_I1_a_loadable_directory_in_place_is_never_deleted():
@@ -332,7 +332,7 @@ def test_I2_a_roll_forward_never_takes_the_tracker_back():
         storage = FaultStorage(SimStorage(disk, "killed"), before=DiesAt(index))
         with pytest.raises(ProcessDead):
             start_with(storage, "killed")
-        assert content(disk, TRACKER) == b"4", index
+        assert int(content(disk, TRACKER)) == 4, index
         disk.kill("killed")
         assert start(disk, "again").coordinator.ledger.latest().step == 4, index
 
@@ -873,7 +873,7 @@ def test_I1_what_lies_in_the_trash_comes_back_if_nothing_newer_is_whole(how: str
         assert below(disk, f"{QUARANTINE}/1.e1.a1") == held
         assert tracked(job) == ([1] if how == "taken" else [])
     else:
-        assert tracked(job) == [1] and content(disk, TRACKER) == b"1" and below(disk, ONE) == held
+        assert tracked(job) == [1] and content(disk, TRACKER) == b"1\n" and below(disk, ONE) == held
 
 
 def test_I1_a_prune_tried_again_comes_back_if_the_newer_one_was_withdrawn():
@@ -893,7 +893,7 @@ def test_I1_a_prune_tried_again_comes_back_if_the_newer_one_was_withdrawn():
     assert failed and TWO not in names(disk)
     job.coordinator.withdraw_damaged(3, "bit rot")
     ticks(job)
-    assert tracked(job) == [1, 2] and content(disk, TRACKER) == b"2" and names(disk, TRASH) == []
+    assert tracked(job) == [1, 2] and content(disk, TRACKER) == b"2\n" and names(disk, TRASH) == []
 
 
 def test_F27_a_part_that_was_left_out_is_not_taken_for_its_checkpoint():
@@ -1142,7 +1142,7 @@ def test_I8_a_root_is_not_opened_while_its_last_checkpoint_is_in_the_trash(troub
         disk.kill(who)
     job = start(disk, "f")
     ticks(job)
-    assert tracked(job) == [1] and content(disk, TRACKER) == b"1"
+    assert tracked(job) == [1] and content(disk, TRACKER) == b"1\n"
 
 
 def test_I2_a_prune_that_comes_back_does_not_lower_the_tracker():
@@ -1285,7 +1285,7 @@ def test_I2_what_another_attempt_left_gutted_is_not_what_the_tracker_may_name():
     saved_by_another(disk)
     disk.uproot(f"{TWO}/{SHARD}")
     job.coordinator.withdraw_damaged(2, "gone")
-    assert content(disk, TRACKER) == b"1"
+    assert content(disk, TRACKER) == b"1\n"
 
 
 def test_I8_a_fresh_start_moves_what_no_journal_and_no_tracker_explains():
@@ -1684,7 +1684,7 @@ def test_I8_our_own_tracker_above_a_damaged_target_is_no_newcomers():
     from the damaged target to what is left."""
     lifted = 0
     for disk in kill_at_every_call_of(half_rolled_back_to_a_damaged_one):
-        lifted += content(disk, TRACKER) == b"3"
+        lifted += content(disk, TRACKER) == b"3\n"
         assert tracked(start(disk, "second")) == [3]
     assert lifted > 5
 
@@ -1719,7 +1719,7 @@ def test_I8_a_rollback_goes_on_if_what_the_tracker_named_was_damaged_meanwhile()
     with pytest.raises(ProcessDead):
         job.open()
     disk.kill("second")
-    assert content(disk, TRACKER) == b"2"
+    assert content(disk, TRACKER) == b"2\n"
     assert tracked(start(disk, "third")) == [1]
 
 
@@ -1733,7 +1733,7 @@ def test_I8_a_target_that_is_put_back_makes_our_own_tracker_no_newcomers():
     with pytest.raises(ProcessDead):
         job.open()
     base.kill("lifts")
-    assert content(base, TRACKER) == b"3"
+    assert content(base, TRACKER) == b"3\n"
     SimStorage(base, "person").rename("elsewhere", ONE)
     for disk in kill_at_every_call_of(base.fork):
         assert tracked(start(disk, "third"))[0] == 1
@@ -1794,7 +1794,7 @@ def test_F19_a_rollback_goes_on_if_the_tracker_names_what_is_not_there(resume: s
     disk = rolling_back(1, 1, 3, at="iter_0000003 ->")
     disk.overwrite(TRACKER, b"77\n")
     assert tracked(start(disk, "second", resume=resume)) == [1]
-    assert content(disk, TRACKER) == b"1"
+    assert content(disk, TRACKER) == b"1\n"
 
 
 def taken_over_by_a_stock_trainer() -> SimDisk:
@@ -1840,7 +1840,7 @@ def test_I8_only_the_loss_of_what_it_names_lifts_the_tracker(damaged: int):
     with pytest.raises(ProcessDead):
         job.open()
     disk.kill("second")
-    assert content(disk, TRACKER) == (b"2" if damaged == 1 else b"4")
+    assert content(disk, TRACKER) == (b"2\n" if damaged == 1 else b"4\n")
     if damaged == 2:  # the tracker is where we lifted it to
         assert tracked(start(disk, "third")) == [1]
         return
@@ -1856,7 +1856,9 @@ def test_I8_only_the_loss_of_what_it_names_lifts_the_tracker(damaged: int):
 def test_I8_a_target_lost_twice_lifts_the_tracker_twice():
     """Catches: a root that is refused for ever, as the second target is not known as one."""
     disk = rolling_back(3, 1, 2, 3, 4, 5, 6, at="iter_0000006 ->")
-    for number, (rots, dies_at, lifted) in enumerate(((3, 3, b"5"), (None, 5, b"2"), (2, 2, b"4"))):
+    for number, (rots, dies_at, lifted) in enumerate(
+        ((3, 3, b"5\n"), (None, 5, b"2\n"), (2, 2, b"4\n"))
+    ):
         if rots:
             disk.uproot(f"iter_{rots:07d}/{SHARD}")
         job = start(disk, f"run{number}", opened=False)

@@ -109,7 +109,7 @@ class Run:
         return sorted(int(p.name[5:]) for p in self.root.glob("iter_*"))
 
     def tracker(self) -> str:
-        return (self.root / TRACKER).read_text()
+        return (self.root / TRACKER).read_text().strip()
 
 
 @pytest.fixture

@@ -785,7 +785,7 @@ class World:
         self.ledger, self.ev = ledger, ev
 
     def carry_out(self, found: Plan) -> None:
-        self.ledger = forget_moved(self.ledger, found.decisions, self.ev)
+        self.ledger = forget_moved(self.ledger, found.decisions)
         for decision in found.decisions:
             for action in decision.actions:
                 if isinstance(action, m.Command):

@@ -167,7 +167,7 @@ def test_F9_a_restore_on_another_host_waits_for_names_that_it_does_not_see_yet()
     job = Job(site, 1, 2, config, script, hosts=("a", "b"))
     control = world.process("control")
     world.run(world.spawn(control, "control", lambda: job.start().wait(900)))
-    assert world.disk.snapshot()[TRACKER] == b"2"
+    assert world.disk.snapshot()[TRACKER] == b"2\n"
 
 
 @pytest.mark.damages_journal("the planted bug journals a step twice")

@@ -146,7 +146,7 @@ def steps(root: Path) -> list[str]:
 
 
 def tracked(root: Path) -> str:
-    return (root / TRACKER).read_text()
+    return (root / TRACKER).read_text().strip()
 
 
 def test_the_loop_polls_and_its_end_waits(start: Start, tmp_path: Path) -> None:

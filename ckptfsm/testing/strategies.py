@@ -153,7 +153,9 @@ def evidences(draw: st.DrawFn, ledger: Ledger) -> Evidence:
     }
     named = draw(st.one_of(st.none(), candidates))
     word = draw(st.sampled_from(_WORDS))
-    tracker = TrackerEvidence("step", named) if named is not None else TrackerEvidence(word)
+    tracker = TrackerEvidence(word)
+    if named is not None:
+        tracker = TrackerEvidence("step", named, draw(st.booleans()))
     release = tracker.found == "release" and draw(st.booleans())
     withdrawn = [of for of, c in ledger.checkpoints.items() if c.state is State.QUARANTINED]
     aside = frozenset(of for of in withdrawn if draw(st.booleans()))

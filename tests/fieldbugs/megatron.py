@@ -264,7 +264,8 @@ class NamesLiveStep(Believing):
 
 def names_the_saved_step(trainer: RealTrainer) -> None:
     """Step, directory and content are those of the call."""
-    assert trainer.acknowledged == [100] and (trainer.root / TRACKER).read_text() == "100"
+    assert trainer.acknowledged == [100]
+    assert int((trainer.root / TRACKER).read_text()) == 100
     manifest = json.loads(
         (trainer.root / MEGATRON.published_name(100) / ".ckptfsm/manifest.json").read_text()
     )
@@ -396,7 +397,7 @@ def crash_points_of_a_tracker() -> int:
                 trainer.poll()
             except ProcessDead:
                 trainer.power() if power else trainer.kill()
-                assert trainer.reader().read(TRACKER, 10) in (b"100", b"200")
+                assert trainer.reader().read(TRACKER, 10) in (b"100\n", b"200\n")
                 check_root(trainer.reader(), 100)
                 trainer.open()
                 assert trainer.resumed == 200

@@ -164,7 +164,7 @@ def save_synchronously(here: Here, root: str) -> Told:
     model = Model(here)
     with owned(True):
         checkpointing.save_checkpoint(4, model, None, None, 0)
-        tracker = Path(checkpointing.get_checkpoint_tracker_filename(root)).read_text()
+        tracker = Path(checkpointing.get_checkpoint_tracker_filename(root)).read_text().strip()
         asked = global_vars.get_args().async_save
     return {"tracker": tracker, "asked": asked, "ran": checkpointing.RAN}
 

@@ -426,9 +426,9 @@ FENCES = (
         "tracker-is-not-fenced",
         "effects",
         """        self.check_epoch()
-        put(self.storage, TRACKER, b"%d" % step, tag=self.tag, check=self.check_epoch)
+        put(self.storage, TRACKER, tracker_text(step), tag=self.tag, check=self.check_epoch)
 """,
-        """        put(self.storage, TRACKER, b"%d" % step, tag=self.tag)
+        """        put(self.storage, TRACKER, tracker_text(step), tag=self.tag)
 """,
         breaks="I9",
         source="fencing",
@@ -880,7 +880,7 @@ FENCES = (
     mutant(
         "in-place-rolls-forward-over-what-is-in-use",
         "recovery",
-        "        taken = _went_on(checkpoint, ledger, evidence)\n",
+        "        taken = went_on(checkpoint, evidence.tracker)\n",
         "        taken = False\n",
         breaks="I8",
         source="F16",
@@ -903,18 +903,6 @@ FENCES = (
             "tests:test_in_place.py::test_I1_a_roll_forward_writes_over_nobody_elses_metadata",
         ),
         why="a stock trainer's metadata, where the tracker does not tell of its save",
-    ),
-    mutant(
-        "our-own-later-save-is-another-trainers",
-        "ledger",
-        "        return [c for c in named if c.step == step]\n",
-        "        return []\n",
-        breaks="I2",
-        source="F16",
-        killers=(
-            "tests:test_in_place.py::test_I2_a_failed_attempt_is_not_adopted_after_our_own_later_save",
-        ),
-        why="what has failed is adopted, or left at its name for good",
     ),
     mutant(
         "a-torn-manifest-is-what-a-save-leaves",
@@ -975,28 +963,6 @@ FENCES = (
         why="a tracked, pinned checkpoint, once the tracker is our own",
     ),
     mutant(
-        "our-own-tracker-is-not-ours-yet",
-        "ledger",
-        "        named = self.in_state(State.FINALIZED, State.TRACKED)\n",
-        "        named = self.in_state(State.TRACKED)\n",
-        breaks="I2",
-        source="F3",
-        killers=("tests:test_in_place.py::test_I2_our_own_tracker_is_ours_before_it_is_journaled",),
-        why="what has failed is adopted, as a kill came between tracker and record",
-    ),
-    mutant(
-        "what-was-withdrawn-is-in-nobodys-tracker",
-        "ledger",
-        "        named += (c for c in self.in_state(State.QUARANTINED) if c.reason in UNUSABLE)\n",
-        "",
-        breaks="I2",
-        source="F3",
-        killers=(
-            "tests:test_in_place.py::test_I2_our_own_tracker_is_ours_while_another_write_waits",
-        ),
-        why="what has failed is resumed from, as our tracker is not lowered yet",
-    ),
-    mutant(
         "a-clean-up-does-not-look-again",
         "effects",
         "        still = given_up and is_cut_short(self.storage, moved, checkpoint)\n",
@@ -1033,101 +999,52 @@ FENCES = (
         why="a clean-up that was put off takes what a reader holds",
     ),
     mutant(
-        "a-step-that-was-left-is-in-our-tracker",
-        "ledger",
-        "for c in self.in_state(State.QUARANTINED) if c.reason in UNUSABLE)\n",
-        "for c in self.in_state(State.QUARANTINED))\n",
+        "our-own-later-save-is-another-trainers",
+        "findings",
+        "    return tracker.step == checkpoint.step or not tracker.by_us\n",
+        "    return True\n",
+        breaks="I2",
+        source="F16",
+        killers=(
+            "tests:test_in_place.py::test_I2_a_failed_attempt_is_not_adopted_after_our_own_later_save",
+        ),
+        why="what has failed is adopted, or left at its name for good",
+    ),
+    mutant(
+        "a-tracker-above-is-always-ours",
+        "findings",
+        "    return tracker.step == checkpoint.step or not tracker.by_us\n",
+        "    return tracker.step == checkpoint.step\n",
         breaks="I1",
         source="F16",
         killers=(
             "tests:test_in_place.py::test_I1_a_tracker_at_a_step_that_was_left_tells_of_another_trainer",
         ),
-        why="a stock trainer that saves the step anew is not seen after a rollback that was put off",
+        why="a stock trainer's saves go to quarantine, or are deleted",
     ),
     mutant(
-        "whatever-stands-at-our-step-is-ours",
+        "what-is-put-in-use-was-not-gone-on-from",
         "findings",
-        "        named = [c for c in named if c.state is not State.TRACKED or c == latest]\n",
-        "        pass\n",
+        "    return tracker.step == checkpoint.step or not tracker.by_us\n",
+        "    return not tracker.by_us\n",
+        breaks="I1",
+        source="F16",
+        killers=(
+            "tests:test_in_place.py::test_I1_what_a_person_puts_in_use_is_no_failed_attempts",
+        ),
+        why="a stock trainer's save goes to quarantine, which a person has just put in use",
+    ),
+    mutant(
+        "our-tracker-looks-like-a-stock-trainers",
+        "layout",
+        '    return b"%d\\n" % step\n',
+        '    return b"%d" % step\n',
         breaks="I1",
         source="F16",
         killers=(
             "tests:test_in_place.py::test_I1_a_tracker_at_a_step_that_was_left_tells_of_another_trainer",
         ),
-        why="a person went back by hand, and a stock trainer's new steps have our old numbers",
-    ),
-    mutant(
-        "what-lies-in-quarantine-is-in-our-tracker",
-        "findings",
-        "    return any(is_its_own(c, there, c.id in aside) for c in named)\n",
-        "    return any(is_its_own(c, there, False) for c in named)\n",
-        breaks="I1",
-        source="F16",
-        killers=(
-            "tests:test_in_place.py::test_I1_a_tracker_at_a_step_that_was_left_tells_of_another_trainer",
-        ),
-        why="what stands where a damaged one was, which was moved away, is a stock trainer's",
-    ),
-    mutant(
-        "a-rollback-cut-short-is-another-trainers",
-        "findings",
-        "(above is None or above.of != latest.id)",
-        "True",
-        breaks="I2",
-        source="F21",
-        killers=(
-            "tests:test_in_place.py::test_I2_a_rollback_cut_short_resumes_from_no_failed_attempt",
-        ),
-        why="the tracker is at the target already, which loses its manifest",
-    ),
-    mutant(
-        "what-was-adopted-is-in-our-tracker",
-        "findings",
-        '    named = [c for c in ledger.may_be_named(step) if c.provenance == "saved"]\n',
-        "    named = ledger.may_be_named(step)\n",
-        breaks="I8",
-        source="F16",
-        killers=(
-            "tests:test_in_place.py::test_I8_what_is_adopted_first_does_not_change_whose_the_tracker_is",
-        ),
-        why="plan and effects disagree, and an opening fails; a stock trainer's save goes to quarantine",
-    ),
-    mutant(
-        "our-tracker-is-only-at-a-manifest",
-        "findings",
-        "    return any(is_its_own(c, there, c.id in aside) for c in named)\n",
-        "    return False\n",
-        breaks="I2",
-        source="F21",
-        killers=(
-            "tests:test_in_place.py::test_I2_our_tracker_is_ours_though_what_it_names_is_damaged",
-        ),
-        why="our newest loses its manifest, and a failed attempt below is adopted and resumed from",
-    ),
-    mutant(
-        "what-was-put-back-is-not-ours",
-        "findings",
-        "        return any(c.id == there.of for c in named)\n",
-        "        named = [c for c in named if c.id not in aside]\n"
-        "        return any(c.id == there.of for c in named)\n",
-        breaks="I2",
-        source="F21",
-        killers=(
-            "tests:test_in_place.py::test_I2_our_tracker_is_ours_though_what_it_names_is_damaged",
-        ),
-        why="a person copies it back from quarantine, and a failed attempt below is resumed from",
-    ),
-    mutant(
-        "what-the-tracker-names-is-forgotten",
-        "recovery",
-        '    evident = lost | {c.id for c in named if c.reason == "missing"}\n',
-        "    evident = lost\n",
-        breaks="I10",
-        source="F5",
-        killers=(
-            "tests:test_in_place.py::test_I10_our_tracker_at_what_is_missing_keeps_no_failed_one",
-        ),
-        why="plan and effects tell differently whose the tracker is: an attempt stays for good",
+        why="nothing tells any more who wrote it last",
     ),
     mutant(
         "in-place-under-the-tracker",
@@ -1560,8 +1477,8 @@ FENCES = (
     mutant(
         "what-was-lost-is-forgotten-by-the-next-start",
         "coordinator",
-        "forget_moved(history.ledger, decided.decisions, evidence, history.lost)",
-        "forget_moved(history.ledger, decided.decisions, evidence)",
+        "forget_moved(history.ledger, decided.decisions, history.lost)",
+        "forget_moved(history.ledger, decided.decisions)",
         breaks="I8",
         source="F33",
         killers=(

@@ -317,7 +317,7 @@ FIELD = (
     mutant(
         "nobody-writes-the-tracker",
         "effects",
-        """        put(self.storage, TRACKER, b"%d" % step, tag=self.tag, check=self.check_epoch)
+        """        put(self.storage, TRACKER, tracker_text(step), tag=self.tag, check=self.check_epoch)
         seen = read_tracker(self.storage)
         if seen.step != step:
 """,

@@ -201,7 +201,7 @@ def replay_tracker() -> str:
     between_check_and_rename(old, TRACKER, TRACKER, taken_over)
     with suppress(Fenced):
         old.save(3)
-    if not heirs or disk.snapshot()[TRACKER] != b"4":
+    if not heirs or disk.snapshot()[TRACKER] != b"4\n":
         return f"the late rename landed: {disk.snapshot()[TRACKER]!r}"
     if stops := _stops(old):
         return stops

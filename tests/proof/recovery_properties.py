@@ -59,7 +59,7 @@ class Played:
                 self._publish(PublishedEvidence(of.step, "manifest", of))
                 self.post(m.Published(of))
             case m.WriteTracker():
-                self.evidence = replace(self.evidence, tracker=TrackerEvidence("step", of.step))
+                self.evidence = replace(self.evidence, tracker=_our_tracker(of.step))
                 if checkpoint is not None and checkpoint.state is State.FINALIZED:
                     self.post(m.TrackerWritten(of))
             case m.Prune():
@@ -118,7 +118,11 @@ class Played:
         """What opening does after the decisions: the tracker names the latest."""
         latest = self.ledger.latest()
         if latest is not None:
-            self.evidence = replace(self.evidence, tracker=TrackerEvidence("step", latest.step))
+            self.evidence = replace(self.evidence, tracker=_our_tracker(latest.step))
+
+
+def _our_tracker(step: int) -> TrackerEvidence:
+    return TrackerEvidence("step", step, by_us=True)
 
 
 def _back(checkpoint: Checkpoint) -> PublishedEvidence:
@@ -128,7 +132,7 @@ def _back(checkpoint: Checkpoint) -> PublishedEvidence:
 
 
 def carry_out(ledger: Ledger, evidence: Evidence, decisions) -> Played:
-    played = Played(forget_moved(ledger, decisions, evidence), evidence)
+    played = Played(forget_moved(ledger, decisions), evidence)
     for decision in decisions:
         for action in decision.actions:
             if isinstance(action, m.Command):
