@@ -277,6 +277,7 @@ _ALLOWED_NAMES = frozenset(
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
         ("collections", "OrderedDict"),
+        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),  # 0.15
     }
 )
 

@@ -119,7 +119,7 @@ def run(root: str, mode: str) -> dict[str, Any]:
         handle = controller.save(step + 10, {"data.pt": b"x"})
         await_file(f"{gate}.reached")
         tracker = Path(root, "latest_checkpointed_iteration.txt")
-        said["tracker_meanwhile"] = tracker.read_text()
+        said["tracker_meanwhile"] = tracker.read_text().strip()
         if mode == "die":
             print(json.dumps(said), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 Each version has a virtual environment of its own below ``build/integrations``, which borrows everything
 else (torch, pytest) from the environment that runs this. A version that cannot be installed is an error.
+The newest of each is installed by the extra that users install. megatron-core before 0.16 needs NumPy 1.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "build" / "integrations"
 QUEUE = "tests/megatron/test_megatron_queue.py"
-# Whole checkpoints need the library's own saves, which are made of megatron-core 0.16.
-ALONE = ("-k", "not begun")
+TRAINING = "tests/megatron/test_megatron_training.py"
 VERL = "tests/integrations/test_verl.py"
 # verl itself is installed without what it names, much of which is not imported here. This is what is,
-# the same for every release; the newest has the transformers and the tensordict that it names too.
+# the same for both older releases.
 VERL_NEEDS = (
     "ray>=2.40",
     "omegaconf",
@@ -44,25 +44,21 @@ VERL_NEEDS = (
     "aiohttp",
 )
 PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "megatron-core 0.13.1": (("--no-deps", "megatron-core==0.13.1"),),
-    "megatron-core 0.14.0": (("--no-deps", "megatron-core==0.14.0"),),
-    "megatron-core 0.15.0": (("--no-deps", "megatron-core==0.15.0"),),
+    "megatron-core 0.13.1": (("--no-deps", "megatron-core==0.13.1", "numpy<2"),),
+    "megatron-core 0.14.0": (("--no-deps", "megatron-core==0.14.0", "numpy<2"),),
+    "megatron-core 0.15.0": (("--no-deps", "megatron-core==0.15.0", "numpy<2"),),
     "megatron-core 0.16.1": (("--no-deps", "megatron-core==0.16.1"),),
-    "nvidia-resiliency-ext": (("nvidia-resiliency-ext==0.4.1",),),
-    "ray": (("ray==2.60.0",),),
+    "nvidia-resiliency-ext": ((f"{ROOT}[nvrx]", "nvidia-resiliency-ext==0.4.1"),),
+    "ray": ((f"{ROOT}[ray]", "ray==2.60.0"),),
     "verl 0.7.1": (VERL_NEEDS, ("--no-deps", "verl==0.7.1", "TransferQueue")),
     "verl 0.9.0": (VERL_NEEDS, ("--no-deps", "verl==0.9.0", "TransferQueue")),
-    "verl 0.9.1": (
-        VERL_NEEDS,
-        ("transformers==5.10.4", "tensordict==0.10.0"),
-        ("--no-deps", "verl==0.9.1", "TransferQueue"),
-    ),
+    "verl 0.9.1": ((f"{ROOT}[verl]", "verl==0.9.1"),),
 }
 TESTS: dict[str, tuple[str, ...]] = {
-    "megatron-core 0.13.1": (QUEUE, *ALONE),
-    "megatron-core 0.14.0": (QUEUE, *ALONE),
-    "megatron-core 0.15.0": (QUEUE, *ALONE),
-    "megatron-core 0.16.1": (QUEUE,),
+    "megatron-core 0.13.1": (QUEUE, TRAINING),
+    "megatron-core 0.14.0": (QUEUE, TRAINING),
+    "megatron-core 0.15.0": (QUEUE, TRAINING),
+    "megatron-core 0.16.1": (QUEUE, TRAINING),
     "nvidia-resiliency-ext": ("tests/megatron/test_megatron_nvrx.py",),
     "ray": ("tests/integrations/test_ray.py",),
     "verl 0.7.1": (VERL,),

@@ -69,12 +69,12 @@ def test_F3_a_driver_killed_while_workers_write_is_followed_by_one_that_goes_on(
     """Catches: a restart from zero, or from a checkpoint that lacks its critic."""
     root = tmp_path / "root"
     drive(root, "die", ends_with=-signal.SIGKILL)
-    assert (root / TRACKER).read_text() == "10"
+    assert int((root / TRACKER).read_text()) == 10
     (tmp_path / "root.gate").unlink()
     said = drive(root, "again")
     assert said["resumed"] == 10 and said["found"] == found(10)
     assert said["first"] == found(20)
-    assert (root / TRACKER).read_text() == "20"
+    assert int((root / TRACKER).read_text()) == 20
 
 
 def test_the_page_runs_as_it_is_written(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_the_page_runs_as_it_is_written(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-4000:]
         trained = f"step {last}: trained {[float(last)] * 3}, position {last}"
         assert trained in done.stdout
-        assert (tmp_path / "root" / TRACKER).read_text() == str(last)
+        assert int((tmp_path / "root" / TRACKER).read_text()) == last
     names = sorted(path.name for path in (tmp_path / "root").glob("iter_*"))
     assert names == ["iter_0000050", "iter_0000060"]
 

@@ -98,6 +98,9 @@ class Job:
     def steps(self) -> list[str]:
         return sorted(p.name for p in self.root.iterdir() if p.name.startswith("global_step"))
 
+    def tracked(self) -> int:
+        return int((self.root / TRACKER).read_text())
+
     def end(self) -> None:
         for trainer in self.trainers:
             trainer.checkpoints.abandon()
@@ -136,7 +139,7 @@ def test_stock_verl_loads_what_was_saved(job: Job, async_save: bool) -> None:
     if async_save:
         train(trainer, 1)
     trainer.checkpoints.close()
-    assert (job.root / TRACKER).read_text() == "2"
+    assert job.tracked() == 2
     again = job.start(stock=True)
     train(again, 5)
     again._load_checkpoint()
@@ -164,9 +167,10 @@ def restarted(job: Job, **options: Any) -> Any:
     return trainer
 
 
-def test_both_layouts_of_verl(job: Job) -> None:
+@pytest.mark.parametrize("bridge", [False, True])
+def test_both_layouts_of_verl(job: Job, bridge: bool) -> None:
     """Catches: another layout than that of the installed verl; its manifest or its HF files missing."""
-    save(job.start(async_save=False, bridge=NEW))
+    save(job.start(async_save=False, bridge=bridge))
     step = job.root / "global_step_1"
     found = {str(p.relative_to(step)) for p in step.rglob("*") if p.is_file()}
     trees = {str(Path(name).parent) for name in found if name.endswith("/.metadata")}
@@ -175,11 +179,13 @@ def test_both_layouts_of_verl(job: Job) -> None:
         assert trees == {"actor/dist_ckpt", "critic/dist_ckpt"}
         files = ("huggingface/config.json", "transformer_config.json")
     else:
-        trees_of = ("optimizer/dist_ckpt", "extra/dist_ckpt")
-        assert trees == {f"{role}/{tree}" for role in ("actor", "critic") for tree in trees_of}
-        files = ("model/huggingface/config.json", "model/huggingface/model-0.bin")
-        files += ("transformer_config.json", "ckpt_contents.json")
-        assert "actor/model/huggingface/model-1.bin" in top, "a file that another rank wrote"
+        trees_of = ["optimizer", "extra"] if bridge else ["model", "optimizer", "extra"]
+        roles = ("actor", "critic")
+        assert trees == {f"{role}/{tree}/dist_ckpt" for role in roles for tree in trees_of}
+        files = ("transformer_config.json", "ckpt_contents.json")
+        if bridge:
+            files += ("model/huggingface/config.json", "model/huggingface/model-0.bin")
+            assert "actor/model/huggingface/model-1.bin" in top, "a file that another rank wrote"
         told = json.loads((step / "actor/ckpt_contents.json").read_text())
         assert (told["global_step"], told["world_size"], told["role"]) == (1, 2, "actor")
     assert {f"{role}/{name}" for role in ("actor", "critic") for name in files} <= top
@@ -225,12 +231,12 @@ def test_the_old_checkpoint_stays_until_the_new_one_is_tracked(
     save(trainer)
     for _ in range(50):
         trainer._start_profiling(False)
-        assert (job.root / TRACKER).read_text() == "1"
+        assert job.tracked() == 1
         assert (job.root / "global_step_1/actor/transformer_config.json").exists()
         assert job.steps() == ["global_step_1"]
     gate.touch()
     polled_until(trainer, lambda: job.steps() == ["global_step_2"])
-    assert (job.root / TRACKER).read_text() == "2"
+    assert job.tracked() == 2
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -249,7 +255,7 @@ def test_the_tracker_waits_for_every_rank_and_is_the_drivers(job: Job, late: int
     polled_until(trainer, lambda: job.steps() == ["global_step_1"])
     trainer.checkpoints.poll(wait=True)
     assert list(job.place.rglob(TRACKER)) == [job.root / TRACKER]
-    assert (job.root / TRACKER).read_text() == "1"
+    assert job.tracked() == 1
 
 
 def test_the_worker_keeps_no_copy_and_a_killed_writer_fails_its_save_alone(job: Job) -> None:
@@ -269,11 +275,11 @@ def test_the_worker_keeps_no_copy_and_a_killed_writer_fails_its_save_alone(job: 
         warnings.simplefilter("always")
         trainer.checkpoints.poll(wait=True)
     assert any("step 2 failed" in str(w.message) for w in said)
-    assert (job.steps(), (job.root / TRACKER).read_text()) == (["global_step_1"], "1")
+    assert (job.steps(), job.tracked()) == (["global_step_1"], 1)
     group.call("verl_worker:hold_writers", str(job.root))  # is there: nobody waits
     save(trainer)
     trainer.checkpoints.poll(wait=True)
-    assert (job.steps(), (job.root / TRACKER).read_text()) == (["global_step_3"], "3")
+    assert (job.steps(), job.tracked()) == (["global_step_3"], 3)
 
 
 ROUND = ["load", "state", "fork", "offload"]
@@ -293,7 +299,7 @@ def test_an_offloaded_optimizer_is_loaded_for_the_fork(job: Job) -> None:
     with pytest.warns(UserWarning, match="No space left"):
         trainer.checkpoints.poll(wait=True)
     assert group.call("verl_worker:take_calls") == [["load", "state", "offload"]] * 2
-    assert (job.root / TRACKER).read_text() == "1"
+    assert job.tracked() == 1
 
 
 @pytest.mark.parametrize("failing", ["load", "offload"])
@@ -363,7 +369,7 @@ def test_the_same_step_twice_is_refused_and_stays(job: Job) -> None:
             again = restarted(job, **KEEP_ONE)
         with pytest.raises(StepExistsError):
             again._save_checkpoint()
-        assert (job.steps(), (job.root / TRACKER).read_text()) == (["global_step_1"], "1")
+        assert (job.steps(), job.tracked()) == (["global_step_1"], 1)
     again.checkpoints.abandon()
     stock = job.start(stock=True)
     stock._load_checkpoint()
@@ -391,7 +397,7 @@ def test_a_backend_for_which_verl_writes_no_tracker(job: Job) -> None:
     save(trainer, 3)
     before = state_of(trainer)
     trainer.checkpoints.close()
-    assert (job.root / TRACKER).read_text() == "3"
+    assert job.tracked() == 3
     stock = job.start(stock=True, critic=False)
     stock.actor_rollout_wg.call("verl_worker:use_plain_files")
     train(stock, 5)
@@ -442,7 +448,7 @@ def test_a_killed_driver_is_followed_by_one_that_goes_on(job: Job) -> None:
     again = restarted(job)
     assert again.global_steps == 1
     save(again)
-    assert (job.root / TRACKER).read_text() == "2"
+    assert job.tracked() == 2
 
 
 def test_a_full_disk_in_verls_own_code_fails_the_save_alone(job: Job) -> None:
@@ -452,7 +458,7 @@ def test_a_full_disk_in_verls_own_code_fails_the_save_alone(job: Job) -> None:
     trainer.actor_rollout_wg.call("verl_worker:fail_in_save")
     with pytest.warns(SaveFailedWarning, match="No space left"):
         save(trainer)
-    assert (job.root / TRACKER).read_text() == "1"
+    assert job.tracked() == 1
     assert trainer.checkpoints.controller.latest_step() == 1
 
 
@@ -476,7 +482,7 @@ def test_what_stock_verl_has_written_is_resumed_from(job: Job) -> None:
     stock.actor_rollout_wg.save_checkpoint = _without_hdfs(stock.actor_rollout_wg)
     os.makedirs(job.root)
     save(stock, 3)
-    assert (job.root / TRACKER).read_text() == "3"
+    assert job.tracked() == 3
     before = state_of(stock)
     again = restarted(job, critic=False)
     assert again.global_steps == 3
@@ -520,7 +526,7 @@ def test_the_loop_polls_and_its_end_waits(job: Job) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", PollMissingWarning)
         assert trainer.fit() == "done"
-    assert (job.root / TRACKER).read_text() == "4"
+    assert job.tracked() == 4
     assert job.steps() == ["global_step_3", "global_step_4"]
 
 
@@ -599,7 +605,7 @@ def test_resuming_in_a_way_that_would_end_in_refused_saves(job: Job) -> None:
     trainer._load_checkpoint()
     assert trainer.global_steps == 1
     save(trainer)
-    assert (job.root / TRACKER).read_text() == "2"
+    assert job.tracked() == 2
 
 
 class Broken:
@@ -617,7 +623,7 @@ class Watching(DirectoryMirror):
 
     def upload(self, source: str, copy: Copy, files: Any) -> None:
         tracker = Path(source.partition("/root/")[0], "root", TRACKER)
-        named = tracker.read_text() if tracker.exists() else "none"
+        named = tracker.read_text().strip() if tracker.exists() else "none"
         Path(self.directory, f"tracker-{copy.name}").write_text(named)
         super().upload(source, copy, files)
 
@@ -643,6 +649,24 @@ def test_a_mirror_is_a_whole_copy(job: Job, when: str) -> None:
     assert named == ("none" if when == "before" else "1")
 
 
+def test_verls_own_setting_of_a_remote_directory(job: Job) -> None:
+    """Catches: ``default_hdfs_dir`` that nothing copies to; a load that verl refuses because of it; what
+    was loaded, deleted by a worker that is told to."""
+    there = job.place / "there"
+    trainer = job.start(default_hdfs_dir=str(there), critic=False)
+    save(trainer)
+    trainer.checkpoints.close()
+    assert (there / "global_step_1/data.pt").exists()
+    with pytest.warns(UserWarning, match="del_local_ckpt_after_load"):
+        again = restarted(
+            job, default_hdfs_dir=str(there), critic=False, del_local_ckpt_after_load=True
+        )
+    assert again.global_steps == 1 and again.config.trainer.default_hdfs_dir == str(there)
+    again.checkpoints.close()
+    assert job.start(stock=True, critic=False).actor_rollout_wg is not None
+    assert job.steps() == ["global_step_1"] and (job.root / "global_step_1/data.pt").exists()
+
+
 def test_a_mirror_that_fails_before_means_no_checkpoint(job: Job) -> None:
     """Catches: a tracker that names what is not where it was asked to be."""
     trainer = job.start(mirror=Broken(), mirror_when="before", critic=False)
@@ -657,7 +681,7 @@ def test_a_mirror_that_fails_after_is_said_and_costs_no_checkpoint(job: Job) -> 
     save(trainer)
     with pytest.raises(SaveFailed, match="the upload of step 1 failed: .*No space left"):
         polled_until(trainer, lambda: False)
-    assert (job.root / TRACKER).read_text() == "1"
+    assert job.tracked() == 1
     trainer.checkpoints.abandon()
     there = job.place / "there"
     there.mkdir()

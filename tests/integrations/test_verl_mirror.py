@@ -10,7 +10,7 @@ import pytest
 
 from ckptfsm.documents import FileEntry
 from ckptfsm.errors import StorageError
-from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, HdfsMirror
+from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, HdfsMirror, mirror_of
 from ckptfsm.messages import AttemptId
 from ckptfsm.storage import PosixStorage
 
@@ -121,3 +121,13 @@ def test_a_host_that_is_away_is_not_a_missing_copy(
         mirror.upload(source, later, files)
     monkeypatch.delenv("AWAY")
     assert mirror.has(COPY) and not mirror.has(later)
+
+
+def test_the_mirror_that_a_setting_stands_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: an ``hdfs:`` address taken for a directory here; a relative path that moves."""
+    monkeypatch.chdir(tmp_path)
+    assert mirror_of("hdfs://host/run") == HdfsMirror("hdfs://host/run")
+    assert mirror_of("there") == DirectoryMirror(str(tmp_path / "there"))
+    assert mirror_of(None) is None and mirror_of("") is None

@@ -210,4 +210,4 @@ class Callback:
         self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool, **more: Any
     ) -> None:
         tracker = self.root / "latest_checkpointed_iteration.txt"
-        self.told.append((global_step, checkpoint_dir, async_save, tracker.read_text()))
+        self.told.append((global_step, checkpoint_dir, async_save, tracker.read_text().strip()))
