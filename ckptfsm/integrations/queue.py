@@ -198,8 +198,10 @@ class AsyncCallsQueue:
         does: each rank then finalizes, or raises, alone. Raises ``SaveFailed`` (``WriterDied`` if a
         writer was killed) with ``call`` and ``rank``, on every rank: that call is dropped, the later
         ones go on, and the next call of this method goes on with them. Indices of calls that were
-        finalized before that are returned then.
+        finalized before that are returned then. Raises ``ConfigError`` for ``no_dist`` while a
+        checkpoint that was begun is in flight: all ranks finalize that together.
         """
+        self._refuse_alone(no_dist)
         self._bury()
         while self._calls:
             verdict = self._verdict(self._calls[0], blocking, no_dist)
@@ -217,6 +219,13 @@ class AsyncCallsQueue:
             self._drive_checkpoints(blocking)
         finalized, self._finalized = self._finalized, []
         return finalized
+
+    def _refuse_alone(self, no_dist: bool) -> None:
+        if no_dist and self._saves:
+            step = self._saves[0][0].step
+            raise ConfigError(
+                f"step {step} was begun: call without no_dist, on all ranks", step=step
+            )
 
     def get_num_unfinalized_calls(self) -> int:
         """How many scheduled requests are neither finalized nor dropped (local)."""

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import base
 
 from ckptfsm import ForeignRequest
-from ckptfsm.errors import CkptFsmError, StepExistsError
+from ckptfsm.errors import CkptFsmError
 from ckptfsm.integrations.queue import AsyncCallsQueue, install
 
 ROWS = 16
@@ -287,13 +287,19 @@ def save_begun_steps(here: Here, root: str, queue: AsyncCallsQueue, gate: str) -
             if gate and step == 5 and (here.rank, part) == (1, "optimizer"):
                 request = request._replace(async_fn=Gated(request.async_fn, gate))
             queue.schedule_async_request(request)
+        alone = refused(queue.maybe_finalize_async_calls, no_dist=True)
         seen += until_empty(queue, blocking=False)
-    again = ""
+    again = refused(partial(queue.begin, 4, f"{root}/iter_0000004", ["model"]))
+    return {"seen": seen, "again": again, "alone": alone}
+
+
+def refused(call: Callable[..., Any], **given: Any) -> str:
+    """The message of the error that the call raises; "" if none."""
     try:
-        queue.begin(4, f"{root}/iter_0000004", ["model"])
-    except StepExistsError as error:
-        again = error.message
-    return {"seen": seen, "again": again}
+        call(**given)
+    except CkptFsmError as error:
+        return error.message
+    return ""
 
 
 def misuse(here: Here, root: str) -> list[str]:
@@ -309,13 +315,7 @@ def misuse(here: Here, root: str) -> list[str]:
         queue.close,
         partial(queue_of(on_busy="skip").begin, 4, f"{root}/iter_0000004", ["a"]),
     ]
-    found = []
-    for call in calls:
-        try:
-            call()
-            found.append("")
-        except CkptFsmError as error:
-            found.append(error.message)
+    found = [refused(call) for call in calls]
     with managed(here, root):  # given back
         return found
 
