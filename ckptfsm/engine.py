@@ -319,6 +319,7 @@ class Engine:
     def _run_finalize(self, checkpoint: Checkpoint) -> None:
         foreign = any(part.kind == "foreign" for part in checkpoint.parts)
         if foreign and checkpoint.id not in self._finalized_by_rank:
+            self.effects.check_epoch()  # they write by its published name
             self._finalizers[checkpoint.id] = set(writing_ranks(checkpoint))
             self.news.append(FinalizersDue(checkpoint.id))
         else:

@@ -214,7 +214,8 @@ class Pump:
 
     def _take(self, news: News) -> None:
         if isinstance(news, FinalizersDue):
-            self._run_finalizers(news.of)
+            if self._fatal is None:  # fenced, for one
+                self._run_finalizers(news.of)
             return
         if isinstance(news, Settled):
             self.view.settling = False

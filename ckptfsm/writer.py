@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ckptfsm.documents import FileEntry, Receipt, encode_sealed
 from ckptfsm.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error, write_all
 from ckptfsm.errors import StorageError, WriterDied, describe, printable
-from ckptfsm.layout import RECEIPTS, join, receipt_name
+from ckptfsm.layout import RECEIPTS, STAGING, begun_name, join, receipt_name
 from ckptfsm.messages import Event, Failed, ShardReported
 from ckptfsm.ports import Launch, Outcome, PartJob, RankJob, Storage, Written
 from ckptfsm.processes import Child, fork_child
@@ -138,7 +139,10 @@ def _try_part(storage: Storage, job: RankJob, part: PartJob) -> Written:
 
 
 def put_receipt(storage: Storage, job: RankJob, part: PartJob, result: Written) -> None:
-    """Make the part's names durable, then its receipt: from here on the shard counts (I3)."""
+    """Make the part's names durable, then its receipt: from here on the shard counts (I3).
+
+    Raises ``StorageError`` if the directory is another attempt's by now: this job is fenced then.
+    """
     if part.directory and not result.dropped:
         fsync_tree_dirs(storage, join(job.location, part.directory))
     storage.fsync_dir(job.location)
@@ -155,7 +159,15 @@ def put_receipt(storage: Storage, job: RankJob, part: PartJob, result: Written) 
         dropped=printable(result.dropped),
     )
     path = f"{job.location}/{receipt_name(part.name, job.rank)}"
-    put(storage, path, encode_sealed(receipt), tag=str(job.of))
+    own = partial(_require_own, storage, job)
+    put(storage, path, encode_sealed(receipt), tag=str(job.of), check=own)
+
+
+def _require_own(storage: Storage, job: RankJob) -> None:
+    """In place, a receipt has a name that a later attempt's has too: the mark tells whose it is."""
+    in_place = not job.location.startswith(f"{STAGING}/")
+    if in_place and lookup(storage, f"{job.location}/{begun_name(job.of)}") is None:
+        raise StorageError(f"{job.of} has no right to {job.location} any more", file=job.location)
 
 
 class RankWriter:

@@ -10,6 +10,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -1076,7 +1077,8 @@ def test_F7_short_writes_lose_nothing():
 # -------------------------------------------------------------------------- I6: foreign finalizers
 
 
-def foreign_attempt(job: FakeJob) -> AttemptId:
+def foreign_attempt(job: FakeJob, between: Callable[[], object] = list) -> AttemptId:
+    """A request of a trainer's at step 1, written. ``between``: what happens before that is reported."""
     parts = (PartSpec("state", "foreign"),)
     request = SaveRequest(1, parts, 2, in_place=True, expected_bytes=100)
     of = job.coordinator.request(request)
@@ -1086,6 +1088,7 @@ def foreign_attempt(job: FakeJob) -> AttemptId:
         part = ForeignPart("state", "", rank, content_)
         write_rank(job.storage, RankJob(of, rank, 2, "iter_0000001", (part,)))
     job.coordinator.take_news()
+    between()
     job.coordinator.report([ShardReported(of, "state", rank, 2, 10) for rank in (0, 1)])
     return of
 
@@ -1095,6 +1098,16 @@ class ForeignPart(FakePart):
 
     def write(self, storage, location):
         return Written((self._file(storage, location, f"__{self.rank}_0.distcp"),))
+
+
+def test_I9_a_fenced_coordinator_asks_for_no_finalizers():
+    """Catches: metadata written by the name of what a successor has tracked, by the finalizers of a job
+    that was paused behind its writers."""
+    disk = SimDisk()
+    job = start(disk)
+    with pytest.raises(Fenced):
+        foreign_attempt(job, between=partial(start, disk, "second", takeover=True))
+    assert not [n for n in job.coordinator.take_news() if isinstance(n, FinalizersDue)]
 
 
 def test_I6_finalizers_are_asked_for_once_and_of_every_rank():

@@ -15,7 +15,8 @@ from test_found_by_review import SHARD, Strike, in_place, ticks
 
 from ckptfsm.coordinator import SaveRequest
 from ckptfsm.documents import Pin, encode
-from ckptfsm.errors import CkptFsmError, DamagedRoot, StepExistsError
+from ckptfsm.errors import CkptFsmError, DamagedRoot, StepExistsError, StorageError
+from ckptfsm.evidence import check_digests, read_manifest
 from ckptfsm.layout import MANIFEST, PRIVATE, QUARANTINE, TRACKER, TRASH
 from ckptfsm.lifecycle import State
 from ckptfsm.messages import AttemptId, Failed, FinalizersRan, PartSpec, ShardReported, WriterGone
@@ -736,3 +737,27 @@ def test_I8_what_is_adopted_first_does_not_change_whose_the_tracker_is():
     job = start(disk, "second")
     ticks(job)
     assert 3 in tracked(job) and disk.snapshot()[f"{TWO}/{SHARD}"] == PRECIOUS
+
+
+def test_I9_a_writer_that_was_paused_leaves_a_successors_receipts():
+    """Catches: a tracked checkpoint whose receipt is replaced by that of a fenced job's writer, which
+    slept between its shards and its receipt while another job took the root over and saved the step."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of = in_place(job, 2)
+    heirs: list[FakeJob] = []
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "open_exclusive" and "0.json.tmp" in path and not heirs:
+            heirs.append(start(disk, "second", takeover=True))
+            ticks(heirs[0])
+            again = in_place(heirs[0], 2)
+            for rank in (0, 1):
+                write_in_place(heirs[0], again, rank)
+
+    job.storage.before = before
+    with pytest.raises(StorageError, match="no right to iter_0000002"):
+        write_in_place(job, of, 0)
+    assert tracked(heirs[0]) == [1, 2]
+    manifest = read_manifest(heirs[0].storage, TWO)
+    assert manifest is not None and check_digests(heirs[0].storage, TWO, manifest.files) == ""

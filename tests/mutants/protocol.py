@@ -1047,6 +1047,28 @@ FENCES = (
         why="nothing tells any more who wrote it last",
     ),
     mutant(
+        "finalizers-of-the-fenced",
+        "engine",
+        "            self.effects.check_epoch()  # they write by its published name\n",
+        "",
+        breaks="I9",
+        source="F13",
+        killers=("tests:test_coordinator.py::test_I9_a_fenced_coordinator_asks_for_no_finalizers",),
+        why="a job that was paused behind its writers puts its metadata over a tracked checkpoint's",
+    ),
+    mutant(
+        "receipts-of-the-fenced",
+        "writer",
+        "    put(storage, path, encode_sealed(receipt), tag=str(job.of), check=own)\n",
+        "    put(storage, path, encode_sealed(receipt), tag=str(job.of))\n",
+        breaks="I9",
+        source="F13",
+        killers=(
+            "tests:test_in_place.py::test_I9_a_writer_that_was_paused_leaves_a_successors_receipts",
+        ),
+        why="a writer that was paused replaces the receipt of a tracked checkpoint",
+    ),
+    mutant(
         "in-place-under-the-tracker",
         "coordinator",
         "        if read_tracker(self._storage).step == request.step:",
