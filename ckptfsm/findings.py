@@ -44,7 +44,7 @@ class StagingEvidence:
 class TrackerEvidence:
     """What the tracker file says: a step, ``release``, nothing, or something else (torn).
 
-    ``by_us``: it is written as we write it, so no stock trainer has written it since.
+    ``by_us``: it is written as we write it, and as trainers do not.
     """
 
     found: Literal["missing", "step", "release", "torn"]

@@ -174,7 +174,7 @@ def parse_reader(name: str) -> int | None:
 
 
 def tracker_text(step: int) -> bytes:
-    """The tracker's content as we write it: stock trainers end theirs without a newline."""
+    """The tracker's content as we write it: trainers end theirs without a newline (decision 23)."""
     return b"%d\n" % step
 
 

@@ -449,7 +449,7 @@ def _refuse_newcomer(intent: Intent, ledger: Ledger, evidence: Evidence) -> None
             asked = "fresh start"
             remedy = "pass resume='fresh' again to move all of it to quarantine, or "
         raise DamagedRoot(
-            f"a {asked} was interrupted, and the tracker says {_tracker_text(tracker)}: {remedy}set "
+            f"a {asked} was interrupted, and the tracker says {_told_by(tracker)}: {remedy}set "
             "aside what was saved since, and the tracker, until that is complete",
             step=tracker.step,
         )
@@ -493,7 +493,7 @@ def _reasons(
     reasons = [f"{d.subject}: {d.why}" for d in published]
     reasons += [f"step {of.step} ({of}) is not usable, said the last run" for of in sorted(lost)]
     if named:
-        reasons.append(f"the tracker says {_tracker_text(evidence.tracker)}")
+        reasons.append(f"the tracker says {_told_by(evidence.tracker)}")
     return tuple(reasons)
 
 
@@ -507,7 +507,7 @@ def hopeless(reasons: Sequence[str]) -> DamagedRoot:
     )
 
 
-def _tracker_text(tracker: TrackerEvidence) -> str:
+def _told_by(tracker: TrackerEvidence) -> str:
     if tracker.step is not None:
         return str(tracker.step)
     return "'release'" if tracker.found == "release" else "something unreadable"

@@ -127,7 +127,7 @@ def a_tick_that_breaks(monkeypatch):
 
 def a_tracker_written_unlooked(monkeypatch):
     def write(self, step):
-        put(self.storage, layout.TRACKER, b"%d" % step, tag=self.tag)
+        put(self.storage, layout.TRACKER, layout.tracker_text(step), tag=self.tag)
 
     monkeypatch.setattr(Effects, "write_tracker", write)
 

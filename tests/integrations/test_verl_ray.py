@@ -142,4 +142,4 @@ def test_verls_own_worker_group_saves_and_loads(local_ray: None, tmp_path: Path)
     trainer._load_checkpoint()
     trainer.checkpoints.close()
     assert (trainer.global_steps, group.fingerprint()) == (2, saved)
-    assert (tmp_path / "root/latest_checkpointed_iteration.txt").read_text() == "2"
+    assert int((tmp_path / "root/latest_checkpointed_iteration.txt").read_text()) == 2

@@ -298,7 +298,7 @@ FIELD = (
             "        self.check_epoch()\n        target = self.layout.published_name(checkpoint.step)\n",
             """        self.check_epoch()
         target = self.layout.published_name(checkpoint.step)
-        put(self.storage, TRACKER, b"%d" % checkpoint.step, tag=self.tag)
+        put(self.storage, TRACKER, b"%d\\n" % checkpoint.step, tag=self.tag)
 """,
         ),
         breaks="I2",
@@ -332,7 +332,7 @@ FIELD = (
         "        self.payloads = {name: payload for name, _, payload in outcome.payload}\n",
         """        self.payloads = {name: payload for name, _, payload in outcome.payload}
         if self._rank == self._world_size - 1:
-            put(self._storage, "latest_checkpointed_iteration.txt", b"%d" % self.of.step, tag="guess")
+            put(self._storage, "latest_checkpointed_iteration.txt", b"%d\\n" % self.of.step, tag="guess")
 """,
         breaks="I2",
         source="verl #5016",

@@ -275,7 +275,7 @@ def picture(world: World, scope: Scope) -> str:
         if isinstance(inner, Dir) and inner.names:
             names.append(f"{directory.rpartition('/')[2]}:{','.join(sorted(inner.names))}")
     tracker = world.disk.names.get(layout.TRACKER)
-    said = tracker.decode("latin-1").strip() if isinstance(tracker, bytes) else "-"
+    said = repr(tracker)[1:] if isinstance(tracker, bytes) else "-"
     told = ", ".join(f"{c.id} {c.state.value}" for c in world.journal.checkpoints)
     who = "refused" if world.refused else "stopped" if world.live is None else "running"
     intent = world.journal.intent
