@@ -43,6 +43,8 @@ VERL_NEEDS = (
     "dill",
     "aiohttp",
 )
+# What it imports and does not name: whoever serves a model has these.
+VERL_UNNAMED = ("cachetools", "fastapi", "uvicorn")
 PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "megatron-core 0.13.1": (("--no-deps", "megatron-core==0.13.1", "numpy<2"),),
     "megatron-core 0.14.0": (("--no-deps", "megatron-core==0.14.0", "numpy<2"),),
@@ -52,7 +54,7 @@ PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "ray": ((f"{ROOT}[ray]", "ray==2.60.0"),),
     "verl 0.7.1": (VERL_NEEDS, ("--no-deps", "verl==0.7.1", "TransferQueue")),
     "verl 0.9.0": (VERL_NEEDS, ("--no-deps", "verl==0.9.0", "TransferQueue")),
-    "verl 0.9.1": ((f"{ROOT}[verl]", "verl==0.9.1"),),
+    "verl 0.9.1": ((f"{ROOT}[verl]", "verl==0.9.1", *VERL_UNNAMED),),
 }
 TESTS: dict[str, tuple[str, ...]] = {
     "megatron-core 0.13.1": (QUEUE, TRAINING),
