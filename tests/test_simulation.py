@@ -26,6 +26,7 @@ from ckptfsm.errors import DamagedRoot
 from ckptfsm.journal import JournalWriter
 from ckptfsm.lease import RootLease
 from ckptfsm.ledger import Ledger
+from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
 from ckptfsm.processes import Outcome
 from ckptfsm.retention import CheckpointInfo, LatestN, Policy
@@ -495,13 +496,25 @@ def test_the_layer_counts_and_names_the_command(monkeypatch, capsys):
     assert "VIOLATION I4" in capsys.readouterr().out
 
 
+def test_a_run_strikes_where_it_aims():
+    """Catches: an aim that is never hit, and states soon over that are left to luck."""
+    for aim in (State.FORKED, State.FINALIZED):
+        coverage = Coverage()
+        failures = [simulate(seed, aim=aim, coverage=coverage).failure for seed in range(8)]
+        assert failures == [None] * 8
+        struck = coverage.faults[f"F2 x {aim.value}"], coverage.faults[f"F13 x {aim.value}"]
+        assert min(struck) > 0, f"{aim}: killed, stopped {struck}"
+    assert simulation.main(["--seed", "0", "--aim", "forked", "--tail", "1"]) == 0
+
+
 def test_the_layer_shares_seeds_out_and_stops_when_told(monkeypatch):
     """Catches: seeds that nobody runs, or a hurried run that goes on after what it found."""
     monkeypatch.setattr(simulation, "_CHUNK", 4)
     monkeypatch.setattr(simulation, "_CHUNK_HURRIED", 3)
     monkeypatch.setattr(Budget, "pick", lambda self, **amounts: 6)
     monkeypatch.setattr(simulation, "_check_reruns", no_effect)
-    assert simulation.run(Budget(processes=2)).explored["runs"] == 6
+    monkeypatch.setattr(simulation, "AIMED", {State.FORKED: 3})
+    assert simulation.run(Budget(processes=2)).explored["runs"] == 9
     monkeypatch.setattr(Effects, "_fsync_names", no_effect)
     assert simulation.run(Budget(processes=1, stop_at_first=True)).explored["runs"] == 3
 
@@ -524,6 +537,7 @@ def test_a_worker_that_is_killed_is_a_violation(monkeypatch):
         return real(seed, **others)
 
     monkeypatch.setattr(simulation, "_CHUNK", 1)
+    monkeypatch.setattr(simulation, "AIMED", {})
     monkeypatch.setattr(Budget, "pick", lambda self, **amounts: 20)
     monkeypatch.setattr(simulation, "simulate", simulate_or_die)
     result = simulation.run(Budget(processes=2))

@@ -4,7 +4,10 @@ Ranks, coordinator, writers, restarts, rivals and readers run the production cod
 network and disk (``ckptfsm.testing.sim``); the judges look after every storage call. One seed is one
 run: seeds 0..N-1, never random ones. A violation is printed as the command that replays its seed:
 
-    PYTHONPATH=tests python -m proof.simulation --seed N
+    PYTHONPATH=tests python -m proof.simulation --seed N [--aim STATE]
+
+Some runs strike the coordinator in a state that is soon over, and let people and rivals come then: the
+seeds alone would leave that to luck, and to another luck after every change.
 
 Rules: seeds are shared out in chunks among processes that were forked before anything ran; a worker
 that dies is a violation too, never a smaller count, and never waited for.
@@ -23,9 +26,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from ckptfsm.lifecycle import State
 from ckptfsm.testing.coverage import Coverage, watch_moves
 from ckptfsm.testing.sim import simulate
 from proof.layer import Budget, LayerResult, Violation, timed
@@ -33,10 +38,21 @@ from proof.sharing import WorkerDied, share_out
 
 LAYER = "simulation"
 _CHUNK = 250
+_CHUNK_AIMED = 20
 _CHUNK_HURRIED = 8  # when the first violation ends the run
 _COMMAND = "PYTHONPATH=tests python -m proof.simulation"
 _REPLAY = f"{_COMMAND} --seed"
 _SEEDS_RERUN = 20
+AIMED: MappingProxyType[State, int] = MappingProxyType(  # how many runs aim at a state
+    {
+        State.REQUESTED: 50,
+        State.FORKED: 50,
+        State.SHARDS_WRITTEN: 50,
+        State.FINALIZED: 120,
+        State.PRUNABLE: 120,
+        State.FAILED: 70,
+    }
+)
 _NOTHING = MappingProxyType({"runs": 0, "storage calls": 0, "saves": 0, "journals": 0})
 
 
@@ -52,10 +68,18 @@ def run(budget: Budget) -> LayerResult:
         late = deadline is not None and time.monotonic() >= deadline
         if late or (budget.stop_at_first and result.violations):
             break
+    if deadline is None and not (budget.stop_at_first and result.violations):
+        _run_aimed(result, budget.processes)
     if not result.violations:
         times = 50 if budget.profile == "soak" else 1
         _check_reruns(result, range(_SEEDS_RERUN), times)
     return result
+
+
+def _run_aimed(result: LayerResult, processes: int) -> None:
+    for aim, count in AIMED.items():
+        for part in _share_out(_chunks(0, count, _CHUNK_AIMED), processes, aim):
+            _add(result, part)
 
 
 def rerun_hashes(seeds: Sequence[int], times: int) -> list[int]:
@@ -99,25 +123,30 @@ def _chunks(first: int, end: int | None, size: int = _CHUNK) -> Iterator[range]:
         first = last
 
 
-def _share_out(chunks: Iterable[range], processes: int) -> Iterator[str]:
+def _share_out(chunks: Iterable[range], processes: int, aim: State | None = None) -> Iterator[str]:
     """The results of the chunks, as JSON, in order, so that a count never depends on timing.
 
     A worker that dies ends them, with the violation that names the seeds it may have died of.
     """
     try:
-        yield from share_out(run_chunk, chunks, processes)
+        yield from share_out(partial(run_chunk, aim=aim), chunks, processes)
     except WorkerDied as died:
-        result = LayerResult(LAYER, violations=[_violation_of(died)])
+        result = LayerResult(LAYER, violations=[_violation_of(died, aim)])
         yield json.dumps(result.as_json())
 
 
-def _violation_of(died: WorkerDied[range]) -> Violation:
+def _violation_of(died: WorkerDied[range], aim: State | None) -> Violation:
     lost = ", ".join(f"{seeds[0]} to {seeds[-1]}" for seeds in died.lost)
     again = [f"--first {seeds[0]} --runs {len(seeds)}" for seeds in died.lost[:1]]
-    return Violation("", f"{died}: seeds {lost}", " ".join([_COMMAND, *again]))
+    return Violation("", f"{died}: seeds {lost}", " ".join([_COMMAND, *again]) + _aim_of(aim))
 
 
-def run_chunk(seeds: range) -> str:
+def _aim_of(aim: State | None) -> str:
+    """The end of the command that replays a run."""
+    return f" --aim {aim.value}" if aim is not None else ""
+
+
+def run_chunk(seeds: range, aim: State | None = None) -> str:
     """Run some seeds here; the result as JSON."""
     coverage = Coverage()
     result = LayerResult(LAYER, dict(_NOTHING), coverage=coverage)
@@ -126,13 +155,14 @@ def run_chunk(seeds: range) -> str:
     try:
         with quiet(), watch_moves(coverage):
             for seed in seeds:
-                one = simulate(seed, coverage=coverage)
+                one = simulate(seed, aim=aim, coverage=coverage)
                 result.explored["runs"] += 1
                 result.explored["storage calls"] += one.calls
                 result.explored["saves"] += one.saves
                 result.explored["journals"] += one.journals
                 if one.failure is not None:
-                    found = Violation(one.failure.promise, one.failure.what, f"{_REPLAY} {seed}")
+                    again = f"{_REPLAY} {seed}{_aim_of(aim)}"
+                    found = Violation(one.failure.promise, one.failure.what, again)
                     result.violations.append(found)
     finally:
         if collecting:
@@ -171,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tail", type=int, default=80, help="how many lines of the trace")
     parser.add_argument("--runs", type=int, help="run this many seeds")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--aim", type=State, help="with --seed, --runs: strike in this state")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--hashes", type=int, nargs="+", help="print the traces of these seeds")
     chosen = parser.parse_args(arguments)
@@ -183,25 +214,25 @@ def _do(chosen: argparse.Namespace) -> int:
         print("\n".join(simulate(seed).trace for seed in chosen.hashes))
         return 0
     if chosen.seed is not None:
-        return _replay(chosen.seed, chosen.tail)
+        return _replay(chosen.seed, chosen.tail, chosen.aim)
     if chosen.runs is None:
         result = timed(run, Budget(processes=chosen.processes))
     else:
-        result = _run_some(chosen.first, chosen.runs, chosen.processes)
+        result = _run_some(chosen.first, chosen.runs, chosen.processes, chosen.aim)
     return _report(result)
 
 
-def _run_some(first: int, count: int, processes: int) -> LayerResult:
+def _run_some(first: int, count: int, processes: int, aim: State | None) -> LayerResult:
     result = LayerResult(LAYER)
     began = time.monotonic()
-    for part in _share_out(_chunks(first, first + count), processes):
+    for part in _share_out(_chunks(first, first + count), processes, aim):
         _add(result, part)
     result.seconds = time.monotonic() - began
     return result
 
 
-def _replay(seed: int, tail: int) -> int:
-    one = simulate(seed, tail=tail, keep_tail=True)
+def _replay(seed: int, tail: int, aim: State | None) -> int:
+    one = simulate(seed, aim=aim, tail=tail, keep_tail=True)
     print("\n".join(one.tail))
     digest = hashlib.sha256(one.trace.encode()).hexdigest()[:8]
     print(f"seed {seed}: {one.calls} calls, {one.sim_seconds:.1f} s, {one.saves} saves, {digest}")

@@ -196,6 +196,7 @@ class Trainer:
         site, floor = self.site, self.site.watch.floor()
         left = self._what_is_left() if self.rank == 0 else ()
         others, epoch = self._others(), site.watch.newest_epoch
+        met = site.watch.state_in_flight()
         try:
             self.manager = self._open()
         except DamagedRoot as error:
@@ -212,7 +213,7 @@ class Trainer:
         for fault, state in left:
             site.count(fault, state)
         if self.rank == 0 and self.job.config.takeover:
-            site.count("F12")
+            site.count("F12", met)
         manager = self.manager
         self.job.opened[self.rank] = manager.latest_step()
         self.job.reports.append(manager.recovery)

@@ -17,12 +17,19 @@ from types import MappingProxyType
 from ckptfsm.config import CheckpointConfig, make_config
 from ckptfsm.errors import DamagedRoot
 from ckptfsm.layout import MANIFEST, MEGATRON
+from ckptfsm.lifecycle import State
 from ckptfsm.messages import Event
 from ckptfsm.retention import BestN, EveryNSteps, KeepAll, LatestN, Policy
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.invariants import RootBroken, Watch
-from ckptfsm.testing.sim.damage import draw_meddling, meddle, spoil_journal
+from ckptfsm.testing.sim.damage import (
+    damage_step,
+    draw_meddling,
+    meddle,
+    plant_stray,
+    spoil_journal,
+)
 from ckptfsm.testing.sim.faults import Faults, draw_faults, draw_rate
 from ckptfsm.testing.sim.groups import start_controller
 from ckptfsm.testing.sim.job import LAYOUTS, Job, Op, Reader, draw_script
@@ -34,6 +41,8 @@ _SECOND_RECOVERY = 4  # of so many runs one: it costs a job of its own
 _LIMIT_S = 3000.0
 _READER_S = 40.0
 _LATE_S = 2.0
+_AIMING_S = 0.05
+_MEDDLED = 0.8  # how likely each thing is done to a root whose coordinator was struck
 _JOBS = (1, 1, 1, 2, 2, 3)
 POLICIES: tuple[Policy, ...] = (
     KeepAll(),
@@ -80,6 +89,7 @@ class Run:
 def simulate(
     seed: int,
     *,
+    aim: State | None = None,
     retention: Policy | None = None,
     coverage: Coverage | None = None,
     tail: int = 60,
@@ -87,11 +97,16 @@ def simulate(
 ) -> Run:
     """Run one seed. ``retention`` is the policy under test; by default one is drawn per job.
 
+    ``aim``: strike the coordinator while a checkpoint is in this state, and let rivals come or people
+    meddle then: what many seeds together rarely hit.
+
     Never raises for a broken promise: that is ``failure``, and ``tail`` has the last lines of the
     trace then (always, with ``keep_tail``).
     """
     coverage = coverage if coverage is not None else Coverage()
     scenario = Scenario(seed, retention, coverage)
+    if aim is not None:
+        scenario.take_aim(aim)
     world = scenario.site.world
     failure = None
     with warnings.catch_warnings():
@@ -130,7 +145,7 @@ class Scenario:
         self.site.uneven = choose.choice((0.0, 0.2))
         self.retention = retention
         self.large = choose.random() < 0.01
-        self.rivals = choose.random() < 0.15
+        self.rivals, self.jostling, self.takeovers = choose.random() < 0.15, 0.6, 0.7
         self.readers = choose.random() < 0.2
         self.failing = draw_rate(choose, 0.2, 0.4)
         self.hooks_raise = draw_rate(choose, 0.3)
@@ -151,13 +166,26 @@ class Scenario:
         process = world.process("control", "control", role="controller")
         self.main: Task = world.spawn(process, "control", self._control)
 
+    def take_aim(self, aim: State) -> None:
+        """Let the coordinator be stopped until a rival came, or killed and the root meddled with."""
+        choose, site = self.site.world.random, self.site
+        site.aim, site.aim_after = aim.value, choose.choice((0, 1, 2, 2))
+        site.aim_stops = self.rivals = choose.random() < 0.4
+        self.jostling, self.takeovers = 1.0, 0.4
+        site.lag_s, site.patient = 0.0, False
+        if aim is not State.PRUNABLE and choose.random() < 0.5:
+            self.retention = KeepAll()  # what is damaged is never the only one
+        one = choose.choice(tuple(self.meddling))
+        self.meddling = dict.fromkeys((damage_step, plant_stray, one), _MEDDLED)
+        self.spoils = _MEDDLED
+
     # --------------------------------------------------------------------------------- the jobs
 
     def _control(self) -> None:
         choose = self.site.world.random
         for _ in range(choose.choice(_JOBS) + 5 * self.large):
             job = self._start(self._job())
-            rival = self._rival() if self.rivals and choose.random() < 0.6 else None
+            rival = self._rival(job) if self.rivals and choose.random() < self.jostling else None
             for _ in range(3 * self.readers):
                 self._start_reader()
             self._interrupt(job)
@@ -178,7 +206,7 @@ class Scenario:
         choose = self.site.world.random
         self.numbers += 1
         world_size = choose.choice((1, 1, 2, 2, 3)) if not self.large else 3
-        length = 1 + choose.randrange(4) + 6 * self.large
+        length = 1 + choose.randrange(4) + 6 * self.large + 3 * bool(self.site.aim)
         return Job(
             self.site,
             self.numbers,
@@ -208,11 +236,13 @@ class Scenario:
             }
         )
 
-    def _rival(self) -> Job:
+    def _rival(self, first: Job) -> Job:
         """F12: a second job on the same root, sometimes with the right to take it over."""
         choose = self.site.world.random
         self.site.world.sleep(choose.random() * 4)
-        return self._start(self._job(takeover=choose.random() < 0.7))
+        while self.site.aim and not first.done:
+            self.site.world.sleep(_AIMING_S)
+        return self._start(self._job(takeover=choose.random() < self.takeovers))
 
     def _start_reader(self) -> None:
         choose = self.site.world.random
@@ -274,6 +304,7 @@ class Scenario:
         """Heal everything: the root must open, resume, save and prune, and be at rest then."""
         site, world = self.site, self.site.world
         site.faults.heal()
+        site.aim = ""
         world.disk.capacity = None
         site.lag_s = site.stale = site.uneven = site.switch = 0.0
         world.sleep(_READER_S * 4)

@@ -30,7 +30,8 @@ class Site:
     with rivals, for a fence is a listing of ``lease/`` that is current (I9 in specs/lifecycle.md);
     ``orphans``: how likely a writer outlives its trainer; ``stale``: how likely a report is late;
     ``uneven``: how likely one of a writer's parts is late, fails or is missing; ``spoiled``: the journal
-    is damaged in a way that a start must refuse.
+    is damaged in a way that a start must refuse; ``aim``: the state in which the coordinator is struck,
+    once, with so many checkpoints acknowledged before: stopped for a while, or killed.
     """
 
     world: World
@@ -45,6 +46,9 @@ class Site:
     uneven: float = 0.0
     patient: bool = False
     spoiled: bool = False
+    aim: str = ""
+    aim_after: int = 0
+    aim_stops: bool = False
     power_losses: int = 0
 
     def __post_init__(self) -> None:
@@ -70,6 +74,8 @@ class Site:
         world = self.world
         if not owner.alive:
             raise ProcessDead(owner.name)
+        if self.aim:
+            self._maybe_hit(owner)
         mark = world.random.random()
         if mark < self.switch:
             if self.latency_s:
@@ -104,12 +110,28 @@ class Site:
                 self.world.note(owner.name, "HANGS", method)
                 self.world.sleep(_HANG_S * (0.5 + self.world.random.random()))
             case "pause":
-                self.world.note(owner.name, "STOPPED")
-                owner.paused_until = self.world.now + _PAUSE_S * self.world.random.random()
-                self.world.pause()
+                self._pause(owner)
             case _:
                 return kind
         return ""
+
+    def _pause(self, owner: Process) -> None:
+        self.world.note(owner.name, "STOPPED")
+        owner.paused_until = self.world.now + _PAUSE_S * self.world.random.random()
+        self.world.pause()
+
+    def _maybe_hit(self, owner: Process) -> None:
+        """Strike the coordinator, if the checkpoint in flight is where the run aims at."""
+        watch = self.watch
+        mine = watch.newest_epoch and watch.epoch_of(owner.name) == watch.newest_epoch
+        early = len(watch.ever_acknowledged) < self.aim_after
+        if not mine or early or watch.state_in_flight() != self.aim:
+            return
+        self.aim = ""
+        if not self.aim_stops:
+            self.strike_dead(owner, "kill_after")
+        self.struck("pause", "")
+        self._pause(owner)
 
     def count_death(self) -> None:
         """What a sudden death struck: F3 between publishing and tracker, F17 in a deletion, F33."""
