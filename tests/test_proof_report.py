@@ -10,40 +10,81 @@ from types import SimpleNamespace
 
 import pytest
 from proof import determinism, exhaustive, running
+from proof.__main__ import judge_coverage
 from proof.catalogue import LAYERS, layers_of
 from proof.exhaustive import Found, _too_small
-from proof.faults import APPLICABLE
+from proof.faults import STATES, TABLE, applicable, cannot_happen, mark_of
 from proof.layer import Budget, LayerResult, Violation
 from proof.report import document, rows, table, unexercised
 from proof.running import Running, run_one
 
+from ckptfsm.lifecycle import State
 from ckptfsm.testing.coverage import ALL_PAIRS, ALL_ROWS, Coverage
+
+EVERYWHERE = ("pruned", "discarded", "quarantined", "any")  # what they mean is said for all faults
 
 
 def everything(layer: str) -> LayerResult:
-    expected = [f"{fault} x {state}" for fault, states in APPLICABLE.items() for state in states]
     coverage = Coverage.from_json(
         {
             "rows": dict.fromkeys(ALL_ROWS, 1),
             "pairs": dict.fromkeys(ALL_PAIRS, 1),
-            "faults": dict.fromkeys(expected, 1),
+            "faults": dict.fromkeys(applicable("release"), 1),
         }
     )
     return LayerResult(layer, {"runs": 3}, coverage=coverage)
 
 
-def test_every_fault_of_the_list_has_its_states():
-    """Catches: a fault that nobody has to exercise."""
-    assert list(APPLICABLE) == [f"F{number}" for number in range(1, 35)]
-    assert all(APPLICABLE.values())
+def test_every_fault_is_classified_in_every_state():
+    """Catches: a fault that nobody has to exercise, a pair without a mark, and a mark without reason."""
+    assert list(TABLE) == [f"F{number}" for number in range(1, 35)]
+    assert [*sorted(STATES)] == sorted([*(state.value for state in State), "any"])
+    for fault, line in TABLE.items():
+        marks = {state: mark_of(fault, state) for state in STATES}  # raises if one has no mark
+        assert set(marks.values()) <= set("xn=.") and "x" in marks.values(), fault
+        own = {mark for state, mark in marks.items() if state not in EVERYWHERE}
+        assert line.same or "=" not in own, f"{fault}: what means the same has no reason"
+        assert line.never or "." not in marks.values(), f"{fault}: what cannot happen has no reason"
+
+
+def test_a_required_pair_that_is_left_out_is_named():
+    """Catches: a pair that is demanded of no profile, or of one that does not reach it."""
+    assert "F6 x finalized" in applicable("pr") and not applicable("soak")
+    assert set(applicable("pr")) <= set(applicable("nightly")) == set(applicable("release"))
+    for pair in applicable("pr"):
+        lacking = everything("simulation")
+        del lacking.coverage.faults[pair]
+        assert unexercised([lacking], "pr") == [f"fault {pair}"]
+
+
+def test_a_strike_that_cannot_happen_is_red(capsys):
+    """Catches: a table that says less than what happens, whatever part of the proof found it out."""
+    struck = everything("simulation")
+    struck.coverage.faults["F1 x tracked"] = 3  # means the same as another
+    assert judge_coverage([struck], "release", whole=True)
+    assert not any(map(cannot_happen, struck.coverage.faults))
+    for pair in ("F3 x tracked", "F35 x tracked", "F3 x nowhere"):
+        struck = everything("simulation")
+        struck.coverage.faults[pair] = 2
+        assert not judge_coverage([struck], "soak", whole=False)
+        assert f"CANNOT HAPPEN, AND DID: {pair}, 2 times in simulation" in capsys.readouterr().out
+
+
+def test_the_report_says_how_many_applicable_pairs_were_exercised():
+    """Catches: a count that takes in strikes which nobody asks for."""
+    result, count = everything("simulation"), len(applicable("pr"))
+    result.coverage.faults["F1 x tracked"] = 1
+    assert f" {count} of {count} applicable fault x state" in document([result], "pr")
+    del result.coverage.faults["F2 x tracked"]
+    assert f" {count - 1} of {count} applicable fault x state" in document([result], "pr")
 
 
 def test_what_nobody_exercised_is_named():
-    assert unexercised([everything("simulation")]) == []
+    assert unexercised([everything("simulation")], "pr") == []
     lacking = everything("simulation")
     del lacking.coverage.rows[ALL_ROWS[0]], lacking.coverage.pairs[ALL_PAIRS[0]]
     del lacking.coverage.faults["F3 x finalized"]
-    assert unexercised([lacking]) == [
+    assert unexercised([lacking], "pr") == [
         f"row {ALL_ROWS[0]}",
         f"state x event {ALL_PAIRS[0]}",
         "fault F3 x finalized",
@@ -52,8 +93,8 @@ def test_what_nobody_exercised_is_named():
 
 def test_a_search_that_offers_everything_does_not_count_for_rows_and_faults():
     """Catches: a coverage check that cannot fail."""
-    found = unexercised([everything("exhaustive")])
-    assert len(found) == len(ALL_ROWS) + sum(map(len, APPLICABLE.values()))
+    found = unexercised([everything("exhaustive")], "pr")
+    assert len(found) == len(ALL_ROWS) + len(applicable("pr"))
 
 
 def test_skipped_and_violated_are_both_shown():

@@ -292,12 +292,12 @@ class SimTrainer(Player):
 
     def kill_in_poll(self) -> None:
         """SIGKILL at the first change of the tracker's bytes."""
-        self._fault("F3")
         self.crash_before = lambda method, path: method == "write" and TRACKER in path
         try:
             self.poll()
         except ProcessDead:
             self.told = "killed"
+            self._fault("F3")
         self.crash_before = None
         self.kill()
 

@@ -3,8 +3,9 @@
     PYTHONPATH=tests python -m proof [--profile pr|nightly|release|soak] [--only LAYER ...] [--hours H]
 
 Each layer runs in an interpreter of its own, as many at once as there are CPUs for, and one more. The
-run fails if a layer finds a violation or breaks, and, when all layers of the profile ran, if a row of
-the table, a state x event or a fault x state was exercised by nobody. ``--write`` makes docs/proof.md.
+run fails if a layer finds a violation or breaks, if a fault strikes where ``proof.faults`` says that it
+cannot, and, when all layers of the profile ran, if a row of the table, a state x event or an applicable
+fault x state was exercised by nobody. ``--write`` makes docs/proof.md.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from proof.catalogue import LAYERS, layers_of
 from proof.layer import Budget, LayerResult
-from proof.report import document, table, unexercised
+from proof.report import document, exercised, impossible, table, unexercised
 from proof.running import run_all, run_one
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -37,15 +39,22 @@ def main() -> int:
     ok = not any(result.violations for result in results)
     for result in results:
         show_violations(result)
-    if not asked.only and asked.profile != "soak":  # a soak repeats a few of them
-        missing = unexercised(results)
-        for line in missing:
-            print(f"NOT EXERCISED: {line}")
-        ok = ok and not missing
+    whole = not asked.only and asked.profile != "soak"  # a soak repeats a few of them
+    ok = judge_coverage(results, asked.profile, whole=whole) and ok
     if asked.write:
         (ROOT / "docs" / "proof.md").write_text(document(results, asked.profile))
     print("all promises held" if ok else "PROOF FAILED")
     return 0 if ok else 1
+
+
+def judge_coverage(results: Sequence[LayerResult], profile: str, *, whole: bool) -> bool:
+    """Say what nobody exercised, if the ``whole`` profile ran, and what the table of faults denies."""
+    wrong = [f"CANNOT HAPPEN, AND DID: {line}" for line in impossible(results)]
+    if whole:
+        print(exercised(results, profile))
+        wrong += [f"NOT EXERCISED: {line}" for line in unexercised(results, profile)]
+    print("\n".join(wrong), end="\n" if wrong else "")
+    return not wrong
 
 
 def show_violations(result: LayerResult) -> None:

@@ -1,61 +1,136 @@
 """Which fault can strike in which state of a checkpoint: what a whole run must have exercised.
 
 The state is that of the checkpoint in flight, or of the newest one, when the fault struck; ``absent`` is
-a root without any. What is not listed cannot happen or means the same thing there: a writer that died
-after its receipt (F1) is a rank that died (F2). What people and machines do to a root between two jobs
-(F16 to F21, F26, F30, F34) meets what the last job left behind; ``absent`` is also a root whose newest
-journal has nothing left in flight or tracked. An interrupted deletion (F17) is ``prunable``.
-One of several parts (F23) is late or fails while its attempt is being written: nothing is
-``shards_written`` without it. Who does not poll after a save (F28) reports nothing of it, so the save
-stays ``requested``.
+a root without any, also one whose newest journal has nothing left in flight or tracked. The marks:
 
-Of F29 the simulation has writers that live on while the next job starts, and judges that no start is
-refused for them; that they die and hold nothing is told by real processes (``megatron_kills``), where
-no checkpoint's state matters.
+    x   the run must exercise it, whatever its profile
+    n   only the maintainers' profiles, nightly and release, must: they strike more of the calls
+    =   it means the same as another pair of the fault: it may be struck, and is not counted
+    .   it cannot happen: a run that strikes it is red, because this table is wrong then
+
+``same`` and ``never`` are the reasons. These hold in every line, and are not repeated: a checkpoint that
+is ``pruned``, ``discarded`` or ``quarantined`` leaves the root to the one before it, so its column says
+the same as that one's state; and ``any`` are strikes at which no layer tells a state, because the root
+holds none yet, or because it does not matter.
+
+What people and machines do to a root between two jobs (F16 to F21, F26, F30, F34) meets what the last
+job left behind; in the states that are soon over, because the simulation aims at them. Of F29 the
+simulation has writers that live on while the next job starts, and judges that no start is refused for
+them; that they die and hold nothing is told by real processes (``megatron_kills``), where no
+checkpoint's state matters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
-_WRITING = ("requested", "forked", "shards_written")
-_LIVING = (*_WRITING, "finalized", "tracked", "prunable", "failed")
+from ckptfsm.lifecycle import State
 
-APPLICABLE: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
+
+class Line(NamedTuple):
+    """One fault: a mark for each of ``STATES``, and why ``=`` and ``.`` stand where they do."""
+
+    marks: str
+    same: str = ""
+    never: str = ""
+
+
+STATES = (
+    *(s.value for s in (State.ABSENT, State.REQUESTED, State.FORKED, State.SHARDS_WRITTEN)),
+    *(s.value for s in (State.FINALIZED, State.TRACKED, State.PRUNABLE, State.FAILED)),
+    *(s.value for s in (State.PRUNED, State.DISCARDED, State.QUARANTINED)),
+    "any",
+)
+
+# absent requested forked shards_written | finalized tracked prunable failed |
+# pruned discarded quarantined | any
+TABLE: MappingProxyType[str, Line] = MappingProxyType(
     {
-        "F1": ("requested", "forked"),
-        "F2": _LIVING,
-        "F3": ("finalized",),
-        "F4": (*_LIVING, "absent"),
-        "F5": (*_LIVING, "absent"),
-        "F6": (*_WRITING, "tracked", "failed", "absent"),
-        "F7": (*_LIVING, "absent"),
-        "F8": (*_LIVING, "absent"),
-        "F9": _WRITING,
-        "F10": ("requested", "forked", "failed"),
-        "F11": (*_WRITING, "failed"),
-        "F12": ("requested", "shards_written", "tracked"),
-        "F13": (*_WRITING, "tracked"),
-        "F14": (*_LIVING, "absent"),
-        "F15": ("absent", "tracked", "failed"),
-        "F16": ("absent", "forked", "shards_written", "tracked"),
-        "F17": ("prunable",),
-        "F18": ("absent", *_WRITING, "tracked", "failed"),
-        "F19": (*_WRITING, "tracked", "failed"),
-        "F20": ("absent", *_WRITING, "finalized", "tracked", "failed"),
-        "F21": ("requested", "shards_written", "tracked"),
-        "F22": (*_WRITING, "finalized"),
-        "F23": ("requested", "forked", "failed"),
-        "F24": _LIVING,
-        "F25": _WRITING,
-        "F26": _LIVING,
-        "F27": (*_WRITING, "tracked", "prunable"),
-        "F28": ("requested",),
-        "F29": ("forked", "any"),
-        "F30": ("shards_written", "tracked", "quarantined", "any"),
-        "F31": ("requested", "tracked"),
-        "F32": ("requested", "shards_written", "tracked"),
-        "F33": ("requested", "shards_written", "absent"),
-        "F34": ("absent", "shards_written", "tracked", "failed"),
+        "F1": Line(
+            "=xx= ===x === =",
+            "its work is done, or its attempt is over: as failed, where none is awaited",
+        ),
+        "F2": Line("xxxx xxxx === ="),
+        "F3": Line(
+            "...x x... ... .",
+            never="a manifest comes after all shards, and what is tracked has its tracker",
+        ),
+        "F4": Line("xxxx xxxx === ="),
+        "F5": Line("xxxx xxxx === ="),
+        "F6": Line("xxxx xxnx === ="),
+        "F7": Line("xxxx xxxx === ="),
+        "F8": Line("xxxx xxxx === ="),
+        "F9": Line("xxxx xxxx === ="),
+        "F10": Line(
+            "=xx= ===x === =", "who reports to what is no longer awaited is as late as in failed"
+        ),
+        "F11": Line("xxxx =x=x === =", "all have reported, as in tracked"),
+        "F12": Line("xxxx xxxx === ="),
+        "F13": Line("xxxx xxxx === ="),
+        "F14": Line("xxxx xxxx === ="),
+        "F15": Line(
+            "x=== =x=x === =",
+            "what is in flight is F22's; one that may be deleted is still tracked",
+        ),
+        "F16": Line("xxxx xxxx === ="),
+        "F17": Line(
+            ".=== ==x= === =",
+            "an older one is prunable meanwhile: as prunable",
+            "nothing is there to delete",
+        ),
+        "F18": Line("xxxx xxxx === ="),
+        "F19": Line("=xxx xxxx === =", "all that were tracked are withdrawn: as tracked"),
+        "F20": Line("xxxx xxxx === ="),
+        "F21": Line("=xxx xxxx === =", "all that were tracked are withdrawn: as tracked"),
+        "F22": Line("=xxx x=== === =", "it is over, and this rank has not polled since"),
+        "F23": Line(
+            ".xx. ...x .=. .",
+            "its attempt is over: as failed",
+            "no part is written before the request, and none is left to write after all shards",
+        ),
+        "F24": Line("xxxx xxxx === ="),
+        "F25": Line("=xxx x=== === =", "it is over, and this rank has not polled since"),
+        "F26": Line("xxxx xxxx === ="),
+        "F27": Line("xxxx xxxx === ="),
+        "F28": Line(
+            ".x.. .... ... .",
+            never="who does not poll reports nothing, so its save stays requested",
+        ),
+        "F29": Line(
+            "==x= ==== === x",
+            "some of its writers are forked, or were when their attempt ended: as forked",
+        ),
+        "F30": Line("xxxx xxxx ==x x"),
+        "F31": Line(
+            "xx=x =x=x === =",
+            "no call of a save is made there: a restore's, or those of the next save, are as in tracked",
+        ),
+        "F32": Line("xxxx xxxx === ="),
+        "F33": Line("xxxx x==x === =", "tracked, and only its trainer does not know"),
+        "F34": Line("xxxx xxxx === ="),
     }
 )
+
+_DEMANDED: Mapping[str, str] = MappingProxyType(
+    {"pr": "x", "nightly": "xn", "release": "xn", "soak": ""}
+)
+
+
+def mark_of(fault: str, state: str) -> str:
+    """The mark of a pair. Raises ``KeyError`` for what the table does not have."""
+    marks = TABLE[fault].marks.replace(" ", "")
+    return dict(zip(STATES, marks, strict=True))[state]
+
+
+def applicable(profile: str) -> tuple[str, ...]:
+    """The pairs that a run of the profile must exercise (``F5 x forked``)."""
+    pairs = ((fault, state) for fault in TABLE for state in STATES)
+    return tuple(f"{f} x {s}" for f, s in pairs if mark_of(f, s) in _DEMANDED[profile])
+
+
+def cannot_happen(pair: str) -> bool:
+    """True if the table says that nothing strikes so, or if it does not know the pair."""
+    fault, _, state = pair.partition(" x ")
+    return fault not in TABLE or state not in STATES or mark_of(fault, state) == "."

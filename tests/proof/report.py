@@ -1,4 +1,7 @@
-"""The table of a proof run, for the terminal and for docs/proof.md, and what nobody exercised."""
+"""The table of a proof run, for the terminal and for docs/proof.md, and what nobody exercised.
+
+Rules: a soak repeats a few layers, and is asked for no coverage; what cannot happen is red in any run.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Sequence
 
 from ckptfsm.testing.coverage import ALL_PAIRS, ALL_ROWS, Coverage
 from proof.catalogue import LAYERS, command_of
-from proof.faults import APPLICABLE
+from proof.faults import applicable, cannot_happen
 from proof.layer import LayerResult
 
 HEAD = ("layer", "explored", "seconds", "violations", "mutants killed")
@@ -48,23 +51,45 @@ def merged(results: Sequence[LayerResult], *, driving: bool = False) -> Coverage
     return whole
 
 
-def unexercised(results: Sequence[LayerResult]) -> list[str]:
+def unexercised(results: Sequence[LayerResult], profile: str) -> list[str]:
     """Table rows, state x event and fault x state that no layer of the run came across.
 
     A row and a fault count only where a job came to it by itself; a pair also where a search offered it.
     """
     whole, real = merged(results), merged(results, driving=True)
-    expected = [f"{fault} x {state}" for fault, states in APPLICABLE.items() for state in states]
     return [
         *(f"row {key}" for key in ALL_ROWS if not real.rows[key]),
         *(f"state x event {key}" for key in ALL_PAIRS if not whole.pairs[key]),
-        *(f"fault {key}" for key in expected if not real.faults[key]),
+        *(f"fault {key}" for key in applicable(profile) if not real.faults[key]),
     ]
+
+
+def impossible(results: Sequence[LayerResult]) -> list[str]:
+    """What was struck though the table of faults says that it cannot happen: the table is wrong."""
+    return [
+        f"{key}, {count:,} times in {result.layer}"
+        for result in results
+        for key, count in sorted(result.coverage.faults.items())
+        if count and cannot_happen(key)
+    ]
+
+
+def exercised(results: Sequence[LayerResult], profile: str) -> str:
+    """How much of the table, of state x event and of fault x state the run came across."""
+    whole, real = merged(results), merged(results, driving=True)
+    expected = applicable(profile)
+    moves = sum(1 for key in ALL_ROWS if real.rows[key])
+    pairs = sum(1 for key in ALL_PAIRS if whole.pairs[key])
+    faults = sum(1 for key in expected if real.faults[key])
+    return (
+        f"Exercised: {moves} of {len(ALL_ROWS)} rows of the table, {pairs} of {len(ALL_PAIRS)} "
+        f"state x event, {faults} of {len(expected)} applicable fault x state. "
+        "What nobody exercises fails the run."
+    )
 
 
 def document(results: Sequence[LayerResult], profile: str) -> str:
     """docs/proof.md: the table with the command of each row, and what was exercised."""
-    whole = merged(results)
     lines = [
         "# Proof",
         "",
@@ -77,15 +102,7 @@ def document(results: Sequence[LayerResult], profile: str) -> str:
     for name, *cells in rows(results):
         about, command = LAYERS[name].about, command_of(name, profile)
         lines.append(f"| {name} | {about} | {' | '.join(cells)} | `{command}` |")
-    real = merged(results, driving=True)
-    faults = sum(1 for count in real.faults.values() if count)
-    moves = sum(1 for key in ALL_ROWS if real.rows[key])
-    pairs = sum(1 for key in ALL_PAIRS if whole.pairs[key])
-    exercised = (
-        f"Exercised: {moves} of {len(ALL_ROWS)} rows of the table, {pairs} of {len(ALL_PAIRS)} "
-        f"state x event, {faults} fault x state. What nobody exercises fails the run."
-    )
-    lines += ["", exercised]
+    lines += ["", exercised(results, profile)]
     for result in results:
         if result.notes:
             lines += ["", f"## {result.layer}", "", "```", *result.notes, "```"]
