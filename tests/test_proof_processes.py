@@ -13,9 +13,16 @@ from typing import Any
 import pytest
 from proof import processes
 from proof.layer import Budget
-from proof.processes import Finding, _pool, decided_otherwise, file_system_of, strike
+from proof.processes import (
+    Finding,
+    _manager_sites,
+    _pool,
+    decided_otherwise,
+    file_system_of,
+    strike,
+)
 from proof.real_jobs import MANAGER
-from proof.real_site import Ended, Site
+from proof.real_site import CUTS, ROLES, Ended, Role, Site
 
 import ckptfsm.assembly as assembly
 import ckptfsm.durable as durable
@@ -338,6 +345,39 @@ def test_the_writer_of_the_manager_dies_alone() -> None:
         finding = pool.apply(strike, (site,), {"synced": True})
     assert finding.violation is None and finding.struck is not None
     assert ".ckptfsm/staging/" in finding.struck[1]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_write_of_the_manager_is_cut(role: Role) -> None:
+    """Would catch: a sweep of the manager that fails its calls, and never cuts one of its writes."""
+    with _pool(1) as pool:
+        life = pool.apply(strike, (Site(MANAGER),), {"synced": False}).ended
+    writes = [i for i, (m, _) in enumerate(life.calls[role]) if m in ("write", "pwrite")]
+    assert writes
+    sites = [s for part in _manager_sites(life, role, whole=False).values() for s in part]
+    for kind in CUTS:
+        assert [s.index for s in sites if s.kind == kind] == writes
+    assert {s.index for s in sites if s.kind == "kill"} == set(range(len(life.calls[role])))
+
+
+def test_a_bug_at_a_short_write_of_the_managers_writer_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Would catch: short writes of a forked writer that nobody judges. Green without the bug."""
+    with _pool(1) as pool:
+        life = pool.apply(strike, (Site(MANAGER),), {"synced": False}).ended
+        shard = next(
+            i
+            for i, (method, path) in enumerate(life.calls["writer"])
+            if method == "write" and path.endswith(".distcp")
+        )
+        site = Site(MANAGER, shard, "short", role="writer")
+        assert pool.apply(strike, (site,), {"synced": False}).violation is None
+    short_write_taken_for_all(monkeypatch)
+    with _pool(1) as pool:
+        violation = pool.apply(strike, (site,), {"synced": False}).violation
+    assert violation is not None and violation.promise == "F7"
+    assert violation.replay.endswith("--role writer")
 
 
 def test_the_file_system_is_named(tmp_path: Path) -> None:

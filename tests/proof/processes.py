@@ -5,7 +5,7 @@ restarted once more, and must save again. What is swept:
 
 * ``kill``: SIGKILL before each changing call of a life (save, track, prune, fail, roll back, pin, lease,
   delete), on the coordinator, and on the manager with forked writers: trainer and writer each.
-* ``torn``: SIGKILL half way through each write.
+* ``torn``: SIGKILL half way through each write, of all of these.
 * each changing call of the recovery after a kill, for one kill per distinct thing that recovery decides:
   SIGKILL before it, and errors as below. A recovery that an error hits opens the root, or refuses it
   typed; then the next start resumes from what it said, and that is what it would have found unstruck,
@@ -55,6 +55,7 @@ from proof.real_site import (
     READ_ERRNOS,
     ROLES,
     Ended,
+    Role,
     Site,
     adopt_orphans,
     run_child,
@@ -423,10 +424,18 @@ def _errors_at(site: Site, life: Ended, *, whole: bool) -> list[Site]:
 def _sweep_manager(sweep: Sweep, life: Ended) -> None:
     """The same on the manager, trainer and forked writer each."""
     for role in ROLES:
-        sites = [Site(MANAGER, i, "kill", role=role) for i in range(len(life.calls[role]))]
-        _strike_until_hit(sweep, f"kills of the manager's {role}", sites)
-        errors = [e for s in sites for e in _errors_at(s, life, whole=sweep.whole)]
-        _strike_until_hit(sweep, f"errors of the manager's {role}", errors)
+        for what, sites in _manager_sites(life, role, whole=sweep.whole).items():
+            _strike_until_hit(sweep, f"{what} of the manager's {role}", sites)
+
+
+def _manager_sites(life: Ended, role: Role, *, whole: bool) -> dict[str, list[Site]]:
+    """Where the manager's trainer or its writer is killed, torn in a write, and failed."""
+    sites = [Site(MANAGER, i, role=role) for i in range(len(life.calls[role]))]
+    return {
+        "kills": [replace(site, kind="kill") for site in sites],
+        "torn writes": [replace(site, kind="torn") for site in sites if _writes(life, site)],
+        "errors": [e for site in sites for e in _failures_at(site, life, whole=whole)],
+    }
 
 
 def _strike_until_hit(sweep: Sweep, name: str, sites: list[Site]) -> None:
