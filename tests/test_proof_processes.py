@@ -236,6 +236,27 @@ def test_the_bounded_profile_takes_reads_that_are_alike_once() -> None:
     assert len(chosen[True]) == 5 * len(processes.READ_ERRNOS)
 
 
+def test_a_lock_that_cannot_be_made_is_among_the_reads() -> None:
+    """Would catch: a full disk that is never met by the one read that may make a file."""
+    life = Ended(0, calls={"trainer": [("stat", "x"), ("try_lock", ".ckptfsm/lock")]})
+    sites = [(Site("roll_back", i, reads=True), life) for i in range(2)]
+    chosen = processes._read_errors(set(), sites, whole=True)
+    assert [s.kind for s in chosen if s.index == 0] == ["EIO", "ESTALE"]
+    assert [s.kind for s in chosen if s.index == 1] == ["EIO", "ESTALE", "ENOSPC", "EDQUOT"]
+
+
+@pytest.mark.parametrize("kind", ["ENOSPC", "EDQUOT"])
+def test_a_bug_at_a_lock_that_cannot_be_made_is_seen(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: such an error that nobody judges. Green without the bug."""
+    where = ("try_lock", "/lock", kind, replace(MAIN, reads=True))
+    assert strike_first(*where).violation is None
+    recovery_without_a_type(monkeypatch)
+    violation = strike_first(*where).violation
+    assert violation is not None and violation.promise == "F5"
+
+
 def test_a_read_that_was_made_and_not_struck_is_a_gap() -> None:
     """Would catch: a sweep that takes a call it never struck for one that the life did not make."""
     told = {"counts": {"trainer": 7, "writer": 0}}

@@ -12,16 +12,22 @@ restarted once more, and must save again. What is swept:
   or what was tracked before a save that it was rolling forward.
 * errors at each changing call, before it (it did not happen) and after it (it did, and said otherwise),
   and writes that take a part or nothing.
-* errors of each read (``stat``, ``listdir``, ``read``, ``digest``, ``free_bytes``; and ``try_lock``) of
-  the same lives and recoveries. A kill needs no place at a read: the next changing call is one.
+* EIO and ESTALE of each read (``stat``, ``listdir``, ``read``, ``digest``, ``free_bytes``; and
+  ``try_lock``) of the same lives and recoveries. The other kinds cannot happen there: a read takes no
+  space (``try_lock``, which may make its file, gets ENOSPC and EDQUOT too); Python makes a call that was
+  interrupted again; and the storage reads on after a short read. A kill needs no place at a read: the
+  next changing call is one.
 
 Rules: every call of an unstruck life or recovery must have been struck in its turn, or the sweep itself
 is a violation. The manager polls as often as timing asks, so its reads are struck by their number alone,
 up to the last that a life makes. SIGKILL leaves the page cache alone, so no sweep here can show a
-missing fsync: the ``pr`` profile counts and strikes those calls, but does not carry them out. It takes
-one kind of error per call, in turn; where two recoveries begin alike, the beginning once; and of reads
-that are alike, the same after the same whatever the step, the first. The other profiles sync, and take
-every kind at every call.
+missing fsync: the ``pr`` profile counts and strikes those calls, but does not carry them out.
+
+What the gate (``pr``) takes: every kill and every torn write; at each changing call one kind of error,
+in turn, on one side of it, in turn (on both in the main script); both cuts of each write, or one in
+turn in recoveries; where two recoveries begin alike, the beginning once; and of reads that are alike,
+the same after the same whatever the step, the first, with one kind in turn. The other profiles sync,
+and take every kind on both sides of every call.
 
     PYTHONPATH=tests python -m proof.processes
     PYTHONPATH=tests python -m proof.processes --script roll_back --kind kill --site 17
@@ -52,6 +58,7 @@ from proof.real_site import (
     CUTS,
     ERRNOS,
     KILLS,
+    LOCK_ERRNOS,
     READ_ERRNOS,
     ROLES,
     Ended,
@@ -485,7 +492,8 @@ def _read_errors(
     for site, unstruck in sites:
         calls = unstruck.calls[site.role][max(0, site.at - 1) : site.at + 1]
         alike = tuple((method, re.sub(r"\d+", "#", path)) for method, path in calls)
-        kinds = READ_ERRNOS if whole else (READ_ERRNOS[site.at % 2],)
+        possible = LOCK_ERRNOS if calls[-1][0] == "try_lock" else READ_ERRNOS
+        kinds = possible if whole else (possible[site.at % len(possible)],)
         if whole or alike not in chosen:
             errors += [replace(site, kind=kind) for kind in kinds]
         chosen.add(alike)

@@ -43,6 +43,7 @@ ERRNOS = ("EIO", "ENOSPC", "EDQUOT", "EINTR", "ESTALE")
 CUTS = ("torn", "short", "nothing")  # half a write and death; half a write; a write that takes 0
 KILLS = ("kill", "torn")
 READ_ERRNOS = ("EIO", "ESTALE")
+LOCK_ERRNOS = (*READ_ERRNOS, "ENOSPC", "EDQUOT")  # to take a lock may make its file
 LIMIT_S = 60
 _STATES = (None, *State)  # a byte of shared memory is an index of these
 _PR_SET_CHILD_SUBREAPER = 36
