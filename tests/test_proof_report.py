@@ -165,6 +165,30 @@ def test_a_soak_lasts_its_hours(monkeypatch, tmp_path, cpus):
         assert began + result.seconds == 8 * 3600
 
 
+@pytest.mark.parametrize(("name", "hours"), [("traces", 2.0), ("processes", 4.0)])
+def test_a_layer_that_hangs_is_ended_at_its_own_limit(monkeypatch, tmp_path, name, hours):
+    """Catches: one limit that a slow disk meets, and a run that waits for a hung layer for ever."""
+    elapsing, ended = Elapsing(), []
+    monkeypatch.setattr(running, "time", elapsing)
+    monkeypatch.setattr(running, "_end", lambda layer: ended.append(elapsing.now))
+
+    def hung(name: str, budget: Budget, scratch: Path) -> Running:
+        started = elapsing.layer(name, budget, scratch)
+        started.file.unlink()
+
+        def wait(timeout: float) -> None:
+            elapsing.now += 60.0
+            raise subprocess.TimeoutExpired(name, timeout)
+
+        process = SimpleNamespace(wait=wait, pid=0, returncode=-9)
+        return replace(started, process=process)
+
+    monkeypatch.setattr(running, "_start", hung)
+    (result,) = running.run_all([name], Budget("release", hours=1.0), tmp_path)
+    assert ended == [hours * 3600]
+    assert "left no result" in result.violations[0].what
+
+
 def test_a_layer_that_breaks_is_a_violation(monkeypatch):
     import proof.traces
 

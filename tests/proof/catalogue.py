@@ -11,7 +11,8 @@ class Entry:
     """A layer. ``module`` has ``run(budget)``; ``profiles`` are those that include it.
 
     ``drives``: it runs jobs on a disk, so that what it came across was really reached. ``goes_on``: in
-    a soak, until the soak's hours are over.
+    a soak, until the soak's hours are over. ``limit_s``: the wall time after which it is taken for hung
+    and ended, beyond those hours; three times what it takes where nothing else runs, or more.
     """
 
     module: str
@@ -20,6 +21,7 @@ class Entry:
     profiles: tuple[str, ...] = ("pr", "nightly", "release")
     drives: bool = False
     goes_on: bool = False
+    limit_s: float = 2 * 3600.0
 
 
 MAINTAINERS = ("nightly", "release")
@@ -43,6 +45,7 @@ LAYERS: MappingProxyType[str, Entry] = MappingProxyType(
             "SIGKILL and errors at every storage call, real processes, real disk",
             cpus=1,
             drives=True,
+            limit_s=4 * 3600.0,  # it waits for every fsync: 54 minutes on a disk that is quick
         ),
         "megatron_kills": Entry(
             "proof.megatron_kills",
@@ -53,7 +56,11 @@ LAYERS: MappingProxyType[str, Entry] = MappingProxyType(
             goes_on=True,
         ),
         "determinism": Entry(
-            "proof.determinism", "the same seed gives the same trace", cpus=2, profiles=WITH_SOAK
+            "proof.determinism",
+            "the same seed gives the same trace",
+            cpus=2,
+            profiles=WITH_SOAK,
+            limit_s=4 * 3600.0,  # a soak's thousand re-runs
         ),
         "exhaustive": Entry("proof.exhaustive", "every state of the core in small bounds", cpus=2),
         "suites": Entry(

@@ -22,8 +22,6 @@ from pathlib import Path
 from proof.catalogue import LAYERS, command_of
 from proof.layer import Budget, LayerResult, Violation, timed
 
-_LIMIT_S = 3600.0  # of one layer that is not asked to go on for hours
-
 
 def run_one(name: str, budget: Budget) -> LayerResult:
     """Run a layer here. A layer that breaks is a violation, with the traceback."""
@@ -65,7 +63,7 @@ def run_all(names: list[str], budget: Budget, scratch: Path) -> list[LayerResult
                 left = max(0.0, end - time.monotonic()) / 3600
                 running.append(_start(fitting, dataclasses.replace(budget, hours=left), scratch))
                 continue
-            done = _wait_for_one(running, _LIMIT_S + budget.hours * 3600)
+            done = _wait_for_one(running, budget)
             running.remove(done)
             results[done.name] = _result_of(done, budget)
             print(_line(results[done.name]), flush=True)
@@ -89,13 +87,15 @@ def _start(name: str, budget: Budget, scratch: Path) -> Running:
     )
 
 
-def _wait_for_one(running: list[Running], limit_s: float) -> Running:
-    """The first that ends; one that runs beyond ``limit_s`` is ended, and left no result."""
+def _wait_for_one(running: list[Running], budget: Budget) -> Running:
+    """The first that ends; one that runs beyond its limit is ended, and left no result."""
+    goes_on_s = budget.hours * 3600 if budget.profile == "soak" else 0.0
     while True:
         for each in running:
             try:
                 each.process.wait(timeout=0.1)
             except subprocess.TimeoutExpired:
+                limit_s = LAYERS[each.name].limit_s + goes_on_s
                 if time.monotonic() - each.began < limit_s:
                     continue
                 _end(each)
