@@ -40,6 +40,7 @@ specs: $(STAMP)
 proof: $(STAMP)
 	$(PROOF) --profile release --write
 
+# Simulation and kills go on for HOURS each; the thousand re-runs of determinism come on top.
 soak: $(STAMP)
 	$(PROOF) --profile soak --hours $(HOURS)
 

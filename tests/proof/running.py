@@ -1,7 +1,8 @@
 """Runs layers, each in an interpreter of its own: as many at once as CPUs allow, and one more.
 
 A layer waits now and then, for a disk, a process or its last worker; the one more takes what is idle.
-A soak lasts its hours: the layers that go on begin last, side by side, each with the hours left to it.
+In a soak the layers that go on begin last, side by side, and each of them gets all the hours asked for:
+what had to run before comes on top.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Running:
 
 def run_all(names: list[str], budget: Budget, scratch: Path) -> list[LayerResult]:
     """Run the layers, and return their results in the order given."""
-    soak, end = budget.profile == "soak", time.monotonic() + budget.hours * 3600
+    soak = budget.profile == "soak"
     waiting = sorted(names, key=lambda name: soak and LAYERS[name].goes_on)
     running: list[Running] = []
     results: dict[str, LayerResult] = {}
@@ -60,8 +61,7 @@ def run_all(names: list[str], budget: Budget, scratch: Path) -> list[LayerResult
             fitting = next((n for n in waiting if _cpus(n, budget) <= free), None)
             if fitting is not None:
                 waiting.remove(fitting)
-                left = max(0.0, end - time.monotonic()) / 3600
-                running.append(_start(fitting, dataclasses.replace(budget, hours=left), scratch))
+                running.append(_start(fitting, budget, scratch))
                 continue
             done = _wait_for_one(running, budget)
             running.remove(done)

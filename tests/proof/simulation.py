@@ -58,7 +58,7 @@ _NOTHING = MappingProxyType({"runs": 0, "storage calls": 0, "saves": 0, "journal
 
 def run(budget: Budget) -> LayerResult:
     """Seeds 0..N-1 on ``budget.processes`` processes, then some of them again."""
-    count = budget.pick(pr=20_000, nightly=60_000, release=30_000)
+    count = budget.pick(pr=20_000, nightly=60_000, release=60_000)
     deadline = time.monotonic() + budget.hours * 3600 if budget.profile == "soak" else None
     result = LayerResult(LAYER, {**_NOTHING, "re-runs": 0})
     size = _CHUNK_HURRIED if budget.stop_at_first else _CHUNK
