@@ -6,6 +6,7 @@ import errno
 from functools import partial
 
 import pytest
+from hypothesis.statistics import collector
 from proof import suites
 from proof.layer import Budget
 from proof.recovery_machine import RecoveryMachine
@@ -36,6 +37,25 @@ def test_a_broken_guard_is_a_violation_with_its_history(monkeypatch):
     found = suites.violation_of("ledger", "pr", partial(check, settings=settings))
     assert found is not None and found.promise == "I7"
     assert "forced_offer" in found.what and "--suite ledger" in found.replay
+
+
+@pytest.mark.parametrize(
+    "suite, labels",
+    [
+        ("ledger", {"checkpoints at once"}),
+        ("trainer", {"crash depth", "writers in flight at an end"}),
+        ("recovery", {"crash depth"}),
+    ],
+)
+def test_the_machines_are_driven_deep(suite, labels):
+    """Catches: a machine whose examples nobody drives to deeper crashes and more in flight."""
+    check, _ = suites.SUITES[suite]
+    told = []
+    with collector.with_value(told.append):
+        check(settings=profile("pr", scale=0.2, shrink=False))
+    (statistics,) = told
+    assert set(statistics["targets"]) == labels
+    assert all(score > 0 for score in statistics["targets"].values())
 
 
 @pytest.mark.parametrize("call, power", [(48, 4), (48, 6), (49, 5), (49, 7)])

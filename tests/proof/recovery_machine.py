@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from hypothesis import currently_in_test_context, target
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -165,6 +166,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.disk = SimDisk()
         self.job: FakeJob | None = None
         self.runs = self.stock_saved = 0
+        self.deepest = 0  # how many calls into what it was doing a process died, at most
         self.copies: dict[bytes, Copy] = {}
         self.owed: set[bytes] = set()  # must be somewhere, whole
         self.tracked: dict[int, bytes] = {}  # by our last run
@@ -235,6 +237,8 @@ class RecoveryMachine(RuleBasedStateMachine):
         except OSError as found:
             assert found.strerror == "injected", f"I8: a raw error: {found!r}"
             error = found
+        if isinstance(error, ProcessDead):
+            self.deepest = max(self.deepest, chance.depth)
         if error is not None:
             reason = refusable or chance.ever or isinstance(error, ProcessDead)
             assert reason, f"I8: refused for no reason: {error!r}"
@@ -653,6 +657,8 @@ class RecoveryMachine(RuleBasedStateMachine):
         """Without faults the root opens, or says why not; then a run saves, and the next finds it."""
         if not hasattr(self, "disk"):
             return
+        if currently_in_test_context():  # a kept example is played without Hypothesis
+            target(float(self.deepest), label="crash depth")
         if self.alive():
             self.leave(False, None)
         self.start("fallback", None, None, 0.0, 0)
