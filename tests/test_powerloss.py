@@ -17,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from proof.layer import Budget
+from proof import powerloss
+from proof.layer import Budget, LayerResult
 from proof.powerloss import Plan, explore, replay, run, unavailable
 from proof.powerloss_disk import BLOCK, Image
 from proof.powerloss_states import Builder, CrashState, Recording, drawn_states, prefix_states
@@ -148,6 +149,20 @@ def test_without_root_or_fuse_the_reason_is_shown(monkeypatch):
     assert "/dev/fuse" in explore(Plan(1)).skipped
 
 
+def test_a_release_that_judged_too_few_states_is_red(monkeypatch):
+    """Catches: a release that passes though the kernel refused most states, or few were drawn."""
+    result = LayerResult("powerloss", {"states": 1300, "states on ext4": 800, "states on xfs": 300})
+    result.explored["states on ext4-writeback"] = 199
+    monkeypatch.setattr(powerloss, "explore", lambda plan: replace(result, violations=[]))
+    (found,) = run(Budget("release")).violations
+    assert found.what.startswith("999 states were judged below ext4")
+    assert not run(Budget("nightly")).violations
+    result.explored["states on ext4-writeback"] += 1
+    assert not run(Budget("release")).violations
+    monkeypatch.setattr(powerloss, "explore", lambda plan: LayerResult("powerloss", skipped="no"))
+    assert not run(Budget("release")).violations
+
+
 def explored(plan: Plan):
     result = explore(plan)
     if result.skipped:
@@ -164,6 +179,7 @@ def test_F4_power_loss_on_ext4_loses_nothing_acknowledged(tmp_path, monkeypatch)
     result = explored(SMALL)
     assert result.violations == []
     assert result.explored["recordings"] == 2
+    assert result.explored["states on ext4"] == result.explored["states"]
     assert result.explored["states"] + result.explored["refused by the kernel"] >= 24
     assert result.coverage.faults
     assert loop_devices(tmp_path) == []

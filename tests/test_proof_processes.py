@@ -5,6 +5,7 @@ They fork from this process, so a bug that is planted here is the children's as 
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -404,3 +405,31 @@ def test_a_bug_at_a_short_write_of_the_managers_writer_is_seen(
 def test_the_file_system_is_named(tmp_path: Path) -> None:
     assert file_system_of("/proc") == "proc"
     assert file_system_of(str(tmp_path)) != "of an unknown type"
+
+
+def test_a_btrfs_subvolume_is_named_by_its_mount() -> None:
+    """Would catch: a real disk taken for an unknown one, as its number is in no list."""
+    mounts = (
+        "1 0 8:1 / / rw - ext4 a a",
+        "2 1 0:40 / /p rw - btrfs b b",
+        "3 1 0:41 / /q rw - xfs c",
+    )
+    assert processes.mounted_as("0:99", Path("/p/tmp"), mounts) == "btrfs"
+    assert processes.mounted_as("0:99", Path("/pq"), mounts) == "ext4"
+    assert processes.mounted_as("0:41", Path("/elsewhere"), mounts) == "xfs"
+
+
+def test_without_a_real_disk_a_release_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a sweep of a file system in memory that passes for one of a disk."""
+    swept: list[str] = []
+    monkeypatch.setattr(processes, "_sweep", lambda sweep: swept.append(sweep.place))
+    there = dict.fromkeys((tempfile.gettempdir(), "/var/tmp", str(Path.cwd())), "tmpfs")
+    monkeypatch.setattr(processes, "file_system_of", lambda directory: there[directory])
+    for profile in ("nightly", "release"):
+        assert "is tmpfs" in processes.run(Budget(profile)).skipped
+    assert not swept
+    assert processes.run(Budget("pr")).notes[-1].endswith(" is tmpfs")
+    there["/var/tmp"] = "xfs"
+    result = processes.run(Budget("release"))
+    assert not result.skipped and result.notes[-1] == "/var/tmp is xfs"
+    assert [place.startswith("/var/tmp/") for place in swept] == [False, True]

@@ -30,6 +30,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from ckptfsm.testing.coverage import Coverage
+from proof.catalogue import command_of
 from proof.layer import Budget, LayerResult, Violation, timed
 from proof.powerloss_disk import RecordingDisk, make_image, mounted
 from proof.powerloss_jobs import SCRIPTS, Judge, Script, Site, recover_and_save
@@ -39,6 +40,7 @@ from proof.powerloss_workers import Workers
 LAYER = "powerloss"
 _MODULE = "proof.powerloss"
 _CHUNK = 40
+_ENOUGH = 1000  # states below ext4 that a release judges at least
 _SHOWN = 5
 
 
@@ -104,7 +106,19 @@ def run(budget: Budget) -> LayerResult:
         return LayerResult(LAYER, skipped="maintainer layer: run make proof")
     states = budget.pick(pr=0, nightly=400, release=1400)
     plan = Plan(states, processes=budget.processes, stop_at_first=budget.stop_at_first)
-    return explore(plan)
+    result = explore(plan)
+    if budget.profile == "release":
+        result.violations += _too_few(result)
+    return result
+
+
+def _too_few(result: LayerResult) -> list[Violation]:
+    """A run that judged less below ext4 than a release promises; one that was stopped may have."""
+    below = sum(n for name, n in result.explored.items() if name.startswith("states on ext4"))
+    if result.skipped or result.violations or below >= _ENOUGH:
+        return []
+    what = f"{below} states were judged below ext4, at least {_ENOUGH:,} are promised"
+    return [Violation("F4", what, command_of(LAYER, "release"))]
 
 
 def explore(plan: Plan) -> LayerResult:
@@ -289,7 +303,9 @@ def _explore(plan: Plan, work: str, workers: Workers, result: LayerResult) -> No
     counts = {"recordings": len(recordings), "writes": sum(_writes(r) for r in recordings)}
     result.explored = {**counts, "states": 0, "refused by the kernel": 0}
     for verdicts in workers.map(judge_states, tasks):
+        on = f"states on {recordings[verdicts.index].filesystem}"
         result.explored["states"] += verdicts.judged
+        result.explored[on] = result.explored.get(on, 0) + verdicts.judged
         result.explored["refused by the kernel"] += verdicts.refused
         result.coverage.add(verdicts.coverage)
         for state, problem in verdicts.broken:

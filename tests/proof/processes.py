@@ -27,7 +27,7 @@ What the gate (``pr``) takes: every kill and every torn write; at each changing 
 in turn, on one side of it, in turn (on both in the main script); both cuts of each write, or one in
 turn in recoveries; where two recoveries begin alike, the beginning once; and of reads that are alike,
 the same after the same whatever the step, the first, with one kind in turn. The other profiles sync,
-and take every kind on both sides of every call.
+and take every kind on both sides of every call; they are skipped where there is no real disk.
 
     PYTHONPATH=tests python -m proof.processes
     PYTHONPATH=tests python -m proof.processes --script roll_back --kind kill --site 17
@@ -72,6 +72,7 @@ MAIN_SCRIPT = "save_track_prune"
 PATIENCE_S = 180.0  # for one site; its child has an alarm of its own
 TRIES = 3  # a life on the manager makes its calls in an order that timing decides
 NEVER = 1_000_000
+DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs"})
 Call = tuple[str, str]
 Alike = tuple[Call, ...]
 Lives = dict[str, Ended]  # the unstruck ones
@@ -297,8 +298,15 @@ def _by_index(finding: Finding) -> tuple[str, int, int]:
 def run(budget: Budget) -> LayerResult:
     """Sweep everything that the profile asks for."""
     result = LayerResult("processes")
-    place = tempfile.TemporaryDirectory(prefix="ckptfsm-proof-", ignore_cleanup_errors=True)
     whole = budget.profile != "pr"  # it waits for its fsyncs half of the time
+    directory = real_disk() or ("" if whole else tempfile.gettempdir())
+    if not directory:
+        kind = file_system_of(tempfile.gettempdir())
+        result.skipped = f"no real disk: {tempfile.gettempdir()} is {kind}; set TMPDIR"
+        return result
+    place = tempfile.TemporaryDirectory(
+        prefix="ckptfsm-proof-", dir=directory, ignore_cleanup_errors=True
+    )
     with place, _pool(budget.processes * (2 if whole else 1)) as pool:
         sweep = Sweep(pool, place.name, result, budget.stop_at_first, whole)
         try:
@@ -312,7 +320,7 @@ def run(budget: Budget) -> LayerResult:
     else:
         kinds = "every kind of error at every call, and each fsync is carried out"
     result.notes.append(f"profile {budget.profile}: {kinds}")
-    result.notes.append(f"{tempfile.gettempdir()} is {file_system_of(tempfile.gettempdir())}")
+    result.notes.append(f"{directory} is {file_system_of(directory)}")
     return result
 
 
@@ -509,11 +517,28 @@ def _pool(processes: int) -> Iterator[Pool]:
 def file_system_of(directory: str) -> str:
     """The type of the file system that holds ``directory``, as the kernel says (``ext4``)."""
     device = os.stat(directory).st_dev
-    wanted = f" {os.major(device)}:{os.minor(device)} "
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        if wanted in line:
-            return re.split(r" - ", line, maxsplit=1)[1].split()[0]
-    return "of an unknown type"
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    return mounted_as(number, Path(directory).resolve(), mounts)
+
+
+def mounted_as(number: str, place: Path, mounts: Iterable[str]) -> str:
+    """By the device's number; a btrfs subvolume's is in no list, so then by where it is mounted."""
+    found, deepest = "of an unknown type", ""
+    for line in mounts:
+        mount, _, rest = line.partition(" - ")
+        _, _, device, _, where, *_ = mount.split()
+        if device == number:
+            return rest.split()[0]
+        if place.is_relative_to(where) and len(where) >= len(deepest):
+            found, deepest = rest.split()[0], where
+    return found
+
+
+def real_disk() -> str:
+    """A directory on a disk's file system: the temporary one, /var/tmp or the current one; or ""."""
+    places = (tempfile.gettempdir(), "/var/tmp", os.getcwd())
+    return next((p for p in places if os.path.isdir(p) and file_system_of(p) in DISKS), "")
 
 
 # -------------------------------------------------------------------------------------------- CLI
