@@ -5,6 +5,7 @@ A sample of two layers of proof (``proof.corruption``, ``proof.fuzz``), and ever
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import signal
@@ -13,7 +14,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from proof import fuzz
+from proof import corruption, fuzz
 from proof.corruption import (
     LIVES,
     Bench,
@@ -26,6 +27,7 @@ from proof.corruption import (
     newer_schema,
     swap,
 )
+from proof.layer import Budget
 
 from ckptfsm.documents import Manifest, Receipt, decode
 from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema
@@ -119,6 +121,42 @@ def test_F16_F17_F19_F34_whole_files_and_directories(
     for seed in range(12):
         rng = random.Random(seed)
         assert bench.judged(template, change(template, rng.choice(places), rng)) == ""
+
+
+def test_a_third_of_the_corruptions_is_of_what_megatron_wrote(bench: Bench, monkeypatch):
+    """Catches: a layer that corrupts invented shards only. The other seeds stay what they were."""
+    tried: list[tuple[Template, str]] = []
+
+    def judged(self: Bench, template: Template, corruption: Corruption, *, real: bool) -> str:
+        tried.append((template, str(corruption)))
+        return ""
+
+    monkeypatch.setattr(Bench, "judged", judged)
+    real = dataclasses.replace(bench.templates[0], name="megatron")
+    both = Bench(bench.templates, real)
+    for seed in range(300):
+        both.trial(seed)
+        bench.trial(seed)
+    assert sum(template is real for template, _ in tried[::2]) == 100
+    same = [one == other for one, other in zip(tried[::2], tried[1::2], strict=True)]
+    assert same.count(True) == 200
+    assert both.all == [*bench.templates, real]
+
+
+def test_only_who_hurries_does_without_megatron(bench: Bench, monkeypatch):
+    """Catches: a gate that corrupts invented shards only, and mutants that wait for torch."""
+    asked: list[bool] = []
+
+    def make_bench(*, megatron: bool) -> Bench:
+        asked.append(megatron)
+        return Bench(bench.templates[:1], bench.templates[0] if megatron else None)
+
+    monkeypatch.setattr(corruption, "make_bench", make_bench)
+    monkeypatch.setattr(Bench, "trial", lambda self, seed: (nothing, ""))
+    nothing = flip(bench.templates[0], f"iter_0000030/{MANIFEST}", Zero())
+    runs = [corruption.run(Budget(stop_at_first=hurry)) for hurry in (False, True)]
+    assert asked == [True, False]
+    assert [run.explored["corruptions"] for run in runs] == [1200, 800]
 
 
 def test_the_judge_of_corruptions_is_not_blind(bench: Bench):
