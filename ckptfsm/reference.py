@@ -61,9 +61,11 @@ KIT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "strategies": ("steps", "layouts", "policies", "checkpoint_infos", "ledgers", "evidences"),
         "simfs": ("SimDisk", "SimStorage", "ProcessDead"),
         "faults": ("FaultStorage", "fail_at", "crash_at", "pause_at"),
+        "harness": ("FakeJob", "FakePart", "fake_content", "SimClock"),
         "writers": ("SimWriters",),
         "fakes": ("fake_ports", "ThreadTransport", "run_ranks"),
         "sim.run": ("simulate", "Run"),
+        "coverage": ("Coverage", "watch_moves"),
         "profiles": ("profile", "register"),
     }
 )

@@ -125,6 +125,21 @@ def test_every_drop_in_is_in_the_reference():
             assert re.search(r"^[A-Z`].*\w", section, re.M), name
 
 
+def test_every_module_of_the_kit_is_in_the_reference():
+    """Catches: a page of the kit that sends its reader to signatures that are not there."""
+    page = (DOCS / "testing.md").read_text(encoding="utf-8")
+    text = (DOCS / "reference.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| `ckptfsm\.testing\.(\w+)` \|", page, re.M)
+    assert len(told) >= 10
+    for module in told:
+        assert re.search(rf"^### ckptfsm\.testing\.{module}\b.*\n", text, re.M), module
+    for module, names in reference.KIT.items():
+        for name in names:
+            title = f"\n### ckptfsm.testing.{module}.{name}\n"
+            section = text.partition(title)[2].partition("\n### ")[0]
+            assert re.search(r"^[A-Z`].*\w", section, re.M), name
+
+
 def test_the_reference_is_fresh(tmp_path):
     """Catches: a docstring that changed without its page."""
     assert reference.main(["--check", "--root", str(ROOT)]) == 0
