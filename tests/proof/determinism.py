@@ -4,9 +4,12 @@
 
 A fingerprint is a hash over everything a layer did, in order: each call of the simulation, each event
 that a Hypothesis suite offered to a checkpoint, each transition between the states of the exhaustive
-search, each journal that wandering jobs left, each corruption and what became of it. Each re-run is an
-interpreter of its own with another ``PYTHONHASHSEED``, so that an order that comes from a set, an
-address or a clock shows.
+search, each journal that wandering jobs left, each corruption and hostile input and what became of it,
+the shortest history of each field bug, each move on which relation and production must agree. Each
+re-run is an interpreter of its own with another ``PYTHONHASHSEED``, so that an order that comes from a
+set, an address or a clock shows.
+
+Left out: what z3 does (its work is bounded, not its order), and what plays out between real processes.
 """
 
 from __future__ import annotations
@@ -21,6 +24,10 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
+
+from fieldbugs.catalogue import REPORTS
+from fieldbugs.model import search as search_model
 
 from ckptfsm.lifecycle import Checkpoint
 from ckptfsm.messages import Event
@@ -31,6 +38,8 @@ from ckptfsm.testing.sim import simulate
 from ckptfsm.testing.simfs import SimStorage
 from proof.corruption import Bench, make_template
 from proof.exhaustive import SCOPES, Search
+from proof.fuzz import TARGETS, attempt, attempt_root, hostile_root
+from proof.inductive import agree, load_spec
 from proof.layer import Budget, LayerResult, Violation, timed
 from proof.suites import SUITES
 from proof.traces import Wanderer
@@ -39,6 +48,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SEEDS = range(24)
 STATES = 150  # of each scope of the exhaustive search
 PATIENCE_S = 600.0  # for one re-run; one that takes longer is an error
+INPUTS = 8  # of each target of the fuzzing
+AGREEMENTS = 400
 EXAMPLES = 0.05  # of what the suites run in the gate
 
 
@@ -74,6 +85,21 @@ def fingerprints() -> Iterator[tuple[str, str]]:
         "corruption",
         _digest([f"{c} {problem}" for c, problem in tried], sorted(bench.counts.items())),
     )
+    yield "fuzz", _digest([*_fuzzed()])
+    searched = [search_model(m) for report in REPORTS for m in (report.old, report.mended)]
+    yield "fieldbugs", _digest(searched)
+    trace = Trace()
+    differing = list(agree(load_spec(), AGREEMENTS, trace))
+    yield "inductive", _digest(differing, trace.hash.hexdigest())
+
+
+def _fuzzed() -> Iterator[tuple[bytes, str]]:
+    """Each hostile document and what its reader made of it, then whole roots."""
+    for name, target in TARGETS.items():
+        for seed in range(INPUTS):
+            yield target.make(Random(f"{name} {seed}")), attempt(target, seed)
+    for seed in range(INPUTS):
+        yield repr(hostile_root(seed)).encode(), attempt_root(seed)
 
 
 def _wander(seed: int) -> object:
