@@ -10,6 +10,7 @@ import pytest
 
 from ckptfsm.documents import FileEntry
 from ckptfsm.errors import StorageError
+from ckptfsm.integrations.verl import mirror as mirror_module
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, HdfsMirror, mirror_of
 from ckptfsm.messages import AttemptId
 from ckptfsm.storage import PosixStorage
@@ -121,6 +122,36 @@ def test_a_host_that_is_away_is_not_a_missing_copy(
         mirror.upload(source, later, files)
     monkeypatch.delenv("AWAY")
     assert mirror.has(COPY) and not mirror.has(later)
+
+
+@pytest.mark.parametrize("fault", ["missing", "hung"])
+def test_a_command_that_cannot_be_run_is_an_error_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Catches: a bare ``FileNotFoundError``; a look that takes as long as an upload may."""
+    script = tmp_path / "hdfs"
+    if fault == "hung":
+        script.write_text("#!/bin/sh\nexec sleep 60\n")
+        script.chmod(0o755)
+        monkeypatch.setattr(mirror_module, "_LOOK_S", 0.2)
+    mirror = HdfsMirror("hdfs://host/run", command=(str(script), "dfs"))
+    with pytest.raises(StorageError, match="No such file|timed out after 0.2") as raised:
+        mirror.has(COPY)
+    assert raised.value.file == f"hdfs://host/run/global_step_1/{COPY.mark}"
+    assert f"`{script} dfs -ls hdfs://host/run`" in raised.value.message, "what to try by hand"
+    source, files = checkpoint(tmp_path)
+    with pytest.raises(StorageError, match="No such file|timed out after 0.1"):
+        replace(mirror, timeout_s=0.1).upload(source, COPY, files)
+
+
+def test_a_directory_that_cannot_be_reached_is_an_error_that_names_it(tmp_path: Path) -> None:
+    """Catches: an error of the system alone, which may be of either side."""
+    mirror = DirectoryMirror(str(tmp_path / ("x" * 300)))
+    source, files = checkpoint(tmp_path)
+    for call in (lambda: mirror.has(COPY), lambda: mirror.upload(source, COPY, files)):
+        with pytest.raises(StorageError, match="too long.*mounted") as raised:
+            call()
+        assert raised.value.file == mirror.directory
 
 
 def test_the_mirror_that_a_setting_stands_for(

@@ -10,6 +10,7 @@ Rules:
   them: its size, and its digest where the place can be read.
 * Nothing is ever deleted in the remote place. What is unfinished there begins with a dot.
 * A copy carries its attempt: after a rollback, that of the abandoned branch does not count.
+* Errors are ``StorageError``, and name the remote place, the command, and what to try by hand.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import os
 import shutil
 import subprocess
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -26,7 +28,7 @@ from typing import Any, Literal, Protocol
 from ckptfsm.clock import SystemClock
 from ckptfsm.documents import FileEntry
 from ckptfsm.durable import fsync_tree_dirs, lookup, move
-from ckptfsm.errors import SaveFailed, StorageError
+from ckptfsm.errors import SaveFailed, StorageError, describe
 from ckptfsm.evidence import read_manifest
 from ckptfsm.files import FilesDraft, FilesDriver, FileTree
 from ckptfsm.layout import PRIVATE, VERL
@@ -43,6 +45,7 @@ from ckptfsm.worker import Worker
 NAME = "mirror"
 When = Literal["before", "after"]
 _KILL_S = 10.0
+_LOOK_S = 60.0  # for a look at what is there; an upload has longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +83,26 @@ class DirectoryMirror:
     directory: str
 
     def has(self, copy: Copy) -> bool:
-        return Path(self.directory, copy.name, copy.mark).is_file()
+        with self._named():
+            return Path(self.directory, copy.name, copy.mark).is_file()
 
     def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
-        """Raises ``StorageError`` if the copy is not equal."""
+        """Raises ``StorageError`` if a call fails or the copy is not equal."""
+        with self._named():
+            self._upload(source, copy, files)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors of the system name the place."""
+        try:
+            yield
+        except StorageError:
+            raise
+        except OSError as error:
+            why = f"the remote copy failed: {describe(error)}; is {self.directory} mounted on this host?"
+            raise StorageError(why, file=self.directory) from error
+
+    def _upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
         name, nonce = copy.name, uuid.uuid4().hex[:12]
         storage = PosixStorage(self.directory)  # is made, durably, if it is not there
         try:
@@ -117,7 +136,8 @@ class HdfsMirror:
     timeout_s: float = 3600.0
 
     def has(self, copy: Copy) -> bool:
-        return self._exists(f"{self.directory}/{copy.name}/{copy.mark}")
+        mark = f"{self.directory}/{copy.name}/{copy.mark}"
+        return self._exists(mark, min(_LOOK_S, self.timeout_s))
 
     def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
         """Raises ``StorageError`` if a command fails or a size differs."""
@@ -137,31 +157,48 @@ class HdfsMirror:
         if self._exists(final):
             self._run("-mv", final, f"{self.directory}/.replaced-{name}-{nonce}")
         self._run("-mv", partial, final)
-        if not self.has(copy):  # moved into a directory that was there all the same
+        # Moved into a directory that was there all the same?
+        if not self._exists(f"{final}/{copy.mark}"):
             raise StorageError(f"{name} is not the copy of attempt {copy.of}", file=final)
 
-    def _exists(self, path: str) -> bool:
+    def _exists(self, path: str, timeout_s: float | None = None) -> bool:
         """``-test`` ends with 1 for "no", and for what it complains of, like a host that is away."""
-        ended = self._call("-test", "-e", path)
+        ended = self._call("-test", "-e", path, timeout_s=timeout_s)
         complaints = [line for line in ended.stderr.splitlines() if line.startswith("test:")]
         if ended.returncode not in (0, 1) or complaints:
-            raise StorageError(f"-test failed: {ended.stderr.strip()[-500:]}", file=path)
+            raise self._failed("-test", ended.stderr, path)
         return ended.returncode == 0
 
     def _run(self, *arguments: str) -> str:
         ended = self._call(*arguments)
         if ended.returncode != 0:
-            raise StorageError(f"{arguments[0]} failed: {ended.stderr.strip()[-500:]}")
+            raise self._failed(arguments[0], ended.stderr, arguments[-1])
         return ended.stdout
 
-    def _call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*self.command, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=self.timeout_s,
-            check=False,
-        )
+    def _call(
+        self, *arguments: str, timeout_s: float | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        limit = timeout_s or self.timeout_s
+        try:
+            return subprocess.run(
+                [*self.command, *arguments],
+                capture_output=True,
+                text=True,
+                timeout=limit,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            why = f"timed out after {limit} s"
+            raise self._failed(arguments[0], why, arguments[-1]) from error
+        except OSError as error:
+            raise self._failed(arguments[0], describe(error), arguments[-1]) from error
+
+    def _failed(self, action: str, why: str, path: str) -> StorageError:
+        """Every command ends with a remote ``path``."""
+        command = " ".join(self.command)
+        why = f"{command} {action} failed: {why.strip()[-250:]}"
+        by_hand = f"does `{command} -ls {self.directory}` work on this host?"
+        return StorageError(f"{why}; {by_hand}", file=path)
 
 
 # ---------------------------------------------------------------------------------------- before
