@@ -16,16 +16,34 @@ from proof.fuzz import _CONFIG, _zip, written_metadata
 
 from ckptfsm.controller import Controller
 from ckptfsm.documents import FileEntry
-from ckptfsm.errors import SaveFailed
+from ckptfsm.errors import DeadlineExceeded, SaveFailed, SaveFailedWarning, StorageError
 from ckptfsm.files import FilesDriver
 from ckptfsm.integrations.verl import mirror
-from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror
+from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, Upload
 from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.messages import AttemptId
-from ckptfsm.retention import LatestN
+from ckptfsm.retention import KeepAll, LatestN
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import Gate, fake_ports
 from ckptfsm.testing.faults import FaultStorage
+
+
+@dataclass(frozen=True, slots=True)
+class Failing(DirectoryMirror):
+    """A remote place that takes no copy of some steps; ``away``: nor says what it has."""
+
+    steps: tuple[int, ...] = ()
+    away: bool = False
+
+    def has(self, copy: Copy) -> bool:
+        if self.away:
+            raise StorageError("the remote place is away")
+        return DirectoryMirror.has(self, copy)
+
+    def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
+        if copy.of.step in self.steps:
+            raise OSError(errno.EIO, "away for a moment")
+        DirectoryMirror.upload(self, source, copy, files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +60,7 @@ class Held(DirectoryMirror):
 class Job:
     """A controller of a file, whose steps are uploaded."""
 
-    def __init__(self, place: Path, remote: DirectoryMirror | None = None) -> None:
+    def __init__(self, place: Path, remote: DirectoryMirror | None = None, **settings: Any) -> None:
         self.root, self.there = place / "root", place / "there"
         self.there.mkdir(exist_ok=True)
         self.uploads = Uploads(str(self.root), remote or DirectoryMirror(str(self.there)))
@@ -53,7 +71,7 @@ class Job:
             nobody,
             ports=fake_ports(self.open_storage, driver=FilesDriver()),
             hooks=[self.uploads.hook],
-            **{**SETTINGS, "layout": "verl", "retention": LatestN(1)},
+            **{**SETTINGS, "layout": "verl", "retention": LatestN(1), **settings},
         )
 
     def open_storage(self, create: bool) -> FaultStorage:
@@ -85,10 +103,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Starts jobs, one after the other."""
     jobs: list[Job] = []
 
-    def begun(remote: DirectoryMirror | None = None) -> Job:
+    def begun(remote: DirectoryMirror | None = None, **settings: Any) -> Job:
         for job in jobs:
             job.controller.close()
-        jobs.append(Job(tmp_path, remote))
+        jobs.append(Job(tmp_path, remote, **settings))
         return jobs[-1]
 
     yield begun
@@ -204,6 +222,98 @@ def test_an_error_of_a_moment_costs_no_upload(start, monkeypatch, what):
     assert fault.failed and job.uploaded() == ["global_step_1"] and job.leases() == []
 
 
+@pytest.mark.parametrize("what", ["lease", "fork"])
+def test_an_error_of_a_moment_is_warned_of_where_failures_are(start, monkeypatch, what):
+    """Catches: a training that a full disk ends, though it was told to go on after failed saves."""
+    job = start(on_failure="warn")
+    job.save(1)
+    if what == "lease":
+        job.storage[0].before = Once("/leases/")
+    else:
+        monkeypatch.setattr(mirror, "fork_child", Once("Upload", mirror.fork_child))
+    with pytest.warns(SaveFailedWarning, match="made-up|EAGAIN"):
+        job.poll()
+    job.wait()
+    assert job.uploaded() == ["global_step_1"] and job.leases() == []
+
+
+def test_uploads_go_on_behind_those_that_fail_at_the_end(start, tmp_path):
+    """Catches: the copy of the last step, lost because an older one's failed; leases that stay."""
+    job = start(Failing(str(tmp_path / "there"), (1, 3)), retention=KeepAll())
+    for step in (1, 2, 3, 4):
+        job.save(step)
+    with pytest.raises(SaveFailed, match="step 1 failed: .*for a moment.*no copy of steps 1, 3"):
+        job.wait()
+    assert job.uploaded() == ["global_step_2", "global_step_4"] and job.leases() == []
+    job.wait()  # nothing is left to do
+
+
+@pytest.mark.parametrize("what", ["lease", "fork"])
+def test_what_cannot_begin_at_the_end_costs_no_other_upload(start, monkeypatch, what):
+    """Catches: the same where a lease or a fork fails; an end that tries for ever."""
+    job = start(retention=KeepAll())
+    job.save(1)
+    job.save(2)
+    if what == "lease":
+        job.storage[0].before = Once("/leases/1.")
+    else:
+        monkeypatch.setattr(mirror, "fork_child", Once("step=1", mirror.fork_child))
+    with pytest.raises(SaveFailed, match="the upload of step 1 .*(made-up|EAGAIN)"):
+        job.wait()
+    assert job.uploaded() == ["global_step_2"] and job.leases() == []
+
+
+def test_failed_uploads_at_the_end_are_one_warning_where_failures_are(start, tmp_path):
+    """Catches: an end that raises in a run that was told to go on."""
+    job = start(Failing(str(tmp_path / "there"), (1, 2)), retention=KeepAll(), on_failure="warn")
+    job.save(1)
+    job.save(2)
+    with pytest.warns(SaveFailedWarning, match="no copy of steps 1, 2") as said:
+        job.wait()
+    assert len(said) == 1 and job.uploaded() == [] and job.leases() == []
+
+
+def test_an_end_that_came_too_early_names_what_has_no_copy(start, tmp_path):
+    """Catches: leases that stay; a child that outlives its run."""
+    held = Held(str(tmp_path / "there"), Gate(tmp_path / "gate"))
+    job = start(held, retention=KeepAll(), close_timeout_s=0.3)
+    job.save(1)
+    job.save(2)
+    with pytest.raises(DeadlineExceeded, match="did not finish in time: no copy of steps 1, 2"):
+        job.wait()
+    assert job.leases() == [] and job.uploads.running is None
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "warn"])
+def test_a_remote_place_that_is_away_at_the_start_is_a_failed_upload(start, tmp_path, on_failure):
+    """Catches: a resume that a remote place stops; a latest step that never gets its copy."""
+    start().save(1)
+    there = str(tmp_path / "there")
+    job = start(Failing(there, away=True), on_failure=on_failure)
+    job.uploads.begin(job.controller)
+    job.poll()
+    match = "the upload of step 1 failed: .*is away"
+    said = pytest.warns(SaveFailedWarning, match=match)
+    with said if on_failure == "warn" else pytest.raises(SaveFailed, match=match):
+        ended(job)
+    assert job.controller.all_steps() == [1] and job.leases() == []
+    job = start()
+    job.uploads.begin(job.controller)
+    job.wait()
+    assert job.uploaded() == ["global_step_1"]
+
+
+def test_a_copy_that_is_there_at_the_start_is_not_made_again(start, tmp_path):
+    """Catches: an upload of the latest step at every start."""
+    job = start()
+    job.save(1)
+    job.wait()
+    job = start(Failing(str(tmp_path / "there"), (1,)))
+    job.uploads.begin(job.controller)
+    job.wait()
+    assert job.uploaded() == ["global_step_1"] and job.leases() == []
+
+
 def test_a_failed_upload_is_raised_and_the_step_let_go(start, tmp_path):
     """Catches: an upload's error that nobody hears of; a step that is kept for ever."""
     job = start(DirectoryMirror(str(tmp_path / "nowhere")))
@@ -293,3 +403,59 @@ def test_the_copy_of_an_abandoned_branch_does_not_count(start):
     later.uploads.begin(later.controller)
     later.wait()
     assert (later.there / "global_step_2/data.pt").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("when", ["before it copies", "before it renames", "after it"])
+def test_a_step_that_is_saved_anew_during_its_upload_has_a_copy_of_its_own(
+    start, tmp_path, monkeypatch, when
+):
+    """Catches: an upload that is struck off because one of the same number runs: the remote step is
+    missing, or that of the abandoned branch, and nobody is told."""
+    remote, gate = DirectoryMirror(str(tmp_path / "there")), Gate(tmp_path / "gate")
+    job = start(remote, retention=KeepAll())
+    job.save(1)
+    job.wait()
+    with monkeypatch.context() as patch:  # what the child inherits
+        if when == "before it copies":
+            job.uploads.mirror = Held(remote.directory, gate)
+        elif when == "before it renames":
+            patch.setattr(mirror, "move", gate.hold)
+        job.save(2)
+        job.poll()
+    job.uploads.mirror = remote
+    if when == "after it":
+        assert job.uploads.running[1].wait(20.0).succeeded
+    job.controller.rollback(1)
+    job.controller.begin(2, {"data.pt": b"new"}).handle.wait()
+    with pytest.warns(UserWarning, match="step 2 is not uploaded: .* not tracked any more"):
+        job.poll()
+    job.wait()
+    assert (job.there / "global_step_2/data.pt").read_bytes() == b"new"
+    assert len(list(job.there.glob(".replaced-*"))) == (when == "after it")
+    assert job.leases() == []
+
+
+def test_the_upload_of_what_was_left_by_a_rollback_does_not_fail(start, tmp_path):
+    """Catches: a training that ends because what it left itself could not be copied."""
+    job = start(Held(str(tmp_path / "there"), Gate(tmp_path / "gate")), retention=KeepAll())
+    job.save(1)
+    job.save(2)
+    job.uploads.noted.remove(1)
+    job.poll()
+    job.controller.rollback(1)
+    with pytest.warns(UserWarning, match="step 2 is not uploaded"):
+        job.poll()
+    job.wait()
+    assert job.leases() == [] and job.uploads.running is None
+
+
+def test_what_was_saved_anew_is_not_uploaded_for_the_old(start):
+    """Catches: new content under the old attempt's mark, where the child came too late."""
+    job = start(retention=KeepAll())
+    job.save(1)
+    job.save(2)
+    old = mirror.manifest_of(str(job.root), 2).of
+    job.controller.rollback(1)
+    job.save(2)
+    outcome = Upload(str(job.root), old, job.uploads.mirror).start().wait(20.0)
+    assert "is not attempt 2.e1.a2" in outcome.explain() and job.uploaded() == []

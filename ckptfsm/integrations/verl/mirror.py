@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ckptfsm.clock import SystemClock
-from ckptfsm.documents import FileEntry
+from ckptfsm.documents import FileEntry, Manifest
 from ckptfsm.durable import fsync_tree_dirs, lookup, move
 from ckptfsm.errors import SaveFailed, StorageError, describe
 from ckptfsm.evidence import read_manifest
@@ -296,25 +296,35 @@ def _nothing(directory: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A copy of a published step, in a child."""
+    """A copy of a published attempt, in a child."""
 
     root: str
-    step: int
+    of: AttemptId
     mirror: Mirror
 
     def __call__(self) -> int:
-        """How many files were uploaded."""
-        storage = PosixStorage(self.root, create=False)
-        name = VERL.published_name(self.step)
-        manifest = read_manifest(storage, name)
-        if manifest is None:
-            raise SaveFailed(f"{name} has no manifest to upload by", step=self.step)
-        files = _content(manifest.files)
-        self.mirror.upload(f"{self.root}/{name}", Copy(name, manifest.of), files)
+        """How many files were uploaded: none if the copy was there."""
+        name = VERL.published_name(self.of.step)
+        manifest = manifest_of(self.root, self.of.step)
+        if manifest is None or manifest.of != self.of:
+            raise SaveFailed(f"{name} is not attempt {self.of} any more", step=self.of.step)
+        copy, files = Copy(name, self.of), _content(manifest.files)
+        if self.mirror.has(copy):
+            return 0
+        self.mirror.upload(f"{self.root}/{name}", copy, files)
         return len(files)
 
     def start(self) -> Child:
         return fork_child(self, keep=(), group=True)
+
+
+def manifest_of(root: str, step: int) -> Manifest | None:
+    """The manifest of a published step; None if it has none. Raises ``DamagedRoot``."""
+    storage = PosixStorage(root, create=False)
+    try:
+        return read_manifest(storage, VERL.published_name(step))
+    finally:
+        storage.close_root()
 
 
 def _content(files: Iterable[FileEntry]) -> list[FileEntry]:

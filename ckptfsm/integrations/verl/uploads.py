@@ -3,7 +3,9 @@
 Rules:
 * A hook only notes the step; leases are taken, and children started, at the next poll. What went wrong
   is raised or warned of there, as for a save that failed. A failed upload leaves the checkpoint alone.
+* Only the child looks at the remote place, also for what was there at the start: none stops the trainer.
 * A step is struck off one list only when it is on the next: an error of a moment costs no upload.
+* What waits is an attempt: after a rollback, another one may have the same step.
 * Pins are people's: none is set or removed here. The leases of a run that was killed expire.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -19,18 +22,19 @@ from ckptfsm.documents import TransitionRecord
 from ckptfsm.errors import (
     DamagedRoot,
     DeadlineExceeded,
+    OutcomeUnknown,
     SaveFailed,
     SaveFailedWarning,
     StepNotFoundError,
     describe,
+    name_ranks,
 )
-from ckptfsm.evidence import read_manifest
-from ckptfsm.integrations.verl.mirror import Copy, Mirror, Upload
-from ckptfsm.layout import VERL
+from ckptfsm.integrations.verl.mirror import Mirror, Upload, manifest_of
+from ckptfsm.lifecycle import State
+from ckptfsm.messages import AttemptId
 from ckptfsm.notices import warn_caller
 from ckptfsm.ports import Outcome
 from ckptfsm.processes import Child
-from ckptfsm.storage import PosixStorage
 
 log = logging.getLogger("ckptfsm")
 
@@ -39,79 +43,135 @@ log = logging.getLogger("ckptfsm")
 class Uploads:
     """``noted`` steps are not kept yet; each of ``waiting`` is, by its lease, until it was uploaded.
 
-    ``running`` is the first of those, and the child that uploads it.
+    ``running`` is the first of those, and the child that uploads it. ``left`` are attempts that are no
+    checkpoints any more: nothing of theirs is to wait.
     """
 
     root: str
     mirror: Mirror
     noted: list[int] = field(default_factory=list)
-    waiting: dict[int, ExitStack] = field(default_factory=dict)
-    running: tuple[int, Child] | None = None
+    left: list[AttemptId] = field(default_factory=list)
+    waiting: dict[AttemptId, ExitStack] = field(default_factory=dict)
+    running: tuple[AttemptId, Child] | None = None
 
     def hook(self, record: TransitionRecord) -> None:
-        """A step became tracked."""
+        """A step became tracked, or went to quarantine."""
         if record.acknowledges:
             self.noted.append(record.step)
+        elif record.dest is State.QUARANTINED:
+            self.left.append(record.of)
 
     def begin(self, controller: Controller) -> None:
-        """At the start: what an earlier run left undone is noted."""
+        """At the start: the latest step is noted. An earlier run may have left it without a copy."""
         latest = controller.latest_step()
-        if latest is None:
-            return
-        storage, name = PosixStorage(self.root, create=False), VERL.published_name(latest)
-        try:
-            manifest = read_manifest(storage, name)
-        finally:
-            storage.close_root()
-        if manifest is None or not self.mirror.has(Copy(name, manifest.of)):
+        if latest is not None:
             self.noted.append(latest)
 
     def poll(self, controller: Controller) -> None:
         """Take a step on; never waits for an upload. One that failed is ``SaveFailed``, or a warning."""
+        try:
+            self._advance(controller)
+        except (DeadlineExceeded, OutcomeUnknown):
+            raise
+        except SaveFailed as error:
+            _tell(controller, error)
+        except OSError as error:  # of a lease or a fork, which the next poll tries again
+            if controller.config.on_failure != "warn":
+                raise
+            warn_caller(SaveFailedWarning(f"uploads wait: {describe(error)}"))
+
+    def _advance(self, controller: Controller) -> None:
+        """Raises ``SaveFailed`` of an upload, and what a lease or a fork failed with."""
+        while self.left:
+            self._leave(self.left.pop())
         while self.noted:
-            if self.noted[0] not in self.waiting:
-                self._keep(controller, self.noted[0])
+            self._keep(controller, self.noted[0])
             self.noted.pop(0)
         if self.running is None and self.waiting:
-            step = next(iter(self.waiting))
-            self.running = step, Upload(self.root, step, self.mirror).start()
+            of = next(iter(self.waiting))
+            self.running = of, Upload(self.root, of, self.mirror).start()
         if self.running is None:
             return
-        step, child = self.running
+        of, child = self.running
         outcome = child.poll()
         if outcome is None:
             return
         self.running = None
-        with self.waiting.pop(step):
-            _tell(step, outcome, warn=controller.config.on_failure == "warn")
+        if of in self.waiting:  # else it was left
+            with self.waiting.pop(of):
+                _conclude(of.step, outcome)
+
+    def _leave(self, of: AttemptId) -> None:
+        """End the upload of what is no checkpoint any more; how its child ends does not count."""
+        if of not in self.waiting:
+            return
+        if self.running is not None and self.running[0] == of:
+            self.running[1].kill(0.0)
+        with self.waiting.pop(of):
+            _say_left_out(of.step, f"attempt {of} is not tracked any more")
 
     def _keep(self, controller: Controller, step: int) -> None:
         """Let a step wait, under a lease; one that cannot be uploaded is warned of, once.
 
         Its files are not read here: the copy is compared with the manifest.
         """
-        lease = ExitStack()
-        try:
-            found = lease.enter_context(controller.reading(step, verify="none"))
-        except (StepNotFoundError, DamagedRoot) as error:
-            _say_left_out(step, describe(error))
-            return
-        if found is not None and found.parts:
-            self.waiting[step] = lease
-            return
-        with lease:
-            _say_left_out(step, "it was adopted, and has no manifest to upload by")
+        with ExitStack() as lease:
+            try:
+                lease.enter_context(controller.reading(step, verify="none"))
+                manifest = manifest_of(self.root, step)
+            except (StepNotFoundError, DamagedRoot) as error:
+                _say_left_out(step, describe(error))
+                return
+            if manifest is None:
+                _say_left_out(step, "it was adopted, and has no manifest to upload by")
+            elif manifest.of not in self.waiting:
+                self.waiting[manifest.of] = lease.pop_all()
 
     def wait(self, controller: Controller) -> None:
-        """Until nothing waits any more. Raises ``DeadlineExceeded`` after ``close_timeout_s``."""
+        """Until nothing waits any more. What failed is ``SaveFailed``, or a warning, after the last one.
+
+        Raises ``DeadlineExceeded`` after ``close_timeout_s``. No lease stays either way.
+        """
         limit = controller.config.close_timeout_s
         deadline = time.monotonic() + limit
-        self.poll(controller)
-        while self.running is not None:
-            if self.running[1].wait(max(0.0, deadline - time.monotonic())) is None:
-                raise DeadlineExceeded("the uploads did not finish in time", timeout_s=limit)
-            self.poll(controller)
-            self.poll(controller)  # the next one
+        failed: dict[int, SaveFailed] = {}
+        while self.noted or self.waiting or self.running is not None:
+            try:
+                self._advance(controller)
+            except (DeadlineExceeded, OutcomeUnknown):
+                raise
+            except SaveFailed as error:
+                failed[error.step] = error
+            except OSError as error:
+                step = self._give_up()
+                why = f"the upload of step {step} could not begin: {describe(error)}"
+                failed[step] = SaveFailed(why, step=step)
+            if self.running is not None:
+                left_s = max(0.0, deadline - time.monotonic())
+                if self.running[1].wait(left_s) is None:
+                    late = {*failed, *self.noted, *(of.step for of in self.waiting)}
+                    self._give_back()
+                    why = f"the uploads did not finish in time: {_no_copy(late)}"
+                    raise DeadlineExceeded(why, timeout_s=limit)
+        if failed:
+            first = next(iter(failed.values()))
+            rest = f"; {_no_copy(failed)}" if len(failed) > 1 else ""
+            _tell(controller, SaveFailed(f"{first.message}{rest}", step=first.step))
+
+    def _give_up(self) -> int:
+        """Strike off the step that could not be kept, or whose child could not begin."""
+        if self.noted:
+            return self.noted.pop(0)
+        of = next(iter(self.waiting))
+        self.waiting.pop(of).close()
+        return of.step
+
+    def _give_back(self) -> None:
+        """End the child, and give all leases back."""
+        self.abandon()
+        with ExitStack() as leases:
+            while self.waiting:
+                leases.push(self.waiting.popitem()[1])
 
     def abandon(self) -> None:
         """End the child. The controller is to be left too; the next start uploads the latest step."""
@@ -120,15 +180,21 @@ class Uploads:
             self.running = None
 
 
-def _tell(step: int, outcome: Outcome, *, warn: bool) -> None:
-    """How an upload ended."""
-    if outcome.succeeded:
-        log.info("uploaded", extra={"step": step, "files": outcome.payload})
-        return
-    why = f"the upload of step {step} failed: {outcome.explain()}"
-    if not warn:
-        raise SaveFailed(why, step=step)
-    warn_caller(SaveFailedWarning(why))
+def _conclude(step: int, outcome: Outcome) -> None:
+    """How an upload ended. Raises ``SaveFailed``."""
+    if not outcome.succeeded:
+        raise SaveFailed(f"the upload of step {step} failed: {outcome.explain()}", step=step)
+    log.info("uploaded", extra={"step": step, "files": outcome.payload})
+
+
+def _tell(controller: Controller, error: SaveFailed) -> None:
+    if controller.config.on_failure != "warn":
+        raise error
+    warn_caller(SaveFailedWarning(error.message))
+
+
+def _no_copy(steps: Iterable[int]) -> str:
+    return f"no copy of steps {name_ranks(sorted(steps))}"
 
 
 def _say_left_out(step: int, why: str) -> None:
