@@ -3,8 +3,9 @@
 Jobs of production code wander at random over a simulated disk: saves, failures, rollbacks, pins, errors,
 crashes, power losses, zombies, damage, fresh starts; every journal they leave must conform. Then
 journals that production code wrote are made illegal one way at a time, with right checksums, and each
-must be refused by the very rule it breaks. Last, the speed of the judge, from a real disk, and, for a
-release, the journal of the demo.
+must be refused by the very rule it breaks. Last, the speed of the judge, from a real disk, and, in
+nightly and release, the journal of the demo. That takes a minute of CPU: in the gate the tutorial's job
+stands in for it (``test_docs``), as large, of real Megatron, with its kill and its restart.
 
     PYTHONPATH=tests python -m proof.traces [--seed N]    one wander, with what it did
 """
