@@ -57,7 +57,9 @@ class ForkServer:
         """The pid of a new rank."""
         if not self._ready:
             self._ready = "ready" in self._read(PATIENCE_S * 3)
-        return int(self._ask(command)["forked"])
+        pid = int(self._ask(command)["forked"])
+        self._exits.pop(pid, None)  # an earlier rank's of that number
+        return pid
 
     def signal(self, pid: int, number: int) -> bool:
         """Send a signal to a rank; False if it has ended already."""
@@ -122,6 +124,7 @@ class Job:
     place: Path
     port: int
     pids: list[int] = field(default_factory=list)
+    over: bool = False  # every rank was seen to end: the numbers may be other processes' by now
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> bool:
         return self.server.signal(self.pids[rank], number)
@@ -138,6 +141,7 @@ class Job:
                 time.sleep(0.5)
                 raise AssertionError(f"a rank still runs after {timeout_s} s\n{self.logs()}")
             codes.append(code)
+        self.over = True
         return codes
 
     def ended(self) -> bool:
@@ -162,12 +166,13 @@ class Job:
 
     def living(self) -> list[int]:
         """Every living process of this job: its ranks and all they ever forked."""
-        return [pid for pid in all_pids() if session_of(pid) in self.pids]
+        own = [pid for pid in self.pids if not (self.over and is_alive(pid))]
+        return [pid for pid in all_pids() if session_of(pid) in own]
 
     def end(self) -> None:
-        for pid in self.pids:
+        for pid in () if self.over else self.pids:
             self.server.signal(pid, signal.SIGKILL)
-        for pid in self.pids:
+        for pid in () if self.over else self.pids:
             self.server.wait(pid, PATIENCE_S)
         for pid in self.living():
             os.kill(pid, signal.SIGKILL)
