@@ -346,7 +346,8 @@ class Controller(Owner):
             return
         try:
             self._pump.say_notes()
-            yield Reading(located.step, f"{self._storage.root}/{located.directory}", located.parts)
+            directory = f"{self._storage.root}/{located.directory}"
+            yield Reading(located.step, directory, located.parts, located.of)
         finally:
             if not self._pump.closed:  # else the lease expires
                 self._agree(Coordinator.release, located.lease)

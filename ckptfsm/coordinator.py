@@ -117,7 +117,7 @@ class Located:
     """A checkpoint to read, held by a reader's lease named ``lease`` until ``release``.
 
     ``files`` is empty where there is no manifest (adopted from a stock run). ``problem`` says what is
-    wrong with its manifest, if anything is.
+    wrong with its manifest, if anything is; ``of`` is the attempt that it names.
     """
 
     step: int
@@ -126,6 +126,7 @@ class Located:
     files: tuple[FileEntry, ...]
     parts: tuple[PartSpec, ...]
     problem: str = ""
+    of: AttemptId | None = None
 
 
 class Coordinator:
@@ -590,8 +591,15 @@ class Coordinator:
         mark = Pin(step=checkpoint.step, reason="restore", nonce=self._identity.nonce)
         self._engine.check_epoch()
         self._held.add(name)
-        put(self._storage, lease, encode(mark), tag=self._engine.effects.tag)
-        self._engine.reread_protection()
+        try:
+            put(self._storage, lease, encode(mark), tag=self._engine.effects.tag)
+            self._engine.reread_protection()
+            return self._look_at(checkpoint, lease)
+        except BaseException:
+            self.release(lease)
+            raise
+
+    def _look_at(self, checkpoint: Checkpoint, lease: str) -> Located:
         directory, problem, manifest = self._layout.published_name(checkpoint.step), "", None
         try:
             manifest = read_manifest(self._storage, directory)
@@ -608,6 +616,7 @@ class Coordinator:
             manifest.files if manifest else (),
             tuple(p.spec() for p in manifest.parts) if manifest else (),
             problem,
+            manifest.of if manifest else None,
         )
 
     def release(self, lease: str) -> None:

@@ -319,7 +319,11 @@ class Engine:
     def _run_finalize(self, checkpoint: Checkpoint) -> None:
         foreign = any(part.kind == "foreign" for part in checkpoint.parts)
         if foreign and checkpoint.id not in self._finalized_by_rank:
-            self.effects.check_epoch()  # they write by its published name
+            try:
+                self.effects.check_epoch()  # they write by its published name
+            except OSError as error:
+                self.post(Failed(checkpoint.id, "finalize", describe(error)))
+                return
             self._finalizers[checkpoint.id] = set(writing_ranks(checkpoint))
             self.news.append(FinalizersDue(checkpoint.id))
         else:

@@ -45,11 +45,15 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A checkpoint that is being read: ``directory`` is absolute; no ``parts`` if it was adopted."""
+    """A checkpoint that is being read: ``directory`` is absolute; no ``parts`` if it was adopted.
+
+    ``of`` is the attempt in its manifest; None if it has none.
+    """
 
     step: int
     directory: str
     parts: tuple[PartSpec, ...]
+    of: AttemptId | None = None
 
 
 @dataclass(frozen=True, slots=True)

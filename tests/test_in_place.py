@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import pytest
 from strangers import stock_saves
-from test_attacks import TWO, fails, fails_to_look, names
-from test_coordinator import ForeignPart, content, saved, start, tracked
+from test_attacks import TWO, fails, fails_to_look, names, states
+from test_coordinator import ForeignPart, content, foreign_attempt, saved, start, tracked
 from test_found_by_attack import PRECIOUS, write_in_place
 from test_found_by_proof import fails_after, in_journal, is_root, moves
 from test_found_by_review import SHARD, Strike, in_place, ticks
@@ -17,7 +17,7 @@ from ckptfsm.coordinator import SaveRequest
 from ckptfsm.documents import Pin, encode
 from ckptfsm.errors import CkptFsmError, DamagedRoot, StepExistsError, StorageError
 from ckptfsm.evidence import check_digests, read_manifest
-from ckptfsm.layout import MANIFEST, PRIVATE, QUARANTINE, TRACKER, TRASH
+from ckptfsm.layout import LEASE, MANIFEST, PRIVATE, QUARANTINE, TRACKER, TRASH
 from ckptfsm.lifecycle import State
 from ckptfsm.messages import AttemptId, Failed, FinalizersRan, PartSpec, ShardReported, WriterGone
 from ckptfsm.ports import RankJob
@@ -761,3 +761,18 @@ def test_I9_a_writer_that_was_paused_leaves_a_successors_receipts():
     assert tracked(heirs[0]) == [1, 2]
     manifest = read_manifest(heirs[0].storage, TWO)
     assert manifest is not None and check_digests(heirs[0].storage, TWO, manifest.files) == ""
+
+
+def test_F7_an_error_of_the_look_before_the_finalizers_fails_the_attempt_alone():
+    """Catches: a coordinator that ends for a directory that could not be listed for a moment."""
+    disk = SimDisk()
+    job = start(disk)
+
+    def sick() -> None:
+        job.storage.before = fails("listdir", LEASE.__eq__, errno.EIO)
+
+    of = foreign_attempt(job, between=sick)
+    job.storage.before = None
+    assert job.coordinator.fatal is None and states(job)[str(of)] == "failed"
+    job.save(2)
+    assert tracked(job) == [2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partialmethod
@@ -459,3 +460,47 @@ def test_what_was_saved_anew_is_not_uploaded_for_the_old(start):
     job.save(2)
     outcome = Upload(str(job.root), old, job.uploads.mirror).start().wait(20.0)
     assert "is not attempt 2.e1.a2" in outcome.explain() and job.uploaded() == []
+
+
+def test_another_run_into_the_same_place_has_copies_of_its_own(tmp_path: Path) -> None:
+    """Catches: attempts are numbered anew in each root: a step taken for copied, as an earlier run's of
+    that number was, also at a start."""
+    for run in (b"first", b"second"):
+        job = Job(tmp_path)
+        for step in (1, 2):
+            job.controller.begin(step, {"data.pt": run}).handle.wait()
+            if step == 1:
+                job.wait()
+        job.controller.close()
+        job = Job(tmp_path)
+        job.uploads.begin(job.controller)
+        job.wait()
+        job.controller.close()
+        shutil.rmtree(job.root)
+    copies = [(job.there / f"global_step_{step}/data.pt").read_bytes() for step in (1, 2)]
+    assert copies == [b"second", b"second"]
+
+
+def test_a_step_that_cannot_be_kept_stops_no_other_and_leaves_no_lease(start, monkeypatch) -> None:
+    """Catches: uploads that wait behind one whose manifest cannot be read; a child that is never
+    looked after, and a lease more with each poll."""
+    job = start(on_failure="warn", retention=KeepAll())
+    for step in (1, 2, 3):
+        job.save(step)
+    read = FaultStorage.read
+
+    def sick(storage: FaultStorage, path: str, limit: int) -> bytes:
+        if path.startswith("global_step_2/"):
+            raise OSError(errno.EIO, "a bad sector", path)
+        return read(storage, path, limit)
+
+    monkeypatch.setattr(FaultStorage, "read", sick)
+    with pytest.warns(SaveFailedWarning, match="global_step_2.*EIO"):
+        for _ in range(6):
+            job.poll()
+            if job.uploads.running is not None:
+                job.uploads.running[1].wait(10)
+    assert job.leases() == [] and job.uploaded() == ["global_step_1", "global_step_3"]
+    monkeypatch.undo()
+    job.wait()
+    assert job.uploaded() == ["global_step_1", "global_step_2", "global_step_3"]

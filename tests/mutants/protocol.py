@@ -1049,8 +1049,8 @@ FENCES = (
     mutant(
         "finalizers-of-the-fenced",
         "engine",
-        "            self.effects.check_epoch()  # they write by its published name\n",
-        "",
+        "                self.effects.check_epoch()  # they write by its published name\n",
+        "                pass\n",
         breaks="I9",
         source="F13",
         killers=("tests:test_coordinator.py::test_I9_a_fenced_coordinator_asks_for_no_finalizers",),

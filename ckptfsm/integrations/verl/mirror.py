@@ -9,12 +9,14 @@ Rules:
 * Uploaded is what receipts list (before) or the manifest (after), and every file is checked against
   them: its size, and its digest where the place can be read.
 * Nothing is ever deleted in the remote place. What is unfinished there begins with a dot.
-* A copy carries its attempt: after a rollback, that of the abandoned branch does not count.
+* A copy carries its attempt and its content: that of an abandoned branch, or of another run into the
+  same place, does not count.
 * Errors are ``StorageError``, and name the remote place, the command, and what to try by hand.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -50,15 +52,23 @@ _LOOK_S = 60.0  # for a look at what is there; an upload has longer
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A checkpoint in a remote place: its directory there, and the attempt that it is of."""
+    """A checkpoint in a remote place: its directory there, the attempt and the content that it is of."""
 
     name: str
     of: AttemptId
+    content: str = ""
+
+    @classmethod
+    def with_files(cls, of: AttemptId, files: Iterable[FileEntry]) -> Copy:
+        """Attempts are numbered per root: another run's has the same number, and not the same files."""
+        listed = sorted((entry.name, entry.bytes, entry.digest) for entry in files)
+        told = hashlib.sha256(repr(listed).encode()).hexdigest()[:16]
+        return cls(VERL.published_name(of.step), of, told)
 
     @property
     def mark(self) -> str:
         """The empty file that says so."""
-        return f".attempt-{self.of}"
+        return f".attempt-{self.of}" + (f".{self.content}" if self.content else "")
 
 
 class Mirror(Protocol):
@@ -228,7 +238,7 @@ class UploadJob:
         deadline = self.clock.monotonic() + ticket.timeout_s
         arriving = receipts.arriving(self.awaited.shares, self.clock, deadline)
         files = _content(entry for receipt in arriving for entry in receipt.files)
-        copy = Copy(VERL.published_name(ticket.of.step), ticket.of)
+        copy = Copy.with_files(ticket.of, files)
         self.mirror.upload(f"{storage.root}/{location}", copy, files)
         return Written(())
 
@@ -301,6 +311,7 @@ class Upload:
     root: str
     of: AttemptId
     mirror: Mirror
+    look: bool = False  # an earlier run may have made the copy
 
     def __call__(self) -> int:
         """How many files were uploaded: none if the copy was there."""
@@ -308,8 +319,9 @@ class Upload:
         manifest = manifest_of(self.root, self.of.step)
         if manifest is None or manifest.of != self.of:
             raise SaveFailed(f"{name} is not attempt {self.of} any more", step=self.of.step)
-        copy, files = Copy(name, self.of), _content(manifest.files)
-        if self.mirror.has(copy):
+        files = _content(manifest.files)
+        copy = Copy.with_files(self.of, files)
+        if self.look and self.mirror.has(copy):
             return 0
         self.mirror.upload(f"{self.root}/{name}", copy, files)
         return len(files)

@@ -29,7 +29,7 @@ from ckptfsm.errors import (
     describe,
     name_ranks,
 )
-from ckptfsm.integrations.verl.mirror import Mirror, Upload, manifest_of
+from ckptfsm.integrations.verl.mirror import Mirror, Upload
 from ckptfsm.lifecycle import State
 from ckptfsm.messages import AttemptId
 from ckptfsm.notices import warn_caller
@@ -44,7 +44,7 @@ class Uploads:
     """``noted`` steps are not kept yet; each of ``waiting`` is, by its lease, until it was uploaded.
 
     ``running`` is the first of those, and the child that uploads it. ``left`` are attempts that are no
-    checkpoints any more: nothing of theirs is to wait.
+    checkpoints any more: nothing of theirs is to wait. ``resumed``: a copy of this step may be there.
     """
 
     root: str
@@ -53,6 +53,7 @@ class Uploads:
     left: list[AttemptId] = field(default_factory=list)
     waiting: dict[AttemptId, ExitStack] = field(default_factory=dict)
     running: tuple[AttemptId, Child] | None = None
+    resumed: int | None = None
 
     def hook(self, record: TransitionRecord) -> None:
         """A step became tracked, or went to quarantine."""
@@ -63,9 +64,9 @@ class Uploads:
 
     def begin(self, controller: Controller) -> None:
         """At the start: the latest step is noted. An earlier run may have left it without a copy."""
-        latest = controller.latest_step()
-        if latest is not None:
-            self.noted.append(latest)
+        self.resumed = controller.latest_step()
+        if self.resumed is not None:
+            self.noted.append(self.resumed)
 
     def poll(self, controller: Controller) -> None:
         """Take a step on; never waits for an upload. One that failed is ``SaveFailed``, or a warning."""
@@ -84,12 +85,16 @@ class Uploads:
         """Raises ``SaveFailed`` of an upload, and what a lease or a fork failed with."""
         while self.left:
             self._leave(self.left.pop())
-        while self.noted:
-            self._keep(controller, self.noted[0])
-            self.noted.pop(0)
+        self._look_after_the_child()
+        problem = self._keep_noted(controller)
         if self.running is None and self.waiting:
             of = next(iter(self.waiting))
-            self.running = of, Upload(self.root, of, self.mirror).start()
+            upload = Upload(self.root, of, self.mirror, look=of.step == self.resumed)
+            self.running = of, upload.start()
+        if problem is not None:
+            raise problem
+
+    def _look_after_the_child(self) -> None:
         if self.running is None:
             return
         of, child = self.running
@@ -100,6 +105,20 @@ class Uploads:
         if of in self.waiting:  # else it was left
             with self.waiting.pop(of):
                 _conclude(of.step, outcome)
+
+    def _keep_noted(self, controller: Controller) -> OSError | None:
+        """Keep each noted step; the first error of those that stay noted."""
+        problem: OSError | None = None
+        for step in tuple(self.noted):
+            try:
+                self._keep(controller, step)
+            except (DeadlineExceeded, OutcomeUnknown):
+                raise
+            except OSError as error:
+                problem = problem or error
+                continue
+            self.noted.remove(step)
+        return problem
 
     def _leave(self, of: AttemptId) -> None:
         """End the upload of what is no checkpoint any more; how its child ends does not count."""
@@ -117,15 +136,15 @@ class Uploads:
         """
         with ExitStack() as lease:
             try:
-                lease.enter_context(controller.reading(step, verify="none"))
-                manifest = manifest_of(self.root, step)
+                found = lease.enter_context(controller.reading(step, verify="none"))
             except (StepNotFoundError, DamagedRoot) as error:
                 _say_left_out(step, describe(error))
                 return
-            if manifest is None:
+            of = found.of if found is not None else None
+            if of is None:
                 _say_left_out(step, "it was adopted, and has no manifest to upload by")
-            elif manifest.of not in self.waiting:
-                self.waiting[manifest.of] = lease.pop_all()
+            elif of not in self.waiting:
+                self.waiting[of] = lease.pop_all()
 
     def wait(self, controller: Controller) -> None:
         """Until nothing waits any more. What failed is ``SaveFailed``, or a warning, after the last one.
@@ -138,7 +157,9 @@ class Uploads:
         while self.noted or self.waiting or self.running is not None:
             try:
                 self._advance(controller)
-            except (DeadlineExceeded, OutcomeUnknown):
+            except DeadlineExceeded as error:
+                raise self._late(failed, limit) from error
+            except OutcomeUnknown:
                 raise
             except SaveFailed as error:
                 failed[error.step] = error
@@ -149,14 +170,18 @@ class Uploads:
             if self.running is not None:
                 left_s = max(0.0, deadline - time.monotonic())
                 if self.running[1].wait(left_s) is None:
-                    late = {*failed, *self.noted, *(of.step for of in self.waiting)}
-                    self._give_back()
-                    why = f"the uploads did not finish in time: {_no_copy(late)}"
-                    raise DeadlineExceeded(why, timeout_s=limit)
+                    raise self._late(failed, limit)
         if failed:
             first = next(iter(failed.values()))
             rest = f"; {_no_copy(failed)}" if len(failed) > 1 else ""
             _tell(controller, SaveFailed(f"{first.message}{rest}", step=first.step))
+
+    def _late(self, failed: Iterable[int], limit: float) -> DeadlineExceeded:
+        """What to raise at the end, once everything was given back."""
+        late = {*failed, *self.noted, *(of.step for of in self.waiting)}
+        self._give_back()
+        rest = f": {_no_copy(late)}" if late else ""
+        return DeadlineExceeded(f"the uploads did not finish in time{rest}", timeout_s=limit)
 
     def _give_up(self) -> int:
         """Strike off the step that could not be kept, or whose child could not begin."""
