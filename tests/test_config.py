@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfsm.config import CheckpointConfig, load_config, make_config, save_again
+from ckptfsm.config import CheckpointConfig, config_of, load_config, make_config, save_again
 from ckptfsm.errors import ConfigError
 from ckptfsm.retention import (
     AllOf,
@@ -57,6 +57,24 @@ def test_kwargs_dict_and_toml_are_the_same(tmp_path: Path):
     }
     assert load_config(path) == make_config(values) == direct
     assert direct.saves_again == 3
+
+
+def test_a_file_is_read_as_utf8_whatever_the_locale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Catches: the locale of a node, under which a name in the file is refused, or another name."""
+    path = tmp_path / "run.toml"
+    path.write_bytes('reshard_drops = ["grün"]\n'.encode())
+    asked: list[str] = []
+    read_text = Path.read_text
+
+    def watched(self: Path, encoding: str | None = None) -> str:
+        asked.append(str(encoding).lower())
+        return read_text(self, encoding="utf-8")
+
+    monkeypatch.setattr(Path, "read_text", watched)
+    assert load_config(path).reshard_drops == ("grün",)
+    assert asked == ["utf-8"]
 
 
 def test_toml_without_a_table_is_the_whole_file(tmp_path: Path):
@@ -231,6 +249,7 @@ def test_save_again_as_a_call_and_as_text():
     """Catches: the two ways to write it that mean different things."""
     assert make_config({"on_failure": save_again(3)}).saves_again == 3
     assert make_config({"on_failure": "save_again(3)"}).saves_again == 3
+    assert save_again(1) == 1, "the least is once"
 
 
 @pytest.mark.parametrize("times", [0, -1, True, 1.5, "2"])
@@ -240,6 +259,17 @@ def test_save_again_of_nonsense(times: object):
         save_again(times)
     with pytest.raises(ConfigError):
         make_config({"on_failure": "save_again()"})
+
+
+def test_a_call_takes_a_configuration_or_keyword_arguments():
+    """Catches: settings beside a ready configuration that are silently dropped, or it for them."""
+    ready = make_config({"on_busy": "skip"})
+    assert config_of(ready, {}) is ready
+    assert config_of(None, {"on_busy": "skip"}) == config_of({"on_busy": "skip"}, {}) == ready
+    assert config_of(None, {}) == make_config({})
+    for given in (ready, {"on_busy": "skip"}):
+        with pytest.raises(ConfigError, match="either a config or keyword arguments"):
+            config_of(given, {"sync": True})
 
 
 def test_an_instance_validates_as_itself():

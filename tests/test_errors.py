@@ -63,6 +63,8 @@ def test_every_error_says_what_it_is_and_what_to_do(cls):
     assert error.advice and error.kind and cls.__doc__
     assert str(error) == f"it broke [{cls.kind}: step=7] ({cls.advice})"
     assert str(cls("bare")) == f"bare [{cls.kind}] ({cls.advice})"
+    assert error.args == ("it broke",), "what loggers and debuggers show of any exception"
+    assert cls("x", step=7, rank=1).summary() == f"x [{cls.kind}: step=7, rank=1]"
 
 
 def test_kinds_are_unique():
@@ -86,7 +88,7 @@ def test_families_and_builtin_bases():
 def test_an_unknown_attribute_is_an_attribute_error():
     """Catches: a typo in a fact's name that silently reads as None, or endless recursion."""
     error = CkptFsmError("x", step=1)
-    with pytest.raises(AttributeError, match="no attribute 'stepp'"):
+    with pytest.raises(AttributeError, match="CkptFsmError has no attribute 'stepp'"):
         _ = error.stepp
     assert not hasattr(CkptFsmError.__new__(CkptFsmError), "facts")
 
@@ -154,7 +156,9 @@ def test_F30_what_utf8_cannot_hold_is_written_out():
 
 
 def test_describe_names_an_error_of_ours_by_what_it_says():
-    assert errors.describe(StorageError("no room", file="a")).startswith("StorageError: no room")
+    """Catches: advice to a caller in a journal, where nobody is who could take it."""
+    said = errors.describe(StorageError("no room", file="a"))
+    assert said == "StorageError: no room [storage: file='a']"
 
 
 INSIDE = """

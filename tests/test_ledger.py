@@ -78,6 +78,7 @@ def test_F22_refuse_while_one_is_in_flight(state):
     with pytest.raises(SaveRefused) as caught:
         flying(state).refuse(requested(400))
     assert caught.value.in_flight == 300 and state.value in str(caught.value)
+    assert caught.value.step == 400
 
 
 @pytest.mark.parametrize("step", [50, 100, 199, 200])
@@ -169,7 +170,9 @@ def test_I7_kept_by_names_everything_that_keeps():
     assert ledger.superseded(one, [100]).kept_by == ("pin", "reader", "retention")
     assert ledger.superseded(two, ()).kept_by == ("reader",)
     assert ledger.superseded(three, ()).kept_by == ("latest",)
-    assert Ledger().superseded(one, ()).kept_by == ("latest",)
+    for step in (0, 1, 100):
+        only = Checkpoint(at(step), S.PRUNABLE, PARTS)
+        assert Ledger().superseded(only, ()) == m.Superseded(at(step), None, ("latest",))
 
 
 def test_I7_prunable_offers_only_what_nothing_keeps():
@@ -291,8 +294,9 @@ def test_I5_a_duplicate_shard_is_rejected_and_bytes_count_once():
 
 def test_restore_refuses_an_attempt_twice():
     """Catches: a snapshot that silently replaces a checkpoint."""
-    with pytest.raises(IllegalTransition, match="twice"):
+    with pytest.raises(IllegalTransition, match="twice") as caught:
         tracked(100).restore(Checkpoint(at(100), S.FAILED, PARTS))
+    assert caught.value.attempt == str(at(100))
 
 
 def test_protected_replaces_what_was_read_before():

@@ -189,8 +189,9 @@ def test_I5_an_event_of_another_attempt_is_illegal_everywhere():
     """Catches: a completion of an earlier attempt (or epoch, or step) moving this one (F11)."""
     for other in (STALE, AttemptId(100, 3, 2), AttemptId(101, 3, 1)):
         for c, e in itertools.product(checkpoints()[::11], events(other)):
-            with pytest.raises(IllegalTransition):
+            with pytest.raises(IllegalTransition) as caught:
                 apply(c, e)
+            assert caught.value.facts["step"] == 100
 
 
 def test_every_event_class_of_messages_is_in_the_matrix():
@@ -272,8 +273,9 @@ def test_I3_expected_reports_are_all_parts_of_all_their_ranks():
 def test_the_machine_disagreeing_with_the_table_is_an_error(monkeypatch):
     """Catches: a silent answer if machine and table ever came apart."""
     monkeypatch.setattr("ckptfsm.lifecycle.find_row", lambda checkpoint, event: None)
-    with pytest.raises(IllegalTransition, match="disagrees"):
+    with pytest.raises(IllegalTransition, match="disagrees") as caught:
         apply(absent(OF), m.SaveRequested(OF, PARTS, 2))
+    assert caught.value.facts["step"] == 100
 
 
 # ---------------------------------------------------------------- the table as a graph

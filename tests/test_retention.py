@@ -188,6 +188,14 @@ def test_F28_a_policy_that_cannot_work_is_refused_at_construction(build):
         build()
 
 
+@pytest.mark.parametrize("cls", [LatestN, EveryNSteps, lambda n: BestN("loss", n)])
+def test_a_refused_number_is_told_with_its_policy(cls):
+    """Catches: a refusal of one of many policies in a configuration that does not say which."""
+    name = getattr(cls, "__name__", "").replace("<lambda>", "BestN")
+    with pytest.raises(ConfigError, match=rf"^{name} needs a whole number of at least \d, not -1"):
+        cls(-1)
+
+
 def test_describe_tracked_shows_only_tracked_oldest_first():
     """Catches: failed or unfinished attempts occupying a keep slot (I7)."""
     states = {30: State.TRACKED, 10: State.TRACKED, 20: State.FAILED, 40: State.FINALIZED}
@@ -299,10 +307,14 @@ def test_parse_policy_names_the_known_ones():
     [
         lambda: EveryNSeconds("x"),
         lambda: Steps("12"),
+        lambda: Steps(""),
+        lambda: Steps([1, True]),
+        lambda: Steps([1.5]),
         lambda: parse_policy({"any_of": "latest_n"}),
+        lambda: parse_policy({"all_of": 2}),
         lambda: parse_policy({"keep_all": False}),
     ],
-    ids=["seconds", "steps", "any_of", "keep_all"],
+    ids=["seconds", "text", "no text", "true", "half", "any_of", "all_of", "keep_all"],
 )
 def test_F28_text_and_false_are_no_policies(build):
     """Catches: text taken for a number or for a list of policies; keep_all = false that keeps all."""
