@@ -1,22 +1,26 @@
 """mutmut over the pure modules, each with its own unit tests: a maintainer's command (``make mutmut``).
 
-    PYTHONPATH=tests python -m proof.mutmut [MODULE ...] [--children N]
+    PYTHONPATH=tests python -m proof.mutmut [MODULE ...] [--children N] [--again]
 
-Works in a copy of the tree below ``build/mutmut``; prints, for each module, how many mutants were killed
-and the name of every survivor. ``docs/mutmut.md`` says why those survive.
+Works in a copy of the tree below ``build/mutmut``; prints, for each module, what became of its mutants
+(see ``survivors``), and ends red if one lives that is not explained, or an explanation explains nothing.
+``--again`` runs nothing and judges what the last run left there.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+
+from proof import survivors
+from proof.survivors import Judgement, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -61,37 +65,100 @@ def prepare(place: Path, module: str) -> None:
     (place / "pyproject.toml").write_text(text + section, encoding="utf-8")
 
 
-def run(place: Path, children: int) -> tuple[Counter[str], list[str]]:
-    """Run mutmut there; how many mutants ended how, and the names of the survivors."""
-    mutmut = str(Path(sys.executable).with_name("mutmut"))
+def run(place: Path, children: int) -> None:
+    """Run mutmut there."""
     subprocess.run(
-        [mutmut, "run", "--max-children", str(children)],
+        [_beside("mutmut"), "run", "--max-children", str(children)],
         cwd=place,
         stdout=subprocess.DEVNULL,
         check=True,
     )
+
+
+def _beside(command: str) -> str:
+    return str(Path(sys.executable).with_name(command))
+
+
+def ends(place: Path) -> dict[str, str]:
+    """How each mutant ended, by name."""
     shown = subprocess.run(
-        [mutmut, "results", "--all", "true"], cwd=place, capture_output=True, text=True, check=True
+        [_beside("mutmut"), "results", "--all", "true"],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    found = re.findall(r"^\s*(\S+): (.+)$", shown.stdout, re.M)
-    counts = Counter(end for _, end in found)
-    return counts, [name for name, end in found if end == "survived"]
+    return dict(re.findall(r"^\s*(\S+): (.+)$", shown.stdout, re.M))
+
+
+def refused(place: Path, module: str, mutants: Mapping[str, Mutant]) -> set[str]:
+    """The mutants whose types our configuration of mypy refuses, in the file that mutmut wrote."""
+    checked = subprocess.run(
+        [
+            sys.executable,
+            *("-m", "mypy", "--follow-imports", "silent", "--no-error-summary"),
+            *(
+                "--config-file",
+                str(ROOT / "pyproject.toml"),
+                "--cache-dir",
+                str(place.parent / "mypy"),
+            ),
+            f"ckptfsm/{module}.py",
+        ],
+        cwd=place / "mutants",
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+    )
+    found = re.findall(rf"^ckptfsm/{module}\.py:(\d+): error: ", checked.stdout, re.M)
+    if checked.returncode > 1 or (checked.returncode and not found):
+        raise SystemExit(f"mypy: {checked.stdout}{checked.stderr}")
+    wrong = set(map(int, found))
+    return {name for name, mutant in mutants.items() if not wrong.isdisjoint(mutant.lines)}
+
+
+def judge(place: Path, module: str) -> Judgement:
+    """What became of the mutants of a run, told in a line and, where it is to be acted on, in full."""
+    text = (place / "mutants" / "ckptfsm" / f"{module}.py").read_text(encoding="utf-8")
+    mutants, ended = survivors.read_mutants(module, text), ends(place)
+    explanations = survivors.EXPLANATIONS.read_text(encoding="utf-8")
+    found = survivors.judge(
+        ended,
+        mutants,
+        refused(place, module, mutants),
+        survivors.read_explanations(module, explanations),
+    )
+    print(
+        f"{module}: {len(ended)} mutants, {len(found.killed)} killed, {len(found.words)} words only, "
+        f"{len(found.refused)} refused by mypy, {len(found.explained)} explained, "
+        f"{len(found.unexplained)} unexplained, {len(found.stale)} stale explanations",
+        flush=True,
+    )
+    for name in found.unexplained:
+        change = mutants[name].change
+        print(f"    {name} ({ended[name]}), {change.function}:", flush=True)
+        print(f"      - {change.old}\n      + {change.new}", flush=True)
+    for change in found.stale:
+        print(
+            f"    stale, {change.function}:\n      - {change.old}\n      + {change.new}", flush=True
+        )
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="proof.mutmut", description=__doc__)
     parser.add_argument("modules", nargs="*", choices=[*TESTS, []], default=[])
     parser.add_argument("--children", type=int, default=2)
+    parser.add_argument("--again", action="store_true")
     asked = parser.parse_args()
+    good = True
     for module in asked.modules or TESTS:
         place = ROOT / "build" / "mutmut" / module
-        prepare(place, module)
-        counts, survivors = run(place, asked.children)
-        ends = ", ".join(f"{count} {end}" for end, count in counts.most_common())
-        print(f"{module}: {ends}", flush=True)
-        for name in survivors:
-            print(f"    {name}", flush=True)
-    return 0
+        if not asked.again:
+            prepare(place, module)
+            run(place, asked.children)
+        good &= judge(place, module).good
+    return 0 if good else 1
 
 
 if __name__ == "__main__":
