@@ -188,7 +188,10 @@ def test_F30_receipts_are_read_strictly(change):
         d.decode(d.Receipt, json.dumps(value).encode(), "f")
 
 
-@pytest.mark.parametrize("name", ["", "/etc/passwd", "a//b", "a/", "a\x00b", "x" * 1025, "/"])
+@pytest.mark.parametrize(
+    "name",
+    ["", "/etc/passwd", "a//b", "a/", "a\x00b", "x" * 1025, "/", "..", "../x", "a/../../x", "a/.."],
+)
 def test_F30_hostile_file_names_are_refused(name):
     """Catches: a manifest that names something outside the checkpoint."""
     with pytest.raises(ValidationError):
@@ -220,6 +223,13 @@ def test_first_problem_without_a_place():
     with pytest.raises(ValidationError) as caught:
         d.Pin.model_validate_json(b"{")
     assert d.first_problem(caught.value).startswith("Invalid JSON")
+
+
+def test_first_problem_says_where():
+    """Catches: a report of damage that does not lead to the damaged field."""
+    with pytest.raises(ValidationError) as caught:
+        d.Receipt.model_validate_json(d.encode(RECEIPT).replace(b'"bytes":64', b'"bytes":-1'))
+    assert d.first_problem(caught.value).startswith("files.0.bytes: Input should be")
 
 
 names = st.text("abcdefgh", min_size=1, max_size=5)
@@ -277,7 +287,8 @@ def test_F21_a_sealed_document_that_changed_is_damaged(document):
     for place in range(len(b'{"crc":"'), len(data)):
         changed = bytearray(data)
         changed[place] ^= 1
-        with pytest.raises(DamagedRoot, match="is damaged") as caught:
+        kind = type(document).__name__.lower()
+        with pytest.raises(DamagedRoot, match=f"^{kind} is damaged") as caught:
             d.decode(type(document), bytes(changed), "f.json")
         assert caught.value.file == "f.json"
 

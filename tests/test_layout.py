@@ -128,6 +128,9 @@ def test_F30_other_names_that_are_not_ours():
         (b"\xff\xfe", None),
         ("٣".encode(), None),
         (b"9" * 5000, None),
+        (b"0" * 15 + b"7", 7),
+        (b"0" * 16 + b"7", None),
+        (b"X100X", None),
         (b"RELEASE", None),
     ],
 )
@@ -168,3 +171,19 @@ def test_the_greatest_step_has_a_name(names):
         assert layout.parse_pin(f"{step}.json") == parsed
         assert layout.parse_reader(f"{step}.reader.a.json") == parsed
         assert layout.parse_tracker(str(step).encode()) == parsed
+
+
+def test_names_of_what_was_moved_aside():
+    """Catches: what is given up or left out taken for its step's directory, or deleted in its place."""
+    of = AttemptId(100, 7, 2)
+    assert layout.parse_aside("100.e7.a2") == layout.parse_aside("100.e7.a2.1") == of
+    for name in ("", "100.e7.a2.", "100.e7.a2.x", "100.e7.a2.٣", "100.e7.a2.1.2", "100.e7.1"):
+        assert layout.parse_aside(name) is None, name
+    assert layout.begun_name(of) == ".ckptfsm/begun-100.e7.a2"
+    assert layout.gone_dir(of) == ".ckptfsm/trash/gone-100.e7.a2"
+    assert layout.left_out_name(of) == "part-100.e7.a2"
+    given_up = (layout.gone_dir(of).rpartition("/")[2], layout.left_out_name(of))
+    for name in given_up:
+        assert layout.is_given_up(name) and layout.parse_aside(name) is None, name
+    for name in ("100.e7.a2", "100.e7.a2.1", "GONE-100.e7.a2", "a-gone-100.e7.a2"):
+        assert not layout.is_given_up(name), name
