@@ -24,13 +24,19 @@ from ledgers import (
 
 from ckptfsm import messages as m
 from ckptfsm.errors import DamagedRoot
-from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
+from ckptfsm.findings import (
+    Evidence,
+    PublishedEvidence,
+    StagingEvidence,
+    TrackerEvidence,
+    went_on,
+)
 from ckptfsm.intent import Intent
 from ckptfsm.layout import MEGATRON
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint, State
 from ckptfsm.messages import AttemptId
-from ckptfsm.recovery import Decision, Plan, forget_moved, plan
+from ckptfsm.recovery import Decision, Plan, forget_moved, hopeless, plan
 
 S = State
 EPOCH = 9
@@ -106,6 +112,22 @@ def test_I4_shards_written_is_not_published_over_something_else():
     found = decide(ledger_of(BASE, checkpoint(200, S.SHARDS_WRITTEN)), ev)
     assert about(found, 200).result == "failed"
     assert "newer than the tracker" in reported_besides(found, 200).why
+
+
+@pytest.mark.parametrize(
+    ("says", "by_us", "expected"),
+    [
+        (None, False, False),
+        (199, False, False),
+        (200, False, True),
+        (201, False, True),
+        (201, True, False),
+    ],
+)
+def test_I8_who_went_on_from_an_attempt_in_place(says, by_us, expected):
+    """Catches: a tracker of ours at a newer step taken for another trainer's, who went on from here."""
+    tracker = TrackerEvidence("step" if says is not None else "missing", says, by_us)
+    assert went_on(checkpoint(200, S.FAILED, in_place=True), tracker) is expected
 
 
 def test_shards_written_in_place_is_rolled_forward_under_its_name():
@@ -290,6 +312,130 @@ def test_quarantined_and_moved_aside_needs_nothing():
     assert decide(ledger_of(BASE, old), evidence(names(100), whole(100))).decisions == ()
 
 
+@pytest.mark.parametrize(
+    ("ours", "there", "fields", "said"),
+    [
+        (S.FORKED, None, {}, ("forked", "not published", "failed")),
+        (S.FORKED, whole(200), {}, ("forked", "manifest", "finalized")),
+        (
+            S.SHARDS_WRITTEN,
+            None,
+            {"staging": {at(200): COMPLETE}},
+            ("shards_written", "receipts complete", "finalized"),
+        ),
+        (S.FINALIZED, whole(200), {}, ("finalized", "manifest", "tracked")),
+        (S.TRACKED, None, {}, ("tracked", "not published", "withdrawn(missing)")),
+        (S.TRACKED, damaged(200), {}, ("tracked", "damaged", "withdrawn(damaged)")),
+        (S.PRUNABLE, None, {}, ("prunable", "not published", "pruned")),
+        (S.PRUNABLE, whole(200), {}, ("prunable", "manifest", "tracked")),
+        (S.FAILED, None, {}, ("failed", "not published", "discarded")),
+        (S.QUARANTINED, whole(200), {}, ("quarantined", "manifest", "quarantined")),
+        (
+            S.QUARANTINED,
+            None,
+            {"trashed": frozenset({at(200)})},
+            ("quarantined", "not published", "quarantined"),
+        ),
+    ],
+)
+def test_a_decision_says_from_what_to_what(ours, there, fields, said):
+    """Catches: a report that tells a person another story than the plan."""
+    published = [whole(100), *([there] if there is not None else [])]
+    decision = only(
+        decide(ledger_of(BASE, checkpoint(200, ours)), evidence(names(100), *published, **fields))
+    )
+    assert (decision.last, decision.found, decision.result) == said
+    assert decision.subject == "step 200 (200.e1.a1)" and decision.why
+
+
+def test_a_decision_about_one_that_is_not_newer_says_so():
+    """Catches: an untold reason for taking a complete checkpoint out of service."""
+    ev = evidence(names(100), whole(50), whole(100))
+    decision = only(decide(ledger_of(BASE, checkpoint(50, S.FINALIZED)), ev))
+    said = (decision.last, decision.found, decision.result, decision.why)
+    assert said == ("finalized", "manifest", "withdrawn", "not newer than the tracked one")
+
+
+def test_strays_are_told_with_why_they_are_left_alone():
+    """Catches: a name that a person cannot look up, or is told nothing about."""
+    staged = {at(300): StagingEvidence(True), at(400): PARTIAL}
+    found = decide(ledger_of(BASE), evidence(names(100), whole(100), strays=("x",), staging=staged))
+    assert [(d.subject, d.why) for d in found.decisions] == [
+        ("x", "no checkpoint, and nothing explains it"),
+        ("staging 300.e1.a1", "no journal explains it"),
+        ("staging 400.e1.a1", "receipt of rank 1 is missing"),
+    ]
+    assert {(d.last, d.found, d.result) for d in found.decisions} == {
+        ("none", "unknown name", "reported")
+    }
+
+
+@pytest.mark.parametrize(
+    ("there", "trashed", "detail"),
+    [
+        (None, (), "its directory is missing"),
+        (None, (200,), "its directory is missing; look in .ckptfsm/trash and .ckptfsm/quarantine"),
+        (damaged(200), (200,), "shard of 200 is gutted"),
+    ],
+)
+def test_F19_a_withdrawal_says_where_to_look(there, trashed, detail):
+    """Catches: a person who is not told that the lost checkpoint lies in the trash."""
+    published = [whole(100), *([there] if there is not None else [])]
+    ev = evidence(names(200), *published, trashed=frozenset(at(s) for s in trashed))
+    decision = about(decide(ledger_of(BASE, checkpoint(200, S.TRACKED)), ev), 200)
+    assert decision.actions[0].detail == decision.why == detail
+
+
+def test_what_was_withdrawn_leaves_its_name_after_what_may_have_a_right_to_it():
+    """Catches: a newer attempt's directory moved to quarantine for an older one's."""
+    new = Checkpoint(at(200, attempt=2), S.FINALIZED, PARTS, 2)
+    ev = evidence(names(100), whole(100), whole(200, new.id), trashed=frozenset({at(200)}))
+    found = decide(ledger_of(BASE, checkpoint(200, S.QUARANTINED), new), ev)
+    assert [d.result for d in found.decisions] == ["tracked", "quarantined"]
+
+
+def test_I2_a_tracker_that_names_what_was_being_saved_puts_nothing_back():
+    """Catches: what a rollback took away adopted again, as a save has moved the tracker above it."""
+    ledger = ledger_of(
+        BASE,
+        checkpoint(200, S.QUARANTINED, reason="rollback"),
+        checkpoint(300, S.FINALIZED),
+    )
+    found = decide(ledger, evidence(names(300), whole(100), whole(200), whole(300)))
+    assert [a for d in found.decisions for a in d.actions] == [
+        m.Quarantine(at(200)),
+        m.WriteTracker(at(300)),
+    ]
+
+
+def test_what_a_stock_trainer_left_at_the_step_of_a_failed_save_is_told():
+    """Catches: a stranger's directory taken for that of an attempt that had its own in staging."""
+    ledger = ledger_of(BASE, checkpoint(200, S.FAILED))
+    found = decide(ledger, evidence(names(100), whole(100), stock(200)))
+    assert "newer than the tracker" in reported_besides(found, 200).why
+
+
+def test_I8_a_roll_forward_in_place_stops_where_another_trainer_went_on():
+    """Catches: a directory completed that a stock trainer has saved into, and uses."""
+    ours = checkpoint(200, S.SHARDS_WRITTEN, in_place=True)
+    ev = evidence(names(200), whole(100), unexplained(200), staging={at(200): COMPLETE})
+    assert about(decide(ledger_of(BASE, ours), ev), 200).result == "failed"
+
+
+def test_forget_moved_keeps_what_is_still_to_be_moved_and_what_was_lost():
+    """Catches: evidence of a lost checkpoint that a restart forgets, or one that comes back twice."""
+    gone = {step: checkpoint(step, S.QUARANTINED) for step in (200, 300, 400, 500)}
+    ledger = ledger_of(BASE, *gone.values())
+    decisions = [
+        Decision("", "quarantined", "", "quarantined", "", (m.Quarantine(at(200)),)),
+        Decision("", "none", "stock", "adopted", "", (m.Adopted(at(400)),)),
+    ]
+    lost = frozenset({at(300), at(400)})
+    left = forget_moved(ledger, decisions, lost)
+    assert left == ledger_of(BASE, gone[200], gone[300])
+    assert forget_moved(ledger, []) == ledger_of(BASE)
+
+
 @pytest.mark.parametrize("there", [whole(100), stock(100)], ids=["manifest", "stock"])
 @pytest.mark.parametrize("tracker", [names(100), names(300), MISSING, TORN])
 def test_I8_unknown_and_complete_is_adopted(there, tracker):
@@ -368,6 +514,14 @@ def test_I8_hopeless_is_damaged_root_never_scratch(ledger, ev, resume):
     assert caught.value.evidence and "resume='fresh'" in str(caught.value)
 
 
+def test_a_hopeless_root_is_told_in_a_few_words_and_carries_them_all():
+    """Catches: a message of ten thousand directories, or evidence that is left out of the error."""
+    reasons = [f"step {step} is gone" for step in range(7)]
+    error = hopeless(reasons)
+    assert f"resume from: {'; '.join(reasons[:5])}. Repair it" in error.message
+    assert error.evidence == tuple(reasons)
+
+
 def test_F18_a_torn_tracker_is_rebuilt_with_a_warning():
     """Catches: a torn tracker that stops the run, or is repaired in silence."""
     found = decide(ledger_of(BASE), evidence(TORN, whole(100)))
@@ -383,6 +537,47 @@ def test_F18_a_release_directory_is_a_place_to_resume_from():
         decide(Ledger(), evidence(release, unexplained(5)))
 
 
+@pytest.mark.parametrize("step", [0, 1, 100])
+def test_F18_everything_is_newer_than_a_release(step):
+    """Catches: a checkpoint beside a release in use that is resumed from unasked."""
+    found = decide(Ledger(), evidence(TrackerEvidence("release"), stock(step), release=True))
+    assert (only(found).result, only(found).actions) == ("reported", ())
+
+
+def test_what_is_adopted_is_numbered():
+    """Catches: two attempts of one number in the journal of one run."""
+    found = decide(Ledger(), evidence(MISSING, stock(100), stock(200)))
+    assert [a.of for d in found.decisions for a in d.actions] == [
+        AttemptId(200, EPOCH, 1),
+        AttemptId(100, EPOCH, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("there", "warning"),
+    [
+        (None, "the tracker names step 50, the journal's latest is 100; the tracker is rewritten"),
+        (unexplained(50), "the tracker names step 50, which is not a complete checkpoint"),
+    ],
+)
+def test_what_comes_back_from_the_trash_counts_where_its_name_is_free(there, warning):
+    """Catches: a person told that the step in use is gone although it comes back, or the reverse."""
+    published = [whole(100), *([there] if there is not None else [])]
+    mine = frozenset({at(50)})
+    ev = evidence(names(50), *published, trashed=mine, restorable=mine)
+    found = decide(ledger_of(checkpoint(50, S.PRUNABLE), BASE), ev)
+    assert len(found.warnings) == 1 and found.warnings[0].startswith(warning)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_I8_the_only_one_comes_back_whatever_its_step(step):
+    """Catches: a root called hopeless although its one checkpoint lies whole in the trash."""
+    mine = frozenset({at(step)})
+    ev = evidence(TORN, trashed=mine, restorable=mine)
+    found = decide(ledger_of(checkpoint(step, S.PRUNABLE)), ev)
+    assert found.warnings == (f"the tracker is unreadable; rebuilt from the journal as {step}",)
+
+
 def test_F18_release_beside_checkpoints_of_ours_is_said():
     """Catches: a tracker set to ``release`` by hand that is rewritten in silence."""
     found = decide(ledger_of(BASE), evidence(TrackerEvidence("release"), whole(100)))
@@ -396,6 +591,9 @@ def test_F17_a_hand_edited_tracker_is_rewritten_with_a_warning():
     found = decide(ledger, evidence(names(100), whole(100), whole(200)))
     assert found.decisions == () and len(found.warnings) == 1
     assert "rollback()" in found.warnings[0] and "200" in found.warnings[0]
+    ledger = ledger_of(checkpoint(50, S.PRUNABLE), BASE, checkpoint(200, S.TRACKED))
+    ev = evidence(names(100), whole(50), whole(100), whole(200))
+    assert decide(ledger, ev).warnings == found.warnings, "one that is reprieved explains nothing"
 
 
 @pytest.mark.parametrize(
@@ -449,6 +647,27 @@ def test_fresh_refuses_to_leave_behind_what_it_cannot_move():
     with pytest.raises(DamagedRoot, match="would leave") as caught:
         decide(ledger_of(BASE), evidence(names(100), whole(100), unexplained(200)), "fresh")
     assert caught.value.evidence == ("iter_0000200",)
+    link = PublishedEvidence(200, "no_directory")
+    for ours in (BASE, checkpoint(200, S.FAILED, in_place=True)):
+        with pytest.raises(DamagedRoot, match="would leave iter_0000200 behind") as caught:
+            decide(ledger_of(ours), evidence(MISSING, link, mounts=("iter_0000200",)), "fresh")
+        assert caught.value.evidence == ("iter_0000200",)
+    mounts = tuple(f"iter_{step:07d}" for step in range(7))
+    with pytest.raises(DamagedRoot, match=", ".join(mounts[:5]) + " behind") as caught:
+        decide(ledger_of(BASE), evidence(names(100), whole(100), mounts=mounts), "fresh")
+    assert caught.value.evidence == mounts
+
+
+def test_fresh_moves_what_a_failed_attempt_has_published_with_its_files():
+    """Catches: a fresh start that refuses over a directory that it takes away itself."""
+    ledger = ledger_of(BASE, checkpoint(200, S.FORKED))
+    found = decide(ledger, evidence(names(100), whole(100), damaged(200)), "fresh")
+    assert about(found, 200).result == "failed"
+
+
+def test_fresh_does_not_tell_of_a_tracker_that_it_takes_away():
+    """Catches: a warning about what the person has just asked for."""
+    assert decide(ledger_of(BASE), evidence(names(300), whole(100)), "fresh").warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -480,8 +699,15 @@ def test_I8_an_unfinished_fresh_start_does_not_take_a_tracker_away_unasked(says)
     """Catches: what somebody saved since, and uses, moved to quarantine, and a start from zero."""
     ledger = ledger_of(checkpoint(100, S.TRACKED), checkpoint(200, S.TRACKED))
     there = evidence(says, whole(100), whole(200))
-    with pytest.raises(DamagedRoot, match="a fresh start was interrupted, and the tracker says"):
+    said = {"release": "'release'", "torn": "something unreadable"}.get(says.found, says.step)
+    with pytest.raises(DamagedRoot) as caught:
         decide(ledger, there, intent=Intent(True))
+    assert caught.value.message == (
+        f"a fresh start was interrupted, and the tracker says {said}: pass resume='fresh' again to "
+        "move all of it to quarantine, or set aside what was saved since, and the tracker, until that "
+        "is complete"
+    )
+    assert caught.value.step == says.step
     assert plan(ledger, there, 9, "fresh", intent=Intent(True)).reasons == ()
 
 
@@ -503,10 +729,11 @@ def test_I8_an_unfinished_rollback_does_not_take_over_what_is_in_use(says, goes_
     ledger = ledger_of(*(checkpoint(s, S.TRACKED) for s in (50, 100, 200, 300)))
     there = evidence(says, *(whole(s) for s in (50, 100, 200, 300)))
     if goes_on:
-        assert plan(ledger, there, 9, "strict", intent=Intent(True, 100)).warnings == ()
+        found = plan(ledger, there, 9, "strict", intent=Intent(True, 100))
+        assert found.warnings == found.reasons == (), "that the tracker differs is expected"
         return
     for resume in ("strict", "fallback"):
-        with pytest.raises(DamagedRoot, match="a rollback was interrupted, and the tracker says"):
+        with pytest.raises(DamagedRoot, match="tracker says '?[a-z0-9]+'?: set aside what"):
             plan(ledger, there, 9, resume, intent=Intent(True, 100))
     assert plan(ledger, there, 9, "fresh", intent=Intent(True, 100)).reasons == ()
 
@@ -526,6 +753,22 @@ def test_I8_what_stands_at_a_step_we_know_may_be_anothers(there, state, lowered)
         return
     with pytest.raises(DamagedRoot, match="a rollback was interrupted, and the tracker says 200"):
         decide(ledger, there, intent=intent)
+
+
+def test_I8_what_was_withdrawn_elsewhere_says_nothing_of_what_stands_here():
+    """Catches: a save of another format moved away as something else of ours was withdrawn."""
+    gone = checkpoint(250, S.QUARANTINED, reason="rollback")
+    ledger = ledger_of(BASE, gone, checkpoint(300, S.TRACKED))
+    there = evidence(names(200), whole(100), unexplained(200), whole(300))
+    with pytest.raises(DamagedRoot, match="a rollback was interrupted"):
+        decide(ledger, there, intent=Intent(True, 100))
+
+
+def test_an_unfinished_rollback_over_what_is_adopted_gives_no_advice():
+    """Catches: "use rollback()" told to whoever just did."""
+    there = evidence(names(50), stock(50), whole(100))
+    (warning,) = decide(ledger_of(BASE), there, intent=Intent(True, 100)).warnings
+    assert warning.endswith("the journal's latest is 100; the tracker is rewritten")
 
 
 @pytest.mark.parametrize("provenance", ["saved", "adopted"])

@@ -29,7 +29,7 @@ TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ledger": ("ledger", "scenarios"),
         "intent": ("journal", "recovery", "found_by_review"),
         "findings": ("recovery", "found_by_review"),
-        "recovery": ("recovery", "regressions", "schedules", "found_by_review"),
+        "recovery": ("recovery",),  # the other suites take minutes for each mutant that lives
         "retention": ("retention", "config"),
         "messages": ("ledger", "lifecycle"),
         "documents": ("documents", "journal"),
