@@ -12,6 +12,7 @@ from proof.survivors import (
     Change,
     Mutant,
     judge,
+    phrases,
     read_explanations,
     read_mutants,
     words_only,
@@ -143,6 +144,15 @@ def test_words_for_people(old, new):
 def test_what_is_not_words_for_people(old, new):
     """Catches: a rule for words that lets off a key, a comparison, or the whole message."""
     assert not words_only(function(old), function(new))
+
+
+def test_a_text_that_the_module_looks_for_is_no_wording():
+    """Catches: a decision that hangs on a phrase of a text, which may then change unseen."""
+    sought = phrases(ast.parse('late = any("lagged" in d.why or "x" in d.name for d in ds)'))
+    assert sought == {"lagged"}
+    old = function('why = "the journal lagged"')
+    assert words_only(old, function('why = "XXthe journal laggedXX"'), sought)
+    assert not words_only(old, function('why = "THE JOURNAL LAGGED"'), sought)
 
 
 def function(line: str) -> ast.FunctionDef:

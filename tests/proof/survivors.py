@@ -30,12 +30,18 @@ else:  # pragma: no cover  only on Python 3.10
 EXPLANATIONS = Path(__file__).with_name("mutmut_survivors.toml")
 KILLED = frozenset({"killed", "timeout"})
 
+
+def _is_error(thing: object) -> bool:
+    return isinstance(thing, type) and issubclass(thing, Exception)
+
+
 # Where words for people stand. A raised error's message is its first argument; these are the others.
-_MESSAGES = frozenset(name for name, value in vars(errors).items() if isinstance(value, type))
+_MESSAGES = frozenset(cls.__name__ for cls in vars(errors).values() if _is_error(cls))
 _ARGUMENTS: Mapping[str, int] = MappingProxyType(
     {"Decision": 4, "_decision": 3, "Rejected": 1, "Withdrawn": 2, "Failed": 2}
 )
 _VARIABLES = frozenset({"why", "hint", "lies", "asked", "remedy", "advice"})
+_FIELDS = frozenset({"why", "detail"})
 _MANGLED = re.compile(r"\bx(?:_|ǁ[\w.]+ǁ)(\w+?)__mutmut_(?:orig|\d+)\b")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -129,7 +135,8 @@ def read_explanations(module: str, text: str) -> list[Change]:
 def read_mutants(module: str, text: str) -> dict[str, Mutant]:
     """Every mutant in a file that mutmut wrote, by the name that mutmut gives it."""
     lines = text.splitlines()
-    functions = dict(_functions(ast.parse(text)))
+    tree = ast.parse(text)
+    functions, sought = dict(_functions(tree)), phrases(tree)
     mutants: dict[str, Mutant] = {}
     for name, mutant in functions.items():
         stem, mark, number = name.rpartition("__mutmut_")
@@ -140,7 +147,7 @@ def read_mutants(module: str, text: str) -> dict[str, Mutant]:
         of = stem.removeprefix("x").removeprefix("_" if stem.startswith("x_") else "ǁ")
         mutants[f"ckptfsm.{module}.{name}"] = Mutant(
             Change(of.replace("ǁ", "."), old, new),
-            words_only(original, mutant),
+            words_only(original, mutant, sought),
             range(mutant.lineno, (mutant.end_lineno or mutant.lineno) + 1),
         )
     return mutants
@@ -167,67 +174,79 @@ def _difference(old: list[str], new: list[str]) -> tuple[str, str]:
 # --------------------------------------------------------------------------------------- words
 
 
-def words_only(original: Function, mutant: Function) -> bool:
+def words_only(original: Function, mutant: Function, sought: frozenset[str] = frozenset()) -> bool:
     """True if nothing differs but text for people: the trees are the same once that is blanked.
 
     A text that was empty and no longer is, or became empty, may decide something: that is no wording.
+    Nor is what the module itself looks for in such a text (``sought``): that stays where it stands.
     """
     blanked = []
     for function in (original, mutant):
-        tree = _Blank().visit(copy.deepcopy(function))
+        tree = _Blank(sought).visit(copy.deepcopy(function))
         tree.name = ""
         blanked.append(ast.dump(tree))
     return blanked[0] == blanked[1]
 
 
+def phrases(tree: ast.Module) -> frozenset[str]:
+    """What is looked for in texts for people: ``"rolled forward" in decision.why``."""
+    return frozenset(
+        str(node.left.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        and isinstance(node.left, ast.Constant)
+        and isinstance(node.comparators[0], ast.Attribute)
+        and node.comparators[0].attr in _FIELDS
+    )
+
+
 class _Blank(ast.NodeTransformer):
     """Blanks text where it is for people, and nowhere else."""
 
+    def __init__(self, sought: frozenset[str]) -> None:
+        self.sought = sought
+
     def visit_Raise(self, node: ast.Raise) -> ast.AST:
         if isinstance(node.exc, ast.Call) and _called(node.exc) in vars(builtins):
-            _blank_argument(node.exc, 0)
+            self.blank_argument(node.exc, 0)
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         name = _called(node)
         position = 0 if name in _MESSAGES else _ARGUMENTS.get(name)
         if position is not None:
-            _blank_argument(node, position)
+            self.blank_argument(node, position)
         return self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         if [t.id for t in node.targets if isinstance(t, ast.Name) and t.id in _VARIABLES]:
-            node.value = _blanked(node.value)
+            node.value = self.blanked(node.value)
         return self.generic_visit(node)
+
+    def blank_argument(self, call: ast.Call, position: int) -> None:
+        if len(call.args) > position:
+            call.args[position] = self.blanked(call.args[position])
+
+    def blanked(self, value: ast.expr) -> ast.expr:
+        """Without the text it is put together from. What decides, or is called with, stays."""
+        match value:
+            case ast.Constant(value=str(text)):
+                kept = sorted(phrase for phrase in self.sought if phrase in text)
+                return ast.Constant(f"words {kept}" if text else "")
+            case ast.JoinedStr(values=pieces):
+                value.values = [self.blanked(piece) for piece in pieces]
+            case ast.FormattedValue():
+                value.value = self.blanked(value.value)
+            case ast.BinOp(op=ast.Add()):
+                value.left, value.right = self.blanked(value.left), self.blanked(value.right)
+            case ast.IfExp():
+                value.body, value.orelse = self.blanked(value.body), self.blanked(value.orelse)
+            case ast.BoolOp():
+                value.values = [self.blanked(piece) for piece in value.values]
+            case ast.Call(func=ast.Attribute(attr="join") as join):
+                join.value = self.blanked(join.value)
+        return value
 
 
 def _called(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else ""
-
-
-def _blank_argument(call: ast.Call, position: int) -> None:
-    if len(call.args) > position:
-        call.args[position] = _blanked(call.args[position])
-
-
-def _blanked(value: ast.expr) -> ast.expr:
-    """``value`` without the text it is put together from. What decides, or is called with, stays."""
-    match value:
-        case ast.Constant(value=str(text)):
-            return ast.Constant("words" if text else "")
-        case ast.JoinedStr(values=pieces):
-            holes: list[ast.expr] = []
-            for piece in pieces:
-                if isinstance(piece, ast.FormattedValue):
-                    piece.value = _blanked(piece.value)
-                    holes.append(piece)
-            return ast.JoinedStr(holes)
-        case ast.BinOp(op=ast.Add()):
-            value.left, value.right = _blanked(value.left), _blanked(value.right)
-        case ast.IfExp():
-            value.body, value.orelse = _blanked(value.body), _blanked(value.orelse)
-        case ast.BoolOp():
-            value.values = [_blanked(piece) for piece in value.values]
-        case ast.Call(func=ast.Attribute(attr="join") as join):
-            join.value = _blanked(join.value)
-    return value
