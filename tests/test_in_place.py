@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from contextlib import suppress
+from functools import partial
 
 import pytest
 from strangers import stock_saves
@@ -767,12 +768,8 @@ def test_F7_an_error_of_the_look_before_the_finalizers_fails_the_attempt_alone()
     """Catches: a coordinator that ends for a directory that could not be listed for a moment."""
     disk = SimDisk()
     job = start(disk)
-
-    def sick() -> None:
-        job.storage.before = fails("listdir", LEASE.__eq__, errno.EIO)
-
+    sick = partial(fails_to_look, job, "listdir", LEASE.__eq__, errno.EIO)
     of = foreign_attempt(job, between=sick)
-    job.storage.before = None
     assert job.coordinator.fatal is None and states(job)[str(of)] == "failed"
     job.save(2)
     assert tracked(job) == [2]
