@@ -158,7 +158,7 @@ def test_I2_a_directory_that_the_trainer_made_is_durable_before_the_tracker_name
             job.coordinator.report([ShardReported(of, n, 0, 1, s) for n, s, _ in written])
         disk.crash(random.Random(seed))
         snapshot = disk.snapshot()
-        assert snapshot[TRACKER] == b"1" or "iter_0000002/.ckptfsm/manifest.json" in snapshot, seed
+        assert int(snapshot[TRACKER]) == 1 or "iter_0000002/.ckptfsm/manifest.json" in snapshot, seed
 
 
 class DiesAfterTracker:
@@ -1648,7 +1648,7 @@ def test_I2_the_tracker_names_nothing_that_a_fresh_start_adopted(fault: int):
         job.storage.before = strike
         with suppress(CkptFsmError, OSError):
             job.open()
-        assert disk.snapshot().get(TRACKER) != b"9"
+        assert (disk.snapshot().get(TRACKER) or b"").strip() != b"9"
         if not strike.struck:
             break
     assert index > 20
