@@ -158,7 +158,9 @@ def test_I2_a_directory_that_the_trainer_made_is_durable_before_the_tracker_name
             job.coordinator.report([ShardReported(of, n, 0, 1, s) for n, s, _ in written])
         disk.crash(random.Random(seed))
         snapshot = disk.snapshot()
-        assert int(snapshot[TRACKER]) == 1 or "iter_0000002/.ckptfsm/manifest.json" in snapshot, seed
+        assert int(snapshot[TRACKER]) == 1 or "iter_0000002/.ckptfsm/manifest.json" in snapshot, (
+            seed
+        )
 
 
 class DiesAfterTracker:
