@@ -321,6 +321,8 @@ class Engine:
         if foreign and checkpoint.id not in self._finalized_by_rank:
             try:
                 self.effects.check_epoch()  # they write by its published name
+            except OutcomeUnknown:
+                raise
             except OSError as error:
                 self.post(Failed(checkpoint.id, "finalize", describe(error)))
                 return

@@ -16,6 +16,7 @@ from groups import SETTINGS
 from proof.fuzz import _CONFIG, _zip, written_metadata
 
 from ckptfsm.controller import Controller
+from ckptfsm.coordinator import Coordinator
 from ckptfsm.documents import FileEntry
 from ckptfsm.errors import DeadlineExceeded, SaveFailed, SaveFailedWarning, StorageError
 from ckptfsm.files import FilesDriver
@@ -504,3 +505,38 @@ def test_a_step_that_cannot_be_kept_stops_no_other_and_leaves_no_lease(start, mo
     monkeypatch.undo()
     job.wait()
     assert job.uploaded() == ["global_step_1", "global_step_2", "global_step_3"]
+
+
+def test_the_poll_that_tells_of_a_failure_keeps_what_is_noted(start, tmp_path) -> None:
+    """Catches: a step that retention prunes before its upload, as another upload had just failed."""
+    job = start(Failing(str(tmp_path / "there"), (1,)), on_failure="warn")
+    with pytest.warns(SaveFailedWarning, match="the upload of step 1 failed"):
+        job.save(1)
+        job.poll()
+        job.uploads.running[1].wait(20)
+        job.save(2)
+        job.poll()
+    job.save(3)
+    job.wait()
+    assert job.uploaded() == ["global_step_2", "global_step_3"]
+
+
+def test_leases_that_cannot_be_given_back_hide_no_deadline(start, monkeypatch) -> None:
+    """Catches: an end that waits for a hung disk once for each lease, and then names no step."""
+    job = start(retention=KeepAll())
+    for step in (1, 2, 3):
+        job.save(step)
+        job.poll()
+    asked: list[object] = []
+
+    def hung(*arguments: Any) -> None:
+        asked.append(arguments)
+        raise DeadlineExceeded("the disk does not answer")
+
+    job.save(4)
+    monkeypatch.setattr(Coordinator, "_locate", hung)
+    monkeypatch.setattr(Coordinator, "release", hung)
+    with pytest.raises(DeadlineExceeded, match="no copy of steps .*4"):
+        job.wait()
+    assert len(asked) == 2, "one look, and one lease"
+    monkeypatch.undo()

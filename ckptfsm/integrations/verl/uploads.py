@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from ckptfsm.controller import Controller
 from ckptfsm.documents import TransitionRecord
 from ckptfsm.errors import (
+    CkptFsmError,
     DamagedRoot,
     DeadlineExceeded,
     OutcomeUnknown,
@@ -85,8 +86,8 @@ class Uploads:
         """Raises ``SaveFailed`` of an upload, and what a lease or a fork failed with."""
         while self.left:
             self._leave(self.left.pop())
+        problem = self._keep_noted(controller)  # first: a step that is not kept may be pruned
         self._look_after_the_child()
-        problem = self._keep_noted(controller)
         if self.running is None and self.waiting:
             of = next(iter(self.waiting))
             upload = Upload(self.root, of, self.mirror, look=of.step == self.resumed)
@@ -149,7 +150,8 @@ class Uploads:
     def wait(self, controller: Controller) -> None:
         """Until nothing waits any more. What failed is ``SaveFailed``, or a warning, after the last one.
 
-        Raises ``DeadlineExceeded`` after ``close_timeout_s``. No lease stays either way.
+        Raises ``DeadlineExceeded`` after ``close_timeout_s``. No lease stays either way, unless the disk
+        does not answer: then they expire.
         """
         limit = controller.config.close_timeout_s
         deadline = time.monotonic() + limit
@@ -194,9 +196,11 @@ class Uploads:
     def _give_back(self) -> None:
         """End the child, and give all leases back."""
         self.abandon()
-        with ExitStack() as leases:
+        try:
             while self.waiting:
-                leases.push(self.waiting.popitem()[1])
+                self.waiting.popitem()[1].close()
+        except (CkptFsmError, OSError) as error:  # the others expire
+            log.warning("leases_not_given_back", extra={"error": describe(error)})
 
     def abandon(self) -> None:
         """End the child. The controller is to be left too; the next start uploads the latest step."""
