@@ -666,6 +666,14 @@ def test_F5_a_failed_one_where_an_adopted_one_was_gives_space_back():
     assert disk.used == used and TWO not in names(disk)
 
 
+def failed_below_three(disk: SimDisk) -> FakeJob:
+    """Steps 1 and 3 tracked; step 2 failed in place, whole as a stock loader sees it."""
+    job, of = tracked_and_in_place(disk, loadable=True)
+    job.coordinator.report([Failed(of, "writer_hung")])
+    job.save(3)
+    return job
+
+
 def put_back(disk: SimDisk, kept: dict[str, bytes | str | None]) -> None:
     """A person copies step 3 to its name again, and sets the tracker (``echo 3 >``)."""
     for path, data in kept.items():
@@ -691,9 +699,7 @@ def test_I2_our_tracker_is_ours_though_what_it_names_is_damaged(lost: str):
     """Catches: a failed attempt adopted, and resumed from, as our newest above it names nobody now, or
     was put back by a person."""
     disk = SimDisk()
-    job, of = tracked_and_in_place(disk, loadable=True)
-    job.coordinator.report([Failed(of, "writer_hung")])
-    job.save(3)
+    job = failed_below_three(disk)
     kept = disk.snapshot()
     if lost == "put back":
         job.coordinator.withdraw_damaged(3, "bit rot")
@@ -712,9 +718,7 @@ def test_I2_a_rollback_cut_short_resumes_from_no_failed_attempt(lost: str):
     """Catches: a failed attempt resumed from, as the tracker is at the target of a rollback already,
     and the target names nobody now."""
     disk = SimDisk()
-    job, of = tracked_and_in_place(disk, loadable=True)
-    job.coordinator.report([Failed(of, "writer_hung")])
-    job.save(3)
+    job = failed_below_three(disk)
     job.save(4)
     job.storage.before = DiesAfterItsTracker()
     with suppress(ProcessDead, CkptFsmError):

@@ -208,16 +208,22 @@ class Once:
         return None if self.real is None else self.real(*arguments, **keywords)
 
 
+def strike_step_1(job: Job, monkeypatch: pytest.MonkeyPatch, what: str) -> Once:
+    """Let the lease for the upload of step 1, or the fork of its child, fail once."""
+    if what == "lease":
+        job.storage[0].before = fault = Once("/leases/1.")
+    else:
+        fault = Once("step=1", mirror.fork_child)
+        monkeypatch.setattr(mirror, "fork_child", fault)
+    return fault
+
+
 @pytest.mark.parametrize("what", ["lease", "fork"])
 def test_an_error_of_a_moment_costs_no_upload(start, monkeypatch, what):
     """Catches: a step that is forgotten until the next start, because one call failed once."""
     job = start()
     job.save(1)
-    fault = Once("/leases/") if what == "lease" else Once("Upload", mirror.fork_child)
-    if what == "lease":
-        job.storage[0].before = fault
-    else:
-        monkeypatch.setattr(mirror, "fork_child", fault)
+    fault = strike_step_1(job, monkeypatch, what)
     with pytest.raises(OSError, match="EAGAIN|made-up"):
         job.poll()
     job.wait()
@@ -229,10 +235,7 @@ def test_an_error_of_a_moment_is_warned_of_where_failures_are(start, monkeypatch
     """Catches: a training that a full disk ends, though it was told to go on after failed saves."""
     job = start(on_failure="warn")
     job.save(1)
-    if what == "lease":
-        job.storage[0].before = Once("/leases/")
-    else:
-        monkeypatch.setattr(mirror, "fork_child", Once("Upload", mirror.fork_child))
+    strike_step_1(job, monkeypatch, what)
     with pytest.warns(SaveFailedWarning, match="made-up|EAGAIN"):
         job.poll()
     job.wait()
@@ -256,10 +259,7 @@ def test_what_cannot_begin_at_the_end_costs_no_other_upload(start, monkeypatch, 
     job = start(retention=KeepAll())
     job.save(1)
     job.save(2)
-    if what == "lease":
-        job.storage[0].before = Once("/leases/1.")
-    else:
-        monkeypatch.setattr(mirror, "fork_child", Once("step=1", mirror.fork_child))
+    strike_step_1(job, monkeypatch, what)
     with pytest.raises(SaveFailed, match="the upload of step 1 .*(made-up|EAGAIN)"):
         job.wait()
     assert job.uploaded() == ["global_step_2"] and job.leases() == []

@@ -11,6 +11,7 @@ import random
 import zlib
 from collections.abc import Callable, Mapping
 
+from ckptfsm.journal import decode_line
 from ckptfsm.testing.invariants import TRACKER
 from ckptfsm.testing.sim.faults import draw_rate
 from ckptfsm.testing.sim.site import Site
@@ -184,7 +185,9 @@ def spoil_journal(site: Site) -> Callable[[], None] | None:
     lines = data.rstrip(b"\n").split(b"\n")
     if len(lines) < 3 or b'"record":' not in lines[0]:  # a power loss tore its very first write
         return None
-    if not any(map(_is_whole, lines[1:])):  # what is torn after it makes the first record the last
+    if not any(
+        map(decode_line, lines[1:])
+    ):  # what is torn after it makes the first record the last
         return None
     if choose.random() < 0.5:
         site.count("F20")
@@ -199,12 +202,6 @@ def spoil_journal(site: Site) -> Callable[[], None] | None:
     site.world.note("SOMEBODY", "spoils", path)
     disk.overwrite(path, spoiled)
     return lambda: disk.overwrite(path, data)
-
-
-def _is_whole(line: bytes) -> bool:
-    """True if nobody tore the record: it has its checksum."""
-    head, found, record = line.partition(b'"record":')
-    return bool(found) and head == b'{"crc":"%08x",' % zlib.crc32(record[:-1])
 
 
 def write_after_seal(site: Site) -> None:
