@@ -17,7 +17,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckptfsm.documents import (
     FileEntry,
@@ -26,7 +26,7 @@ from ckptfsm.documents import (
     SegmentClosed,
     encode,
 )
-from ckptfsm.durable import list_names, lookup, put, storage_error
+from ckptfsm.durable import TEMPORARY, list_names, lookup, put, storage_error
 from ckptfsm.engine import Engine, News, Settled, Trade
 from ckptfsm.errors import (
     CkptFsmError,
@@ -51,7 +51,7 @@ from ckptfsm.evidence import (
 )
 from ckptfsm.findings import is_whole, why_not_whole
 from ckptfsm.journal import History, newest_segment, read_history
-from ckptfsm.layout import JOURNAL, LAYOUTS, MEGATRON, READERS, Layout, pin_name
+from ckptfsm.layout import JOURNAL, LAYOUTS, MEGATRON, READERS, Layout, parse_reader, pin_name
 from ckptfsm.lease import RootLease, open_root
 from ckptfsm.ledger import Ledger, Rejected
 from ckptfsm.lifecycle import UNSETTLED, Checkpoint, State
@@ -66,7 +66,7 @@ from ckptfsm.messages import (
     WritersLost,
 )
 from ckptfsm.opening import Opening, roll_back
-from ckptfsm.ports import Clock, Identity, PartFinisher, Storage
+from ckptfsm.ports import Clock, Identity, PartFinisher, Pending, Storage
 from ckptfsm.recovery import Decision, Resume, forget_moved, plan
 from ckptfsm.retention import KeepAll, Policy
 from ckptfsm.trash import remove_marker, sweep_temporaries
@@ -630,6 +630,14 @@ class Coordinator:
         except OSError as error:
             log.warning("lease_not_removed", extra={"file": lease, "error": describe(error)})
 
+    def disown(self, late: Pending[Any]) -> None:
+        """Give back the lease that ``late`` took, a question that nobody waited for any more.
+
+        Runs after it, on the same thread. Nobody else knows the lease, and one of ours never expires.
+        """
+        if late.exception() is None and isinstance(found := late.result(), Located):
+            self.release(found.lease)
+
     def withdraw_damaged(self, step: int, detail: str) -> None:
         """Take a damaged checkpoint out of service. Raises ``DamagedRoot`` if none would be left."""
         self._guarded(self._withdraw_damaged, step, detail)
@@ -647,10 +655,15 @@ class Coordinator:
         self._engine.withdraw(checkpoint, detail)
 
     def _expire_readers(self) -> None:
-        """Drop leases that have not changed for long, by our own monotonic time (F14)."""
+        """Drop leases that have not changed for long, by our own monotonic time (F14).
+
+        And what an error or a crash left of one that was being written.
+        """
         now = self._clock.monotonic()
         seen: dict[str, tuple[bytes, float]] = {}
-        for name in self._engine.effects.reader_leases():
+        for name in list_names(self._storage, READERS):
+            if parse_reader(name) is None and TEMPORARY not in name:
+                continue  # not one of ours
             if name in self._held:
                 continue  # its reader is this process, and lives
             path = f"{READERS}/{name}"

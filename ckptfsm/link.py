@@ -97,22 +97,22 @@ class Link:
         call = _Call(work, (self._coordinator, *arguments), keywords)
         future: Pending[T] = self._executor.submit(call)
         try:
-            return future.result(self._effect_timeout_s)
+            error = future.exception(self._effect_timeout_s)
         except FutureTimeout:
-            if future.done():
-                raise
             self._late = future
             self._submitted.append(future)
+            self._submit(Coordinator.disown, future)
             raise DeadlineExceeded(
                 f"the disk did not answer within {self._effect_timeout_s} s",
                 timeout_s=self._effect_timeout_s,
                 waiting_for=getattr(work, "__name__", "the coordinator"),
             ) from None
-        except BaseException as error:
-            theirs = future.done() and future.exception() is error
-            if isinstance(error, Exception) or not theirs:
-                raise
+        except BaseException:  # a Ctrl-C
+            self._submit(Coordinator.disown, future)
+            raise
+        if error is not None and not isinstance(error, Exception):
             raise typed(error) from error  # torch's, say: the other ranks must hear of it
+        return future.result()
 
     def together(
         self,

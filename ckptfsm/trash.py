@@ -66,7 +66,7 @@ def sweep_temporaries(
 ) -> int:
     """Delete temporary files that an error or a crash left beside tracker, pins, epochs, segments.
 
-    Those of readers' leases are left: a reader may be writing one right now.
+    Those of readers' leases are left, a reader may be writing one right now: they expire as leases do.
     """
     swept = 0
     for directory in directories:

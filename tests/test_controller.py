@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from groups import SETTINGS, Group, GroupJob
@@ -19,15 +20,18 @@ from groups import SETTINGS, Group, GroupJob
 from ckptfsm.clock import SystemClock
 from ckptfsm.config import make_config
 from ckptfsm.controller import Controller
+from ckptfsm.coordinator import Located
 from ckptfsm.effects import Effects
 from ckptfsm.errors import (
     ConfigError,
     DamagedRoot,
+    DeadlineExceeded,
     OutcomeUnknown,
     RootBusy,
     SaveFailed,
     SaveRefused,
 )
+from ckptfsm.executor import Promise
 from ckptfsm.files import FileTree
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
@@ -405,6 +409,30 @@ def test_F27_two_readings_of_one_step_keep_it_both(tmp_path):
         assert job.controller.all_steps() == [10, 20]
     job.save(30).handle.wait()
     assert job.controller.all_steps() == [30]
+    job.controller.close()
+
+
+@pytest.mark.parametrize("end", [TimeoutError, KeyboardInterrupt])
+def test_F27_a_lease_that_nobody_waited_for_is_given_back(tmp_path, monkeypatch, end):
+    """Catches: a checkpoint that is kept for as long as the job runs, as nobody knows its lease."""
+    job = GroupJob(tmp_path, SIZES)
+    job.save(10).handle.wait()
+    struck: list[Promise[Any]] = []
+    wait = Promise.exception
+
+    def interrupted(promise: Promise[Any], timeout: float | None = None) -> BaseException | None:
+        if timeout is not None and not struck:
+            struck.append(promise)
+            raise end
+        return wait(promise, timeout)
+
+    monkeypatch.setattr(Promise, "exception", interrupted)
+    raised = DeadlineExceeded if end is TimeoutError else end
+    with pytest.raises(raised), job.controller.reading(10):
+        pass
+    assert isinstance(struck[0].result(10), Located), "it took its lease"
+    with job.controller.reading(10):
+        assert len(os.listdir(tmp_path / ".ckptfsm/leases")) == 1, "only this one's"
     job.controller.close()
 
 

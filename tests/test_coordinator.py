@@ -1043,6 +1043,22 @@ def test_F27_a_readers_lease_expires_by_our_own_time():
     assert tracked(job) == [3]
 
 
+def test_what_is_left_of_a_lease_that_could_not_be_written_expires():
+    """Catches: files that a full disk or a killed reader leaves among the leases for good."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    left, foreign = ".ckptfsm/leases/1.dead.json.tmp-dead.0", ".ckptfsm/leases/notes.txt"
+    disk.plant_file(left, b"ha")
+    disk.plant_file(foreign, b"of somebody")
+    job.coordinator.tick()
+    job.clock.now += 599
+    job.coordinator.tick()
+    assert left in disk.snapshot(), "a reader may be writing it"
+    job.clock.now += 2
+    job.coordinator.tick()
+    assert left not in disk.snapshot() and foreign in disk.snapshot()
+
+
 @pytest.mark.parametrize(
     ("marker", "kept_by"), [("leases/1.late.json", "reader"), ("pins/1.json", "pin")]
 )

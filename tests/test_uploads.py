@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -519,6 +519,41 @@ def test_the_poll_that_tells_of_a_failure_keeps_what_is_noted(start, tmp_path) -
     job.save(3)
     job.wait()
     assert job.uploaded() == ["global_step_2", "global_step_3"]
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_lease_that_is_given_back_late_hides_no_failure(
+    start, tmp_path, monkeypatch, at_the_end
+) -> None:
+    """Catches: a failed upload that nobody hears of, as the disk was slow just then."""
+    job = start(Failing(str(tmp_path / "there"), (1,)))
+    job.save(1)
+    job.poll()
+    job.uploads.running[1].wait(20)
+
+    def slow(*arguments: Any) -> None:
+        raise DeadlineExceeded("the disk does not answer")
+
+    monkeypatch.setattr(Coordinator, "release", slow)
+    with pytest.raises(SaveFailed, match="the upload of step 1 failed"):
+        job.wait() if at_the_end else job.poll()
+
+
+def test_a_thread_that_cannot_start_costs_no_upload(start) -> None:
+    """Catches: a job that ends, or a step without a copy, for want of a thread for a moment."""
+    job = start(on_failure="warn")
+    job.save(1)
+    ports = job.controller._ports
+
+    def none_left() -> Any:
+        raise RuntimeError("can't start new thread")
+
+    job.controller._ports = replace(ports, executor=none_left)
+    with pytest.warns(SaveFailedWarning, match="can't start new thread"):
+        job.poll()
+    job.controller._ports = ports
+    job.wait()
+    assert job.uploaded() == ["global_step_1"] and job.leases() == []
 
 
 def test_leases_that_cannot_be_given_back_hide_no_deadline(start, monkeypatch) -> None:

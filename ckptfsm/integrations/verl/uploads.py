@@ -24,6 +24,7 @@ from ckptfsm.errors import (
     DamagedRoot,
     DeadlineExceeded,
     OutcomeUnknown,
+    RestoreFailed,
     SaveFailed,
     SaveFailedWarning,
     StepNotFoundError,
@@ -38,6 +39,7 @@ from ckptfsm.ports import Outcome
 from ckptfsm.processes import Child
 
 log = logging.getLogger("ckptfsm")
+_OF_A_MOMENT = (OSError, RestoreFailed)  # of a lease, a thread or a fork: the next poll tries again
 
 
 @dataclass(slots=True)
@@ -77,7 +79,7 @@ class Uploads:
             raise
         except SaveFailed as error:
             _tell(controller, error)
-        except OSError as error:  # of a lease or a fork, which the next poll tries again
+        except _OF_A_MOMENT as error:
             if controller.config.on_failure != "warn":
                 raise
             warn_caller(SaveFailedWarning(f"uploads wait: {describe(error)}"))
@@ -104,18 +106,18 @@ class Uploads:
             return
         self.running = None
         if of in self.waiting:  # else it was left
-            with self.waiting.pop(of):
-                _conclude(of.step, outcome)
+            self._let_go(of)
+            _conclude(of.step, outcome)
 
-    def _keep_noted(self, controller: Controller) -> OSError | None:
+    def _keep_noted(self, controller: Controller) -> Exception | None:
         """Keep each noted step; the first error of those that stay noted."""
-        problem: OSError | None = None
+        problem: Exception | None = None
         for step in tuple(self.noted):
             try:
                 self._keep(controller, step)
             except (DeadlineExceeded, OutcomeUnknown):
                 raise
-            except OSError as error:
+            except _OF_A_MOMENT as error:
                 problem = problem or error
                 continue
             self.noted.remove(step)
@@ -127,8 +129,15 @@ class Uploads:
             return
         if self.running is not None and self.running[0] == of:
             self.running[1].kill(0.0)
-        with self.waiting.pop(of):
-            _say_left_out(of.step, f"attempt {of} is not tracked any more")
+        self._let_go(of)
+        _say_left_out(of.step, f"attempt {of} is not tracked any more")
+
+    def _let_go(self, of: AttemptId) -> None:
+        """It waits no more. A slow disk removes its lease when it answers, and hides nothing."""
+        try:
+            self.waiting.pop(of).close()
+        except DeadlineExceeded as error:
+            log.warning("lease_given_back_later", extra={"of": str(of), "error": describe(error)})
 
     def _keep(self, controller: Controller, step: int) -> None:
         """Let a step wait, under a lease; one that cannot be uploaded is warned of, once.
@@ -165,7 +174,7 @@ class Uploads:
                 raise
             except SaveFailed as error:
                 failed[error.step] = error
-            except OSError as error:
+            except _OF_A_MOMENT as error:
                 step = self._give_up()
                 why = f"the upload of step {step} could not begin: {describe(error)}"
                 failed[step] = SaveFailed(why, step=step)
@@ -190,7 +199,7 @@ class Uploads:
         if self.noted:
             return self.noted.pop(0)
         of = next(iter(self.waiting))
-        self.waiting.pop(of).close()
+        self._let_go(of)
         return of.step
 
     def _give_back(self) -> None:

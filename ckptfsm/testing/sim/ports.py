@@ -84,13 +84,20 @@ class WorldFuture(Future[Any]):
         self.add_done_callback(self._wake)
 
     def result(self, timeout: float | None = None) -> Any:
+        self._await(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._await(timeout)
+        return super().exception(0)
+
+    def _await(self, timeout: float | None) -> None:
         deadline = None if timeout is None else self._world.now + timeout
         while not self.done():
             if deadline is not None and self._world.now >= deadline:
                 raise TimeoutError
             self._waiting = self._world.current
             self._world.park(None if deadline is None else deadline - self._world.now)
-        return super().result(0)
 
     def _wake(self, done: Future[Any]) -> None:
         if self._waiting is not None:
