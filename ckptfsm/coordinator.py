@@ -666,22 +666,31 @@ class Coordinator:
                 continue  # not one of ours
             if name in self._held:
                 continue  # its reader is this process, and lives
-            path = f"{READERS}/{name}"
-            found = lookup(self._storage, path)
-            if found is None or found.kind != "file":
-                continue  # not one of ours: it protects, and nobody here removes it
             try:
-                content = self._storage.read(path, 1 << 16)
+                watched = self._watch(name, now)
             except FileNotFoundError:
                 continue  # its reader finished just now
-            known = self._readers.get(name)
-            since = known[1] if known is not None and known[0] == content else now
-            if now - since > self._options.reader_timeout_s:
-                log.warning("reader_lease_expired", extra={"file": path})
-                remove_marker(self._storage, path)
-            else:
-                seen[name] = (content, since)
+            except OSError as error:  # it must not keep the others
+                extra = {"file": f"{READERS}/{name}", "error": describe(error)}
+                log.warning("reader_lease_not_looked_at", extra=extra)
+                watched = self._readers.get(name)
+            if watched is not None:
+                seen[name] = watched
         self._readers = seen
+
+    def _watch(self, name: str, now: float) -> tuple[bytes, float] | None:
+        """What a lease holds, and since when; None if it was dropped, or is none of ours."""
+        path = f"{READERS}/{name}"
+        found = lookup(self._storage, path)
+        if found is None or found.kind != "file":
+            return None  # not one of ours: it protects, and nobody here removes it
+        content, known = self._storage.read(path, 1 << 16), self._readers.get(name)
+        since = known[1] if known is not None and known[0] == content else now
+        if now - since <= self._options.reader_timeout_s:
+            return content, since
+        log.warning("reader_lease_expired", extra={"file": path})
+        remove_marker(self._storage, path)
+        return None
 
     def _guarded(self, work: Callable[..., T], *arguments: object) -> T:
         """Run a method's body; a fatal error stops this coordinator for good."""

@@ -15,7 +15,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ckptfsm.coordinator import Coordinator
+from ckptfsm.coordinator import Coordinator, Located
 from ckptfsm.durable import storage_error
 from ckptfsm.engine import News
 from ckptfsm.errors import CkptFsmError, DeadlineExceeded, describe
@@ -146,6 +146,11 @@ class Link:
     def forget_request(self) -> None:
         """Fail, when the disk answers again, a request that nobody waited for."""
         self._submit(Coordinator.forget_request)
+
+    def give_back(self, value: Any) -> None:
+        """At rank 0: give back the lease in an answer that its asker will not see."""
+        if self._coordinator is not None and isinstance(value, Located):
+            self._submit(Coordinator.release, value.lease)
 
     def work_in_background(self) -> None:
         """Let the coordinator retry, expire and empty the trash while it has nothing else to do."""

@@ -360,8 +360,13 @@ class Owner:
     def _agree(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Ask the coordinator together; its news first, then its error on every rank."""
         self._require_open()
-        answer = self._link.together(work, *arguments)
-        self._pump.take_answer(answer)
+        answer = Answer()
+        try:
+            answer = self._link.together(work, *arguments)
+            self._pump.take_answer(answer)
+        except BaseException:  # a Ctrl-C
+            self._link.give_back(answer.value)
+            raise
         if answer.error is not None:
             raise answer.error
         return answer.value

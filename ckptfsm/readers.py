@@ -32,7 +32,8 @@ class ReaderLease:
 
     ``layout`` is the job's (see ``CheckpointConfig``). ``path`` is the absolute directory to read;
     ``nonce`` names the reader, uniquely, by default by its pid and chance. Raises
-    ``StepNotFoundError`` if the step is not there, ``ConfigError`` if the root is not.
+    ``StepNotFoundError`` if the step is not there, ``ConfigError`` if the root is not; an ``OSError``
+    of the disk, or of a lease that took longer than the timeout to write: then try again.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from groups import SETTINGS, Group, GroupJob
 from ckptfsm.clock import SystemClock
 from ckptfsm.config import make_config
 from ckptfsm.controller import Controller
-from ckptfsm.coordinator import Located
+from ckptfsm.coordinator import Coordinator, Located
 from ckptfsm.effects import Effects
 from ckptfsm.errors import (
     ConfigError,
@@ -412,7 +413,7 @@ def test_F27_two_readings_of_one_step_keep_it_both(tmp_path):
     job.controller.close()
 
 
-@pytest.mark.parametrize("end", [TimeoutError, KeyboardInterrupt])
+@pytest.mark.parametrize("end", [FutureTimeout, KeyboardInterrupt])
 def test_F27_a_lease_that_nobody_waited_for_is_given_back(tmp_path, monkeypatch, end):
     """Catches: a checkpoint that is kept for as long as the job runs, as nobody knows its lease."""
     job = GroupJob(tmp_path, SIZES)
@@ -427,12 +428,35 @@ def test_F27_a_lease_that_nobody_waited_for_is_given_back(tmp_path, monkeypatch,
         return wait(promise, timeout)
 
     monkeypatch.setattr(Promise, "exception", interrupted)
-    raised = DeadlineExceeded if end is TimeoutError else end
+    raised = DeadlineExceeded if end is FutureTimeout else end
     with pytest.raises(raised), job.controller.reading(10):
         pass
     assert isinstance(struck[0].result(10), Located), "it took its lease"
     with job.controller.reading(10):
         assert len(os.listdir(tmp_path / ".ckptfsm/leases")) == 1, "only this one's"
+    job.controller.close()
+
+
+def test_F27_a_ctrl_c_that_takes_an_answer_gives_its_lease_back(tmp_path):
+    """Catches: a checkpoint that is kept for good: a hook of the news with its lease was struck."""
+    job = GroupJob(tmp_path, SIZES)
+    job.save(10).handle.wait()
+    struck: list[int] = []
+
+    def strike(record):
+        if not struck:
+            struck.append(record.step)
+            raise KeyboardInterrupt
+
+    held = job.begin(20)
+    job.controller._pump._hooks = (strike,)
+    job.controller._link.ask(Coordinator.report, [Failed(held.tickets["actor"].of, "writer_died")])
+    with pytest.raises(KeyboardInterrupt), job.controller.reading(10):
+        pass
+    with job.controller.reading(10):
+        assert len(os.listdir(tmp_path / ".ckptfsm/leases")) == 1, "only this one's"
+    with pytest.raises(SaveFailed):
+        job.controller.wait_until_finished()
     job.controller.close()
 
 

@@ -1059,6 +1059,32 @@ def test_what_is_left_of_a_lease_that_could_not_be_written_expires():
     assert left not in disk.snapshot() and foreign in disk.snapshot()
 
 
+@pytest.mark.parametrize("sick", ["1.dead.json", "1.dead.json.tmp-dead.0"])
+@pytest.mark.parametrize("method", ["read", "unlink"])
+def test_a_lease_that_cannot_be_looked_at_keeps_no_other(sick: str, method: str):
+    """Catches: a bad sector under one lease that keeps all others, and the trash full."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    bad, dead = f".ckptfsm/leases/{sick}", ".ckptfsm/leases/2.dead.json"
+    trash = ".ckptfsm/trash/gone-0.e1.a1"
+    for path in (bad, dead, trash):
+        disk.plant_file(path, b"{}")
+    healthy = getattr(job.storage, method)
+
+    def fails(path: str, *arguments: object) -> object:
+        if path == bad:
+            raise OSError(errno.EIO, "a bad sector", path)
+        return healthy(path, *arguments)
+
+    setattr(job.storage, method, fails)
+    for _ in range(3):
+        job.coordinator.tick()
+        job.clock.now += 601
+    job.coordinator.tick()
+    assert bad in disk.snapshot()
+    assert dead not in disk.snapshot() and trash not in disk.snapshot()
+
+
 @pytest.mark.parametrize(
     ("marker", "kept_by"), [("leases/1.late.json", "reader"), ("pins/1.json", "pin")]
 )

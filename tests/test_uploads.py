@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partialmethod
@@ -216,6 +217,24 @@ def strike_step_1(job: Job, monkeypatch: pytest.MonkeyPatch, what: str) -> Once:
         fault = Once("step=1", mirror.fork_child)
         monkeypatch.setattr(mirror, "fork_child", fault)
     return fault
+
+
+class Hung:
+    """A question that runs into its deadline each time."""
+
+    asked = 0
+
+    def __call__(self, *arguments: Any) -> None:
+        self.asked += 1
+        raise DeadlineExceeded("the disk does not answer")
+
+
+def refuse_slowly(upload: Upload) -> None:
+    """A fork that fails, and takes longer than an end of 10 ms."""
+    begun = time.monotonic()
+    while time.monotonic() < begun + 0.02:
+        os.sched_yield()
+    raise OSError(errno.EAGAIN, "no process to be had")
 
 
 @pytest.mark.parametrize("what", ["lease", "fork"])
@@ -531,12 +550,41 @@ def test_a_lease_that_is_given_back_late_hides_no_failure(
     job.poll()
     job.uploads.running[1].wait(20)
 
-    def slow(*arguments: Any) -> None:
-        raise DeadlineExceeded("the disk does not answer")
-
-    monkeypatch.setattr(Coordinator, "release", slow)
+    monkeypatch.setattr(Coordinator, "release", Hung())
     with pytest.raises(SaveFailed, match="the upload of step 1 failed"):
         job.wait() if at_the_end else job.poll()
+
+
+def test_an_end_waits_for_a_hung_disk_no_longer_than_its_time(start, monkeypatch) -> None:
+    """Catches: one deadline of the disk for each step that waits, where none can be uploaded."""
+    job = start(retention=KeepAll(), close_timeout_s=0.01)
+    hung = Hung()
+    monkeypatch.setattr(Upload, "start", refuse_slowly)
+    for step in (1, 2, 3, 4):
+        job.save(step)
+        with pytest.raises(OSError, match="no process"):
+            job.poll()
+    monkeypatch.setattr(Coordinator, "release", hung)
+    with pytest.raises(DeadlineExceeded, match="no copy of steps 1, 2, 3, 4"):
+        job.wait()
+    assert hung.asked == 2, "that of the step that could not begin, and one more"
+
+
+def test_a_rollback_of_many_waits_for_a_hung_disk_once(start, monkeypatch) -> None:
+    """Catches: a poll that keeps the trainer for one deadline of the disk per step that was left."""
+    job = start(retention=KeepAll())
+    monkeypatch.setattr(Upload, "start", refuse_slowly)
+    for step in (1, 2, 3):
+        job.save(step)
+        with pytest.raises(OSError, match="no process"):
+            job.poll()
+    job.controller.rollback(1)
+    hung = Hung()
+    monkeypatch.setattr(Coordinator, "release", hung)
+    told = pytest.warns(UserWarning, match="is not tracked any more")
+    with told, pytest.raises(DeadlineExceeded):
+        job.poll()
+    assert hung.asked == 1
 
 
 def test_a_thread_that_cannot_start_costs_no_upload(start) -> None:
@@ -562,16 +610,11 @@ def test_leases_that_cannot_be_given_back_hide_no_deadline(start, monkeypatch) -
     for step in (1, 2, 3):
         job.save(step)
         job.poll()
-    asked: list[object] = []
-
-    def hung(*arguments: Any) -> None:
-        asked.append(arguments)
-        raise DeadlineExceeded("the disk does not answer")
-
+    hung = Hung()
     job.save(4)
     monkeypatch.setattr(Coordinator, "_locate", hung)
     monkeypatch.setattr(Coordinator, "release", hung)
     with pytest.raises(DeadlineExceeded, match="no copy of steps .*4"):
         job.wait()
-    assert len(asked) == 2, "one look, and one lease"
+    assert hung.asked == 2, "one look, and one lease"
     monkeypatch.undo()

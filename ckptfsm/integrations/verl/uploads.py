@@ -129,8 +129,8 @@ class Uploads:
             return
         if self.running is not None and self.running[0] == of:
             self.running[1].kill(0.0)
-        self._let_go(of)
-        _say_left_out(of.step, f"attempt {of} is not tracked any more")
+        with self.waiting.pop(of):
+            _say_left_out(of.step, f"attempt {of} is not tracked any more")
 
     def _let_go(self, of: AttemptId) -> None:
         """It waits no more. A slow disk removes its lease when it answers, and hides nothing."""
@@ -178,6 +178,8 @@ class Uploads:
                 step = self._give_up()
                 why = f"the upload of step {step} could not begin: {describe(error)}"
                 failed[step] = SaveFailed(why, step=step)
+                if (self.noted or self.waiting) and time.monotonic() >= deadline:
+                    raise self._late(failed, limit) from error
             if self.running is not None:
                 left_s = max(0.0, deadline - time.monotonic())
                 if self.running[1].wait(left_s) is None:

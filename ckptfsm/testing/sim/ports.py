@@ -15,6 +15,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -95,7 +96,7 @@ class WorldFuture(Future[Any]):
         deadline = None if timeout is None else self._world.now + timeout
         while not self.done():
             if deadline is not None and self._world.now >= deadline:
-                raise TimeoutError
+                raise FutureTimeout
             self._waiting = self._world.current
             self._world.park(None if deadline is None else deadline - self._world.now)
 
