@@ -106,6 +106,23 @@ def test_I8_what_a_save_that_was_cut_short_leaves_is_no_limit_for_a_stock_traine
     machine.teardown()
 
 
+def test_I8_what_a_start_may_have_adopted_is_no_limit_for_what_the_one_before_it_did():
+    """Found by a release run. Catches: a machine that takes the newest of what two starts that were cut
+    short may have adopted for what the first of them has journaled."""
+    machine = RecoveryMachine()
+    machine.begin(saved=2, adopted=0, keep=1)
+    machine.leave(blow=None, closes=False)
+    machine.start("fresh", keep=None, blow=None, rate=0.0, seed=0)
+    machine.tick(blow=None)
+    machine.leave(blow=None, closes=False)
+    machine.stock_saves(ahead=1, tracked=False, synced=False)
+    machine.start("fallback", keep=None, blow=(59, 0), rate=0.0, seed=0)
+    machine.stock_saves(ahead=1, tracked=False, synced=True)
+    machine.start("fallback", keep=None, blow=None, rate=0.02, seed=0)
+    assert machine.dead()
+    machine.teardown()
+
+
 def test_I11_an_illegal_move_is_a_violation():
     """Catches: a trainer that takes our own bugs for one more refusal."""
 

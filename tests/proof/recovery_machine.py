@@ -172,6 +172,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.tracked: dict[int, bytes] = {}  # by our last run
         self.unsure: dict[bytes, int] = {}  # saves that were cut short: they may become tracked
         self.offered: dict[bytes, int] = {}  # what starts that were cut short may have decided on
+        self.newest = ANY  # what the journal has, if such starts journaled any: at least this
         self.loose: set[bytes] = set()  # withdrawn, and still at their names
         self.left: set[bytes] = set()  # rolled back, or left by a fresh start
         self.afloat: set[bytes] = set()  # adopted ones of these, perhaps not moved durably
@@ -309,6 +310,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             return
         asked = expected.sure | expected.may
         self.offered |= {before.at[step]: step for step in asked if step in before.at}
+        self.newest = min(self.newest, max(expected.sure, default=min(asked, default=ANY)))
         seen = self.look()
         if seen.at.get(seen.step) in self.unsure:
             self.retired()
@@ -323,7 +325,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             limit = reach = seen.step
         else:  # the journal's newest counts, which may lack what was cut short
             sure_of = [step for step, shard in self.tracked.items() if shard not in self.unsure]
-            limit = max(sure_of, default=max(offered, default=ANY))
+            limit = max(sure_of, default=self.newest)
             reach = max((*self.tracked, *offered)) if sure_of else ANY
         for step, shard in seen.at.items():
             sure = self.in_use(step, shard, limit)
@@ -419,7 +421,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.afloat = {s for s in self.left & gone if not self.copies[s].ours} if busy else set()
         self.owed |= kept
         self.lost -= set(now)
-        self.unsure, self.offered = {}, {}
+        self.unsure, self.offered, self.newest = {}, {}, ANY
         self.interrupted = None
         if seen.step != max(now, default=None):
             self.theirs = {seen.tracker}
