@@ -21,12 +21,10 @@ from typing import Any, TypeVar
 
 from ckptfsm.documents import (
     FileEntry,
-    Pin,
     RollbackStarted,
     SegmentClosed,
-    encode,
 )
-from ckptfsm.durable import TEMPORARY, list_names, lookup, put, storage_error
+from ckptfsm.durable import list_names, lookup, storage_error
 from ckptfsm.engine import Engine, News, Settled, Trade
 from ckptfsm.errors import (
     CkptFsmError,
@@ -51,7 +49,7 @@ from ckptfsm.evidence import (
 )
 from ckptfsm.findings import is_whole, why_not_whole
 from ckptfsm.journal import History, newest_segment, read_history
-from ckptfsm.layout import JOURNAL, LAYOUTS, MEGATRON, READERS, Layout, parse_reader, pin_name
+from ckptfsm.layout import JOURNAL, LAYOUTS, MEGATRON, Layout, pin_name
 from ckptfsm.lease import RootLease, open_root
 from ckptfsm.ledger import Ledger, Rejected
 from ckptfsm.lifecycle import UNSETTLED, Checkpoint, State
@@ -67,6 +65,7 @@ from ckptfsm.messages import (
 )
 from ckptfsm.opening import Opening, roll_back
 from ckptfsm.ports import Clock, Identity, PartFinisher, Pending, Storage
+from ckptfsm.reader_leases import ReaderLeases
 from ckptfsm.recovery import Decision, Resume, forget_moved, plan
 from ckptfsm.retention import KeepAll, Policy
 from ckptfsm.trash import remove_marker, sweep_temporaries
@@ -153,10 +152,8 @@ class Coordinator:
         self._lease: RootLease | None = None
         self._opened: Engine | None = None
         self._requests = 0
-        self._leases = 0
-        self._held: set[str] = set()
+        self._readers = ReaderLeases(storage, clock, options.reader_timeout_s)
         self._tick_at = 0.0
-        self._readers: dict[str, tuple[bytes, float]] = {}
 
     @property
     def _engine(self) -> Engine:
@@ -484,7 +481,7 @@ class Coordinator:
             try:
                 if self._lease is not None:
                     self._lease.claim_lock()
-                self._expire_readers()
+                self._readers.expire()
                 removed = self._engine.give_space_back(_TRASH_SLICE)
             except OSError as error:
                 log.warning("housekeeping_put_off", extra={"error": describe(error)})
@@ -585,14 +582,10 @@ class Coordinator:
             return Located(0, "release", "", (), ()) if released else None
         checkpoint = self._engine.tracked(step) if step is not None else latest
         assert checkpoint is not None
-        self._leases += 1
-        name = f"{checkpoint.step}.{self._engine.effects.tag}-{self._leases}.json"
-        lease = f"{READERS}/{name}"
-        mark = Pin(step=checkpoint.step, reason="restore", nonce=self._identity.nonce)
         self._engine.check_epoch()
-        self._held.add(name)
+        tag = self._engine.effects.tag
+        lease = self._readers.take(checkpoint.step, tag, self._identity.nonce)
         try:
-            put(self._storage, lease, encode(mark), tag=self._engine.effects.tag)
             self._engine.reread_protection()
             return self._look_at(checkpoint, lease)
         except BaseException:
@@ -623,12 +616,11 @@ class Coordinator:
         """Give a reader's lease back. One that cannot be removed expires like any other."""
         if not lease:
             return
-        self._held.discard(lease.rpartition("/")[2])
+        self._readers.give_back(lease)
         try:
-            remove_marker(self._storage, lease)
             self._engine.reread_protection()
-        except OSError as error:
-            log.warning("lease_not_removed", extra={"file": lease, "error": describe(error)})
+        except OSError as error:  # what it protected goes on to be kept until the next look
+            log.warning("leases_not_read", extra={"file": lease, "error": describe(error)})
 
     def disown(self, late: Pending[Any]) -> None:
         """Give back the lease that ``late`` took, a question that nobody waited for any more.
@@ -653,44 +645,6 @@ class Coordinator:
                 file=self._layout.published_name(step),
             )
         self._engine.withdraw(checkpoint, detail)
-
-    def _expire_readers(self) -> None:
-        """Drop leases that have not changed for long, by our own monotonic time (F14).
-
-        And what an error or a crash left of one that was being written.
-        """
-        now = self._clock.monotonic()
-        seen: dict[str, tuple[bytes, float]] = {}
-        for name in list_names(self._storage, READERS):
-            if parse_reader(name) is None and TEMPORARY not in name:
-                continue  # not one of ours
-            if name in self._held:
-                continue  # its reader is this process, and lives
-            try:
-                watched = self._watch(name, now)
-            except FileNotFoundError:
-                continue  # its reader finished just now
-            except OSError as error:  # it must not keep the others
-                extra = {"file": f"{READERS}/{name}", "error": describe(error)}
-                log.warning("reader_lease_not_looked_at", extra=extra)
-                watched = self._readers.get(name)
-            if watched is not None:
-                seen[name] = watched
-        self._readers = seen
-
-    def _watch(self, name: str, now: float) -> tuple[bytes, float] | None:
-        """What a lease holds, and since when; None if it was dropped, or is none of ours."""
-        path = f"{READERS}/{name}"
-        found = lookup(self._storage, path)
-        if found is None or found.kind != "file":
-            return None  # not one of ours: it protects, and nobody here removes it
-        content, known = self._storage.read(path, 1 << 16), self._readers.get(name)
-        since = known[1] if known is not None and known[0] == content else now
-        if now - since <= self._options.reader_timeout_s:
-            return content, since
-        log.warning("reader_lease_expired", extra={"file": path})
-        remove_marker(self._storage, path)
-        return None
 
     def _guarded(self, work: Callable[..., T], *arguments: object) -> T:
         """Run a method's body; a fatal error stops this coordinator for good."""

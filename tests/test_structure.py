@@ -61,6 +61,7 @@ LOWER = PURE | {
     "lease.py",
     "notices.py",
     "processes.py",
+    "reader_leases.py",
     "receipts.py",
     "stock.py",
     "storage.py",

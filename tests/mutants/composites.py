@@ -140,9 +140,9 @@ MUTANTS = (
     ),
     mutant(
         "readers-share-a-lease",
-        "coordinator",
-        '        name = f"{checkpoint.step}.{self._engine.effects.tag}-{self._leases}.json"\n',
-        '        name = f"{checkpoint.step}.{self._engine.effects.tag}.json"\n',
+        "reader_leases",
+        '        name = f"{step}.{tag}-{self._taken}.json"\n',
+        '        name = f"{step}.{tag}.json"\n',
         breaks="F27",
         source="F27",
         killers=("tests:test_controller.py::test_F27_two_readings_of_one_step_keep_it_both",),

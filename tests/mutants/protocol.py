@@ -383,7 +383,7 @@ LOOKS = (
     ),
     mutant(
         "renewals-do-not-count",
-        "coordinator",
+        "reader_leases",
         "known[0] == content else now",
         "known[0] != b'' else now",
         breaks="F27",

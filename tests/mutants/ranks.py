@@ -261,8 +261,8 @@ FIELD = (
 """,
         (
             "coordinator",
-            "from ckptfsm.durable import TEMPORARY, list_names, lookup, put, storage_error\n",
-            "from ckptfsm.durable import TEMPORARY, list_names, lookup, move, put, storage_error\n",
+            "from ckptfsm.durable import list_names, lookup, storage_error\n",
+            "from ckptfsm.durable import list_names, lookup, move, storage_error\n",
         ),
         (
             "coordinator",
