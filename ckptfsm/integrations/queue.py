@@ -198,8 +198,8 @@ class AsyncCallsQueue:
         does: each rank then finalizes, or raises, alone. Raises ``SaveFailed`` (``WriterDied`` if a
         writer was killed) with ``call`` and ``rank``, on every rank: that call is dropped, the later
         ones go on, and the next call of this method goes on with them. Indices of calls that were
-        finalized before that are returned then. Raises ``ConfigError`` for ``no_dist`` while a
-        checkpoint that was begun is in flight: all ranks finalize that together.
+        finalized before that are returned then. Raises ``ConfigError`` for ``no_dist`` from a checkpoint
+        that was begun until its indices were returned: all ranks finalize that together.
         """
         self._refuse_alone(no_dist)
         self._bury()
