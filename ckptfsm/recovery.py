@@ -167,21 +167,21 @@ def forget_moved(
 
 
 def _in_order(ledger: Ledger, known: list[Decision], unknown: list[Decision]) -> list[Decision]:
-    """What is adopted comes first, so that the tracker never goes back below it meanwhile.
+    """What has failed is cleaned up first: the tracker still tells who went on from it.
 
-    Not where the journal's own checkpoint has to leave the step before. What has failed is cleaned up
-    while the tracker still tells who went on from it. Prunes come late, the newest first: one that
+    Then comes what is adopted, so that the tracker never goes back below it meanwhile, but not where the
+    journal's own checkpoint has to leave the step before. Prunes come late, the newest first: one that
     nothing newer outlives comes back.
     """
-    busy = {c.step for c, d in zip(_all(ledger), known, strict=True) if d.actions}
     leaving = [d for d in known if any(isinstance(a, Prune) for a in d.actions)]
     failed = [d for d in known if any(isinstance(a, WritersLost) for a in d.actions)]
-    staying = [*failed, *(d for d in known if d not in leaving and d not in failed)]
+    staying = [d for d in known if d not in leaving and d not in failed]
+    busy = {_step(d) for d in known if d.actions and d not in failed}
     first = [d for d in unknown if d.actions and not any(a.of.step in busy for a in d.actions)]
     pruned = {a.of.step for d in leaving for a in d.actions}
     rest = [d for d in unknown if d not in first]
     last = [d for d in rest if any(a.of.step in pruned for a in d.actions)]
-    ordered = [*first, *staying, *(d for d in rest if d not in last)]
+    ordered = [*failed, *first, *staying, *(d for d in rest if d not in last)]
     for step, prunes in groupby(reversed(leaving), key=_step):
         ordered += [*prunes, *(d for d in last if _step(d) == step)]
     return ordered

@@ -123,6 +123,40 @@ def test_I8_what_a_start_may_have_adopted_is_no_limit_for_what_the_one_before_it
     machine.teardown()
 
 
+@pytest.mark.parametrize("cut_short", [False, True])
+@pytest.mark.parametrize("rots", [False, True])
+def test_I8_a_save_whose_record_was_not_fsynced_may_be_the_journals_newest(cut_short, rots):
+    """Found by review. Catches: a machine that asks for what a stock trainer wrote above such a save and
+    never tracked."""
+    machine = RecoveryMachine()
+    machine.begin(saved=0, adopted=0, keep=None)
+    machine.save(ahead=1, blow=(69, 0))
+    if rots:
+        machine.rots(back=0, cut=True)
+    machine.spoils_the_tracker(torn=False)
+    if cut_short:
+        machine.start("fallback", keep=None, blow=(0, 0), rate=0.0, seed=0)
+    machine.stock_saves(ahead=1, tracked=False, synced=True)
+    machine.start("fallback", keep=None, blow=None, rate=0.0, seed=0)
+    machine.teardown()
+
+
+@pytest.mark.parametrize("call", range(40, 80))
+def test_I2_an_adoption_that_is_cut_short_begins_with_the_newest(call):
+    """Found by review. Catches: a failed save's step that is adopted behind older ones, so that a death
+    in between resumes from these."""
+    machine = RecoveryMachine()
+    machine.begin(saved=0, adopted=0, keep=None)
+    machine.save(ahead=3, blow=(10, 0))
+    machine.stock_saves(ahead=1, tracked=True, synced=True)
+    machine.stock_saves(ahead=2, tracked=True, synced=True)
+    machine.spoils_the_tracker(torn=True)
+    machine.start("fallback", keep=None, blow=(call, 0), rate=0.0, seed=0)
+    machine.start("fallback", keep=None, blow=None, rate=0.0, seed=0)
+    assert set(machine.tracked) == {1, 3}
+    machine.teardown()
+
+
 def test_I11_an_illegal_move_is_a_violation():
     """Catches: a trainer that takes our own bugs for one more refusal."""
 

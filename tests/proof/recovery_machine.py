@@ -325,7 +325,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             limit = reach = seen.step
         else:  # the journal's newest counts, which may lack what was cut short
             sure_of = [step for step, shard in self.tracked.items() if shard not in self.unsure]
-            limit = max(sure_of, default=self.newest)
+            limit = max(sure_of, default=min((self.newest, *self.tracked)))
             reach = max((*self.tracked, *offered)) if sure_of else ANY
         for step, shard in seen.at.items():
             sure = self.in_use(step, shard, limit)
