@@ -620,9 +620,9 @@ FENCES = (
     mutant(
         "prunes-are-decided-before-withdrawals",
         "recovery",
-        "    ordered = [*first, *staying, *(d for d in rest if d not in last)]\n"
+        "    ordered = [*failed, *first, *staying, *(d for d in rest if d not in last)]\n"
         "    for step, prunes in groupby(reversed(leaving), key=_step):\n",
-        "    ordered = [*first, *leaving, *staying, *(d for d in rest if d not in last)]\n"
+        "    ordered = [*failed, *first, *leaving, *staying, *(d for d in rest if d not in last)]\n"
         "    for step, prunes in ():\n",
         breaks="I7",
         source="F17",
@@ -1119,8 +1119,8 @@ FENCES = (
     mutant(
         "the-tracker-moves-before-the-clean-up",
         "recovery",
-        "    staying = [*failed, *(d for d in known if d not in leaving and d not in failed)]\n",
-        "    staying = [d for d in known if d not in leaving]\n",
+        "    staying = [d for d in known if d not in leaving and d not in failed]\n",
+        "    staying, failed = [d for d in known if d not in leaving], []\n",
         breaks="I8",
         source="order",
         killers=(
@@ -1430,8 +1430,8 @@ FENCES = (
     mutant(
         "an-adoption-waits-for-nothing",
         "recovery",
-        "strict=True) if d.actions}\n",
-        "strict=True)}\n",
+        "    busy = {_step(d) for d in known if d.actions and d not in failed}\n",
+        "    busy = {c.step for c in _all(ledger)}\n",
         breaks="I2",
         source="order",
         killers=(
@@ -1441,6 +1441,18 @@ FENCES = (
             ),
         ),
         why="a roll forward takes the tracker below it, and a crash there keeps it out",
+    ),
+    mutant(
+        "what-has-failed-keeps-an-adoption-waiting",
+        "recovery",
+        "if d.actions and d not in failed}\n",
+        "if d.actions}\n",
+        breaks="I2",
+        source="order",
+        killers=(
+            ("tests:test_suites.py::test_I2_an_adoption_that_is_cut_short_begins_with_the_newest"),
+        ),
+        why="older steps are adopted before it, and a death in between resumes from these",
     ),
     mutant(
         "what-was-put-aside-is-overwritten",

@@ -159,8 +159,8 @@ class Uploads:
     def wait(self, controller: Controller) -> None:
         """Until nothing waits any more. What failed is ``SaveFailed``, or a warning, after the last one.
 
-        Raises ``DeadlineExceeded`` after ``close_timeout_s``, or where the disk does not answer. Then leases
-        may stay, and expire.
+        Raises ``DeadlineExceeded`` after ``close_timeout_s``, or where the disk does not answer: leases
+        may stay then, and expire.
         """
         limit = controller.config.close_timeout_s
         deadline = time.monotonic() + limit
