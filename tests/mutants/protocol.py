@@ -1450,7 +1450,7 @@ FENCES = (
         breaks="I2",
         source="order",
         killers=(
-            ("tests:test_suites.py::test_I2_an_adoption_that_is_cut_short_begins_with_the_newest"),
+            "tests:test_suites.py::test_I2_an_adoption_that_is_cut_short_begins_with_the_newest",
         ),
         why="older steps are adopted before it, and a death in between resumes from these",
     ),

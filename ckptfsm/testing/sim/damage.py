@@ -185,10 +185,8 @@ def spoil_journal(site: Site) -> Callable[[], None] | None:
     lines = data.rstrip(b"\n").split(b"\n")
     if len(lines) < 3 or b'"record":' not in lines[0]:  # a power loss tore its very first write
         return None
-    if not any(
-        map(decode_line, lines[1:])
-    ):  # what is torn after it makes the first record the last
-        return None
+    if not any(map(decode_line, lines[1:])):
+        return None  # what is torn after it makes the first record the last
     if choose.random() < 0.5:
         site.count("F20")
         place = choose.randrange(1, len(lines[0]))
