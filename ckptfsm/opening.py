@@ -1,10 +1,11 @@
 """What an opening does once recovery has decided: in order, on an engine that has just begun.
 
 Rules: every decision goes through the table and the commands of a living save. What was adopted is
-durable before anything else counts on it; a rollback that was interrupted is completed; the tracker is
-put right last. A fresh start is journaled, and takes the tracker away, before anything is adopted for
-it; a rollback that was interrupted gives way to it. A root that the disk does not let be opened as
-decided is not opened (I8).
+durable before anything else counts on it; a tracker that tells nothing, or names what does not stay,
+is put to what stays before anything is withdrawn; a rollback that was interrupted is completed; the
+tracker is put right last. A fresh start is journaled, and takes the tracker away, before anything is
+adopted for it; a rollback that was interrupted gives way to it. A root that the disk does not let be
+opened as decided is not opened (I8).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Literal
 
 from ckptfsm.documents import RollbackFinished, RollbackStarted
@@ -28,6 +30,7 @@ from ckptfsm.messages import (
     Adopted,
     Command,
     Event,
+    Failed,
     FoundPublished,
     Prune,
     Withdrawn,
@@ -56,9 +59,11 @@ class Opening:
         self.engine.reread_protection()
         afresh = self.engine.keep_all = self._begin_afresh(history, decided)
         self.engine.last_hope = decided.last_hope
-        for decision in decided.decisions:
-            for action in decision.actions:
-                self._carry_out(action)
+        actions = [action for decision in decided.decisions for action in decision.actions]
+        failing = list(takewhile(_is_failing, actions))
+        self._carry_out(failing)  # while the tracker tells who went on from there
+        self._fall_back(decided.fallback, actions)
+        self._carry_out(actions[len(failing) :])
         self.engine.last_hope = None
         self._let_writers_go()
         if self.engine.ledger.in_flight() is None:
@@ -69,7 +74,11 @@ class Opening:
         self._refuse_half_open(decided.reasons)
         self.engine.keep_all = False
 
-    def _carry_out(self, action: Event | Command) -> None:
+    def _carry_out(self, actions: Sequence[Event | Command]) -> None:
+        for action in actions:
+            self._act(action)
+
+    def _act(self, action: Event | Command) -> None:
         if isinstance(action, Command):
             self.engine.run(action)
             return
@@ -81,6 +90,17 @@ class Opening:
         if isinstance(action, FoundPublished):
             self.engine.effects.settle_published(action.of.step)
         self.engine.post(action)
+
+    def _fall_back(self, to: int | None, actions: Sequence[Event | Command]) -> None:
+        """Put the tracker to what will be the newest of what is there, before anything is withdrawn.
+
+        It tells the next opening how far this one would have gone.
+        """
+        if to is None:
+            return
+        if any(isinstance(action, Adopted) and action.of.step == to for action in actions):
+            self.engine.effects.settle_adopted(to)
+        self.engine.effects.write_tracker(to)
 
     def _let_writers_go(self) -> None:
         """A roll-forward that failed just now has no writers left that could report their end."""
@@ -150,16 +170,20 @@ class Opening:
                 file=self._next_file(waiting),
                 step=waiting.step,
             )
-        latest = self.engine.ledger.latest()
-        leaving = [c for c in self.engine.pending if isinstance(c, Prune)]
-        if latest is None and leaving:
+        newest = self.engine.newest_step()
+        leaving = [c.of.step for c in self.engine.pending if isinstance(c, Prune)]
+        if any(step > newest for step in leaving):
             raise StorageError(
-                "the only checkpoint lies in the trash, and could not be brought back",
+                "the newest checkpoint lies in the trash, and could not be brought back",
                 file=self.storage.root,
-                step=leaving[0].of.step,
+                step=max(leaving),
             )
-        if reasons and latest is None:
+        if reasons and newest < 0:
             raise hopeless(reasons)
+
+
+def _is_failing(action: Event | Command) -> bool:
+    return isinstance(action, (Failed, WritersLost))
 
 
 def roll_back(engine: Engine, target: int | None, at: str) -> None:

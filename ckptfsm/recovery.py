@@ -93,13 +93,15 @@ class Plan:
     """The decisions in the order to carry them out. ``warnings`` are for people.
 
     ``reasons`` speak against beginning from scratch; ``last_hope`` is an attempt that is to be rolled
-    forward, if nothing else is left to resume from.
+    forward, if nothing else is left to resume from. The tracker is put to ``fallback`` before anything
+    is withdrawn.
     """
 
     decisions: tuple[Decision, ...]
     warnings: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     last_hope: AttemptId | None = None
+    fallback: int | None = None
 
 
 def plan(
@@ -143,7 +145,9 @@ def plan(
     forward = {a.of for d in decisions for a in d.actions if isinstance(a, Finalize)}
     only = bool(reasons) and survivors == {of.step for of in forward}
     last_hope = next(iter(forward)) if only else None
-    return Plan((*found, *_strays(ledger, evidence)), warnings, reasons, last_hope)
+    stays = interrupted or afresh or evidence.tracker.step in survivors
+    fallback = None if stays else _fallback(ledger, decisions)
+    return Plan((*found, *_strays(ledger, evidence)), warnings, reasons, last_hope, fallback)
 
 
 def forget_moved(
@@ -408,6 +412,20 @@ def _survivors(ledger: Ledger, evidence: Evidence, decisions: list[Decision]) ->
             if free and (named or action.of.step > max(steps, default=-1)):
                 steps.add(action.of.step)  # it is in use, or nothing newer is left: it comes back
     return steps
+
+
+def _fallback(ledger: Ledger, decisions: list[Decision]) -> int | None:
+    """The newest that is complete at its name, tracked or to be adopted; None if nothing is withdrawn.
+
+    Withdrawals come before the adoption of what has a name instead. Where the tracker tells nothing,
+    or names what does not stay, a death in between would leave the journal with something older, and
+    what is newer than that is never resumed from unasked.
+    """
+    actions = [action for decision in decisions for action in decision.actions]
+    gone = {action.of for action in actions if isinstance(action, Withdrawn)}
+    steps = {c.step for c in ledger.in_state(State.TRACKED) if c.id not in gone}
+    steps |= {action.of.step for action in actions if isinstance(action, Adopted)}
+    return max(steps, default=None) if gone else None
 
 
 def _refuse_leftovers(ledger: Ledger, evidence: Evidence, decisions: list[Decision]) -> None:

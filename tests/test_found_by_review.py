@@ -1124,12 +1124,13 @@ def fails_once(job: FakeJob, method: str, start_of: str) -> None:
     job.storage.before = before
 
 
+@pytest.mark.parametrize("older", [(), (0,)])
 @pytest.mark.parametrize("trouble", ["rename", "read"])
-def test_I8_a_root_is_not_opened_while_its_last_checkpoint_is_in_the_trash(trouble: str):
-    """Catches: one start of many that begins from zero, after which the trash is emptied; advice to
-    begin afresh because of a disk that cannot be read for a moment."""
+def test_I8_a_root_is_not_opened_while_its_newest_checkpoint_is_in_the_trash(trouble, older):
+    """Catches: one start of many that begins from zero, after which the trash is emptied, or from an
+    older one; advice to begin afresh because of a disk that cannot be read for a moment."""
     disk = SimDisk()
-    dies_pruning(saved(disk, 1, 2), leased=False)
+    dies_pruning(saved(disk, *older, 1, 2), leased=False)
     disk.uproot(f"{TWO}/{SHARD}")
     disk.uproot(TRACKER)
     for who in "bcde":
@@ -1144,7 +1145,7 @@ def test_I8_a_root_is_not_opened_while_its_last_checkpoint_is_in_the_trash(troub
         disk.kill(who)
     job = start(disk, "f")
     ticks(job)
-    assert tracked(job) == [1] and content(disk, TRACKER) == b"1\n"
+    assert tracked(job) == [*older, 1] and content(disk, TRACKER) == b"1\n"
 
 
 def test_I2_a_prune_that_comes_back_does_not_lower_the_tracker():
@@ -1909,3 +1910,99 @@ def test_I8_a_save_of_another_format_may_be_in_use(step: int, resume: str):
     disk.uproot(f"iter_{step:07d}")
     disk.uproot(TRACKER)
     assert tracked(start(disk, "third", resume=resume)) == [1]
+
+
+def failed_at_the_step_before(disk: SimDisk) -> None:
+    job = start(disk)
+    job.coordinator.report([m.Failed(job.request(1), "writer_died")])  # its writers may still live
+    job.save(2)
+    disk.kill("first")
+    stock_saves(disk, 1, tracked=False, synced=True)
+
+
+def tracked_at_the_step_before(disk: SimDisk) -> None:
+    saved(disk, 1, 2)
+    disk.kill("first")
+
+
+def unknown_before_and_after(disk: SimDisk) -> None:
+    saved(disk, 2)
+    disk.kill("first")
+    stock_saves(disk, 1, tracked=False, synced=True)
+    stock_saves(disk, 4, tracked=False, synced=True)
+
+
+def pruned_below_a_damaged_one(disk: SimDisk) -> None:
+    job = saved(disk, 1, 2, 3)
+    job.storage.before = Strike("rename", "iter_0000002 ->", ProcessDead("dies"))
+    with pytest.raises(ProcessDead):
+        job.coordinator.delete(2)
+    disk.kill("first")
+    SimStorage(disk, "late").rename(TWO, f"{TRASH}/2.e1.a2")
+    disk.uproot(f"iter_0000003/{SHARD}")
+
+
+def dies_while_opening(disk: SimDisk, index: int, name: str) -> bool:
+    """True if it did not come to that call."""
+    job = start(disk, name, opened=False)
+    job.storage.before = dies = DiesAt(index)
+    with suppress(ProcessDead):
+        job.open()
+    disk.kill(name)
+    return not dies.struck
+
+
+@pytest.mark.parametrize("tracker", [b"\0\0", b"", b"release", b"2", b"3"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        failed_at_the_step_before,
+        tracked_at_the_step_before,
+        unknown_before_and_after,
+        pruned_below_a_damaged_one,
+    ],
+)
+def test_I8_what_has_the_name_of_the_newest_is_resumed_from_wherever_the_start_dies(
+    before, tracker
+):
+    """Catches: a start that withdraws ours, dies before it has adopted what stands there instead, and
+    leaves something older as the newest that the journal knows; or newer, which nobody acknowledged."""
+    base = SimDisk()
+    before(base)
+    saved_by_another(base)
+    base.overwrite(TRACKER, tracker)
+    if tracker == b"release":
+        stock_saves(base, 9, tracked=False, synced=True)
+        SimStorage(base, "person").rename("iter_0000009", "release")
+    if not tracker:
+        base.uproot(TRACKER)
+    done, calls = False, count()
+    while not done:
+        disk, index = base.fork(), next(calls)
+        done = dies_while_opening(disk, index, "killed")
+        assert tracked(start(disk.fork(), "again"))[-1] == 2, index
+        dies_while_opening(disk, index, "killed again")
+        assert tracked(start(disk, "once more"))[-1] == 2, index
+    assert next(calls) > 40
+
+
+def test_I2_what_the_tracker_falls_back_to_is_durable_first():
+    """Catches: a tracker that survives a power loss, and names a stock save that does not."""
+    base = SimDisk()
+    saved(base, 1, 2)
+    base.kill("first")
+    late = SimStorage(base, "late")
+    late.rename(TWO, f"{TRASH}/2.e1.a2")
+    late.fsync_dir("")
+    late.fsync_dir(TRASH)
+    base.uproot(TRACKER)
+    stock_saves(base, 2, tracked=False)
+    named = 0
+    for index in range(120):
+        disk = base.fork()
+        dies_while_opening(disk, index, "killed")
+        disk.crash("all_lost")
+        if TRACKER in names(disk) and content(disk, TRACKER) == b"2\n":
+            named += 1
+            assert tracked(start(disk, "again"))[-1] == 2, index
+    assert named

@@ -405,9 +405,10 @@ def test_I2_our_own_tracker_is_ours_while_another_write_waits(
     assert TWO not in names(disk) and names(disk, ".ckptfsm/pins") == []
 
 
-def test_I8_what_has_failed_is_cleaned_up_while_the_tracker_tells_who_went_on():
-    """Catches: a stock trainer's checkpoint moved away, which the same plan adopts: a step below was
-    rolled forward first, and the tracker went there."""
+@pytest.mark.parametrize("judged", [True, False])
+def test_I8_what_has_failed_is_cleaned_up_while_the_tracker_tells_who_went_on(judged: bool):
+    """Catches: a stock trainer's checkpoint moved away, which the same plan adopts, or which is in a
+    format that is not judged: a step below was rolled forward first, and the tracker went there."""
     disk = SimDisk()
     job = saved(disk, 1)
     of = in_place(job, 3)
@@ -420,9 +421,29 @@ def test_I8_what_has_failed_is_cleaned_up_while_the_tracker_tells_who_went_on():
         job.write(two, 1)
     disk.kill("first")
     stock_saves(disk, 3, PRECIOUS, synced=True)
+    if not judged:
+        for name in (".metadata", "metadata.json"):
+            disk.uproot(f"iter_0000003/{name}")
     job = start(disk, "second")
     ticks(job)
-    assert tracked(job)[-1] == 3 and "iter_0000003" in names(disk)
+    assert tracked(job)[-1] == (3 if judged else 2) and "iter_0000003" in names(disk)
+
+
+def test_I8_what_has_failed_is_cleaned_up_before_the_tracker_falls_back():
+    """Catches: a stock trainer's checkpoint moved away, in a format that is not judged: the tracker
+    named it, and was put to what stays, as a checkpoint of ours was damaged."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+    of = in_place(job, 3)
+    job.coordinator.report([Failed(of, "writer_hung"), WriterGone(of, 0)])
+    disk.kill("first")
+    disk.uproot(f"{TWO}/{SHARD}")
+    stock_saves(disk, 3, PRECIOUS, synced=True)
+    for name in (".metadata", "metadata.json"):
+        disk.uproot(f"iter_0000003/{name}")
+    job = start(disk, "second")
+    ticks(job)
+    assert tracked(job) == [1] and "iter_0000003" in names(disk)
 
 
 @pytest.mark.parametrize("made", ["by us", "by the trainer"])

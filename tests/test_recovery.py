@@ -938,6 +938,46 @@ def test_I8_what_a_person_put_back_is_adopted(provenance, reason, tracker):
             assert results == {"adopted" if beyond and reason != "damaged" else "quarantined"}
 
 
+FORWARD = checkpoint(400, S.SHARDS_WRITTEN)
+DECIDED = ledger_of(BASE, checkpoint(200, S.TRACKED), checkpoint(300, S.TRACKED), FORWARD)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "published", "to"),
+    [
+        (TORN, [stock(200), damaged(300)], 200),  # another's, which is adopted
+        (names(300), [stock(200), damaged(300)], 200),
+        (names(300), [damaged(200), damaged(300)], 100),
+        (names(999), [whole(200), damaged(300)], 200),
+        (TORN, [damaged(200), whole(300)], 300),
+        (names(300), [damaged(200), whole(300)], None),  # it names what stays
+        (names(100), [damaged(200), whole(300)], None),
+        (TORN, [whole(200), whole(300)], None),  # nothing is withdrawn
+    ],
+)
+def test_I8_the_tracker_is_put_to_what_stays_before_anything_is_withdrawn(tracker, published, to):
+    """Catches: a tracker that names what an opening is about to take away, or nothing; one that an
+    opening moves although it names what stays, or to what is only to be rolled forward."""
+    seen = evidence(
+        tracker,
+        whole(100),
+        *published,
+        trashed=frozenset({at(200)}) if stock(200) in published else frozenset(),
+        staging={at(400): COMPLETE},
+    )
+    assert decide(DECIDED, seen).fallback == to
+
+
+@pytest.mark.parametrize("resume", ["fallback", "fresh"])
+@pytest.mark.parametrize("target", [100, None])
+def test_I8_the_tracker_waits_while_a_rollback_or_a_fresh_start_is_to_be_completed(resume, target):
+    """Catches: a tracker above the target of a rollback, or back after a fresh start took it away."""
+    intent = Intent(rolling_back=True, target=target)
+    seen = evidence(MISSING, whole(100), whole(200), damaged(300), staging={at(400): COMPLETE})
+    assert decide(DECIDED, seen, resume, intent=intent).fallback is None
+    assert decide(DECIDED, seen, "fresh").fallback is None
+
+
 @pytest.mark.parametrize("state", [S.REQUESTED, S.SHARDS_WRITTEN, S.FAILED])
 @pytest.mark.parametrize("tracker", [names(199), names(200), names(201), MISSING])
 def test_a_loadable_directory_of_an_attempt_in_place_is_somebody_elses_once_it_was_tracked(

@@ -539,9 +539,11 @@ class Watch:
             raise RootBroken(f"I2: the tracker goes to {step}, the journal's newest is {newest}")
 
     def _fell_back(self, model: JournalModel, step: int) -> bool:
-        """The tracker named one that was withdrawn, and now names the newest that is left tracked."""
-        withdrawn = self._tracker_states()[0] in model.steps("quarantined")
-        return withdrawn and step == max(model.steps("tracked"), default=None)
+        """It named nothing that is whole, and now names the newest that is."""
+        known = set(model.steps("finalized", "tracked"))
+        lost = {s for s in known if s in self.damaged or not self._complete_at(_name_of(s))}
+        whole = known - ((lost | self.touched) - {step})
+        return self._tracker_states()[0] not in whole and step == max(whole, default=None)
 
     # --------------------------------------------------------------------------------- removal
 

@@ -1355,16 +1355,16 @@ FENCES = (
     mutant(
         "a-fresh-start-is-journaled-late",
         "opening",
-        "        afresh = self.engine.keep_all = self._begin_afresh(history, decided)\n"
-        "        self.engine.last_hope = decided.last_hope\n"
-        "        for decision in decided.decisions:\n"
-        "            for action in decision.actions:\n"
-        "                self._carry_out(action)\n",
-        "        self.engine.last_hope = decided.last_hope\n"
-        "        for decision in decided.decisions:\n"
-        "            for action in decision.actions:\n"
-        "                self._carry_out(action)\n"
         "        afresh = self.engine.keep_all = self._begin_afresh(history, decided)\n",
+        "",
+        (
+            "opening",
+            "        self.engine.last_hope = None\n",
+            (
+                "        self.engine.last_hope = None\n"
+                "        afresh = self.engine.keep_all = self._begin_afresh(history, decided)\n"
+            ),
+        ),
         breaks="I8",
         source="F33",
         killers=(
@@ -1455,6 +1455,74 @@ FENCES = (
         why="older steps are adopted before it, and a death in between resumes from these",
     ),
     mutant(
+        "nothing-falls-back-before-a-withdrawal",
+        "opening",
+        "        self._fall_back(decided.fallback, actions)\n",
+        "",
+        breaks="I8",
+        source="order",
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I8_what_has_the_name_of_the_newest_is_resumed_from_wherever_the_start_dies"
+            ),
+        ),
+        why="a death between a withdrawal and the adoption there goes back to something older",
+    ),
+    mutant(
+        "what-the-tracker-falls-back-to-is-not-settled",
+        "opening",
+        "            self.engine.effects.settle_adopted(to)\n",
+        "            pass\n",
+        breaks="I2",
+        source="order",
+        killers=(
+            "tests:test_found_by_review.py::test_I2_what_the_tracker_falls_back_to_is_durable_first",
+        ),
+        why="a power loss leaves a tracker that names a stock save of which nothing is left",
+    ),
+    mutant(
+        "the-tracker-falls-back-before-the-clean-up",
+        "opening",
+        "        self._carry_out(failing)  # while the tracker tells who went on from there\n"
+        "        self._fall_back(decided.fallback, actions)\n",
+        "        self._fall_back(decided.fallback, actions)\n        self._carry_out(failing)\n",
+        breaks="I8",
+        source="order",
+        killers=(
+            (
+                "tests:test_in_place.py::"
+                "test_I8_what_has_failed_is_cleaned_up_before_the_tracker_falls_back"
+            ),
+        ),
+        why="what a stock trainer went on from is moved away with our failed attempt",
+    ),
+    mutant(
+        "the-tracker-leaves-what-stays",
+        "recovery",
+        "interrupted or afresh or evidence.tracker.step in survivors",
+        "interrupted or afresh",
+        breaks="I8",
+        source="order",
+        killers=(
+            "tests:test_recovery.py::test_I8_the_tracker_is_put_to_what_stays_before_anything_is_withdrawn",
+        ),
+    ),
+    mutant(
+        "the-tracker-leaves-the-target-of-a-rollback",
+        "recovery",
+        "interrupted or afresh or evidence.tracker.step in survivors",
+        "evidence.tracker.step in survivors",
+        breaks="I8",
+        source="order",
+        killers=(
+            (
+                "tests:test_recovery.py::"
+                "test_I8_the_tracker_waits_while_a_rollback_or_a_fresh_start_is_to_be_completed"
+            ),
+        ),
+    ),
+    mutant(
         "what-was-put-aside-is-overwritten",
         "effects",
         '        return self._move_aside(name, f"{QUARANTINE}/{name}.{self.tag}")\n',
@@ -1522,14 +1590,14 @@ FENCES = (
     mutant(
         "a-root-opens-while-its-last-one-is-in-the-trash",
         "opening",
-        "        if latest is None and leaving:\n",
+        "        if any(step > newest for step in leaving):\n",
         "        if False:\n",
         breaks="I8",
         source="F33",
         killers=(
             (
                 "tests:test_found_by_review.py::"
-                "test_I8_a_root_is_not_opened_while_its_last_checkpoint_is_in_the_trash"
+                "test_I8_a_root_is_not_opened_while_its_newest_checkpoint_is_in_the_trash"
             ),
         ),
     ),
