@@ -92,7 +92,7 @@ class Opening:
         self.engine.post(action)
 
     def _fall_back(self, to: int | None, actions: Sequence[Event | Command]) -> None:
-        """Put the tracker to what will be the newest of what is there, before anything is withdrawn.
+        """Put the tracker to what stays, before anything is withdrawn. See ``recovery.Plan``.
 
         It tells the next opening how far this one would have gone.
         """
@@ -174,7 +174,7 @@ class Opening:
         leaving = [c.of.step for c in self.engine.pending if isinstance(c, Prune)]
         if any(step > newest for step in leaving):
             raise StorageError(
-                "the newest checkpoint lies in the trash, and could not be brought back",
+                "the newest checkpoint could not be brought back from the trash",
                 file=self.storage.root,
                 step=max(leaving),
             )

@@ -25,7 +25,7 @@ The rules, by the last journaled state of an attempt:
 
 A whole directory of another attempt at the name is not explained, nor is one that was damaged
 before the journal knew that it had been published. Where the tracker is torn or missing, "newer" is
-newer than the journal's latest; beside a ``release`` in use, every step is newer.
+newer than the journal's latest, or what it lost; beside a ``release`` in use, every step is newer.
 
 Rules of this module: evidence is never explained away. If there is any and no checkpoint to resume
 from comes out, ``DamagedRoot`` is raised (I8); only ``resume="fresh"`` may begin again, after moving
@@ -128,7 +128,8 @@ def plan(
     if afresh:  # it is taken away first
         evidence = replace(evidence, tracker=TrackerEvidence("missing"))
     known = [_decide(c, ledger, evidence) for c in _all(ledger)]
-    unknown = _unknown(ledger, evidence, epoch, everything=afresh)
+    limit = None if afresh else _newest_in_use(ledger, evidence, lost)
+    unknown = _unknown(ledger, evidence, epoch, limit)
     decisions = _in_order(ledger, known, unknown)
     survivors = _survivors(ledger, evidence, decisions)
     if afresh:
@@ -146,7 +147,7 @@ def plan(
     only = bool(reasons) and survivors == {of.step for of in forward}
     last_hope = next(iter(forward)) if only else None
     stays = interrupted or afresh or evidence.tracker.step in survivors
-    fallback = None if stays else _fallback(ledger, decisions)
+    fallback = None if stays else _fallback(ledger, evidence, decisions)
     return Plan((*found, *_strays(ledger, evidence)), warnings, reasons, last_hope, fallback)
 
 
@@ -313,17 +314,24 @@ def _decision(
     return Decision(subject, checkpoint.state.value, found, result, why, actions)
 
 
-def _unknown(ledger: Ledger, evidence: Evidence, epoch: int, everything: bool) -> list[Decision]:
-    """Directories that the journal does not explain, the newest first.
+def _newest_in_use(ledger: Ledger, evidence: Evidence, lost: frozenset[AttemptId]) -> int | None:
+    """The newest step that somebody acknowledged; None if nothing tells. See ``History.lost``."""
+    latest = ledger.latest()
+    if evidence.tracker.step is not None:
+        return evidence.tracker.step
+    if latest is not None:  # torn or missing: the journal says what was in use
+        return latest.step
+    if evidence.release:
+        return -1  # the release is in use, and every step is newer
+    return max((of.step for of in lost), default=None)
+
+
+def _unknown(ledger: Ledger, evidence: Evidence, epoch: int, limit: int | None) -> list[Decision]:
+    """Directories that the journal does not explain, the newest first. Above ``limit`` none is adopted.
 
     An adoption that is interrupted then has the one to resume from already.
     """
     explained = {c.step for c in ledger.checkpoints.values() if _explains(c, ledger, evidence)}
-    tracker, latest = evidence.tracker.step, ledger.latest()
-    if tracker is None and latest is not None:
-        tracker = latest.step  # torn or missing: the journal says what was in use
-    elif evidence.release:
-        tracker = -1  # the release is in use, and every step is newer
     decisions: list[Decision] = []
     adopted = 0
     for step, there in sorted(evidence.published.items(), reverse=True):
@@ -331,8 +339,8 @@ def _unknown(ledger: Ledger, evidence: Evidence, epoch: int, everything: bool) -
             continue
         name = evidence.layout.published_name(step)
         complete = there.found in ("manifest", "stock")
-        newer = tracker is not None and step > tracker
-        if complete and (everything or not newer):
+        newer = limit is not None and step > limit
+        if complete and not newer:
             adopted += 1
             of = there.of or AttemptId(step, epoch, adopted)
             why = "complete, and no journal explains it: adopted in place and pinned"
@@ -414,18 +422,20 @@ def _survivors(ledger: Ledger, evidence: Evidence, decisions: list[Decision]) ->
     return steps
 
 
-def _fallback(ledger: Ledger, decisions: list[Decision]) -> int | None:
-    """The newest that is complete at its name, tracked or to be adopted; None if nothing is withdrawn.
+def _fallback(ledger: Ledger, evidence: Evidence, decisions: list[Decision]) -> int | None:
+    """The newest that stays tracked or is to be adopted, if the tracker tells nothing, or names what is
+    to be withdrawn; else, and if there is none, None.
 
-    Withdrawals come before the adoption of what has a name instead. Where the tracker tells nothing,
-    or names what does not stay, a death in between would leave the journal with something older, and
-    what is newer than that is never resumed from unasked.
+    Withdrawals come before the adoption of what has a name instead: a death in between would leave the
+    journal with something older, and what is newer than that is never resumed from unasked.
     """
     actions = [action for decision in decisions for action in decision.actions]
     gone = {action.of for action in actions if isinstance(action, Withdrawn)}
+    if not gone or evidence.tracker.step not in (None, *(of.step for of in gone)):
+        return None
     steps = {c.step for c in ledger.in_state(State.TRACKED) if c.id not in gone}
     steps |= {action.of.step for action in actions if isinstance(action, Adopted)}
-    return max(steps, default=None) if gone else None
+    return max(steps, default=None)
 
 
 def _refuse_leftovers(ledger: Ledger, evidence: Evidence, decisions: list[Decision]) -> None:

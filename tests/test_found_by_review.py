@@ -1128,11 +1128,13 @@ def fails_once(job: FakeJob, method: str, start_of: str) -> None:
 @pytest.mark.parametrize("trouble", ["rename", "read"])
 def test_I8_a_root_is_not_opened_while_its_newest_checkpoint_is_in_the_trash(trouble, older):
     """Catches: one start of many that begins from zero, after which the trash is emptied, or from an
-    older one; advice to begin afresh because of a disk that cannot be read for a moment."""
+    older one, or from what is newer than all that was in use; advice to begin afresh because of a disk
+    that cannot be read for a moment."""
     disk = SimDisk()
     dies_pruning(saved(disk, *older, 1, 2), leased=False)
     disk.uproot(f"{TWO}/{SHARD}")
     disk.uproot(TRACKER)
+    stock_saves(disk, 9, tracked=False, synced=True)  # nobody acknowledged it
     for who in "bcde":
         job = start(disk, who, opened=False)
         if trouble == "rename":
@@ -2006,3 +2008,21 @@ def test_I2_what_the_tracker_falls_back_to_is_durable_first():
             named += 1
             assert tracked(start(disk, "again"))[-1] == 2, index
     assert named
+
+
+def test_I8_what_was_lost_is_the_limit_until_something_is_tracked():
+    """Catches: a start that dies, or meets a full disk, between the withdrawal of the only checkpoint
+    and a roll forward; the next one resumes from what nobody acknowledged."""
+    base = SimDisk()
+    saved(base, 1)
+    base.kill("first")
+    leave_written(base, 3)
+    base.uproot(f"{ONE}/{SHARD}")
+    base.uproot(TRACKER)
+    stock_saves(base, 9, tracked=False, synced=True)
+    done, calls = False, count()
+    while not done:
+        disk, index = base.fork(), next(calls)
+        done = dies_while_opening(disk, index, "killed")
+        assert tracked(start(disk, "again")) == [3], index
+    assert next(calls) > 40

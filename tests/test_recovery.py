@@ -948,10 +948,11 @@ DECIDED = ledger_of(BASE, checkpoint(200, S.TRACKED), checkpoint(300, S.TRACKED)
         (TORN, [stock(200), damaged(300)], 200),  # another's, which is adopted
         (names(300), [stock(200), damaged(300)], 200),
         (names(300), [damaged(200), damaged(300)], 100),
-        (names(999), [whole(200), damaged(300)], 200),
+        (names(999), [whole(200), damaged(300)], None),  # it stays there meanwhile
         (TORN, [damaged(200), whole(300)], 300),
         (names(300), [damaged(200), whole(300)], None),  # it names what stays
         (names(100), [damaged(200), whole(300)], None),
+        (names(200), [stock(200), whole(300)], None),
         (TORN, [whole(200), whole(300)], None),  # nothing is withdrawn
     ],
 )

@@ -276,7 +276,7 @@ RECOVERY = (
     mutant(
         "resumes-from-what-was-never-tracked",
         "recovery",
-        "        newer = tracker is not None and step > tracker\n",
+        "        newer = limit is not None and step > limit\n",
         "        newer = False\n",
         breaks="I8",
         source="I8",

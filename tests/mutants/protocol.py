@@ -1470,6 +1470,21 @@ FENCES = (
         why="a death between a withdrawal and the adoption there goes back to something older",
     ),
     mutant(
+        "what-was-lost-is-no-limit",
+        "recovery",
+        "    return max((of.step for of in lost), default=None)\n",
+        "    return None\n",
+        breaks="I8",
+        source="order",
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I8_what_was_lost_is_the_limit_until_something_is_tracked"
+            ),
+        ),
+        why="a death before a roll forward, and the next start resumes from what nobody acknowledged",
+    ),
+    mutant(
         "what-the-tracker-falls-back-to-is-not-settled",
         "opening",
         "            self.engine.effects.settle_adopted(to)\n",
