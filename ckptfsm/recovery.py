@@ -384,7 +384,7 @@ def _explains(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> boo
         return not went_on(checkpoint, evidence.tracker)
     if there.of == checkpoint.id:  # damaged before it was ever tracked: that is for a person
         return there.found == "manifest" or state not in UNPUBLISHED
-    return checkpoint.in_place and there.found != "manifest"
+    return checkpoint.in_place and there.of is None
 
 
 def _is_to_be_moved(checkpoint: Checkpoint, ledger: Ledger, evidence: Evidence) -> bool:
@@ -424,14 +424,15 @@ def _survivors(ledger: Ledger, evidence: Evidence, decisions: list[Decision]) ->
 
 def _fallback(ledger: Ledger, evidence: Evidence, decisions: list[Decision]) -> int | None:
     """The newest that stays tracked or is to be adopted, if the tracker tells nothing, or names what is
-    to be withdrawn; else, and if there is none, None.
+    to leave its name; else, and if there is none, None.
 
     Withdrawals come before the adoption of what has a name instead: a death in between would leave the
     journal with something older, and what is newer than that is never resumed from unasked.
     """
     actions = [action for decision in decisions for action in decision.actions]
     gone = {action.of for action in actions if isinstance(action, Withdrawn)}
-    if not gone or evidence.tracker.step not in (None, *(of.step for of in gone)):
+    leaving = {a.of.step for a in actions if isinstance(a, (Withdrawn, Quarantine))}
+    if not gone or evidence.tracker.step not in {None, *leaving}:
         return None
     steps = {c.step for c in ledger.in_state(State.TRACKED) if c.id not in gone}
     steps |= {action.of.step for action in actions if isinstance(action, Adopted)}

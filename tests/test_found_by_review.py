@@ -1944,6 +1944,14 @@ def pruned_below_a_damaged_one(disk: SimDisk) -> None:
     disk.uproot(f"iter_0000003/{SHARD}")
 
 
+def withdrawn_and_still_there(disk: SimDisk) -> None:
+    job = saved(disk, 2, 3)
+    job.storage.before = Strike("rename", "iter_0000003 ->", ProcessDead("dies"))
+    with pytest.raises(ProcessDead):
+        job.coordinator.withdraw_damaged(3, "bit rot")
+    disk.kill("first")
+
+
 def dies_while_opening(disk: SimDisk, index: int, name: str) -> bool:
     """True if it did not come to that call."""
     job = start(disk, name, opened=False)
@@ -1962,6 +1970,7 @@ def dies_while_opening(disk: SimDisk, index: int, name: str) -> bool:
         tracked_at_the_step_before,
         unknown_before_and_after,
         pruned_below_a_damaged_one,
+        withdrawn_and_still_there,
     ],
 )
 def test_I8_what_has_the_name_of_the_newest_is_resumed_from_wherever_the_start_dies(

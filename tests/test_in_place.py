@@ -12,7 +12,7 @@ from test_attacks import TWO, fails, fails_to_look, names, states
 from test_coordinator import ForeignPart, content, foreign_attempt, saved, start, tracked
 from test_found_by_attack import PRECIOUS, write_in_place
 from test_found_by_proof import fails_after, in_journal, is_root, moves
-from test_found_by_review import SHARD, Strike, in_place, ticks
+from test_found_by_review import SHARD, Strike, in_place, saved_by_another, ticks
 
 from ckptfsm.coordinator import SaveRequest
 from ckptfsm.documents import Pin, encode
@@ -444,6 +444,19 @@ def test_I8_what_has_failed_is_cleaned_up_before_the_tracker_falls_back():
     job = start(disk, "second")
     ticks(job)
     assert tracked(job) == [1] and "iter_0000003" in names(disk)
+
+
+def test_I8_what_another_run_left_damaged_at_a_failed_attempts_name_is_evidence():
+    """Catches: one start that begins from zero without a word, beside a checkpoint of another run."""
+    disk = SimDisk()
+    in_place(start(disk), 2)
+    disk.kill("first")
+    saved_by_another(disk)
+    disk.uproot(f"{TWO}/{SHARD}")
+    for who in ("second", "third"):
+        with pytest.raises(DamagedRoot, match="iter_0000002"):
+            start(disk, who)
+        disk.kill(who)
 
 
 @pytest.mark.parametrize("made", ["by us", "by the trainer"])
