@@ -430,20 +430,22 @@ def test_I8_what_has_failed_is_cleaned_up_while_the_tracker_tells_who_went_on(ju
 
 
 def test_I8_what_has_failed_is_cleaned_up_before_the_tracker_falls_back():
-    """Catches: a stock trainer's checkpoint moved away, in a format that is not judged: the tracker
-    named it, and was put to what stays, as a checkpoint of ours was damaged."""
+    """Catches: a stock trainer's checkpoint moved away, in a format that is not judged: the tracker told
+    that somebody went on from it, and was put to what stays, as what it named was damaged."""
     disk = SimDisk()
-    job = saved(disk, 1, 2)
-    of = in_place(job, 3)
+    job = saved(disk, 1)
+    of = in_place(job, 2)
     job.coordinator.report([Failed(of, "writer_hung"), WriterGone(of, 0)])
+    job.save(3)
     disk.kill("first")
-    disk.uproot(f"{TWO}/{SHARD}")
-    stock_saves(disk, 3, PRECIOUS, synced=True)
+    stock_saves(disk, 2, PRECIOUS, tracked=False, synced=True)
     for name in (".metadata", "metadata.json"):
-        disk.uproot(f"iter_0000003/{name}")
+        disk.uproot(f"{TWO}/{name}")
+    disk.overwrite(TRACKER, b"3")  # not by us
+    disk.uproot(f"iter_0000003/{SHARD}")
     job = start(disk, "second")
     ticks(job)
-    assert tracked(job) == [1] and "iter_0000003" in names(disk)
+    assert tracked(job) == [1] and TWO in names(disk)
 
 
 def test_I8_what_another_run_left_damaged_at_a_failed_attempts_name_is_evidence():

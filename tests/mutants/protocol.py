@@ -1470,6 +1470,36 @@ FENCES = (
         why="a death between a withdrawal and the adoption there goes back to something older",
     ),
     mutant(
+        "what-another-run-left-damaged-is-our-failed-ones",
+        "recovery",
+        "    return checkpoint.in_place and there.of is None\n",
+        '    return checkpoint.in_place and there.found != "manifest"\n',
+        breaks="I8",
+        source="F16",
+        killers=(
+            (
+                "tests:test_in_place.py::"
+                "test_I8_what_another_run_left_damaged_at_a_failed_attempts_name_is_evidence"
+            ),
+        ),
+        why="one start begins from zero beside it",
+    ),
+    mutant(
+        "the-tracker-stays-at-what-is-still-to-be-moved",
+        "recovery",
+        "if isinstance(a, (Withdrawn, Quarantine))}\n    if not gone",
+        "if isinstance(a, Withdrawn)}\n    if not gone",
+        breaks="I8",
+        source="order",
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I8_what_has_the_name_of_the_newest_is_resumed_from_wherever_the_start_dies"
+            ),
+        ),
+        why="what was known to be damaged is taken for repaired",
+    ),
+    mutant(
         "what-was-lost-is-no-limit",
         "recovery",
         "    return max((of.step for of in lost), default=None)\n",
