@@ -1,7 +1,7 @@
 """What an opening does once recovery has decided: in order, on an engine that has just begun.
 
 Rules: every decision goes through the table and the commands of a living save. What was adopted is
-durable before anything else counts on it; a tracker that tells nothing, or names what does not stay,
+durable before anything else counts on it; a tracker that tells nothing, or names what leaves its name,
 is put to what stays before anything is withdrawn; a rollback that was interrupted is completed; the
 tracker is put right last. A fresh start is journaled, and takes the tracker away, before anything is
 adopted for it; a rollback that was interrupted gives way to it. A root that the disk does not let be
@@ -18,13 +18,13 @@ from itertools import takewhile
 from typing import Literal
 
 from ckptfsm.documents import RollbackFinished, RollbackStarted
-from ckptfsm.durable import lookup
+from ckptfsm.durable import lookup, storage_error
 from ckptfsm.engine import Engine
-from ckptfsm.errors import StorageError
+from ckptfsm.errors import CkptFsmError, StorageError
 from ckptfsm.evidence import read_tracker
 from ckptfsm.intent import Intent
 from ckptfsm.journal import History
-from ckptfsm.layout import TRACKER
+from ckptfsm.layout import TRACKER, trash_dir
 from ckptfsm.lifecycle import Checkpoint, State, writing_ranks
 from ckptfsm.messages import (
     Adopted,
@@ -59,7 +59,7 @@ class Opening:
         self.engine.reread_protection()
         afresh = self.engine.keep_all = self._begin_afresh(history, decided)
         self.engine.last_hope = decided.last_hope
-        actions = [action for decision in decided.decisions for action in decision.actions]
+        actions = decided.actions
         failing = list(takewhile(_is_failing, actions))
         self._carry_out(failing)  # while the tracker tells who went on from there
         self._fall_back(decided.fallback, actions)
@@ -100,7 +100,12 @@ class Opening:
             return
         if any(isinstance(action, Adopted) and action.of.step == to for action in actions):
             self.engine.effects.settle_adopted(to)
-        self.engine.effects.write_tracker(to)
+        try:
+            self.engine.effects.write_tracker(to)
+        except CkptFsmError:
+            raise
+        except OSError as error:
+            raise storage_error(error, "tracker", TRACKER) from error
 
     def _let_writers_go(self) -> None:
         """A roll-forward that failed just now has no writers left that could report their end."""
@@ -171,12 +176,12 @@ class Opening:
                 step=waiting.step,
             )
         newest = self.engine.newest_step()
-        leaving = [c.of.step for c in self.engine.pending if isinstance(c, Prune)]
-        if any(step > newest for step in leaving):
+        leaving = [c.of for c in self.engine.pending if isinstance(c, Prune) and c.of.step > newest]
+        if leaving:
             raise StorageError(
                 "the newest checkpoint could not be brought back from the trash",
-                file=self.storage.root,
-                step=max(leaving),
+                file=trash_dir(max(leaving)),
+                step=max(leaving).step,
             )
         if reasons and newest < 0:
             raise hopeless(reasons)

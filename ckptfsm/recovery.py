@@ -25,7 +25,8 @@ The rules, by the last journaled state of an attempt:
 
 A whole directory of another attempt at the name is not explained, nor is one that was damaged
 before the journal knew that it had been published. Where the tracker is torn or missing, "newer" is
-newer than the journal's latest, or what it lost; beside a ``release`` in use, every step is newer.
+newer than the journal's latest; if it has none, every step is newer than a ``release`` in use; else it
+is newer than what was lost.
 
 Rules of this module: evidence is never explained away. If there is any and no checkpoint to resume
 from comes out, ``DamagedRoot`` is raised (I8); only ``resume="fresh"`` may begin again, after moving
@@ -103,6 +104,11 @@ class Plan:
     last_hope: AttemptId | None = None
     fallback: int | None = None
 
+    @property
+    def actions(self) -> list[Event | Command]:
+        """Those of all decisions, in their order."""
+        return _actions(self.decisions)
+
 
 def plan(
     ledger: Ledger,
@@ -143,11 +149,11 @@ def plan(
     if resume == "strict" and warnings:
         raise DamagedRoot(f"resume='strict': {warnings[0]}", warnings=warnings)
     found = [d for d in decisions if d.actions or d.result == "reported"]
-    forward = {a.of for d in decisions for a in d.actions if isinstance(a, Finalize)}
+    forward = {a.of for a in _actions(decisions) if isinstance(a, Finalize)}
     only = bool(reasons) and survivors == {of.step for of in forward}
     last_hope = next(iter(forward)) if only else None
-    stays = interrupted or afresh or evidence.tracker.step in survivors
-    fallback = None if stays else _fallback(ledger, evidence, decisions)
+    goes_back = interrupted or afresh
+    fallback = None if goes_back else _fallback(ledger, evidence, decisions, survivors)
     return Plan((*found, *_strays(ledger, evidence)), warnings, reasons, last_hope, fallback)
 
 
@@ -160,7 +166,7 @@ def forget_moved(
 
     What is ``lost`` stays, as evidence, unless it is there again and adopted.
     """
-    actions = [a for d in decisions for a in d.actions]
+    actions = _actions(decisions)
     moving = {a.of for a in actions if isinstance(a, Quarantine)}
     staying = moving | (lost - {a.of for a in actions if isinstance(a, Adopted)})
     living = {
@@ -315,7 +321,7 @@ def _decision(
 
 
 def _newest_in_use(ledger: Ledger, evidence: Evidence, lost: frozenset[AttemptId]) -> int | None:
-    """The newest step that somebody acknowledged; None if nothing tells. See ``History.lost``."""
+    """Nothing newer than this step was acknowledged; None if nothing tells. See ``History.lost``."""
     latest = ledger.latest()
     if evidence.tracker.step is not None:
         return evidence.tracker.step
@@ -327,9 +333,9 @@ def _newest_in_use(ledger: Ledger, evidence: Evidence, lost: frozenset[AttemptId
 
 
 def _unknown(ledger: Ledger, evidence: Evidence, epoch: int, limit: int | None) -> list[Decision]:
-    """Directories that the journal does not explain, the newest first. Above ``limit`` none is adopted.
+    """Directories that the journal does not explain; above ``limit`` none is adopted.
 
-    An adoption that is interrupted then has the one to resume from already.
+    The newest first: an adoption that is interrupted then has the one to resume from already.
     """
     explained = {c.step for c in ledger.checkpoints.values() if _explains(c, ledger, evidence)}
     decisions: list[Decision] = []
@@ -409,7 +415,7 @@ def _strays(ledger: Ledger, evidence: Evidence) -> list[Decision]:
 def _survivors(ledger: Ledger, evidence: Evidence, decisions: list[Decision]) -> set[int]:
     """The steps that will be tracked once the decisions are carried out, in their order."""
     steps = {c.step for c in ledger.in_state(State.TRACKED)}
-    for action in (action for decision in decisions for action in decision.actions):
+    for action in _actions(decisions):
         if isinstance(action, Withdrawn):
             steps.discard(action.of.step)
         elif isinstance(action, (Adopted, FoundPublished, WriteTracker, Finalize, Reprieved)):
@@ -422,21 +428,27 @@ def _survivors(ledger: Ledger, evidence: Evidence, decisions: list[Decision]) ->
     return steps
 
 
-def _fallback(ledger: Ledger, evidence: Evidence, decisions: list[Decision]) -> int | None:
-    """The newest that stays tracked or is to be adopted, if the tracker tells nothing, or names what is
-    to leave its name; else, and if there is none, None.
+def _fallback(
+    ledger: Ledger, evidence: Evidence, decisions: list[Decision], survivors: set[int]
+) -> int | None:
+    """The newest that stays tracked or becomes so where it stands, if the tracker tells nothing, or
+    names what is to leave its name; else, and if there is none, None.
 
     Withdrawals come before the adoption of what has a name instead: a death in between would leave the
     journal with something older, and what is newer than that is never resumed from unasked.
     """
-    actions = [action for decision in decisions for action in decision.actions]
+    actions, named = _actions(decisions), evidence.tracker.step
     gone = {action.of for action in actions if isinstance(action, Withdrawn)}
     leaving = {a.of.step for a in actions if isinstance(a, (Withdrawn, Quarantine))}
-    if not gone or evidence.tracker.step not in {None, *leaving}:
+    if not gone or named in survivors or named not in {None, *leaving}:
         return None
     steps = {c.step for c in ledger.in_state(State.TRACKED) if c.id not in gone}
-    steps |= {action.of.step for action in actions if isinstance(action, Adopted)}
+    steps |= {a.of.step for a in actions if isinstance(a, (Adopted, Reprieved))}
     return max(steps, default=None)
+
+
+def _actions(decisions: Sequence[Decision]) -> list[Event | Command]:
+    return [action for decision in decisions for action in decision.actions]
 
 
 def _refuse_leftovers(ledger: Ledger, evidence: Evidence, decisions: list[Decision]) -> None:

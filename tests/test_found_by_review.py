@@ -1142,12 +1142,17 @@ def test_I8_a_root_is_not_opened_while_its_newest_checkpoint_is_in_the_trash(tro
         else:
             sick = (TRASH, ONE)  # wherever it lies
             fails_to_look(job, "read", lambda p: p.startswith(sick), errno.EIO, times=99)  # noqa: B023
-        with pytest.raises(OSError):  # and not DamagedRoot
+        named = f"{TRASH}/1" if trouble == "rename" else f"{TRASH}/1|{ONE}"
+        with pytest.raises(OSError, match=named):  # and not DamagedRoot
             job.open()
         disk.kill(who)
-    job = start(disk, "f")
-    ticks(job)
-    assert tracked(job) == [*older, 1] and content(disk, TRACKER) == b"1\n"
+    by_hand = disk.fork()
+    for attempt in SimStorage(by_hand, "person").listdir(TRASH):  # what docs/failures.md says
+        SimStorage(by_hand, "person").rename(f"{TRASH}/{attempt}", ONE)
+    for there in (disk, by_hand):
+        job = start(there, "f")
+        ticks(job)
+        assert tracked(job) == [*older, 1] and content(there, TRACKER) == b"1\n"
 
 
 def test_I2_a_prune_that_comes_back_does_not_lower_the_tracker():
@@ -2035,3 +2040,40 @@ def test_I8_what_was_lost_is_the_limit_until_something_is_tracked():
         done = dies_while_opening(disk, index, "killed")
         assert tracked(start(disk, "again")) == [3], index
     assert next(calls) > 40
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_I2_the_tracker_does_not_fall_back_below_what_a_prune_had_not_moved(torn: bool):
+    """Catches: a tracker at an older step, for ever to a stock reader if the start dies then, while a
+    newer acknowledged one stands whole at its name."""
+    base = SimDisk()
+    job = saved(base, 1, 2, 3)
+    job.storage.before = Strike("rename", f"{TWO} ->", ProcessDead("dies"))
+    with pytest.raises(ProcessDead):
+        job.coordinator.delete(2)
+    base.kill("first")
+    base.uproot(f"iter_0000003/{SHARD}")
+    before = b"\0\0" if torn else b"3\n"
+    base.overwrite(TRACKER, before)
+    done, calls = False, count()
+    while not done:
+        disk, index = base.fork(), next(calls)
+        done = dies_while_opening(disk, index, "killed")
+        assert content(disk, TRACKER) in (before, b"2\n"), index
+        assert tracked(start(disk, "again"))[-1] == 2, index
+    assert next(calls) > 30
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "rename"])
+def test_I8_a_start_that_cannot_move_the_tracker_names_it(call: str):
+    """Catches: a bare error of the disk; a start that goes on with a tracker at what was withdrawn."""
+    disk = SimDisk()
+    saved(disk, 1, 2)
+    disk.kill("first")
+    disk.uproot(f"{TWO}/{SHARD}")
+    job = start(disk, "second", opened=False)
+    job.storage.before = Strike(call, TRACKER, OSError(errno.ENOSPC, "full"))
+    with pytest.raises(StorageError, match=f"tracker: .*{TRACKER}.*ENOSPC"):
+        job.open()
+    disk.kill("second")
+    assert tracked(start(disk, "third")) == [1] and content(disk, TRACKER) == b"1\n"

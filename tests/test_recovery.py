@@ -969,6 +969,17 @@ def test_I8_the_tracker_is_put_to_what_stays_before_anything_is_withdrawn(tracke
     assert decide(DECIDED, seen).fallback == to
 
 
+@pytest.mark.parametrize(
+    ("published", "trashed", "to"),
+    [([whole(200)], [], 200), ([damaged(200)], [], 100), ([], [at(200)], 100)],
+)
+def test_I2_the_tracker_is_put_to_what_is_reprieved_at_its_name(published, trashed, to):
+    """Catches: a tracker that goes below what a prune had chosen, and had not moved yet."""
+    ledger = ledger_of(BASE, checkpoint(200, S.PRUNABLE), checkpoint(300, S.TRACKED))
+    seen = evidence(names(300), whole(100), *published, damaged(300), trashed=frozenset(trashed))
+    assert decide(ledger, seen).fallback == to
+
+
 @pytest.mark.parametrize("resume", ["fallback", "fresh"])
 @pytest.mark.parametrize("target", [100, None])
 def test_I8_the_tracker_waits_while_a_rollback_or_a_fresh_start_is_to_be_completed(resume, target):

@@ -540,7 +540,7 @@ class Watch:
 
     def _fell_back(self, model: JournalModel, step: int) -> bool:
         """It named nothing that is whole, and now names the newest that is."""
-        known = set(model.steps("finalized", "tracked"))
+        known = set(model.steps("finalized", "tracked", "prunable"))
         lost = {s for s in known if s in self.damaged or not self._complete_at(_name_of(s))}
         whole = known - ((lost | self.touched) - {step})
         return self._tracker_states()[0] not in whole and step == max(whole, default=None)

@@ -1527,6 +1527,21 @@ FENCES = (
         why="a power loss leaves a tracker that names a stock save of which nothing is left",
     ),
     mutant(
+        "the-tracker-falls-back-below-a-reprieved-one",
+        "recovery",
+        "isinstance(a, (Adopted, Reprieved))}\n",
+        "isinstance(a, Adopted)}\n",
+        breaks="I2",
+        source="order",
+        killers=(
+            (
+                "tests:test_found_by_review.py::"
+                "test_I2_the_tracker_does_not_fall_back_below_what_a_prune_had_not_moved"
+            ),
+        ),
+        why="a stock trainer goes back two steps if the start dies then",
+    ),
+    mutant(
         "the-tracker-falls-back-before-the-clean-up",
         "opening",
         "        self._carry_out(failing)  # while the tracker tells who went on from there\n"
@@ -1545,8 +1560,8 @@ FENCES = (
     mutant(
         "the-tracker-leaves-what-stays",
         "recovery",
-        "interrupted or afresh or evidence.tracker.step in survivors",
-        "interrupted or afresh",
+        "if not gone or named in survivors or",
+        "if not gone or",
         breaks="I8",
         source="order",
         killers=(
@@ -1556,8 +1571,8 @@ FENCES = (
     mutant(
         "the-tracker-leaves-the-target-of-a-rollback",
         "recovery",
-        "interrupted or afresh or evidence.tracker.step in survivors",
-        "evidence.tracker.step in survivors",
+        "None if goes_back else _fallback",
+        "_fallback",
         breaks="I8",
         source="order",
         killers=(
@@ -1635,7 +1650,7 @@ FENCES = (
     mutant(
         "a-root-opens-while-its-last-one-is-in-the-trash",
         "opening",
-        "        if any(step > newest for step in leaving):\n",
+        "        if leaving:\n",
         "        if False:\n",
         breaks="I8",
         source="F33",
