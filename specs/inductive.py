@@ -566,6 +566,23 @@ def _prune_allowed(w: World) -> Any:
     return And(reads_newer_than(w, P), Exists([_d], newer))
 
 
+def _stays(w: World) -> Any:
+    """It is tracked and has its name, or becomes so where it stands: reprieved, or adopted."""
+    there = And(surely(w, P, PUBLISHED), w.place(P) == PUBLISHED, w.whole(P), Not(w.damaged(P)))
+    return And(is_in(w.state(P), ABSENT, TRACKED, PRUNABLE), there)
+
+
+def _newer_are_to_be_withdrawn(w: World) -> Any:
+    newer = And(w.state(_d) == TRACKED, older(step(P), step(_d)))
+    return ForAll([_d], Implies(newer, w.damaged(_d)))
+
+
+def _tells_nothing_of_use(w: World) -> Any:
+    """The tracker is torn or somebody else's, or names what is to leave its name."""
+    leaving = Or(w.damaged(w.owner()), w.state(w.owner()) == QUARANTINED)
+    return Implies(w.named(), leaving)
+
+
 def _protected(w: World) -> Any:
     return Or(w.pin(step(P)), w.lease(step(P)))
 
@@ -621,6 +638,16 @@ EFFECTS = (
         "tracker repaired",
         lambda w: _writes_tracker(w, P),
         {"newest": lambda w: newest_tracked(w, P)},
+    ),
+    Rule(
+        "tracker put to what stays",  # at an opening, before anything is withdrawn
+        lambda w: _writes_tracker(w, P),
+        {
+            "stays": _stays,
+            "newer ones are to be withdrawn": _newer_are_to_be_withdrawn,
+            "the tracker tells nothing of use": _tells_nothing_of_use,
+            "no rollback is unfinished": lambda w: Not(w.rolling()),
+        },
     ),
     Rule(
         "tracker synced",
@@ -959,7 +986,10 @@ INVARIANT: Mapping[str, Condition] = MappingProxyType(
         "the tracker names what was published": _all(
             lambda w, c: Implies(
                 w.maybe_owner(c),
-                is_in(w.state(c), FINALIZED, TRACKED, PRUNABLE, PRUNED, QUARANTINED),
+                Or(
+                    is_in(w.state(c), FINALIZED, TRACKED, PRUNABLE, PRUNED, QUARANTINED),
+                    And(w.state(c) == ABSENT, surely(w, c, PUBLISHED, GONE)),  # being adopted
+                ),
             )
         ),
         "prunable": _all(

@@ -236,6 +236,12 @@ CONTROLS = (
     ),
     Control("tracker repaired", "newest", "I2 the tracker never goes back"),
     Control(
+        "tracker put to what stays",
+        "newer ones are to be withdrawn|the tracker tells nothing of use",
+        "I2 the tracker never goes back",
+    ),
+    Control("tracker put to what stays", "stays", "I2 what the tracker names is complete"),
+    Control(
         "absent save_requested[the_attempt_is_new] -> requested",
         "ledger.the step grows",
         "order of steps",
