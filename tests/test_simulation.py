@@ -458,6 +458,35 @@ def test_I8_the_watch_tells_a_hopeless_root(monkeypatch):
     assert watch.hopeless()
 
 
+@pytest.mark.parametrize(
+    ("named", "to", "changes", "allowed"),
+    [
+        (4, 2, {}, True),
+        (4, 1, {}, False),  # 2 is whole
+        (4, 1, {2: "prunable"}, False),
+        (4, 2, {2: "prunable"}, True),
+        (3, 2, {3: "finalized"}, True),  # 3 waits to be tracked and is damaged
+        (4, 2, {3: "finalized"}, True),  # it waits, and nobody has acknowledged it
+        (2, 1, {}, False),  # it named what is whole
+    ],
+)
+def test_I2_the_watch_tells_how_far_the_tracker_may_fall_back(named, to, changes, allowed):
+    """Catches: a watch that lets the tracker pass over what is whole, or not fall back at all."""
+    disk, storage, watch = watched()
+    model = JournalModel({(s, 1, s): changes.get(s, "tracked") for s in (1, 2, 3, 4)})
+    for s in (1, 2, 3, 4):
+        storage.mkdir(f"iter_{s:07d}")
+        watch._remember(f"iter_{s:07d}", (s, 1, s))
+    watch.damaged.add(4)
+    if 3 not in changes or named == 3:
+        watch.damaged.add(3)
+    disk.plant_file(TRACKER, str(named).encode())
+    assert watch._fell_back(model, to) is allowed
+    watch._complete[disk.find("iter_0000002")] = (2, 9, 9)  # another attempt has its name
+    if to == 1 and named != 2:
+        assert watch._fell_back(model, to)
+
+
 def test_I7_the_watch_protects_a_reader():
     disk, storage, watch = watched()
     storage.mkdir("iter_0000001")

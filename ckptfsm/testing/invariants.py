@@ -170,8 +170,11 @@ class JournalModel:
         if entry["in_place"]:
             self.in_place.add(of)
 
+    def of_states(self, *states: str) -> set[Attempt]:
+        return {of for of, state in self.states.items() if state in states}
+
     def steps(self, *states: str) -> set[int]:
-        return {of[0] for of, state in self.states.items() if state in states}
+        return {of[0] for of in self.of_states(*states)}
 
     def of_step(self, step: int, *states: str) -> list[Attempt]:
         return [of for of, state in self.states.items() if of[0] == step and state in states]
@@ -539,11 +542,16 @@ class Watch:
             raise RootBroken(f"I2: the tracker goes to {step}, the journal's newest is {newest}")
 
     def _fell_back(self, model: JournalModel, step: int) -> bool:
-        """It named nothing that is whole, and now names the newest that is."""
-        known = set(model.steps("finalized", "tracked", "prunable"))
-        lost = {s for s in known if s in self.damaged or not self._complete_at(_name_of(s))}
-        whole = known - ((lost | self.touched) - {step})
-        return self._tracker_states()[0] not in whole and step == max(whole, default=None)
+        """It named nothing that is whole, and now names the newest acknowledged one that is."""
+        known = model.of_states("finalized", "tracked", "prunable")
+        whole = {of for of in known if of[0] == step or self._is_whole(of)}
+        acknowledged = {of[0] for of in whole if model.states[of] != "finalized"}
+        named = self._tracker_states()[0]
+        return named not in {of[0] for of in whole} and step == max(acknowledged, default=None)
+
+    def _is_whole(self, of: Attempt) -> bool:
+        token = self.disk.find(_name_of(of[0]))
+        return of[0] not in self.damaged | self.touched and self._complete.get(token) == of
 
     # --------------------------------------------------------------------------------- removal
 
