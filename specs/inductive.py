@@ -568,8 +568,8 @@ def _prune_allowed(w: World) -> Any:
 
 def _stays(w: World) -> Any:
     """It is tracked and has its name, or becomes so where it stands: reprieved, or adopted."""
-    there = And(surely(w, P, PUBLISHED), w.place(P) == PUBLISHED, w.whole(P), Not(w.damaged(P)))
-    return And(is_in(w.state(P), ABSENT, TRACKED, PRUNABLE), there)
+    there = And(surely(w, P, PUBLISHED), w.place(P) == PUBLISHED, Or(w.whole(P), w.damaged(P)))
+    return And(is_in(w.state(P), ABSENT, TRACKED, PRUNABLE), there)  # its content is not read
 
 
 def _newer_are_to_be_withdrawn(w: World) -> Any:
@@ -579,7 +579,9 @@ def _newer_are_to_be_withdrawn(w: World) -> Any:
 
 def _tells_nothing_of_use(w: World) -> Any:
     """The tracker is torn or somebody else's, or names what is to leave its name."""
-    leaving = Or(w.damaged(w.owner()), w.state(w.owner()) == QUARANTINED)
+    newer = And(w.state(_d) == TRACKED, Not(older(step(_d), step(w.owner()))))
+    overtaken = And(w.state(w.owner()) == FINALIZED, Exists([_d], newer))
+    leaving = Or(w.damaged(w.owner()), w.state(w.owner()) == QUARANTINED, overtaken)
     return Implies(w.named(), leaving)
 
 
