@@ -24,8 +24,8 @@ The rules, by the last journaled state of an attempt:
 | none | anything else | reported, never touched |
 
 A whole directory of another attempt at the name is not explained, nor is one that was damaged
-before the journal knew that it had been published. Where the tracker is torn or missing, "newer" is
-newer than the journal's latest; if it has none, every step is newer than a ``release`` in use; else it
+before the journal knew that it had been published. Where the tracker names no step, "newer" is newer
+than the journal's latest; if it has none, every step is newer than a ``release`` in use; else it
 is newer than what was lost.
 
 Rules of this module: evidence is never explained away. If there is any and no checkpoint to resume
@@ -321,7 +321,7 @@ def _decision(
 
 
 def _newest_in_use(ledger: Ledger, evidence: Evidence, lost: frozenset[AttemptId]) -> int | None:
-    """Nothing newer than this step was acknowledged; None if nothing tells. See ``History.lost``."""
+    """Nothing newer than this step counts as in use; None if nothing tells. See ``History.lost``."""
     latest = ledger.latest()
     if evidence.tracker.step is not None:
         return evidence.tracker.step
@@ -431,8 +431,8 @@ def _survivors(ledger: Ledger, evidence: Evidence, decisions: list[Decision]) ->
 def _fallback(
     ledger: Ledger, evidence: Evidence, decisions: list[Decision], survivors: set[int]
 ) -> int | None:
-    """The newest that stays tracked or becomes so where it stands, if the tracker tells nothing, or
-    names what is to leave its name; else, and if there is none, None.
+    """The newest that stays tracked, or is adopted or reprieved where it stands, if anything is
+    withdrawn and the tracker tells nothing, or names what leaves; else, and if there is none, None.
 
     Withdrawals come before the adoption of what has a name instead: a death in between would leave the
     journal with something older, and what is newer than that is never resumed from unasked.
