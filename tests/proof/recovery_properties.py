@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptfsm import messages as m
@@ -175,11 +175,21 @@ def recovery_is_lawful_and_loses_nothing(root, resume):
         )
 
 
+def _beside_a_release() -> tuple[Ledger, Evidence]:
+    """Step 0, another's, is newer than the release; ours, step 1, was published and is tracked now."""
+    ours, other = m.AttemptId(1, 1, 1), m.AttemptId(0, 9, 9)
+    requested = Checkpoint(ours, State.REQUESTED, (m.PartSpec("state"),), 1)
+    published = {of.step: PublishedEvidence(of.step, "manifest", of) for of in (other, ours)}
+    tracker = TrackerEvidence("release")
+    return Ledger({ours: requested}), Evidence(tracker, published, release=True)
+
+
+@example(root=_beside_a_release())
 @given(root=roots())
 def recovery_is_idempotent(root):
     """I8: what one recovery left, the next finds settled; its tracker is the ledger's latest.
 
-    A complete directory that was newer than the tracker, and no longer is, may be adopted now.
+    A complete directory that was newer than what was in use, and no longer is, may be adopted now.
     """
     ledger, evidence = root
     try:
@@ -190,8 +200,9 @@ def recovery_is_idempotent(root):
     again = plan(played.ledger, played.evidence, EPOCH + 1, "fallback")
     latest = played.ledger.latest()
     bound = evidence.tracker.step
-    if bound is None and ledger.latest() is not None:
-        bound = ledger.latest().step
+    if bound is None:
+        before = ledger.latest()
+        bound = before.step if before is not None else -1 if evidence.release else None
     late = {
         p for p in evidence.published if bound is not None and latest and bound < p < latest.step
     }
