@@ -10,6 +10,9 @@ Rules:
   leaves only through ``os._exit``: it never returns into its parent's frames.
 * The kernel kills a child when the *thread* that forked it ends. Forked from another thread than the
   main one, a child watches for its parent instead.
+* A lock that another thread of the parent held at the fork stays locked in the child for good. The
+  parent goes on when the child says that it runs: until then the data is what it was, and a child
+  that hangs can be forked anew.
 * The garbage collector stays off from before the fork: collecting the parent's CUDA tensors in a
   child crashes it.
 """
@@ -19,8 +22,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import pickle
+import select
 import signal
 import struct
 import threading
@@ -32,10 +37,15 @@ from typing import Any
 from ckptfsm.errors import describe, first_os_error
 from ckptfsm.ports import ChildError, Outcome
 
+log = logging.getLogger("ckptfsm")
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 _HEAD = struct.Struct("!BQ")
 _RESULT, _ERROR = 1, 2
+_RUNS = b"\0"  # the first byte of every child
+_BEGIN_S = 5.0
+_FORKS = 3
 _WATCH_S = 0.2
 _KILL_WAIT_S = 5.0
 _ORPHANED = 77
@@ -49,9 +59,19 @@ class Child:
         self.pid = pid
         self._pipe: int | None = pipe
         self._group = group
+        self.began = False
         self._data = bytearray()
         self._outcome: Outcome | None = None
         os.set_blocking(pipe, False)
+
+    def begins(self, timeout_s: float) -> bool:
+        """Wait until the child runs code of ours or has ended. False if neither, after ``timeout_s``."""
+        if self._pipe is not None and not self.began:
+            watch = select.poll()
+            watch.register(self._pipe, select.POLLIN)
+            watch.poll(timeout_s * 1000)
+            self._drain()
+        return self.began or self._pipe is None
 
     def poll(self) -> Outcome | None:
         """The outcome, or None while the child runs. Never blocks."""
@@ -98,6 +118,7 @@ class Child:
             if not piece:
                 os.close(self._pipe)
                 self._pipe = None
+            self.began = self.began or bool(piece)
             self._data += piece
 
     def _reap(self) -> tuple[int | None] | None:
@@ -127,7 +148,29 @@ def fork_child(job: Callable[[], Any], *, keep: Sequence[int], group: bool) -> C
 
     ``keep``: descriptors the child may keep. ``group``: give it a process group of its own, so that
     it can be killed with everything it forks, and a Ctrl-C at the terminal does not reach it.
+
+    Returns when the child runs. One that hangs in the fork is killed and forked anew, the last one
+    is left to its deadline. CPython until 3.10.14 and 3.11.9 has a lock for that (its issue 112275),
+    which threads of torch take when they let go of tensors.
     """
+    for _ in range(_FORKS - 1):
+        child = _fork(job, keep, group)
+        try:
+            begins = child.begins(_BEGIN_S)
+            where = "" if begins else child.whereabouts()
+        except BaseException:  # a Ctrl-C: nobody will hear of this child
+            child.kill()
+            raise
+        if begins:
+            return child
+        child.kill()
+        if child.began:  # only just: it may have left files, so it is a writer that died
+            return child
+        log.warning("a child hung in its fork at %s: it was killed, and is forked anew", where)
+    return _fork(job, keep, group)
+
+
+def _fork(job: Callable[[], Any], keep: Sequence[int], group: bool) -> Child:
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     parent = os.getpid()
     main_thread = threading.current_thread() is threading.main_thread()
@@ -154,6 +197,7 @@ def _run_child(
     code = 1
     try:
         gc.disable()
+        os.write(pipe, _RUNS)
         if group:
             os.setpgid(0, 0)
         _die_with(abs(parent), by_kernel=parent > 0)
@@ -261,10 +305,11 @@ def _send(pipe: int, frame: bytes) -> None:
 
 def _read_outcome(exitcode: int | None, data: bytes) -> Outcome:
     """The frame comes from our own fork; a torn one is no result."""
-    if len(data) < _HEAD.size:
+    frame = data[len(_RUNS) :]
+    if len(frame) < _HEAD.size:
         return Outcome(exitcode)
-    kind, length = _HEAD.unpack_from(data)
-    body = data[_HEAD.size :]
+    kind, length = _HEAD.unpack_from(frame)
+    body = frame[_HEAD.size :]
     if len(body) != length:
         return Outcome(exitcode)
     try:

@@ -134,7 +134,7 @@ def test_a_truncated_payload_is_no_result():
     pid = os.fork()
     if pid == 0:
         os._exit(0)
-    os.write(write_end, b"\x01" + (1000).to_bytes(8, "big") + b"half")
+    os.write(write_end, b"\0\x01" + (1000).to_bytes(8, "big") + b"half")
     os.close(write_end)
     outcome = ended(Child(pid, read_end, group=False))
     assert outcome == Outcome(0) and not outcome.succeeded
@@ -210,6 +210,84 @@ def test_F3_a_writer_that_hangs_can_be_located(tmp_path: Path):
     assert all(state in "RSD" for _, state, _ in seen)
     assert child.kill() is True
     assert child.whereabouts() == f"{child.pid} is gone, or not ours to see"
+
+
+HANGING = """
+import os, signal, sys
+from ckptfsm import processes
+processes._BEGIN_S = 0.5
+tokens, given = os.pipe()
+os.set_blocking(tokens, False)
+os.write(given, b"x" * int(sys.argv[1]))
+def end_for_a_token():
+    try:
+        os.read(tokens, 1)
+    except BlockingIOError:
+        return
+    while sys.argv[3] == "hang":
+        signal.pause()
+    os.kill(os.getpid(), signal.SIGKILL)
+os.register_at_fork(after_in_child=end_for_a_token)
+child = processes.fork_child(lambda: "written", keep=(), group=True)
+assert set(processes.children_of(os.getpid())) <= {child.pid}, "one that hung is left"
+outcome = child.wait(float(sys.argv[2]))
+print(outcome.payload or outcome.explain() if outcome else f"hangs: {child.began} {child.kill()}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "patience_s", "how", "said"),
+    [
+        (0, WAIT_S, "hang", "written"),
+        (2, 5.0, "hang", "written"),
+        (3, 0.5, "hang", "hangs: False True"),
+        (1, WAIT_S, "die", "killed by SIGKILL"),
+    ],
+)
+def test_a_child_that_hangs_in_its_fork_is_forked_anew(
+    tokens: int, patience_s: float, how: str, said: str
+):
+    """I10. A lock was held at the fork. Catches: a save that fails at its deadline for it.
+
+    One that died there is a writer that died.
+    """
+    command = [sys.executable, "-c", HANGING, str(tokens), str(patience_s), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.stdout.strip(), done.returncode) == (said, 0), done.stderr
+
+
+def test_a_child_that_began_after_all_is_not_forked_twice(monkeypatch: pytest.MonkeyPatch):
+    """Catches: a second writer over the files of one that was killed while it wrote."""
+    began = Child.begins
+
+    def too_late(child: Child, timeout_s: float) -> bool:
+        assert began(child, WAIT_S)
+        return False
+
+    forked: list[int] = []
+    fork = os.fork
+
+    def counted() -> int:
+        forked.append(1)
+        return fork()
+
+    monkeypatch.setattr(Child, "begins", too_late)
+    monkeypatch.setattr(os, "fork", counted)
+    outcome = run(threading.Event().wait)
+    assert outcome.explain() == "killed by SIGKILL" and len(forked) == 1
+
+
+def test_an_interrupt_while_a_child_begins_leaves_none(monkeypatch: pytest.MonkeyPatch):
+    """Catches: a writer that nobody knows of, at work on what the next save writes."""
+
+    def interrupted(child: Child, timeout_s: float) -> bool:
+        raise KeyboardInterrupt
+
+    before = set(children_of(os.getpid()))
+    monkeypatch.setattr(Child, "begins", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fork_child(threading.Event().wait, keep=(), group=True)
+    assert set(children_of(os.getpid())) <= before
 
 
 def test_a_thread_that_ended_hides_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -93,6 +93,15 @@ WRITERS = (
         killers=("tests:test_processes.py::test_F29_a_child_dies_with_its_trainer",),
     ),
     mutant(
+        "what-hangs-in-its-fork-is-left-there",
+        "processes",
+        "        if begins:\n            return child\n",
+        "        return child\n",
+        breaks="I10",
+        source="CPython #112275",
+        killers=("tests:test_processes.py::test_a_child_that_hangs_in_its_fork_is_forked_anew",),
+    ),
+    mutant(
         "writers-keep-the-trainers-sockets",
         "processes",
         "        _let_go_of_all_but({0, 1, 2, pipe, *keep})\n",
