@@ -147,26 +147,25 @@ def fork_child(job: Callable[[], Any], *, keep: Sequence[int], group: bool) -> C
     """Fork a child that runs ``job`` and reports its (picklable) result or its error.
 
     ``keep``: descriptors the child may keep. ``group``: give it a process group of its own, so that
-    it can be killed with everything it forks, and a Ctrl-C at the terminal does not reach it.
+    it can be killed with everything it forks, and a Ctrl-C at the terminal does not reach it. A child
+    without one is a worker that such a child forks: its one thread holds no lock.
 
     Returns when the child runs. One that hangs in the fork is killed and forked anew, the last one
-    is left to its deadline. CPython until 3.10.14 and 3.11.9 has a lock for that (its issue 112275),
-    which threads of torch take when they let go of tensors.
+    is left to its deadline. CPython 3.10 and 3.11 had a lock for that until September 2024 (issue
+    112275), which threads of torch take when they let go of tensors.
     """
-    for _ in range(_FORKS - 1):
+    for _ in range(_FORKS - 1 if group else 0):
         child = _fork(job, keep, group)
         try:
-            begins = child.begins(_BEGIN_S)
-            where = "" if begins else child.whereabouts()
+            if child.begins(_BEGIN_S):
+                return child
+            where = child.whereabouts()
+            if not child.kill() or child.began:  # it may have left files: it is a writer that died
+                return child
         except BaseException:  # a Ctrl-C: nobody will hear of this child
             child.kill()
             raise
-        if begins:
-            return child
-        child.kill()
-        if child.began:  # only just: it may have left files, so it is a writer that died
-            return child
-        log.warning("a child hung in its fork at %s: it was killed, and is forked anew", where)
+        log.warning("a forked child did not begin, at %s: killed, and forked anew", where)
     return _fork(job, keep, group)
 
 

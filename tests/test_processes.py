@@ -215,43 +215,38 @@ def test_F3_a_writer_that_hangs_can_be_located(tmp_path: Path):
 HANGING = """
 import os, signal, sys
 from ckptfsm import processes
-processes._BEGIN_S = 0.5
-tokens, given = os.pipe()
-os.set_blocking(tokens, False)
-os.write(given, b"x" * int(sys.argv[1]))
-def end_for_a_token():
-    try:
-        os.read(tokens, 1)
-    except BlockingIOError:
-        return
-    while sys.argv[3] == "hang":
+bad, how, processes._BEGIN_S, patience_s = int(sys.argv[1]), sys.argv[2], *map(float, sys.argv[3:])
+forks = []
+def end_in_the_fork():
+    while len(forks) <= bad and how == "hang":
         signal.pause()
-    os.kill(os.getpid(), signal.SIGKILL)
-os.register_at_fork(after_in_child=end_for_a_token)
+    if len(forks) <= bad:
+        os.kill(os.getpid(), signal.SIGKILL)
+os.register_at_fork(before=lambda: forks.append(1), after_in_child=end_in_the_fork)
 child = processes.fork_child(lambda: "written", keep=(), group=True)
 assert set(processes.children_of(os.getpid())) <= {child.pid}, "one that hung is left"
-outcome = child.wait(float(sys.argv[2]))
+outcome = child.wait(patience_s)
 print(outcome.payload or outcome.explain() if outcome else f"hangs: {child.began} {child.kill()}")
 """
 
 
 @pytest.mark.parametrize(
-    ("tokens", "patience_s", "how", "said"),
+    ("bad", "how", "begin_s", "patience_s", "said"),
     [
-        (0, WAIT_S, "hang", "written"),
-        (2, 5.0, "hang", "written"),
-        (3, 0.5, "hang", "hangs: False True"),
-        (1, WAIT_S, "die", "killed by SIGKILL"),
+        (0, "hang", WAIT_S, WAIT_S, "written"),
+        (2, "hang", 0.5, 5.0, "written"),
+        (3, "hang", 0.5, 0.5, "hangs: False True"),
+        (1, "die", WAIT_S, WAIT_S, "killed by SIGKILL"),
     ],
 )
 def test_a_child_that_hangs_in_its_fork_is_forked_anew(
-    tokens: int, patience_s: float, how: str, said: str
+    bad: int, how: str, begin_s: float, patience_s: float, said: str
 ):
     """I10. A lock was held at the fork. Catches: a save that fails at its deadline for it.
 
     One that died there is a writer that died.
     """
-    command = [sys.executable, "-c", HANGING, str(tokens), str(patience_s), how]
+    command = [sys.executable, "-c", HANGING, str(bad), how, str(begin_s), str(patience_s)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (done.stdout.strip(), done.returncode) == (said, 0), done.stderr
 
@@ -275,6 +270,27 @@ def test_a_child_that_began_after_all_is_not_forked_twice(monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "fork", counted)
     outcome = run(threading.Event().wait)
     assert outcome.explain() == "killed by SIGKILL" and len(forked) == 1
+
+
+def test_a_child_that_cannot_be_killed_is_not_forked_anew(monkeypatch: pytest.MonkeyPatch):
+    """Catches: a child in an uninterruptible sleep that nobody waits for any more."""
+    kill = Child.kill
+    monkeypatch.setattr(Child, "begins", lambda child, timeout_s: False)
+    monkeypatch.setattr(Child, "kill", lambda child: False)
+    before = set(children_of(os.getpid()))
+    child = fork_child(threading.Event().wait, keep=(), group=True)
+    assert set(children_of(os.getpid())) - before == {child.pid}
+    assert child.poll() is None and kill(child) is True
+
+
+def test_a_worker_of_a_child_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    """Catches: a warning to the trainer's log handlers, whose locks may be held, in a writer."""
+
+    def refused(child: Child, timeout_s: float) -> bool:
+        raise AssertionError("waited for")
+
+    monkeypatch.setattr(Child, "begins", refused)
+    assert run(lambda: "written", group=False).payload == "written"
 
 
 def test_an_interrupt_while_a_child_begins_leaves_none(monkeypatch: pytest.MonkeyPatch):

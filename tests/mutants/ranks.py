@@ -95,8 +95,8 @@ WRITERS = (
     mutant(
         "what-hangs-in-its-fork-is-left-there",
         "processes",
-        "        if begins:\n            return child\n",
-        "        return child\n",
+        "            if child.begins(_BEGIN_S):\n                return child\n",
+        "            return child\n",
         breaks="I10",
         source="CPython #112275",
         killers=("tests:test_processes.py::test_a_child_that_hangs_in_its_fork_is_forked_anew",),
