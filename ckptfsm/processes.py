@@ -2,7 +2,7 @@
 
 A child owns an immutable copy of everything from the moment of the fork. It must hold nothing else
 of its parent's: no listening socket (a restarted job needs the port), no lock, no lease, no journal.
-It dies with its parent, and its parent never takes "not alive" for "succeeded".
+It dies with its parent, once it runs, and its parent never takes "not alive" for "succeeded".
 
 Rules:
 * Success is exit code 0 *and* a complete payload. Everything else is a failure with a reason.
@@ -71,7 +71,7 @@ class Child:
             watch.register(self._pipe, select.POLLIN)
             watch.poll(timeout_s * 1000)
             self._drain()
-        return self.began or self._pipe is None
+        return self.began or self._pipe is None or self.poll() is not None
 
     def poll(self) -> Outcome | None:
         """The outcome, or None while the child runs. Never blocks."""
@@ -96,7 +96,7 @@ class Child:
 
     def kill(self, timeout_s: float = _KILL_WAIT_S) -> bool:
         """Kill the child and its whole group. True once it is certainly gone."""
-        if self._outcome is not None:
+        if self.poll() is not None:
             return True
         with contextlib.suppress(ProcessLookupError):
             if self._group:
@@ -122,17 +122,19 @@ class Child:
             self._data += piece
 
     def _reap(self) -> tuple[int | None] | None:
+        """None while it runs; else its exit code, which is None if somebody else reaped it."""
         try:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+            self._kill_group()  # before it is reaped: until then its number is nobody else's
+            return (os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]),)
         except ChildProcessError:
             return (None,)
-        return (os.waitstatus_to_exitcode(status),) if pid else None
 
     def _finish(self, exitcode: int | None) -> None:
         if self._pipe is not None:
             os.close(self._pipe)
             self._pipe = None
-        self._kill_group()
         self._outcome = _read_outcome(exitcode, bytes(self._data))
         self._data.clear()
 
@@ -148,7 +150,8 @@ def fork_child(job: Callable[[], Any], *, keep: Sequence[int], group: bool) -> C
 
     ``keep``: descriptors the child may keep. ``group``: give it a process group of its own, so that
     it can be killed with everything it forks, and a Ctrl-C at the terminal does not reach it. A child
-    without one is a worker that such a child forks: its one thread holds no lock.
+    without one is a worker that such a child forks: no other thread of it holds a lock.
+    Call it within ``HandlersWait``, until the child is stored where it will be looked for.
 
     Returns when the child runs. One that hangs in the fork is killed and forked anew, the last one
     is left to its deadline. CPython 3.10 and 3.11 had a lock for that until September 2024 (issue
@@ -165,7 +168,7 @@ def fork_child(job: Callable[[], Any], *, keep: Sequence[int], group: bool) -> C
         except BaseException:  # a Ctrl-C: nobody will hear of this child
             child.kill()
             raise
-        log.warning("a forked child did not begin, at %s: killed, and forked anew", where)
+        log.warning("child_did_not_begin", extra={"where": where})  # killed, and forked anew
     return _fork(job, keep, group)
 
 

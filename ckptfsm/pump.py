@@ -35,6 +35,7 @@ from ckptfsm.errors import (
 )
 from ckptfsm.files import around
 from ckptfsm.handle import SaveHandle, View
+from ckptfsm.interrupts import HandlersWait
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.lifecycle import State
 from ckptfsm.link import Answer, Link, Update
@@ -358,12 +359,9 @@ class Pump:
             parts = tuple(around(job, accepted.parts) for job in staged)
             optional = frozenset(spec.name for spec in specs if spec.optional)
             job = RankJob(of, self._rank, self._world_size, location, parts, optional)
-            self.writer = RankWriter(
-                storage,
-                job,
-                launch=self._ports.launch,
-                deadline=self._ports.clock.monotonic() + self._config.writer_timeout_s,
-            )
+            deadline = self._ports.clock.monotonic() + self._config.writer_timeout_s
+            with HandlersWait():
+                self.writer = RankWriter(storage, job, launch=self._ports.launch, deadline=deadline)
             draft.let_go()
             self._draft = draft
             self._ports.driver.accept()

@@ -25,6 +25,7 @@ from ckptfsm.durable import make_dirs
 from ckptfsm.errors import ConfigError, SaveFailed, describe
 from ckptfsm.files import FileTree, UnmadePart, around
 from ckptfsm.handle import Restored
+from ckptfsm.interrupts import HandlersWait
 from ckptfsm.layout import join, planned_name
 from ckptfsm.messages import (
     AttemptId,
@@ -184,8 +185,9 @@ class Worker:
         )
         deadline = self._ports.clock.monotonic() + ticket.timeout_s
         storage = self._open(ticket.root)
-        self._writer = RankWriter(storage, job, launch=self._ports.launch, deadline=deadline)
-        self._reports.append(WriterForked(ticket.of, self._number, ticket.world_size))
+        with HandlersWait():
+            self._writer = RankWriter(storage, job, launch=self._ports.launch, deadline=deadline)
+            self._reports.append(WriterForked(ticket.of, self._number, ticket.world_size))
 
     def _to_finish(self, accepted: Accepted, shares: Shares) -> tuple[Unfinished, ...]:
         """What the group's first rank completes: the parts whose kind has a finisher."""

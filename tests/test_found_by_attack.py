@@ -51,7 +51,7 @@ from ckptfsm.link import Update
 from ckptfsm.manager import Manager
 from ckptfsm.messages import AttemptId, Failed, PartSpec, ShardReported, WriterForked, WriterGone
 from ckptfsm.ports import RankJob, Storage
-from ckptfsm.processes import Child
+from ckptfsm.processes import Child, fork_child
 from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import LatestN
 from ckptfsm.stock import StockVerdict
@@ -337,6 +337,29 @@ def test_I10_a_save_interrupted_before_its_fork_is_not_in_flight_for_ever(
             manager.wait_until_finished()
     manager.save(3, weights(3)).wait()
     assert manager.all_steps() == [1, 3]
+    manager.close()
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_I5_a_writer_whose_fork_was_interrupted_is_not_said_to_be_gone(tmp_path: Path):
+    """Found by review. Catches: a Ctrl-C between the fork and the line that stores the writer: its
+    attempt is cleaned up, and its files may be given to the next one, while it writes."""
+    children: list[Child] = []
+
+    def launch(storage: Storage, job: RankJob) -> Child:
+        if children:
+            return launch_forked(storage, job)
+        children.append(fork_child(threading.Event().wait, keep=(), group=True))
+        signal.raise_signal(signal.SIGINT)
+        return children[0]
+
+    manager = Manager(fake_ports(tmp_path / "root", launch=launch), make_config(QUICK))
+    with pytest.raises(KeyboardInterrupt):
+        manager.save(1, weights(1))
+    with pytest.raises(SaveFailed, match="KeyboardInterrupt"):
+        manager.wait_until_finished()
+    manager.save(1, weights(1)).wait()
+    assert children[0].poll() is not None, "a new attempt has begun: the old writer is gone"
     manager.close()
 
 

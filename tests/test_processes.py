@@ -272,6 +272,20 @@ def test_a_child_that_began_after_all_is_not_forked_twice(monkeypatch: pytest.Mo
     assert outcome.explain() == "killed by SIGKILL" and len(forked) == 1
 
 
+def test_a_child_that_died_is_not_waited_for_where_another_holds_its_pipe():
+    """Catches: five seconds, and a second fork, for a writer that died at its beginning, since a child
+    of another thread has inherited its pipe."""
+    read_end, inherited = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    child = Child(pid, read_end, group=False)
+    assert child.begins(0.0) is True
+    assert child.poll() == Outcome(0)
+    os.close(inherited)
+
+
 def test_a_child_that_cannot_be_killed_is_not_forked_anew(monkeypatch: pytest.MonkeyPatch):
     """Catches: a child in an uninterruptible sleep that nobody waits for any more."""
     kill = Child.kill
@@ -480,6 +494,21 @@ def test_somebody_else_reaped_it(tmp_path: Path):
     os.waitpid(child.pid, 0)
     outcome = ended(child)
     assert outcome.exitcode is None and not outcome.succeeded
+
+
+def test_only_a_group_that_is_certainly_ours_is_killed(monkeypatch: pytest.MonkeyPatch):
+    """Catches: SIGKILL to strangers, who got the number of a writer that was reaped already."""
+    killed: list[str] = []
+
+    def killpg(group: int, number: int) -> None:
+        killed.append(Path(f"/proc/{group}/stat").read_text().rpartition(")")[2].split()[0])
+
+    monkeypatch.setattr(os, "killpg", killpg)
+    assert run(lambda: "written").succeeded
+    assert killed == ["Z"], "before it is reaped, for workers that it left"
+    child = fork_child(lambda: "written", keep=(), group=True)
+    os.waitpid(child.pid, 0)
+    assert child.kill() is True and killed == ["Z"]
 
 
 def test_the_trainers_signal_handlers_do_not_run_in_a_child():

@@ -34,6 +34,7 @@ from ckptfsm.errors import (
     describe,
 )
 from ckptfsm.handle import SaveHandle
+from ckptfsm.interrupts import HandlersWait
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.megatron.foreign import StagedRequest, ready_part, stage_request
 from ckptfsm.megatron.transport import transport_of
@@ -97,7 +98,8 @@ def _fork(call: _Call, request: Any) -> None:
     """Stage the request of a call and fork its writer."""
     call.request = stage_request(f"call {call.index}", request() if callable(request) else request)
     if call.request.function is not None:
-        call.child = fork_child(call.request.run, keep=(), group=True)
+        with HandlersWait():
+            call.child = fork_child(call.request.run, keep=(), group=True)
     call.request.let_go()
 
 

@@ -102,6 +102,18 @@ WRITERS = (
         killers=("tests:test_processes.py::test_a_child_that_hangs_in_its_fork_is_forked_anew",),
     ),
     mutant(
+        "an-interrupt-leaves-a-writer-unknown",
+        "pump",
+        "            with HandlersWait():\n",
+        "            if True:\n",
+        breaks="I5",
+        source="F13",
+        killers=(
+            "tests:test_found_by_attack.py::test_I5_a_writer_whose_fork_was_interrupted_is_not_said_to_be_gone",
+        ),
+        why="what it writes may be the next attempt's, as its own was cleaned up",
+    ),
+    mutant(
         "writers-keep-the-trainers-sockets",
         "processes",
         "        _let_go_of_all_but({0, 1, 2, pipe, *keep})\n",

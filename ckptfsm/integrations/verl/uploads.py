@@ -32,6 +32,7 @@ from ckptfsm.errors import (
     name_ranks,
 )
 from ckptfsm.integrations.verl.mirror import Mirror, Upload
+from ckptfsm.interrupts import HandlersWait
 from ckptfsm.lifecycle import State
 from ckptfsm.messages import AttemptId
 from ckptfsm.notices import warn_caller
@@ -93,7 +94,8 @@ class Uploads:
         if self.running is None and self.waiting:
             of = next(iter(self.waiting))
             upload = Upload(self.root, of, self.mirror, look=of.step == self.resumed)
-            self.running = of, upload.start()
+            with HandlersWait():
+                self.running = of, upload.start()
         if problem is not None:
             raise problem
 

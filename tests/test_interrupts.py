@@ -1,0 +1,151 @@
+"""Signals that arrive while a child gets an owner: put off, not lost.
+
+Each test says what it would catch. The signals are real.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptfsm.interrupts import HandlersWait
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """The signals that the trainer's handlers got; the one for SIGINT raises, as usual."""
+    said: list[int] = []
+
+    def interrupt(number: int, frame: object) -> None:
+        said.append(number)
+        raise KeyboardInterrupt
+
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, interrupt),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: said.append(number)),
+        signal.SIGUSR1: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
+        signal.SIGUSR2: signal.signal(signal.SIGUSR2, signal.SIG_DFL),
+    }
+    yield said
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in signal.valid_signals()]
+
+
+def test_a_handler_runs_at_the_end_of_the_block(heard: list[int]):
+    """Catches: a Ctrl-C between a fork and the line that stores the child; one that is lost."""
+    before, stored = handlers(), []
+    with pytest.raises(KeyboardInterrupt), HandlersWait():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR1)
+        stored.append(list(heard))
+    assert stored == [[]]
+    assert heard == [signal.SIGINT, signal.SIGTERM], "each of them, in order"
+    assert handlers() == before
+    signal.raise_signal(signal.SIGTERM)
+    assert heard[2:] == [signal.SIGTERM]
+
+
+def test_an_error_in_the_block_comes_out(heard: list[int]):
+    """Catches: a fork that failed, taken for one that was stored; a job that cannot be ended."""
+    before = handlers()
+    with pytest.raises(BlockingIOError), HandlersWait():
+        signal.raise_signal(signal.SIGTERM)
+        raise BlockingIOError
+    assert (heard, handlers()) == ([signal.SIGTERM], before)
+
+
+def test_blocks_may_be_nested(heard: list[int]):
+    """Catches: an inner block that ends the outer one's wait."""
+    before, stored = handlers(), []
+    with HandlersWait():
+        with HandlersWait():
+            signal.raise_signal(signal.SIGTERM)
+        stored.append(list(heard))
+    assert (stored, heard, handlers()) == ([[]], [signal.SIGTERM], before)
+
+
+class Strike:
+    """``signal.signal``, at the nth call of which a signal arrives."""
+
+    def __init__(self, number: int, nth: int) -> None:
+        self.number, self.left, self.set = number, nth, signal.signal
+
+    def __call__(self, number: int, handler: object) -> object:
+        before = self.set(number, handler)
+        self.left -= 1
+        if self.left == 0:
+            signal.raise_signal(self.number)
+        return before
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_on_the_way_in_or_out_is_not_lost(
+    number: int, nth: int, heard: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    """Catches: a handler that is never called again, because another one raised on the way."""
+    ended = "left"
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "signal", Strike(number, nth))
+        try:
+            with HandlersWait():  # two handlers are put off, and two put back
+                pass
+        except KeyboardInterrupt:
+            ended = "raised"
+    assert (heard, ended) == ([number], "raised" if number == signal.SIGINT else "left")
+    signal.raise_signal(signal.SIGTERM)
+    assert heard[1:] == [signal.SIGTERM], "whatever stands there passes it on"
+
+
+def test_other_threads_have_no_handlers():
+    """Catches: a save from another thread that fails, since only the main one may set handlers."""
+    ended: list[bool] = []
+
+    def fork() -> None:
+        with HandlersWait():
+            ended.append(True)
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    assert ended == [True]
+
+
+IN_THE_FORK = """
+import logging, os, signal, threading
+from ckptfsm.interrupts import HandlersWait
+from ckptfsm.processes import fork_child
+signal.signal(signal.SIGINT, signal.default_int_handler)
+me = os.getpid()
+def strike():
+    if os.getpid() == me:
+        signal.raise_signal(signal.SIGINT)
+os.register_at_fork(before=strike, after_in_parent=strike)
+child = None
+try:
+    with HandlersWait():
+        child = fork_child(lambda: "written", keep=(), group=True)
+except KeyboardInterrupt:
+    print("interrupted,", child.wait(20).payload)
+"""
+
+
+def test_an_interrupt_inside_the_fork_is_not_swallowed():
+    """Catches: a Ctrl-C that CPython prints and forgets, as it came in what a fork calls before and
+    after; from logging's own hook it would leave logging's lock held for good."""
+    command = [sys.executable, "-c", IN_THE_FORK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.stdout.strip(), done.stderr, done.returncode) == ("interrupted, written", "", 0)
