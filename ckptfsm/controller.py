@@ -87,6 +87,16 @@ def is_plausible(event: WriterForked | ShardReported | Failed | WriterGone) -> b
     return isinstance(event, WriterGone) or type(event.world_size) is int
 
 
+def controller_config(
+    config: CheckpointConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]
+) -> CheckpointConfig:
+    """The configuration of a controller. Raises ``ConfigError``."""
+    read = config_of(config, settings)
+    if read.sync:
+        raise ConfigError("a controller cannot save synchronously: wait for the handle", key="sync")
+    return read
+
+
 class Controller(Owner):
     """The life of the checkpoints below ``root``, for a job of one controller and ``groups`` of workers.
 
@@ -115,11 +125,7 @@ class Controller(Owner):
         self._flights: dict[AttemptId, _Flight] = {}
         self._unconfirmed: dict[AttemptId, set[int]] = {}  # given up: ranks not known to be gone
         self._asked_at = 0.0
-        config = config_of(config, settings)
-        if config.sync:
-            raise ConfigError(
-                "a controller cannot save synchronously: wait for the handle", key="sync"
-            )
+        config = controller_config(config, settings)
         if ports is None:
             ports = system_ports(LocalTransport(), FilesDriver(), OpenPosix(os.fspath(root)))
         super().__init__(ports, config, hooks, writers=sum(groups.values()) + 1)
@@ -137,13 +143,16 @@ class Controller(Owner):
         """Begin a checkpoint of ``step``. Hand each ticket to all workers of its group afterwards.
 
         ``parts`` maps names to a ``GroupPart``, or to bytes or a ``FileTree`` that the controller
-        writes itself. Raises ``SaveRefused``, ``SaveFailed`` for an earlier save that failed,
-        ``ConfigError``.
+        writes itself; what is not among them is not saved. Raises ``SaveRefused``, ``SaveFailed`` for
+        an earlier save that failed, ``ConfigError``.
         """
         step = whole_step(step)
         if not self._make_way(step):
             return GroupSave(SaveHandle(step), {})
         groups = {n: v for n, v in parts.items() if isinstance(v, GroupPart)}
+        mixed = [n for n in parts if n in self._groups and n not in groups]
+        if mixed:
+            raise ConfigError(f"{mixed[0]!r} is a group: give a GroupPart", part=mixed[0])
         draft = self._ports.driver.draft({n: v for n, v in parts.items() if n not in groups})
         written = self._specs_of(groups)
         specs = (*draft.specs, *written.values())

@@ -1,11 +1,17 @@
-"""Warnings that point at the line of whoever called the library."""
+"""Warnings that reach a person: at the line of whoever called the library, or at the program's end."""
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+from ckptfsm.errors import PollMissingWarning
+
+State = TypeVar("State")
 _INSIDE = ("ckptfsm", "contextlib")  # whose lines nobody can change
 
 
@@ -15,6 +21,20 @@ def warn_caller(warning: Warning) -> None:
     while frame.f_back is not None and _package(frame.f_globals) in _INSIDE:
         level, frame = level + 1, frame.f_back
     warnings.warn(warning, stacklevel=level)
+
+
+def warn_at_end(subject: object, left: Callable[[State], str], state: State) -> None:
+    """Warn of what ``left(state)`` says, if any, once ``subject`` or this program ends.
+
+    ``state`` must not lead to ``subject``, but by a weak reference.
+    """
+    weakref.finalize(subject, _at_end, left, state, os.getpid())
+
+
+def _at_end(left: Callable[[State], str], state: State, program: int) -> None:
+    said = left(state) if os.getpid() == program else ""
+    if said:
+        warn_caller(PollMissingWarning(said))
 
 
 def _package(names: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import operator
 import signal
+import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ from ckptfsm.handle import SaveHandle, View
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.lifecycle import UNSETTLED, State
 from ckptfsm.link import Answer, Link, typed
-from ckptfsm.notices import warn_caller
+from ckptfsm.notices import warn_at_end, warn_caller
 from ckptfsm.ports import Draft, Ports, Storage
 from ckptfsm.proposal import Accepted
 from ckptfsm.pump import Hook, Pump
@@ -72,6 +73,8 @@ class Owner:
         except BaseException:  # a Ctrl-C too: the root must not stay ours
             self._let_go(idle=self._link.abandon(_LET_GO_S))
             raise
+        if self.rank == 0:
+            warn_at_end(self, _left_in_flight, weakref.ref(self))
 
     # ------------------------------------------------------------------------------ open and close
 
@@ -384,6 +387,18 @@ def _no_save_in_flight(view: View) -> bool:
 
 def _nothing_unsettled(view: View) -> bool:
     return view.quiet
+
+
+def _left_in_flight(reference: weakref.ref[Owner]) -> str:
+    """What to say at the end of a program that never closed its manager (F28)."""
+    owner = reference()
+    busy = owner._pump.view.in_flight if owner is not None and not owner._pump.closed else None
+    if busy is None:
+        return ""
+    return (
+        f"the program ends while the save of step {busy.step} is in flight, and close() was not called: "
+        "nothing tracks it any more, the next start decides"
+    )
 
 
 def _view_of(coordinator: Coordinator) -> View:

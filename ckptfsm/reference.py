@@ -50,6 +50,7 @@ INTEGRATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "megatron_lm": ("MegatronLMCheckpoints", "retain", "install", "InstalledTraining"),
         "ray": ("RayController",),
         "verl.trainer": ("install", "install_in_verl", "Checkpoints", "retention_of"),
+        "verl.mirror": ("Mirror", "DirectoryMirror", "HdfsMirror", "Copy"),
         "verl.workers": ("Calls", "RayCalls"),
     }
 )

@@ -241,6 +241,8 @@ def test_what_a_controller_refuses(tmp_path):
     job = GroupJob(tmp_path, SIZES)
     with pytest.raises(ConfigError, match="no group 'judge'"):
         job.controller.begin(1, {"judge": GroupPart("judge")})
+    with pytest.raises(ConfigError, match="'actor' is a group"):
+        job.controller.begin(1, {"actor": b"", "critic": GroupPart("critic")})
     with pytest.raises(ConfigError, match="not a worker's report"):
         job.controller.feed(["hello"])
     with pytest.raises(SaveRefused):

@@ -10,6 +10,8 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -925,6 +927,32 @@ def test_F28_nobody_polls(run: Run):
     for step in (15, 20):  # the same save, named again
         with pytest.warns(PollMissingWarning, match="save of step 10 .* 5 steps"):
             manager.should_save(step)
+
+
+LEFT = """
+import sys, threading
+from pathlib import Path
+from ckptfsm.config import make_config
+from ckptfsm.manager import Manager
+from ckptfsm.processes import fork_child
+from ckptfsm.testing.fakes import fake_ports
+def hang(storage, job):
+    return fork_child(threading.Event().wait, keep=(), group=True)
+manager = Manager(fake_ports(sys.argv[1], launch=hang), make_config({"exit_timeout_s": 0.1}))
+manager.save(10, parts={"x": b"data"})
+if sys.argv[2] == "abandons":
+    manager.abandon()
+"""
+
+
+@pytest.mark.parametrize("end", ["ends", "abandons"])
+def test_F28_a_program_that_ends_with_a_save_in_flight_is_told(run: Run, end: str):
+    """Catches: the last save of a job that nobody closes, lost without a word."""
+    command = [sys.executable, "-c", LEFT, str(run.root), end]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = "PollMissingWarning: the program ends while the save of step 10 is in flight"
+    assert (said in done.stderr) == (end == "ends")
 
 
 def test_F28_a_finished_save_is_not_warned_about(run: Run):

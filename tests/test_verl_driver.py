@@ -224,6 +224,23 @@ def test_a_subclass_with_a_save_of_its_own_is_refused_when_it_is_made(tmp_path: 
     assert told(tmp_path / "root").checkpoints is not None
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mirror_when": "befor"}, "mirror_when is 'before' or 'after', not 'befor'"),
+        ({"writer_timeout": 5.0}, "unknown configuration key 'writer_timeout'; did you mean"),
+        ({"sync": True}, "a controller cannot save synchronously"),
+        ({"layout": "megatron"}, "verl's layout is 'verl'"),
+        ({"on_failure": 3}, "on_failure is 'raise' or 'warn'"),
+    ],
+)
+def test_a_setting_that_is_none_is_refused_at_once(settings: dict[str, Any], said: str) -> None:
+    """Catches: a typing error that makes an upload *after* of one *before*, or is told once a cluster
+    was set up."""
+    with pytest.raises(ConfigError, match=said):
+        install(Trainer, extra_parts=lambda _: {}, **settings)
+
+
 def test_rays_handle_of_a_class_is_no_trainer(tmp_path: Path) -> None:
     """Catches: an import that fails: Ray makes an object of a class when it is decorated."""
     ours: Any = install(Trainer, extra_parts=lambda _: {})

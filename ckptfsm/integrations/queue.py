@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -38,6 +38,7 @@ from ckptfsm.interrupts import HandlersWait
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.megatron.foreign import StagedRequest, ready_part, stage_request
 from ckptfsm.megatron.transport import transport_of
+from ckptfsm.notices import warn_at_end
 from ckptfsm.ports import Outcome, Staging, Transport
 from ckptfsm.processes import Child, fork_child
 from ckptfsm.writer import missed_deadline
@@ -136,6 +137,7 @@ class AsyncCallsQueue:
         self._owned: CheckpointManager | None = None
         self._filling: _Filling | None = None
         self._saves: list[tuple[SaveHandle, list[int]]] = []
+        warn_at_end(self, _never_finalized, self._calls)
 
     # ------------------------------------------------------------------------------------ schedule
 
@@ -415,6 +417,17 @@ class AsyncCallsQueue:
                 if handle.done and not handle.skipped and handle.exception() is None:
                     self._finalized += indices
             self._saves = [save for save in self._saves if not save[0].done]
+
+
+def _never_finalized(calls: Collection[_Call]) -> str:
+    """What to say at the end of a queue whose requests were not finalized (F28)."""
+    if not calls:
+        return ""
+    numbers = ", ".join(str(call.index) for call in calls)
+    return (
+        f"calls {numbers} were never finalized, and what they wrote cannot be loaded: call "
+        "maybe_finalize_async_calls() in the loop, and close() at the end"
+    )
 
 
 class Installed:

@@ -87,9 +87,6 @@ class RayController(Controller):
         their writers. Raises what ``Controller.begin`` raises.
         """
         given = dict(parts or {})
-        mixed = [n for n, v in given.items() if n in self._actors and not isinstance(v, GroupPart)]
-        if mixed:
-            raise ConfigError(f"{mixed[0]!r} is a group: its part is what its actors write")
         said = {part.group for part in given.values() if isinstance(part, GroupPart)}
         simple = {name: GroupPart(name) for name in self._actors if name not in said}
         save = self.begin(step, {**simple, **given}, metrics=metrics)

@@ -154,7 +154,8 @@ class ForeignPart:
         if self.rank == 0:
             if COMMON not in list_names(storage, join(location, self.directory)):
                 raise SaveFailed(
-                    f"{COMMON} of {self.name}'s request is gone: make the request anew"
+                    f"there is no {COMMON} in {join(location, self.directory)}: make the request of "
+                    f"{self.name!r} anew, for that directory"
                 )
             names.add(COMMON)
         files = []

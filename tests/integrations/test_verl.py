@@ -804,8 +804,19 @@ def test_a_verl_without_what_its_newer_trainers_import() -> None:
     lines = """
         import sys
         sys.modules["transfer_queue"] = None  # verl names it in an extra only
+        from ckptfsm.errors import ConfigError
         from ckptfsm.integrations.verl import install_in_verl
         assert install_in_verl() == ["RayPPOTrainer"]
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer as ours
+        assert install_in_verl() == ["RayPPOTrainer"], "named by a page and by a main, say"
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer as still
+        assert still is ours
+        try:
+            install_in_verl(on_failure="warn")
+        except ConfigError:
+            pass
+        else:
+            raise AssertionError("other options were ignored")
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(lines)], capture_output=True, text=True, timeout=120

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from cluster import (
     steps_on_disk,
     tracked_step,
 )
+
+from ckptfsm.errors import PollMissingWarning
 
 pytestmark = pytest.mark.megatron
 
@@ -265,3 +268,19 @@ def test_misuse_is_refused_and_the_root_is_given_back(cluster: Cluster, root: Pa
         assert "part 'a' of step 4 was not scheduled" in twice
         assert closed == twice
         assert "on_busy='skip' cannot be" in skips
+
+
+@pytest.mark.parametrize("polled", [False, True])
+def test_F28_a_queue_that_ends_with_calls_says_so(polled: bool) -> None:
+    """Catches: a loop that never finalizes what it schedules, and nobody is told."""
+    from ckptfsm.integrations.queue import AsyncCallsQueue, _Call
+
+    queue = AsyncCallsQueue()
+    queue._calls.append(_Call(7, 0.0))
+    if polled:
+        queue._calls.clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        del queue
+    told = [str(w.message) for w in said if w.category is PollMissingWarning]
+    assert [text.startswith("calls 7 were never finalized") for text in told] == [True][polled:]

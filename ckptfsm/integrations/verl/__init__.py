@@ -3,7 +3,19 @@
 ``install`` is for the driver; ``ckptfsm.integrations.verl.manager`` is what it puts into the workers.
 """
 
+from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, HdfsMirror, Mirror
 from ckptfsm.integrations.verl.trainer import Checkpoints, install, install_in_verl, retention_of
 from ckptfsm.integrations.verl.workers import Calls, RayCalls
 
-__all__ = ["install", "install_in_verl", "Checkpoints", "retention_of", "Calls", "RayCalls"]
+__all__ = [
+    "install",
+    "install_in_verl",
+    "Checkpoints",
+    "retention_of",
+    "Mirror",
+    "DirectoryMirror",
+    "HdfsMirror",
+    "Copy",
+    "Calls",
+    "RayCalls",
+]

@@ -23,9 +23,9 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
-from ckptfsm.controller import Controller
+from ckptfsm.controller import Controller, controller_config
 from ckptfsm.documents import TransitionRecord
 from ckptfsm.errors import ConfigError, DamagedRoot, PollMissingWarning, describe
 from ckptfsm.files import FileTree
@@ -355,8 +355,9 @@ def install(
     ``default_hdfs_dir`` names) gets a copy of each checkpoint *before* it is tracked, or *after*.
     ``settings`` are those of ``Controller``; ``retention`` follows verl's configuration unless given.
 
-    Raises ``ConfigError`` for a trainer that saves in a way of its own, unless ``extra_parts`` is given.
-    So does the making of an object of a subclass that has a way of its own.
+    Raises ``ConfigError`` for a setting that is none, and for a trainer that saves in a way of its own,
+    unless ``extra_parts`` is given. So does the making of an object of a subclass that has a way of its
+    own.
     """
     base = trainer if isinstance(trainer, type) else type(trainer)
     if "checkpoints" in vars(trainer):
@@ -364,8 +365,7 @@ def install(
     saver = _saver_of(base)
     if (saver is None or saver.__module__ not in _KNOWN) and extra_parts is None:
         raise ConfigError(_own_way(base, saver))
-    if settings.get("on_failure") not in (None, "raise", "warn"):
-        raise ConfigError("verl decides when it saves: on_failure is 'raise' or 'warn'")
+    _check_settings(mirror_when, settings)
     if not hasattr(base, _EVERY_STEP):
         warn_caller(
             PollMissingWarning(
@@ -387,23 +387,40 @@ def install(
     return trainer
 
 
+def _check_settings(mirror_when: str, settings: Mapping[str, Any]) -> None:
+    """Now, not when the root is opened: by then a cluster was set up."""
+    if mirror_when not in get_args(When):
+        raise ConfigError(f"mirror_when is 'before' or 'after', not {mirror_when!r}")
+    config = controller_config(None, {"layout": VERL.name, **settings})
+    if config.layout != VERL.name:
+        raise ConfigError(f"verl's layout is {VERL.name!r}, not {config.layout!r}")
+    if config.on_failure not in ("raise", "warn"):
+        raise ConfigError("verl decides when it saves: on_failure is 'raise' or 'warn'")
+
+
 def install_in_verl(**options: Any) -> list[str]:
     """Let every trainer that the installed verl may make have these checkpoints; their names.
 
     Those are ``RayPPOTrainer``, and in 0.9 the registry that ``main_ppo`` asks by default. ``options``
-    are those of ``install``. Call it once, where verl is imported, before a trainer is made.
+    are those of ``install``. Call it where verl is imported, before a trainer is made; once more without
+    options changes nothing.
     """
     module: Any = import_module("verl.trainer.ppo.ray_trainer")
-    module.RayPPOTrainer = install(module.RayPPOTrainer, **options)
+    module.RayPPOTrainer = _installed(module.RayPPOTrainer, options)
     names = ["RayPPOTrainer"]
     # Those need TransferQueue, which verl names in an extra only; without it verl cannot make one.
     if find_spec("verl.trainer.ppo.v1") is not None and find_spec("transfer_queue") is not None:
         # The package, not its base module: it imports the trainers, and each registers itself.
         registry = import_module("verl.trainer.ppo.v1").trainer_base.TRAINER_REGISTRY
         for name in list(registry):
-            registry[name] = install(registry[name], **options)
+            registry[name] = _installed(registry[name], options)
             names.append(name)
     return names
+
+
+def _installed(kind: type, options: Mapping[str, Any]) -> type:
+    """With options, ``install`` refuses a class that has other ones."""
+    return kind if "checkpoints" in vars(kind) and not options else install(kind, **options)
 
 
 def _saver_of(kind: type) -> type | None:
