@@ -355,7 +355,7 @@ class Controller(Owner):
             return
         try:
             self._pump.say_notes()
-            directory = f"{self._storage.root}/{located.directory}"
+            directory = self._storage.absolute(located.directory)
             yield Reading(located.step, directory, located.parts, located.of)
         finally:
             if not self._pump.closed:  # else the lease expires

@@ -8,6 +8,7 @@ effect is preceded by ``check`` (I9).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import uuid
@@ -26,10 +27,18 @@ _ATTEMPTS = 16
 
 def this_process() -> Identity:
     """The running process: its start time tells it from an earlier one with the same pid."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    pid = os.getpid()
+    return Identity(socket.gethostname(), pid, _started(pid), uuid.uuid4().hex)
+
+
+def _started(pid: int) -> str:
+    """Boot and start time of a process on this machine; "" if none runs under that number."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # or hidden from us
+        return ""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    started = f"{boot}:{fields[19]}"
-    return Identity(socket.gethostname(), os.getpid(), started, uuid.uuid4().hex)
+    return f"{boot}:{fields[19]}"
 
 
 class RootLease:
@@ -111,7 +120,7 @@ def open_root(
     try:
         epoch = newest_epoch(storage)
         holder = _known_holder(storage, epoch)
-        if not takeover and (lock is None or _is_this_process(holder, identity)):
+        if not takeover and (lock is None or _lives(storage, holder, identity)):
             raise _busy(storage.root, holder)
         taken, temporary = _link_epoch(storage, identity, max(epoch, above))
     except BaseException:
@@ -139,11 +148,35 @@ def _known_holder(storage: Storage, epoch: int) -> Holder | None:
         return None
 
 
-def _is_this_process(holder: Holder | None, identity: Identity) -> bool:
-    """Some file systems know no locks; the holder's identity tells two managers of one process."""
+def _lives(storage: Storage, holder: Holder | None, identity: Identity) -> bool:
+    """True if the holder is this process, or runs on this machine and has the lock's file open.
+
+    Two managers of one process both get the lock, some file systems know none, and a process that opens
+    the file once more and closes it, to copy the root say, has lost it. The copy has the holder's name
+    too: the holder does not have *its* file open.
+    """
     if holder is None or holder.released:
         return False
-    return (holder.host, holder.pid, holder.started) == identity[:3]
+    if (holder.host, holder.pid, holder.started) == identity[:3]:
+        return True
+    started = _started(holder.pid) if holder.host == identity.host else ""
+    if not started or holder.started != started:
+        return False
+    return _has_open(holder.pid, storage.absolute(LOCK))
+
+
+def _has_open(pid: int, path: str) -> bool:
+    """True if a process has a file open; False also if we may not see that."""
+    descriptors = Path(f"/proc/{pid}/fd")
+    try:
+        names = os.listdir(descriptors)
+    except (FileNotFoundError, PermissionError):
+        return False
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile, or deleted
+            if Path(descriptors, name).samefile(path):
+                return True
+    return False
 
 
 def _busy(root: str, holder: Holder | None) -> RootBusy:

@@ -191,7 +191,7 @@ class Owner:
             # Another's handler stays: it may lead to ours, which leads on.
             if signal.getsignal(number) == self._on_signal and previous is not None:
                 signal.signal(number, previous)
-        self._pump.closed = True
+        self._pump.end()
         self._link.stop()
         self._ports.transport.close()
         if idle and hasattr(self, "_storage"):
@@ -325,7 +325,8 @@ class Owner:
 
     def _require_open(self) -> None:
         if self._pump.closed:
-            raise ManagerClosed("the manager is closed", file=self._storage.root)
+            why = "the manager is closed, or another process's that forked this one"
+            raise ManagerClosed(why, file=self._storage.root)
         self._pump.refuse_inside_a_hook()
 
     def _watch_polls(self, step: int) -> None:

@@ -105,6 +105,13 @@ class Storage(Protocol):
         """Let go of the root; every later call fails with ``EBADF``. May be called twice."""
         ...
 
+    def absolute(self, path: str) -> str:
+        """The absolute path of ``path``, for code that takes no storage.
+
+        ``StorageError`` if the root's path no longer leads to the directory that was opened.
+        """
+        ...
+
     def descriptors(self) -> tuple[int, ...]:
         """File descriptors that a forked writer must keep to use this storage."""
         ...

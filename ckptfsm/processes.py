@@ -57,6 +57,7 @@ class Child:
 
     def __init__(self, pid: int, pipe: int, *, group: bool) -> None:
         self.pid = pid
+        self._parent = os.getpid()
         self._pipe: int | None = pipe
         self._group = group
         self.began = False
@@ -74,8 +75,11 @@ class Child:
         return self.began or self._pipe is None or self.poll() is not None
 
     def poll(self) -> Outcome | None:
-        """The outcome, or None while the child runs. Never blocks."""
-        if self._outcome is None:
+        """The outcome, or None while the child runs. Never blocks.
+
+        None, too, in a process that the parent has forked: the child is none of its business.
+        """
+        if self._outcome is None and self._is_ours():
             self._drain()
             status = self._reap()
             if status is not None:
@@ -88,7 +92,7 @@ class Child:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         pause = 0.0005
         while (outcome := self.poll()) is None:
-            if deadline is not None and time.monotonic() >= deadline:
+            if not self._is_ours() or (deadline is not None and time.monotonic() >= deadline):
                 return None
             time.sleep(pause)
             pause = min(pause * 2, 0.02)
@@ -98,6 +102,8 @@ class Child:
         """Kill the child and its whole group. True once it is certainly gone."""
         if self.poll() is not None:
             return True
+        if not self._is_ours():
+            return False
         with contextlib.suppress(ProcessLookupError):
             if self._group:
                 os.killpg(self.pid, signal.SIGKILL)
@@ -108,6 +114,9 @@ class Child:
     def whereabouts(self) -> str:
         """Pid, state and kernel function of it and its workers. See ``ports.WriterProcess``."""
         return ", ".join(_stand(pid) for pid in [self.pid, *children_of(self.pid)])
+
+    def _is_ours(self) -> bool:
+        return os.getpid() == self._parent
 
     def _drain(self) -> None:
         while self._pipe is not None:

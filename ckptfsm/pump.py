@@ -13,6 +13,7 @@ Rules:
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ _NEWS, _SAVE_DUE, _PREEMPTED, _EXPIRED = range(4)
 class Pump:
     """See the module. ``view`` is the root as every rank sees it.
 
-    Attributes: ``closed`` once the root was given back; ``save_due`` and ``preempted`` are agreed in an
+    Attributes: ``save_due`` and ``preempted`` are agreed in an
     exchange, ``save_asked`` is this rank's wish; ``failures`` and ``notes`` are what ``raise_failures``
     will raise and warn of.
     """
@@ -75,7 +76,8 @@ class Pump:
         writers: int,
     ) -> None:
         self.view = View()
-        self.closed = False
+        self._closed = False
+        self._process = os.getpid()
         self.save_due = False
         self.save_asked = False
         self.preempted = False
@@ -99,6 +101,15 @@ class Pump:
         self._bystander: AttemptId | None = None  # an attempt that this rank writes nothing of
         self._retries = 0
         self._next_timed_save = 0.0
+
+    @property
+    def closed(self) -> bool:
+        """True once the root was given back, and in any process that the trainer's code forks."""
+        return self._closed or os.getpid() != self._process
+
+    def end(self) -> None:
+        """The root was given back."""
+        self._closed = True
 
     def begin(self, view: View, records: Sequence[TransitionRecord]) -> None:
         """The root is open: what it holds, and what opening it did."""
@@ -355,7 +366,8 @@ class Pump:
             self._ports.driver.accept()
             return self._handle_of(of)
         try:
-            staged = draft.stage(f"{storage.root}/{location}", specs, accepted.planned)
+            staged = draft.stage(storage.absolute(location), specs, accepted.planned)
+            storage.absolute(location)  # files that were made by path were made where they count
             parts = tuple(around(job, accepted.parts) for job in staged)
             optional = frozenset(spec.name for spec in specs if spec.optional)
             job = RankJob(of, self._rank, self._world_size, location, parts, optional)

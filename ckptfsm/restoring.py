@@ -151,6 +151,7 @@ class Restorer:
         surveys = self.transport.gather(survey)
         self._everywhere(step, self._check_surveys, surveys, dropped)
         loaded = self._everywhere(step, self.driver.load, wanted, directories, dropped)
+        self._everywhere(step, self.storage.absolute, located.directory)  # it was the one verified
         own = {name: loaded[name] for name, value in named.items() if value is not None}
         return Restored(step, only(own.values()), own, tuple(sorted(dropped)))
 
@@ -172,7 +173,7 @@ class Restorer:
                 step=located.step,
                 part=missing[0],
             )
-        base = f"{self.storage.root}/{located.directory}"
+        base = self.storage.absolute(located.directory)
         return {name: join(base, known.get(name, "")) for name in named}
 
     def _check_surveys(self, surveys: Sequence[Survey] | None, dropped: set[str]) -> None:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from ckptfsm.errors import ConfigError
+from ckptfsm.errors import ConfigError, StorageError
 from ckptfsm.ports import FileKind, FileStat
 
 DIGEST_PREFIX = "xxh3_128:"
@@ -117,6 +117,20 @@ class PosixStorage:
     def descriptors(self) -> tuple[int, ...]:
         """The root only: a forked writer opens its own files and does not have the locks."""
         return () if self._root_fd < 0 else (self._root_fd,)
+
+    def absolute(self, path: str) -> str:
+        """See ``ports.Storage``. All other calls go to the opened directory, wherever it lies now."""
+        try:
+            there = _inode(os.stat(self.root, follow_symlinks=False))
+        except FileNotFoundError:
+            there = None
+        if there != _inode(os.fstat(self._root_fd)):
+            raise StorageError(
+                f"{self.root} is not the directory that was opened any more: somebody moved it, or a "
+                "link above it",
+                file=self.root,
+            )
+        return "/".join((self.root, *split_path(path)))
 
     def close_root(self) -> None:
         """Close the root's descriptor; every later call fails with ``EBADF``. Idempotent."""

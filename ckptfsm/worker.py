@@ -169,7 +169,8 @@ class Worker:
         placed = [shares.place(spec) for spec in accepted.of_rank(rank)]
         if ticket.part.directory:
             make_dirs(storage, ticket.part.directory, base=ticket.location)
-        jobs = draft.stage(f"{storage.root}/{ticket.location}", placed, accepted.planned)
+        jobs = draft.stage(storage.absolute(ticket.location), placed, accepted.planned)
+        storage.absolute(ticket.location)  # see ``Pump.begin_writing``
         everything = [shares.place(spec) for spec in accepted.parts]
         jobs = tuple(around(job, everything) for job in jobs)
         unfinished = self._to_finish(accepted, shares) if rank == 0 else ()

@@ -38,13 +38,17 @@ from ckptfsm.errors import (
     ConfigError,
     DamagedRoot,
     DeadlineExceeded,
+    ManagerClosed,
     RecoveryWarning,
     RestoreFailed,
     RootBusy,
     SaveFailed,
     SaveRefused,
+    StorageError,
 )
 from ckptfsm.executor import ThreadExecutor
+from ckptfsm.files import FilesDriver, FileTree
+from ckptfsm.handle import SaveHandle
 from ckptfsm.layout import MANIFEST, QUARANTINE, STAGING, TRACKER, TRASH
 from ckptfsm.lifecycle import State
 from ckptfsm.link import Update
@@ -55,11 +59,13 @@ from ckptfsm.processes import Child, fork_child
 from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import LatestN
 from ckptfsm.stock import StockVerdict
-from ckptfsm.storage import PosixStorage
-from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
+from ckptfsm.storage import OpenPosix, PosixStorage
+from ckptfsm.system import system_ports
+from ckptfsm.testing.fakes import FakeDriver, Gate, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import PARTS, FakeJob, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+from ckptfsm.transport import LocalTransport
 from ckptfsm.writer import launch_forked, write_rank
 
 
@@ -1117,3 +1123,167 @@ def test_F27_of_two_in_the_trash_the_attempts_own_comes_back():
     third = start(disk, "third")
     ticks(third)
     assert 2 in tracked(third) and PRECIOUS in disk.snapshot().values()
+
+
+# ------------------------------------------------------------------- what lies above the root, or beside
+
+
+def files_manager(root: Path) -> Manager:
+    ports = system_ports(LocalTransport(), FilesDriver(), OpenPosix(str(root)))
+    return Manager(ports, make_config(QUICK))
+
+
+def tree(content: str) -> FileTree:
+    return FileTree(lambda where: Path(where, "tokenizer.json").write_text(content) and None)
+
+
+@pytest.mark.parametrize("when", ["before the save", "while its files are made"])
+def test_I3_files_never_land_in_the_root_of_another_run(when: str, tmp_path: Path):
+    """Found by attack. Catches: a link above the root that is put to another run's while the job goes on
+    (``current`` of a deployment): one run's files in the other's checkpoint, which is acknowledged."""
+    current = tmp_path / "current"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    current.symlink_to(tmp_path / "a")
+
+    def moves() -> None:
+        current.unlink()
+        current.symlink_to(tmp_path / "b")
+
+    def make(where: str) -> None:
+        moves()
+        Path(where).mkdir(parents=True)  # the other run's attempt has the same number
+        Path(where, "tokenizer.json").write_text("of run a")
+
+    ours = files_manager(current / "gpt")
+    ours.save(1, parts={"t": tree("of run a")}).wait()
+    wanted = FileTree(make) if when != "before the save" else tree("of run a")
+    if when == "before the save":
+        moves()
+        theirs = files_manager(current / "gpt")
+        theirs.save(1, parts={"t": tree("of run b")}).wait()
+        theirs.close()
+    with pytest.raises(SaveFailed, match="gpt is not the directory that was opened any more"):
+        ours.save(2, parts={"t": wanted}).wait()
+    assert (ours.latest_step(), ours.all_steps()) == (1, [1])
+    ours.close()
+
+
+@pytest.mark.parametrize("how", ["link", "rename"])
+def test_I2_a_restore_does_not_read_another_runs_checkpoint(how: str, tmp_path: Path):
+    """Found by attack. Catches: files that are verified in the root that was opened, and loaded from
+    what has its path by now."""
+    current = tmp_path / "current"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        other = files_manager(tmp_path / name / "gpt")
+        other.save(1, parts={"t": tree(f"of run {name}")}).wait()
+        other.close()
+    current.symlink_to(tmp_path / "a")
+    ours = files_manager(current / "gpt")
+    assert Path(ours.restore(parts={"t": tree("")}).parts["t"], "tokenizer.json").read_text() == (
+        "of run a"
+    )
+    if how == "link":
+        current.unlink()
+        current.symlink_to(tmp_path / "b")
+    else:
+        (tmp_path / "a/gpt").rename(tmp_path / "a/gpt.old")
+        (tmp_path / "b/gpt").rename(tmp_path / "a/gpt")
+    with pytest.raises(StorageError, match="is not the directory that was opened any more"):
+        ours.restore(parts={"t": tree("")})
+    ours.close()
+
+
+@pytest.mark.parametrize("does", ["exit", "raise", "close", "abandon", "poll", "save", "wait"])
+def test_F13_a_process_that_the_trainer_forks_leaves_its_saves_alone(does: str, tmp_path: Path):
+    """Found by attack. Catches: a child of the trainer's own that leaves through the ``with`` block, and
+    kills its parent's writer, or hangs there."""
+    gate = Gate(tmp_path / "gate")
+    driver = FakeDriver()
+    driver.before_write = gate.hold
+    manager = Manager(fake_ports(tmp_path / "root", driver=driver), make_config(QUICK))
+    handle = manager.save(1, weights(1))
+    pid = os.fork()
+    if pid == 0:
+        os._exit(leaves(manager, handle, does))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    gate.open()
+    handle.wait()
+    assert manager.latest_step() == 1
+    manager.close()
+
+
+def leaves(manager: Manager, handle: SaveHandle, does: str) -> int:
+    """In the child: 0 if it was let go at once, and told where it asked for something."""
+    calls = {
+        "poll": manager.poll,
+        "save": partial(manager.save, 2, weights(2)),
+        "wait": handle.wait,
+    }
+    began = time.monotonic()
+    try:
+        with manager:
+            if does in calls:
+                calls[does]()
+            elif does in ("close", "abandon"):
+                getattr(manager, does)()
+            else:
+                raise {"exit": SystemExit, "raise": ZeroDivisionError}[does]
+    except (SystemExit, ZeroDivisionError):
+        pass
+    except ManagerClosed:
+        return 0 if does in calls else 1
+    late = time.monotonic() - began >= QUICK["exit_timeout_s"]
+    return 2 if late or does in calls else 0
+
+
+COPIES = """
+import shutil, sys, time
+from ckptfsm.config import make_config
+from ckptfsm.manager import Manager
+from ckptfsm.testing.fakes import fake_ports
+manager = Manager(fake_ports(sys.argv[1]), make_config({}))
+manager.save(1, parts={"x": b"data"}).wait()
+shutil.copytree(sys.argv[1], sys.argv[1] + ".backup")
+print("copied", flush=True)
+sys.stdin.read(1)
+"""
+
+
+def test_F32_a_root_whose_owner_copied_it_is_busy(tmp_path: Path):
+    """Found by attack. Catches: a trainer that reads the file of its lock, to copy the root, and has
+    lost the lock by that: a stray start fences it."""
+    root = tmp_path / "root"
+    command = [sys.executable, "-c", COPIES, str(root)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "copied\n"
+        with pytest.raises(RootBusy) as busy:
+            Manager(fake_ports(root), make_config(QUICK))
+        assert busy.value.pid == owner.pid
+        backup = Manager(fake_ports(f"{root}.backup"), make_config(QUICK))
+        assert backup.latest_step() == 1, "the copy names the same owner, who does not have it"
+        backup.close()
+        taker = Manager(fake_ports(root), make_config({**QUICK, "takeover": True}))
+        assert taker.latest_step() == 1
+        taker.close()
+        owner.kill()
+
+
+def test_F2_an_owner_that_was_killed_and_not_reaped_is_dead(tmp_path: Path):
+    """Catches: a restart that waits for a zombie, whose parent (a launcher, a container) never reaps."""
+    root = tmp_path / "root"
+    command = [sys.executable, "-c", COPIES, str(root)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "copied\n"
+        owner.kill()
+        os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
+        manager = Manager(fake_ports(root), make_config(QUICK))
+        assert manager.latest_step() == 1
+        manager.close()

@@ -126,6 +126,7 @@ class AsyncCallsQueue:
         **settings: Any,
     ) -> None:
         self.persistent = persistent
+        self._process = os.getpid()
         self._config = config_of(config, settings)
         self._staging = staging
         self._transport: Transport | None = None
@@ -240,7 +241,10 @@ class AsyncCallsQueue:
         """Finalize everything; with ``abort`` kill the writers instead, which is local.
 
         Raises the first failure, once everything has ended. The queue can be used again afterwards.
+        In a process that the trainer's code forks, nothing is done.
         """
+        if os.getpid() != self._process:
+            return
         problem: CkptFsmError | None = None
         try:
             problem = None if abort else self._finish()

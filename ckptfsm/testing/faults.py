@@ -127,6 +127,9 @@ class FaultStorage:
     def close_root(self) -> None:
         self.inner.close_root()
 
+    def absolute(self, path: str) -> str:
+        return self.inner.absolute(path)
+
     def descriptors(self) -> tuple[int, ...]:
         return self.inner.descriptors()
 

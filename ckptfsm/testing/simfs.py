@@ -600,6 +600,9 @@ class SimStorage:
             raise _error(errno.EBADF)
         self.disk.locked.pop(file, None)
 
+    def absolute(self, path: str) -> str:
+        return "/".join((self.root, *split_path(path)))
+
     def close_root(self) -> None:
         """There is no descriptor to close."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from cluster import (
     Cluster,
     assert_complete,
@@ -59,3 +60,15 @@ def test_saves_are_tracked_pruned_restored_and_stock_loadable(cluster: Cluster, 
     for step in (3, 5, 6):
         directory = str(path_of(root, step))
         assert cluster.run("stock_load", directory=directory, step=step) == [True, True]
+
+
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "strided"])
+def test_a_common_value_may_be_a_tensor_of_any_layout(layout: str) -> None:
+    """Found by attack. Catches: a sparse tensor among the common values that makes every save fail."""
+    from ckptfsm.megatron.torch_dist import _to_host
+
+    tensor = torch.eye(3)
+    value = tensor if layout == "strided" else tensor.to_sparse(layout=getattr(torch, layout))
+    staged = _to_host(value)
+    assert staged.layout is value.layout
+    assert torch.equal(staged.to_dense() if layout != "strided" else staged, tensor)

@@ -1747,7 +1747,7 @@ FENCES = (
     mutant(
         "the-lock-is-not-asked",
         "lease",
-        "        if not takeover and (lock is None or _is_this_process(holder, identity)):\n",
+        "        if not takeover and (lock is None or _lives(storage, holder, identity)):\n",
         "        if False:\n",
         breaks="F12",
         source="fencing",

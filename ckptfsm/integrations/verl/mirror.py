@@ -239,7 +239,7 @@ class UploadJob:
         arriving = receipts.arriving(self.awaited.shares, self.clock, deadline)
         files = _content(entry for receipt in arriving for entry in receipt.files)
         copy = Copy.with_files(ticket.of, files)
-        self.mirror.upload(f"{storage.root}/{location}", copy, files)
+        self.mirror.upload(storage.absolute(location), copy, files)
         return Written(())
 
 
