@@ -6,6 +6,7 @@ A sample of two layers of proof (``proof.corruption``, ``proof.fuzz``), and ever
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import os
 import random
 import signal
@@ -198,6 +199,7 @@ def test_F30_the_death_of_the_interpreter_is_a_finding(monkeypatch: pytest.Monke
     """Catches: a reader that kills the process, which the layer would take for an end in order."""
 
     def dies(data: bytes) -> None:
+        faulthandler.disable()  # pytest's would dump a trace that nobody should look into
         os.kill(os.getpid(), signal.SIGSEGV)
 
     target = fuzz.Target("pin", lambda rng: b"", dies)
