@@ -271,8 +271,8 @@ class World:
     # --------------------------------------------------------------------------------- trace
 
     def trace_hash(self) -> str:
-        """A digest of everything that was done, in order."""
-        data = marshal.dumps(self.history, 2)
+        """A digest of everything that was done, in order, and of what lies on the disk now."""
+        data = marshal.dumps((self.history, sorted(self.disk.snapshot().items())), 2)
         return hashlib.blake2b(data, digest_size=16).hexdigest()
 
     def tail(self, count: int = _TAIL) -> list[str]:
