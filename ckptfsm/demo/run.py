@@ -26,6 +26,7 @@ from ckptfsm.lease import open_root, this_process
 from ckptfsm.lives import read_lives, render_html, render_table
 from ckptfsm.retention import CheckpointInfo, EveryNSteps, LatestN
 from ckptfsm.storage import PosixStorage
+from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 
 _PAUSE_TIMEOUT_S = 120.0
 
@@ -79,6 +80,7 @@ def run_demo(options: DemoOptions) -> int:
         _check_losses(options, scratch)
     _check_stock_load(options, root)
     _check_directories(options, root)
+    _check_journal(root)
     _report(root)
     print(f"done in {time.monotonic() - began:.0f} s")
     return 0
@@ -252,6 +254,18 @@ def _check_directories(options: DemoOptions, root: Path) -> None:
     if found != expected:
         raise DemoFailed(f"on disk are steps {found}, retention promises {expected}")
     print(f"  on disk are exactly the steps that retention promises: {found}")
+
+
+def _check_journal(root: Path) -> None:
+    """Every move of both runs is one that the specification allows (I11)."""
+    try:
+        judged = assert_journal_conforms(root)
+    except JournalViolation as error:
+        raise DemoFailed(f"the journal is no legal trace: {error}") from error
+    print(
+        f"  the journal is a legal trace of the specification: {judged.transitions} transitions in "
+        f"{judged.segments} segments"
+    )
 
 
 def _report(root: Path) -> None:
