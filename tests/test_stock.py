@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from snapshots import files_of
 
 from ckptfsm.config import make_config
 from ckptfsm.errors import DamagedRoot
@@ -698,13 +699,6 @@ def test_a_role_that_was_cut_off_is_not_accepted(copy: Path, spoil: Callable[[Pa
 
 
 # ------------------------------------------------------------------------------------- adoption
-
-
-def files_of(root: Path) -> dict[str, tuple[int, int, int]]:
-    """Size, mtime and inode of every file but the tracker and what is ours."""
-    found = {str(p.relative_to(root)): p.stat() for p in root.rglob("*") if p.is_file()}
-    names = [name for name in found if name != TRACKER and not name.startswith(".ckptfsm/")]
-    return {n: (found[n].st_size, found[n].st_mtime_ns, found[n].st_ino) for n in sorted(names)}
 
 
 def a_run_of(trainer: str, copy: Path) -> Path:

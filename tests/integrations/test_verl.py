@@ -27,6 +27,7 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("ray")
 
+from snapshots import files_of
 from verl_groups import Loader, PipeCalls, Server, WorkerGroup, config_of
 from verl_loops import calls_in_every_step
 
@@ -477,18 +478,24 @@ def test_a_torn_tracker_is_not_a_start_from_zero(job: Job, tracker: str | None) 
 
 
 def test_what_stock_verl_has_written_is_resumed_from(job: Job) -> None:
-    """Catches: a run of before that is not seen: a silent restart from zero."""
+    """Catches: a run of before that is not seen: a silent restart from zero; a file of it, but the
+    tracker, that is written, moved, copied, linked or touched, by adoption or by the next save."""
     stock = job.start(stock=True, critic=False)
     stock.actor_rollout_wg.save_checkpoint = _without_hdfs(stock.actor_rollout_wg)
     os.makedirs(job.root)
     save(stock, 3)
     assert job.tracked() == 3
-    before = state_of(stock)
+    trained, files = state_of(stock), files_of(job.root)
+    assert "global_step_3/data.pt" in files and len(files) > 5
     again = restarted(job, critic=False)
     assert again.global_steps == 3
-    assert state_of(again) == before
+    assert state_of(again) == trained
+    assert files_of(job.root) == files
     save(again)
+    again.checkpoints.close()
     assert job.steps() == ["global_step_3", "global_step_4"], "an adopted one is pinned"
+    new = {name for name in files_of(job.root) if name.startswith("global_step_4/")}
+    assert {n: f for n, f in files_of(job.root).items() if n not in new} == files
 
 
 def _without_hdfs(group: WorkerGroup) -> Any:
