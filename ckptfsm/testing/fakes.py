@@ -400,19 +400,22 @@ class Gate:
             fifo.read(1)
 
     def open(self, timeout_s: float = _WAIT_S) -> None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                descriptor = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
-                break
-            except OSError as error:
-                if error.errno != errno.ENXIO or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.001)  # bounded by the deadline: the child is on its way to hold()
+        descriptor = self.reached(timeout_s)
         try:
             os.write(descriptor, b".")
         finally:
             os.close(descriptor)
+
+    def reached(self, timeout_s: float = _WAIT_S) -> int:
+        """Wait until the child holds. It does, while the descriptor that is returned is open."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError as error:
+                if error.errno != errno.ENXIO or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.001)  # bounded by the deadline: the child is on its way to hold()
 
 
 # -------------------------------------------------------------------------------------- assembly

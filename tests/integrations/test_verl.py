@@ -6,8 +6,10 @@ Runs only where verl is installed. What is loaded is loaded by verl's own code, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -28,7 +30,9 @@ pytest.importorskip("verl")
 pytest.importorskip("ray")
 
 from snapshots import files_of
-from verl_groups import Loader, PipeCalls, Server, WorkerGroup, config_of
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+from verl_groups import LIMIT_S, PipeCalls, Server, WorkerGroup, config_of
+from verl_job import TRACKER, Job, restarted, save, state_of, train
 from verl_loops import calls_in_every_step
 
 from ckptfsm.errors import (
@@ -43,10 +47,10 @@ from ckptfsm.integrations.verl import manager as manager_module
 from ckptfsm.integrations.verl import trainer as trainer_module
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror
 from ckptfsm.retention import KeepAll, LatestN
+from ckptfsm.testing.fakes import Gate
 
 pytestmark = pytest.mark.megatron
 NEW = tuple(map(int, version("verl").split(".")[:2])) >= (0, 9)  # three trees, not one
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @pytest.fixture(scope="session")
@@ -56,77 +60,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server.close()
 
 
-class Job:
-    """A run of verl: a real trainer object of verl's, an actor of two ranks and a critic of one."""
-
-    def __init__(self, server: Server, place: Path) -> None:
-        self.server, self.place, self.root = server, place, place / "root"
-        self.groups: list[WorkerGroup] = []
-        self.trainers: list[Any] = []
-
-    def start(self, base: Any = None, *, stock: bool = False, **options: Any) -> Any:
-        """A trainer after ``init_workers``. ``options``: of ``install``, of workers, configuration."""
-        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-
-        workers = {k: options.pop(k) for k in ("checkpoint", "bridge") if k in options}
-        settings = {
-            k: options.pop(k)
-            for k in ("on_failure", "retention", "mirror", "mirror_when")
-            if k in options
-        }
-        critic, sizes = options.pop("critic", True), options.pop("sizes", (2, 1))
-        kind = RayPPOTrainer if base is None else base
-        trainer = kind.__new__(kind)
-        trainer.config = config_of(self.root, **options)
-        trainer.use_critic, trainer.global_steps = critic, 0
-        trainer.train_dataloader = Loader()
-        workers["async_save"] = options.get("async_save", False)
-        trainer.actor_rollout_wg = self.group("actor", sizes[0], **workers)
-        if critic:
-            trainer.critic_wg = self.group("critic", sizes[1], **workers)
-        if hasattr(trainer, "checkpoints"):
-            self.trainers.append(trainer)
-        elif not stock:
-            trainer = install(trainer, calls=PipeCalls(), **settings)
-            self.trainers.append(trainer)
-        return trainer
-
-    def group(self, role: str, size: int, **workers: Any) -> WorkerGroup:
-        group = WorkerGroup(self.server, role, size, self.place, **workers)
-        self.groups.append(group)
-        return group
-
-    def steps(self) -> list[str]:
-        return sorted(p.name for p in self.root.iterdir() if p.name.startswith("global_step"))
-
-    def tracked(self) -> int:
-        return int((self.root / TRACKER).read_text())
-
-    def end(self) -> None:
-        for trainer in self.trainers:
-            trainer.checkpoints.abandon()
-        for group in self.groups:
-            group.close()
-
-
 @pytest.fixture
 def job(server: Server, tmp_path: Path) -> Iterator[Job]:
     job = Job(server, tmp_path)
     yield job
     job.end()
-
-
-def train(trainer: Any, steps: int) -> None:
-    trainer.actor_rollout_wg.call("verl_worker:train", steps)
-    if trainer.use_critic:
-        trainer.critic_wg.call("verl_worker:train", steps)
-    trainer.train_dataloader.position += steps
-    trainer.global_steps += steps
-
-
-def state_of(trainer: Any) -> list[Any]:
-    groups = [trainer.actor_rollout_wg, *([trainer.critic_wg] if trainer.use_critic else [])]
-    return [g.call("verl_worker:fingerprint") for g in groups] + [trainer.train_dataloader.position]
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -148,24 +86,12 @@ def test_stock_verl_loads_what_was_saved(job: Job, async_save: bool) -> None:
     assert state_of(again) == saved
 
 
-def save(trainer: Any, steps: int = 1) -> None:
-    train(trainer, steps)
-    trainer._save_checkpoint()
-
-
 def polled_until(trainer: Any, done: Any) -> None:
     """As the loop polls: in every step."""
     deadline = time.monotonic() + 60
     while not done():
         assert time.monotonic() < deadline, "nothing happens"
         trainer._start_profiling(False)
-
-
-def restarted(job: Job, **options: Any) -> Any:
-    """The next job of the run, which has loaded. The job before it was killed, or has ended."""
-    trainer = job.start(**options)
-    trainer._load_checkpoint()
-    return trainer
 
 
 @pytest.mark.parametrize("bridge", [False, True])
@@ -438,18 +364,68 @@ def test_a_worker_killed_between_actor_and_critic(job: Job) -> None:
     assert (stock.global_steps, job.steps()) == (1, ["global_step_1"])
 
 
+@contextlib.contextmanager
+def another_driver(job: Job, *gates: Gate) -> Iterator[subprocess.Popen[str]]:
+    """A driver in a process of its own, that is there to be killed: see ``verl_job``."""
+    here = str(Path(__file__).parent)
+    words = [job.server.directory, job.place, *(gate.path for gate in gates)]
+    with (job.place / "driver.log").open("w") as log:
+        driver = subprocess.Popen(
+            [sys.executable, str(Path(here, "verl_job.py")), *map(str, words)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, here])},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    with driver:
+        try:
+            yield driver
+        finally:
+            driver.kill()
+
+
+def ended(descriptor: int) -> bool:
+    """Whether the process of a pidfd is gone, or goes within a minute."""
+    watch = select.poll()
+    watch.register(descriptor, select.POLLIN)
+    return bool(watch.poll(60_000))
+
+
 def test_a_killed_driver_is_followed_by_one_that_goes_on(job: Job) -> None:
-    """Catches: a save in flight that is resumed from, or that stops the next job."""
-    trainer = job.start(async_save=True)
-    save(trainer)
-    trainer.checkpoints.poll(wait=True)
-    trainer.critic_wg.call("verl_worker:hold_writers", str(job.place / "never"))
-    save(trainer)
-    trainer.checkpoints.abandon()
-    again = restarted(job)
-    assert again.global_steps == 1
-    save(again)
-    assert job.tracked() == 2
+    """Catches: a SIGKILL after which a run begins from zero, or from the save that was in flight; a root
+    that the dead driver's workers and writers hold; a writer that outlived it and is counted as ours."""
+    at_writer, at_step = Gate(job.place / "at-writer"), Gate(job.place / "at-step")
+    with contextlib.ExitStack() as opened:
+        driver = opened.enter_context(another_driver(job, at_writer, at_step))
+        writing = at_writer.reached(LIMIT_S)
+        opened.callback(os.close, writing)
+        opened.callback(os.close, at_step.reached(LIMIT_S))
+        driver.kill()
+        said = json.loads(driver.communicate(timeout=LIMIT_S)[0].splitlines()[-1])
+        assert driver.returncode == -signal.SIGKILL
+        (pid,) = said["writers"][0]
+        writer = os.pidfd_open(pid)
+        opened.callback(os.close, writer)
+        assert find_latest_ckpt_path(str(job.root)) == str(job.root / "global_step_1")
+        left = os.listdir(job.root / ".ckptfsm/staging")
+        assert len(left) == 1 and left[0].startswith("2."), "a save was in flight"
+
+        again = restarted(job, async_save=True)
+        assert (again.global_steps, state_of(again)) == (1, said["saved"])
+        again.critic_wg.call("verl_worker:train", 1)  # not the step 2 that was in flight
+        save(again)
+        saved = state_of(again)
+        os.write(writing, b"." * 64)  # the dead driver's writer writes on
+        assert ended(writer)
+        again.checkpoints.poll(wait=True)
+        assert again.checkpoints.controller.all_steps() == [1, 2]
+        assert os.listdir(job.root / ".ckptfsm/staging") == []
+        again.checkpoints.close()
+    assert find_latest_ckpt_path(str(job.root)) == str(job.root / "global_step_2")
+    stock = job.start(stock=True)
+    stock._load_checkpoint()
+    assert (stock.global_steps, state_of(stock)) == (2, saved)
 
 
 def test_a_full_disk_in_verls_own_code_fails_the_save_alone(job: Job) -> None:

@@ -21,15 +21,21 @@ LIMIT_S = 120.0
 
 
 class Server:
-    """Forks workers that have torch, megatron-core and verl already."""
+    """Forks workers that have torch, megatron-core and verl already.
 
-    def __init__(self, directory: Path) -> None:
+    ``serves``: another process has begun it in ``directory``, and will end it.
+    """
+
+    def __init__(self, directory: Path, *, serves: bool = False) -> None:
         self.directory = directory
         self.address = str(directory / "server")
+        self.process = None if serves else self._begin()
+
+    def _begin(self) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(HERE)])}
         environment["OMP_NUM_THREADS"] = "1"
-        with open(directory / "server.log", "w") as log:
-            self.process = subprocess.Popen(
+        with open(self.directory / "server.log", "w") as log:
+            return subprocess.Popen(
                 [sys.executable, str(HERE / "verl_worker.py"), self.address],
                 env=environment,
                 stdout=log,
@@ -44,12 +50,13 @@ class Server:
                 return Client(self.address)  # type: ignore[return-value]
             except (FileNotFoundError, ConnectionRefusedError):
                 text = (self.directory / "server.log").read_text()
-                assert self.process.poll() is None, text
+                assert self.process is None or self.process.poll() is None, text
                 assert time.monotonic() < deadline, f"the server does not come up: {text}"
                 time.sleep(0.05)
 
     def close(self) -> None:
         """End it, and whatever its workers have left: a stock manager outlives a killed trainer."""
+        assert self.process is not None
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(LIMIT_S)
 

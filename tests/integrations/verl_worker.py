@@ -286,33 +286,56 @@ def children(worker: VerlWorker) -> list[int]:
 
 def hold_writers(worker: VerlWorker, gate: str) -> None:
     """Writers forked from now on wait until the file ``gate`` exists; at most 60 s."""
+    _hold_writers(partial(_until_there, gate))
+
+
+def hold_writers_at(worker: VerlWorker, fifo: str) -> None:
+    """Writers forked from now on wait for a byte of ``fifo`` before each part that they write."""
+    _hold_writers(partial(_at, fifo))
+
+
+def hold_at(worker: VerlWorker, fifo: str) -> None:
+    """Busy, until a byte of ``fifo`` comes or nobody can write one any more."""
+    _at(fifo)
+
+
+def _at(fifo: str) -> None:
+    with open(fifo, "rb", buffering=0) as gate:
+        gate.read(1)
+
+
+def _until_there(gate: str) -> None:
+    deadline = time.monotonic() + 60
+    while not os.path.exists(gate) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _hold_writers(hold: Any) -> None:
     stage: Any = vars(MegatronDraft)["stage"]
     stage = stage.stage if isinstance(stage, _Held) else stage
-    MegatronDraft.stage = _Held(stage, gate)  # type: ignore[method-assign]
+    MegatronDraft.stage = _Held(stage, hold)  # type: ignore[method-assign]
 
 
 class _Held:
-    def __init__(self, stage: Any, gate: str) -> None:
-        self.stage, self.gate = stage, gate
+    def __init__(self, stage: Any, hold: Any) -> None:
+        self.stage, self.hold = stage, hold
 
     def __get__(self, draft: Any, kind: Any) -> Any:
         return lambda *arguments: tuple(
             job
             if isinstance(job, TreePart)
-            else _HeldJob(job, self.gate)  # a tree is known by its type
+            else _HeldJob(job, self.hold)  # a tree is known by its type
             for job in self.stage(draft, *arguments)
         )
 
 
 class _HeldJob:
-    def __init__(self, job: Any, gate: str) -> None:
-        self.job, self.gate = job, gate
+    def __init__(self, job: Any, hold: Any) -> None:
+        self.job, self.hold = job, hold
         self.name, self.directory = job.name, job.directory
 
     def write(self, storage: Any, location: str) -> Any:
-        deadline = time.monotonic() + 60
-        while not os.path.exists(self.gate) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        self.hold()
         return self.job.write(storage, location)
 
 
