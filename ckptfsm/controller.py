@@ -258,10 +258,10 @@ class Controller(Owner):
             return
         if not isinstance(event, WriterGone):  # one may come before the failure that it counts for
             flight.taken.add(event)
-        if isinstance(event, ShardReported) and event.rank not in flight.written:
+        if isinstance(event, ShardReported):
             flight.written.add(event.rank)
-            # What is written was forked, whichever report came first.
-            self._pump.report(WriterForked(event.of, event.rank, event.world_size))
+            # What is written was forked, whichever report comes first.
+            self._take(WriterForked(event.of, event.rank, event.world_size))
         if isinstance(event, Failed):
             event = replace(event, detail=shorten(event.detail))
         self._pump.report(event)

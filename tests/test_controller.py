@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -61,6 +62,16 @@ def test_two_groups_and_a_file_make_one_checkpoint(tmp_path):
     metadata = json.loads((step / "actor/.metadata").read_text())
     assert [[row[0] for row in rank] for rank in metadata] == [[0], [1]], "of both ranks"
     job.controller.close()
+
+
+def test_a_save_in_order_logs_no_warning(tmp_path, caplog):
+    """Catches: a warning for each worker and save, in which one that matters is not seen."""
+    job = GroupJob(tmp_path, SIZES)
+    with caplog.at_level(logging.INFO, logger="ckptfsm"):
+        job.save(10).handle.wait()
+        job.save(20).handle.wait()
+    job.controller.close()
+    assert [r.getMessage() for r in caplog.records if r.levelno > logging.INFO] == []
 
 
 def test_the_tracker_moves_once_and_after_every_part(tmp_path):
