@@ -10,7 +10,11 @@ import os
 import random
 import signal
 import traceback
+import warnings
+from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -20,6 +24,7 @@ from proof.layer import Budget, LayerResult
 import ckptfsm.coordinator as coordinator
 import ckptfsm.durable as durable
 from ckptfsm.config import make_config
+from ckptfsm.controller import Controller
 from ckptfsm.coordinator import Coordinator
 from ckptfsm.effects import Effects
 from ckptfsm.errors import DamagedRoot
@@ -28,16 +33,18 @@ from ckptfsm.lease import RootLease
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
+from ckptfsm.messages import WriterGone
 from ckptfsm.processes import Outcome
 from ckptfsm.retention import CheckpointInfo, LatestN, Policy
 from ckptfsm.testing import invariants
 from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.invariants import Confirmed, JournalModel, RootBroken, Watch, check_root
 from ckptfsm.testing.sim import Run, SimulationFailed, simulate
+from ckptfsm.testing.sim.answers import REPLAYED
 from ckptfsm.testing.sim.damage import draw_meddling
 from ckptfsm.testing.sim.faults import Faults
 from ckptfsm.testing.sim.job import Job, Op
-from ckptfsm.testing.sim.run import _TIMES
+from ckptfsm.testing.sim.run import _TIMES, Scenario
 from ckptfsm.testing.sim.site import Site
 from ckptfsm.testing.sim.storage import WorldStorage
 from ckptfsm.testing.sim.world import Process, World
@@ -58,6 +65,58 @@ def test_promises_hold_in_simulated_jobs():
         assert run.failure is None, "\n".join([*run.tail, str(run.failure), f"seed {seed}"])
     struck = {key.split(" ")[0] for key in coverage.faults}
     assert {"F1", "F2", "F4", "F5", "F6", "F8", "F11", "F12", "F22", "F27"} <= struck
+
+
+def simulate_groups(seed: int) -> Counter[str]:
+    """A run of a controller whose workers' answers come late and twice: which did, and how often."""
+    scenario = Scenario(seed, None, Coverage())
+    scenario.layout, scenario.site.watch.in_place, scenario.site.stale = "groups", False, 0.3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scenario.site.world.run(scenario.main)
+    return scenario.site.replayed
+
+
+def test_I5_F11_answers_of_workers_come_late_and_twice():
+    """Catches: a controller that hands them on, and a simulation in which none of a kind comes."""
+    replayed = sum((simulate_groups(seed) for seed in range(25)), Counter())
+    assert min(replayed[kind] for kind in REPLAYED) > 0, replayed
+
+
+@pytest.mark.parametrize("change", ["relabelled", "older", "repeated"])
+def test_I5_a_controller_that_takes_what_does_not_count_is_found(change: str, monkeypatch):
+    """Catches: a judge that looks at the ledger's filter, and not at the controller's."""
+    take = Controller._take
+    monkeypatch.setattr(Controller, "_take", partialmethod(TAKES[change], take))
+    with pytest.raises(SimulationFailed, match="is handed on") as found:
+        for seed in range(25):
+            simulate_groups(seed)
+    assert found.value.promise == "I5"
+
+
+def relabel(controller: Any, take: Any, event: Any) -> None:
+    """Takes what a worker said of any attempt for the newest one's."""
+    if controller._flights and not isinstance(event, WriterGone):
+        event = replace(event, of=max(controller._flights, key=lambda of: of.attempt))
+    take(controller, event)
+
+
+def take_older(controller: Any, take: Any, event: Any) -> None:
+    """Hands on what is of no attempt in flight."""
+    if event.of in controller._flights or isinstance(event, WriterGone):
+        take(controller, event)
+    else:
+        controller._pump.report(event)
+
+
+def take_again(controller: Any, take: Any, event: Any) -> None:
+    """Forgets what it has taken."""
+    for flight in controller._flights.values():
+        flight.taken.clear()
+    take(controller, event)
+
+
+TAKES = {"relabelled": relabel, "older": take_older, "repeated": take_again}
 
 
 def test_one_seed_is_one_trace():
@@ -546,6 +605,16 @@ def test_the_layer_shares_seeds_out_and_stops_when_told(monkeypatch):
     assert simulation.run(Budget(processes=2)).explored["runs"] == 9
     monkeypatch.setattr(Effects, "_fsync_names", no_effect)
     assert simulation.run(Budget(processes=1, stop_at_first=True)).explored["runs"] == 3
+
+
+def test_a_run_without_late_answers_is_red():
+    """Catches: late answers that are no longer made, and a gate that is as green as before."""
+    result = LayerResult("simulation", dict.fromkeys((*REPLAYED, "runs"), simulation._ENOUGH))
+    simulation._check_replayed(result)
+    assert not result.violations
+    result.explored[REPLAYED[1]] = 0
+    simulation._check_replayed(result)
+    assert [v.what[:29] for v in result.violations] == ["no answers of failed attempts"]
 
 
 def test_a_soak_ends_though_its_seeds_do_not(monkeypatch):

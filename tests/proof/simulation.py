@@ -33,6 +33,7 @@ from types import MappingProxyType
 from ckptfsm.lifecycle import State
 from ckptfsm.testing.coverage import Coverage, watch_moves
 from ckptfsm.testing.sim import simulate
+from ckptfsm.testing.sim.answers import REPLAYED
 from proof.layer import Budget, LayerResult, Violation, timed
 from proof.sharing import WorkerDied, share_out
 
@@ -43,6 +44,7 @@ _CHUNK_HURRIED = 8  # when the first violation ends the run
 _COMMAND = "PYTHONPATH=tests python -m proof.simulation"
 _REPLAY = f"{_COMMAND} --seed"
 _SEEDS_RERUN = 20
+_ENOUGH = 2000  # in so many runs every kind of late answer comes, many times
 AIMED: MappingProxyType[State, int] = MappingProxyType(  # how many runs aim at a state
     {
         State.REQUESTED: 50,
@@ -53,7 +55,8 @@ AIMED: MappingProxyType[State, int] = MappingProxyType(  # how many runs aim at 
         State.FAILED: 70,
     }
 )
-_NOTHING = MappingProxyType({"runs": 0, "storage calls": 0, "saves": 0, "journals": 0})
+_COUNTED = ("runs", "storage calls", "saves", "journals", *REPLAYED)
+_NOTHING = MappingProxyType(dict.fromkeys(_COUNTED, 0))
 
 
 def run(budget: Budget) -> LayerResult:
@@ -71,6 +74,7 @@ def run(budget: Budget) -> LayerResult:
     if deadline is None and not (budget.stop_at_first and result.violations):
         _run_aimed(result, budget.processes)
     if not result.violations:
+        _check_replayed(result)
         times = 50 if budget.profile == "soak" else 1
         _check_reruns(result, range(_SEEDS_RERUN), times)
     return result
@@ -80,6 +84,18 @@ def _run_aimed(result: LayerResult, processes: int) -> None:
     for aim, count in AIMED.items():
         for part in _share_out(_chunks(0, count, _CHUNK_AIMED), processes, aim):
             _add(result, part)
+
+
+def _check_replayed(result: LayerResult) -> None:
+    """Answers that came late or twice are no fault of a state: their own count must not be 0."""
+    if result.explored["runs"] < _ENOUGH:
+        return
+    for kind in REPLAYED:
+        if not result.explored[kind]:
+            what = (
+                f"no {kind} in {result.explored['runs']} runs: nothing shows that they do not count"
+            )
+            result.violations.append(Violation("", what, _COMMAND))
 
 
 def rerun_hashes(seeds: Sequence[int], times: int) -> list[int]:
@@ -160,6 +176,8 @@ def run_chunk(seeds: range, aim: State | None = None) -> str:
                 result.explored["storage calls"] += one.calls
                 result.explored["saves"] += one.saves
                 result.explored["journals"] += one.journals
+                for kind, times in one.replayed.items():
+                    result.explored[kind] += times
                 if one.failure is not None:
                     again = f"{_REPLAY} {seed}{_aim_of(aim)}"
                     found = Violation(one.failure.promise, one.failure.what, again)

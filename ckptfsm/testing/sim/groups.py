@@ -1,23 +1,26 @@
 """A simulated job of one controller and groups of workers, each a process of its own.
 
 Rules: the controller is a trainer like any other (``job.Trainer``); only how it saves and restores
-differs. Calls to workers are made up here: they may be answered late, twice, or not at all, and a
-worker may be dead. A group that lost a worker is started anew, as an orchestrator would.
+differs. Calls to workers are made up here: they may be answered late, twice, or not at all (see
+``answers``), and a worker may be dead. A group that lost a worker is started anew, as an orchestrator
+would.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptfsm.controller import Controller
+from ckptfsm.documents import TransitionRecord
 from ckptfsm.errors import CkptFsmError, RestoreFailed
 from ckptfsm.files import FilesDriver
 from ckptfsm.handle import SaveHandle
 from ckptfsm.messages import AttemptId, Event
 from ckptfsm.ports import Ports
+from ckptfsm.testing.sim.answers import HandedOn, Mail
 from ckptfsm.testing.sim.job import Job, Trainer
 from ckptfsm.testing.sim.ports import WorldDriver, WorldGroup, WorldTransport, world_ports
 from ckptfsm.testing.sim.site import Site
@@ -139,6 +142,22 @@ class Groups:
                 self.site.kill(worker.process)
 
 
+class JudgedTransport(WorldTransport):
+    """The controller's own, where what it hands on of its workers' answers is judged."""
+
+    handed_on: HandedOn
+
+    def any_flags(self, flags: Sequence[bool]) -> list[bool]:
+        self.handed_on.begin_round()
+        return super().any_flags(flags)
+
+    def gather(self, item: Any) -> list[Any] | None:
+        if isinstance(item, list) and all(isinstance(event, Event) for event in item):
+            problem = self.handed_on.problem_of(item)
+            self._group.site.check(not problem, "I5", problem)
+        return super().gather(item)
+
+
 class ControllerTrainer(Trainer):
     """The controller's process: a trainer whose saves are written by workers."""
 
@@ -147,7 +166,10 @@ class ControllerTrainer(Trainer):
     def __init__(self, job: Job, process: Process) -> None:
         group = WorldGroup(job.site, 1, job.config.exchange_timeout_s)
         super().__init__(job, 0, process, group)
-        made = world_ports(self.site, process, WorldTransport(group, 0, process, job.sent))
+        self.mail = Mail(self.site, job.answers)
+        transport = JudgedTransport(group, 0, process, job.sent)
+        transport.handed_on = self.mail.handed_on
+        made = world_ports(self.site, process, transport)
         self.ports = Ports(**{**_fields(made), "driver": FilesDriver()})
         self.groups = Groups(self.site, process.name, job.config.exchange_timeout_s, job.hosts)
         process.at_death = self.groups.end
@@ -162,13 +184,17 @@ class ControllerTrainer(Trainer):
             ports=self.ports,
         )
 
+    def _hook(self, record: TransitionRecord) -> None:
+        self.mail.note(record)
+        super()._hook(record)
+
     def _fail_at(self, call: str) -> None:
         """F31: one worker fails in the middle of what all of them do."""
         worker = self.site.world.random.choice(self.groups.workers["actor"])
         worker.driver.strike(call)
 
     def _ask(self, doomed: tuple[AttemptId, ...]) -> list[Event]:
-        """Ask every worker that lives; sometimes an answer is lost, and what it said with it."""
+        """Ask every worker that lives; what arrives is another question."""
         site = self.site
         calls = [
             worker.call("poll", doomed)
@@ -178,9 +204,7 @@ class ControllerTrainer(Trainer):
         ]
         events: list[Event] = []
         for call in calls:
-            answer = call.answer()
-            if answer and not site.chance(site.stale * 0.1):
-                events += answer
+            events += self.mail.deliver(call.answer() or ())
         for name in self.groups.incomplete():
             if site.chance(0.5):
                 dead = [r for r, w in enumerate(self.groups.workers[name]) if not w.process.alive]
@@ -200,7 +224,7 @@ class ControllerTrainer(Trainer):
             for rank, worker in enumerate(self.groups.workers[name])
         ]
         for call in calls:
-            self.manager.feed(call.answer() or ())
+            self.manager.feed(self.mail.deliver(call.answer() or ()))
         return save.handle
 
     def _op_restore(self, number: float) -> None:

@@ -111,6 +111,7 @@ class Job:
     hosts: tuple[str, ...] = ("a",)
     hooks_raise: bool = False
     sent: list[Event] = field(default_factory=list)
+    answers: list[bytes] = field(default_factory=list)
     processes: list[Process] = field(default_factory=list)
     tasks: list[Task] = field(default_factory=list)
     errors: dict[int, CkptFsmError] = field(default_factory=dict)

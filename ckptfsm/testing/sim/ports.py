@@ -42,6 +42,7 @@ from ckptfsm.testing.sim.site import Site
 from ckptfsm.testing.sim.storage import WorldStorage
 from ckptfsm.testing.sim.world import Process, SimulationFailed, Task, World
 from ckptfsm.testing.simfs import ProcessDead
+from ckptfsm.worker import GroupShare
 from ckptfsm.writer import FilePart, ShardFile, write_rank
 
 T = TypeVar("T")
@@ -320,9 +321,13 @@ class WorldWriter:
             self._end(site.world.random.choice((killed, silent)) if odd else whole)
 
     def _write(self) -> list[tuple[str, int, Any]]:
-        """F23: of several parts, one may be late, fail, or be said to be there and not be."""
+        """F23: of several parts, one may be late, fail, or be said to be there and not be.
+
+        A group's share is one of several, too: other workers write the others.
+        """
         job, site = self._job, self._site
-        if len(job.parts) < 2 or not site.chance(site.uneven):
+        several = len(job.parts) > 1 or any(isinstance(p, GroupShare) for p in job.parts)
+        if not several or not site.chance(site.uneven):
             return write_rank(self._storage, job)
         index = site.world.random.randrange(len(job.parts))
         how = site.world.random.choice(("late", "fails", "missing"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -72,7 +73,8 @@ _TIMES = MappingProxyType(
 class Run:
     """What became of a run. ``failure`` is None if every promise held.
 
-    ``journals``: how many times the journal was replayed against the specification.
+    ``journals``: how many times the journal was replayed against the specification. ``replayed``: how
+    many answers of a controller's workers came late or twice, by kind.
     """
 
     seed: int
@@ -84,6 +86,7 @@ class Run:
     failure: SimulationFailed | None = None
     tail: list[str] = field(default_factory=list)
     coverage: Coverage = field(default_factory=Coverage)
+    replayed: Counter[str] = field(default_factory=Counter)
 
 
 def simulate(
@@ -125,6 +128,7 @@ def simulate(
         failure,
         world.tail(tail) if failure is not None or keep_tail else [],
         coverage,
+        scenario.site.replayed,
     )
 
 
@@ -154,6 +158,7 @@ class Scenario:
         self.spoils = draw_rate(choose, 0.08)
         self.meddling = draw_meddling(choose)
         self.sent: list[Event] = []
+        self.answers: list[bytes] = []
         self.numbers = 0
         self.journals = 0
         if choose.random() < 0.1:
@@ -218,6 +223,7 @@ class Scenario:
             self._hosts(),
             self.site.chance(self.hooks_raise),
             self.sent,
+            self.answers,
         )
 
     def _hosts(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ run where it is found: nothing of the code under test can swallow it.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from ckptfsm.lifecycle import State
@@ -53,6 +54,7 @@ class Site:
 
     def __post_init__(self) -> None:
         self.hidden, self.gone = LateNames(self.world), LateNames(self.world)
+        self.replayed: Counter[str] = Counter()  # answers of workers: see ``answers``
 
     def chance(self, probability: float) -> bool:
         return probability > 0 and self.world.random.random() < probability
