@@ -1,14 +1,18 @@
 """Crash at every storage call of a job, lose power in several ways, recover, and judge the root.
 
 The job is the production coordinator and writer code on a simulated disk; in the script ``control`` it
-is a production controller that is fed by the workers of two groups. Each test says what it would catch;
-the disk is adversarial: what was not fsynced may be lost, torn or reordered. SIGKILL and errors at every
-call of the other scripts are ``proof.processes``, on a real disk; here they are those of ``control``.
+is a production controller that is fed by the workers of two groups, in ``control_late`` with a part that
+fails, and with answers of that attempt and repeated ones while the next is in flight. Each test says
+what it would catch; the disk is adversarial: what was not fsynced may be lost, torn or reordered.
+SIGKILL and errors at every call of the other scripts are ``proof.processes``, on a real disk; here they
+are those of the two.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,19 +21,21 @@ import pytest
 
 from ckptfsm.controller import Controller
 from ckptfsm.documents import TransitionRecord
-from ckptfsm.errors import CkptFsmError
+from ckptfsm.errors import CkptFsmError, SaveFailed
 from ckptfsm.executor import InlineExecutor
 from ckptfsm.files import FilesDriver
 from ckptfsm.journal import read_history
 from ckptfsm.lifecycle import State
-from ckptfsm.messages import AttemptId, Event, PartSpec
+from ckptfsm.messages import AttemptId, Event, Failed, PartSpec, ShardReported
 from ckptfsm.ports import ChildError, Driver, Identity, Outcome, Ports, RankJob, Storage
 from ckptfsm.retention import LatestN
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, fake_ports
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
-from ckptfsm.testing.harness import FakeJob, FakePart, check_root, fake_content
+from ckptfsm.testing.harness import FakeJob, FakePart, HalfPart, check_root, fake_content
+from ckptfsm.testing.sim.answers import HandedOn
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
-from ckptfsm.tickets import GroupPart
+from ckptfsm.tickets import GroupPart, GroupSave
+from ckptfsm.transport import LocalTransport
 from ckptfsm.worker import Worker
 from ckptfsm.writer import write_rank
 
@@ -106,23 +112,48 @@ class NamingDraft(FakeDraft):
         self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
     ) -> tuple[FakePart, ...]:
         made = [(spec, fake_content(self.values[spec.name]["of"], 0)) for spec in specs]
-        return tuple(FakePart(spec.name, spec.directory, 0, content) for spec, content in made)
+        kind = HalfPart if "write" in self.driver.failures else FakePart
+        return tuple(kind(spec.name, spec.directory, 0, content) for spec, content in made)
 
 
 class NamingDriver(FakeDriver):
-    """A worker's driver whose shards name their attempt, which is their state, to the judge."""
+    """A worker's driver whose shards name their attempt, which is their state, to the judge.
+
+    With ``write`` among its ``failures``, the disk takes one half of each.
+    """
 
     def draft(self, parts: Mapping[str, Any]) -> FakeDraft:
         made = super().draft(parts)
         return NamingDraft(made.specs, False, made.summary, made.expected_bytes, self, made.values)
 
 
+class JudgedTransport(LocalTransport):
+    """The controller's transport, where what it hands on of its workers' answers is judged."""
+
+    def __init__(self) -> None:
+        self.handed_on = HandedOn()
+
+    def any_flags(self, flags: Sequence[bool]) -> list[bool]:
+        self.handed_on.begin_round()
+        return super().any_flags(flags)
+
+    def gather(self, item: Any) -> list[Any] | None:
+        assert not self.handed_on.problem_of(item)
+        return super().gather(item)
+
+
 class Controlled:
-    """A controller and two groups of one worker each, on the disk and the clock of a job."""
+    """A controller and two groups of one worker each, on the disk and the clock of a job.
+
+    ``answers`` are what the workers have said of a step, by step.
+    """
 
     def __init__(self, job: FakeJob) -> None:
         self.job = job
-        self.workers = {name: Worker(self._ports(NamingDriver())) for name in ("actor", "critic")}
+        self.transport = JudgedTransport()
+        self.answers: dict[int, list[Event]] = {}
+        self.drivers = {name: NamingDriver() for name in ("actor", "critic")}
+        self.workers = {name: Worker(self._ports(made)) for name, made in self.drivers.items()}
         self.controller = Controller(
             job.storage.root,
             dict.fromkeys(self.workers, 1),
@@ -138,6 +169,7 @@ class Controlled:
         return fake_ports(
             self._storage,
             driver=driver,
+            transport=self.transport if isinstance(driver, FilesDriver) else None,
             clock=self.job.clock,
             executor=InlineExecutor,
             identity=self._identity,
@@ -151,18 +183,46 @@ class Controlled:
         return self.job.identity
 
     def _ask(self, doomed: tuple[AttemptId, ...]) -> list[Event]:
-        return [event for worker in self.workers.values() for event in worker.poll(doomed)]
+        return self._said([e for worker in self.workers.values() for e in worker.poll(doomed)])
+
+    def _said(self, answer: list[Event]) -> list[Event]:
+        answer = pickle.loads(pickle.dumps(answer))  # as between processes
+        self.transport.handed_on.said(answer)
+        for event in answer:
+            self.answers.setdefault(event.of.step, []).append(event)
+        return answer
 
     def _note(self, record: TransitionRecord) -> None:
+        self.transport.handed_on.note(record)
         if record.dest is State.TRACKED and record.source is State.FINALIZED:
             self.job.acknowledged.append(record.step)
 
-    def save(self, step: int) -> None:
+    def begin(self, step: int) -> GroupSave:
         parts = {name: GroupPart(name) for name in self.workers}
-        save = self.controller.begin(step, {**parts, "data.pt": b"position %d" % step})
+        return self.controller.begin(step, {**parts, "data.pt": b"position %d" % step})
+
+    def write(self, save: GroupSave) -> None:
         for name, ticket in save.tickets.items():
-            self.controller.feed(self.workers[name].write(ticket, {"of": ticket.of}))
+            self.controller.feed(self._said(self.workers[name].write(ticket, {"of": ticket.of})))
+
+    def save(self, step: int) -> None:
+        save = self.begin(step)
+        self.write(save)
         save.handle.wait()
+
+    def fail(self, step: int) -> None:
+        """A save of which the actor is written, and the disk takes one half of the critic."""
+        self.drivers["critic"].failures["write"] = OSError(errno.EIO, "made-up")
+        with contextlib.suppress(SaveFailed):
+            self.save(step)
+        del self.drivers["critic"].failures["write"]
+        self.controller.wait_until_finished()
+
+    def hear(self, step: int) -> None:
+        """Once more, what was said of a step so far; and time for what comes of it."""
+        self.controller.feed(pickle.loads(pickle.dumps(self.answers[step])))
+        self.job.clock.sleep(1.0)
+        self.controller.poll()
 
 
 def control(job: FakeJob) -> None:
@@ -170,6 +230,26 @@ def control(job: FakeJob) -> None:
     controlled = Controlled(job)
     for step in (1, 2):
         controlled.save(step)
+    controlled.controller.close()
+
+
+def control_late(job: FakeJob) -> None:
+    """A part fails; at the next save its attempt is heard again, before it and among its own answers."""
+    hear_late(Controlled(job))
+
+
+def hear_late(controlled: Controlled) -> None:
+    controlled.save(1)
+    controlled.fail(2)
+    save = controlled.begin(3)
+    for _ in range(2):  # also when the controller has forgotten the failed attempt
+        controlled.hear(2)
+    assert save.handle.state not in WRITTEN, "by nobody"
+    controlled.write(save)
+    for step in (3, 2, 3):
+        controlled.hear(step)
+    save.handle.wait()
+    controlled.hear(3)
     controlled.controller.close()
 
 
@@ -184,7 +264,10 @@ SCRIPTS = {
     "roll_back": (roll_back, LatestN(5)),
     "compose": (compose, LatestN(1)),
     "control": (control, LatestN(1)),
+    "control_late": (control_late, LatestN(1)),
 }
+CONTROLLED = ("control", "control_late")
+WRITTEN = (State.SHARDS_WRITTEN, State.FINALIZED, State.TRACKED)
 CODES = (errno.EIO, errno.ENOSPC, errno.ESTALE)
 LOSSES = ("all_lost", "drawn")
 
@@ -235,6 +318,15 @@ def recover_and_judge(disk: SimDisk, acknowledged: int | None, what: str) -> Non
     read_history(SimStorage(disk, "judge3"))
 
 
+def test_F11_F23_what_a_failed_attempt_said_is_heard_at_the_next_save() -> None:
+    """Catches: a script without a part that is written, one that fails, or answers that come late."""
+    controlled = Controlled(start(SimDisk(), "first", LatestN(1)))
+    hear_late(controlled)
+    said = [type(event) for event in dict.fromkeys(controlled.answers[2])]
+    assert said.count(ShardReported) == said.count(Failed) == 1
+    assert controlled.job.acknowledged == [1, 3]
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_I2_I4_I8_power_loss_at_every_storage_call(name: str, loss: str) -> None:
@@ -272,9 +364,10 @@ def test_I8_crash_in_the_middle_of_recovery(name: str) -> None:
                 break
 
 
-def test_I2_sigkill_at_every_storage_call() -> None:
+@pytest.mark.parametrize("name", CONTROLLED)
+def test_I2_sigkill_at_every_storage_call(name: str) -> None:
     """F2: SIGKILL keeps what was written; the next start decides from it, also right after."""
-    script, retention = SCRIPTS["control"]
+    script, retention = SCRIPTS[name]
     for index in range(count_calls(script, retention)):
         disk = SimDisk()
         job = start(disk, "first", retention, crash=index)
@@ -283,9 +376,10 @@ def test_I2_sigkill_at_every_storage_call() -> None:
         recover_and_judge(disk, max(job.acknowledged, default=None), f"call {index}")
 
 
-def test_F5_F6_F8_an_error_at_every_storage_call() -> None:
+@pytest.mark.parametrize("name", CONTROLLED)
+def test_F5_F6_F8_an_error_at_every_storage_call(name: str) -> None:
     """An error at any call, of each kind in turn, ends typed or in a failed attempt; nothing is lost."""
-    script, retention = SCRIPTS["control"]
+    script, retention = SCRIPTS[name]
     for index in range(count_calls(script, retention)):
         code = CODES[index % len(CODES)]
         disk = SimDisk(keeps_lost_data=bool(index % 2))

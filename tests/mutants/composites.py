@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from mutants.loader import mutant
 
+_HEARD_LATE = (
+    "tests:test_crash_simulation.py::"
+    "test_F11_F23_what_a_failed_attempt_said_is_heard_at_the_next_save"
+)
 MUTANTS = (
     mutant(
         "a-group-is-completed-by-its-first-rank-alone",
@@ -36,6 +40,38 @@ MUTANTS = (
         killers=(
             "tests:test_controller.py::test_F1_a_dead_worker_fails_the_save_and_training_goes_on",
         ),
+    ),
+    mutant(
+        "any-answer-counts-for-what-is-in-flight",
+        "controller",
+        "        flight = self._flights.get(event.of)\n",
+        """        if not isinstance(event, WriterGone):
+            event = replace(event, of=next(reversed(self._flights), event.of))
+        flight = self._flights.get(event.of)
+""",
+        breaks="I5",
+        source="F11",
+        killers=("simulation", _HEARD_LATE),
+        why="a late answer is taken for the newest attempt's",
+    ),
+    mutant(
+        "answers-of-older-attempts-are-handed-on",
+        "controller",
+        "        flight = self._flights.get(event.of)\n",
+        "        flight = self._flights.get(event.of, next(reversed(self._flights.values()), None))\n",
+        breaks="I5",
+        source="F11",
+        killers=("simulation", _HEARD_LATE),
+        why="a rank that has written the older one is taken to have written the newer, too",
+    ),
+    mutant(
+        "answers-count-each-time",
+        "controller",
+        "        if event in flight.taken:\n            return\n",
+        "",
+        breaks="I5",
+        source="F11",
+        killers=("simulation", _HEARD_LATE),
     ),
     mutant(
         "doomed-writers-write-on",
