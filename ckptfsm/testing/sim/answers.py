@@ -88,9 +88,9 @@ class Mail:
 class HandedOn:
     """Judges the reports that a controller hands on (I5).
 
-    A completion is one that a worker has made, and is handed on once. Nothing is handed on of an attempt
-    that the controller has not begun, or that was settled when it last asked: what is in its hands while
-    it learns that, the ledger has to reject.
+    A completion is one that a worker has made; it and its fork are handed on once. Nothing is handed on
+    of an attempt that the controller has not begun, or that was settled when it last asked: what is in
+    its hands while it learns that, the ledger has to reject.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class HandedOn:
         self._known: frozenset[AttemptId] = frozenset()  # settled at the last round
         self._over: frozenset[AttemptId] = frozenset()  # settled at the round before
         self._seen: dict[int, Event] = {}  # by identity: what is sent again after an error
-        self._completions: set[Event] = set()
+        self._once: set[Event] = set()
 
     def said(self, answer: Iterable[Event]) -> None:
         """A worker has said this, whether it arrives or not."""
@@ -132,11 +132,11 @@ class HandedOn:
             return f"{event} is handed on, of an attempt that was never begun here"
         if event.of in self._over:
             return f"{event} is handed on, of an attempt that is settled"
-        if not isinstance(event, ShardReported):
-            return ""
-        if event not in self._said:
+        if isinstance(event, Failed):
+            return ""  # also the controller's own words, each time that a worker is found dead
+        if isinstance(event, ShardReported) and event not in self._said:
             return f"{event} is handed on, and no worker has said so"
-        if event in self._completions:
+        if event in self._once:
             return f"{event} is handed on twice"
-        self._completions.add(event)
+        self._once.add(event)
         return ""
