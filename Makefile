@@ -23,8 +23,9 @@ pytest: $(STAMP)
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 # The drop-ins with other versions of megatron-core and nvidia-resiliency-ext, each in its own environment.
+# ONLY="ray verl": the targets with these words in their names. Megatron-LM's needs CKPTFSM_MEGATRON_LM.
 test-integrations: $(STAMP)
-	$(BIN)/python tests/integrations/run.py
+	$(BIN)/python tests/integrations/run.py $(ONLY)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,167 @@
+"""What the ranks do: Megatron-LM's own ``pretrain`` of a small GPT, with or without the drop-in.
+
+Everything is Megatron-LM's: arguments, initialization, model, data-parallel wrapper, optimizer, the
+loop, saving and loading. The job brings a few tokens and looks on. What a machine without CUDA needs
+is in ``megatron_lm_cpu.py``. Run as a script it is the process that imports all this once and forks
+ranks, see ``tests/megatron/forkserver.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import forkserver
+import megatron.core
+import pretrain_gpt
+import torch
+from jobs import TIMES, Here, Told, meet, told
+from megatron.core import mpu
+from megatron.core.enums import ModelType
+from megatron.training import async_utils, checkpointing, get_args, pretrain
+from megatron_lm_cpu import without_cuda
+from training_jobs import AtAGate
+
+from ckptfsm.errors import CkptFsmError
+from ckptfsm.integrations.megatron_lm import (
+    _IN_ASYNC_UTILS,
+    _IN_CHECKPOINTING,
+    REPORTS,
+    install,
+)
+
+LENGTH = 16  # tokens of a sample
+FLAGS = f"""
+--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length {LENGTH}
+--max-position-embeddings {LENGTH} --micro-batch-size 1 --global-batch-size 2 --lr 0.01
+--lr-decay-iters 100 --override-opt_param-scheduler --tokenizer-type NullTokenizer --vocab-size 63
+--dataloader-type external --eval-iters 0 --eval-interval 100 --log-interval 100
+--distributed-backend gloo --transformer-impl local --use-cpu-initialization
+--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion
+--no-bias-dropout-fusion --no-persist-layer-norm --no-rope-fusion --no-one-logger
+--no-create-attention-mask-in-dataloader --ckpt-format torch_dist --save-interval 2
+"""
+
+
+@dataclass
+class Watched:
+    """Hands tokens out, and looks on before each step.
+
+    ``gate``: the writer of iteration ``gated_at`` stands there; ``trained``: so does every rank before
+    it begins iteration ``trained_at``.
+    """
+
+    gate: str = ""
+    gated_at: int = 0
+    trained: str = ""
+    trained_at: int = 0
+    start: int | None = None
+    digests: dict[int, str] = field(default_factory=dict)  # of the parameters after an iteration
+    tracked: dict[int, str] = field(default_factory=dict)  # what the tracker says then
+    model: Any = None
+
+    def build(self, *arguments: Any, **keywords: Any) -> Any:
+        self.model = pretrain_gpt.model_provider(pretrain_gpt.gpt_builder, *arguments, **keywords)
+        return self.model
+
+    def data(self, sizes: Any) -> tuple[Any, None, None]:
+        return samples(get_args().consumed_train_samples), None, None
+
+    def step(self, iterator: Any, model: Any, **keywords: Any) -> Any:
+        args = get_args()
+        if self.start is None:
+            self.start = args.iteration
+        self.note(args.curr_iteration)
+        iteration = args.curr_iteration + 1
+        if self.gate:
+            at = iteration == self.gated_at
+            args.gated = AtAGate(self.gate, os.getpid()) if at else None
+        if self.trained and iteration == self.trained_at:
+            meet(self.trained)
+        return pretrain_gpt.forward_step(iterator, model, **keywords)
+
+    def note(self, iteration: int) -> None:
+        """Every bit of the parameters after this iteration, and the tracker."""
+        found = hashlib.sha256()
+        for name, value in sorted(self.model.named_parameters()):
+            found.update(name.encode() + value.detach().numpy().tobytes())
+        self.digests[iteration] = found.hexdigest()
+        tracker = Path(checkpointing.get_checkpoint_tracker_filename(get_args().save))
+        self.tracked[iteration] = tracker.read_text().strip() if tracker.exists() else ""
+
+
+def samples(consumed: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Each sample depends on its number; ``consumed`` were given out before, to all replicas."""
+    while True:
+        number = torch.Generator().manual_seed(consumed + mpu.get_data_parallel_rank())
+        tokens = torch.randint(0, 63, (1, LENGTH + 1), generator=number)
+        yield {
+            "tokens": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "loss_mask": torch.ones(1, LENGTH),
+            "position_ids": torch.arange(LENGTH)[None],
+        }
+        consumed += mpu.get_data_parallel_world_size()
+
+
+def train(
+    here: Here,
+    root: str,
+    flags: str,
+    installed: bool = True,
+    **watch: Any,
+) -> Told:
+    """One run of ``pretrain``: it loads from ``root``, trains, and saves into it.
+
+    The process group is there before, which ``pretrain`` finds, as is megatron-core's queue of results.
+    """
+    here.join_with_queue()
+    sys.argv = ["pretrain_gpt.py", *f"{FLAGS} --save {root} --load {root} {flags}".split()]
+    watched = Watched(**watch)
+    outcome: Told = {"error": None, "exit": None}
+    with without_cuda():
+        owner = install(**TIMES) if installed else contextlib.nullcontext()
+        try:
+            with owner:
+                kind = ModelType.encoder_or_decoder
+                pretrain(watched.data, watched.build, kind, watched.step)
+            watched.note(get_args().train_iters)
+        except CkptFsmError as error:
+            outcome["error"] = told(error)
+        except SystemExit as ending:
+            outcome["exit"] = ending.code or 0
+    seen = {"digests": watched.digests, "tracked": watched.tracked}
+    return {**outcome, "start": watched.start, **seen}
+
+
+def names(here: Here) -> Told:
+    """What the drop-in counts on, and what of it there is."""
+    inner = checkpointing.save_checkpoint.__code__.co_consts
+    closures = {code.co_name for code in inner if hasattr(code, "co_name")}
+    there = {*vars(checkpointing), *vars(async_utils)}
+    wanted = {*_IN_CHECKPOINTING, *_IN_ASYNC_UTILS, "dist_checkpointing", "get_args"}
+    return {
+        "core": megatron.core.__file__,
+        "training": checkpointing.__file__,
+        "missing": sorted((wanted - there) | (REPORTS - closures)),
+    }
+
+
+def content_metadata(here: Here, root: str, steps: list[int]) -> list[Told | None]:
+    """What Megatron-LM stores about the content of checkpoints, as its loader finds it."""
+    places = [checkpointing.get_checkpoint_name(root, s, return_base_dir=True) for s in steps]
+    found = map(checkpointing.dist_checkpointing.load_content_metadata, places)
+    return list(found)
+
+
+if __name__ == "__main__":
+    forkserver.main()
+elif __name__ == "__mp_main__":  # stock's persistent worker: spawned, it imports this module anew
+    _worker = without_cuda()
+    _worker.__enter__()

@@ -1,0 +1,260 @@
+"""Megatron-LM's own ``pretrain``, on two CPU ranks over gloo, with the drop-in and without.
+
+Runs only where ``CKPTFSM_MEGATRON_LM`` names a clone of NVIDIA/Megatron-LM at ``core_v0.16.1``, by
+``run.py megatron-lm``. Stock code means: ``pretrain`` without ``install``. Every run must go through the
+very parameters that an undisturbed run of stock code has: model, optimizer, learning rate, random state
+and data come back bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CLONE = os.environ.get("CKPTFSM_MEGATRON_LM")
+if not CLONE:
+    pytest.skip("CKPTFSM_MEGATRON_LM names no clone of NVIDIA/Megatron-LM", allow_module_level=True)
+
+from cluster import (  # noqa: E402  of tests/megatron, which only run.py puts on the path
+    Cluster,
+    ForkServer,
+    Gate,
+    assert_complete,
+    path_of,
+    states_of,
+    steps_on_disk,
+    tracked_step,
+)
+
+pytestmark = pytest.mark.integration
+
+JOB = Path(__file__).with_name("megatron_lm_job.py")
+ASYNC = "--async-save --use-persistent-ckpt-worker"  # since 0.16 stock turns the first alone off
+TRACKER = "latest_checkpointed_iteration.txt"
+Ranks = list[dict[str, Any]]
+
+
+class Trainer:
+    """Runs ``pretrain`` on two ranks; each run is compared with the undisturbed one."""
+
+    def __init__(self, cluster: Cluster, root: Path, undisturbed: dict[str, str]) -> None:
+        self.cluster, self.root, self.undisturbed = cluster, root, undisturbed
+
+    def start(self, flags: str, **options: Any) -> Any:
+        return self.cluster.start(
+            "megatron_lm_job.train", root=str(self.root), flags=flags, **options
+        )
+
+    def finish(self, job: Any) -> Ranks:
+        ranks: Ranks = job.results()
+        for rank in ranks:
+            assert rank["digests"].items() <= self.undisturbed.items()
+        return ranks
+
+    def __call__(self, flags: str, *, begins: int, **options: Any) -> Ranks:
+        """A run that begins from an iteration and ends well."""
+        ranks = self.finish(self.start(flags, **options))
+        for rank in ranks:
+            assert (rank["error"], rank["exit"], rank["start"]) == (None, None, begins)
+        return ranks
+
+    def stock(self, flags: str, *, begins: int) -> None:
+        self(flags, begins=begins, installed=False)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer(JOB)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def cluster(server: ForkServer, tmp_path: Path) -> Iterator[Cluster]:
+    place = tmp_path / "jobs"
+    place.mkdir()
+    cluster = Cluster(server, place)
+    yield cluster
+    cluster.end()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The parameters after each of 12 iterations of stock code."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    cluster = Cluster(server, place)
+    try:
+        [digests, others] = [
+            rank["digests"]
+            for rank in cluster.run(
+                "megatron_lm_job.train",
+                root=str(place / "root"),
+                flags="--train-iters 12 --save-interval 100",
+                installed=False,
+            )
+        ]
+    finally:
+        cluster.end()
+    assert digests == others
+    assert len(set(digests.values())) == 13
+    found: dict[str, str] = digests
+    return found
+
+
+@pytest.fixture
+def train(cluster: Cluster, tmp_path: Path, undisturbed: dict[str, str]) -> Trainer:
+    return Trainer(cluster, tmp_path / "root", undisturbed)
+
+
+def snapshot(root: Path) -> dict[str, tuple[int, int, int]]:
+    """Inode, time of change and size of everything below a root but its tracker and our directory."""
+    found = {}
+    for path in root.rglob("*"):
+        name = str(path.relative_to(root))
+        if name != TRACKER and not name.startswith(".ckptfsm"):
+            about = path.lstat()
+            found[name] = (about.st_ino, about.st_mtime_ns, about.st_size)
+    return found
+
+
+def test_everything_that_is_replaced_is_there(cluster: Cluster) -> None:
+    """Catches: a test of something else than the clone, a name that Megatron-LM does not have."""
+    for rank in cluster.run("megatron_lm_job.names"):
+        for place in (rank["core"], rank["training"]):
+            assert Path(place).is_relative_to(Path(str(CLONE)))
+        assert rank["missing"] == []
+
+
+def test_the_tracker_moves_when_the_writers_are_done_and_retention_follows_it(
+    train: Trainer, tmp_path: Path
+) -> None:
+    """Catches: a tracker that moves at the request, or while a writer writes; a checkpoint that is seen
+    before it is complete; retention that is not ``--save-retain-interval``."""
+    with closing(Gate(tmp_path / "paused")) as paused, closing(Gate(tmp_path / "on")) as on:
+        job = train.start(
+            f"--train-iters 10 {ASYNC} --save-retain-interval 4",
+            gate=paused.path,
+            gated_at=4,
+            trained=on.path,
+            trained_at=6,
+        )
+        paused.arrival(job)
+        for _ in range(2):
+            on.arrival(job)
+        assert (tracked_step(train.root), steps_on_disk(train.root)) == (2, [2])
+        paused.open()
+        on.open(2)
+        train.finish(job)
+    assert tracked_step(train.root) == 10
+    assert states_of(train.root) == {4: "tracked", 8: "tracked", 10: "tracked"}
+    assert steps_on_disk(train.root) == [4, 8, 10]
+
+
+@pytest.mark.parametrize("how", [ASYNC, "--async-save", ""])
+def test_stock_code_resumes_from_what_we_wrote(train: Trainer, how: str) -> None:
+    """Catches: a checkpoint that stock code cannot load, or loads with something missing; a last save
+    (7, after ``terminate``) that is lost; a synchronous save that returns before it is tracked."""
+    ranks = train(f"--train-iters 7 {how}", begins=0)
+    if how != ASYNC:
+        assert [[rank["tracked"][step] for step in "246"] for rank in ranks] == [
+            ["2", "4", "6"]
+        ] * 2
+    assert tracked_step(train.root) == 7
+    for step in (2, 4, 6, 7):
+        assert_complete(train.root, step)
+    train.stock("--train-iters 10", begins=7)
+    assert tracked_step(train.root) == 10
+    [ours, stocks] = train.cluster.run(
+        "megatron_lm_job.content_metadata", ranks=0, root=str(train.root), steps=[7, 10]
+    )[0]
+    assert ours == stocks is not None
+
+
+@pytest.mark.parametrize("how", [ASYNC, ""])
+def test_we_adopt_what_stock_code_wrote_and_resume_from_it(train: Trainer, how: str) -> None:
+    """Catches: a save directory that is not adopted, or of which anything is written anew, moved or
+    deleted, but the tracker."""
+    train.stock(f"--train-iters 4 {how}", begins=0)
+    before = snapshot(train.root)
+    train(f"--train-iters 8 {how} --save-retain-interval 4", begins=4)
+    after = snapshot(train.root)
+    assert {name: after.get(name) for name in before} == before
+    assert {Path(name).parts[0] for name in after.keys() - before.keys()} == {"iter_0000008"}
+    assert states_of(train.root) == {2: "tracked", 4: "tracked", 8: "tracked"}
+    assert tracked_step(train.root) == 8
+    train("--train-iters 10", begins=8)
+
+
+def test_a_killed_writer_fails_the_save_on_all_ranks_and_the_older_step_stays(
+    train: Trainer, tmp_path: Path
+) -> None:
+    """Catches: finalizers after a SIGKILL, a rank that waits for ever, an older checkpoint that is
+    deleted before the newer one is whole."""
+    with closing(Gate(tmp_path / "paused")) as paused:
+        job = train.start(
+            f"--train-iters 8 {ASYNC} --save-retain-interval 100", gate=paused.path, gated_at=4
+        )
+        os.kill(paused.arrival(job)["pid"], signal.SIGKILL)
+        for rank in train.finish(job):
+            assert rank["error"]["type"] == "WriterDied"
+            assert rank["error"]["facts"]["step"] == 4
+    assert (tracked_step(train.root), steps_on_disk(train.root)) == (2, [2])
+    assert_complete(train.root, 2)
+    train.stock(f"--train-iters 4 --save {tmp_path}/elsewhere", begins=2)
+    train(f"--train-iters 6 {ASYNC}", begins=2)
+    assert (tracked_step(train.root), steps_on_disk(train.root)) == (6, [2, 4, 6])
+
+
+@pytest.mark.parametrize("text", ["", "\x00\x00"])
+def test_a_torn_tracker_is_mended_before_the_load(train: Trainer, text: str) -> None:
+    """Catches: a run that ends with status 0 because of a torn tracker. Stock code does: first half."""
+    train(f"--train-iters 4 {ASYNC}", begins=0)
+    (train.root / TRACKER).write_text(text)
+    for rank in train.finish(train.start("--train-iters 6", installed=False)):
+        assert (rank["exit"], rank["start"]) == (0, None)
+    assert (train.root / TRACKER).read_text() == text
+    train(f"--train-iters 6 {ASYNC}", begins=4)
+    assert tracked_step(train.root) == 6
+
+
+def test_a_non_persistent_checkpoint_is_found_by_stock_code(train: Trainer) -> None:
+    """Catches: another directory than stock code reads, one that keeps more than the last of them."""
+    fast = "--save-interval 4 --non-persistent-save-interval 1 --non-persistent-ckpt-type global"
+    train(f"--train-iters 6 {ASYNC} {fast}", begins=0)
+    place = train.root / "non_persistent"
+    assert (tracked_step(place), steps_on_disk(place)) == (6, [6])
+    for step in (4, 6):
+        path_of(train.root, step).rename(train.root / f"gone_{step}")
+    train.stock(f"--train-iters 8 {fast}", begins=6)
+
+
+@pytest.mark.parametrize(
+    "split",
+    ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2 --num-layers 2"],
+)
+def test_a_model_that_is_split_over_the_ranks_comes_back(
+    cluster: Cluster, tmp_path: Path, split: str
+) -> None:
+    """Catches: shards that are lost or swapped where every rank has parameters of its own."""
+
+    def digests(place: str, flags: str, installed: bool) -> list[dict[str, str]]:
+        ranks = cluster.run(
+            "megatron_lm_job.train",
+            root=str(tmp_path / place),
+            flags=f"{flags} {split}",
+            installed=installed,
+        )
+        return [rank["digests"] for rank in ranks]
+
+    whole = digests("undisturbed", "--train-iters 6 --save-interval 100", installed=False)
+    assert not whole[0].items() & whole[1].items()
+    begun = digests("root", f"--train-iters 4 {ASYNC}", installed=True)
+    resumed = digests("root", "--train-iters 6", installed=False)
+    assert [list(rank) for rank in resumed] == [["4", "5", "6"]] * 2
+    assert [{**a, **b} for a, b in zip(begun, resumed, strict=True)] == whole
