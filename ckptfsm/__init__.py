@@ -80,6 +80,9 @@ __all__ = [
 ]
 
 logging.getLogger("ckptfsm").addHandler(logging.NullHandler())
+# It tells the parts of every move at INFO, and trainers log at INFO: fourteen lines for each save.
+if (parts_of_moves := logging.getLogger("transitions")).level == logging.NOTSET:
+    parts_of_moves.setLevel(logging.WARNING)
 
 
 BESIDE_TORCH = MappingProxyType(

@@ -7,6 +7,7 @@ that is changed in the library, in whatever way, disagrees with it somewhere in 
 from __future__ import annotations
 
 import itertools
+import logging
 from dataclasses import FrozenInstanceError, replace
 from types import SimpleNamespace
 
@@ -183,6 +184,15 @@ def test_the_compiled_machine_alone_makes_the_same_moves():
         moved = known and machine.events[e.name].trigger(cursor, e)
         assert bool(moved) == (row is not None)
         assert cursor.state == (row.dest if row else c.state)
+
+
+def test_the_machine_says_nothing_in_a_log_at_INFO(caplog):
+    """Catches: lines of the package ``transitions`` in the log of every trainer that logs at INFO."""
+    caplog.set_level(logging.INFO)
+    for c, e in itertools.product(checkpoints(), events()):
+        if find_row(c, e) is not None:
+            apply(c, e)
+    assert caplog.records == []
 
 
 def test_I5_an_event_of_another_attempt_is_illegal_everywhere():
