@@ -147,12 +147,13 @@ class Controller(Owner):
         an earlier save that failed, ``ConfigError``.
         """
         step = whole_step(step)
-        if not self._make_way(step):
-            return GroupSave(SaveHandle(step), {})
         groups = {n: v for n, v in parts.items() if isinstance(v, GroupPart)}
-        mixed = [n for n in parts if n in self._groups and n not in groups]
+        silent = self._groups.keys() - {part.group for part in groups.values()}
+        mixed = [name for name in parts if name in silent]
         if mixed:
             raise ConfigError(f"{mixed[0]!r} is a group: give a GroupPart", part=mixed[0])
+        if not self._make_way(step):
+            return GroupSave(SaveHandle(step), {})
         draft = self._ports.driver.draft({n: v for n, v in parts.items() if n not in groups})
         written = self._specs_of(groups)
         specs = (*draft.specs, *written.values())

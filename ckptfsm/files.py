@@ -67,6 +67,16 @@ class UnmadePart:
         raise SaveFailed(self.why)
 
 
+def path_for(storage: Storage, location: str, specs: Iterable[PartSpec]) -> str:
+    """The absolute path of an attempt, for parts that the trainer writes itself, by path.
+
+    ``StorageError`` if there are such, and the path leads elsewhere (``Storage.absolute``).
+    """
+    if any(spec.kind in ("tree", "foreign") for spec in specs):
+        return storage.absolute(location)
+    return join(storage.root, location)
+
+
 def make_inside(location: str, directory: str) -> str:
     """The absolute path of ``directory`` in an attempt's own, which must be there; made if need be."""
     path = Path(location)

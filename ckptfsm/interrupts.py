@@ -8,12 +8,14 @@ logging's lock may stay held.
 Rules:
 * Handlers are put off, not lost: each runs at the end of the block, and may raise there.
 * Only handlers written in Python, and only in the main thread: nothing else is ever run in between.
-* The block is short: a fork, and storing what it returned.
+* What stood there comes back as it was for the kernel, too: the flags, or a handler in C above ours.
+* In the block: a fork, the wait until its child runs, and storing it. Nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import signal
 import threading
 from collections.abc import Callable
@@ -21,6 +23,8 @@ from types import FrameType
 from typing import Any
 
 Handler = Callable[[int, FrameType | None], Any]
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_SIGACTION_BYTES = 1024  # more than any struct sigaction
 
 
 class HandlersWait:
@@ -30,7 +34,7 @@ class HandlersWait:
     """
 
     def __init__(self) -> None:
-        self._put_off: dict[int, Handler] = {}
+        self._put_off: dict[int, tuple[Handler, ctypes.Array[ctypes.c_char]]] = {}
         self._arrived: list[tuple[int, FrameType | None]] = []
         self._waiting = True
 
@@ -41,27 +45,32 @@ class HandlersWait:
             for number in signal.valid_signals():
                 handler = signal.getsignal(number)
                 if callable(handler):
-                    self._put_off[number] = handler
-                    signal.signal(number, self._arrives)
+                    self._wait_with(number, handler)
         except BaseException:  # one that arrived before its turn
-            self._put_back()
+            self.__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._put_back()
-        finally:
-            with contextlib.ExitStack() as calls:  # each of them, whatever the others raise
-                for number, frame in reversed(self._arrived):
-                    calls.callback(self._put_off[number], number, frame)
-
-    def _put_back(self) -> None:
         self._waiting = False  # from now on one that was not put back yet is called at once
-        for number, handler in self._put_off.items():
-            signal.signal(number, handler)
+        with contextlib.ExitStack() as last_first:  # each of them, whatever the others raise
+            for number, frame in reversed(self._arrived):
+                last_first.callback(self._put_off[number][0], number, frame)
+            for number in self._put_off:
+                last_first.callback(self._put_back, number)
+
+    def _wait_with(self, number: int, handler: Handler) -> None:
+        found = ctypes.create_string_buffer(_SIGACTION_BYTES)
+        _LIBC.sigaction(number, None, found)
+        self._put_off[number] = handler, found
+        signal.signal(number, self._arrives)
+
+    def _put_back(self, number: int) -> None:
+        handler, found = self._put_off[number]
+        signal.signal(number, handler)
+        _LIBC.sigaction(number, found, None)
 
     def _arrives(self, number: int, frame: FrameType | None) -> None:
         if self._waiting:
             self._arrived.append((number, frame))
         else:
-            self._put_off[number](number, frame)
+            self._put_off[number][0](number, frame)

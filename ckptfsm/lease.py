@@ -8,7 +8,6 @@ effect is preceded by ``check`` (I9).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import uuid
@@ -27,15 +26,17 @@ _ATTEMPTS = 16
 
 def this_process() -> Identity:
     """The running process: its start time tells it from an earlier one with the same pid."""
-    pid = os.getpid()
-    return Identity(socket.gethostname(), pid, _started(pid), uuid.uuid4().hex)
+    return Identity(socket.gethostname(), os.getpid(), _started("self"), uuid.uuid4().hex)
 
 
-def _started(pid: int) -> str:
-    """Boot and start time of a process on this machine; "" if none runs under that number."""
+def _started(process: int | str) -> str:
+    """Boot and start time of a process on this machine; "" if none has that number, or it is hidden.
+
+    By its own name for the running one: ``/proc`` may be that of another pid namespace.
+    """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):  # or hidden from us
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return ""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{fields[19]}"
@@ -170,13 +171,17 @@ def _has_open(pid: int, path: str) -> bool:
     descriptors = Path(f"/proc/{pid}/fd")
     try:
         names = os.listdir(descriptors)
-    except (FileNotFoundError, PermissionError):
+    except OSError:  # it has ended, or is another user's
         return False
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile, or deleted
-            if Path(descriptors, name).samefile(path):
-                return True
-    return False
+    return any(_leads_to(descriptors / name, path) for name in names)
+
+
+def _leads_to(descriptor: Path, path: str) -> bool:
+    try:
+        named = descriptor.readlink().name == Path(path).name  # no look at any other file of it
+        return named and descriptor.samefile(path)
+    except OSError:  # closed meanwhile, or not ours to see
+        return False
 
 
 def _busy(root: str, holder: Holder | None) -> RootBusy:

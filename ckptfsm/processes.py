@@ -138,6 +138,10 @@ class Child:
             self._kill_group()  # before it is reaped: until then its number is nobody else's
             return (os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]),)
         except ChildProcessError:
+            if not Path(
+                f"/proc/{self.pid}"
+            ).exists():  # no number is used again while it is a group's
+                self._kill_group()
             return (None,)
 
     def _finish(self, exitcode: int | None) -> None:

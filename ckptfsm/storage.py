@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from ckptfsm.errors import ConfigError, StorageError
+from ckptfsm.errors import ConfigError, StorageError, describe
 from ckptfsm.ports import FileKind, FileStat
 
 DIGEST_PREFIX = "xxh3_128:"
@@ -121,13 +121,13 @@ class PosixStorage:
     def absolute(self, path: str) -> str:
         """See ``ports.Storage``. All other calls go to the opened directory, wherever it lies now."""
         try:
-            there = _inode(os.stat(self.root, follow_symlinks=False))
-        except FileNotFoundError:
-            there = None
-        if there != _inode(os.fstat(self._root_fd)):
+            found, problem = _inode(os.stat(self.root, follow_symlinks=False)), ""
+        except OSError as error:
+            found, problem = None, f" ({describe(error)})"
+        if found != _inode(os.fstat(self._root_fd)):
             raise StorageError(
-                f"{self.root} is not the directory that was opened any more: somebody moved it, or a "
-                "link above it",
+                f"{self.root} is not the directory that was opened any more{problem}: somebody moved "
+                "it, or a link above it, or it was mounted anew",
                 file=self.root,
             )
         return "/".join((self.root, *split_path(path)))

@@ -263,6 +263,14 @@ def test_what_a_controller_refuses(tmp_path):
     job.controller.close()
 
 
+def test_a_file_may_be_named_like_a_group_that_writes_under_another_name(tmp_path):
+    """Catches: a refusal of what is not ambiguous."""
+    job = GroupJob(tmp_path, SIZES)
+    begun = job.controller.begin(1, {"policy": GroupPart("actor"), "actor": b"a file"})
+    assert set(begun.tickets) == {"actor"}
+    job.controller.abandon()
+
+
 def test_a_group_of_another_size_than_the_controller_counts_fails(tmp_path):
     """Catches: half of a group taken for all of it (F10)."""
     job = GroupJob(tmp_path, SIZES)

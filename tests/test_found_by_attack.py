@@ -1169,6 +1169,18 @@ def test_I3_files_never_land_in_the_root_of_another_run(when: str, tmp_path: Pat
     ours.close()
 
 
+def test_a_job_goes_on_in_the_directory_that_it_opened(tmp_path: Path):
+    """Catches: saves that hand out no path, refused or written elsewhere as their root was moved."""
+    ours = files_manager(tmp_path / "gpt")
+    (tmp_path / "gpt").rename(tmp_path / "old")
+    ours.save(1, parts={"x": b"data"}).wait()
+    assert (tmp_path / "old/iter_0000001/x").read_bytes() == b"data"
+    assert not (tmp_path / "gpt").exists()
+    with pytest.raises(SaveFailed, match=r"any more \(FileNotFoundError"):
+        ours.save(2, parts={"t": tree("made by path")}).wait()
+    ours.close()
+
+
 @pytest.mark.parametrize("how", ["link", "rename"])
 def test_I2_a_restore_does_not_read_another_runs_checkpoint(how: str, tmp_path: Path):
     """Found by attack. Catches: files that are verified in the root that was opened, and loaded from

@@ -5,6 +5,8 @@ Each test says what it would catch. The signals are real.
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import signal
 import subprocess
 import sys
@@ -75,6 +77,29 @@ def test_blocks_may_be_nested(heard: list[int]):
             signal.raise_signal(signal.SIGTERM)
         stored.append(list(heard))
     assert (stored, heard, handlers()) == ([[]], [signal.SIGTERM], before)
+
+
+def for_the_kernel(number: int) -> tuple[bytes, bytes]:
+    """Handler and flags of a signal: of a ``struct sigaction`` of glibc with 64 bits."""
+    found = ctypes.create_string_buffer(256)
+    assert ctypes.CDLL(None).sigaction(number, None, found) == 0
+    return found.raw[:8], found.raw[136:140]
+
+
+def test_what_the_kernel_knew_of_a_handler_comes_back(heard: list[int], tmp_path: Path):
+    """Catches: a handler in C that stood above Python's, as a library lays it there, and calls that a
+    signal did not interrupt before (asyncio asks for that), gone after the first save."""
+    signal.siginterrupt(signal.SIGINT, False)
+    with (tmp_path / "trace").open("w") as trace:
+        faulthandler.register(signal.SIGTERM, file=trace, chain=True)
+        before = [for_the_kernel(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        with HandlersWait():
+            pass
+        assert [for_the_kernel(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+        signal.raise_signal(signal.SIGTERM)
+        faulthandler.unregister(signal.SIGTERM)
+    assert "most recent call first" in (tmp_path / "trace").read_text()
+    assert heard == [signal.SIGTERM]
 
 
 class Strike:

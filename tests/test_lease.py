@@ -332,3 +332,11 @@ def test_F5_an_opening_that_failed_can_be_tried_again_by_the_same_process():
             open_root(faulty, me)
         again = open_root(SimStorage(disk, "me"), me._replace(nonce="again"))
         again.check()
+
+
+def test_F2_a_process_tells_its_own_start_by_itself(monkeypatch):
+    """Catches: a ``/proc`` of another pid namespace, where our number is a stranger's: after each
+    restart the same name, and so a root that is busy for ever."""
+    own = this_process().started
+    monkeypatch.setattr(os, "getpid", os.getppid)
+    assert this_process().started == own

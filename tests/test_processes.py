@@ -501,14 +501,22 @@ def test_only_a_group_that_is_certainly_ours_is_killed(monkeypatch: pytest.Monke
     killed: list[str] = []
 
     def killpg(group: int, number: int) -> None:
-        killed.append(Path(f"/proc/{group}/stat").read_text().rpartition(")")[2].split()[0])
+        stat = Path(f"/proc/{group}/stat")
+        killed.append(stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else "none")
 
     monkeypatch.setattr(os, "killpg", killpg)
     assert run(lambda: "written").succeeded
     assert killed == ["Z"], "before it is reaped, for workers that it left"
     child = fork_child(lambda: "written", keep=(), group=True)
     os.waitpid(child.pid, 0)
-    assert child.kill() is True and killed == ["Z"]
+    assert child.kill() is True
+    assert killed == ["Z", "none"], (
+        "nobody has the number: it is a group's of its workers, or nobody's"
+    )
+    child = fork_child(lambda: "written", keep=(), group=True)
+    os.waitpid(child.pid, 0)
+    child.pid = os.getppid()  # as if it were a stranger's by now
+    assert child.kill() is True and killed == ["Z", "none"]
 
 
 def test_the_trainers_signal_handlers_do_not_run_in_a_child():

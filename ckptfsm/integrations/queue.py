@@ -126,7 +126,7 @@ class AsyncCallsQueue:
         **settings: Any,
     ) -> None:
         self.persistent = persistent
-        self._process = os.getpid()
+        self._process: int | None = None  # whose the calls are: ranks may be forked after this
         self._config = config_of(config, settings)
         self._staging = staging
         self._transport: Transport | None = None
@@ -138,7 +138,9 @@ class AsyncCallsQueue:
         self._owned: CheckpointManager | None = None
         self._filling: _Filling | None = None
         self._saves: list[tuple[SaveHandle, list[int]]] = []
-        warn_at_end(self, _never_finalized, self._calls)
+        self._numbers: set[int] = (
+            set()
+        )  # of the calls: what is told at the end leads to nothing else
 
     # ------------------------------------------------------------------------------------ schedule
 
@@ -156,12 +158,16 @@ class AsyncCallsQueue:
             return self._last
         if self._transport is None:
             self._transport = transport_of(self._config)
+        if self._process is None:
+            self._process = os.getpid()
+            warn_at_end(self, _never_finalized, self._numbers)
         call = _Call(self._last, time.monotonic() + self._config.writer_timeout_s)
         self._calls.append(call)
+        self._numbers.add(call.index)
         try:
             self._write(call, async_request)
         except BaseException:  # a load that failed, a Ctrl-C, a rank that is gone
-            self._drop(self._calls.pop())
+            self._drop(self._take_call(last=True))
             raise
         return call.index
 
@@ -206,13 +212,15 @@ class AsyncCallsQueue:
         finalized before that are returned then. Raises ``ConfigError`` for ``no_dist`` from a checkpoint
         that was begun until its indices were returned: all ranks finalize that together.
         """
+        if self._is_elsewhere():
+            raise ConfigError("these calls are another process's, which forked this one")
         self._refuse_alone(no_dist)
         self._bury()
         while self._calls:
             verdict = self._verdict(self._calls[0], blocking, no_dist)
             if verdict == "running":
                 break
-            call = self._calls.popleft()
+            call = self._take_call()
             if verdict == "written":
                 self._run_finalizers(call)
             problem = self._shared(call, no_dist)
@@ -224,6 +232,15 @@ class AsyncCallsQueue:
             self._drive_checkpoints(blocking)
         finalized, self._finalized = self._finalized, []
         return finalized
+
+    def _is_elsewhere(self) -> bool:
+        """True in a process that was forked by the one that scheduled the calls."""
+        return self._process not in (None, os.getpid())
+
+    def _take_call(self, *, last: bool = False) -> _Call:
+        call = self._calls.pop() if last else self._calls.popleft()
+        self._numbers.discard(call.index)
+        return call
 
     def _refuse_alone(self, no_dist: bool) -> None:
         if no_dist and self._saves:
@@ -243,7 +260,7 @@ class AsyncCallsQueue:
         Raises the first failure, once everything has ended. The queue can be used again afterwards.
         In a process that the trainer's code forks, nothing is done.
         """
-        if os.getpid() != self._process:
+        if self._is_elsewhere():
             return
         problem: CkptFsmError | None = None
         try:
@@ -252,7 +269,7 @@ class AsyncCallsQueue:
             self.close(abort=True)
             raise
         while self._calls:
-            self._drop(self._calls.popleft())
+            self._drop(self._take_call())
         self._bury(_BURY_S)
         self._filling, self._saves = None, []
         owned, self._owned = self._owned, None
@@ -423,13 +440,13 @@ class AsyncCallsQueue:
             self._saves = [save for save in self._saves if not save[0].done]
 
 
-def _never_finalized(calls: Collection[_Call]) -> str:
+def _never_finalized(numbers: Collection[int]) -> str:
     """What to say at the end of a queue whose requests were not finalized (F28)."""
-    if not calls:
+    if not numbers:
         return ""
-    numbers = ", ".join(str(call.index) for call in calls)
+    calls = ", ".join(map(str, sorted(numbers)))
     return (
-        f"calls {numbers} were never finalized, and what they wrote cannot be loaded: call "
+        f"calls {calls} were never finalized, and what they wrote cannot be loaded: call "
         "maybe_finalize_async_calls() in the loop, and close() at the end"
     )
 

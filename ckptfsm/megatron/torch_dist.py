@@ -137,8 +137,8 @@ def _to_host(value: Any) -> Any:
     """
     if not isinstance(value, torch.Tensor):
         return value
-    strided = value.layout is torch.strided  # a sparse one has no storage of its own to ask
-    if value.device.type == "cpu" and strided and (value.is_shared() or value.is_pinned()):
+    strided = value.layout is torch.strided  # a sparse one cannot be asked
+    if value.device.type == "cpu" and (not strided or value.is_shared() or value.is_pinned()):
         return value.detach().clone()
     return value.detach().to("cpu")
 

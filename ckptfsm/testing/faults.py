@@ -128,6 +128,7 @@ class FaultStorage:
         self.inner.close_root()
 
     def absolute(self, path: str) -> str:
+        self._alive()
         return self.inner.absolute(path)
 
     def descriptors(self) -> tuple[int, ...]:

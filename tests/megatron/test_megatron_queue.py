@@ -20,7 +20,8 @@ from cluster import (
     tracked_step,
 )
 
-from ckptfsm.errors import PollMissingWarning
+from ckptfsm.errors import ConfigError, PollMissingWarning
+from ckptfsm.transport import LocalTransport
 
 pytestmark = pytest.mark.megatron
 
@@ -271,16 +272,63 @@ def test_misuse_is_refused_and_the_root_is_given_back(cluster: Cluster, root: Pa
 
 
 @pytest.mark.parametrize("polled", [False, True])
-def test_F28_a_queue_that_ends_with_calls_says_so(polled: bool) -> None:
+def test_F28_a_queue_that_ends_with_calls_says_so(
+    polled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches: a loop that never finalizes what it schedules, and nobody is told."""
-    from ckptfsm.integrations.queue import AsyncCallsQueue, _Call
+    from ckptfsm.integrations.queue import AsyncCallsQueue
 
+    monkeypatch.setattr(AsyncCallsQueue, "_write", lambda queue, call, request: None)
     queue = AsyncCallsQueue()
-    queue._calls.append(_Call(7, 0.0))
+    queue._transport, queue._last = LocalTransport(), 6
+    queue.schedule_async_request(None)
     if polled:
-        queue._calls.clear()
+        queue._take_call()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         del queue
     told = [str(w.message) for w in said if w.category is PollMissingWarning]
     assert [text.startswith("calls 7 were never finalized") for text in told] == [True][polled:]
+
+
+@pytest.mark.parametrize("scheduled_by", ["the rank", "its parent"])
+def test_F13_calls_are_those_of_the_process_that_scheduled_them(
+    scheduled_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: a child of the trainer's own that ends its parent's writers, or waits for them; and a
+    queue that was made before its rank was forked, and is closed there without a word."""
+    from ckptfsm.integrations.queue import AsyncCallsQueue
+
+    monkeypatch.setattr(AsyncCallsQueue, "_write", lambda queue, call, request: None)
+    queue = AsyncCallsQueue()
+    queue._transport = LocalTransport()
+    if scheduled_by == "its parent":
+        queue.schedule_async_request(None)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(leave(queue, scheduled_by))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    queue._calls.clear()
+    queue._numbers.clear()
+
+
+def leave(queue: Any, scheduled_by: str) -> int:
+    """In the child: 0 if what was to happen did."""
+    try:
+        if scheduled_by == "the rank":
+            queue.schedule_async_request(None)
+            queue._calls[0].request = Finalized()
+            queue.close()
+            return 0 if queue.get_num_unfinalized_calls() == 0 else 1
+        queue.close()
+        queue.maybe_finalize_async_calls(blocking=True)
+    except ConfigError:
+        return 0 if queue.get_num_unfinalized_calls() == 1 else 2
+    return 3
+
+
+class Finalized:
+    """A staged request with nothing to write and no finalizers."""
+
+    def finalize(self, payload: Any) -> None:
+        """Nothing to do."""

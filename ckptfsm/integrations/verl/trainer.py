@@ -391,7 +391,8 @@ def _check_settings(mirror_when: str, settings: Mapping[str, Any]) -> None:
     """Now, not when the root is opened: by then a cluster was set up."""
     if mirror_when not in get_args(When):
         raise ConfigError(f"mirror_when is 'before' or 'after', not {mirror_when!r}")
-    config = controller_config(None, {"layout": VERL.name, **settings})
+    given = {name: value for name, value in settings.items() if name != "ports"}
+    config = controller_config(None, {"layout": VERL.name, **given})
     if config.layout != VERL.name:
         raise ConfigError(f"verl's layout is {VERL.name!r}, not {config.layout!r}")
     if config.on_failure not in ("raise", "warn"):
