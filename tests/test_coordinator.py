@@ -40,6 +40,7 @@ from ckptfsm.messages import (
     WriterGone,
 )
 from ckptfsm.ports import FileStat, Identity, RankJob, Written
+from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import KeepAll, LatestN, Policy
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, FakePart, check_root, fake_content
@@ -1039,6 +1040,25 @@ def test_F27_a_readers_lease_expires_by_our_own_time():
     job.clock.now += 601
     job.coordinator.tick()
     assert ".ckptfsm/leases/1.dead.json" not in disk.snapshot()
+    job.save(3)
+    assert tracked(job) == [3]
+
+
+def test_F27_a_reader_that_renews_keeps_its_step_beyond_the_timeout():
+    """Catches: a renewal that the coordinator cannot tell from silence, and a step deleted under its
+    reader."""
+    disk = SimDisk()
+    job = saved(disk, 1, retention=LatestN(1))
+    with ReaderLease("/sim", 1, storage=SimStorage(disk, "reader"), nonce="r") as lease:
+        job.save(2)
+        for _ in range(4):
+            job.clock.now += 400
+            lease.renew()
+            job.coordinator.tick()
+            assert ".ckptfsm/leases/1.r.json" in disk.snapshot() and tracked(job) == [1, 2]
+        job.clock.now += 601
+        job.coordinator.tick()
+        assert ".ckptfsm/leases/1.r.json" not in disk.snapshot(), "it did not renew"
     job.save(3)
     assert tracked(job) == [3]
 

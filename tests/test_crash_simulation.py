@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+from strangers import SHARD, stock_saves
 
 from ckptfsm.controller import Controller
 from ckptfsm.documents import TransitionRecord
@@ -362,6 +363,44 @@ def test_I8_crash_in_the_middle_of_recovery(name: str) -> None:
             recover_and_judge(disk, acknowledged, f"{name} call {index}, recovery call {inner}")
             if finished:
                 break
+
+
+def adopt_until(disk: SimDisk, crash: int) -> bool:
+    """Open a root with a stranger's step in it, and die at a call. True if it opened before."""
+    opening = start(disk, "opening", LatestN(1), crash=crash)
+    run_until(lambda j: j.open(), opening)
+    disk.kill("opening")
+    return len(opening.storage.calls) <= crash
+
+
+@pytest.mark.parametrize("power", [False, True])
+@pytest.mark.parametrize("own", [True, False])
+def test_I8_what_was_adopted_stays_wherever_its_opening_is_killed(own: bool, power: bool) -> None:
+    """F2, F26: a start that adopts a stock checkpoint is killed at any call; the next one saves twice.
+
+    Catches: a stranger's checkpoint that is in use before it is pinned, and pruned by retention then.
+    """
+    for index in range(300):
+        disk = SimDisk()
+        if own:
+            before = start(disk, "before", LatestN(1))
+            before.open()
+            before.save(1)
+            before.close()
+            disk.kill("before")
+        stock_saves(disk, 2, synced=True)
+        finished = adopt_until(disk, index)
+        if power:
+            lose_power(disk, "all_lost")
+        job = start(disk, "next", LatestN(1))
+        assert job.open().latest_step == 2, f"call {index}"
+        job.save(3)
+        job.save(4)
+        job.close()
+        assert disk.find(f"iter_0000002/{SHARD}") is not None, f"it was pruned, call {index}"
+        if finished:
+            return
+    raise AssertionError("the opening does not end")
 
 
 @pytest.mark.parametrize("name", CONTROLLED)

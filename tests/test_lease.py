@@ -12,7 +12,7 @@ import pytest
 
 from ckptfsm.errors import CkptFsmError, Fenced, NewerSchema, RootBusy
 from ckptfsm.layout import LEASE, epoch_name
-from ckptfsm.lease import newest_epoch, open_root, read_holder, this_process
+from ckptfsm.lease import RootLease, newest_epoch, open_root, read_holder, this_process
 from ckptfsm.ports import Identity
 from ckptfsm.processes import Child, fork_child
 from ckptfsm.storage import PosixStorage
@@ -183,6 +183,30 @@ def test_F12_two_that_race_for_one_epoch():
     with pytest.raises(Fenced):
         raced[0].check()
     assert [n for n in other.listdir(LEASE) if n.startswith("take-")] == []
+
+
+class TakenOverOnceTaken:
+    """Another one takes the root over as soon as this one has made its epoch."""
+
+    def __init__(self, disk: SimDisk) -> None:
+        self.disk = disk
+        self.successor: RootLease | None = None
+
+    def __call__(self, index: int, method: str, path: str) -> None:
+        if method == "link":
+            self.successor = take(self.disk, "successor", takeover=True)
+
+
+def test_I9_a_paused_taker_leaves_its_successors_epoch():
+    """F13. Catches: a root that nobody owns, or two own, as the epoch of a living owner is removed."""
+    disk = SimDisk()
+    rival = TakenOverOnceTaken(disk)
+    first = open_root(FaultStorage(SimStorage(disk, "first"), after=rival), who("first"))
+    assert (first.epoch, rival.successor.epoch) == (1, 2)
+    rival.successor.check()
+    with pytest.raises(Fenced):
+        first.check()
+    assert newest_epoch(SimStorage(disk, "look")) == 2
 
 
 def test_an_error_while_taking_gives_the_lock_back():

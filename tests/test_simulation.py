@@ -206,6 +206,12 @@ def test_I7_retention_that_forgets_pins_is_found(monkeypatch):
     assert first_failure().promise == "I7"
 
 
+def test_F26_an_adoption_without_its_pin_is_found(monkeypatch):
+    """Catches: what a stranger saved in use, and nothing that keeps it from retention."""
+    monkeypatch.setattr(Effects, "pin", no_effect)
+    assert first_failure(what="without its pin").promise == "I8"
+
+
 class HidesTheSecond:
     """Names of step 2 appear two seconds late on the other host."""
 
@@ -490,6 +496,34 @@ def test_I9_bringing_a_directory_back_needs_a_fresh_look():
         watch.looked("p")
         with pytest.raises(RootBroken, match=broken):
             watch.changed("p", 0.0, *back)
+
+
+def test_I9_the_watch_tells_an_epoch_given_back_from_one_taken_away():
+    """Catches: a watch that lets the epoch of a living owner be removed, and then takes the one before
+    it for the newest."""
+    disk, storage, watch = watched()
+    for path in (".ckptfsm", ".ckptfsm/lease"):
+        storage.mkdir(path)
+
+    def take(process: str, epoch: int) -> None:
+        disk.plant_file(f".ckptfsm/lease/epoch-{epoch}", b"{}")
+        watch.changed(process, 0.0, "link", "taking", f".ckptfsm/lease/epoch-{epoch}")
+
+    def remove(process: str, epoch: int) -> None:
+        storage.unlink(f".ckptfsm/lease/epoch-{epoch}")
+        watch.changed(process, 0.0, "unlink", f".ckptfsm/lease/epoch-{epoch}")
+
+    take("old", 1)
+    take("new", 2)
+    remove("new", 1)
+    assert watch.newest_epoch == 2
+    take("newer", 3)
+    remove("newer", 3)  # its opening failed on a full disk
+    assert watch.newest_epoch == 2
+    take("newest", 3)
+    for process in ("old", "newer"):
+        with pytest.raises(RootBroken, match=f"I9: {process} removes epoch 3, which is newest's"):
+            watch.changed(process, 0.0, "unlink", ".ckptfsm/lease/epoch-3")
 
 
 def test_I8_the_watch_tells_a_hopeless_root(monkeypatch):

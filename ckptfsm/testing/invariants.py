@@ -214,6 +214,7 @@ class Watch:
         self.late_effects: dict[tuple[str, int], int] = {}
         self.effects = 0
         self._epochs: dict[str, int] = {}
+        self._owners: dict[int, str] = {}
         self._complete: dict[object, Attempt] = {}
         self._files: set[object] = set()
         self._parsed: dict[str, int] = {}
@@ -300,6 +301,7 @@ class Watch:
         self.readers.clear()
         self.doomed.clear()
         self.models, self._epochs, self._parsed, self._aside = {}, {}, {}, {}
+        self._owners = {}
         self.newest_epoch = 0
 
     def powered_up(self) -> None:
@@ -347,19 +349,29 @@ class Watch:
                 if other.startswith(_EPOCH):
                     epoch = int(other[len(_EPOCH) :])
                     self._epochs[process] = epoch
+                    self._owners[epoch] = process
                     self.newest_epoch = max(self.newest_epoch, epoch)
             case "unlink" | "rmdir":
                 self._removed(now, method, path)
-                if path.startswith(_EPOCH):  # given back on a full disk: its number is free again
-                    left = self.disk.listed(_EPOCH.rpartition("/")[0])
-                    epochs = [name[len("epoch-") :] for name in left if name.startswith("epoch-")]
-                    self.newest_epoch = max((int(e) for e in epochs if e.isdigit()), default=0)
+                if path.startswith(_EPOCH) and path[len(_EPOCH) :].isdigit():  # no temporary one
+                    self._epoch_removed(process, int(path[len(_EPOCH) :]))
             case "mkdir" | "open_exclusive":
                 if path.startswith(STAGING) and path.count("/") == 2:
                     self._require(process, path[len(STAGING) :], "requested", "make staging")
                     self._effect(process, path)
                 elif path.startswith("iter_") and self._complete_at(path):
                     raise RootBroken(f"I1: {path} is made in a published checkpoint")
+
+    def _epoch_removed(self, process: str, epoch: int) -> None:
+        """I9: only an older one is removed, or one that its owner gives back: then its number is free."""
+        if epoch < self.newest_epoch:
+            return
+        owner = self._owners.get(epoch)
+        if owner != process:
+            raise RootBroken(f"I9: {process} removes epoch {epoch}, which is {owner}'s")
+        left = self.disk.listed(_EPOCH.rpartition("/")[0])
+        epochs = [name[len("epoch-") :] for name in left if name.startswith("epoch-")]
+        self.newest_epoch = max((int(e) for e in epochs if e.isdigit()), default=0)
 
     def _written(self, process: str, path: str) -> None:
         if _is_segment(path):
@@ -571,7 +583,7 @@ class Watch:
             if state != "prunable":
                 raise RootBroken(f"I1: {src} goes to the trash, the journal says {state}")
             self._aside[of] = dst
-            if self.disk.find(f".ckptfsm/pins/{step}.json") is not None:
+            if self.disk.find(_pin_of(step)) is not None:
                 raise RootBroken(f"I7: {src} is pinned and goes to the trash")
         elif state not in ("quarantined", "failed"):  # failed: a fenced one published it late
             raise RootBroken(f"I1: {src} goes to {dst}, the journal says {state}")
@@ -687,11 +699,18 @@ class Watch:
         elif state == "tracked" and record["source"] == "finalized":
             if set(self._tracker_states()) != {step}:
                 raise RootBroken(f"I2: {of} is journaled as tracked, the tracker may be another")
+        elif state == "tracked" and record["created"] is not None:
+            self._judge_adopted(step)
         elif state == "pruned":
             self.acknowledged.discard(step)  # a newer one is tracked: that is judged at its move
             self._judge_pruned(of, now)
         elif state == "quarantined":
             self._judge_withdrawn(step, record["reason"])
+
+    def _judge_adopted(self, step: int) -> None:
+        """What somebody else has saved is kept until a person releases it: a crash comes at any time."""
+        if None in self.disk.possible(_pin_of(step)):
+            raise RootBroken(f"I8: step {step} is adopted, and may be without its pin")
 
     def _judge_pruned(self, of: Attempt, now: float) -> None:
         for token in self.disk.possible(_name_of(of[0])):
@@ -723,6 +742,10 @@ def _attempt_of(name: str) -> Attempt | None:
 
 def _name_of(step: int) -> str:
     return f"iter_{step:07d}"
+
+
+def _pin_of(step: int) -> str:
+    return f".ckptfsm/pins/{step}.json"
 
 
 def _attempt_name(of: Attempt) -> str:

@@ -382,6 +382,49 @@ LOOKS = (
         killers=("tests:test_manager.py::test_adopt_a_manifest_without_a_journal",),
     ),
     mutant(
+        "pinned-after-it-is-adopted",
+        "opening",
+        """            self.engine.effects.pin(action.of.step, "adopted")
+            self.engine.reread_protection()
+        if isinstance(action, FoundPublished):
+            self.engine.effects.settle_published(action.of.step)
+        self.engine.post(action)
+""",
+        """        if isinstance(action, FoundPublished):
+            self.engine.effects.settle_published(action.of.step)
+        self.engine.post(action)
+        if isinstance(action, Adopted):
+            self.engine.effects.pin(action.of.step, "adopted")
+            self.engine.reread_protection()
+""",
+        breaks="I8",
+        source="order",
+        killers=(
+            (
+                "tests:test_crash_simulation.py::"
+                "test_I8_what_was_adopted_stays_wherever_its_opening_is_killed"
+            ),
+            "simulation",
+        ),
+        why="a crash between the two, and retention deletes what a stranger saved",
+    ),
+    mutant(
+        "a-renewal-changes-nothing",
+        "readers",
+        'nonce=f"{self._nonce}-{self._renewals}")\n',
+        "nonce=self._nonce)\n",
+        breaks="F27",
+        source="F27",
+        killers=(
+            (
+                "tests:test_coordinator.py::"
+                "test_F27_a_reader_that_renews_keeps_its_step_beyond_the_timeout"
+            ),
+            "simulation",
+        ),
+        why="the lease of a reader that lives and renews expires",
+    ),
+    mutant(
         "renewals-do-not-count",
         "reader_leases",
         "known[0] == content else now",
@@ -394,6 +437,19 @@ LOOKS = (
 )
 
 FENCES = (
+    mutant(
+        "a-taker-forgets-all-epochs-but-its-own",
+        "lease",
+        "        if older is not None and older < epoch:\n",
+        "        if older is not None and older != epoch:\n",
+        breaks="I9",
+        source="fencing",
+        killers=(
+            "tests:test_lease.py::test_I9_a_paused_taker_leaves_its_successors_epoch",
+            "simulation",
+        ),
+        why="a paused one removes its successor's, and goes on as the owner",
+    ),
     mutant(
         "nobody-is-fenced",
         "lease",

@@ -475,7 +475,11 @@ class Trainer:
 
 @dataclass
 class Reader:
-    """F27: an evaluator in a process of its own: leases a step and reads every file of it."""
+    """F27: an evaluator in a process of its own: leases a step and reads every file of it.
+
+    ``renew_within_s``: how long it may be silent. ``renewals``: how often it renews a lease, and reads
+    once more at the end.
+    """
 
     site: Site
     name: str
@@ -483,6 +487,7 @@ class Reader:
     renew_within_s: float
     host: str = "a"
     rounds: int = 4
+    renewals: int = 0
 
     def start(self) -> Reader:
         process = self.site.world.process(self.name, self.host, role="reader")
@@ -508,22 +513,38 @@ class Reader:
 
     def _read(self, storage: WorldStorage, step: int) -> None:
         world, watch = self.site.world, self.site.watch
+        asked = world.now
         lease = ReaderLease("/sim", step, storage=storage, nonce=self.name)
         with lease:
             self.site.count("F27")
-            try:
-                watch.granted(self.name, step, world.now + self.renew_within_s)
-            except RootBroken as broken:
-                self.site.stop(broken)
-            if step in watch.outside():
-                return
-            try:
-                check_directory(storage, f"iter_{step:07d}")
-            except RootBroken as broken:
-                # Loud is allowed (it was moved, or the disk is sick); silently wrong is not.
-                if step in watch.outside() or isinstance(broken.__cause__, OSError):
-                    world.note(self.name, "UNREADABLE", str(broken))
-                else:
-                    self.site.stop(broken)
+            self._hold(step, asked)
+            self._look(storage, step)
+            for _ in range(self.renewals):
+                world.sleep(self.renew_within_s * (0.5 + 0.4 * world.random.random()))
+                asked = world.now
+                lease.renew()
+                self._hold(step, asked)
+            if self.renewals:
+                self._look(storage, step)
             world.sleep(world.random.random() * self.delay_s)
             watch.returned(self.name)
+
+    def _hold(self, step: int, asked: float) -> None:
+        """It was told that the step is there. What it had asked for may count from that moment on."""
+        try:
+            self.site.watch.granted(self.name, step, asked + self.renew_within_s)
+        except RootBroken as broken:
+            self.site.stop(broken)
+
+    def _look(self, storage: WorldStorage, step: int) -> None:
+        """Loud is allowed (it was moved, or the disk is sick); silently wrong is not."""
+        watch = self.site.watch
+        if step in watch.outside():
+            return
+        try:
+            check_directory(storage, f"iter_{step:07d}")
+        except RootBroken as broken:
+            if step in watch.outside() or isinstance(broken.__cause__, OSError):
+                self.site.world.note(self.name, "UNREADABLE", str(broken))
+            else:
+                self.site.stop(broken)

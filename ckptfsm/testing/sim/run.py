@@ -41,6 +41,7 @@ from ckptfsm.testing.simfs import SimStorage
 _SECOND_RECOVERY = 4  # of so many runs one: it costs a job of its own
 _LIMIT_S = 3000.0
 _READER_S = 40.0
+_SHORT_READER_S = 4.0  # of what a job lasts, a part
 _LATE_S = 2.0
 _AIMING_S = 0.05
 _MEDDLED = 0.8  # how likely each thing is done to a root whose coordinator was struck
@@ -151,6 +152,7 @@ class Scenario:
         self.large = choose.random() < 0.01
         self.rivals, self.jostling, self.takeovers = choose.random() < 0.15, 0.6, 0.7
         self.readers = choose.random() < 0.2
+        self.reader_s = choose.choice((_SHORT_READER_S, _READER_S))
         self.failing = draw_rate(choose, 0.2, 0.4)
         self.hooks_raise = draw_rate(choose, 0.3)
         self.interrupts = draw_rate(choose, 0.5)
@@ -233,6 +235,7 @@ class Scenario:
         return make_config(
             {
                 **_TIMES,
+                "reader_timeout_s": self.reader_s,
                 "retention": self.retention or choose.choice(POLICIES),
                 "on_busy": choose.choice(("wait", "wait", "skip", "raise")),
                 "on_failure": choose.choice(("raise", "warn", 1)),
@@ -254,7 +257,10 @@ class Scenario:
         choose = self.site.world.random
         self.numbers += 1
         name, delay_s = f"reader{self.numbers}", choose.random() * 2
-        Reader(self.site, name, delay_s, _READER_S - 1, self._hosts()[-1]).start()
+        long = choose.random() < 0.3
+        rounds, renewals = (2, 3) if long else (4, 0)
+        within_s, host = 0.97 * self.reader_s, self._hosts()[-1]
+        Reader(self.site, name, delay_s, within_s, host, rounds, renewals).start()
 
     def _interrupt(self, job: Job) -> None:
         """Sometimes the whole job, or one rank of it, is killed at some time."""
