@@ -553,6 +553,22 @@ def test_F16_a_tracked_directory_that_became_a_link_is_not_pruned():
     )
 
 
+def test_F16_a_checkpoint_that_became_a_mount_is_not_pruned():
+    """Catches: a prune that is tried for ever: somebody moved the checkpoint to another disk, and
+    mounted it where it was."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+    SimStorage(disk, "thief").rename("iter_0000001", "elsewhere")
+    disk.plant_mount("iter_0000001")
+    for path, data in sorted(below(disk, "elsewhere/").items()):
+        mounted = path.replace("elsewhere", "iter_0000001")
+        disk.plant_mount(mounted) if data is None else disk.plant_file(mounted, data)
+    with pytest.raises(SaveRefused, match="taken into use"):
+        job.coordinator.delete(1)
+    assert tracked(job) == [1, 2] and not job.coordinator.busy
+    assert disk.find("iter_0000001/__0_0.distcp") is not None
+
+
 def test_F16_a_withdrawn_directory_that_became_a_link_stays_where_it_is():
     """Catches: a withdrawal that is tried again for ever; a link taken for the checkpoint."""
     disk = SimDisk()
@@ -899,6 +915,36 @@ def test_I9_a_fenced_coordinator_changes_nothing(call: str):
     second.save(4)
     assert second.acknowledged == [4]
     check_root(second.storage, 4)
+
+
+def copied(source: SimDisk, name: str, target: SimDisk) -> None:
+    """Somebody else copies a directory, as it is."""
+    storage = SimStorage(target, "somebody")
+    storage.mkdir(name)
+    for path, data in sorted(below(source, f"{name}/").items()):
+        storage.mkdir(path) if data is None else target.plant_file(path, data)
+
+
+def test_I5_another_attempt_at_our_name_is_not_ours_published():
+    """Catches: a directory of another attempt at the step (a fenced job's, that landed late) taken for
+    ours, and a coordinator that stops for it; it fails this attempt only."""
+    other, disk = SimDisk(), SimDisk()
+    job = saved(other, 1)
+    job.fail(staged(job, 2)[0])
+    theirs = job.save(2)
+    job = saved(disk, 1)
+    ours, _ = staged(job, 2)
+    assert ours != theirs
+    job.write(ours, 0)
+    copied(other, "iter_0000002", disk)
+    before = below(disk, "iter_0000002/")
+    job.write(ours, 1)
+    assert job.coordinator.fatal is None and tracked(job) == [1]
+    (failed,) = [r for r in job.records if r.dest is State.FAILED]
+    assert failed.of == ours and "taken by something else" in failed.detail
+    assert below(disk, "iter_0000002/") == before
+    job.save(3)
+    assert tracked(job) == [1, 3]
 
 
 def test_F12_a_second_one_is_refused_and_disturbs_nothing():

@@ -73,6 +73,26 @@ def test_I1_a_clean_up_after_a_kill_takes_no_save_of_another_trainer():
     assert PRECIOUS in disk.snapshot().values()
 
 
+def test_I5_the_manifest_of_another_attempt_is_not_our_commit():
+    """Catches: a manifest of another attempt at the step (a fenced job's, that landed late) taken for
+    ours: what is tracked is not what was written."""
+    other = SimDisk()
+    job = start(other)
+    job.fail(in_place(job, 2))
+    theirs = in_place(job, 2)
+    for rank in (0, 1):
+        write_in_place(job, theirs, rank)
+    disk = SimDisk()
+    job = start(disk)
+    ours = in_place(job, 2)
+    assert ours != theirs
+    write_in_place(job, ours, 0)
+    disk.plant_file(f"{TWO}/{MANIFEST}", content(other, f"{TWO}/{MANIFEST}"))
+    write_in_place(job, ours, 1)
+    assert tracked(job) == [2]
+    assert read_manifest(SimStorage(disk, "look"), TWO).of == ours
+
+
 def dies_before_its_metadata(disk: SimDisk) -> AttemptId:
     """All shards of step 2 have receipts, and recovery would roll it forward."""
     job = saved(disk, 1)

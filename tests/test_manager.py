@@ -6,6 +6,7 @@ Each test says what it would catch. Only the state is made up: see ``ckptfsm.tes
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import re
@@ -15,9 +16,11 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +57,7 @@ from ckptfsm.retention import EveryNSeconds, EveryNSteps, LatestN, Policy
 from ckptfsm.stock import StockVerdict
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import (
+    FakeDraft,
     FakeDriver,
     FakeRequest,
     Gate,
@@ -822,6 +826,40 @@ def test_resume_fresh(run: Run):
 
 
 # -------------------------------------------------------------------- adoption, restart, readers
+
+
+class Moments(dict[str, Any]):
+    """A state that can be asked whether anybody still holds it."""
+
+
+class PassingDraft(FakeDraft):
+    """It holds the state until the writer owns it."""
+
+    def let_go(self) -> None:
+        self.values = {}
+
+
+class PassingDriver(FakeDriver):
+    """As that of Megatron: a draft holds the trainer's tensors, or copies of them."""
+
+    def draft(self, parts: Mapping[str, Any]) -> FakeDraft:
+        made = super().draft(parts)
+        return PassingDraft(
+            made.specs, made.in_place, made.summary, made.expected_bytes, self, made.values
+        )
+
+
+def test_nothing_of_the_state_is_held_once_a_writer_has_it(run: Run):
+    """Catches: memory of the trainer's, or a copy of it, that stays while the writer writes: where an
+    optimizer is loaded for a save and offloaded after it, that memory is never free again."""
+    manager = run.open(driver=PassingDriver())
+    state = Moments(weights(1))
+    held = weakref.ref(state)
+    handle = manager.save(1, state)
+    del state
+    gc.collect()
+    assert not handle.done and held() is None
+    handle.wait()
 
 
 def test_adopt_a_manifest_without_a_journal(run: Run):

@@ -14,12 +14,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from ckptfsm import processes
 from ckptfsm.ports import ChildError, Outcome
-from ckptfsm.processes import Child, children_of, fork_child
+from ckptfsm.processes import Child, _ask_kernel, children_of, fork_child
 from ckptfsm.testing.fakes import Gate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -392,6 +395,27 @@ def test_F29_a_child_dies_with_its_trainer(thread: str):
         trainer.kill()
         trainer.wait(WAIT_S)
         os.close(read_end)
+
+
+def ask_too_late(parent: int) -> None:
+    """Stands for ``_ask_kernel`` in a child whose parent ends first: nobody will signal it."""
+    while os.getppid() == parent:
+        time.sleep(0.001)  # bounded: its parent ends at once
+    _ask_kernel()
+
+
+def test_F29_a_child_whose_trainer_died_before_it_could_ask_ends(monkeypatch: pytest.MonkeyPatch):
+    """Catches: an orphaned writer that nobody signals: its trainer died between the fork and prctl."""
+    read_end, write_end = os.pipe()
+    trainer = os.fork()
+    if trainer == 0:
+        monkeypatch.setattr(processes, "_ask_kernel", partial(ask_too_late, os.getpid()))
+        fork_child(partial(os.write, write_end, b"it writes"), keep=(write_end,), group=True)
+        os._exit(0)
+    os.close(write_end)
+    os.waitpid(trainer, 0)
+    assert wait_for_eof(read_end) == b""
+    os.close(read_end)
 
 
 def test_F29_a_child_outlives_the_thread_that_forked_it(tmp_path: Path):

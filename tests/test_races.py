@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from proof import races
 from proof.layer import Budget
+from test_found_by_attack import write_in_place
+from test_found_by_review import in_place
 
-from ckptfsm.layout import LEASE, PINS, READERS, TRACKER, TRASH
+from ckptfsm.layout import LEASE, MANIFEST, PINS, READERS, STAGING, TRACKER, TRASH
 from ckptfsm.lifecycle import State
 from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import LatestN
@@ -116,6 +118,24 @@ def test_I9_the_order_of_a_tracker_write_is_the_models():
         "pwrite .ckptfsm/journal",
     )
     at = next(i for i, c in enumerate(storage.order) if c.startswith(f"rename {temporary}"))
+    assert storage.order[at - 1] == f"listdir {LEASE}", "nothing between check and rename"
+
+
+def test_I9_a_check_comes_directly_before_a_checkpoint_gets_its_name():
+    """Catches: a publishing rename, or in place the manifest's, by whoever was fenced meanwhile."""
+    job, storage = watched_job(SimDisk())
+    job.save(1)
+    check_before(storage, f"rename {STAGING}/1.e1.a1 -> ")
+    job, storage = watched_job(SimDisk())
+    of = in_place(job, 2)
+    for rank in (0, 1):
+        write_in_place(job, of, rank)
+    check_before(storage, f"rename iter_0000002/{MANIFEST}.tmp-")
+
+
+def check_before(storage: Watched, call: str) -> None:
+    """The epoch is looked at, and nothing is done between that and the one call that begins so."""
+    (at,) = (i for i, c in enumerate(storage.order) if c.startswith(call))
     assert storage.order[at - 1] == f"listdir {LEASE}", "nothing between check and rename"
 
 

@@ -239,6 +239,42 @@ LOOKS = (
         killers=("tests:test_attacks.py", "simulation"),
     ),
     mutant(
+        "another-attempts-manifest-is-our-commit",
+        "effects",
+        "        if manifest is None or manifest.of != checkpoint.id:\n            return False\n",
+        "        if manifest is None or manifest.of.step != checkpoint.step:\n"
+        "            return False\n",
+        breaks="I5",
+        source="F11",
+        killers=(
+            "tests:test_in_place.py::test_I5_the_manifest_of_another_attempt_is_not_our_commit",
+        ),
+    ),
+    mutant(
+        "another-attempts-directory-is-ours-published",
+        "effects",
+        "        if manifest is not None and manifest.of == checkpoint.id:\n            return True\n",
+        "        if manifest is not None and manifest.of.step == checkpoint.step:\n"
+        "            return True\n",
+        breaks="I5",
+        source="F11",
+        killers=(
+            "tests:test_coordinator.py::test_I5_another_attempt_at_our_name_is_not_ours_published",
+        ),
+    ),
+    mutant(
+        "a-mount-is-pruned",
+        "effects",
+        "        if found is not None and self._is_somebody_elses(found):\n            return",
+        "        if False:\n            return",
+        breaks="F16",
+        source="F16",
+        killers=(
+            "tests:test_coordinator.py::test_F16_a_checkpoint_that_became_a_mount_is_not_pruned",
+        ),
+        why="no rename takes it, so that the prune is tried for ever",
+    ),
+    mutant(
         "prune-does-not-look-for-pins",
         "effects",
         "            or self._kept_by_people(checkpoint.step)\n            or self._kept_by_tracker",
@@ -437,6 +473,29 @@ LOOKS = (
 )
 
 FENCES = (
+    mutant(
+        "a-manifest-in-place-is-put-unchecked",
+        "effects",
+        "            put(self.storage, path, manifest, tag=self.tag, check=self.check_epoch)\n",
+        "            put(self.storage, path, manifest, tag=self.tag)\n",
+        breaks="I9",
+        source="fencing",
+        killers=(
+            "tests:test_races.py::test_I9_a_check_comes_directly_before_a_checkpoint_gets_its_name",
+        ),
+    ),
+    mutant(
+        "published-unchecked",
+        "effects",
+        "        self.check_epoch()\n        try:\n            self.storage.rename(directory, target)\n",
+        "        try:\n            self.storage.rename(directory, target)\n",
+        breaks="I9",
+        source="fencing",
+        killers=(
+            "tests:test_races.py::test_I9_a_check_comes_directly_before_a_checkpoint_gets_its_name",
+        ),
+        why="the check before the manifest is older than what the put of it takes",
+    ),
     mutant(
         "a-taker-forgets-all-epochs-but-its-own",
         "lease",

@@ -93,6 +93,31 @@ WRITERS = (
         killers=("tests:test_processes.py::test_F29_a_child_dies_with_its_trainer",),
     ),
     mutant(
+        "a-trainer-that-died-at-once-is-not-missed",
+        "processes",
+        "    if os.getppid() != parent:  # it died between the fork and now\n",
+        "    if False:\n",
+        breaks="F29",
+        source="F29",
+        killers=(
+            (
+                "tests:test_processes.py::"
+                "test_F29_a_child_whose_trainer_died_before_it_could_ask_ends"
+            ),
+        ),
+        why="the kernel signals only the death that comes after it was asked",
+    ),
+    mutant(
+        "a-save-holds-what-its-writer-has",
+        "pump",
+        "            draft.let_go()\n            self._draft = draft\n",
+        "            self._draft = draft\n",
+        breaks="I10",
+        source="verl #4638",
+        killers=("tests:test_manager.py::test_nothing_of_the_state_is_held_once_a_writer_has_it",),
+        why="a loaded optimizer that is offloaded after the save stays in memory",
+    ),
+    mutant(
         "what-hangs-in-its-fork-is-left-there",
         "processes",
         "            if child.begins(_BEGIN_S):\n                return child\n",
