@@ -28,7 +28,7 @@ from proof.corruption import (
     newer_schema,
     swap,
 )
-from proof.layer import Budget
+from proof.layer import Budget, LayerResult
 
 from ckptfsm.documents import Manifest, Receipt, decode
 from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema
@@ -74,6 +74,18 @@ class Zero(random.Random):
 def test_F21_nothing_is_found_where_nothing_was_changed(bench: Bench):
     """Catches: a false alarm, in memory or on a real disk."""
     assert [problem for t in bench.templates if (problem := bench.control(t))] == []
+
+
+@pytest.mark.parametrize(("matters", "again"), [(True, True), (True, False), (False, False)])
+def test_F15_F21_only_what_struck_counts(bench: Bench, matters: bool, again: bool):
+    """Catches: faults counted as exercised by a harmless change, or without a second save."""
+    template = bench.templates[0]
+    path = next(p for p in template.tree if p.startswith("iter_") and p.endswith(".distcp"))
+    made = dataclasses.replace(flipped(template, path, 0, "checkpoint"), matters=matters)
+    result = LayerResult("corruption")
+    corruption._count_faults(result, made, saved_again=again)
+    struck = {f"{number} x tracked" for number, yes in (("F21", matters), ("F15", again)) if yes}
+    assert set(result.coverage.faults) == struck
 
 
 @pytest.mark.parametrize("block", range(4))

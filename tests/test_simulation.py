@@ -27,13 +27,13 @@ from ckptfsm.config import make_config
 from ckptfsm.controller import Controller
 from ckptfsm.coordinator import Coordinator
 from ckptfsm.effects import Effects
-from ckptfsm.errors import DamagedRoot
+from ckptfsm.errors import DamagedRoot, RootBusy
 from ckptfsm.journal import JournalWriter
 from ckptfsm.lease import RootLease
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
-from ckptfsm.messages import WriterGone
+from ckptfsm.messages import AttemptId, ShardReported, WriterGone
 from ckptfsm.processes import Outcome
 from ckptfsm.retention import CheckpointInfo, LatestN, Policy
 from ckptfsm.testing import invariants
@@ -43,7 +43,8 @@ from ckptfsm.testing.sim import Run, SimulationFailed, simulate
 from ckptfsm.testing.sim.answers import REPLAYED
 from ckptfsm.testing.sim.damage import draw_meddling
 from ckptfsm.testing.sim.faults import Faults
-from ckptfsm.testing.sim.job import Job, Op
+from ckptfsm.testing.sim.job import Job, Op, Trainer
+from ckptfsm.testing.sim.ports import WorldGroup, WorldTransport
 from ckptfsm.testing.sim.run import _TIMES, Scenario
 from ckptfsm.testing.sim.site import Site
 from ckptfsm.testing.sim.storage import WorldStorage
@@ -371,6 +372,44 @@ def test_a_death_after_a_call_strikes_and_is_counted_once(fault: str, number: st
     world.run(world.spawn(controller, "main", lambda: world.join(task)))
     assert not survived and not victim.alive
     assert site.coverage.faults[f"{number} x absent"] == 1
+
+
+def test_F33_a_death_before_any_save_began_is_none_of_the_very_first():
+    """Catches: a fault counted as exercised by a start that was killed on an empty root."""
+    site, _ = quiet_site()
+    site.count_death()
+    assert not site.coverage.faults
+    site.watch.models[1], site.watch.newest_epoch = JournalModel({(1, 1, 1): "requested"}), 1
+    site.count_death()
+    assert site.coverage.faults == {"F33 x requested": 1}
+
+
+def test_F11_a_duplicate_of_an_attempts_own_report_is_no_stale_one():
+    """Catches: stale reports counted as exercised by what cannot be taken for another attempt's."""
+    site, world = quiet_site()
+    site.stale = 1.0
+    process = world.process("p")
+    old, new = AttemptId(1, 1, 1), AttemptId(1, 1, 2)
+    own = ShardReported(new, "state", 0, 1, 10)
+    for sent, strikes in ((own, 0), (ShardReported(old, "state", 0, 1, 10), 1)):
+        transport = WorldTransport(WorldGroup(site, 1, 1.0), 0, process, [sent])
+        assert len(transport._distort([own])) == 2
+        assert site.coverage.faults["F11 x absent"] == strikes
+
+
+def test_F32_only_a_refusal_that_names_a_living_owner_counts():
+    """Catches: a refusal counted as clear that names nobody, a dead process, or the wrong host."""
+    site, world = quiet_site()
+    config = make_config({**_TIMES, "on_failure": "raise"})
+    owner, dead = world.process("owner", role="trainer"), world.process("dead", role="trainer")
+    dead.alive = False
+    mine = world.process("mine", role="trainer")
+    trainer = Trainer(Job(site, 1, 1, config, []), 0, mine, WorldGroup(site, 1, 1.0))
+    trainer.job.processes.append(mine)
+    named = [(owner.host, owner.pid), (dead.host, dead.pid), ("z", owner.pid), ("unknown", None)]
+    named.append((mine.host, mine.pid))
+    found = [trainer._is_named(RootBusy("busy", root="/sim", host=h, pid=p)) for h, p in named]
+    assert found == [True, False, False, False, False]
 
 
 def test_F9_another_host_sees_names_late():

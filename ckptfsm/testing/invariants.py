@@ -363,7 +363,7 @@ class Watch:
                     raise RootBroken(f"I1: {path} is made in a published checkpoint")
 
     def _epoch_removed(self, process: str, epoch: int) -> None:
-        """I9: only an older one is removed, or one that its owner gives back: then its number is free."""
+        """I9: an older one may be removed, or one that its owner gives back: its number is free."""
         if epoch < self.newest_epoch:
             return
         owner = self._owners.get(epoch)

@@ -654,11 +654,15 @@ def _judge_tracker(template: Template, corruption: Corruption, outcome: Outcome)
 
 @dataclass
 class Bench:
-    """The templates, and what the trials found. ``megatron``: the one of every third trial."""
+    """The templates, and what the trials found. ``megatron``: the one of every third trial.
+
+    ``saved_again``: in the last trial, a step that was corrupt was to be saved once more.
+    """
 
     templates: list[Template]
     megatron: Template | None = None
     counts: Counter[str] = field(default_factory=Counter)
+    saved_again: bool = False
 
     @property
     def all(self) -> list[Template]:
@@ -679,6 +683,7 @@ class Bench:
         run = _on_real_disk if real else _on_sim_disk
         outcome, changed, problem = run(template, corruption)
         problem = problem or judge(template, corruption, outcome, changed)
+        self.saved_again = not real and bool(_to_save_again(corruption, outcome))
         self.counts[corruption.area] += 1
         self.counts["of Megatron's"] += template is self.megatron
         self.counts["harmless" if not corruption.matters else _result(template, outcome)] += 1
@@ -727,8 +732,7 @@ def _goes_on(disk: SimDisk, corruption: Corruption, outcome: Outcome) -> str:
     report = job.open()
     if report.latest_step != outcome.first:
         return f"the next run begins with {report.latest_step}, not {outcome.first}"
-    later = sorted(step for step in corruption.steps if step > outcome.first)
-    for step in (*later, outcome.first + 50):
+    for step in (*_to_save_again(corruption, outcome), outcome.first + 50):
         try:
             job.save(step, PARTS)
         except StepExistsError:
@@ -736,6 +740,13 @@ def _goes_on(disk: SimDisk, corruption: Corruption, outcome: Outcome) -> str:
         if step not in job.acknowledged:
             return f"step {step} cannot be saved afterwards"
     return ""
+
+
+def _to_save_again(corruption: Corruption, outcome: Outcome) -> list[int]:
+    """The steps that were corrupt and are to be saved once more, if the root is in use again."""
+    if outcome.error is not None or outcome.first is None or _has_no_tracker(corruption):
+        return []
+    return sorted(step for step in corruption.steps if step > outcome.first)
 
 
 def _without_owner(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -827,16 +838,17 @@ _FAULTS = {
 }  # fmt: skip
 
 
-def _count_faults(result: LayerResult, corruption: Corruption) -> None:
+def _count_faults(result: LayerResult, corruption: Corruption, *, saved_again: bool) -> None:
     number, state = _FAULTS[corruption.area]
-    result.coverage.fault(number, state)
+    if corruption.matters or number != "F21":
+        result.coverage.fault(number, state)
     if corruption.how.startswith(("a link", "link")):
         result.coverage.fault("F16", state)
     if corruption.how.startswith("newer schema"):
         result.coverage.fault("F34", state)
     if corruption.how.startswith(("gone", "empty", "file")):
         result.coverage.fault("F19", state)
-    if corruption.area == "checkpoint":
+    if corruption.area == "checkpoint" and saved_again:
         result.coverage.fault("F15", state)
 
 
@@ -857,7 +869,7 @@ def run(budget: Budget) -> LayerResult:
         for seed in seeds:
             corruption, problem = bench.trial(seed)
             tried += 1
-            _count_faults(result, corruption)
+            _count_faults(result, corruption, saved_again=bench.saved_again)
             if problem:
                 result.violations.append(Violation("I3", problem, f"{again} --seed {seed}"))
                 if budget.stop_at_first:

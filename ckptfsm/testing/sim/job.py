@@ -209,7 +209,8 @@ class Trainer:
                 excused = others or self._others() or site.watch.newest_epoch != epoch
                 site.check(excused, "I8", f"nobody has the root, and {self.process.name}: {error}")
                 site.count("F12")
-                site.count("F32")
+                if self._is_named(error):
+                    site.count("F32")
             raise
         for fault, state in left:
             site.count(fault, state)
@@ -233,6 +234,12 @@ class Trainer:
         """True if a process of another job lives that may have the root: no writer may."""
         living = (p for p in self.site.world.processes if p.role == "trainer" and p.alive)
         return any(process not in self.job.processes for process in living)
+
+    def _is_named(self, busy: RootBusy) -> bool:
+        """True if the refusal says which living process to stop; an opening has no name yet."""
+        living = (p for p in self.site.world.processes if p.role == "trainer" and p.alive)
+        named = (busy.host, busy.pid)
+        return any((p.host, p.pid) == named for p in living if p not in self.job.processes)
 
     def _what_is_left(self) -> list[tuple[str, str]]:
         """What this start meets: checkpoints (F26), a deletion (F17), writers without trainer (F29)."""

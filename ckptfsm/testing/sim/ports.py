@@ -248,8 +248,9 @@ class WorldTransport:
         site = self._group.site
         out = list(events)
         if site.chance(site.stale) and self._sent:
-            site.count("F11")
             late = self._sent[site.world.random.randrange(len(self._sent))]
+            if late.of not in {event.of for event in events}:  # no duplicate of its own
+                site.count("F11")
             out.insert(site.world.random.randrange(len(out) + 1), late)
         if site.chance(site.stale * 0.2):
             event = out[-1]

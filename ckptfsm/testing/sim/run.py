@@ -267,10 +267,11 @@ class Scenario:
         choose = self.site.world.random
         if self.site.chance(self.interrupts):
             self.site.world.sleep(choose.random() * 6)
-            if not job.done:
+            living = [process for process in job.processes if process.alive]
+            if living and not job.done:
                 self.site.count("F2")
                 whole = choose.random() < 0.5
-                for process in job.processes if whole else (choose.choice(job.processes),):
+                for process in living if whole else (choose.choice(living),):
                     self.site.kill(process)
 
     def _between(self) -> None:

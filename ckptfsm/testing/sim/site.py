@@ -142,7 +142,7 @@ class Site:
             self.count("F3")
         if model is not None and model.steps("prunable"):
             self.count("F17")
-        if not self.watch.ever_acknowledged:
+        if model is not None and model.states and not self.watch.ever_acknowledged:
             self.count("F33")
 
     def strike_dead(self, owner: Process, fault: str) -> None:
