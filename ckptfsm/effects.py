@@ -54,6 +54,7 @@ from ckptfsm.layout import (
     PRIVATE,
     QUARANTINE,
     READERS,
+    STAGING,
     TRACKER,
     TRASH,
     Layout,
@@ -199,9 +200,13 @@ class Effects:
             ) from error
 
     def settle_published(self, step: int) -> None:
-        """What a killed process published may have names that are not durable yet."""
+        """What another process published may have names that are not durable yet.
+
+        Also the old one: a fenced one's rename may have come after the opening settled ``staging``.
+        """
         fsync_tree_dirs(self.storage, self.layout.published_name(step))
         self.storage.fsync_dir("")
+        self.storage.fsync_dir(STAGING)
 
     def _settle(self, *directories: str) -> None:
         """What was found moved stays there. Directories that it may have come to are first."""

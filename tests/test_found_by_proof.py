@@ -242,6 +242,20 @@ def test_F13_a_publish_that_lands_late_is_cleaned_up():
     assert judge(disk, 2) == 2
 
 
+def test_I4_a_publish_that_lands_late_does_not_come_back_in_staging():
+    """Found by simulation. Catches: the rename of a fenced trainer that lands after its successor has
+    settled ``staging``: a power loss shows the checkpoint at both of its names."""
+    disk = SimDisk()
+    dies_at(saved(disk, 1), "rename", makes(TWO), 2)
+    disk.kill("first")
+    (staging,) = names(disk, STAGING)
+    job = start(disk, "second", opened=False)
+    server = SimStorage(disk, "server")
+    once_before_listing(job, "", lambda: server.rename(f"{STAGING}/{staging}", TWO))
+    assert job.open().latest_step == 2
+    assert disk.possible(f"{STAGING}/{staging}") == [None]
+
+
 # ------------------------------------------------------------------------ attempts that must end
 
 

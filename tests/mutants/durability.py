@@ -126,6 +126,21 @@ MUTANTS = (
         why="a rename that failed is taken for done",
     ),
     mutant(
+        "what-was-published-late-may-be-back-in-staging",
+        "effects",
+        '        self.storage.fsync_dir("")\n        self.storage.fsync_dir(STAGING)\n',
+        '        self.storage.fsync_dir("")\n',
+        breaks="I4",
+        source="fsync",
+        killers=(
+            (
+                "tests:test_found_by_proof.py::"
+                "test_I4_a_publish_that_lands_late_does_not_come_back_in_staging"
+            ),
+        ),
+        why="a fenced trainer's rename lands after its successor has settled staging",
+    ),
+    mutant(
         "directories-without-fsync",
         "durable",
         "        storage.fsync_dir(parent)  # also when it was there: a crash may have come before its",
