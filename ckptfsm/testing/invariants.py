@@ -220,6 +220,7 @@ class Watch:
         self._parsed: dict[str, int] = {}
         self._aside: dict[Attempt, str] = {}
         self._looked: set[str] = set()
+        self._passed_over: set[int] = set()
         self._judge = SimStorage(disk, "judge")
 
     # ------------------------------------------------------------------------ what others tell
@@ -546,12 +547,25 @@ class Watch:
             raise RootBroken(f"I2: the tracker names {step}, whose name is not durable")
         model = self._model(process)
         newest = max(model.steps("finalized", "tracked"), default=None) if model else None
+        self._promise_again(step)
         if model is not None and self._fell_back(model, step):
+            self._fall_back_to(step)
             return  # from a damaged one; the finalized one is next
         if model is not None and model.rolling_back and model.target == step:
             return
         if step != newest:
             raise RootBroken(f"I2: the tracker goes to {step}, the journal's newest is {newest}")
+
+    def _fall_back_to(self, step: int) -> None:
+        """Nothing above it is whole at its name; what comes back from the trash counts again then."""
+        above = {each for each in self.acknowledged if each > step}
+        self.acknowledged -= above
+        self._passed_over |= above
+
+    def _promise_again(self, step: int) -> None:
+        if step in self._passed_over:
+            self._passed_over.discard(step)
+            self.acknowledged.add(step)
 
     def _fell_back(self, model: JournalModel, step: int) -> bool:
         """It named nothing that is whole, and now names the newest acknowledged one that is."""
