@@ -661,8 +661,8 @@ def test_a_run_strikes_where_it_aims():
     """Catches: an aim that is never hit, and states soon over that are left to luck."""
     for aim in (State.FORKED, State.FINALIZED):
         coverage = Coverage()
-        failures = [simulate(seed, aim=aim, coverage=coverage).failure for seed in range(8)]
-        assert failures == [None] * 8
+        failures = [simulate(seed, aim=aim, coverage=coverage).failure for seed in range(16)]
+        assert failures == [None] * 16
         struck = coverage.faults[f"F2 x {aim.value}"], coverage.faults[f"F13 x {aim.value}"]
         assert min(struck) > 0, f"{aim}: killed, stopped {struck}"
     assert simulation.main(["--seed", "0", "--aim", "forked", "--tail", "1"]) == 0
