@@ -90,8 +90,8 @@ QUEUE = (
     mutant(
         "a-call-survives-its-abort",
         "integrations.queue",
-        "        while self._calls:\n            self._drop(self._calls.popleft())\n",
-        "        while self._calls and not abort:\n            self._drop(self._calls.popleft())\n",
+        "        while self._calls:\n            self._drop(self._take_call())\n",
+        "        while self._calls and not abort:\n            self._drop(self._take_call())\n",
         breaks="I5",
         source="Megatron-Bridge #5117",
         killers=(f"{_TESTS}test_I5_a_call_that_was_aborted_is_not_the_next_one",),
