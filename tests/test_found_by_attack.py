@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -1263,16 +1263,23 @@ sys.stdin.read(1)
 """
 
 
+@contextmanager
+def owner_that_copied(root: Path) -> Iterator[subprocess.Popen[str]]:
+    """A trainer on the root, which has made a copy of it beside it. It is killed at the end."""
+    command = [sys.executable, "-c", COPIES, str(root)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "copied\n"
+        yield owner
+        owner.kill()
+
+
 def test_F32_a_root_whose_owner_copied_it_is_busy(tmp_path: Path):
     """Found by attack. Catches: a trainer that reads the file of its lock, to copy the root, and has
     lost the lock by that: a stray start fences it."""
     root = tmp_path / "root"
-    command = [sys.executable, "-c", COPIES, str(root)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == "copied\n"
+    with owner_that_copied(root) as owner:
         with pytest.raises(RootBusy) as busy:
             Manager(fake_ports(root), make_config(QUICK))
         assert busy.value.pid == owner.pid
@@ -1282,18 +1289,12 @@ def test_F32_a_root_whose_owner_copied_it_is_busy(tmp_path: Path):
         taker = Manager(fake_ports(root), make_config({**QUICK, "takeover": True}))
         assert taker.latest_step() == 1
         taker.close()
-        owner.kill()
 
 
 def test_F2_an_owner_that_was_killed_and_not_reaped_is_dead(tmp_path: Path):
     """Catches: a restart that waits for a zombie, whose parent (a launcher, a container) never reaps."""
     root = tmp_path / "root"
-    command = [sys.executable, "-c", COPIES, str(root)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == "copied\n"
+    with owner_that_copied(root) as owner:
         owner.kill()
         os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
         manager = Manager(fake_ports(root), make_config(QUICK))
