@@ -46,6 +46,8 @@ class HandlersWait:
                 handler = signal.getsignal(number)
                 if callable(handler):
                     self._wait_with(number, handler)
+        except ValueError:  # the interpreter calls another thread its main one
+            self._put_off.clear()
         except BaseException:  # one that arrived before its turn
             self.__exit__()
             raise

@@ -149,6 +149,19 @@ def test_other_threads_have_no_handlers():
     assert ended == [True]
 
 
+def test_a_thread_that_may_set_no_handler_goes_on(monkeypatch: pytest.MonkeyPatch):
+    """Catches: a save that fails in a program whose interpreter was begun in another thread."""
+
+    def refuses(number: int, handler: object) -> None:
+        raise ValueError("signal only works in main thread of the main interpreter")
+
+    monkeypatch.setattr(signal, "signal", refuses)
+    done = []
+    with HandlersWait():
+        done.append(True)
+    assert done == [True]
+
+
 IN_THE_FORK = """
 import logging, os, signal, threading
 from ckptfsm.interrupts import HandlersWait
