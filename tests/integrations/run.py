@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "build" / "integrations"
 QUEUE = "tests/megatron/test_megatron_queue.py"
 TRAINING = "tests/megatron/test_megatron_training.py"
-VERL = "tests/integrations/test_verl.py"
+VERL = ("tests/integrations/test_verl.py", "tests/integrations/test_verl_ray.py")
 MEGATRON_LM = "megatron-lm"
 CLONE = os.environ.get("CKPTFSM_MEGATRON_LM", "")
 # verl itself is installed without what it names, much of which is not imported here. This is what is,
@@ -69,13 +69,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "nvidia-resiliency-ext": ("tests/megatron/test_megatron_nvrx.py",),
     MEGATRON_LM: ("tests/integrations/test_megatron_lm.py",),
     "ray": ("tests/integrations/test_ray.py",),
-    "verl 0.7.1": (VERL,),
-    "verl 0.9.0": (VERL,),
-    "verl 0.9.1": (
-        VERL,
-        "tests/integrations/test_verl_ray.py",
-        "tests/integrations/test_verl_mirror.py",
-    ),
+    "verl 0.7.1": VERL,
+    "verl 0.9.0": VERL,
+    "verl 0.9.1": (*VERL, "tests/integrations/test_verl_mirror.py"),
 }
 
 
