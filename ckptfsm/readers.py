@@ -31,7 +31,7 @@ class ReaderLease:
     deleted, and the next ``renew`` raises.
 
     ``layout`` is the job's (see ``CheckpointConfig``). ``path`` is the absolute directory to read;
-    ``nonce`` names the reader, uniquely, by default by its pid and chance. Raises
+    ``nonce`` names the lease and is used once; by default it is made of the pid and chance. Raises
     ``StepNotFoundError`` if the step is not there, ``ConfigError`` if the root is not; an ``OSError``
     of the disk, or of a lease that took longer than the timeout to write: then try again.
     """

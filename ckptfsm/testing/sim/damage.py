@@ -53,11 +53,16 @@ def _steps(site: Site) -> list[int]:
 
 
 def tear_tracker(site: Site) -> None:
-    """F18."""
+    """F18.
+
+    A stock trainer's word while a rollback is unfinished is refused: its writer may have saved.
+    """
     if site.world.disk.find(TRACKER) is not None and site.watch.floor() is not None:
         site.count("F18")
         word = site.world.random.choice((b"", b"12x", b"\0\0\0", b"release", b"-5", b"9" * 30))
-        _write_tracker(site, word)
+        model = site.watch.models.get(site.watch.newest_epoch)
+        going_back = model is not None and model.rolling_back
+        _write_tracker(site, b"" if going_back and word == b"release" else word)
 
 
 def edit_tracker(site: Site) -> None:

@@ -495,6 +495,7 @@ class Reader:
     host: str = "a"
     rounds: int = 4
     renewals: int = 0
+    leases: int = 0
 
     def start(self) -> Reader:
         process = self.site.world.process(self.name, self.host, role="reader")
@@ -521,7 +522,9 @@ class Reader:
     def _read(self, storage: WorldStorage, step: int) -> None:
         world, watch = self.site.world, self.site.watch
         asked = world.now
-        lease = ReaderLease("/sim", step, storage=storage, nonce=self.name)
+        self.leases += 1
+        nonce = f"{self.name}-{self.leases}"
+        lease = ReaderLease("/sim", step, storage=storage, nonce=nonce)
         with lease:
             self.site.count("F27")
             self._hold(step, asked)
