@@ -118,6 +118,24 @@ def test_I8_what_a_start_may_have_adopted_is_no_limit_for_what_the_one_before_it
     machine.teardown()
 
 
+@pytest.mark.parametrize("call", range(30, 50))
+@pytest.mark.parametrize("torn", [False, True])
+def test_I2_a_rollback_dies_before_a_spoilt_tracker_could_be_put_right(torn, call):
+    """Found by a release run. Catches: a machine that takes a tracker which somebody had spoilt, and
+    whose repair failed and waits to be tried again, for one that the rollback destroyed."""
+    machine = RecoveryMachine()
+    machine.begin(saved=0, adopted=2, keep=None)
+    machine.leave(closes=False, blow=None)
+    machine.spoils_the_tracker(torn=torn)
+    machine.start("fallback", keep=None, blow=(call, errno.EIO), rate=0.0, seed=0)
+    if machine.alive():
+        machine.roll_back(back=1, blow=(0, 0))
+    machine.I1_I2_I4_the_disk_holds_what_was_promised()
+    machine.start("fallback", keep=None, blow=None, rate=0.0, seed=0)
+    machine.I1_I2_I4_the_disk_holds_what_was_promised()
+    machine.teardown()
+
+
 @pytest.mark.parametrize("cut_short", [False, True])
 @pytest.mark.parametrize("rots", [False, True])
 def test_I8_a_save_whose_record_was_not_fsynced_may_be_the_journals_newest(cut_short, rots):

@@ -515,7 +515,9 @@ class RecoveryMachine(RuleBasedStateMachine):
         if error is not None:
             assert job.storage.before.errors or isinstance(error, ProcessDead), f"I8: {error}"
             self.interrupted = ("rollback", step)
-            self.theirs.discard(self.look().tracker)  # nobody has moved it since we began
+            seen = self.look()
+            if seen.step is not None:  # else it is as spoilt as it was found: its repair had failed
+                self.theirs.discard(seen.tracker)  # nobody has moved it since we began
             self.end()
             return
         seen = self.look()
