@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -67,14 +68,18 @@ class UnmadePart:
         raise SaveFailed(self.why)
 
 
-def path_for(storage: Storage, location: str, specs: Iterable[PartSpec]) -> str:
+@contextmanager
+def at_path(storage: Storage, location: str, specs: Iterable[PartSpec]) -> Iterator[str]:
     """The absolute path of an attempt, for parts that the trainer writes itself, by path.
 
-    ``StorageError`` if there are such, and the path leads elsewhere (``Storage.absolute``).
+    ``StorageError`` if there are such, and the path leads elsewhere (``Storage.absolute``), now or at
+    the end of the block: what was made by path was made where it counts.
     """
     if any(spec.kind in ("tree", "foreign") for spec in specs):
-        return storage.absolute(location)
-    return join(storage.root, location)
+        yield storage.absolute(location)
+        storage.absolute(location)
+    else:
+        yield join(storage.root, location)
 
 
 def make_inside(location: str, directory: str) -> str:

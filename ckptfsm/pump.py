@@ -34,7 +34,7 @@ from ckptfsm.errors import (
     WriterDied,
     describe,
 )
-from ckptfsm.files import around, path_for
+from ckptfsm.files import around, at_path
 from ckptfsm.handle import SaveHandle, View
 from ckptfsm.interrupts import HandlersWait
 from ckptfsm.layout import LAYOUTS
@@ -366,8 +366,8 @@ class Pump:
             self._ports.driver.accept()
             return self._handle_of(of)
         try:
-            staged = draft.stage(path_for(storage, location, specs), specs, accepted.planned)
-            path_for(storage, location, specs)  # what was made by path was made where it counts
+            with at_path(storage, location, specs) as path:
+                staged = draft.stage(path, specs, accepted.planned)
             parts = tuple(around(job, accepted.parts) for job in staged)
             optional = frozenset(spec.name for spec in specs if spec.optional)
             job = RankJob(of, self._rank, self._world_size, location, parts, optional)

@@ -23,7 +23,7 @@ from ckptfsm.coordinator import Located
 from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry
 from ckptfsm.durable import make_dirs
 from ckptfsm.errors import ConfigError, SaveFailed, describe
-from ckptfsm.files import FileTree, UnmadePart, around, path_for
+from ckptfsm.files import FileTree, UnmadePart, around, at_path
 from ckptfsm.handle import Restored
 from ckptfsm.interrupts import HandlersWait
 from ckptfsm.layout import join, planned_name
@@ -169,9 +169,8 @@ class Worker:
         placed = [shares.place(spec) for spec in accepted.of_rank(rank)]
         if ticket.part.directory:
             make_dirs(storage, ticket.part.directory, base=ticket.location)
-        location = path_for(storage, ticket.location, placed)
-        jobs = draft.stage(location, placed, accepted.planned)
-        path_for(storage, ticket.location, placed)  # see ``Pump.begin_writing``
+        with at_path(storage, ticket.location, placed) as path:
+            jobs = draft.stage(path, placed, accepted.planned)
         everything = [shares.place(spec) for spec in accepted.parts]
         jobs = tuple(around(job, everything) for job in jobs)
         unfinished = self._to_finish(accepted, shares) if rank == 0 else ()
