@@ -77,19 +77,15 @@ def server() -> Iterator[ForkServer]:
 
 @pytest.fixture
 def cluster(server: ForkServer, tmp_path: Path) -> Iterator[Cluster]:
-    place = tmp_path / "jobs"
-    place.mkdir()
-    cluster = Cluster(server, place)
-    yield cluster
-    cluster.end()
+    with Cluster(server, tmp_path / "jobs") as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
 def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The parameters after each of 12 iterations of stock code."""
     place = tmp_path_factory.mktemp("undisturbed")
-    cluster = Cluster(server, place)
-    try:
+    with Cluster(server, place / "jobs") as cluster:
         [digests, others] = [
             rank["digests"]
             for rank in cluster.run(
@@ -99,8 +95,6 @@ def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) ->
                 installed=False,
             )
         ]
-    finally:
-        cluster.end()
     assert digests == others
     assert len(set(digests.values())) == 13
     found: dict[str, str] = digests

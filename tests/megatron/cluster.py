@@ -179,12 +179,20 @@ class Job:
 
 
 class Cluster:
-    """Starts jobs below a directory, and ends what is left of them."""
+    """Starts jobs below a directory, which it makes; none of them outlives the block."""
 
     def __init__(self, server: ForkServer, place: Path) -> None:
         self._server = server
         self._place = place
         self._jobs: list[Job] = []
+        place.mkdir(exist_ok=True)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for job in self._jobs:
+            job.end()
 
     def start(
         self, function: str, *, ranks: int = 2, port: int | None = None, **arguments: Any
@@ -216,10 +224,6 @@ class Cluster:
     def run(self, function: str, *, ranks: int = 2, **arguments: Any) -> list[Any]:
         """Start a job and wait for its results."""
         return self.start(function, ranks=ranks, **arguments).results()
-
-    def end(self) -> None:
-        for job in self._jobs:
-            job.end()
 
 
 class Gate:

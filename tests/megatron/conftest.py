@@ -18,12 +18,8 @@ def fork_server() -> Iterator[ForkServer]:
 
 @pytest.fixture
 def cluster(fork_server: ForkServer, tmp_path: Path) -> Iterator[Cluster]:
-    """Starts jobs; afterwards nothing of them is alive."""
-    place = tmp_path / "jobs"
-    place.mkdir()
-    cluster = Cluster(fork_server, place)
-    yield cluster
-    cluster.end()
+    with Cluster(fork_server, tmp_path / "jobs") as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -70,13 +70,9 @@ DAMAGES: list[Callable[[Path], None]] = [
 def saved(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Roots with the steps 1 and 2, and with step 1 only, to be copied."""
     place = tmp_path_factory.mktemp("saved")
-    (place / "jobs").mkdir()
-    cluster = Cluster(fork_server, place / "jobs")
-    try:
+    with Cluster(fork_server, place / "jobs") as cluster:
         cluster.run("save_steps", root=str(place / "two"), steps=[1, 2])
         cluster.run("save_steps", root=str(place / "one"), steps=[1])
-    finally:
-        cluster.end()
     return place
 
 

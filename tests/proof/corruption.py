@@ -214,13 +214,11 @@ def make_megatron_template() -> Template:
 
     server = ForkServer()
     with tempfile.TemporaryDirectory() as name:
-        root, jobs = Path(name) / "root", Path(name) / "jobs"
-        jobs.mkdir()
-        cluster = Cluster(server, jobs)
+        root = Path(name) / "root"
         try:
-            cluster.run("save_steps", root=str(root), steps=[10, 30])
+            with Cluster(server, Path(name) / "jobs") as cluster:
+                cluster.run("save_steps", root=str(root), steps=[10, 30])
         finally:
-            cluster.end()
             server.close()
         read = _tree_of(root)
     outcome = examine(SimStorage(_disk_of(read), "control"), ("state",))

@@ -167,17 +167,16 @@ def run(budget: Budget) -> LayerResult:
 def play(server: ForkServer, seed: int, result: LayerResult) -> None:
     """One round into ``result``."""
     place = Path(tempfile.mkdtemp(prefix="ckptfsm-kills-"))
-    cluster = Cluster(server, place)
-    played = Round(cluster, place, seed)
     try:
-        played.run()
+        with Cluster(server, place) as cluster:
+            played = Round(cluster, place, seed)
+            played.run()
     except (AssertionError, CkptFsmError) as error:
         named = re.match(r"[IF]\d+(?=: )", str(error))
         command = f"PYTHONPATH=tests python -m proof.megatron_kills --seed {seed}"
         promise = named[0] if named else "F1"
         result.violations.append(Violation(promise, str(error)[-4000:], command))
     finally:
-        cluster.end()
         shutil.rmtree(place)
     explored = result.explored
     explored["rounds"] = explored.get("rounds", 0) + 1

@@ -125,9 +125,7 @@ class HandedOn:
 
     def _problem(self, event: Event) -> str:
         if not isinstance(event, (WriterForked, ShardReported, Failed)) or not event.rank:
-            return (
-                ""  # of the controller itself, or counted by who knows the attempt to have failed
-            )
+            return ""  # the controller's own, or counted by who knows the attempt to have failed
         if event.of not in self._begun:
             return f"{event} is handed on, of an attempt that was never begun here"
         if event.of in self._over:
