@@ -17,9 +17,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from ckptfsm.documents import FileEntry
 from ckptfsm.durable import fsync_existing, list_names
@@ -31,6 +33,7 @@ from ckptfsm.messages import PartSpec
 from ckptfsm.ports import Storage, Written
 from ckptfsm.processes import children_of, let_children_die_too
 from ckptfsm.stock import COMMON
+from ckptfsm.storage import DIGEST_PREFIX
 
 _WATCH_S = 0.1
 _WORKER_DIED = 78
@@ -136,12 +139,16 @@ class StagedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ForeignPart:
-    """One rank's side of a part that is a foreign request. See ``ports.PartJob``."""
+    """One rank's side of a part that is a foreign request. See ``ports.PartJob``.
+
+    ``made`` is the digest of what the maker of a ready request wrote itself, "" if that is nothing.
+    """
 
     name: str
     directory: str
     rank: int
     request: StagedRequest
+    made: str = ""
 
     def write(self, storage: Storage, location: str) -> Written:
         """Run the request's own writer, then fsync and digest what it wrote."""
@@ -163,18 +170,33 @@ class ForeignPart:
             path = join(location, self.directory, name)
             fsync_existing(storage, path)
             relative = join(self.directory, name)
-            size = storage.stat(path).size
-            files.append(FileEntry(name=relative, bytes=size, digest=storage.digest(path)))
+            size, digest = storage.stat(path).size, storage.digest(path)
+            if name == COMMON and self.made not in ("", digest):
+                raise SaveFailed(
+                    f"{path} was changed after the request of {self.name!r} was taken: another one was "
+                    "made for the same directory"
+                )
+            files.append(FileEntry(name=relative, bytes=size, digest=digest))
         return Written(tuple(files), (), payload)
 
 
 def stage_foreign(spec: PartSpec, foreign: ForeignRequest, rank: int, location: str) -> ForeignPart:
     """Make (or take) the request and stage its tensors to host memory."""
-    request = foreign.request
+    request, made = foreign.request, ""
     if foreign.build is not None:
         with cpu_devices():
             request = foreign.build(make_inside(location, spec.directory))
-    return ForeignPart(spec.name, spec.directory, rank, stage_request(spec.name, request))
+    elif rank == 0:
+        made = _digest_of(Path(location, spec.directory, COMMON))
+    return ForeignPart(spec.name, spec.directory, rank, stage_request(spec.name, request), made)
+
+
+def _digest_of(path: Path) -> str:
+    """The digest of a file of some 100 KB; "" if it is not there, which the writer says."""
+    try:
+        return DIGEST_PREFIX + xxhash.xxh3_128_hexdigest(path.read_bytes())
+    except FileNotFoundError:
+        return ""
 
 
 def stage_request(name: str, request: Any) -> StagedRequest:

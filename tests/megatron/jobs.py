@@ -729,8 +729,11 @@ def save_foreign(
         return {"errors": errors, "all": manager.all_steps(), "ran": ran}
 
 
-def save_ready_made(here: Here, root: str, gate: str = "") -> Told:
-    """The trainer fixed the path: requests made for ``<root>/iter_<step>``, written in place."""
+def save_ready_made(here: Here, root: str, gate: str = "", gated: int = 1) -> Told:
+    """The trainer fixed the path: requests made for ``<root>/iter_<step>``, written in place.
+
+    The writer of step 5 on the rank ``gated`` stands at ``gate``.
+    """
     errors = []
     here.join_with_queue()
     with managed(here, root) as manager:
@@ -739,7 +742,7 @@ def save_ready_made(here: Here, root: str, gate: str = "") -> Told:
             if here.rank == 0:
                 os.mkdir(directory)
             dist.barrier()
-            build = Build(here, step, ROWS, gate if step == 5 and here.rank == 1 else "")
+            build = Build(here, step, ROWS, gate if step == 5 and here.rank == gated else "")
             part = ForeignRequest(request=build(directory))
             try:
                 handle = manager.save(step, parts={"state": part})

@@ -277,6 +277,7 @@ def save_begun(here: Here, root: str, given: bool, gate: str = "") -> Told:
 
 def save_begun_steps(here: Here, root: str, queue: AsyncCallsQueue, gate: str) -> Told:
     seen: list[Any] = []
+    busy: list[str] = []
     for step in (4, 5, 6):
         directory = f"{root}/iter_{step:07d}"
         queue.begin(step, directory, ["model", "optimizer"])
@@ -287,10 +288,12 @@ def save_begun_steps(here: Here, root: str, queue: AsyncCallsQueue, gate: str) -
             if gate and step == 5 and (here.rank, part) == (1, "optimizer"):
                 request = request._replace(async_fn=Gated(request.async_fn, gate))
             queue.schedule_async_request(request)
+        for early in (step, step - 1):
+            busy.append(refused(partial(queue.begin, early, f"{root}/iter_{early:07d}", ["model"])))
         alone = refused(queue.maybe_finalize_async_calls, no_dist=True)
         seen += until_empty(queue, blocking=False)
     again = refused(partial(queue.begin, 4, f"{root}/iter_0000004", ["model"]))
-    return {"seen": seen, "again": again, "alone": alone}
+    return {"seen": seen, "again": again, "alone": alone, "busy": busy}
 
 
 def refused(call: Callable[..., Any], **given: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -192,6 +193,27 @@ def test_i4_ready_made_requests_are_written_in_place(cluster: Cluster, root: Pat
         assert cluster.run("stock_load", directory=directory, step=step) == [True, True]
     for rank in cluster.run("restore", root=str(root)):
         assert (rank["step"], rank["equal"]) == (6, True)
+
+
+def test_i2_a_second_request_for_a_directory_in_flight_fails_its_save(
+    cluster: Cluster, gate: Gates, root: Path
+) -> None:
+    """Would catch: a tracked checkpoint with the tensors of one request and the common state of
+    another, which was made for the same directory meanwhile."""
+    root.mkdir()
+    paused = gate("paused")
+    job = cluster.start("save_ready_made", root=str(root), gate=paused.path, gated=0)
+    paused.arrival(job)
+    shutil.copyfile(path_of(root, 4) / "common.pt", path_of(root, 5) / "common.pt")
+    paused.open()
+    for rank in job.results():
+        first, second, third = rank["errors"]
+        assert (first, third) == (None, None)
+        assert second["type"] == "SaveFailed"
+        assert "was changed after the request of 'state' was taken" in second["text"]
+        assert rank["all"] == [4, 6]
+    assert steps_on_disk(root) == [4, 6]
+    assert tracked_step(root) == 6
 
 
 def test_i4_ready_made_request_with_a_killed_writer_leaves_its_name(

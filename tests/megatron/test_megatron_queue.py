@@ -231,6 +231,7 @@ def test_begun_checkpoints_are_tracked(cluster: Cluster, root: Path, given: bool
     for rank in cluster.run("queue_jobs.save_begun", root=str(root), given=given):
         assert rank["seen"] == [0, 1, 2, 3, 4, 5]
         assert "step 6 is tracked already" in rank["again"], "it would write into step 4"
+        assert rank["busy"] == [f"step {n} is in flight" for n in (4, 4, 5, 5, 6, 6)], "so would it"
         assert "step 6 was begun: call without no_dist" in rank["alone"], "it would never end"
     assert tracked_step(root) == 6
     for step in (4, 5, 6):
