@@ -477,7 +477,7 @@ class Coordinator:
             self._engine.run(command)
         self._engine.retire_if_due()
         removed = 0
-        if self._engine.ledger.in_flight() is None:
+        if self._engine.pending or self._engine.ledger.in_flight() is None:  # it may lack space
             try:
                 if self._lease is not None:
                     self._lease.claim_lock()

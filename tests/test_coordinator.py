@@ -1060,6 +1060,27 @@ def test_F5_a_save_that_cannot_fit_first_empties_the_trash():
     assert ".ckptfsm/trash/gone-1.e1.a1" not in disk.snapshot()
 
 
+def test_F5_a_tracker_that_waits_for_space_gets_what_the_trash_takes():
+    """Found by attack. Catches: a published save that waits for its tracker until its deadline, while
+    what was pruned before takes the few bytes that it needs."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    junk = ".ckptfsm/trash/gone-1.e1.a1"
+    disk.plant_file(junk, bytes(1 << 19))
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "open_exclusive" and path.startswith(TRACKER) and junk in disk.snapshot():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    job.storage.before = before
+    job.save(2)
+    assert tracked(job) == [1]
+    for _ in range(2):
+        job.coordinator.tick()
+    assert tracked(job) == [1, 2]
+    check_root(job.storage, 2)
+
+
 def test_F5_a_save_that_cannot_fit_prunes_nothing():
     """I7. Catches: checkpoints sacrificed for space."""
     disk = SimDisk(capacity=1 << 20)
