@@ -53,12 +53,17 @@ class HandlersWait:
             raise
 
     def __exit__(self, *_: object) -> None:
-        self._waiting = False  # from now on one that was not put back yet is called at once
         with contextlib.ExitStack() as last_first:  # each of them, whatever the others raise
-            for number, frame in reversed(self._arrived):
-                last_first.callback(self._put_off[number][0], number, frame)
+            last_first.callback(self._hand_on)
             for number in self._put_off:
                 last_first.callback(self._put_back, number)
+
+    def _hand_on(self) -> None:
+        """Run what was put off, in order. One that could not be put back is called at once from now on."""
+        self._waiting = False
+        with contextlib.ExitStack() as last_first:
+            for number, frame in reversed(self._arrived):
+                last_first.callback(self._put_off[number][0], number, frame)
 
     def _wait_with(self, number: int, handler: Handler) -> None:
         found = ctypes.create_string_buffer(_SIGACTION_BYTES)
@@ -68,8 +73,10 @@ class HandlersWait:
 
     def _put_back(self, number: int) -> None:
         handler, found = self._put_off[number]
-        signal.signal(number, handler)
-        _LIBC.sigaction(number, found, None)
+        try:
+            signal.signal(number, handler)
+        finally:  # it raises what another handler raises
+            _LIBC.sigaction(number, found, None)
 
     def _arrives(self, number: int, frame: FrameType | None) -> None:
         if self._waiting:

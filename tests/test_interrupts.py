@@ -103,28 +103,31 @@ def test_what_the_kernel_knew_of_a_handler_comes_back(heard: list[int], tmp_path
 
 
 class Strike:
-    """``signal.signal``, at the nth call of which a signal arrives."""
+    """``signal.signal``, just before or after whose nth call a signal arrives."""
 
-    def __init__(self, number: int, nth: int) -> None:
-        self.number, self.left, self.set = number, nth, signal.signal
+    def __init__(self, number: int, nth: int, *, early: bool) -> None:
+        self.number, self.left, self.early, self.set = number, nth, early, signal.signal
 
     def __call__(self, number: int, handler: object) -> object:
-        before = self.set(number, handler)
         self.left -= 1
-        if self.left == 0:
+        if self.left == 0 and self.early:
+            signal.raise_signal(self.number)
+        before = self.set(number, handler)
+        if self.left == 0 and not self.early:
             signal.raise_signal(self.number)
         return before
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_on_the_way_in_or_out_is_not_lost(
-    number: int, nth: int, heard: list[int], monkeypatch: pytest.MonkeyPatch
+    number: int, nth: int, early: bool, heard: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     """Catches: a handler that is never called again, because another one raised on the way."""
     ended = "left"
     with monkeypatch.context() as patched:
-        patched.setattr(signal, "signal", Strike(number, nth))
+        patched.setattr(signal, "signal", Strike(number, nth, early=early))
         try:
             with HandlersWait():  # two handlers are put off, and two put back
                 pass
@@ -133,6 +136,22 @@ def test_a_signal_on_the_way_in_or_out_is_not_lost(
     assert (heard, ended) == ([number], "raised" if number == signal.SIGINT else "left")
     signal.raise_signal(signal.SIGTERM)
     assert heard[1:] == [signal.SIGTERM], "whatever stands there passes it on"
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("nth", [3, 4])
+def test_one_that_was_put_off_is_not_lost_where_another_comes_on_the_way_out(
+    nth: int, early: bool, heard: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    """Catches: a SIGTERM that waited and is never heard, and a wrapper that stands where the trainer's
+    handler stood, since a Ctrl-C raised while handlers were put back."""
+    before = handlers()
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "signal", Strike(signal.SIGINT, nth, early=early))
+        with pytest.raises(KeyboardInterrupt), HandlersWait():
+            signal.raise_signal(signal.SIGTERM)
+    assert sorted(heard) == [signal.SIGINT, signal.SIGTERM]
+    assert handlers() == before
 
 
 def test_other_threads_have_no_handlers():
