@@ -63,7 +63,11 @@ class ReaderLease:
         return self
 
     def renew(self) -> None:
-        """Say that the reader still lives. Raises ``StepNotFoundError`` if the step is gone."""
+        """Say that the reader still lives.
+
+        Raises ``StepNotFoundError`` if the step is gone, ``StorageError`` if ``path`` leads to another
+        root than the one that was opened, where the lease is.
+        """
         self._renewals += 1
         mark = Pin(step=self._step, reason="reader", nonce=f"{self._nonce}-{self._renewals}")
         put(self._storage, self._file, encode(mark), tag=self._nonce)
@@ -72,6 +76,7 @@ class ReaderLease:
             raise StepNotFoundError(
                 f"step {self._step} is not at {self.path}", step=self._step, file=self.path
             )
+        self.path = self._storage.absolute(self._name)
 
     def __exit__(
         self,

@@ -1207,6 +1207,32 @@ def test_I2_a_restore_does_not_read_another_runs_checkpoint(how: str, tmp_path: 
     ours.close()
 
 
+@pytest.mark.parametrize("when", ["before it is entered", "before it is renewed"])
+def test_I7_a_lease_does_not_hand_out_another_runs_path(when: str, tmp_path: Path):
+    """Found by review. Catches: an evaluator that reads what no lease keeps, in another run's root."""
+    current = tmp_path / "current"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        other = files_manager(tmp_path / name / "gpt")
+        other.save(1, parts={"t": tree(f"of run {name}")}).wait()
+        other.close()
+    current.symlink_to(tmp_path / "a")
+    lease = ReaderLease(current / "gpt", 1)
+    if when == "before it is renewed":
+        with lease:
+            assert Path(lease.path, "t/tokenizer.json").read_text() == "of run a"
+            current.unlink()
+            current.symlink_to(tmp_path / "b")
+            with pytest.raises(StorageError, match="is not the directory that was opened any more"):
+                lease.renew()
+        return
+    current.unlink()
+    current.symlink_to(tmp_path / "b")
+    with pytest.raises(StorageError, match="is not the directory that was opened any more"), lease:
+        pytest.fail("entered")
+    assert [p.name for p in (tmp_path / "a/gpt/.ckptfsm/leases").rglob("*.json")] == []
+
+
 @pytest.mark.parametrize("does", ["exit", "raise", "close", "abandon", "poll", "save", "wait"])
 def test_F13_a_process_that_the_trainer_forks_leaves_its_saves_alone(does: str, tmp_path: Path):
     """Found by attack. Catches: a child of the trainer's own that leaves through the ``with`` block, and

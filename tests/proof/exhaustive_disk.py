@@ -186,6 +186,9 @@ class Disk:
     def digest(self, path: str) -> str:
         return f"crc32:{zlib.crc32(self._file(path)):08x}"
 
+    def absolute(self, path: str) -> str:
+        return f"{self.root}/{path}"
+
     # -- inside --------------------------------------------------------------------------------
 
     def _open(self, path: str) -> int:
