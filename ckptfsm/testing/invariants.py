@@ -284,14 +284,18 @@ class Watch:
 
     def granted(self, reader: str, step: int, until: float) -> None:
         """A reader was told that ``step`` is there and leased."""
-        if not self._complete_at(_name_of(step)):
+        name = _name_of(step)
+        complete = self._complete_at(name)
+        if not complete and self.disk.find(name) is not None:
             return  # in place, and still being written: nothing that a lease could keep
         model = self.models.get(self.newest_epoch)
         if model is not None and model.of_step(step, "pruned"):
             living = model.of_step(step, "finalized", "tracked", "prunable")
             if not living and step not in self.touched:
                 raise RootBroken(f"I7: {reader} is told that step {step} is there: it is pruned")
-        files = frozenset(self.disk.files_below(_name_of(step)))
+        if not complete:
+            return
+        files = frozenset(self.disk.files_below(name))
         self.readers[reader] = Confirmed(step, files, until)
 
     def returned(self, reader: str) -> None:

@@ -153,6 +153,26 @@ ORDER = (
         killers=("exhaustive", "simulation"),
     ),
     mutant(
+        "reader-does-not-look",
+        "readers",
+        '        if found is None or found.kind != "dir":\n',
+        "        if False:\n",
+        breaks="F27",
+        source="order",
+        killers=("exhaustive", "simulation"),
+        why="a reader is told that a pruned step is there",
+    ),
+    mutant(
+        "trash-kept-from-what-waits-for-space",
+        "coordinator",
+        "        if self._engine.pending or self._engine.ledger.in_flight() is None:",
+        "        if self._engine.ledger.in_flight() is None:",
+        breaks="F5",
+        source="order",
+        killers=("tests:test_coordinator.py",),
+        why="a published save waits for its tracker until its deadline",
+    ),
+    mutant(
         "lease-given-back-before-the-load",
         "restoring",
         "            return self.load(located, named)\n",
@@ -503,10 +523,7 @@ FENCES = (
         "        if older is not None and older != epoch:\n",
         breaks="I9",
         source="fencing",
-        killers=(
-            "tests:test_lease.py::test_I9_a_paused_taker_leaves_its_successors_epoch",
-            "simulation",
-        ),
+        killers=("tests:test_lease.py::test_I9_a_paused_taker_leaves_its_successors_epoch",),
         why="a paused one removes its successor's, and goes on as the owner",
     ),
     mutant(

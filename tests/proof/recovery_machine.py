@@ -510,13 +510,14 @@ class RecoveryMachine(RuleBasedStateMachine):
         job, older = self.job, self.in_ledger()[:-1]
         if not older:
             return
-        step = older[max(-back, -len(older))]
+        step, found = older[max(-back, -len(older))], self.look().tracker
         error = self.attempt(job, blow, partial(job.coordinator.rollback, step))
         if error is not None:
             assert job.storage.before.errors or isinstance(error, ProcessDead), f"I8: {error}"
             self.interrupted = ("rollback", step)
             seen = self.look()
-            if seen.step is not None:  # else it is as spoilt as it was found: its repair had failed
+            spoilt = seen.step is None and seen.tracker == found  # a repair of it had failed
+            if not spoilt:
                 self.theirs.discard(seen.tracker)  # nobody has moved it since we began
             self.end()
             return

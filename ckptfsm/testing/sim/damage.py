@@ -60,7 +60,8 @@ def tear_tracker(site: Site) -> None:
     if site.world.disk.find(TRACKER) is not None and site.watch.floor() is not None:
         site.count("F18")
         word = site.world.random.choice((b"", b"12x", b"\0\0\0", b"release", b"-5", b"9" * 30))
-        model = site.watch.models.get(site.watch.newest_epoch)
+        models = site.watch.models  # the newest epoch may have no journal yet
+        model = models.get(max(models, default=0))
         going_back = model is not None and model.rolling_back
         _write_tracker(site, b"" if going_back and word == b"release" else word)
 
