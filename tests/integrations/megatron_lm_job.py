@@ -148,6 +148,7 @@ def names(here: Here) -> Told:
     wanted = {*_IN_CHECKPOINTING, *_IN_ASYNC_UTILS, "dist_checkpointing", "get_args"}
     return {
         "core": megatron.core.__file__,
+        "version": megatron.core.__version__,
         "training": checkpointing.__file__,
         "missing": sorted((wanted - there) | (REPORTS - closures)),
     }

@@ -31,6 +31,7 @@ from cluster import (  # noqa: E402  of tests/megatron, which only run.py puts o
     steps_on_disk,
     tracked_step,
 )
+from snapshots import files_of  # noqa: E402
 
 pytestmark = pytest.mark.integration
 
@@ -106,20 +107,10 @@ def train(cluster: Cluster, tmp_path: Path, undisturbed: dict[str, str]) -> Trai
     return Trainer(cluster, tmp_path / "root", undisturbed)
 
 
-def snapshot(root: Path) -> dict[str, tuple[int, int, int]]:
-    """Inode, time of change and size of everything below a root but its tracker and our directory."""
-    found = {}
-    for path in root.rglob("*"):
-        name = str(path.relative_to(root))
-        if name != TRACKER and not name.startswith(".ckptfsm"):
-            about = path.lstat()
-            found[name] = (about.st_ino, about.st_mtime_ns, about.st_size)
-    return found
-
-
 def test_everything_that_is_replaced_is_there(cluster: Cluster) -> None:
     """Catches: a test of something else than the clone, a name that Megatron-LM does not have."""
     for rank in cluster.run("megatron_lm_job.names"):
+        assert rank["version"] == "0.16.1", "what docs/megatron-lm.md says was run"
         for place in (rank["core"], rank["training"]):
             assert Path(place).is_relative_to(Path(str(CLONE)))
         assert rank["missing"] == []
@@ -175,9 +166,9 @@ def test_we_adopt_what_stock_code_wrote_and_resume_from_it(train: Trainer, how: 
     """Catches: a save directory that is not adopted, or of which anything is written anew, moved or
     deleted, but the tracker."""
     train.stock(f"--train-iters 4 {how}", begins=0)
-    before = snapshot(train.root)
+    before = files_of(train.root)
     train(f"--train-iters 8 {how} --save-retain-interval 4", begins=4)
-    after = snapshot(train.root)
+    after = files_of(train.root)
     assert {name: after.get(name) for name in before} == before
     assert {Path(name).parts[0] for name in after.keys() - before.keys()} == {"iter_0000008"}
     assert states_of(train.root) == {2: "tracked", 4: "tracked", 8: "tracked"}
