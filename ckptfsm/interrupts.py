@@ -59,7 +59,7 @@ class HandlersWait:
                 last_first.callback(self._put_back, number)
 
     def _hand_on(self) -> None:
-        """Run what was put off, in order. One that could not be put back is called at once from now on."""
+        """Run what was put off, in order. What could not be put back is called at once from now on."""
         self._waiting = False
         with contextlib.ExitStack() as last_first:
             for number, frame in reversed(self._arrived):
