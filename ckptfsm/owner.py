@@ -216,6 +216,11 @@ class Owner:
         """The newest tracked step (not collective)."""
         return self._pump.view.latest
 
+    def step_in_flight(self) -> int | None:
+        """The step whose save is neither tracked nor has failed; None without one (not collective)."""
+        busy = self._pump.view.in_flight
+        return busy.step if busy is not None else None
+
     def all_steps(self) -> list[int]:
         """Every tracked step, ascending (not collective)."""
         return sorted(self._pump.view.steps)

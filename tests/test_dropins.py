@@ -336,6 +336,9 @@ class Refusing:
     def latest_step(self) -> None:
         """Nothing is tracked."""
 
+    def step_in_flight(self) -> None:
+        """Nothing is in flight."""
+
     def wait_until_finished(self) -> None:
         """Nothing is in flight."""
 

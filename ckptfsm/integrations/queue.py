@@ -375,9 +375,9 @@ class AsyncCallsQueue:
         if not named:
             raise ConfigError("a checkpoint needs at least one part")
         manager = self._manager_at(step, os.path.normpath(directory))
-        latest, busy = manager.latest_step(), manager._pump.view.in_flight
-        if busy is not None and step <= busy.step:
-            raise StepExistsError(f"step {busy.step} is in flight", step=step, latest=busy.step)
+        latest, busy = manager.latest_step(), manager.step_in_flight()
+        if busy is not None and step <= busy:
+            raise StepExistsError(f"step {busy} is in flight", step=step, latest=busy)
         if latest is not None and step <= latest:
             raise StepExistsError(f"step {latest} is tracked already", step=step, latest=latest)
         self._filling = _Filling(step, manager, named)
