@@ -7,7 +7,8 @@ its own finalizers run, which is once, on the training thread of every rank.
 
 Rules: exit code, payload and receipt are all required. An exception as payload is a failure. A write
 worker that dies leaves megatron-core's writer waiting for ever (it never counts down), so the writer
-watches its own children and ends when one of them did not end well.
+watches its own children and ends when one of them did not end well, also where ``multiprocessing``
+reaps it: it does when the next worker starts.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class StagedRequest:
         if self.queue is not None:
             arguments = [channel if a is self.queue else a for a in arguments]
         let_children_die_too()
+        os.waitpid = JudgingWait(os.waitpid)
         threading.Thread(target=_watch_workers, daemon=True).start()
         with cpu_devices():
             self.function(*arguments, **self.keywords)
@@ -225,6 +227,19 @@ def _files_of(payload: Any) -> set[str]:
         return set()
     results: Sequence[Any] = [r for rows in payload.values() for r in rows]
     return {str(result.storage_data.relative_path) for result in results}
+
+
+@dataclass(frozen=True, slots=True)
+class JudgingWait:
+    """Stands for ``os.waitpid`` inside one writer: what was reaped there, the watch would not find."""
+
+    wait: Callable[[int, int], tuple[int, int]]
+
+    def __call__(self, pid: int, options: int, /) -> tuple[int, int]:
+        found, status = self.wait(pid, options)
+        if found and status:
+            os._exit(_WORKER_DIED)
+        return found, status
 
 
 def _watch_workers() -> None:

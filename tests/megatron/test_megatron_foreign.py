@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import (
+    PATIENCE_S,
     Cluster,
     Gate,
     assert_complete,
@@ -22,6 +25,9 @@ from cluster import (
     steps_on_disk,
     tracked_step,
 )
+
+from ckptfsm.megatron.foreign import StagedRequest
+from ckptfsm.processes import fork_child
 
 pytestmark = pytest.mark.megatron
 
@@ -132,6 +138,31 @@ def test_f1_killed_foreign_write_worker_fails_on_all_ranks(
     os.kill(found["pid"], signal.SIGKILL)
     assert_only_step_two_failed(job.results(), root, "WriterDied", "rank 1")
     assert await_death(found["ppid"], 1.0)
+
+
+def starts_another_after_one_died(*_: Any) -> None:
+    """As megatron-core's writer whose first worker is killed before it has started the second one."""
+    context = multiprocessing.get_context("fork")
+    first = context.Process(target=signal.raise_signal, args=(signal.SIGKILL,))
+    first.start()
+    assert first.pid is not None
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+    context.Process(target=int).start()  # reaps the first one
+    threading.Event().wait()
+
+
+def test_f1_a_write_worker_that_multiprocessing_reaps_ends_the_writer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found by a run of this suite. Would catch: a writer that waits for a worker until the deadline,
+    since nobody saw how that ended but who reaped it."""
+    monkeypatch.setattr("ckptfsm.megatron.foreign._WATCH_S", 3600.0)
+    request = StagedRequest("x", starts_another_after_one_died, [], {}, [], None)
+    child = fork_child(request.run, keep=(), group=True)
+    outcome = child.wait(PATIENCE_S)
+    child.kill()
+    assert outcome is not None, "it waits"
+    assert "exit code 78" in outcome.explain()
 
 
 def test_f29_foreign_write_workers_die_with_their_trainer(
