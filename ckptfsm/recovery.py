@@ -148,8 +148,6 @@ def plan(
     warnings = _warnings(evidence, survivors, decisions, intent)
     if resume == "strict" and warnings:
         raise DamagedRoot(f"resume='strict': {warnings[0]}", warnings=warnings)
-    if not afresh and evidence.tracker.found != "step":
-        warnings += _passed_over(decisions)
     found = [d for d in decisions if d.actions or d.result == "reported"]
     forward = {a.of for a in _actions(decisions) if isinstance(a, Finalize)}
     only = bool(reasons) and survivors == {of.step for of in forward}
@@ -591,13 +589,6 @@ def _warnings(
                 f"tracker is rewritten{advice}"
             )
     return tuple(warnings)
-
-
-def _passed_over(decisions: Sequence[Decision]) -> tuple[str, ...]:
-    """What is whole on the disk and is not resumed from, while no tracker says that this is right: the
-    newest journal may be lost, too."""
-    whole = [d for d in decisions if d.result == "reported" and d.found in ("manifest", "stock")]
-    return tuple(f"{d.subject} is complete and not resumed from: {d.why}" for d in whole)
 
 
 def _is_asked_for(withdrawn: Decision, intent: Intent) -> bool:

@@ -454,17 +454,6 @@ def test_unknown_and_newer_than_the_tracker_is_reported_only():
     assert "newer than the tracker" in only(found).why
 
 
-@pytest.mark.parametrize("tracker", [MISSING, TORN])
-def test_I8_what_is_whole_and_passed_over_is_told_where_no_tracker_says_so(tracker):
-    """Found by attack. Catches: a run that goes back without a word, as the newest journal and the
-    tracker were deleted together; a strict start that is refused for it."""
-    on_disk = evidence(tracker, whole(100), whole(300), stock(200))
-    said = [w for w in decide(ledger_of(BASE), on_disk).warnings if "not resumed from" in w]
-    assert [w.split()[0] for w in said] == ["iter_0000300", "iter_0000200"]
-    if tracker == MISSING:
-        assert decide(ledger_of(BASE), on_disk, resume="strict").warnings == tuple(said)
-
-
 def test_unknown_and_anything_else_is_reported_never_touched():
     """Catches: recovery that moves or deletes what it cannot explain."""
     ev = evidence(
