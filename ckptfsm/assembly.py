@@ -20,6 +20,7 @@ from ckptfsm.lifecycle import Checkpoint, expected_reports
 from ckptfsm.messages import FINISHED_BY_US, PartSpec
 from ckptfsm.ports import Clock, PartFinisher, Storage
 from ckptfsm.receipts import Receipts
+from ckptfsm.stock import COMMON
 
 _FOREIGN_METADATA = (".metadata", "metadata.json")
 
@@ -101,6 +102,7 @@ class Assembly:
         """
         location = join(directory, part.directory)
         if part.kind == "foreign":
+            self._refuse_changed_common(part, directory, shares)
             return [self._entry_of(location, part, name) for name in _FOREIGN_METADATA]
         final = join(self.layout.published_name(checkpoint.step), part.directory)
         entries = []
@@ -114,6 +116,15 @@ class Assembly:
             entry = FileEntry(name=join(part.directory, name), bytes=len(content), digest=digest)
             entries.append(entry)
         return entries
+
+    def _refuse_changed_common(self, part: PartSpec, directory: str, shares: Shares) -> None:
+        """Whoever makes another request for the directory writes it before anybody is asked."""
+        name = join(part.directory, COMMON)
+        for receipt in shares.receipts:
+            for entry in receipt.files:
+                path = join(directory, name)
+                if entry.name == name and self.storage.digest(path) != entry.digest:
+                    raise SaveFailed(f"{name} was changed after it was written", file=path)
 
     def _metadata_of(
         self, part: PartSpec, directory: str, shares: Shares, final: str

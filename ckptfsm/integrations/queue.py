@@ -377,7 +377,7 @@ class AsyncCallsQueue:
         manager = self._manager_at(step, os.path.normpath(directory))
         latest, busy = manager.latest_step(), manager.step_in_flight()
         if busy is not None and step <= busy:
-            raise StepExistsError(f"step {busy} is in flight", step=step, latest=busy)
+            raise StepExistsError(f"step {busy} is in flight", step=step, in_flight=busy)
         if latest is not None and step <= latest:
             raise StepExistsError(f"step {latest} is tracked already", step=step, latest=latest)
         self._filling = _Filling(step, manager, named)

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import popen_fork
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from ckptfsm.storage import DIGEST_PREFIX
 
 _WATCH_S = 0.1
 _WORKER_DIED = 78
+_poll = popen_fork.Popen.poll
 
 
 @dataclass(frozen=True)
@@ -101,10 +104,7 @@ class StagedRequest:
         arguments = self.arguments
         if self.queue is not None:
             arguments = [channel if a is self.queue else a for a in arguments]
-        let_children_die_too()
-        os.waitpid = JudgingWait(os.waitpid)
-        threading.Thread(target=_watch_workers, daemon=True).start()
-        with cpu_devices():
+        with _watched_workers(), cpu_devices():
             self.function(*arguments, **self.keywords)
         return self._judge(channel.items) if self.queue is not None else None
 
@@ -229,23 +229,33 @@ def _files_of(payload: Any) -> set[str]:
     return {str(result.storage_data.relative_path) for result in results}
 
 
-@dataclass(frozen=True, slots=True)
-class JudgingWait:
-    """Stands for ``os.waitpid`` inside one writer: what was reaped there, the watch would not find."""
+@contextmanager
+def _watched_workers() -> Iterator[None]:
+    """In the block this writer ends as soon as one of its workers ended badly: nobody else would notice.
 
-    wait: Callable[[int, int], tuple[int, int]]
+    After it come other parts, which judge their own workers.
+    """
+    let_children_die_too()
+    over = threading.Event()
+    threading.Thread(target=_watch_workers, args=(over,), daemon=True).start()
+    popen_fork.Popen.poll = _judging_poll  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        popen_fork.Popen.poll = _poll  # type: ignore[method-assign]
+        over.set()
 
-    def __call__(self, pid: int, options: int, /) -> tuple[int, int]:
-        found, status = self.wait(pid, options)
-        if found and status:
-            os._exit(_WORKER_DIED)
-        return found, status
+
+def _judging_poll(worker: popen_fork.Popen, flag: int = os.WNOHANG) -> int | None:
+    """``multiprocessing`` has reaped it: the watch will not find it any more."""
+    code = _poll(worker, flag)
+    if code:
+        os._exit(_WORKER_DIED)
+    return code
 
 
-def _watch_workers() -> None:
-    """End this writer as soon as one of its workers ended badly: nobody else would notice."""
-    pause = threading.Event()
-    while not pause.wait(_WATCH_S):
+def _watch_workers(over: threading.Event) -> None:
+    while not over.wait(_WATCH_S):
         if any(_ended_badly(pid) for pid in children_of(os.getpid())):
             os._exit(_WORKER_DIED)
 

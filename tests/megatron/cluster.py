@@ -298,6 +298,14 @@ def is_alive(pid: int) -> bool:
     return session_of(pid) is not None
 
 
+def await_file(path: Path, timeout_s: float = PATIENCE_S) -> bool:
+    """True once it is there."""
+    deadline = time.monotonic() + timeout_s
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return path.exists()
+
+
 def await_death(pid: int, timeout_s: float = PATIENCE_S) -> bool:
     """True once the process is dead, also if nobody reaped it yet. It need not be our child."""
     deadline = time.monotonic() + timeout_s

@@ -18,6 +18,7 @@ from cluster import (
     Gate,
     assert_complete,
     await_death,
+    await_file,
     children_of,
     path_of,
     staging_of,
@@ -26,6 +27,7 @@ from cluster import (
     tracked_step,
 )
 
+from ckptfsm.layout import receipt_name
 from ckptfsm.megatron.foreign import StagedRequest
 from ckptfsm.processes import fork_child
 
@@ -165,6 +167,28 @@ def test_f1_a_write_worker_that_multiprocessing_reaps_ends_the_writer(
     assert "exit code 78" in outcome.explain()
 
 
+def writes_a_part_after_it() -> int | None:
+    """Of a writer that has run a request: how a worker of a later part ended."""
+    StagedRequest("x", int, [], {}, [], None).run()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join(PATIENCE_S)
+    worker = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
+    worker.start()
+    worker.join()
+    return worker.exitcode
+
+
+def test_i3_the_watch_ends_with_its_part() -> None:
+    """Found by review. Would catch: the worker of an optional part after it that fails, and ends the
+    whole writer instead of its part."""
+    child = fork_child(writes_a_part_after_it, keep=(), group=True)
+    outcome = child.wait(PATIENCE_S)
+    child.kill()
+    assert outcome is not None
+    assert outcome.payload == 3, outcome.explain()
+
+
 def test_f29_foreign_write_workers_die_with_their_trainer(
     cluster: Cluster, gate: Gates, root: Path
 ) -> None:
@@ -226,22 +250,29 @@ def test_i4_ready_made_requests_are_written_in_place(cluster: Cluster, root: Pat
         assert (rank["step"], rank["equal"]) == (6, True)
 
 
+@pytest.mark.parametrize("gated", [0, 1])
 def test_i2_a_second_request_for_a_directory_in_flight_fails_its_save(
-    cluster: Cluster, gate: Gates, root: Path
+    cluster: Cluster, gate: Gates, root: Path, gated: int
 ) -> None:
     """Would catch: a tracked checkpoint with the tensors of one request and the common state of
     another, which was made for the same directory meanwhile."""
     root.mkdir()
     paused = gate("paused")
-    job = cluster.start("save_ready_made", root=str(root), gate=paused.path, gated=0)
+    job = cluster.start("save_ready_made", root=str(root), gate=paused.path, gated=gated)
     paused.arrival(job)
+    if gated == 1:
+        assert await_file(path_of(root, 5) / receipt_name("state", 0))
     shutil.copyfile(path_of(root, 4) / "common.pt", path_of(root, 5) / "common.pt")
     paused.open()
     for rank in job.results():
         first, second, third = rank["errors"]
         assert (first, third) == (None, None)
         assert second["type"] == "SaveFailed"
-        assert "was changed after the request of 'state' was taken" in second["text"]
+        taken, written = (
+            "was changed after the request of 'state' was taken",
+            "after it was written",
+        )
+        assert (taken, written)[gated] in second["text"]
         assert rank["all"] == [4, 6]
     assert steps_on_disk(root) == [4, 6]
     assert tracked_step(root) == 6
