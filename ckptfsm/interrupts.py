@@ -53,10 +53,12 @@ class HandlersWait:
             raise
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.ExitStack() as last_first:  # each of them, whatever the others raise
-            last_first.callback(self._hand_on)
-            for number in self._put_off:
-                last_first.callback(self._put_back, number)
+        try:
+            with contextlib.ExitStack() as last_first:  # each of them, whatever the others raise
+                for number in self._put_off:
+                    last_first.callback(self._put_back, number)
+        finally:
+            self._hand_on()
 
     def _hand_on(self) -> None:
         """Run what was put off, in order. What could not be put back is called at once from now on."""
