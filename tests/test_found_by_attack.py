@@ -1181,17 +1181,23 @@ def test_a_job_goes_on_in_the_directory_that_it_opened(tmp_path: Path):
     ours.close()
 
 
+def link_to_one_of_two_runs(place: Path) -> Path:
+    """``current`` leads to ``a``; ``a`` and ``b`` have a step 1 each, in the root ``gpt``."""
+    for name in ("a", "b"):
+        (place / name).mkdir()
+        run = files_manager(place / name / "gpt")
+        run.save(1, parts={"t": tree(f"of run {name}")}).wait()
+        run.close()
+    current = place / "current"
+    current.symlink_to(place / "a")
+    return current
+
+
 @pytest.mark.parametrize("how", ["link", "rename"])
 def test_I2_a_restore_does_not_read_another_runs_checkpoint(how: str, tmp_path: Path):
     """Found by attack. Catches: files that are verified in the root that was opened, and loaded from
     what has its path by now."""
-    current = tmp_path / "current"
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        other = files_manager(tmp_path / name / "gpt")
-        other.save(1, parts={"t": tree(f"of run {name}")}).wait()
-        other.close()
-    current.symlink_to(tmp_path / "a")
+    current = link_to_one_of_two_runs(tmp_path)
     ours = files_manager(current / "gpt")
     assert Path(ours.restore(parts={"t": tree("")}).parts["t"], "tokenizer.json").read_text() == (
         "of run a"
@@ -1210,13 +1216,7 @@ def test_I2_a_restore_does_not_read_another_runs_checkpoint(how: str, tmp_path: 
 @pytest.mark.parametrize("when", ["before it is entered", "before it is renewed"])
 def test_I7_a_lease_does_not_hand_out_another_runs_path(when: str, tmp_path: Path):
     """Found by review. Catches: an evaluator that reads what no lease keeps, in another run's root."""
-    current = tmp_path / "current"
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        other = files_manager(tmp_path / name / "gpt")
-        other.save(1, parts={"t": tree(f"of run {name}")}).wait()
-        other.close()
-    current.symlink_to(tmp_path / "a")
+    current = link_to_one_of_two_runs(tmp_path)
     lease = ReaderLease(current / "gpt", 1)
     if when == "before it is renewed":
         with lease:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -300,16 +300,18 @@ def is_alive(pid: int) -> bool:
 
 def await_file(path: Path, timeout_s: float = PATIENCE_S) -> bool:
     """True once it is there."""
-    deadline = time.monotonic() + timeout_s
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return path.exists()
+    return _await(path.exists, timeout_s)
 
 
 def await_death(pid: int, timeout_s: float = PATIENCE_S) -> bool:
     """True once the process is dead, also if nobody reaped it yet. It need not be our child."""
+    return _await(lambda: not is_alive(pid), timeout_s)
+
+
+def _await(seen: Callable[[], bool], timeout_s: float) -> bool:
+    """Whether it is seen before the time is over."""
     deadline = time.monotonic() + timeout_s
-    while is_alive(pid):
+    while not seen():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.005)
