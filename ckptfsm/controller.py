@@ -29,7 +29,6 @@ from ckptfsm.files import FilesDriver
 from ckptfsm.handle import SaveHandle
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.lifecycle import State
-from ckptfsm.link import Answer
 from ckptfsm.messages import (
     AttemptId,
     Event,
@@ -44,7 +43,6 @@ from ckptfsm.owner import Owner, whole_step
 from ckptfsm.ports import Ports
 from ckptfsm.proposal import Accepted, measured
 from ckptfsm.pump import Hook
-from ckptfsm.restoring import Restorer
 from ckptfsm.storage import OpenPosix
 from ckptfsm.system import system_ports
 from ckptfsm.tickets import GroupPart, GroupSave, Reading, Ticket
@@ -152,6 +150,23 @@ class Controller(Owner):
         mixed = [name for name in parts if name in silent]
         if mixed:
             raise ConfigError(f"{mixed[0]!r} is a group: give a GroupPart", part=mixed[0])
+        before = set(self._flights)
+        try:
+            with self._one_call.running():
+                return self._begin(step, parts, groups, metrics)
+        except BaseException as error:  # nobody else has the tickets of what was accepted
+            for of in self._flights.keys() - before:
+                self._pump.give_up(of, error)
+            raise
+
+    def _begin(
+        self,
+        step: int,
+        parts: Mapping[str, Any],
+        groups: Mapping[str, GroupPart],
+        metrics: Mapping[str, float] | None,
+    ) -> GroupSave:
+        """Ask for the save, write the own parts, and make a ticket for each group."""
         if not self._make_way(step):
             return GroupSave(SaveHandle(step), {})
         draft = self._ports.driver.draft({n: v for n, v in parts.items() if n not in groups})
@@ -184,23 +199,17 @@ class Controller(Owner):
         return specs
 
     def _accepted(self, request: SaveRequest) -> AttemptId:
-        """Ask for the save. A Ctrl-C meanwhile leaves nothing that nobody writes."""
-        answer = Answer()
-        try:
-            answer = self._link.together(Coordinator.request, request)
-            if answer.value is not None:
-                self._flights[answer.value] = self._flight(request.parts)
-            self._pump.take_answer(answer)
-        except BaseException as error:
-            if answer.value is not None:
-                self._pump.give_up(answer.value, error)
-            else:
-                self._link.forget_request()
-            raise
-        if isinstance(answer.error, DeadlineExceeded):
+        """Ask for the save, and expect its workers' reports."""
+        answer = self._link.together(Coordinator.request, request)
+        if answer.value is not None:
+            self._flights[answer.value] = self._flight(request.parts)
+            self._pump.expect(answer.value)
+        elif answer.interruption is not None or isinstance(answer.error, DeadlineExceeded):
             self._link.forget_request()
-        if answer.error is not None:
-            raise answer.error
+        self._pump.take_update(answer.update)
+        problem = answer.interruption or answer.error
+        if problem is not None:
+            raise problem
         of: AttemptId = answer.value
         return of
 
@@ -348,8 +357,8 @@ class Controller(Owner):
         """
         self._require_open()
         config = self.config.model_copy(update={"verify": verify or self.config.verify})
-        restorer = Restorer(self._ports, self._storage, config, self._agree)
-        located = restorer.choose(step)
+        with self._one_call.running():
+            located = self._restorer(config).choose(step)
         if located is None:
             self._pump.say_notes()
             yield None

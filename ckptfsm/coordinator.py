@@ -14,7 +14,6 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -25,7 +24,7 @@ from ckptfsm.documents import (
     SegmentClosed,
 )
 from ckptfsm.durable import list_names, lookup, storage_error
-from ckptfsm.engine import Engine, News, Settled, Trade
+from ckptfsm.engine import Engine, NumberedNews, Settled, Trade
 from ckptfsm.errors import (
     CkptFsmError,
     ConfigError,
@@ -35,6 +34,7 @@ from ckptfsm.errors import (
     NewerSchema,
     OutcomeUnknown,
     SaveRefused,
+    ShardMissing,
     StepExistsError,
     StorageError,
     describe,
@@ -52,7 +52,7 @@ from ckptfsm.journal import History, newest_segment, read_history
 from ckptfsm.layout import JOURNAL, LAYOUTS, MEGATRON, Layout, pin_name
 from ckptfsm.lease import RootLease, open_root
 from ckptfsm.ledger import Ledger, Rejected
-from ckptfsm.lifecycle import UNSETTLED, Checkpoint, State
+from ckptfsm.lifecycle import UNSETTLED, Checkpoint, State, expected_reports, writing_ranks
 from ckptfsm.messages import (
     FINISHED_BY_US,
     AttemptId,
@@ -61,11 +61,14 @@ from ckptfsm.messages import (
     FinalizersRan,
     PartSpec,
     SaveRequested,
+    ShardReported,
+    WriterForked,
     WritersLost,
 )
 from ckptfsm.opening import Opening, roll_back
 from ckptfsm.ports import Clock, Identity, PartFinisher, Pending, Storage
 from ckptfsm.reader_leases import ReaderLeases
+from ckptfsm.receipts import Receipts
 from ckptfsm.recovery import Decision, Resume, forget_moved, plan
 from ckptfsm.retention import KeepAll, Policy
 from ckptfsm.trash import remove_marker, sweep_temporaries
@@ -305,15 +308,17 @@ class Coordinator:
         """True while a command waits to be tried again."""
         return bool(self._engine.pending)
 
-    @property
-    def has_news(self) -> bool:
-        """Safe to ask from another thread."""
-        return self._opened is not None and bool(self._opened.news)
+    def news_since(self, number: int) -> tuple[NumberedNews, ...]:
+        """The news from ``number`` on, in order. Safe from another thread."""
+        return self._opened.news.since(number) if self._opened is not None else ()
 
-    def take_news(self) -> list[News]:
-        """What has happened since the last call, in order. Safe from another thread."""
-        news = self._opened.news if self._opened is not None else deque()
-        return [news.popleft() for _ in range(len(news))]
+    def forget_news(self, number: int) -> None:
+        """Drop the news below ``number``: they were taken. Safe from another thread."""
+        if self._opened is not None:
+            self._opened.news.forget(number)
+
+    def nothing(self) -> None:
+        """Done when everything that was asked before is done."""
 
     def wants_tick(self) -> bool:
         """True if ``tick`` would have something to do by now. Safe from another thread."""
@@ -433,6 +438,40 @@ class Coordinator:
         except StorageError as error:
             self.fatal = self.fatal or error
             raise
+
+    def leave(self, wait_s: float) -> State | None:
+        """Before ``abandon``: count what lies on disk of the save in flight, without asking its ranks.
+
+        Their receipts are awaited for at most ``wait_s``. Once they are all there the save goes on as if
+        they had been reported. Returns the state of the save then; None if none was in flight.
+        """
+        busy = self.ledger.in_flight() if self.fatal is None else None
+        if busy is None:
+            return None
+        foreign = any(part.kind == "foreign" for part in busy.parts)
+        if busy.state in (State.REQUESTED, State.FORKED) and not foreign:
+            deadline = self._clock.monotonic() + wait_s
+            self._guarded(self._report, self._from_receipts(busy, deadline))
+        after = self.ledger.checkpoints.get(busy.id)
+        return after.state if after is not None else None
+
+    def _from_receipts(self, busy: Checkpoint, deadline: float) -> list[Event]:
+        """The reports that the receipts of an attempt stand for: all of them, or none."""
+        of, size = busy.id, busy.world_size
+        location = self._layout.working_dir(of, busy.in_place)
+        receipts = Receipts(self._storage, location, of, size)
+        try:
+            found = list(receipts.arriving(expected_reports(busy), self._clock, deadline))
+        except (ShardMissing, DamagedRoot) as error:
+            log.warning("left_in_flight", extra={"step": busy.step, "error": describe(error)})
+            return []
+        forked = sorted(writing_ranks(busy) - busy.forked)
+        shards = [
+            ShardReported(of, r.part, r.rank, size, sum(f.bytes for f in r.files))
+            for r in found
+            if (r.part, r.rank) not in busy.reported
+        ]
+        return [*(WriterForked(of, rank, size) for rank in forked), *shards]
 
     def report(self, events: Sequence[Event]) -> None:
         """Take the reports of the ranks. What belongs to no living attempt is logged and dropped."""

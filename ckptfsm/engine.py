@@ -91,6 +91,31 @@ class Settled:
 
 
 News = TransitionRecord | FinalizersDue | Settled
+NumberedNews = tuple[int, News]
+
+
+class NewsQueue:
+    """News in order, numbered from zero, kept until their reader has taken them.
+
+    The coordinator's thread appends; another one reads and forgets.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[NumberedNews] = deque()
+        self._count = 0
+
+    def append(self, news: News) -> None:
+        self._items.append((self._count, news))
+        self._count += 1
+
+    def since(self, number: int) -> tuple[NumberedNews, ...]:
+        """The news with ``number`` or a higher one."""
+        return tuple(item for item in tuple(self._items) if item[0] >= number)
+
+    def forget(self, number: int) -> None:
+        """Drop the news below ``number``: their reader has taken them."""
+        while self._items and self._items[0][0] < number:
+            self._items.popleft()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +135,7 @@ class Engine:
     def __init__(self, storage: Storage, clock: Clock, lease: RootLease, trade: Trade) -> None:
         self.ledger = Ledger()
         self.moves = 0
-        self.news: deque[News] = deque()
+        self.news = NewsQueue()
         self.pending: list[Command] = []
         self.keep_all = False  # a fresh start deletes nothing
         self.retire_due = False

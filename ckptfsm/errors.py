@@ -163,6 +163,13 @@ class RankFailed(CkptFsmError):
     advice = "restart the job; recovery decides from disk"
 
 
+class RankInterrupted(CkptFsmError):
+    """A rank was interrupted in a call that all ranks were in; all of them left it (``rank``)."""
+
+    kind = "rank_interrupted"
+    advice = "that rank raises what its signal handler raised; here, call again or leave"
+
+
 class StagingFailed(CkptFsmError):
     """A rank could not offload its state after a save (``step``, ``rank``). The save itself goes on."""
 

@@ -3,7 +3,8 @@
 Rules: the lock (a POSIX record lock: dropped at death, not inherited by fork) tells living from
 dead on one host. The epoch, a file created by ``link``, tells old from new even when the lock
 cannot: on a file system without locks, after a takeover, or when a paused process wakes up. Every
-effect is preceded by ``check`` (I9).
+effect is preceded by ``check`` (I9). Leases of this process are known here: one that could not say on a
+dead disk that it was given back is given back all the same.
 """
 
 from __future__ import annotations
@@ -42,6 +43,16 @@ def _started(process: int | str) -> str:
     return f"{boot}:{fields[19]}"
 
 
+class _Living:
+    """The nonces of the leases that this process holds. Process-wide, because ownership is."""
+
+    def __init__(self) -> None:
+        self.nonces: set[str] = set()
+
+
+_living = _Living()
+
+
 class RootLease:
     """The right to change a root. ``epoch`` is this run's generation."""
 
@@ -50,6 +61,7 @@ class RootLease:
         self._storage = storage
         self._identity = identity
         self._lock = lock
+        _living.nonces.add(identity.nonce)
 
     @property
     def tag(self) -> str:
@@ -87,6 +99,7 @@ class RootLease:
 
     def drop(self) -> None:
         """Give up the lock only, as death would."""
+        _living.nonces.discard(self._identity.nonce)
         if self._lock is not None:
             lock, self._lock = self._lock, None
             self._storage.unlock(lock)
@@ -122,7 +135,7 @@ def open_root(
         epoch = newest_epoch(storage)
         holder = _known_holder(storage, epoch)
         if not takeover and (lock is None or _lives(storage, holder, identity)):
-            raise _busy(storage.root, holder)
+            raise _busy(storage.root, holder, identity)
         taken, temporary = _link_epoch(storage, identity, max(epoch, above))
     except BaseException:
         if lock is not None:
@@ -150,16 +163,16 @@ def _known_holder(storage: Storage, epoch: int) -> Holder | None:
 
 
 def _lives(storage: Storage, holder: Holder | None, identity: Identity) -> bool:
-    """True if the holder is this process, or runs on this machine and has the lock's file open.
+    """True if a manager of this process holds it, or one of this machine that has the lock's file open.
 
-    Two managers of one process both get the lock, some file systems know none, and a process that opens
-    the file once more and closes it, to copy the root say, has lost it. The copy has the holder's name
+    Some file systems know no locks, and a process that opens the file once more and closes it, to copy
+    the root say, has lost its lock. The copy has the holder's name
     too: the holder does not have *its* file open.
     """
     if holder is None or holder.released:
         return False
-    if (holder.host, holder.pid, holder.started) == identity[:3]:
-        return True
+    if _is_here(holder, identity):
+        return holder.nonce in _living.nonces
     started = _started(holder.pid) if holder.host == identity.host else ""
     if not started or holder.started != started:
         return False
@@ -184,7 +197,19 @@ def _leads_to(descriptor: Path, path: str) -> bool:
         return False
 
 
-def _busy(root: str, holder: Holder | None) -> RootBusy:
+def _is_here(holder: Holder, identity: Identity) -> bool:
+    return (holder.host, holder.pid, holder.started) == identity[:3]
+
+
+def _busy(root: str, holder: Holder | None, identity: Identity) -> RootBusy:
+    if holder is not None and _is_here(holder, identity):
+        return RootBusy(
+            f"root {root} is owned by another manager of this process: close it or abandon it first; if "
+            "that was done, the disk has not answered it yet",
+            root=root,
+            host=holder.host,
+            pid=holder.pid,
+        )
     host, pid = (holder.host, holder.pid) if holder else ("unknown", None)
     return RootBusy(f"root {root} is owned by pid {pid} on {host}", root=root, host=host, pid=pid)
 

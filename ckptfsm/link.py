@@ -1,10 +1,14 @@
 """A rank's link to the coordinator: questions asked together, reports sent, news taken.
 
 The coordinator and its thread exist at rank 0 only; every other rank reaches them through the
-transport. What comes back is the same on every rank.
+transport. Answers and news are the same on every rank.
 
-Rules: the training thread never waits for the disk without a deadline. An error of the coordinator
-is part of an answer or an update, so that it comes out on every rank at the same point.
+Rules:
+* The training thread never waits for the disk without a deadline.
+* An error of the coordinator is part of an answer or an update: it comes out on every rank at the same
+  point. An interrupt at rank 0 is an error for the others, and itself at rank 0.
+* News stay with the coordinator until rank 0 has taken them, and an interrupted question counts as
+  unanswered: whatever was interrupted, the next exchange tells it.
 """
 
 from __future__ import annotations
@@ -12,53 +16,71 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ckptfsm.coordinator import Coordinator, Located
 from ckptfsm.durable import storage_error
-from ckptfsm.engine import News
-from ckptfsm.errors import CkptFsmError, DeadlineExceeded, describe
+from ckptfsm.engine import NumberedNews
+from ckptfsm.errors import CkptFsmError, DeadlineExceeded, RankInterrupted, describe
+from ckptfsm.lifecycle import State
 from ckptfsm.messages import Event
 from ckptfsm.ports import Executor, Pending, Transport
 
 log = logging.getLogger("ckptfsm")
 P = ParamSpec("P")
 T = TypeVar("T")
+_LISTEN_S = 0.2  # between two looks for a Ctrl-C, while the disk does not answer
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What the coordinator tells every rank. ``fatal`` ends it: nothing more will come.
+    """Everything that the coordinator tells every rank. ``fatal`` ends it: nothing more will come.
 
-    ``answered``: it is done with the last question that ran into its deadline.
+    ``awaiting``: it still works on a question that ran into its deadline or was interrupted.
     """
 
-    news: tuple[News, ...] = ()
+    news: tuple[NumberedNews, ...] = ()
     fatal: CkptFsmError | None = None
-    answered: bool = False
+    awaiting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The coordinator's answer to a question that all ranks asked together."""
+    """The coordinator's answer to a question that all ranks asked together.
+
+    ``interruption`` is never sent: it is raised in place of ``error`` on the rank that it struck.
+    """
 
     value: Any = None
     error: CkptFsmError | None = None
     update: Update = Update()
+    interruption: BaseException | None = None
 
 
 class Link:
-    """See the module. ``start`` gives rank 0 its coordinator; ``stop`` ends its thread."""
+    """See the module. ``start`` gives rank 0 its coordinator; ``stop`` ends its thread.
 
-    def __init__(self, transport: Transport, effect_timeout_s: float) -> None:
+    ``hear`` runs the handlers of signals that wait, and returns what one of them raised. ``taken`` is
+    how many news this rank has taken.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        effect_timeout_s: float,
+        hear: Callable[[], BaseException | None],
+    ) -> None:
         self.transport = transport
+        self.taken = 0
         self._effect_timeout_s = effect_timeout_s
+        self._hear = hear
         self._coordinator: Coordinator | None = None
         self._executor: Executor | None = None
         self._submitted: list[Pending[Any]] = []
+        self._asking = False  # until somebody has taken the answer
         self._late: Pending[Any] | None = None
-        self._fatal_told = False
+        self._fatal_taken = False
 
     def start(self, coordinator: Coordinator, executor: Executor) -> None:
         self._coordinator, self._executor = coordinator, executor
@@ -68,6 +90,24 @@ class Link:
         if self._executor is not None:
             self._executor.shutdown()
         self._coordinator = self._executor = None
+
+    def leave(self, timeout_s: float) -> State | None:
+        """At rank 0: finish the save in flight from what lies on disk, if it is all there.
+
+        Returns the state that it has then; None if that is not known after ``timeout_s``.
+        """
+        if self._coordinator is None or self._executor is None:
+            return None
+        call = _Call(Coordinator.leave, (self._coordinator, timeout_s), {})
+        try:
+            state: State | None = self._executor.submit(call).result(timeout_s)
+        except FutureTimeout:
+            log.warning("left_in_flight", extra={"error": "the disk does not answer"})
+        except (CkptFsmError, OSError) as error:
+            log.warning("left_in_flight", extra={"error": describe(error)})
+        else:
+            return state
+        return None
 
     def abandon(self, timeout_s: float) -> bool:
         """Give the root back without the other ranks. True if that was done within ``timeout_s``.
@@ -95,24 +135,44 @@ class Link:
         """At rank 0: run a coordinator's method on its thread and wait, with a deadline."""
         assert self._coordinator is not None and self._executor is not None
         call = _Call(work, (self._coordinator, *arguments), keywords)
+        self._asking = True
         future: Pending[T] = self._executor.submit(call)
         try:
-            error = future.exception(self._effect_timeout_s)
+            error = self._outcome(future)
         except FutureTimeout:
-            self._late = future
-            self._submitted.append(future)
-            self._submit(Coordinator.disown, future)
+            self._leave_late(future)
             raise DeadlineExceeded(
                 f"the disk did not answer within {self._effect_timeout_s} s",
                 timeout_s=self._effect_timeout_s,
                 waiting_for=getattr(work, "__name__", "the coordinator"),
             ) from None
         except BaseException:  # a Ctrl-C
-            self._submit(Coordinator.disown, future)
+            self._leave_late(future)
             raise
         if error is not None and not isinstance(error, Exception):
             raise typed(error) from error  # torch's, say: the other ranks must hear of it
         return future.result()
+
+    def _outcome(self, future: Pending[T]) -> BaseException | None:
+        """Wait for what the question raised, if anything. A Ctrl-C ends the wait."""
+        left = self._effect_timeout_s
+        while True:
+            slice_s = min(left, _LISTEN_S)
+            try:
+                return future.exception(slice_s)
+            except FutureTimeout:
+                left -= slice_s
+                if left <= 0:
+                    raise
+            interruption = self._hear()
+            if interruption is not None:
+                raise interruption
+
+    def _leave_late(self, future: Pending[Any]) -> None:
+        """Nobody waits for this answer any more: what it holds is given back when it comes."""
+        self._late = future
+        self._submitted.append(future)
+        self._submit(Coordinator.disown, future)
 
     def together(
         self,
@@ -126,10 +186,20 @@ class Link:
             try:
                 value = self.ask(work, *arguments, **keywords)
                 answer = Answer(value, update=self.collect())
-            except Exception as error:  # the other ranks wait for the broadcast
-                answer = Answer(error=typed(error), update=self.collect())
-        shared: Answer = self.transport.broadcast(answer)
-        return shared
+            except BaseException as error:  # the other ranks wait for the broadcast
+                answer = self.answer_of(error)
+        return self.share(answer)
+
+    def answer_of(self, error: BaseException) -> Answer:
+        """At rank 0: how a question ended that raised ``error``."""
+        if isinstance(error, Exception):
+            return Answer(error=typed(error), update=self.collect())
+        return Answer(error=interrupted_rank(error), update=self.collect(), interruption=error)
+
+    def share(self, answer: Answer) -> Answer:
+        """Rank 0's answer on every rank (collective)."""
+        shared: Answer = self.transport.broadcast(replace(answer, interruption=None))
+        return replace(shared, interruption=answer.interruption)
 
     def exchange(self, outbox: Sequence[Event]) -> Update:
         """Every rank's reports to the coordinator, its news to every rank (collective)."""
@@ -145,7 +215,7 @@ class Link:
 
     def forget_request(self) -> None:
         """Fail, when the disk answers again, a request that nobody waited for."""
-        self._submit(Coordinator.forget_request)
+        self._late = self._submit(Coordinator.forget_request)
 
     def give_back(self, value: Any) -> None:
         """At rank 0: give back the lease in an answer that its asker will not see."""
@@ -162,41 +232,60 @@ class Link:
             self._submit(Coordinator.tick)
 
     @property
+    def unanswered(self) -> bool:
+        """True at rank 0 if a question was asked whose answer nobody has taken."""
+        return self._asking or self._late is not None
+
+    @property
     def has_news(self) -> bool:
         """True at rank 0 if an exchange would tell something."""
         if self._coordinator is None:
             return False
-        ended = self._coordinator.fatal is not None and not self._fatal_told
-        return ended or self._has_answered or self._coordinator.has_news
-
-    @property
-    def _has_answered(self) -> bool:
-        return self._late is not None and self._late.done()
+        ended = self._coordinator.fatal is not None and not self._fatal_taken
+        answered = self._late is not None and self._late.done()
+        return ended or answered or bool(self._coordinator.news_since(self.taken))
 
     def collect(self) -> Update:
-        """At rank 0: the coordinator's news, and the error that ended it, if one did."""
+        """At rank 0: the coordinator's news that were not taken, and the error that ended it."""
         assert self._coordinator is not None
         for future in [f for f in self._submitted if f.done()]:
             self._submitted.remove(future)
             error = future.exception()
             if error is not None:
                 log.error("coordinator_error", extra={"error": describe(error)})
-        fatal = self._coordinator.fatal if not self._fatal_told else None
-        self._fatal_told = self._fatal_told or fatal is not None
-        answered = self._has_answered  # asked before the news are taken: these are all there then
-        if answered:
+        late = self._late  # looked at before the news are read: its own are all there then
+        awaiting = late is not None and not late.done()
+        self._coordinator.forget_news(self.taken)
+        return Update(self._coordinator.news_since(self.taken), self._coordinator.fatal, awaiting)
+
+    def catch_up(self) -> None:
+        """At rank 0: treat a question that was interrupted as one that is answered late."""
+        if self._coordinator is not None and self._asking and self._late is None:
+            self._late = self._submit(Coordinator.nothing)
+        self._asking = False
+
+    def took(self, update: Update) -> None:
+        """This rank has taken an update, and the answer that it came with."""
+        self._fatal_taken = self._fatal_taken or update.fatal is not None
+        if not update.awaiting:
             self._late = None
-        return Update(tuple(self._coordinator.take_news()), fatal, answered)
+        self._asking = False
+
+    def is_new(self, fatal: CkptFsmError | None) -> bool:
+        """True of the error that ended the coordinator, until an update with it was taken."""
+        return fatal is not None and not self._fatal_taken
 
     def _submit(
         self,
         work: Callable[Concatenate[Coordinator, P], None],
         *arguments: P.args,
         **keywords: P.kwargs,
-    ) -> None:
+    ) -> Pending[None]:
         assert self._coordinator is not None and self._executor is not None
         call = _Call(work, (self._coordinator, *arguments), keywords)
-        self._submitted.append(self._executor.submit(call))
+        future = self._executor.submit(call)
+        self._submitted.append(future)
+        return future
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +296,11 @@ class _Call:
 
     def __call__(self) -> Any:
         return self.work(*self.arguments, **self.keywords)
+
+
+def interrupted_rank(error: BaseException) -> RankInterrupted:
+    """The error for the other ranks where rank 0 was interrupted by ``error``."""
+    return RankInterrupted(f"rank 0 was interrupted: {describe(error)}", rank=0)
 
 
 def typed(error: BaseException) -> CkptFsmError:

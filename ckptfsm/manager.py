@@ -20,7 +20,6 @@ from typing import Any
 
 from ckptfsm.coordinator import Coordinator
 from ckptfsm.errors import (
-    CkptFsmError,
     DeadlineExceeded,
     Fenced,
     OutcomeUnknown,
@@ -31,7 +30,7 @@ from ckptfsm.handle import Restored, SaveHandle
 from ckptfsm.link import Answer
 from ckptfsm.owner import Owner, whole_step
 from ckptfsm.proposal import Accepted, Proposal, agree
-from ckptfsm.restoring import Restorer, warn_of_drops
+from ckptfsm.restoring import warn_of_drops
 from ckptfsm.staging import Stage
 
 log = logging.getLogger("ckptfsm")
@@ -61,17 +60,18 @@ class Manager(Owner):
         flight, ``StagingFailed`` if a rank could not offload.
         """
         step = whole_step(step)
-        if not self._make_way(step):
-            return SaveHandle(step)
-        call = (state, parts)
-        with Stage(self._ports.staging, self._ports.transport, step) as stage:
-            handle, refused = self._begin(stage, step, call, metrics)
-        stage.agree()
-        if refused is not None:
-            raise refused
-        if self.config.sync:
-            self.wait_for(handle)
-        return handle
+        with self._one_call.running():
+            if not self._make_way(step):
+                return SaveHandle(step)
+            call = (state, parts)
+            with Stage(self._ports.staging, self._ports.transport, step) as stage:
+                handle, refused = self._begin(stage, step, call, metrics)
+            stage.agree()
+            if refused is not None:
+                raise refused
+            if self.config.sync:
+                self.wait_for(handle)
+            return handle
 
     def _begin(
         self,
@@ -79,7 +79,7 @@ class Manager(Owner):
         step: int,
         call: tuple[Any, Mapping[str, Any] | None],
         metrics: Mapping[str, float] | None,
-    ) -> tuple[SaveHandle, CkptFsmError | None]:
+    ) -> tuple[SaveHandle, BaseException | None]:
         """Draft, ask, stage and fork; why it was refused, the same on every rank."""
         draft, proposal = stage.propose(self._ports.driver, call, metrics)
         answer, accepted = self._ask_for(proposal)
@@ -87,7 +87,7 @@ class Manager(Owner):
             self._ports.driver.refuse()
             if draft is not None:
                 draft.let_go()
-            return SaveHandle(step), answer.error
+            return SaveHandle(step), answer.interruption or answer.error
         assert draft is not None and accepted is not None
         return self._begin_writing(accepted, draft), None
 
@@ -97,38 +97,33 @@ class Manager(Owner):
         gathered = self._ports.transport.gather(proposal)
         if gathered is not None:
             answer, accepted = self._judge(gathered)
-        try:
-            answer = self._ports.transport.broadcast(answer)
-            self._pump.take_answer(answer)
-        except BaseException as error:  # a Ctrl-C: what was accepted gets no writer of this rank
-            if answer.value is not None:
-                self._pump.give_up(answer.value.of, error)
-            raise
+        answer = self._link.share(answer)
+        if answer.value is not None:
+            self._pump.expect(answer.value.of)
+        self._pump.take_update(answer.update)
         return answer, accepted or answer.value
 
     def _judge(self, proposals: list[Proposal]) -> tuple[Answer, Accepted | None]:
         """At rank 0: accept or refuse for everyone. Returns the answer, and what rank 0 keeps."""
         step = proposals[0].step
-        accepted: Accepted | None = None
-        refused: CkptFsmError | None = None
         try:
             request = agree(proposals)
             planned = self._merged(proposals)
             of = self._link.ask(Coordinator.request, request)
-            accepted = Accepted(of, request.in_place, request.parts, planned)
         except DeadlineExceeded as error:
             self._link.forget_request()
-            refused = error
+            return self._link.answer_of(error), None
         except (SaveRefused, Fenced, OutcomeUnknown) as error:
-            refused = error
+            return self._link.answer_of(error), None
         except Exception as error:  # a bad state dict must not strand the other ranks
             log.exception("save_refused", extra={"step": step})
             refused = SaveRefused(f"the save cannot begin: {describe(error)}", step=step)
-        except BaseException:  # a Ctrl-C: no rank will write it
+            return self._link.answer_of(refused), None
+        except BaseException as error:  # a Ctrl-C: no rank will write it
             self._link.forget_request()
-            raise
-        shared = accepted.for_others() if accepted is not None else None
-        return Answer(shared, refused, self._link.collect()), accepted
+            return self._link.answer_of(error), None
+        accepted = Accepted(of, request.in_place, request.parts, planned)
+        return Answer(accepted.for_others(), update=self._link.collect()), accepted
 
     def _merged(self, proposals: list[Proposal]) -> Mapping[str, bytes]:
         try:
@@ -157,8 +152,8 @@ class Manager(Owner):
         Raises ``StepNotFoundError``, ``DamagedRoot``, or what the load raised.
         """
         self._require_open()
-        restorer = Restorer(self._ports, self._storage, self.config, self._agree)
-        restored = restorer.restore(state, parts, step)
+        with self._one_call.running():
+            restored = self._restorer(self.config).restore(state, parts, step)
         self._pump.say_notes()
         if restored is not None and self.rank == 0:
             warn_of_drops(restored)

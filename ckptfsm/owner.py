@@ -4,8 +4,9 @@
 that drives groups of workers.
 
 Rules: every public method is collective unless it says otherwise: all ranks of the transport call it at
-the same point (a controller's has one). The training thread never touches the coordinator's disk work:
-it asks, with a deadline.
+the same point (a controller's has one). One thread calls at a time, and handlers of signals wait for the
+end of a call, or for a place in it that all ranks reach together. The training thread never touches the
+coordinator's disk work: it asks, with a deadline.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import operator
 import signal
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckptfsm.config import CheckpointConfig
 from ckptfsm.coordinator import Coordinator, CoordinatorOptions, RecoveryReport
-from ckptfsm.documents import TransitionRecord
 from ckptfsm.errors import (
     CkptFsmError,
     ConfigError,
@@ -28,16 +29,19 @@ from ckptfsm.errors import (
     PollMissingWarning,
     RankFailed,
     RecoveryWarning,
+    SaveFailedWarning,
     SaveRefused,
 )
 from ckptfsm.handle import SaveHandle, View
+from ckptfsm.interrupts import OneCall
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.lifecycle import UNSETTLED, State
-from ckptfsm.link import Answer, Link, typed
+from ckptfsm.link import Answer, Link, interrupted_rank, typed
 from ckptfsm.notices import warn_at_end, warn_caller
 from ckptfsm.ports import Draft, Ports, Storage
 from ckptfsm.proposal import Accepted
 from ckptfsm.pump import Hook, Pump
+from ckptfsm.restoring import Restorer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -65,21 +69,37 @@ class Owner:
         self._polls = 0
         self._unpolled_since: int | None = None
         self._signals: dict[int, Any] = {}
-        self._link = Link(ports.transport, config.effect_timeout_s)
-        self._pump = Pump(ports, config, self._link, hooks, self.writers)
+        self._one_call = OneCall(ports.defer_signals)
+        self._link = Link(ports.transport, config.effect_timeout_s, self._one_call.hear)
+        self._pump = Pump(ports, config, self._link, self._one_call, hooks, self.writers)
+        self._gone = False
         self._storage: Storage
         try:
-            self._open()
+            problem = self._watch_signals()
+            with self._one_call.running():
+                self._open(problem)
         except BaseException:  # a Ctrl-C too: the root must not stay ours
-            self._let_go(idle=self._link.abandon(_LET_GO_S))
+            self._let_go(_LET_GO_S)
+            self._unwatch_signals()
             raise
         if self.rank == 0:
             warn_at_end(self, _left_in_flight, weakref.ref(self))
 
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """A block in which handlers of signals wait, for calls that belong together (local).
+
+        One example is ``Controller.begin`` and the hand-out of its tickets: an interrupt between them
+        would leave a save that nobody writes. Raises ``ConfigError`` if another thread is in a call.
+        """
+        return self._one_call.running()
+
     # ------------------------------------------------------------------------------ open and close
 
-    def _open(self) -> None:
-        """Open the root at rank 0, tell everyone what it holds, or raise on every rank."""
+    def _open(self, problem: CkptFsmError | None) -> None:
+        """Open the root at rank 0, tell everyone what it holds, or raise on every rank.
+
+        ``problem`` is what this rank could not do before.
+        """
         answer = Answer()
         if self.rank == 0:
             try:
@@ -89,33 +109,53 @@ class Owner:
                 answer = Answer((report, self._link.ask(_view_of)), update=self._link.collect())
             except Exception as error:  # the other ranks wait for the broadcast
                 answer = Answer(error=typed(error))
-        answer = self._ports.transport.broadcast(answer)
-        problem = answer.error or self._open_locally()
-        failed = self._ports.transport.any_flags([problem is not None])[0]
+            except BaseException as error:  # a Ctrl-C: so do they
+                answer = Answer(error=interrupted_rank(error), interruption=error)
+        answer = self._link.share(answer)
+        raised = answer.interruption or answer.error or problem or self._open_locally()
+        failed = self._ports.transport.any_flags([raised is not None])[0]
         if failed:
-            raise problem or RankFailed("another rank could not open the root")
+            raise raised or RankFailed("another rank could not open the root")
         self.recovery, view = answer.value
-        self._pump.begin(view, [r for r in answer.update.news if isinstance(r, TransitionRecord)])
+        self._pump.begin(view, answer.update)
         self._note_recovery()
 
     def _open_locally(self) -> CkptFsmError | None:
-        """This rank's own part: its storage and the signals it was asked to watch."""
+        """This rank's own storage; why it cannot be opened."""
         try:
             if self.rank != 0:
                 self._storage = self._ports.open_storage(False)
-            for name in self.config.preemption_signals:
-                number = signal.Signals[name]
-                self._signals[number] = signal.getsignal(number)
-                signal.signal(number, self._on_signal)
         except Exception as error:  # the other ranks must not believe that the manager is open
             return typed(error)
         return None
 
+    def _watch_signals(self) -> CkptFsmError | None:
+        """Watch the signals that were asked for; why that cannot be. Handlers wait inside a call."""
+        try:
+            for name in self.config.preemption_signals:
+                number = signal.Signals[name]
+                self._signals[number] = signal.getsignal(number)
+                signal.signal(number, self._on_signal)
+        except Exception as error:  # in another thread than the main one; all ranks must hear of it
+            return typed(error)
+        return None
+
+    def _unwatch_signals(self) -> None:
+        """Put back what was there. Another's handler stays: it may lead to ours, which leads on."""
+        for number, previous in self._signals.items():
+            if signal.getsignal(number) == self._on_signal and previous is not None:
+                signal.signal(number, previous)
+
     def _note_recovery(self) -> None:
         """What a person should know before hours of training go by; said at the first step."""
         assert self.recovery is not None
-        reported = [d for d in self.recovery.decisions if d.result == "reported"]
-        notes = [f"{d.subject} is left alone: {d.why}" for d in reported]
+        decisions = self.recovery.decisions
+        notes = [f"{d.subject} is left alone: {d.why}" for d in decisions if d.result == "reported"]
+        notes += [
+            f"{d.subject} was in flight ({d.last}) when the last run ended, and is lost: {d.why}"
+            for d in decisions
+            if d.result == "failed"
+        ]
         for note in (*self.recovery.warnings, *notes):
             self._pump.notes.append(RecoveryWarning(note))
 
@@ -157,45 +197,56 @@ class Owner:
         Raises ``DeadlineExceeded`` after ``close_timeout_s``, what a save failed with, also one that was
         to be tried again and was not; the root is given back all the same.
         """
-        if self._pump.closed:
+        if self._gone or self._pump.is_copy:
             return
         self._pump.refuse_inside_a_hook()
         try:
-            self.wait_until_finished(self.config.close_timeout_s)
+            with self._one_call.running():
+                if not self._pump.closed:  # else this was interrupted before
+                    self.wait_until_finished(self.config.close_timeout_s)
+                    self._agree(Coordinator.close)
+                self._let_go(self.config.exit_timeout_s)
         except BaseException:
             self.abandon()
             raise
-        idle = False
-        try:
-            self._agree(Coordinator.close)
-            idle = True
         finally:
-            self._let_go(idle=idle)
+            self._unwatch_signals()
         if self._pump.owed is not None:
             raise self._pump.owed
 
     def abandon(self) -> None:
         """Leave without the other ranks: a bounded wait for the own writer, then only local work.
 
-        What was not tracked by then is decided by recovery at the next start.
+        A save whose shards are all durable by then is finished, here or by the next start; one that is
+        lost is told with a ``SaveFailedWarning``.
         """
-        if self._pump.closed:
+        if self._gone or self._pump.is_copy:
             return
         self._pump.refuse_inside_a_hook()
-        self._pump.abandon()
-        self._let_go(idle=self._link.abandon(self.config.exit_timeout_s))
+        lost = ""
+        try:
+            with self._one_call.running():
+                if not self._pump.closed:
+                    lost = self._pump.abandon()
+                self._let_go(self.config.exit_timeout_s)
+        finally:
+            self._unwatch_signals()
+        if lost:
+            log.warning("save_lost", extra={"what": lost})
+            warn_caller(SaveFailedWarning(lost))
 
-    def _let_go(self, *, idle: bool) -> None:
-        """Let go of signals, transport and root. ``idle``: nothing works on the root any more."""
-        for number, previous in self._signals.items():
-            # Another's handler stays: it may lead to ours, which leads on.
-            if signal.getsignal(number) == self._on_signal and previous is not None:
-                signal.signal(number, previous)
+    def _let_go(self, timeout_s: float) -> None:
+        """Let go of root and transport. An interrupted one can be called again.
+
+        The storage stays open if the coordinator still works on the root after ``timeout_s``.
+        """
         self._pump.end()
+        idle = self._link.abandon(timeout_s)
         self._link.stop()
         self._ports.transport.close()
         if idle and hasattr(self, "_storage"):
             self._storage.close_root()
+        self._gone = True
 
     # ----------------------------------------------------------------------------------- questions
 
@@ -271,6 +322,7 @@ class Owner:
         """
         self._require_open()
         self._watch_polls(step)
+        self._pump.catch_up(self.config.busy_timeout_s)
         self._pump.raise_failures()
         busy = self._pump.view.in_flight
         if busy is None:
@@ -305,10 +357,11 @@ class Owner:
         self._unpolled_since = None
         self._polls += 1
         due = self._polls % self.config.exchange_every == 0
-        if not self._pump.view.quiet or (due and self.config.needs_agreement):
-            self._pump.exchange(expired=False)
-        self._link.work_in_background()
-        self._pump.raise_failures()
+        with self._one_call.running():
+            if not self._pump.quiet or (due and self.config.needs_agreement):
+                self._pump.exchange(expired=False)
+            self._link.work_in_background()
+            self._pump.raise_failures()
 
     def wait_until_finished(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is in flight (collective). Raises failures and ``DeadlineExceeded``.
@@ -316,8 +369,10 @@ class Owner:
         ``ManagerClosed`` if it was left with a save in flight.
         """
         limit = timeout_s if timeout_s is not None else self.config.busy_timeout_s
-        self._pump.drive(_nothing_unsettled, limit, "the saves in flight")
-        self._pump.raise_failures()
+        with self._one_call.running():
+            self._pump.catch_up(limit)
+            self._pump.drive(_nothing_unsettled, limit, "the saves in flight")
+            self._pump.raise_failures()
 
     def wait_for(self, handle: SaveHandle) -> None:
         """Wait until one save is tracked or has failed (collective). Raises what ``poll`` would.
@@ -325,8 +380,9 @@ class Owner:
         ``SaveHandle.wait`` raises its failure under ``on_failure="warn"`` too. ``DeadlineExceeded``
         after ``busy_timeout_s``.
         """
-        self._pump.settle(handle)
-        self._pump.raise_failures()
+        with self._one_call.running():
+            self._pump.settle(handle)
+            self._pump.raise_failures()
 
     def _require_open(self) -> None:
         if self._pump.closed:
@@ -366,19 +422,24 @@ class Owner:
         """Go back to ``step``; later ones are moved to quarantine (collective)."""
         self._agree(Coordinator.rollback, step)
 
+    def _restorer(self, config: CheckpointConfig) -> Restorer:
+        return Restorer(self._ports, self._storage, config, self._agree, self._one_call.hear)
+
     def _agree(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Ask the coordinator together; its news first, then its error on every rank."""
         self._require_open()
         answer = Answer()
-        try:
-            answer = self._link.together(work, *arguments)
-            self._pump.take_answer(answer)
-        except BaseException:  # a Ctrl-C
-            self._link.give_back(answer.value)
-            raise
-        if answer.error is not None:
-            raise answer.error
-        return answer.value
+        with self._one_call.running():
+            try:
+                answer = self._link.together(work, *arguments)
+                self._pump.take_update(answer.update)
+                problem = answer.interruption or answer.error
+                if problem is not None:
+                    raise problem
+            except BaseException:  # a Ctrl-C
+                self._link.give_back(answer.value)
+                raise
+            return answer.value
 
 
 def whole_step(step: Any) -> Any:

@@ -421,6 +421,18 @@ class Staging:
     offload: Callable[[], object]
 
 
+class DeferredSignals(Protocol):
+    """A block of code in which handlers of signals wait; not to be entered twice."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def hear(self) -> BaseException | None:
+        """Run what has arrived so far. Returns what a handler raised, if one did."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Ports:
     """What a manager is built from: ``open_storage(create)`` gives this rank's storage."""
@@ -432,4 +444,5 @@ class Ports:
     open_storage: Callable[[bool], Storage]
     identity: Callable[[], Identity]
     launch: Launch
+    defer_signals: Callable[[], DeferredSignals]
     staging: Staging | None = None

@@ -8,25 +8,29 @@ Rules:
 * What there is to raise or to warn of waits for a point that every rank reaches.
 * News are taken one after the other: what is called meanwhile (a hook) cannot take any.
 * The writer of a failed attempt is killed; only one that is certainly gone is reported gone.
+* Whatever is interrupted, nothing accepted is forgotten. Each round asks anew what this rank owes: an
+  attempt in flight that it has no share of is given up, a report is sent until an exchange took it, and
+  news count as taken after the last thing that they call for. Taking them twice changes nothing.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptfsm.clock import pauses
 from ckptfsm.config import CheckpointConfig
 from ckptfsm.documents import TransitionRecord
-from ckptfsm.engine import FinalizersDue, News, Settled
+from ckptfsm.engine import FinalizersDue, News, NumberedNews, Settled
 from ckptfsm.errors import (
     CkptFsmError,
     ConfigError,
     DeadlineExceeded,
     ManagerClosed,
+    RankInterrupted,
     RecoveryWarning,
     SaveFailed,
     SaveFailedWarning,
@@ -36,17 +40,16 @@ from ckptfsm.errors import (
 )
 from ckptfsm.files import around, at_path
 from ckptfsm.handle import SaveHandle, View
-from ckptfsm.interrupts import HandlersWait
+from ckptfsm.interrupts import OneCall
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.lifecycle import State
-from ckptfsm.link import Answer, Link, Update
+from ckptfsm.link import Link, Update
 from ckptfsm.messages import (
     UNUSABLE,
     AttemptId,
     Event,
     Failed,
     FinalizersRan,
-    WriterForked,
     WriterGone,
 )
 from ckptfsm.notices import warn_caller
@@ -56,7 +59,10 @@ from ckptfsm.writer import RankWriter
 
 log = logging.getLogger("ckptfsm")
 Hook = Callable[[TransitionRecord], None]
-_NEWS, _SAVE_DUE, _PREEMPTED, _EXPIRED = range(4)
+_NEWS, _SAVE_DUE, _PREEMPTED, _EXPIRED, _INTERRUPTED = range(5)
+_KEPT = (State.SHARDS_WRITTEN, State.FINALIZED, State.TRACKED)  # a restart goes on with it
+_LEAVE_S = 0.5  # at least this long the disk has to answer, however long the writer took
+_BEGINNING = (State.REQUESTED, State.FORKED)  # each rank that writes has a writer of these
 
 
 class Pump:
@@ -72,16 +78,18 @@ class Pump:
         ports: Ports,
         config: CheckpointConfig,
         link: Link,
+        calls: OneCall,
         hooks: Sequence[Hook],
         writers: int,
     ) -> None:
+        self.calls = calls
         self.view = View()
         self._closed = False
         self._process = os.getpid()
         self.save_due = False
         self.save_asked = False
         self.preempted = False
-        self.failures: list[CkptFsmError] = []
+        self.failures: dict[AttemptId | None, CkptFsmError] = {}
         self.owed: SaveFailed | None = None  # of a save that is to be tried again
         self.notes: list[Warning] = []
         self.writer: RankWriter | None = None
@@ -91,46 +99,73 @@ class Pump:
         self._link = link
         self._hooks = tuple(hooks)
         self._rank, self._world_size = ports.transport.rank, writers
-        self._inbox: deque[News] = deque()
-        self._fatal: CkptFsmError | None = None
-        self._taking = False
+        self._inbox: list[NumberedNews] = []
         self._outbox: list[Event] = []
+        self._sent: set[Event] = set()  # reports of our own that an exchange took
         self._handles: dict[AttemptId, SaveHandle] = {}
         self._dying: list[RankWriter] = []
         self._draft: Draft | None = None
         self._bystander: AttemptId | None = None  # an attempt that this rank writes nothing of
-        self._retries = 0
+        self._given_up: AttemptId | None = None
+        self._finalizing: AttemptId | None = None  # its finalizers were begun here
+        self._lost: set[AttemptId] = set()  # attempts that failed since the last one was tracked
         self._next_timed_save = 0.0
+
+    @property
+    def is_copy(self) -> bool:
+        """True in any process that the trainer's code forks."""
+        return os.getpid() != self._process
 
     @property
     def closed(self) -> bool:
         """True once the root was given back, and in any process that the trainer's code forks."""
-        return self._closed or os.getpid() != self._process
+        return self._closed or self.is_copy
 
     def end(self) -> None:
         """The root was given back."""
         self._closed = True
 
-    def begin(self, view: View, records: Sequence[TransitionRecord]) -> None:
+    def begin(self, view: View, update: Update) -> None:
         """The root is open: what it holds, and what opening it did."""
         self.view = view
         self._next_timed_save = self._ports.clock.monotonic() + (self._config.save_interval_s or 0)
-        for record in records:
-            self._call_hooks(record)
+        self._link.took(update)
+        for number, news in update.news:
+            self._link.taken = number + 1
+            if isinstance(news, TransitionRecord):
+                self._call_hooks(news)
 
-    def abandon(self) -> None:
-        """A bounded wait for the own writer, without the other ranks."""
+    def abandon(self) -> str:
+        """Wait for the own writer, without the other ranks, then let its save be finished.
+
+        Bounded by ``exit_timeout_s``. Returns what is lost, in words.
+        """
+        busy, writer = self.view.in_flight, self.writer
+        began = self._ports.clock.monotonic()
         timeout_s = self._config.exit_timeout_s
-        if self.writer is not None and not self.writer.wait(timeout_s):
-            self.writer.kill(timeout_s)
+        problem = ""
+        if writer is not None and not writer.wait(timeout_s):
+            writer.kill(timeout_s)
+            problem = f"its writer had not ended after {timeout_s} s"
+        elif writer is not None:
+            ends = writer.poll(self._ports.clock.monotonic())
+            problem = next((end.detail for end in ends if isinstance(end, Failed)), "")
+        if busy is not None and self._rank == 0 and not problem:
+            left_s = max(0.0, began + timeout_s - self._ports.clock.monotonic())
+            if self._link.leave(max(left_s, _LEAVE_S)) not in _KEPT:
+                problem = "not all of its shards were durable"
         self.writer = None
+        if busy is None or not problem:
+            return ""
+        return f"step {busy.step} was in flight when its manager was left, and is lost: {problem}"
 
     # ------------------------------------------------------------------------------------- rounds
 
     def drive(self, finished: Callable[[View], bool], timeout_s: float, waiting_for: str) -> None:
         """Pump until ``finished``. The deadline is agreed, so all ranks stop waiting together.
 
-        Raises ``ManagerClosed`` if the root was given back before that.
+        An interrupt is agreed too: it is raised where it struck, ``RankInterrupted`` elsewhere. Raises
+        ``ManagerClosed`` if the root was given back before that.
         """
         self.refuse_inside_a_hook()
         deadline = self._ports.clock.monotonic() + timeout_s
@@ -138,8 +173,16 @@ class Pump:
         while not finished(self.view):
             if self.closed:
                 raise ManagerClosed(f"the manager was closed before {waiting_for} finished")
+            interruption = self.calls.hear()
             expired = self._ports.clock.monotonic() >= deadline
-            if self.exchange(expired=expired):
+            agreed = self.exchange(expired=expired, interrupted=interruption is not None)
+            if interruption is not None:
+                raise interruption
+            if agreed.interrupted:
+                raise RankInterrupted(
+                    f"another rank was interrupted while all waited for {waiting_for}"
+                )
+            if agreed.expired:
                 raise DeadlineExceeded(
                     f"{waiting_for} did not finish in time",
                     timeout_s=timeout_s,
@@ -148,30 +191,51 @@ class Pump:
             self._link.work_in_background()
             self._ports.clock.sleep(next(pause))
 
+    def catch_up(self, timeout_s: float) -> None:
+        """In a job of one rank: deal first with what an interrupted call has left.
+
+        In a larger one no call is left half done: handlers wait for its end.
+        """
+        if self._ports.transport.world_size == 1 and not self._caught_up(self.view):
+            self.drive(self._caught_up, timeout_s, "an interrupted call")
+
+    def _caught_up(self, view: View) -> bool:
+        left = [of for of, state in view.unsettled.items() if self._is_orphan(of, state)]
+        return not left and not self._link.unanswered
+
     def settle(self, handle: SaveHandle, timeout_s: float | None = None) -> None:
         """Pump until a save is tracked or has failed."""
         limit = timeout_s if timeout_s is not None else self._config.busy_timeout_s
         self.drive(HandleDone(handle), limit, f"the save of step {handle.step}")
 
     def wait_for(self, handle: SaveHandle, timeout_s: float | None) -> None:
-        self.settle(handle, timeout_s)
-        if handle.exception() is not None:
-            raised = handle.exception()  # the caller gets it from the handle
-            self.failures = [f for f in self.failures if f is not raised]
+        """Wait until a save is done; what it failed with is the caller's, from the handle."""
+        with self.calls.running():
+            self.settle(handle, timeout_s)
+            if handle.exception() is not None:
+                self.failures.pop(handle.attempt, None)
 
-    def exchange(self, *, expired: bool) -> bool:
-        """One cheap exchange; a full one if any rank has news. Returns the agreed ``expired``."""
+    @property
+    def quiet(self) -> bool:
+        """True while no exchange is needed, the same on every rank.
+
+        A rank that is alone looks whether an interrupted call has left something, too.
+        """
+        alone = self._ports.transport.world_size == 1
+        left = alone and (self._link.has_news or self._link.unanswered)
+        return self.view.quiet and not left
+
+    def exchange(self, *, expired: bool, interrupted: bool = False) -> Agreed:
+        """One cheap exchange; a full one if any rank has news. Returns what the ranks agreed on."""
         now = self._ports.clock.monotonic()
-        self._bury()
-        if self.source is not None:
-            self.source()
-        if self.writer is not None:
-            self._outbox += self.writer.poll(now)
+        self._link.catch_up()
+        self._note_what_is_due(now)
         flags = [
             bool(self._outbox) or self._link.has_news,
             self._timed_save_due(now),
             self.save_asked,
             expired,
+            interrupted,
         ]
         agreed = self._ports.transport.any_flags(flags)
         if agreed[_PREEMPTED]:
@@ -180,14 +244,37 @@ class Pump:
             self.save_due = True
             self._next_timed_save = now + (self._config.save_interval_s or 0)
         if agreed[_NEWS]:
-            outbox, self._outbox = self._outbox, []
-            try:
-                update = self._link.exchange(outbox)
-            except BaseException:  # sent again: the ledger takes a report once
-                self._outbox = outbox + self._outbox
-                raise
+            sent = list(self._outbox)
+            update = self._link.exchange(sent)
+            self._sent.update(sent)
+            del self._outbox[: len(sent)]  # an interrupt before this: the ledger takes each once
             self.take_update(update)
-        return agreed[_EXPIRED]
+        return Agreed(agreed[_EXPIRED], agreed[_INTERRUPTED])
+
+    def _note_what_is_due(self, now: float) -> None:
+        """Everything that this rank has to report, into the outbox."""
+        self._bury()
+        if self.source is not None:
+            self.source()
+        if self.writer is not None:
+            for event in self.writer.poll(now):
+                self._owe(event)
+        for of, state in self.view.unsettled.items():
+            if self._is_orphan(of, state):
+                detail = f"rank {self._rank}: the call that was to write it was interrupted"
+                self._owe(Failed(of, "fork_failed", detail, self._rank))
+                self._given_up = of
+
+    def _is_orphan(self, of: AttemptId, state: State) -> bool:
+        """True of an attempt that was accepted, and of which this rank has no share, nor gave it up."""
+        shares = [writer.of for writer in (self.writer, *self._dying) if writer is not None]
+        known = (*shares, self._bystander, self._given_up)
+        return state in _BEGINNING and of not in known and not self.view.awaiting
+
+    def _owe(self, event: Event) -> None:
+        """Report an event of our own, until an exchange takes it."""
+        if event not in self._sent and event not in self._outbox:
+            self._outbox.append(event)
 
     def report(self, event: Event) -> None:
         """Take the report of another process to the next exchange."""
@@ -198,35 +285,36 @@ class Pump:
         return timed and now >= self._next_timed_save
 
     def take_update(self, update: Update) -> None:
-        """What happened, on every rank in the same order. What an interrupt leaves comes next time."""
-        self._inbox += update.news
-        self._fatal = self._fatal or update.fatal
-        self.view.awaiting = self.view.awaiting and not update.answered
-        self._taking = True
+        """Act on the news, on every rank in the same order. An interrupt leaves the rest for later."""
+        known = self._inbox[-1][0] if self._inbox else self._link.taken - 1
+        self._inbox += [item for item in update.news if item[0] > known]
+        self.calls.taking_news = True
         try:
             while self._inbox:
-                self._take(self._inbox.popleft())
-            if self._fatal is not None:
-                fatal, self._fatal = self._fatal, None
-                self._end(fatal)
+                number, news = self._inbox[0]
+                if number >= self._link.taken:
+                    self._take(news, ended=update.fatal is not None)
+                    self._link.taken = number + 1
+                del self._inbox[0]
+                if isinstance(news, TransitionRecord):
+                    self._call_hooks(news)
+            self.view.awaiting = update.awaiting
+            if update.fatal is not None and self._link.is_new(update.fatal):
+                self._end(update.fatal)
+            self._link.took(update)
         finally:
-            self._taking = False
-
-    def take_answer(self, answer: Answer) -> None:
-        """The news that come with an answer. One that is late has its own, which must not be missed."""
-        if isinstance(answer.error, DeadlineExceeded):
-            self.view.awaiting = True
-        self.take_update(answer.update)
+            self.calls.taking_news = False
 
     def refuse_inside_a_hook(self) -> None:
         """Raise ``ConfigError`` in a call that comes from a hook or a finalizer: it would wait for
         news that only the caller of the hook can take."""
-        if self._taking:
+        if self.calls.in_hook:
             raise ConfigError("a hook or a finalizer may not call its manager: do it after poll()")
 
-    def _take(self, news: News) -> None:
+    def _take(self, news: News, *, ended: bool) -> None:
+        """Act on one of the news; again, if that was interrupted. ``ended``: the coordinator is gone."""
         if isinstance(news, FinalizersDue):
-            if self._fatal is None:  # fenced, for one
+            if not ended:  # fenced, for one
                 self._run_finalizers(news.of)
             return
         if isinstance(news, Settled):
@@ -245,11 +333,10 @@ class Pump:
             self._on_withdrawn(news)
         elif news.acknowledges:
             self._on_tracked(news)
-        self._call_hooks(news)
 
     def _end(self, fatal: CkptFsmError) -> None:
         """The coordinator is gone: nothing more will come."""
-        self.failures.append(fatal)
+        self.failures[None] = fatal
         for handle in self._handles.values():
             handle._error = handle._error or fatal
         if self.writer is not None:
@@ -265,17 +352,19 @@ class Pump:
         self.notes.append(RecoveryWarning(text))
 
     def _on_tracked(self, record: TransitionRecord) -> None:
-        self._retries, self.owed = 0, None
+        self.owed = None
+        self._lost.clear()
         self.writer = self._draft = None
         self._handles.pop(record.of, None)
 
     def _on_failed(self, record: TransitionRecord) -> None:
         """End our own writer, and tell the coordinator so."""
         if self.writer is not None and self.writer.of == record.of:
-            self._dying.append(self.writer)
+            if self.writer not in self._dying:
+                self._dying.append(self.writer)
             self.writer = self._draft = None
-        elif record.of != self._bystander:
-            self._outbox.append(WriterGone(record.of, self._rank))
+        elif record.of not in (*(writer.of for writer in self._dying), self._bystander):
+            self._owe(WriterGone(record.of, self._rank))
         self._bury()
         self._settle_failure(record)
 
@@ -287,44 +376,49 @@ class Pump:
     def _settle_failure(self, record: TransitionRecord) -> None:
         """Tell the handle, and do what ``on_failure`` says."""
         error = failure_of(record)
-        handle = self._handles.pop(record.of, None)
+        handle = self._handles.get(record.of)
         if handle is None:
             return
         handle._error = error
-        if self._retries < self._config.saves_again:
-            self._retries += 1
+        self._lost.add(record.of)
+        if len(self._lost) <= self._config.saves_again:
             self.save_due, self.owed = True, error
-            log.warning("save_failed", extra={"error": str(error), "again": self._retries})
+            log.warning("save_failed", extra={"error": str(error), "again": len(self._lost)})
         elif self._config.on_failure == "warn":
             self.notes.append(SaveFailedWarning(str(error)))
         else:
-            self.failures.append(error)
+            self.failures[record.of] = error
+        self._handles.pop(record.of, None)
 
     def _bury(self) -> None:
         """Kill writers of failed attempts; only one that is certainly gone is reported so."""
         for writer in list(self._dying):
             if writer.kill(timeout_s=0.0):
+                self._owe(WriterGone(writer.of, self._rank))
                 self._dying.remove(writer)
-                self._outbox.append(WriterGone(writer.of, self._rank))
 
     def _run_finalizers(self, of: AttemptId) -> None:
         """Foreign finalizers hold collectives: here all ranks run them at the same point, once."""
         error = ""
         draft, writer = self._draft, self.writer
         if draft is None or writer is None or writer.of != of:
-            self._outbox.append(FinalizersRan(of, self._rank, "this rank has no such save"))
+            self._owe(FinalizersRan(of, self._rank, "this rank has no such save"))
             return
+        if self._finalizing == of:  # nobody knows how far they came (I6)
+            self._owe(FinalizersRan(of, self._rank, "interrupted"))
+            return
+        self._finalizing = of
         for name, finalize in draft.finalizers():
             try:
                 finalize(writer.payloads.get(name))
             except (KeyboardInterrupt, SystemExit):
-                self._outbox.append(FinalizersRan(of, self._rank, f"{name}: interrupted"))
+                self._owe(FinalizersRan(of, self._rank, "interrupted"))
                 raise
             except BaseException as problem:  # torch's CheckpointException is one
                 error = f"{name}: {describe(problem)}"
             if self._ports.transport.any_flags([bool(error)])[0]:
                 break  # or the other ranks would wait in the next part's collectives
-        self._outbox.append(FinalizersRan(of, self._rank, error))
+        self._owe(FinalizersRan(of, self._rank, error))
 
     def _call_hooks(self, record: TransitionRecord) -> None:
         for hook in self._hooks:
@@ -337,8 +431,9 @@ class Pump:
         """At a point that every rank reaches: what there is to say, then what there is to raise."""
         self.say_notes()
         if self.failures:
-            failures, self.failures = self.failures, []
-            raise failures[0]
+            error = next(iter(self.failures.values()))
+            self.failures.clear()
+            raise error
 
     def say_notes(self) -> None:
         """Warnings wait for a point without collectives after it: they may be made errors."""
@@ -360,11 +455,13 @@ class Pump:
         """
         of, specs = accepted.of, accepted.of_rank(self._rank)
         self.save_due = False
+        self._sent = {event for event in self._sent if event.of in self.view.unsettled}
+        handle = self.expect(of)
         location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)
         self._bystander = None if specs else of
         if not specs:
             self._ports.driver.accept()
-            return self._handle_of(of)
+            return handle
         try:
             with at_path(storage, location, specs) as path:
                 staged = draft.stage(path, specs, accepted.planned)
@@ -372,30 +469,37 @@ class Pump:
             optional = frozenset(spec.name for spec in specs if spec.optional)
             job = RankJob(of, self._rank, self._world_size, location, parts, optional)
             deadline = self._ports.clock.monotonic() + self._config.writer_timeout_s
-            with HandlersWait():
-                self.writer = RankWriter(storage, job, launch=self._ports.launch, deadline=deadline)
-            draft.let_go()
             self._draft = draft
+            self.writer = RankWriter(storage, job, launch=self._ports.launch, deadline=deadline)
+            draft.let_go()
             self._ports.driver.accept()
-            self._outbox.append(WriterForked(of, self._rank, self._world_size))
         except BaseException as error:  # also torch's; the others must not wait for this rank
+            self.give_up(of, error)
             self._ports.driver.refuse()
             draft.let_go()
-            self.give_up(of, error)
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-        return self._handle_of(of)
+        return handle
 
-    def _handle_of(self, of: AttemptId) -> SaveHandle:
+    def expect(self, of: AttemptId) -> SaveHandle:
+        """The handle of an accepted save: from now on its failure comes out here as on every rank."""
         fresh = SaveHandle(of.step, State.REQUESTED, of, None, self.wait_for)
         return self._handles.setdefault(of, fresh)
 
     def give_up(self, of: AttemptId, error: BaseException) -> None:
         """This rank will not write what was accepted: the attempt fails at the next exchange."""
-        self._handle_of(of)  # its failure comes out here as on the other ranks
+        self.expect(of)
         log.error("fork_failed", exc_info=error, extra={"step": of.step, "rank": self._rank})
         detail = f"rank {self._rank}: {describe(error)}"
-        self._outbox.append(Failed(of, "fork_failed", detail, self._rank))
+        self._owe(Failed(of, "fork_failed", detail, self._rank))
+        self._given_up = of
+
+
+class Agreed(NamedTuple):
+    """The flags of an exchange, the same on every rank: a deadline ran out, a rank was interrupted."""
+
+    expired: bool
+    interrupted: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from ckptfsm.errors import (
     CkptFsmError,
     ConfigError,
     DamagedRoot,
+    RankInterrupted,
     ReshardWarning,
     RestoreFailed,
     describe,
@@ -37,16 +38,21 @@ from ckptfsm.proposal import name_parts
 log = logging.getLogger("ckptfsm")
 P = ParamSpec("P")
 T = TypeVar("T")
+_LEAVING = (KeyboardInterrupt, SystemExit)
 
 
 @dataclass(frozen=True, slots=True)
 class Restorer:
-    """One restore of one rank. ``agree`` asks the coordinator on behalf of all ranks."""
+    """One restore of one rank. ``agree`` asks the coordinator on behalf of all ranks.
+
+    ``hear`` runs the handlers of signals that wait, and returns what one of them raised.
+    """
 
     ports: Ports
     storage: Storage
     config: CheckpointConfig
     agree: Callable[..., Any]
+    hear: Callable[[], BaseException | None]
 
     @property
     def transport(self) -> Transport:
@@ -95,12 +101,31 @@ class Restorer:
         A disk that cannot be read is not damage: that raises, and nothing is withdrawn.
         """
         share = self._everywhere(located.step, self._start_verifying, located)
-        pause = pauses()
-        while self.transport.any_flags([not share.done()])[0]:
-            self.ports.clock.sleep(next(pause))  # the other ranks hear of us, however long it takes
+        self._await(share)
         found = self._everywhere(located.step, share.result)
         gathered = self.transport.gather(found)
         return str(self.transport.broadcast(next((p for p in gathered or () if p), "")))
+
+    def _await(self, share: Pending[str]) -> None:
+        """Wait until every rank has looked: they hear of each other, however long that takes.
+
+        An interrupt of one rank ends the wait on all of them.
+        """
+        pause = pauses()
+        while True:
+            interruption = self.hear()
+            waits, interrupted = self.transport.any_flags(
+                [not share.done(), interruption is not None]
+            )
+            if interruption is not None:
+                raise interruption
+            if interrupted:
+                raise RankInterrupted(
+                    "another rank was interrupted while all verified a checkpoint"
+                )
+            if not waits:
+                return
+            self.ports.clock.sleep(next(pause))
 
     def _start_verifying(self, located: Located) -> Pending[str]:
         """Look at this rank's files on another thread: it may take longer than a rank may be silent."""
@@ -195,13 +220,12 @@ class Restorer:
         where it happened, ``RestoreFailed`` elsewhere.
         """
         results: list[T] = []
-        problem, own = "", None
+        problem = ""
+        own: BaseException | None = None
         try:
             results.append(work(*arguments, **keywords))
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:  # torch's CheckpointException is one; all ranks must hear
-            own = error if isinstance(error, CkptFsmError) else None
+            own = error if isinstance(error, (CkptFsmError, *_LEAVING)) else None
             extra = {"step": step, "rank": self.transport.rank}
             log.warning("restore_problem", exc_info=True, extra=extra)
             problem = describe(error)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ckptfsm.clock import SystemClock
 from ckptfsm.executor import ThreadExecutor
+from ckptfsm.interrupts import HandlersWait
 from ckptfsm.lease import this_process
 from ckptfsm.ports import Driver, Ports, Staging, Storage, Transport
 from ckptfsm.writer import launch_forked
@@ -26,5 +27,6 @@ def system_ports(
         open_storage,
         this_process,
         launch_forked,
+        HandlersWait,
         staging,
     )

@@ -25,7 +25,7 @@ from ckptfsm.durable import make_dirs
 from ckptfsm.errors import ConfigError, SaveFailed, describe
 from ckptfsm.files import FileTree, UnmadePart, around, at_path
 from ckptfsm.handle import Restored
-from ckptfsm.interrupts import HandlersWait
+from ckptfsm.interrupts import OneCall
 from ckptfsm.layout import join, planned_name
 from ckptfsm.messages import (
     AttemptId,
@@ -33,7 +33,6 @@ from ckptfsm.messages import (
     Failed,
     PartKind,
     PartSpec,
-    WriterForked,
     WriterGone,
     check_parts,
 )
@@ -57,10 +56,12 @@ class Worker:
 
     def __init__(self, ports: Ports, config: CheckpointConfig | None = None) -> None:
         self._ports = ports
+        self._one_call = OneCall(ports.defer_signals)
         self._config = config or CheckpointConfig()
         self._writer: RankWriter | None = None
-        self._newest = (0, 0)  # epoch and attempt of the newest ticket
-        self._reports: list[Event] = []  # of the newest ticket
+        self._newest: AttemptId | None = None  # of the newest ticket
+        self._begun = False  # its writer was forked, or its failure is reported
+        self._reports: list[Event] = []  # of the newest ticket, without those of its writer
         self._dying: list[RankWriter] = []
         self._number = 0
         self._storage: Storage | None = None
@@ -80,20 +81,26 @@ class Worker:
         nothing and returns what was reported of it. Raises ``RankFailed`` if a rank of the group is
         gone.
         """
-        newest = (ticket.of.epoch, ticket.of.attempt)
-        if newest <= self._newest:  # a call that was tried again: it counts once
-            return list(self._reports) if newest == self._newest else []
-        self._newest, self._reports = newest, []
-        if self._writer is not None:  # of an attempt that has failed, or there would be no ticket
-            self._dying.append(self._writer)
-            self._writer = None
-        self._number = ticket.first_rank + self._ports.transport.rank
-        with Stage(self._ports.staging, self._ports.transport, ticket.of.step) as stage:
-            # nothing here keeps what it is given: offload comes when it was let go of
-            self._write(ticket, Shares.of(ticket.part, state, _parts_of(parts, stage)), stage)
-        if stage.problem:
-            self._fail(ticket.of, stage.problem)
-        return self.poll()
+        with self._one_call.running():
+            if not self._is_newer(ticket.of):  # a call that was tried again: it counts once
+                return self.poll() if ticket.of == self._newest else []
+            if (
+                self._writer is not None
+            ):  # of an attempt that has failed, or there would be no ticket
+                self._dying.append(self._writer)
+                self._writer = None
+            self._number = ticket.first_rank + self._ports.transport.rank
+            self._begun, self._reports, self._newest = False, [], ticket.of
+            with Stage(self._ports.staging, self._ports.transport, ticket.of.step) as stage:
+                # nothing here keeps what it is given: offload comes when it was let go of
+                self._write(ticket, Shares.of(ticket.part, state, _parts_of(parts, stage)), stage)
+            if stage.problem:
+                self._fail(ticket.of, stage.problem)
+            return self.poll()
+
+    def _is_newer(self, of: AttemptId) -> bool:
+        newest = self._newest
+        return newest is None or (of.epoch, of.attempt) > (newest.epoch, newest.attempt)
 
     def _write(self, ticket: Ticket, shares: Shares, stage: Stage) -> None:
         """Plan with the group, stage and fork; what goes wrong becomes a report."""
@@ -186,9 +193,8 @@ class Worker:
         )
         deadline = self._ports.clock.monotonic() + ticket.timeout_s
         storage = self._open(ticket.root)
-        with HandlersWait():
-            self._writer = RankWriter(storage, job, launch=self._ports.launch, deadline=deadline)
-            self._reports.append(WriterForked(ticket.of, self._number, ticket.world_size))
+        self._writer = RankWriter(storage, job, launch=self._ports.launch, deadline=deadline)
+        self._begun = True
 
     def _to_finish(self, accepted: Accepted, shares: Shares) -> tuple[Unfinished, ...]:
         """What the group's first rank completes: the parts whose kind has a finisher."""
@@ -209,6 +215,7 @@ class Worker:
     def _fail(self, of: AttemptId, problem: str) -> None:
         detail = f"rank {self._number}: {problem}"
         self._reports.append(Failed(of, "fork_failed", detail, self._number))
+        self._begun = True
 
     # ----------------------------------------------------------------------------------- reports
 
@@ -218,25 +225,31 @@ class Worker:
 
         Their writers are killed; a report that one is gone says so for certain.
         """
-        writer = self._writer
-        if writer is not None and writer.of in doomed:
-            self._dying.append(writer)
-            self._writer = None
-        elif writer is not None:
-            self._reports += writer.poll(self._ports.clock.monotonic())
-        alive = {w.of for w in self._dying if not w.kill(timeout_s=0.0)}
-        self._dying = [w for w in self._dying if w.of in alive]
-        gone = [of for of in doomed if of not in alive and self._number]
-        return [*self._reports, *(WriterGone(of, self._number) for of in gone)]
+        with self._one_call.running():
+            newest, writer = self._newest, self._writer
+            if newest is not None and writer is None and not self._begun and newest not in doomed:
+                self._fail(newest, "the call that was to write it was interrupted")
+            reports = list(self._reports)
+            if writer is not None:
+                reports += writer.poll(self._ports.clock.monotonic())
+            if writer is not None and writer.of in doomed:
+                if writer not in self._dying:
+                    self._dying.append(writer)
+                self._reports, self._writer = reports, None
+            self._dying = [w for w in self._dying if not w.kill(timeout_s=0.0)]
+            alive = [w.of for w in self._dying]
+            gone = [of for of in doomed if of not in alive and self._number]
+            return [*reports, *(WriterGone(of, self._number) for of in gone)]
 
     def close(self, timeout_s: float = 10.0) -> None:
         """A bounded wait for the own writer, then end it (local)."""
-        if self._writer is not None and not self._writer.wait(timeout_s):
-            self._writer.kill(timeout_s)
-        self._writer = None
-        self._ports.transport.close()
-        if self._storage is not None:
-            self._storage.close_root()
+        with self._one_call.running():
+            if self._writer is not None and not self._writer.wait(timeout_s):
+                self._writer.kill(timeout_s)
+            self._writer = None
+            self._ports.transport.close()
+            if self._storage is not None:
+                self._storage.close_root()
 
     # ----------------------------------------------------------------------------------- reading
 
@@ -264,8 +277,10 @@ class Worker:
         shares = Shares.of(spec, state, parts)
         root, _, name = found.directory.rpartition("/")
         inner = tuple(shares.place(PartSpec(n, _kind_of(v))) for n, v in shares.values.items())
-        restorer = Restorer(self._ports, self._open(root), self._config, _ask_nobody)
-        restored = restorer.load(Located(found.step, name, "", (), inner), shares.values)
+        with self._one_call.running():
+            storage, hear = self._open(root), self._one_call.hear
+            restorer = Restorer(self._ports, storage, self._config, _ask_nobody, hear)
+            restored = restorer.load(Located(found.step, name, "", (), inner), shares.values)
         if self._ports.transport.rank == 0:
             warn_of_drops(restored)
         by_key = {shares.keys[n]: value for n, value in restored.parts.items()}

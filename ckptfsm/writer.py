@@ -19,7 +19,7 @@ from ckptfsm.documents import FileEntry, Receipt, encode_sealed
 from ckptfsm.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error, write_all
 from ckptfsm.errors import StorageError, WriterDied, describe, printable
 from ckptfsm.layout import RECEIPTS, STAGING, begun_name, join, receipt_name
-from ckptfsm.messages import Event, Failed, ShardReported
+from ckptfsm.messages import Event, Failed, ShardReported, WriterForked
 from ckptfsm.ports import Launch, Outcome, PartJob, RankJob, Storage, Written
 from ckptfsm.processes import Child, fork_child
 
@@ -180,49 +180,59 @@ class RankWriter:
         self._rank, self._world_size, self._location = job.rank, job.world_size, job.location
         self._names = tuple(part.name for part in job.parts)  # not the parts: they hold the data
         self._deadline = deadline
+        self._end: tuple[Event, ...] | None = None
         self.process = launch(storage, job)
-        self._reported = False
 
     def poll(self, now: float) -> list[Event]:
-        """The events of this rank since the last call: its shards, or why there are none."""
-        if self._reported:
-            return []
+        """Everything there is to report so far, at every call: the caller knows what was taken.
+
+        The writer was forked; it wrote its shards, or this is why there are none.
+        """
+        if self._end is None:
+            self._end = self._ended(now)
+        forked = WriterForked(self.of, self._rank, self._world_size)
+        return [forked, *(self._end or ())]
+
+    def _ended(self, now: float) -> tuple[Event, ...] | None:
+        """The reports of a writer that ended, or that missed its deadline. None while it may go on."""
         outcome = self.process.poll()
-        if outcome is None and now < self._deadline:
-            return []
-        self._reported = True
-        if outcome is None:
-            where = self.process.whereabouts()
-            self.process.kill(timeout_s=0.0)
-            detail = f"rank {self._rank}: {missed_deadline(where)}"
-            return [Failed(self.of, "writer_hung", detail, self._rank)]
-        return self._judge(outcome)
+        if outcome is not None:
+            return self._judge(outcome)
+        if now < self._deadline:
+            return None
+        where = self.process.whereabouts()
+        self.process.kill(timeout_s=0.0)
+        detail = f"rank {self._rank}: {missed_deadline(where)}"
+        return (Failed(self.of, "writer_hung", detail, self._rank),)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the child's end, at most ``timeout_s``; True if it ended."""
         return self.process.wait(timeout_s) is not None
 
     def kill(self, timeout_s: float) -> bool:
-        """End the writer and everything it forked; True once it is certainly gone."""
-        self._reported = True
+        """End the writer and everything it forked; True once it is certainly gone.
+
+        It has nothing more to report than it had.
+        """
+        self._end = self._end or ()
         return self.process.kill(timeout_s)
 
-    def _judge(self, outcome: Outcome) -> list[Event]:
+    def _judge(self, outcome: Outcome) -> tuple[Event, ...]:
         """Exit code, payload and the attempt's own receipts: all three, or it failed."""
         rank, size = self._rank, self._world_size
         if not outcome.succeeded:
             said = outcome.error.kind if outcome.error is not None else WriterDied.kind
             reason = WriterDied.kind if said == WriterDied.kind else "writer_failed"
-            return [Failed(self.of, reason, f"rank {rank}: {outcome.explain()}", rank)]
+            return (Failed(self.of, reason, f"rank {rank}: {outcome.explain()}", rank),)
         problem = self._missing_receipt()
         if tuple(name for name, _, _ in outcome.payload) != self._names:
             problem = "its result is not of its parts"
         if problem:
-            return [Failed(self.of, "receipt_missing", f"rank {rank}: {problem}", rank)]
+            return (Failed(self.of, "receipt_missing", f"rank {rank}: {problem}", rank),)
         self.payloads = {name: payload for name, _, payload in outcome.payload}
-        return [
+        return tuple(
             ShardReported(self.of, name, rank, size, count) for name, count, _ in outcome.payload
-        ]
+        )
 
     def _missing_receipt(self) -> str:
         for name in self._names:

@@ -16,6 +16,7 @@ from test_coordinator import destinations, left, replace, saved, start, stop, tr
 from ckptfsm.coordinator import SaveRequest
 from ckptfsm.errors import ConfigError, OutcomeUnknown, StepExistsError, StorageError
 from ckptfsm.executor import InlineExecutor
+from ckptfsm.interrupts import NoSignals
 from ckptfsm.layout import LEASE, MANIFEST, PINS, PRIVATE, QUARANTINE, READERS, TRACKER, TRASH
 from ckptfsm.lifecycle import State
 from ckptfsm.link import Link
@@ -273,7 +274,7 @@ def test_F9_a_stale_listing_in_the_background_stops_nobody():
     the coordinator, or after which nothing is done in the background any more."""
     disk = SimDisk()
     job = saved(disk, 1)
-    link = Link(LocalTransport(), 60.0)
+    link = Link(LocalTransport(), 60.0, NoSignals().hear)
     link.start(job.coordinator, InlineExecutor())
     failed = fails_to_look(job, "listdir", lambda p: p == LEASE, errno.ESTALE)
     job.clock.sleep(LATER)

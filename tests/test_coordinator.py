@@ -215,10 +215,10 @@ def test_settled_is_said_after_everything_else():
     job.save(1)
     of, _ = staged(job, 2)
     job.write(of, 0)
-    job.coordinator.take_news()
+    job.take_news()
     written_by_a_child(job, of, 1)
     job.coordinator.report([ShardReported(of, "state", 1, 2, 10)])
-    news = job.coordinator.take_news()
+    news = job.take_news()
     assert [getattr(n, "dest", n) for n in news] == [
         State.SHARDS_WRITTEN,
         State.FINALIZED,
@@ -1216,7 +1216,7 @@ def foreign_attempt(job: FakeJob, between: Callable[[], object] = list) -> Attem
         content_ = fake_content(of, rank)
         part = ForeignPart("state", "", rank, content_)
         write_rank(job.storage, RankJob(of, rank, 2, "iter_0000001", (part,)))
-    job.coordinator.take_news()
+    job.take_news()
     between()
     job.coordinator.report([ShardReported(of, "state", rank, 2, 10) for rank in (0, 1)])
     return of
@@ -1236,7 +1236,7 @@ def test_I9_a_fenced_coordinator_asks_for_no_finalizers():
     job = start(disk)
     with pytest.raises(Fenced):
         foreign_attempt(job, between=partial(start, disk, "second", takeover=True))
-    assert not [n for n in job.coordinator.take_news() if isinstance(n, FinalizersDue)]
+    assert not [n for n in job.take_news() if isinstance(n, FinalizersDue)]
 
 
 def test_I6_finalizers_are_asked_for_once_and_of_every_rank():
@@ -1244,7 +1244,7 @@ def test_I6_finalizers_are_asked_for_once_and_of_every_rank():
     disk = SimDisk()
     job = start(disk)
     of = foreign_attempt(job)
-    asked = [n for n in job.coordinator.take_news() if isinstance(n, FinalizersDue)]
+    asked = [n for n in job.take_news() if isinstance(n, FinalizersDue)]
     assert asked == [FinalizersDue(of)]
     disk.plant_file("iter_0000001/.metadata", b"m")
     disk.plant_file("iter_0000001/metadata.json", b"{}")
@@ -1252,7 +1252,7 @@ def test_I6_finalizers_are_asked_for_once_and_of_every_rank():
     assert tracked(job) == []
     job.coordinator.report([FinalizersRan(of, 1)])
     assert tracked(job) == [1]
-    assert not [n for n in job.coordinator.take_news() if isinstance(n, FinalizersDue)]
+    assert not [n for n in job.take_news() if isinstance(n, FinalizersDue)]
 
 
 def test_I6_finalizers_are_not_run_again_where_only_the_journal_failed():
@@ -1266,14 +1266,14 @@ def test_I6_finalizers_are_not_run_again_where_only_the_journal_failed():
 
     job = start(disk, wrap=lambda s: FaultStorage(s, before=before))
     of = foreign_attempt(job)
-    job.coordinator.take_news()
+    job.take_news()
     disk.plant_file("iter_0000001/.metadata", b"m")
     disk.plant_file("iter_0000001/metadata.json", b"{}")
     broken.append("published")
     job.coordinator.report([FinalizersRan(of, 0), FinalizersRan(of, 1)])
     assert not broken and tracked(job) == []
     job.coordinator.tick()
-    assert FinalizersDue(of) not in job.coordinator.take_news()
+    assert FinalizersDue(of) not in job.take_news()
     assert tracked(job) == [1]
 
 
@@ -1284,7 +1284,7 @@ def test_I6_a_restart_never_runs_foreign_finalizers():
     foreign_attempt(job)
     disk.kill("first")
     second = start(disk, "second")
-    assert not [n for n in second.coordinator.take_news() if isinstance(n, FinalizersDue)]
+    assert not [n for n in second.take_news() if isinstance(n, FinalizersDue)]
     assert tracked(second) == [] and TRACKER not in disk.snapshot()
     assert "iter_0000001" not in disk.snapshot(), "the unfinished one is out of the way"
 

@@ -339,15 +339,16 @@ def test_I10_a_save_interrupted_before_its_fork_is_not_in_flight_for_ever(
         manager.save(2, weights(2))
     driver.failures.clear()
     if where != "asking":  # its failure comes out here as on every other rank
-        with pytest.raises(SaveFailed, match="KeyboardInterrupt"):
+        with pytest.raises(SaveFailed, match="interrupted|KeyboardInterrupt"):
             manager.wait_until_finished()
     manager.save(3, weights(3)).wait()
-    assert manager.all_steps() == [1, 3]
+    # A handler waits for the end of the call: what was asked for was begun, and goes on.
+    assert manager.all_steps() == ([1, 2, 3] if where == "asking" else [1, 3])
     manager.close()
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_I5_a_writer_whose_fork_was_interrupted_is_not_said_to_be_gone(tmp_path: Path):
+def test_I5_a_writer_whose_fork_was_interrupted_is_not_forgotten(tmp_path: Path):
     """Found by review. Catches: a Ctrl-C between the fork and the line that stores the writer: its
     attempt is cleaned up, and its files may be given to the next one, while it writes."""
     children: list[Child] = []
@@ -362,10 +363,12 @@ def test_I5_a_writer_whose_fork_was_interrupted_is_not_said_to_be_gone(tmp_path:
     manager = Manager(fake_ports(tmp_path / "root", launch=launch), make_config(QUICK))
     with pytest.raises(KeyboardInterrupt):
         manager.save(1, weights(1))
-    with pytest.raises(SaveFailed, match="KeyboardInterrupt"):
+    manager.poll()
+    assert manager.step_in_flight() == 1, "the save goes on"
+    os.kill(children[0].pid, signal.SIGKILL)
+    with pytest.raises(SaveFailed, match="SIGKILL"):
         manager.wait_until_finished()
     manager.save(1, weights(1)).wait()
-    assert children[0].poll() is not None, "a new attempt has begun: the old writer is gone"
     manager.close()
 
 
@@ -476,8 +479,9 @@ def test_F24_an_interrupted_hook_loses_no_news(tmp_path: Path):
     ends = [(State.ABSENT, State.REQUESTED), (State.REQUESTED, State.FAILED)]
     ends.append((State.FAILED, State.DISCARDED))
     news = [told(of, source, dest) for source, dest in ends]
+    numbered = tuple(enumerate((*news, Settled()), manager._link.taken))
     with pytest.raises(KeyboardInterrupt):
-        manager._pump.take_update(Update((*news, Settled())))
+        manager._pump.take_update(Update(numbered))
     assert not manager._pump.view.quiet
     manager._pump.take_update(Update())
     assert manager._pump.view.quiet

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfsm.interrupts import HandlersWait
+from ckptfsm.interrupts import HandlersWait, OneCall
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -179,6 +179,49 @@ def test_a_thread_that_may_set_no_handler_goes_on(monkeypatch: pytest.MonkeyPatc
     with HandlersWait():
         done.append(True)
     assert done == [True]
+
+
+def test_a_handler_is_heard_where_the_block_asks(heard: list[int]):
+    """Catches: a wait of minutes that no Ctrl-C ends; a handler that runs twice."""
+    waits = HandlersWait()
+    with waits:
+        assert waits.hear() is None
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert heard == []
+        assert isinstance(waits.hear(), KeyboardInterrupt)
+        assert heard == [signal.SIGTERM, signal.SIGINT]
+    assert len(heard) == 2
+
+
+def test_a_handler_that_another_one_set_stays(heard: list[int]):
+    """Catches: a trainer whose handler for the second Ctrl-C is taken away again."""
+
+    def second(number: int, frame: object) -> None:
+        heard.append(-number)
+
+    def first(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, second)
+
+    signal.signal(signal.SIGTERM, first)
+    waits = HandlersWait()
+    with waits:
+        signal.raise_signal(signal.SIGTERM)
+        waits.hear()
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == [-signal.SIGTERM]
+
+
+def test_a_call_inside_a_call_is_one_call(heard: list[int]):
+    """Catches: handlers that run at the end of an inner call, while the outer one has more to do."""
+    one_call, stored = OneCall(HandlersWait), []
+    with pytest.raises(KeyboardInterrupt), one_call.running():
+        with one_call.running():
+            signal.raise_signal(signal.SIGINT)
+        stored.append(list(heard))
+    assert (stored, heard) == ([[]], [signal.SIGINT])
+    with one_call.running():
+        assert one_call.hear() is None
 
 
 IN_THE_FORK = """

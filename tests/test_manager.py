@@ -1046,6 +1046,120 @@ def test_F25_leaving_with_an_exception_abandons(run: Run):
     again.save(1, weights(1)).wait()
 
 
+def test_F25_a_save_that_was_durable_when_its_manager_was_left_is_finished(run: Run):
+    """I2. Catches: ``sys.exit(0)`` after a save whose receipt is durable, and a next start that resumes
+    from the step before without a word."""
+    with pytest.raises(SystemExit), run.open() as manager:
+        manager.save(1, weights(1)).wait()
+        manager.save(2, weights(2))
+        raise SystemExit(0)
+    again = run.open()
+    restored = again.restore(TEMPLATE)
+    assert restored is not None and (restored.step, restored.state["weights"]) == (2, b"w2")
+    again.close()
+
+
+def test_F25_every_rank_leaves_and_the_save_is_finished(run: Run):
+    """I2. Catches: a save of two ranks that both left at once, thrown away though every shard was
+    durable: rank 0 has not heard of the other's."""
+
+    def leave(transport: ThreadTransport) -> None:
+        driver = FakeDriver(transport.rank)
+        ports = fake_ports(run.root, driver=driver, transport=transport)
+        with Manager(ports, make_config({**QUICK, "exit_timeout_s": 10.0})) as manager:
+            manager.save(1, weights(1))
+            raise SystemExit(0)
+
+    assert [type(end) for end in run_ranks(2, leave)] == [SystemExit, SystemExit]
+
+    def look(transport: ThreadTransport) -> int | None:
+        ports = fake_ports(run.root, driver=FakeDriver(transport.rank), transport=transport)
+        with Manager(ports, make_config(QUICK)) as manager:
+            return manager.latest_step()
+
+    assert run_ranks(2, look) == [1, 1]
+
+
+def test_F25_what_is_lost_is_said_when_leaving_and_when_starting(run: Run):
+    """Catches: a save that was thrown away without a word."""
+    run.saved(1).close()
+    gate = Gate(run.root.parent / "gate")
+    run.driver.before_write = gate.hold
+    said = "step 2 was in flight when its manager was left, and is lost: its writer had not ended"
+    with (
+        pytest.warns(SaveFailedWarning, match=said),
+        pytest.raises(KeyError),
+        run.open() as manager,
+    ):
+        manager.save(2, weights(2))
+        raise KeyError
+    run.driver.before_write = None
+    again = run.open()
+    with pytest.warns(RecoveryWarning, match=r"step 2 .* in flight \(requested\) .* is lost"):
+        again.poll()
+    assert again.latest_step() == 1
+
+
+def test_F25_a_writer_that_failed_as_its_manager_was_left_is_told(run: Run):
+    """Catches: an exit that hides why the last save is not there."""
+    run.driver.before_write = die
+    with (
+        pytest.warns(SaveFailedWarning, match="SIGKILL"),
+        pytest.raises(KeyError),
+        run.open(exit_timeout_s=20.0) as manager,
+    ):
+        manager.save(1, weights(1))
+        raise KeyError
+
+
+def test_calls_from_two_threads_are_refused(run: Run):
+    """Catches: two threads in one writer's pipe: a bare OSError(9), or a save that counts twice."""
+    manager, gate = held(run)
+    inside, told = threading.Event(), []
+
+    def wait() -> None:
+        manager._ports.clock.sleep = lambda seconds: inside.set()
+        manager.wait_until_finished()
+
+    waiting = threading.Thread(target=wait, name="waiting")
+    waiting.start()
+    assert inside.wait(20.0)
+    for call in (manager.poll, partial(manager.save, 9, weights(9)), manager.close):
+        with pytest.raises(ConfigError, match="'waiting' is in a call of it") as refused:
+            call()
+        told.append(refused.value.busy_thread)
+    gate.open()
+    waiting.join(20.0)
+    assert told == ["waiting"] * 3 and not waiting.is_alive()
+    manager.poll()
+    manager.close()
+
+
+def test_F7_a_dead_disk_that_was_mended_is_opened_again_by_the_same_process(run: Run):
+    """Catches: RootBusy against one's own pid for good: a root that could not be given back on the disk
+    that died, with the advice to stop the other job."""
+    dead: list[str] = []
+
+    def fails(index: int, method: str, path: str) -> None:
+        if dead:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    class Dying(FaultStorage):
+        def listdir(self, path: str) -> list[str]:
+            fails(0, "listdir", path)
+            return super().listdir(path)
+
+    manager = run.open(Dying(PosixStorage(run.root), before=fails))
+    manager.save(1, weights(1)).wait()
+    dead.append("dead")
+    manager.abandon()
+    dead.clear()
+    again = run.open()
+    assert again.latest_step() == 1
+    with pytest.raises(RootBusy, match="another manager of this process: close it or abandon it"):
+        run.open()
+
+
 def test_F25_close_is_bounded(run: Run):
     """I10. Catches: a job that never ends because its last save hangs."""
     manager, _ = held(run, close_timeout_s=0.05)

@@ -17,7 +17,7 @@ import pytest
 from ckptfsm.documents import Receipt, decode
 from ckptfsm.durable import make_dirs
 from ckptfsm.layout import STAGING, receipt_name, staging_dir
-from ckptfsm.messages import AttemptId, Failed, ShardReported
+from ckptfsm.messages import AttemptId, Failed, ShardReported, WriterForked
 from ckptfsm.ports import RankJob, Written
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import FakeShard, Gate
@@ -62,8 +62,16 @@ def fork(root: Path, work: RankJob, deadline: float = FAR) -> RankWriter:
 
 
 def events(writer: RankWriter, now: float = 0.0) -> list[Any]:
+    """How it ended, as it says at each call."""
     assert writer.wait(WAIT_S)
-    return writer.poll(now)
+    return ends(writer, now)
+
+
+def ends(writer: RankWriter, now: float = 0.0) -> list[Any]:
+    """Its reports so far, without the one of its fork."""
+    forked, *rest = writer.poll(now)
+    assert type(forked) is WriterForked
+    return rest
 
 
 def receipt(storage, part: str = "state", rank: int = 0) -> Receipt:
@@ -210,12 +218,13 @@ def test_the_first_error_of_a_shard_is_kept(disk: SimDisk):
 # --------------------------------------------------------------------------- what is believed
 
 
-def test_a_good_writer_reports_its_shards_once(root: Path):
-    """I5. Catches: a report that counts twice, or with another rank's numbers."""
+def test_a_good_writer_reports_its_shards_at_each_call(root: Path):
+    """I5. Catches: a report with another rank's numbers, or one that an interrupt loses: whoever takes
+    it remembers what was taken."""
     writer = fork(root, job(rank=1, world_size=2))
     expected = [ShardReported(OF, "state", 1, 2, len(content(1)))]
     assert events(writer) == expected
-    assert writer.poll(0.0) == [] and writer.kill(WAIT_S) is True
+    assert ends(writer) == expected and writer.kill(WAIT_S) is True
     assert receipt(PosixStorage(root), rank=1).world_size == 2
 
 
@@ -262,7 +271,7 @@ def test_F1_F5_a_writer_that_failed(root: Path, before, reason: str, told: str):
     assert isinstance(event, Failed)
     assert (event.of, event.reason) == (OF, reason)
     assert event.detail.startswith("rank 3: ") and told in event.detail
-    assert writer.poll(0.0) == []
+    assert ends(writer) == [event]
 
 
 @pytest.mark.parametrize("what", ["receipt", "directory"])
@@ -274,7 +283,7 @@ def test_exit_code_and_payload_without_a_receipt_is_a_failure(root: Path, what: 
         (root / LOCATION / receipt_name("state", 0)).unlink()
     else:
         (root / LOCATION).rename(root / "moved_away")
-    (event,) = writer.poll(0.0)
+    (event,) = ends(writer)
     assert isinstance(event, Failed) and event.reason == "receipt_missing"
     assert receipt_name("state", 0) in event.detail
 
@@ -284,7 +293,7 @@ def test_a_receipt_without_an_exit_is_not_enough(root: Path, tmp_path: Path):
     gate = Gate(tmp_path / "gate")
     parts = (FakePart("a", "", 0, content()), FakeShard("b", "b", 0, {"w": 1}, gate.hold))
     writer = fork(root, job(*parts))
-    assert writer.poll(0.0) == []
+    assert ends(writer) == []
     gate.open()
     assert [e.part for e in events(writer)] == ["a", "b"]
 
@@ -293,15 +302,15 @@ def test_I10_a_writer_that_misses_its_deadline(root: Path, tmp_path: Path):
     """Catches: a hang without end; a writer that goes on after it was given up."""
     gate = Gate(tmp_path / "gate")
     writer = fork(root, job(FakeShard("state", "", 0, {"w": 1}, gate.hold)), deadline=100.0)
-    assert writer.poll(99.9) == []
-    (event,) = writer.poll(100.0)
+    assert ends(writer, 99.9) == []
+    (event,) = ends(writer, 100.0)
     assert isinstance(event, Failed)
     assert event.reason == "writer_hung"
     place = f"rank 0: its writer missed its deadline at {writer.process.pid} "
     assert event.detail.startswith(place)
     assert writer.kill(WAIT_S) is True
     assert writer.process.poll().exitcode == -signal.SIGKILL
-    assert writer.poll(101.0) == []
+    assert ends(writer, 101.0) == [event], "one verdict"
 
 
 def test_a_killed_writer_reports_nothing_any_more(root: Path, tmp_path: Path):
@@ -310,4 +319,4 @@ def test_a_killed_writer_reports_nothing_any_more(root: Path, tmp_path: Path):
     writer = fork(root, job(FakeShard("state", "", 0, {"w": 1}, gate.hold)))
     assert writer.wait(0.01) is False
     assert writer.kill(WAIT_S) is True
-    assert writer.poll(FAR * 2) == []
+    assert ends(writer, FAR * 2) == []

@@ -28,13 +28,14 @@ from ckptfsm.config import CheckpointConfig, config_of
 from ckptfsm.errors import (
     CkptFsmError,
     ConfigError,
+    RankInterrupted,
     SaveFailed,
     StepExistsError,
     WriterDied,
     describe,
 )
 from ckptfsm.handle import SaveHandle
-from ckptfsm.interrupts import HandlersWait
+from ckptfsm.interrupts import HandlersWait, OneCall
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.megatron.foreign import StagedRequest, ready_part, stage_request
 from ckptfsm.megatron.transport import transport_of
@@ -99,8 +100,7 @@ def _fork(call: _Call, request: Any) -> None:
     """Stage the request of a call and fork its writer."""
     call.request = stage_request(f"call {call.index}", request() if callable(request) else request)
     if call.request.function is not None:
-        with HandlersWait():
-            call.child = fork_child(call.request.run, keep=(), group=True)
+        call.child = fork_child(call.request.run, keep=(), group=True)
     call.request.let_go()
 
 
@@ -126,6 +126,7 @@ class AsyncCallsQueue:
         **settings: Any,
     ) -> None:
         self.persistent = persistent
+        self._one_call = OneCall(HandlersWait)
         self._process: int | None = None  # whose the calls are: ranks may be forked after this
         self._config = config_of(config, settings)
         self._staging = staging
@@ -152,10 +153,15 @@ class AsyncCallsQueue:
         on all ranks by ``maybe_finalize_async_calls``. After ``begin``, raises what
         ``CheckpointManager.save`` raises.
         """
-        self._last += 1
         if self._filling is not None:
+            self._last += 1
             self._fill(self._filling, async_request)
             return self._last
+        with self._one_call.running():
+            return self._schedule(async_request)
+
+    def _schedule(self, async_request: Any) -> int:
+        self._last += 1
         if self._transport is None:
             self._transport = transport_of(self._config)
         if self._process is None:
@@ -215,7 +221,15 @@ class AsyncCallsQueue:
         if self._is_elsewhere():
             raise ConfigError("these calls are another process's, which forked this one")
         self._refuse_alone(no_dist)
-        self._bury()
+        with self._one_call.running():
+            self._bury()
+            self._finalize_calls(blocking, no_dist)
+        if not no_dist:
+            self._drive_checkpoints(blocking)
+        finalized, self._finalized = self._finalized, []
+        return finalized
+
+    def _finalize_calls(self, blocking: bool, no_dist: bool) -> None:
         while self._calls:
             verdict = self._verdict(self._calls[0], blocking, no_dist)
             if verdict == "running":
@@ -228,10 +242,6 @@ class AsyncCallsQueue:
                 self._drop(call)
                 raise problem
             self._finalized.append(call.index)
-        if not no_dist:
-            self._drive_checkpoints(blocking)
-        finalized, self._finalized = self._finalized, []
-        return finalized
 
     def _is_elsewhere(self) -> bool:
         """True in a process that was forked by the one that scheduled the calls."""
@@ -300,11 +310,19 @@ class AsyncCallsQueue:
         return problem
 
     def _verdict(self, call: _Call, blocking: bool, no_dist: bool) -> Verdict:
-        """How the writers of all ranks do. Bounded: each has a deadline of its own."""
+        """How the writers of all ranks do. Bounded: each has a deadline of its own.
+
+        An interrupt of one rank is raised there, ``RankInterrupted`` elsewhere; the call stays.
+        """
         pause = pauses()
         while True:
-            seen = call.look()
-            running, failed = self._any([seen == "running", seen == "failed"], no_dist)
+            seen, interruption = call.look(), self._one_call.hear()
+            flags = [seen == "running", seen == "failed", interruption is not None]
+            running, failed, interrupted = self._any(flags, no_dist)
+            if interruption is not None:
+                raise interruption
+            if interrupted:
+                raise RankInterrupted("another rank was interrupted while all waited for a writer")
             if failed:
                 return "failed"
             if not running:

@@ -89,20 +89,23 @@ class RayController(Controller):
         given = dict(parts or {})
         said = {part.group for part in given.values() if isinstance(part, GroupPart)}
         simple = {name: GroupPart(name) for name in self._actors if name not in said}
-        save = self.begin(step, {**simple, **given}, metrics=metrics)
-        try:
-            written = [
-                self._call(name, rank, self._write, ticket, ticket)
-                for name, ticket in save.tickets.items()
-                for rank in range(len(self._actors[name]))
-            ]
-        except BaseException as error:  # a Ctrl-C too: what nobody writes must not be in the way
-            why = f"not every actor was called: {describe(error)}"
-            tickets = save.tickets.values()
-            self.feed(Failed(t.of, "fork_failed", why, t.first_rank) for t in tickets)
-            raise
-        self.feed(self._answers(written))
-        return save.handle
+        with self.undisturbed():
+            save = self.begin(step, {**simple, **given}, metrics=metrics)
+            try:
+                written = [
+                    self._call(name, rank, self._write, ticket, ticket)
+                    for name, ticket in save.tickets.items()
+                    for rank in range(len(self._actors[name]))
+                ]
+            except (
+                BaseException
+            ) as error:  # a Ctrl-C too: what nobody writes must not be in the way
+                why = f"not every actor was called: {describe(error)}"
+                tickets = save.tickets.values()
+                self.feed(Failed(t.of, "fork_failed", why, t.first_rank) for t in tickets)
+                raise
+            self.feed(self._answers(written))
+            return save.handle
 
     def replace(self, group: str, actors: Sequence[Any]) -> None:
         """Put new actors in the place of a group's, which are dead: what they had not written fails.

@@ -22,6 +22,7 @@ from ckptfsm.clock import SystemClock
 from ckptfsm.errors import RankFailed, SaveRefused
 from ckptfsm.executor import ThreadExecutor
 from ckptfsm.files import file_spec, load_file, stage_file
+from ckptfsm.interrupts import HandlersWait
 from ckptfsm.lease import this_process
 from ckptfsm.messages import PartSpec
 from ckptfsm.ports import (
@@ -448,6 +449,7 @@ def fake_ports(
         storage,
         identity,
         launch,
+        HandlersWait,
         staging,
     )
 

@@ -20,6 +20,7 @@ from typing import Any
 from ckptfsm.coordinator import Coordinator, CoordinatorOptions, RecoveryReport, SaveRequest
 from ckptfsm.documents import FileEntry, TransitionRecord
 from ckptfsm.durable import make_dirs
+from ckptfsm.engine import News
 from ckptfsm.layout import MEGATRON, PLANNED, join, planned_name
 from ckptfsm.lifecycle import State
 from ckptfsm.messages import AttemptId, Failed, PartSpec, ShardReported, WriterForked, WriterGone
@@ -187,8 +188,15 @@ class FakeJob:
         self.coordinator.close()
         self._listen()
 
+    def take_news(self) -> list[News]:
+        """What has happened since the last call, in order."""
+        news = self.coordinator.news_since(0)
+        if news:
+            self.coordinator.forget_news(news[-1][0] + 1)
+        return [item for _, item in news]
+
     def _listen(self) -> None:
-        for record in self.coordinator.take_news():
+        for record in self.take_news():
             if isinstance(record, TransitionRecord):
                 self.records.append(record)
                 if record.dest is State.TRACKED and record.source is State.FINALIZED:

@@ -76,8 +76,8 @@ MUTANTS = (
     mutant(
         "doomed-writers-write-on",
         "worker",
-        "            self._dying.append(writer)\n            self._writer = None\n",
-        "            self._writer = None\n",
+        "                    self._dying.append(writer)\n",
+        "                    pass\n",
         breaks="F13",
         source="F13",
         killers=("tests:test_controller.py::test_F13_the_writer_of_a_failed_attempt_is_ended",),
@@ -151,8 +151,8 @@ MUTANTS = (
     mutant(
         "a-ticket-counts-twice",
         "worker",
-        "        if newest <= self._newest:  # a call",
-        "        if False:  # a call",
+        "            if not self._is_newer(ticket.of):  # a call",
+        "            if False:  # a call",
         breaks="I4",
         source="F11",
         killers=("tests:test_controller.py::test_I4_a_call_that_is_tried_again_writes_nothing",),

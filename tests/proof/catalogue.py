@@ -55,6 +55,12 @@ LAYERS: MappingProxyType[str, Entry] = MappingProxyType(
             drives=True,
             goes_on=True,
         ),
+        "interrupts": Entry(
+            "proof.interrupts",
+            "a Ctrl-C before every line of a public call, and at random, then the job goes on",
+            cpus=1,
+            drives=True,
+        ),
         "determinism": Entry(
             "proof.determinism",
             "the same seed gives the same trace",

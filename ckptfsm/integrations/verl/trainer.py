@@ -137,12 +137,13 @@ class Checkpoints:
         """
         step = int(self._trainer.global_steps)
         parts = self._parts()
-        begun = self.controller.begin(step, parts)
-        roles = [role for role in begun.tickets if role != NAME]
-        written = all(self._write(role, begun.tickets[role]) for role in roles)
-        if written and self._uploader is not None and begun.tickets:
-            own = [name for name, value in parts.items() if not isinstance(value, GroupPart)]
-            self.controller.feed(self._uploader.begin(begun.tickets, own))
+        with self.controller.undisturbed():  # nobody else has the tickets
+            begun = self.controller.begin(step, parts)
+            roles = [role for role in begun.tickets if role != NAME]
+            written = all(self._write(role, begun.tickets[role]) for role in roles)
+            if written and self._uploader is not None and begun.tickets:
+                own = [name for name, value in parts.items() if not isinstance(value, GroupPart)]
+                self.controller.feed(self._uploader.begin(begun.tickets, own))
         if not is_async(self._trainer.config):
             self.controller.wait_for(begun.handle)
         self._tell()

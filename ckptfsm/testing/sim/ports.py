@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from ckptfsm.durable import write_all
 from ckptfsm.errors import CkptFsmError, OutcomeUnknown, RankFailed, describe, first_os_error
 from ckptfsm.executor import run_into
+from ckptfsm.interrupts import NoSignals
 from ckptfsm.messages import Event, PartSpec, ShardReported, WriterForked
 from ckptfsm.ports import (
     ChildError,
@@ -544,4 +545,5 @@ def world_ports(site: Site, owner: Process, transport: WorldTransport) -> Ports:
             owner.host, owner.pid, f"boot:{owner.pid}", f"nonce{owner.pid:08d}"
         ),
         launch=lambda storage, job: WorldWriter(site, owner, job),
+        defer_signals=NoSignals,
     )
