@@ -201,8 +201,8 @@ PEOPLE = (
     mutant(
         "clean-up-errors-end-the-job",
         "engine",
-        "            self.pending.append(command)\n\n    def _run_finalize",
-        "            raise\n\n    def _run_finalize",
+        "            self._put_off(command, error)\n\n    def _put_off",
+        "            raise\n\n    def _put_off",
         breaks="I10",
         source="prime-rl #1763",
         killers=("fieldbugs", "simulation", "processes"),
@@ -210,8 +210,8 @@ PEOPLE = (
     mutant(
         "what-failed-is-not-tried-again",
         "engine",
-        "            self.pending.append(command)\n\n    def _run_finalize",
-        "\n    def _run_finalize",
+        "            self._put_off(command, error)\n\n    def _put_off",
+        "            pass\n\n    def _put_off",
         breaks="I10",
         source="Automodel #3390",
         killers=("simulation", "fieldbugs"),
