@@ -273,7 +273,7 @@ class Pump:
         self.notes.append(RecoveryWarning(text))
 
     def _on_blocked(self, news: Blocked) -> None:
-        """Keep the reason. Of a save in flight a person should know: once, it may be mended in time."""
+        """Keep the reason. People hear once of what is in flight: they may mend the disk in time."""
         self.view.blocked[news.of] = news.error
         handle = self._handles.get(news.of)
         if handle is not None:
