@@ -141,7 +141,8 @@ class Controller(Owner):
         """Begin a checkpoint of ``step``. Hand each ticket to all workers of its group afterwards.
 
         ``parts`` maps names to a ``GroupPart``, or to bytes or a ``FileTree`` that the controller
-        writes itself; what is not among them is not saved. Raises ``SaveRefused``, ``SaveFailed`` for
+        writes itself; what is not among them is not saved. There are no tickets if it was skipped, as
+        ``CheckpointManager.save`` skips. Raises ``SaveRefused``, ``SaveFailed`` for
         an earlier save that failed, ``ConfigError``.
         """
         step = whole_step(step)

@@ -320,6 +320,11 @@ class Coordinator:
     def nothing(self) -> None:
         """Done when everything that was asked before is done."""
 
+    @property
+    def blocked(self) -> dict[AttemptId, CkptFsmError]:
+        """The unsettled attempts that wait for the disk, and why."""
+        return dict(self._engine.blocked)
+
     def wants_tick(self) -> bool:
         """True if ``tick`` would have something to do by now. Safe from another thread."""
         return self._clock.monotonic() >= self._tick_at
@@ -525,6 +530,17 @@ class Coordinator:
             except OSError as error:
                 log.warning("housekeeping_put_off", extra={"error": describe(error)})
         self._tick_at = self._clock.monotonic() + (0.0 if removed else interval)
+
+    def retry(self) -> None:
+        """Try what is pending now; once more if the trash gave space back. Raises fatal errors only."""
+        try:
+            self.tick()
+            if self.busy and self.wants_tick():
+                self.tick()
+        except StorageError as error:  # the disk is no better
+            if self.fatal is not None:
+                raise
+            log.warning("retry_put_off", extra={"error": describe(error)})
 
     def _sweep_tracker(self) -> None:
         """Remove what earlier tries at the tracker left; their number is bounded otherwise."""

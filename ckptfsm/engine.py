@@ -30,7 +30,7 @@ from ckptfsm.documents import (
     TransitionRecord,
     checkpoint_record,
 )
-from ckptfsm.durable import lookup, put, storage_error
+from ckptfsm.durable import TEMPORARY, lookup, put, storage_error
 from ckptfsm.effects import Effects, Pruned
 from ckptfsm.errors import (
     CkptFsmError,
@@ -47,10 +47,17 @@ from ckptfsm.errors import (
 )
 from ckptfsm.evidence import is_manifest_of, moved_aside, read_tracker
 from ckptfsm.journal import History, JournalWriter
-from ckptfsm.layout import JOURNAL, QUARANTINE, TRASH, Layout, segment_name
+from ckptfsm.layout import JOURNAL, QUARANTINE, TRACKER, TRASH, Layout, segment_name
 from ckptfsm.lease import RootLease
 from ckptfsm.ledger import Ledger, Rejected, Transition
-from ckptfsm.lifecycle import FORGOTTEN, UNPUBLISHED, Checkpoint, State, writing_ranks
+from ckptfsm.lifecycle import (
+    FORGOTTEN,
+    UNPUBLISHED,
+    UNSETTLED,
+    Checkpoint,
+    State,
+    writing_ranks,
+)
 from ckptfsm.messages import (
     AttemptId,
     Cleaned,
@@ -90,7 +97,15 @@ class Settled:
     """Nothing is in flight any more and retention has had its turn."""
 
 
-News = TransitionRecord | FinalizersDue | Settled
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """The disk does not take the next effect of an attempt; it is tried again. Told once per reason."""
+
+    of: AttemptId
+    error: CkptFsmError
+
+
+News = TransitionRecord | FinalizersDue | Settled | Blocked
 NumberedNews = tuple[int, News]
 
 
@@ -137,6 +152,7 @@ class Engine:
         self.moves = 0
         self.news = NewsQueue()
         self.pending: list[Command] = []
+        self.blocked: dict[AttemptId, CkptFsmError] = {}  # unsettled, and why: as it was told
         self.keep_all = False  # a fresh start deletes nothing
         self.retire_due = False
         self.last_hope: AttemptId | None = None  # nothing but this could be resumed from
@@ -238,6 +254,7 @@ class Engine:
             record = self._record(moved)
             self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))
             self.moves += 1
+            self.blocked.pop(moved.of, None)
             self.news.append(record)
             log.info("transition", extra={"record": record})
         self.ledger = ledger
@@ -335,11 +352,41 @@ class Engine:
         except (Fenced, OutcomeUnknown, IllegalTransition):
             raise
         except (CkptFsmError, OSError) as error:
+            self._put_off(command, error)
+
+    def _put_off(self, command: Command, error: CkptFsmError | OSError) -> None:
+        """Try a command again at every tick; say why a checkpoint is waited for, once per reason."""
+        self.pending.append(command)
+        log.warning(
+            "command_pending",
+            extra={"command": type(command).__name__, "error": describe(error)},
+        )
+        checkpoint = self.ledger.checkpoints.get(command.of)
+        if checkpoint is None or checkpoint.state not in UNSETTLED:
+            return
+        reason, told = self._reason(command, checkpoint, error), self.blocked.get(command.of)
+        if told is None or told.summary() != reason.summary():
+            self.blocked[command.of] = reason
+            self.news.append(Blocked(command.of, reason))
+            state, step = checkpoint.state.value, command.of.step
+            facts = {"step": step, "file": reason.facts.get("file")}
             log.warning(
-                "command_pending",
-                extra={"command": type(command).__name__, "error": describe(error)},
+                "step %d is %s, and blocked: %s", step, state, reason.summary(), extra=facts
             )
-            self.pending.append(command)
+
+    def _reason(
+        self, command: Command, checkpoint: Checkpoint, error: CkptFsmError | OSError
+    ) -> CkptFsmError:
+        """``error`` with the file that it is about; a temporary one stands for what it is to become."""
+        if isinstance(error, CkptFsmError):
+            return error
+        working = self.effects.layout.working_dir(checkpoint.id, checkpoint.in_place)
+        what, file = {
+            WriteTracker: ("tracker", TRACKER),
+            Finalize: ("finalize", self.effects.layout.published_name(checkpoint.step)),
+        }.get(type(command), ("clean_up", working))
+        named = (error.filename or file).partition(TEMPORARY)[0]
+        return storage_error(error, what, named)
 
     def _run_finalize(self, checkpoint: Checkpoint) -> None:
         foreign = any(part.kind == "foreign" for part in checkpoint.parts)
@@ -363,7 +410,7 @@ class Engine:
             raise
         except (CkptFsmError, OSError) as error:
             if checkpoint.id in self._published:
-                self.pending.append(Finalize(checkpoint.id))
+                self._put_off(Finalize(checkpoint.id), error)
                 return
             if checkpoint.id == self.last_hope and isinstance(error, OSError):
                 raise _typed(error, "finalize") from error  # a disk that works can still finish it

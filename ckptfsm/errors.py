@@ -77,7 +77,10 @@ class Fenced(CkptFsmError):
 
 
 class SaveRefused(CkptFsmError):
-    """A save was not accepted; nothing was written, training can go on (``step``)."""
+    """A save was not accepted; nothing was written, training can go on (``step``, ``in_flight``).
+
+    ``reason``, ``file`` and ``errno_name`` say what the disk refuses, if that is why.
+    """
 
     kind = "save_refused"
     advice = "skip this save or fix the call"
@@ -143,7 +146,10 @@ class NewerSchema(DamagedRoot):
 
 
 class DeadlineExceeded(CkptFsmError, TimeoutError):
-    """A bounded wait ran out (``timeout_s``, ``waiting_for``)."""
+    """A bounded wait ran out (``timeout_s``, ``waiting_for``).
+
+    ``reason``, ``file`` and ``errno_name`` say what the disk refuses, if that is known.
+    """
 
     kind = "deadline_exceeded"
     advice = "retry, or raise the deadline in the configuration"
@@ -231,7 +237,7 @@ def name_ranks(ranks: Sequence[int], limit: int = 8) -> str:
 
 
 class SaveFailedWarning(UserWarning):
-    """A save failed and ``on_failure`` is ``warn``."""
+    """A save failed and ``on_failure`` is ``warn``; or the disk refuses what a published save needs."""
 
 
 class ReshardWarning(UserWarning):

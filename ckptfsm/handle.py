@@ -21,7 +21,8 @@ class SaveHandle:
     """A requested save, or one that was skipped because another was in flight.
 
     ``state`` is the checkpoint's state as this rank knows it; None for a skipped save. A save is
-    acknowledged when ``state`` is ``tracked``, not before.
+    acknowledged when ``state`` is ``tracked``, not before. ``blocked_by`` is why the disk does not take
+    its next effect, which is tried again and again; None if nothing is in its way.
     """
 
     step: int
@@ -29,6 +30,7 @@ class SaveHandle:
     attempt: AttemptId | None = None
     _error: CkptFsmError | None = None
     _wait: Callable[[SaveHandle, float | None], None] | None = field(default=None, repr=False)
+    blocked_by: CkptFsmError | None = None
 
     @property
     def skipped(self) -> bool:
@@ -74,15 +76,18 @@ class View:
     """The root as every rank sees it, from the transitions alone.
 
     ``awaiting``: the coordinator is still at work on what nobody waited for; news of it will come.
+    ``blocked``: why the disk does not take an attempt's next effect, until the attempt moves on.
     """
 
     steps: set[int] = field(default_factory=set)
     unsettled: dict[AttemptId, State] = field(default_factory=dict)
     settling: bool = False
     awaiting: bool = False
+    blocked: dict[AttemptId, CkptFsmError] = field(default_factory=dict)
 
     def apply(self, record: TransitionRecord) -> None:
         self.settling = True  # until the coordinator says that nothing more follows
+        self.blocked.pop(record.of, None)
         if record.dest in UNSETTLED:
             self.unsettled[record.of] = record.dest
         else:
@@ -104,6 +109,44 @@ class View:
     @property
     def in_flight(self) -> AttemptId | None:
         return next((of for of, state in self.unsettled.items() if state in IN_FLIGHT), None)
+
+    @property
+    def blocked_by(self) -> CkptFsmError | None:
+        """Why the disk does not let the one in flight go on; None if there is none, or it goes on."""
+        busy = self.in_flight
+        return self.blocked.get(busy) if busy is not None else None
+
+    def explain(self, step: int) -> str:
+        """The state of ``step`` in one or two sentences."""
+        if step in self.steps:
+            latest = " and is the latest" if step == self.latest else ""
+            return f"Step {step} is tracked{latest}."
+        of = max((of for of in self.unsettled if of.step == step), default=None)
+        if of is None:
+            return f"Step {step} is neither tracked nor in flight."
+        state = self.unsettled[of]
+        words = "has failed and is not cleaned up yet" if state is State.FAILED else "is in flight"
+        said = f"Step {step} {words} (state {state.value})."
+        reason = self.blocked.get(of)
+        if reason is None:
+            return said
+        return f"{said[:-1]}, and blocked: {named(reason)}. It is retried until the disk takes it."
+
+
+def named(reason: CkptFsmError) -> str:
+    """Why something is blocked, for people: what was being done, its file, the name of the error."""
+    facts = (reason.facts.get("file"), reason.facts.get("errno_name"))
+    details = ", ".join(str(fact) for fact in facts if fact is not None)
+    return f"{reason.message} ({details})" if details else reason.message
+
+
+def facts_of(reason: CkptFsmError) -> dict[str, Any]:
+    """Why something is blocked, as attributes of an error."""
+    return {
+        "reason": reason.facts.get("call") or reason.kind,
+        "file": reason.facts.get("file"),
+        "errno_name": reason.facts.get("errno_name"),
+    }
 
 
 def only(values: Iterable[Any]) -> Any:

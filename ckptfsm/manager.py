@@ -53,7 +53,8 @@ class Manager(Owner):
         step's directory; ``parts`` maps names to several of them, to ``bytes`` (a plain file), or to
         foreign requests. Each may be a function that returns it, called when the save begins (after
         ``Staging.load``). Returns once this rank's data is owned by its writer: tensors may change
-        from then on. With ``sync`` it returns when the checkpoint is tracked.
+        from then on. With ``sync`` it returns when the checkpoint is tracked. While the disk
+        blocks the one before, the save is refused, or skipped under ``on_failure="warn"``.
 
         Raises ``SaveRefused`` (on every rank) if it was not accepted, ``SaveFailed`` for an earlier
         save that failed under ``on_failure="raise"``, ``DeadlineExceeded`` if another save stays in

@@ -17,6 +17,7 @@ import signal
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -32,15 +33,16 @@ from ckptfsm.errors import (
     SaveFailedWarning,
     SaveRefused,
 )
-from ckptfsm.handle import SaveHandle, View
+from ckptfsm.handle import SaveHandle, View, facts_of, named
 from ckptfsm.interrupts import OneCall
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.lifecycle import UNSETTLED, State
 from ckptfsm.link import Answer, Link, interrupted_rank, typed
+from ckptfsm.messages import AttemptId
 from ckptfsm.notices import warn_at_end, warn_caller
 from ckptfsm.ports import Draft, Ports, Storage
 from ckptfsm.proposal import Accepted
-from ckptfsm.pump import Hook, Pump
+from ckptfsm.pump import HandleDone, Hook, Pump
 from ckptfsm.restoring import Restorer
 
 if TYPE_CHECKING:
@@ -276,6 +278,10 @@ class Owner:
         """Every tracked step, ascending (not collective)."""
         return sorted(self._pump.view.steps)
 
+    def explain(self, step: int) -> str:
+        """Say what this rank knows of ``step``, and what is in its way (not collective)."""
+        return self._pump.view.explain(whole_step(step))
+
     def should_save(self, step: int) -> bool:
         """True if a save is due at ``step`` (not collective: the same on every rank).
 
@@ -331,14 +337,33 @@ class Owner:
             log.warning("save_skipped", extra={"step": step, "in_flight": busy.step})
             return False
         if self.config.on_busy == "raise":
-            raise SaveRefused(
-                f"step {busy.step} is still in flight", step=step, in_flight=busy.step
-            )
-        self._pump.drive(
-            _no_save_in_flight, self.config.busy_timeout_s, f"the save of step {busy.step}"
-        )
+            raise self._refusal(step, busy)
+        self._wait_unless_blocked(_no_save_in_flight, f"the save of step {busy.step}")
         self._pump.raise_failures()
-        return True
+        busy = self._pump.view.in_flight
+        if busy is None:
+            return True
+        if self.config.on_failure != "warn":
+            raise self._refusal(step, busy)
+        warn_caller(SaveFailedWarning(f"a save was skipped: {self._refusal(step, busy).message}"))
+        log.warning("save_skipped", extra={"step": step, "in_flight": busy.step})
+        return False
+
+    def _wait_unless_blocked(self, finished: Callable[[View], bool], waiting_for: str) -> None:
+        """Wait for a save. If the disk blocks what is in flight, try that once, then wait no longer."""
+        over, limit = _FinishedOrBlocked(finished), self.config.busy_timeout_s
+        self._pump.drive(over, limit, waiting_for)
+        if not finished(self._pump.view):
+            self._agree(Coordinator.retry)
+            self._pump.drive(over, limit, waiting_for)
+
+    def _refusal(self, step: int, busy: AttemptId) -> SaveRefused:
+        """Why a save cannot begin: another is in flight, and perhaps blocked."""
+        reason, text = self._pump.view.blocked_by, f"step {busy.step} is still in flight"
+        if reason is None:
+            return SaveRefused(text, step=step, in_flight=busy.step)
+        text = f"{text}, and blocked: {named(reason)}"
+        return SaveRefused(text, step=step, in_flight=busy.step, **facts_of(reason))
 
     def _begin_writing(self, accepted: Accepted, draft: Draft) -> SaveHandle:
         """Stage and fork this process's share; from now on somebody has to poll."""
@@ -378,10 +403,13 @@ class Owner:
         """Wait until one save is tracked or has failed (collective). Raises what ``poll`` would.
 
         ``SaveHandle.wait`` raises its failure under ``on_failure="warn"`` too. ``DeadlineExceeded``
-        after ``busy_timeout_s``.
+        after ``busy_timeout_s``; under ``"warn"`` what the disk blocks is not waited for.
         """
         with self._one_call.running():
-            self._pump.settle(handle)
+            if self.config.on_failure == "warn":
+                self._wait_unless_blocked(HandleDone(handle), f"the save of step {handle.step}")
+            else:
+                self._pump.settle(handle)
             self._pump.raise_failures()
 
     def _require_open(self) -> None:
@@ -448,6 +476,14 @@ def whole_step(step: Any) -> Any:
     return operator.index(step) if whole else step
 
 
+@dataclass(frozen=True, slots=True)
+class _FinishedOrBlocked:
+    finished: Callable[[View], bool]
+
+    def __call__(self, view: View) -> bool:
+        return self.finished(view) or view.blocked_by is not None
+
+
 def _no_save_in_flight(view: View) -> bool:
     return view.in_flight is None
 
@@ -471,4 +507,5 @@ def _left_in_flight(reference: weakref.ref[Owner]) -> str:
 def _view_of(coordinator: Coordinator) -> View:
     ledger = coordinator.ledger
     steps = {c.step for c in ledger.in_state(State.TRACKED)}
-    return View(steps, {c.id: c.state for c in ledger.in_state(*UNSETTLED)})
+    unsettled = {c.id: c.state for c in ledger.in_state(*UNSETTLED)}
+    return View(steps, unsettled, blocked=coordinator.blocked)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from ckptfsm.clock import pauses
 from ckptfsm.config import CheckpointConfig
 from ckptfsm.documents import TransitionRecord
-from ckptfsm.engine import FinalizersDue, News, NumberedNews, Settled
+from ckptfsm.engine import Blocked, FinalizersDue, News, NumberedNews, Settled
 from ckptfsm.errors import (
     CkptFsmError,
     ConfigError,
@@ -39,10 +39,10 @@ from ckptfsm.errors import (
     describe,
 )
 from ckptfsm.files import around, at_path
-from ckptfsm.handle import SaveHandle, View
+from ckptfsm.handle import SaveHandle, View, facts_of, named
 from ckptfsm.interrupts import OneCall
 from ckptfsm.layout import LAYOUTS
-from ckptfsm.lifecycle import State
+from ckptfsm.lifecycle import IN_FLIGHT, State
 from ckptfsm.link import Link, Update
 from ckptfsm.messages import (
     UNUSABLE,
@@ -183,11 +183,7 @@ class Pump:
                     f"another rank was interrupted while all waited for {waiting_for}"
                 )
             if agreed.expired:
-                raise DeadlineExceeded(
-                    f"{waiting_for} did not finish in time",
-                    timeout_s=timeout_s,
-                    waiting_for=waiting_for,
-                )
+                raise self._too_late(timeout_s, waiting_for)
             self._link.work_in_background()
             self._ports.clock.sleep(next(pause))
 
@@ -202,6 +198,15 @@ class Pump:
     def _caught_up(self, view: View) -> bool:
         left = [of for of, state in view.unsettled.items() if self._is_orphan(of, state)]
         return not left and not self._link.unanswered
+
+    def _too_late(self, timeout_s: float, waiting_for: str) -> DeadlineExceeded:
+        """Say that a wait ran out, and why, if the disk does not take something."""
+        text, facts = f"{waiting_for} did not finish in time", {}
+        of = max(self.view.blocked, default=None)
+        if of is not None:
+            reason = self.view.blocked[of]
+            text, facts = f"{text}: step {of.step} is blocked: {named(reason)}", facts_of(reason)
+        return DeadlineExceeded(text, timeout_s=timeout_s, waiting_for=waiting_for, **facts)
 
     def settle(self, handle: SaveHandle, timeout_s: float | None = None) -> None:
         """Pump until a save is tracked or has failed."""
@@ -320,10 +325,13 @@ class Pump:
         if isinstance(news, Settled):
             self.view.settling = False
             return
+        if isinstance(news, Blocked):
+            self._on_blocked(news)
+            return
         self.view.apply(news)
         handle = self._handles.get(news.of)
         if handle is not None:
-            handle.state = news.dest
+            handle.state, handle.blocked_by = news.dest, None
         used = news.source in (State.TRACKED, State.PRUNABLE)
         if used and news.reason in UNUSABLE:
             self._say_unusable(news)
@@ -350,6 +358,16 @@ class Pump:
         text = f"step {record.step} is {record.reason}, and out of use now: {record.detail}"
         log.warning("checkpoint_damaged", extra={"step": record.step, "what": record.detail})
         self.notes.append(RecoveryWarning(text))
+
+    def _on_blocked(self, news: Blocked) -> None:
+        """Keep the reason. People hear once of what is in flight: they may mend the disk in time."""
+        self.view.blocked[news.of] = news.error
+        handle = self._handles.get(news.of)
+        if handle is not None:
+            handle.blocked_by = news.error
+        if self.view.unsettled.get(news.of) in IN_FLIGHT:
+            text = f"step {news.of.step} is published, and waits for the disk: {named(news.error)}"
+            self.notes.append(SaveFailedWarning(f"{text}; it is retried"))
 
     def _on_tracked(self, record: TransitionRecord) -> None:
         self.owed = None

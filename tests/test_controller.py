@@ -31,6 +31,7 @@ from ckptfsm.errors import (
     OutcomeUnknown,
     RootBusy,
     SaveFailed,
+    SaveFailedWarning,
     SaveRefused,
 )
 from ckptfsm.executor import Promise
@@ -279,6 +280,25 @@ def test_a_group_of_another_size_than_the_controller_counts_fails(tmp_path):
     job.controller.feed(small.write(save.tickets["actor"], [{"w": 1}]))
     with pytest.raises(SaveFailed, match="counts 2 ranks in this group, it has 1"):
         save.handle.wait()
+    job.controller.close()
+
+
+def test_F5_a_controller_goes_on_while_the_tracker_is_blocked(tmp_path):
+    """Catches: a driver that waits for ``busy_timeout_s`` for a tracker that cannot be written; tickets
+    of a save that was skipped."""
+    job = GroupJob(tmp_path, SIZES, on_failure="warn")
+    job.controller.wait_for(job.save(1).handle)
+    (tmp_path / TRACKER).unlink()
+    (tmp_path / TRACKER).mkdir()
+    second = job.save(2)
+    with pytest.warns(SaveFailedWarning, match=f"step 2 .*blocked.*{TRACKER}, EISDIR"):
+        third = job.save(3)
+    assert (third.handle.skipped, dict(third.tickets)) == (True, {})
+    job.controller.wait_for(third.handle)
+    assert second.handle.blocked_by.file == TRACKER
+    (tmp_path / TRACKER).rmdir()
+    job.controller.wait_for(job.save(4).handle)
+    assert (job.controller.all_steps(), second.handle.state) == ([1, 2, 4], State.TRACKED)
     job.controller.close()
 
 

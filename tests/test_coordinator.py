@@ -11,11 +11,12 @@ import os
 import zlib
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
 from ckptfsm.coordinator import Coordinator, SaveRequest
-from ckptfsm.engine import FinalizersDue, Settled
+from ckptfsm.engine import Blocked, FinalizersDue, Settled
 from ckptfsm.errors import (
     CkptFsmError,
     DamagedRoot,
@@ -1079,6 +1080,77 @@ def test_F5_a_tracker_that_waits_for_space_gets_what_the_trash_takes():
         job.coordinator.tick()
     assert tracked(job) == [1, 2]
     check_root(job.storage, 2)
+
+
+def test_F5_why_a_published_one_waits_is_told_once_per_reason():
+    """Catches: a reason that is told at every retry, that names a temporary file, or that is forgotten
+    when it changes."""
+    disk, code = SimDisk(), [errno.ENOSPC]
+    job = saved(disk, 1)
+
+    def before(index: int, method: str, path: str) -> None:
+        if code and method == "open_exclusive" and path.startswith(TRACKER):
+            raise OSError(code[0], os.strerror(code[0]), path)
+
+    job.storage.before = before
+    of, _ = staged(job, 2)
+    job.write(of, 0)
+    written_by_a_child(job, of, 1)
+    job.coordinator.report([ShardReported(of, "state", 1, 2, 10)])
+
+    def told() -> list[tuple[Any, ...]]:
+        news = [n for n in job.coordinator.take_news() if isinstance(n, Blocked)]
+        return [(n.of, n.error.file, n.error.call, n.error.errno_name) for n in news]
+
+    assert told() == [(of, TRACKER, "tracker", "ENOSPC")]
+    job.coordinator.tick()
+    assert told() == []
+    code[0] = errno.EIO
+    job.coordinator.tick()
+    job.coordinator.tick()
+    assert told() == [(of, TRACKER, "tracker", "EIO")]
+    code.clear()
+    job.coordinator.tick()
+    assert (told(), job.coordinator.blocked, tracked(job)) == ([], {}, [1, 2])
+
+
+def test_a_clean_up_that_waits_is_told_too():
+    """Catches: a ``close`` that waits for it without a word on the disk."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    of, directory = staged(job, 2)
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and path.startswith(directory):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), directory)
+
+    job.storage.before = before
+    job.fail(of)
+    assert job.coordinator.blocked[of].facts["call"] == "clean_up"
+    assert job.coordinator.blocked[of].file == directory
+
+
+def test_a_disk_that_answers_nothing_does_not_end_a_retry(monkeypatch):
+    """Catches: a save under ``on_failure="warn"`` that raises because the epoch cannot be looked at."""
+    job = saved(SimDisk(), 1)
+    job.storage.before = no_tracker
+    job.save(2)
+    with monkeypatch.context() as sick:
+        sick.setattr(job.storage, "listdir", unreadable)
+        job.coordinator.retry()
+    assert job.coordinator.fatal is None and tracked(job) == [1]
+    job.storage.before = None
+    job.coordinator.retry()
+    assert tracked(job) == [1, 2]
+
+
+def no_tracker(index: int, method: str, path: str) -> None:
+    if method == "open_exclusive" and path.startswith(TRACKER):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
+def unreadable(path: str) -> list[str]:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
 
 def test_F5_a_save_that_cannot_fit_prunes_nothing():

@@ -14,7 +14,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,14 @@ from typing import Any
 import pytest
 
 from ckptfsm.config import CheckpointConfig
-from ckptfsm.errors import ConfigError, SaveFailed, SaveRefused, StepExistsError, WriterDied
+from ckptfsm.errors import (
+    ConfigError,
+    SaveFailed,
+    SaveFailedWarning,
+    SaveRefused,
+    StepExistsError,
+    WriterDied,
+)
 from ckptfsm.layout import TRACKER
 from ckptfsm.ports import Staging
 from ckptfsm.testing.fakes import ThreadTransport, run_ranks
@@ -307,6 +314,45 @@ def test_a_begun_checkpoint_is_loaded_around_as_a_whole(tmp_path: Path) -> None:
     assert (tmp_path / "root" / TRACKER).read_text().strip() == "1"
 
 
+def test_F5_a_queue_goes_on_while_the_tracker_is_blocked(tmp_path: Path) -> None:
+    """Catches: a trainer that stands still in ``schedule_async_request``; a request that was skipped and
+    is taken for finalized."""
+    from megatron.core import dist_checkpointing
+
+    from ckptfsm.integrations.queue import AsyncCallsQueue
+    from ckptfsm.megatron.compat import cpu_devices
+
+    def request(step: int) -> Any:
+        directory = tmp_path / f"root/iter_000000{step}"
+        directory.mkdir()
+        state = Model().sharded_state_dict(step)
+        return dist_checkpointing.save(state, str(directory), async_sharded_save=True)
+
+    def schedule(step: int) -> None:
+        queue.begin(step, f"{tmp_path}/root/iter_000000{step}", ["state"])
+        queue.schedule_async_request(partial(request, step))
+
+    tracker = tmp_path / "root" / TRACKER
+    queue = AsyncCallsQueue(
+        writer_files=1, exit_timeout_s=0.5, on_failure="warn", busy_timeout_s=20.0
+    )
+    with cpu_devices(), one_rank():
+        schedule(1)
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+        tracker.unlink()
+        tracker.mkdir()
+        schedule(2)
+        with pytest.warns(SaveFailedWarning, match="a save was skipped: step 2 .*EISDIR"):
+            schedule(3)
+        assert queue.maybe_finalize_async_calls() == []
+        assert queue.get_num_unfinalized_calls() == 1
+        tracker.rmdir()
+        schedule(4)
+        assert queue.maybe_finalize_async_calls(blocking=True) == [1, 3]
+        queue.close()
+    assert tracker.read_text().strip() == "4"
+
+
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
     import torch.distributed as dist
@@ -416,12 +462,15 @@ class Training:
     global_vars: Any
 
     @contextlib.contextmanager
-    def installed(self, staging: Staging | None = None, **args: Any) -> Iterator[Any]:
+    def installed(
+        self, staging: Staging | None = None, settings: Mapping[str, Any] = {}, **args: Any
+    ) -> Iterator[Any]:
         from ckptfsm.integrations.megatron_lm import install
         from ckptfsm.megatron.compat import cpu_devices
 
         self.args = self.global_vars.set_args(save=str(self.root), load=str(self.root), **args)
-        with cpu_devices(), install("trainer_lm", staging=staging, exit_timeout_s=0.5) as dropin:
+        quick = {"exit_timeout_s": 0.5, **settings}
+        with cpu_devices(), install("trainer_lm", staging=staging, **quick) as dropin:
             yield dropin
 
     def save(self, iteration: int, model: Model | None = None, **how: Any) -> None:
@@ -551,6 +600,31 @@ def test_I2_a_synchronous_save_is_tracked_when_it_returns(training: Training) ->
         training.save(2)
         assert training.tracked() == "2"
         assert training.args.async_save is False
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_F5_megatron_lm_goes_on_while_the_tracker_is_blocked(
+    training: Training, asynchronous: bool
+) -> None:
+    """Catches: a training that stands still, or ends, for a tracker that cannot be written; a report of
+    what was skipped; a step that nobody tracks once the disk is mended."""
+    settings = {"on_failure": "warn", "busy_timeout_s": 20.0}
+    with training.installed(settings=settings, async_save=asynchronous):
+        training.save(2)
+        training.finalize()
+        tracker = training.root / TRACKER
+        tracker.unlink()
+        tracker.mkdir()
+        with pytest.warns(SaveFailedWarning, match="a save was skipped: step 4 .*EISDIR"):
+            training.save(4)
+            training.save(6)
+            training.finalize(blocking=False)
+        assert training.ran == [f"{who} 2" for who in REPORTS]
+        tracker.rmdir()
+        training.save(8)
+        training.finalize()
+    assert (training.tracked(), training.iterations()) == ("8", [2, 4, 8])
+    assert training.ran == [f"{who} {iteration}" for iteration in (2, 4, 8) for who in REPORTS]
 
 
 def test_F18_a_torn_tracker_does_not_end_the_run_with_status_0(training: Training) -> None:

@@ -44,10 +44,11 @@ from ckptfsm.errors import (
     SaveRefused,
     StepExistsError,
     StepNotFoundError,
+    StorageError,
     WriterDied,
 )
 from ckptfsm.executor import InlineExecutor
-from ckptfsm.handle import View
+from ckptfsm.handle import SaveHandle, View
 from ckptfsm.lifecycle import State
 from ckptfsm.link import Link, Update
 from ckptfsm.manager import Manager
@@ -384,6 +385,263 @@ def test_F22_on_busy_wait_is_bounded(run: Run):
     gate.open()
     manager.wait_until_finished(20.0)
     assert manager.all_steps() == [1]
+
+
+# ------------------------------------------------------------------------ on_busy: what is blocked
+
+
+class Broken:
+    """The tracker cannot be written until ``mend``: ``cause`` is a directory at its name, or an errno.
+
+    The next retry in the background is seconds away, unless a test puts the clock forward.
+    """
+
+    def __init__(self, run: Run, cause: int) -> None:
+        self.run, self.cause, self.armed = run, cause, False
+        self.storage = self.disk()
+
+    def disk(self) -> FaultStorage:
+        return FaultStorage(PosixStorage(self.run.root), before=self.before)
+
+    def before(self, index: int, method: str, path: str) -> None:
+        refused = self.armed and self.cause != errno.EISDIR
+        if refused and method == "open_exclusive" and TRACKER in path:
+            raise OSError(self.cause, os.strerror(self.cause), path)
+
+    def break_it(self) -> None:
+        self.armed = True
+        if self.cause == errno.EISDIR:
+            (self.run.root / TRACKER).unlink()
+            (self.run.root / TRACKER).mkdir()
+
+    def mend(self) -> None:
+        self.armed = False
+        if self.cause == errno.EISDIR:
+            (self.run.root / TRACKER).rmdir()
+
+    @property
+    def facts(self) -> tuple[str, str]:
+        return TRACKER, errno.errorcode[self.cause]
+
+
+def facts(error: CkptFsmError) -> tuple[str, str]:
+    return error.file, error.errno_name
+
+
+@pytest.fixture(params=[errno.EISDIR, errno.ENOSPC], ids=["directory", "ENOSPC"])
+def broken(run: Run, request: pytest.FixtureRequest) -> Broken:
+    return Broken(run, request.param)
+
+
+def blocked(broken: Broken, **settings) -> tuple[Manager, SaveHandle]:
+    """A manager whose step 1 is tracked, and whose step 2 is published and cannot be."""
+    manager = broken.run.saved(1, storage=broken.storage, **settings)
+    broken.break_it()
+    handle = manager.save(2, weights(2))
+    with pytest.warns(SaveFailedWarning, match="step 2 is published, and waits for the disk"):
+        until(manager, lambda: handle.blocked_by is not None)
+    return manager, handle
+
+
+def tick_on(run: Run, manager: Manager, condition) -> None:
+    """Poll while time goes by, until ``condition``."""
+
+    def later() -> bool:
+        run.clock.advance(10)
+        return condition()
+
+    until(manager, later, limit=300)
+
+
+def test_F5_training_goes_on_while_the_tracker_is_blocked(broken: Broken):
+    """Catches: a save that waits for ``busy_timeout_s`` for what is known to be stuck; a published step
+    that is given up for it, or never tracked once the disk is mended."""
+    run = broken.run
+    manager, handle = blocked(broken, on_failure="warn")
+    for step in (3, 4):
+        with pytest.warns(SaveFailedWarning, match=f"step 2 .*{TRACKER}, {broken.facts[1]}"):
+            skipped = manager.save(step, weights(step))
+        assert skipped.skipped and skipped.done and skipped.blocked_by is None
+        manager.poll()
+    assert (handle.state, handle.done) == (State.FINALIZED, False)
+    assert facts(handle.blocked_by) == broken.facts
+    broken.mend()
+    tick_on(run, manager, lambda: handle.done)
+    assert (handle.state, handle.blocked_by, run.tracker()) == (State.TRACKED, None, "2")
+    manager.save(5, weights(5)).wait()
+    assert manager.all_steps() == [1, 2, 5]
+
+
+@pytest.mark.parametrize("on_failure", ["raise", 2])
+def test_F5_a_save_is_refused_while_the_tracker_is_blocked(broken: Broken, on_failure):
+    """Catches: a ``DeadlineExceeded`` after half an hour that names neither the file nor the error."""
+    manager, handle = blocked(broken, on_failure=on_failure)
+    with pytest.raises(SaveRefused, match="step 2 is still in flight, and blocked") as caught:
+        manager.save(3, weights(3))
+    assert facts(caught.value) == broken.facts
+    assert (caught.value.step, caught.value.in_flight, caught.value.reason) == (3, 2, "tracker")
+    broken.mend()
+    manager.save(3, weights(3)).wait()
+    assert manager.all_steps() == [1, 2, 3] and handle.state is State.TRACKED
+
+
+def test_F5_a_mended_disk_is_used_at_once(broken: Broken):
+    """Catches: a save that is skipped because the next retry is seconds away."""
+    manager, handle = blocked(broken, on_failure="warn")
+    broken.mend()
+    third = manager.save(3, weights(3))
+    assert (handle.state, third.skipped, manager.latest_step()) == (State.TRACKED, False, 2)
+    third.wait()
+
+
+def test_F5_a_retry_uses_the_space_of_the_trash(run: Run):
+    """Catches: a save that is skipped although the retry itself gave the space back that was missing."""
+    junk = run.root / ".ckptfsm/trash/gone-1.e1.a1"
+
+    class Full(Broken):
+        def before(self, index: int, method: str, path: str) -> None:
+            if junk.exists():
+                super().before(index, method, path)
+
+    full = Full(run, errno.ENOSPC)
+    manager = run.saved(1, storage=full.storage)
+    full.break_it()
+    junk.touch()
+    handle = manager.save(2, weights(2))
+    with pytest.warns(SaveFailedWarning):
+        until(manager, lambda: handle.blocked_by is not None)
+    assert not manager.save(3, weights(3)).skipped
+    assert (handle.state, junk.exists()) == (State.TRACKED, False)
+
+
+def test_F22_on_busy_skip_and_raise_of_what_is_blocked(broken: Broken):
+    """Catches: a refusal without its reason; a skip that tries the disk."""
+    manager, handle = blocked(broken, on_busy="raise")
+    with pytest.raises(SaveRefused) as caught:
+        manager.save(3, weights(3))
+    assert facts(caught.value) == broken.facts
+    assert (caught.value.in_flight, caught.value.reason) == (2, "tracker")
+    skipping = manager.config.model_copy(update={"on_busy": "skip"})
+    manager.config, tries = skipping, len(broken.storage.calls)
+    assert manager.save(3, weights(3)).skipped
+    assert len(broken.storage.calls) == tries and not handle.done
+    broken.mend()
+
+
+def test_F5_what_becomes_blocked_while_a_save_waits(broken: Broken):
+    """Catches: the same wait, where the tracker is found blocked only once it has begun."""
+    run = broken.run
+    manager = run.saved(1, storage=broken.storage, on_failure="warn")
+    gate = Gate(run.root.parent / "gate")
+    run.driver.before_write = gate.hold
+    second = manager.save(2, weights(2))
+    run.driver.before_write = None
+    broken.break_it()
+    opener = threading.Thread(target=gate.open)
+    opener.start()
+    with pytest.warns(SaveFailedWarning, match="a save was skipped: step 2 is still in flight"):
+        assert manager.save(3, weights(3)).skipped
+    opener.join()
+    assert second.state is State.FINALIZED
+    broken.mend()
+    run.clock.advance(10)
+    manager.wait_until_finished()
+    assert manager.all_steps() == [1, 2]
+
+
+def test_F5_a_synchronous_save_that_becomes_blocked(broken: Broken):
+    """Catches: the same wait, in the save itself; one that gives up at the first error of a disk."""
+    manager = broken.run.saved(1, storage=broken.storage, on_failure="warn", sync=True)
+    broken.break_it()
+    with pytest.warns(SaveFailedWarning, match="step 2 is published, and waits for the disk"):
+        handle = manager.save(2, weights(2))
+    assert (handle.state, facts(handle.blocked_by)) == (State.FINALIZED, broken.facts)
+    broken.mend()
+    assert manager.save(3, weights(3)).state is State.TRACKED
+    assert manager.all_steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("wait", ["handle", "all", "close"])
+def test_F5_a_deadline_says_what_is_blocked(broken: Broken, wait: str):
+    """Catches: a wait that ends without a word on the disk."""
+    manager, handle = blocked(broken, close_timeout_s=0.05)
+    waits = {
+        "handle": partial(handle.wait, 0.05),
+        "all": partial(manager.wait_until_finished, 0.05),
+        "close": manager.close,
+    }
+    with pytest.raises(DeadlineExceeded, match="step 2 is blocked: tracker: ") as caught:
+        waits[wait]()
+    assert facts(caught.value) == broken.facts and caught.value.reason == "tracker"
+    assert caught.value.timeout_s == 0.05
+    broken.mend()
+
+
+def test_F5_a_blocked_tracker_is_said_once(broken: Broken, caplog):
+    """Catches: a warning at every retry, or none; a line of the log without file and error."""
+    manager, handle = blocked(broken)
+    tries = len(broken.storage.calls)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        tick_on(broken.run, manager, lambda: len(broken.storage.calls) > tries + 8)
+    assert said == []
+    lines = [r.getMessage() for r in caplog.records if "blocked" in r.getMessage()]
+    assert len(lines) == 1 and "step 2 is finalized" in lines[0]
+    assert all(fact in lines[0] for fact in broken.facts)
+    broken.mend()
+
+
+def test_explain_says_where_a_step_is(broken: Broken):
+    """Catches: a person who has to read the journal to learn why a step is not tracked."""
+    manager, handle = blocked(broken)
+    assert manager.explain(1) == "Step 1 is tracked and is the latest."
+    assert manager.explain(7) == "Step 7 is neither tracked nor in flight."
+    said = manager.explain(2)
+    assert said.startswith("Step 2 is in flight (state finalized), and blocked: tracker: ")
+    assert said.endswith("It is retried until the disk takes it.")
+    assert all(fact in said for fact in broken.facts)
+    broken.mend()
+    broken.run.clock.advance(10)
+    handle.wait()
+    assert manager.explain(1) == "Step 1 is tracked."
+    assert manager.explain(2) == "Step 2 is tracked and is the latest."
+
+
+def test_I8_a_restart_between_a_blocked_tracker_and_its_mending(broken: Broken):
+    """Catches: a published step that a restart passes over."""
+    run = broken.run
+    manager, _ = blocked(broken)
+    manager.abandon()
+    with pytest.raises(StorageError, match="step 2 is finalized") as caught:
+        run.open(broken.disk())
+    assert caught.value.file == TRACKER
+    broken.mend()
+    again = run.open(broken.disk())
+    assert (again.latest_step(), run.tracker()) == (2, "2")
+    again.save(3, weights(3)).wait()
+
+
+def test_F5_a_journal_that_cannot_take_the_published_step(run: Run):
+    """Catches: the same wait, where it is the journal that the disk does not let grow."""
+    full = threading.Event()
+
+    def before(index: int, method: str, path: str) -> None:
+        published = (run.root / "iter_0000002").exists()
+        if full.is_set() and method == "pwrite" and published:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), path)
+
+    storage = FaultStorage(PosixStorage(run.root), before=before)
+    manager = run.saved(1, storage=storage, on_failure="warn")
+    full.set()
+    handle = manager.save(2, weights(2))
+    with pytest.warns(SaveFailedWarning, match="EDQUOT"):
+        until(manager, lambda: handle.blocked_by is not None)
+        assert manager.save(3, weights(3)).skipped
+    assert handle.state is State.SHARDS_WRITTEN
+    assert handle.blocked_by.file.startswith(".ckptfsm/journal/")
+    full.clear()
+    manager.save(4, weights(4)).wait()
+    assert manager.all_steps() == [1, 2, 4]
 
 
 # ---------------------------------------------------------------------------------- on_failure
@@ -1574,6 +1832,33 @@ def test_F1_one_ranks_writer_is_killed(run: Run):
         return manager.latest_step()
 
     assert run_ranks(2, work) == [1, 1]
+
+
+def test_I10_ranks_decide_the_same_of_what_is_blocked(run: Run):
+    """Catches: ranks of which one skips a save, and the others wait for it in its first exchange."""
+
+    def work(transport: ThreadTransport):
+        manager = rank_manager(run, transport, on_failure="warn")
+        manager.save(1, weights(1)).wait()
+        if transport.rank == 0:
+            (run.root / TRACKER).unlink()
+            (run.root / TRACKER).mkdir()
+        handle = manager.save(2, weights(2))
+        seen = [manager.save(3, weights(3)).skipped, manager.explain(2), str(handle.blocked_by)]
+        with pytest.raises(DeadlineExceeded) as caught:
+            manager.wait_until_finished(0.05)
+        seen += [str(caught.value), handle.state]
+        if transport.rank == 0:
+            (run.root / TRACKER).rmdir()
+        manager.save(4, weights(4)).wait()
+        manager.close()
+        return [*seen, handle.state, manager.all_steps()]
+
+    with pytest.warns(SaveFailedWarning):
+        first, second = run_ranks(2, work)
+    assert first == second
+    assert first[0] is True and first[4:] == [State.FINALIZED, State.TRACKED, [1, 2, 4]]
+    assert all(TRACKER in said and "EISDIR" in said for said in first[1:4])
 
 
 def test_restore_failed_on_every_rank(run: Run):

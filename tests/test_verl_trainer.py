@@ -116,6 +116,30 @@ def save(checkpoints: Checkpoints, step: int) -> None:
     checkpoints.save()
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_F5_verl_goes_on_while_the_tracker_is_blocked(run: Run, asynchronous: bool):
+    """Catches: a training that stands still, or ends, for a tracker that cannot be written; workers that
+    write for a save that was skipped."""
+    settings = {**SETTINGS, "on_failure": "warn"}
+    checkpoints = run.start(settings=settings)
+    actor = checkpoints._trainer.config.actor_rollout_ref.actor
+    actor["checkpoint"]["async_save"] = asynchronous
+    save(checkpoints, 1)
+    checkpoints.poll(wait=True)
+    tracker = run.root / "latest_checkpointed_iteration.txt"
+    tracker.unlink()
+    tracker.mkdir()
+    with pytest.warns(SaveFailedWarning, match="step 2 .*blocked.*EISDIR"):
+        save(checkpoints, 2)
+        save(checkpoints, 3)
+        checkpoints.poll()
+    assert checkpoints.controller.step_in_flight() == 2
+    tracker.rmdir()
+    save(checkpoints, 4)
+    checkpoints.close()
+    assert checkpoints.controller.all_steps() == [1, 2, 4]
+
+
 @dataclass(frozen=True, slots=True)
 class Held(DirectoryMirror):
     """A remote place that is slow until it is let go; ``reached`` says that an upload waits there."""

@@ -82,6 +82,8 @@ def watch(handle: SaveHandle) -> State | None:
     error: CkptFsmError | None = handle.exception()
     if handle.skipped or handle.done or error is not None:
         return handle.state
+    blocked_by: CkptFsmError | None = handle.blocked_by
+    print(blocked_by)
     try:
         return handle.wait(timeout_s=5.0).state
     except SaveFailed as failed:
@@ -108,6 +110,8 @@ def several_parts(manager: CheckpointManager, request: object, parts: Mapping[st
 
 def look_after(manager: CheckpointManager) -> list[int]:
     latest: int | None = manager.latest_step()
+    said: str = manager.explain(7)
+    print(said)
     if latest is not None:
         manager.pin(latest, "the good one")
         manager.unpin(latest)

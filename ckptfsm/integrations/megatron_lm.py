@@ -325,13 +325,17 @@ class _Patches:
         if getattr(args, "dataloader_save", None) == args.save:
             raise ConfigError("--dataloader-save must be another directory than --save")
         root = _non_persistent_dir(args) if non_persistent else args.save
-        self.checkpoints.open(root, non_persistent=non_persistent)
+        manager = self.checkpoints.open(root, non_persistent=non_persistent)
         stock = partial(self._stock_save, iteration, *arguments, **keywords)
         reports: list[Closure] = []
         collect = partial(self._collect, root, iteration, stock, reports)
-        self.checkpoints.save(iteration, collect, directory=root, reports=reports)
-        if not args.async_save:
-            self.checkpoints.maybe_finalize_async_save(blocking=True)
+        handle = self.checkpoints.save(iteration, collect, directory=root, reports=reports)
+        if args.async_save:
+            return
+        if manager.config.on_failure == "warn":
+            manager.wait_for(handle)
+        goes_on = not handle.skipped and handle.blocked_by is None
+        self.checkpoints.maybe_finalize_async_save(blocking=goes_on)
 
     def _collect(
         self, root: str, iteration: int, stock: Callable[[], Any], reports: list[Closure]

@@ -168,9 +168,7 @@ MEGATRON_LM = (
     mutant(
         "a-synchronous-save-is-left-in-flight",
         "integrations.megatron_lm",
-        """        if not args.async_save:
-            self.checkpoints.maybe_finalize_async_save(blocking=True)
-""",
+        "        self.checkpoints.maybe_finalize_async_save(blocking=goes_on)\n",
         "",
         breaks="I2",
         source="verl #6067 / #7363",

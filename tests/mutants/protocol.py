@@ -12,6 +12,7 @@ ORDER = (
             record = self._record(moved)
             self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))
             self.moves += 1
+            self.blocked.pop(moved.of, None)
             self.news.append(record)
             log.info("transition", extra={"record": record})
         self.ledger = ledger
