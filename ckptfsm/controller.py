@@ -220,6 +220,11 @@ class Controller(Owner):
             self._ports.clock.monotonic() + self.config.writer_timeout_s, frozenset(ranks)
         )
 
+    def _unknown(self) -> _Flight:
+        """Of an attempt whose request was interrupted: any worker may be told to end it."""
+        everyone = frozenset(range(1, self.writers))
+        return _Flight(self._ports.clock.monotonic() + self.config.writer_timeout_s, everyone)
+
     def _ticket(self, of: AttemptId, group: str, part: PartSpec) -> Ticket:
         layout = LAYOUTS[self.config.layout]
         return Ticket(
@@ -267,15 +272,16 @@ class Controller(Owner):
             return
         if event in flight.taken:
             return
-        if not isinstance(event, WriterGone):  # one may come before the failure that it counts for
-            flight.taken.add(event)
         if isinstance(event, ShardReported):
             flight.written.add(event.rank)
             # What is written was forked, whichever report comes first.
             self._take(WriterForked(event.of, event.rank, event.world_size))
         if isinstance(event, Failed):
-            event = replace(event, detail=shorten(event.detail))
-        self._pump.report(event)
+            self._pump.report(replace(event, detail=shorten(event.detail)))
+        else:
+            self._pump.report(event)
+        if not isinstance(event, WriterGone):  # one may come before the failure that it counts for
+            flight.taken.add(event)
 
     def _confirm(self, event: WriterGone) -> None:
         """A writer that was not awaited is gone: once all are, their workers are told no more."""
@@ -327,7 +333,7 @@ class Controller(Owner):
         long as a few later attempts go on.
         """
         unsettled = self._pump.view.unsettled
-        self._flights = {of: f for of, f in self._flights.items() if of in unsettled}
+        self._flights = {of: self._flights.get(of) or self._unknown() for of in unsettled}
         for of, flight in self._flights.items():
             if unsettled[of] is State.FAILED and not flight.failed:
                 flight.failed, flight.deadline = True, now + self.config.exit_timeout_s

@@ -39,6 +39,7 @@ from ckptfsm.controller import Controller
 from ckptfsm.errors import CkptFsmError
 from ckptfsm.files import FilesDriver
 from ckptfsm.manager import Manager
+from ckptfsm.messages import Failed
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.tickets import GroupPart
@@ -196,6 +197,8 @@ class GroupsJob:
         self._struck("begin", lambda: saved.append(self._begin(2)))
         for save in saved:
             self._struck("write", lambda save=save: self._write(save))
+            if self.tracer.struck:  # an orchestrator says what a worker raised
+                self.controller.feed([Failed(save.tickets["actor"].of, "fork_failed", "struck", 1)])
         self._struck("group poll", self.controller.wait_until_finished)
         self._save(3)
         self._struck("reading", self._read)
