@@ -120,6 +120,7 @@ class Manager(Owner):
             self._link.forget_request()
             refused = error
         except (SaveRefused, Fenced, OutcomeUnknown) as error:
+            error.facts.setdefault("step", step)
             refused = error
         except Exception as error:  # a bad state dict must not strand the other ranks
             log.exception("save_refused", extra={"step": step})

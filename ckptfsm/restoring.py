@@ -146,7 +146,8 @@ class Restorer:
         step = located.step
         wanted = self._everywhere(step, self._with_others, located, named)
         directories = self._everywhere(step, self._part_directories, located, wanted)
-        survey = self._everywhere(step, self.driver.survey, wanted, directories)
+        droppable = self.config.reshard_drops
+        survey = self._everywhere(step, self.driver.survey, wanted, directories, droppable)
         dropped = self._agree_on_drops(survey.missing)
         surveys = self.transport.gather(survey)
         self._everywhere(step, self._check_surveys, surveys, dropped)
@@ -202,6 +203,8 @@ class Restorer:
             raise
         except BaseException as error:  # torch's CheckpointException is one; all ranks must hear
             own = error if isinstance(error, CkptFsmError) else None
+            if isinstance(error, RestoreFailed):
+                error.facts = {"step": step, "file": self.storage.root} | error.facts
             extra = {"step": step, "rank": self.transport.rank}
             log.warning("restore_problem", exc_info=True, extra=extra)
             problem = describe(error)

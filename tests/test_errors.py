@@ -109,6 +109,25 @@ def test_describe_is_one_bounded_line():
     assert errors.describe(ValueError("x" * 488)) == "ValueError: " + "x" * 488
 
 
+class Gathered(BaseException):
+    """Looks like torch's ``CheckpointException``, whose text is a traceback of each rank."""
+
+    def __init__(self, failures):
+        super().__init__("Traceback (most recent call last): (RANK 0)\n" + "  File\n" * 500)
+        self.failures = failures
+
+
+def test_describe_keeps_the_cause_that_torch_puts_last():
+    """Catches: an error that ends within torch's traceback, in front of the cause."""
+    one = Gathered({2: (KeyError("w"), None)})
+    assert errors.describe(one) == "Gathered: rank 2: KeyError: 'w'"
+    three = Gathered({2: (one, None), 1: (ValueError("shape"), None), 7: (KeyError("w"), None)})
+    assert errors.describe(three) == "Gathered: rank 1: ValueError: shape (and 2 more ranks)"
+    nested = Gathered({0: (three, None)})
+    assert "ValueError: shape" in errors.describe(nested)
+    assert errors.describe(Gathered({})).startswith("Gathered: Traceback")
+
+
 def test_F5_the_first_os_error_of_a_chain_is_found():
     """Catches: a full disk reported as torch's "unexpected pos"."""
     try:

@@ -62,6 +62,16 @@ def test_saves_are_tracked_pruned_restored_and_stock_loadable(cluster: Cluster, 
         assert cluster.run("stock_load", directory=directory, step=step) == [True, True]
 
 
+def test_a_key_that_one_rank_misnames_is_named_on_all(cluster: Cluster, root: Path) -> None:
+    """Catches: a rank that raises before the load, and the other in the load's collectives for ever."""
+    ranks = cluster.run("restore_what_rank_1_misnames", root=str(root))
+    for rank in ranks:
+        assert (rank["save"], rank["equal"], rank["error"]["type"]) == (None, True, "RestoreFailed")
+        assert "part 'state': the checkpoint has no key 'v'" in rank["error"]["text"]
+    assert "rank 1: RestoreFailed" in ranks[0]["error"]["text"]
+    assert ranks[1]["error"]["facts"]["key"] == "v"
+
+
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "strided"])
 def test_a_common_value_may_be_a_tensor_of_any_layout(layout: str) -> None:
     """Found by attack. Catches: a sparse tensor among the common values that makes every save fail."""
