@@ -6,7 +6,8 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from ckptfsm.errors import PollMissingWarning
@@ -21,6 +22,20 @@ def warn_caller(warning: Warning) -> None:
     while frame.f_back is not None and _package(frame.f_globals) in _INSIDE:
         level, frame = level + 1, frame.f_back
     warnings.warn(warning, stacklevel=level)
+
+
+@contextmanager
+def no_warning_is_an_error() -> Iterator[None]:
+    """Show the warnings that foreign code raises in the block, also under ``-W error``.
+
+    For the thread that trains, and for a writer's: filters belong to the process, and whoever changes
+    them on two threads at once may leave the wrong ones behind.
+    """
+    with warnings.catch_warnings():
+        warnings.filters = [
+            ("default", *each[1:]) if each[0] == "error" else each for each in warnings.filters
+        ]
+        yield
 
 
 def warn_at_end(subject: object, left: Callable[[State], str], state: State) -> None:

@@ -163,13 +163,13 @@ class MegatronDriver:
         for name, state in parts.items():
             if file_spec(name, state) is not None:
                 continue
-            prepared, _, _ = load_preprocess(state)
-            sharded, _ = extract_sharded_base(prepared)
-            shardings[name] = [value.without_data() for value in nested_values(sharded)]
-            if shardings[name]:
-                with process_group():
+            with process_group():
+                prepared, _, _ = load_preprocess(state)
+                sharded, _ = extract_sharded_base(prepared)
+                shardings[name] = [value.without_data() for value in nested_values(sharded)]
+                if shardings[name]:
                     have = load_sharded_metadata(directories[name])
-                absent |= check_fit(name, shardings[name], have, droppable)
+                    absent |= check_fit(name, shardings[name], have, droppable)
         return Survey(absent, shardings)
 
     def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:

@@ -43,6 +43,7 @@ from ckptfsm.errors import DamagedRoot, SaveFailed, SaveRefused, WriterDied
 from ckptfsm.layout import PLANNED, join, planned_name
 from ckptfsm.megatron.shardings import check_not_empty, check_shards
 from ckptfsm.messages import PartSpec
+from ckptfsm.notices import no_warning_is_an_error
 from ckptfsm.ports import Storage, Written
 from ckptfsm.processes import Child, fork_child
 from ckptfsm.writer import ShardFile
@@ -115,6 +116,7 @@ def merge_part(name: str, summaries: Sequence[PartSummary]) -> bytes:
     return pickle.dumps(metadata)
 
 
+@no_warning_is_an_error()
 def stage_part(spec: PartSpec, draft: PartDraft, rank: int, planned: bytes | None) -> TorchDistPart:
     """Bring accelerator tensors to host memory. CPU tensors stay: the fork makes them immutable, except
     in memory that processes share.
@@ -155,6 +157,7 @@ class TorchDistPart:
     common: Any
     planned: bytes | None
 
+    @no_warning_is_an_error()
     def write(self, storage: Storage, location: str) -> Written:
         """Buckets in worker processes side by side; common state and planned metadata meanwhile."""
         names = [f"__{self.rank}_{i}.distcp" for i in range(len(self.buckets))]
@@ -204,6 +207,7 @@ class _BucketJob:
     name: str
     bucket: Bucket
 
+    @no_warning_is_an_error()
     def __call__(self) -> tuple[FileEntry, list[Row]]:
         torch.set_num_threads(1)
         shard = ShardFile(self.storage, join(self.path, self.name))
