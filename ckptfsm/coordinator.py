@@ -63,6 +63,7 @@ from ckptfsm.messages import (
     SaveRequested,
     WritersLost,
 )
+from ckptfsm.notices import say
 from ckptfsm.opening import Opening, roll_back
 from ckptfsm.ports import Clock, Identity, PartFinisher, Pending, Storage
 from ckptfsm.reader_leases import ReaderLeases
@@ -247,7 +248,8 @@ class Coordinator:
             history, decided
         )
         for warning in decided.warnings:
-            log.warning("recovery_warning", extra={"root": self._storage.root, "what": warning})
+            said, root = f"recovery: {warning}", self._storage.root
+            say(log.warning, "recovery_warning", said, root=root, what=warning)
         latest = self._engine.ledger.latest()
         return RecoveryReport(
             lease.epoch,
@@ -275,7 +277,8 @@ class Coordinator:
                 if self._clock.monotonic() >= deadline:
                     return
         except OSError as error:
-            log.warning("trash_not_emptied", extra={"error": describe(error)})
+            said = f"the trash could not be emptied: {describe(error)}"
+            say(log.warning, "trash_not_emptied", said, error=describe(error))
 
     def abandon(self) -> None:
         """Give the root back without journaling an end: recovery decides at the next open."""
@@ -376,7 +379,8 @@ class Coordinator:
                 latest=_step_of(self._engine.ledger.latest()),
             )
         aside = self._engine.effects.put_aside(name)
-        log.warning("partial_directory_quarantined", extra={"file": name, "to": aside})
+        said = f"step {request.step}: {name} is not complete, and was moved to {aside}"
+        say(log.warning, "partial_directory_quarantined", said, file=name, to=aside)
 
     def _refuse_in_place(self, request: SaveRequest) -> None:
         """Written in place is what no tracker names, and where nothing of value and no old writer is."""
@@ -484,7 +488,7 @@ class Coordinator:
                 self._readers.expire()
                 removed = self._engine.give_space_back(_TRASH_SLICE)
             except OSError as error:
-                log.warning("housekeeping_put_off", extra={"error": describe(error)})
+                _put_off(error)
         self._tick_at = self._clock.monotonic() + (0.0 if removed else interval)
 
     def _sweep_tracker(self) -> None:
@@ -492,7 +496,7 @@ class Coordinator:
         try:
             sweep_temporaries(self._storage, ("",))
         except OSError as error:
-            log.warning("housekeeping_put_off", extra={"error": describe(error)})
+            _put_off(error)
 
     # ------------------------------------------------------------------------- what people ask for
 
@@ -620,7 +624,8 @@ class Coordinator:
         try:
             self._engine.reread_protection()
         except OSError as error:  # what it protected goes on to be kept until the next look
-            log.warning("leases_not_read", extra={"file": lease, "error": describe(error)})
+            said = f"the leases of readers could not be read: {describe(error)}"
+            say(log.warning, "leases_not_read", said, file=lease, error=describe(error))
 
     def disown(self, late: Pending[Any]) -> None:
         """Give back the lease that ``late`` took, a question that nobody waited for any more.
@@ -677,3 +682,8 @@ class Coordinator:
 
 def _step_of(checkpoint: Checkpoint | None) -> int | None:
     return checkpoint.step if checkpoint is not None else None
+
+
+def _put_off(error: OSError) -> None:
+    said = f"housekeeping is put off: {describe(error)}"
+    say(log.warning, "housekeeping_put_off", said, error=describe(error))

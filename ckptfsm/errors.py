@@ -214,6 +214,11 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def one_line(text: str) -> str:
+    """``text`` with escapes for what is not printable: file names may move a terminal's cursor."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def first_os_error(error: BaseException) -> OSError | None:
     """The first real operating-system error in the chain of ``error``, or None.
 

@@ -20,6 +20,7 @@ from ckptfsm.durable import storage_error
 from ckptfsm.engine import News
 from ckptfsm.errors import CkptFsmError, DeadlineExceeded, describe
 from ckptfsm.messages import Event
+from ckptfsm.notices import say
 from ckptfsm.ports import Executor, Pending, Transport
 
 log = logging.getLogger("ckptfsm")
@@ -80,10 +81,16 @@ class Link:
         try:
             future.result(timeout_s)
         except FutureTimeout:
-            log.warning("root_given_back_later")
+            say(
+                log.warning,
+                "root_given_back_later",
+                "the disk is slow: the root is given back later",
+            )
             return False
         except (CkptFsmError, OSError) as error:
-            log.warning("root_not_given_back", extra={"error": describe(error)})
+            why = describe(error)
+            said = f"the root could not be given back: {why}"
+            say(log.warning, "root_not_given_back", said, error=why)
         return True
 
     def ask(
@@ -180,7 +187,8 @@ class Link:
             self._submitted.remove(future)
             error = future.exception()
             if error is not None:
-                log.error("coordinator_error", extra={"error": describe(error)})
+                said = f"the coordinator failed: {describe(error)}"
+                say(log.error, "coordinator_error", said, error=describe(error))
         fatal = self._coordinator.fatal if not self._fatal_told else None
         self._fatal_told = self._fatal_told or fatal is not None
         answered = self._has_answered  # asked before the news are taken: these are all there then

@@ -29,6 +29,7 @@ from ckptfsm.errors import (
 )
 from ckptfsm.handle import Restored, SaveHandle
 from ckptfsm.link import Answer
+from ckptfsm.notices import say
 from ckptfsm.owner import Owner, whole_step
 from ckptfsm.proposal import Accepted, Proposal, agree
 from ckptfsm.restoring import Restorer, warn_of_drops
@@ -123,7 +124,7 @@ class Manager(Owner):
             error.facts.setdefault("step", step)
             refused = error
         except Exception as error:  # a bad state dict must not strand the other ranks
-            log.exception("save_refused", extra={"step": step})
+            say(log.exception, "save_refused", f"step {step}: the save cannot begin", step=step)
             refused = SaveRefused(f"the save cannot begin: {describe(error)}", step=step)
         except BaseException:  # a Ctrl-C: no rank will write it
             self._link.forget_request()

@@ -1,4 +1,7 @@
-"""Warnings that reach a person: at the line of whoever called the library, or at the program's end."""
+"""Log lines and warnings that reach a person.
+
+Warnings come at the line of whoever called the library, or at the program's end.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from ckptfsm.errors import PollMissingWarning
+from ckptfsm.errors import PollMissingWarning, one_line
 
 State = TypeVar("State")
 _INSIDE = ("ckptfsm", "contextlib")  # whose lines nobody can change
+
+
+def say(
+    write: Callable[..., None], event: str, text: str, *, exc_info: Any = None, **facts: Any
+) -> None:
+    """Log ``text`` through a logger's method: one line for people, safe for a terminal.
+
+    ``event`` is a stable word for log processors. It and the facts are attributes of the record.
+    """
+    options = {} if exc_info is None else {"exc_info": exc_info}
+    write(one_line(text), extra={"event": event, **facts}, stacklevel=2, **options)
 
 
 def warn_caller(warning: Warning) -> None:

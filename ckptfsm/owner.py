@@ -34,7 +34,7 @@ from ckptfsm.handle import SaveHandle, View
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.lifecycle import UNSETTLED, State
 from ckptfsm.link import Answer, Link, typed
-from ckptfsm.notices import warn_at_end, warn_caller
+from ckptfsm.notices import say, warn_at_end, warn_caller
 from ckptfsm.ports import Draft, Ports, Storage
 from ckptfsm.proposal import Accepted
 from ckptfsm.pump import Hook, Pump
@@ -276,7 +276,8 @@ class Owner:
         if busy is None:
             return True
         if self.config.on_busy == "skip":
-            log.warning("save_skipped", extra={"step": step, "in_flight": busy.step})
+            said = f"step {step}: not saved, because step {busy.step} is still in flight"
+            say(log.warning, "save_skipped", said, step=step, in_flight=busy.step)
             return False
         if self.config.on_busy == "raise":
             raise SaveRefused(

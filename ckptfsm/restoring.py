@@ -30,7 +30,7 @@ from ckptfsm.errors import (
 from ckptfsm.evidence import check_digests, check_extra_shards, check_sizes
 from ckptfsm.handle import Restored, only
 from ckptfsm.layout import join
-from ckptfsm.notices import warn_caller
+from ckptfsm.notices import say, warn_caller
 from ckptfsm.ports import Driver, Pending, Ports, Storage, Survey, Transport
 from ckptfsm.proposal import name_parts
 
@@ -205,9 +205,10 @@ class Restorer:
             own = error if isinstance(error, CkptFsmError) else None
             if isinstance(error, RestoreFailed):
                 error.facts = {"step": step, "file": self.storage.root} | error.facts
-            extra = {"step": step, "rank": self.transport.rank}
-            log.warning("restore_problem", exc_info=True, extra=extra)
-            problem = describe(error)
+            problem, rank = describe(error), self.transport.rank
+            what = "the latest step" if step is None else f"step {step}"
+            said = f"rank {rank} cannot restore {what}: {problem}"
+            say(log.warning, "restore_problem", said, exc_info=True, step=step, rank=rank)
         gathered = self.transport.gather(problem)
         found = [f"rank {rank}: {p}" for rank, p in enumerate(gathered or ()) if p]
         first = self.transport.broadcast(found[0] if found else "")
