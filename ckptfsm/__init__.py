@@ -19,6 +19,7 @@ from ckptfsm.errors import CkptFsmError, DamagedRoot, RootBusy, SaveFailed, Save
 from ckptfsm.files import FileTree
 from ckptfsm.handle import Restored, SaveHandle
 from ckptfsm.lifecycle import State
+from ckptfsm.notices import no_warning_is_an_error
 from ckptfsm.ports import Staging
 from ckptfsm.proposal import OptionalPart
 from ckptfsm.readers import ReaderLease
@@ -96,5 +97,6 @@ BESIDE_TORCH = MappingProxyType(
 
 def __getattr__(name: str) -> Any:
     if name in BESIDE_TORCH:
-        return getattr(import_module(BESIDE_TORCH[name]), name)
+        with no_warning_is_an_error():  # megatron-core and torch raise some when they are imported
+            return getattr(import_module(BESIDE_TORCH[name]), name)
     raise AttributeError(f"module 'ckptfsm' has no attribute {name!r}")

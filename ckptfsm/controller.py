@@ -39,6 +39,7 @@ from ckptfsm.messages import (
     WriterGone,
     WritersLost,
 )
+from ckptfsm.notices import say
 from ckptfsm.owner import Owner, whole_step
 from ckptfsm.ports import Ports
 from ckptfsm.proposal import Accepted, measured
@@ -265,10 +266,12 @@ class Controller(Owner):
             self._confirm(event)
             return
         if flight is None:  # it is settled, or was another controller's
-            log.debug("late_report_dropped", extra={"event": event.name, "of": str(event.of)})
+            said = f"step {event.of.step}: a late report is dropped: {event.name}"
+            say(log.debug, "late_report_dropped", said, report=event.name, of=str(event.of))
             return
         if not is_plausible(event) or event.rank not in flight.ranks:
-            log.warning("report_dropped", extra={"event": event.name, "of": str(event.of)})
+            said = f"step {event.of.step}: an implausible report is dropped: {event.name}"
+            say(log.warning, "report_dropped", said, report=event.name, of=str(event.of))
             return
         if event in flight.taken:
             return
@@ -341,7 +344,10 @@ class Controller(Owner):
                 continue
             flight.deadline = now + self.config.exit_timeout_s
             if unsettled[of] is State.FAILED:
-                log.warning("workers_not_awaited", extra={"step": of.step})
+                said = (
+                    f"step {of.step}: workers of a failed save do not answer, and are not awaited"
+                )
+                say(log.warning, "workers_not_awaited", said, step=of.step)
                 self._unconfirmed[of] = set(flight.ranks)
                 while len(self._unconfirmed) > _REMEMBERED:
                     del self._unconfirmed[next(iter(self._unconfirmed))]

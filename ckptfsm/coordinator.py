@@ -65,6 +65,7 @@ from ckptfsm.messages import (
     WriterForked,
     WritersLost,
 )
+from ckptfsm.notices import say
 from ckptfsm.opening import Opening, roll_back
 from ckptfsm.ports import Clock, Identity, PartFinisher, Pending, Storage
 from ckptfsm.reader_leases import ReaderLeases
@@ -250,7 +251,8 @@ class Coordinator:
             history, decided
         )
         for warning in decided.warnings:
-            log.warning("recovery_warning", extra={"root": self._storage.root, "what": warning})
+            said, root = f"recovery: {warning}", self._storage.root
+            say(log.warning, "recovery_warning", said, root=root, what=warning)
         latest = self._engine.ledger.latest()
         return RecoveryReport(
             lease.epoch,
@@ -278,7 +280,8 @@ class Coordinator:
                 if self._clock.monotonic() >= deadline:
                     return
         except OSError as error:
-            log.warning("trash_not_emptied", extra={"error": describe(error)})
+            said = f"the trash could not be emptied: {describe(error)}"
+            say(log.warning, "trash_not_emptied", said, error=describe(error))
 
     def abandon(self) -> None:
         """Give the root back without journaling an end: recovery decides at the next open."""
@@ -386,7 +389,8 @@ class Coordinator:
                 latest=_step_of(self._engine.ledger.latest()),
             )
         aside = self._engine.effects.put_aside(name)
-        log.warning("partial_directory_quarantined", extra={"file": name, "to": aside})
+        said = f"step {request.step}: {name} is not complete, and was moved to {aside}"
+        say(log.warning, "partial_directory_quarantined", said, file=name, to=aside)
 
     def _refuse_in_place(self, request: SaveRequest) -> None:
         """Written in place is what no tracker names, and where nothing of value and no old writer is."""
@@ -468,7 +472,9 @@ class Coordinator:
         try:
             found = list(receipts.arriving(expected_reports(busy), self._clock, deadline))
         except (ShardMissing, DamagedRoot) as error:
-            log.warning("left_in_flight", extra={"step": busy.step, "error": describe(error)})
+            why = describe(error)
+            said = f"step {busy.step} is left in flight: {why}"
+            say(log.warning, "left_in_flight", said, step=busy.step, error=why)
             return []
         forked = sorted(writing_ranks(busy) - busy.forked)
         shards = [
@@ -528,7 +534,7 @@ class Coordinator:
                 self._readers.expire()
                 removed = self._engine.give_space_back(_TRASH_SLICE)
             except OSError as error:
-                log.warning("housekeeping_put_off", extra={"error": describe(error)})
+                _put_off(error)
         self._tick_at = self._clock.monotonic() + (0.0 if removed else interval)
 
     def retry(self) -> None:
@@ -540,14 +546,15 @@ class Coordinator:
         except StorageError as error:  # the disk is no better
             if self.fatal is not None:
                 raise
-            log.warning("retry_put_off", extra={"error": describe(error)})
+            why = describe(error)
+            say(log.warning, "retry_put_off", f"the disk is no better: {why}", error=why)
 
     def _sweep_tracker(self) -> None:
         """Remove what earlier tries at the tracker left; their number is bounded otherwise."""
         try:
             sweep_temporaries(self._storage, ("",))
         except OSError as error:
-            log.warning("housekeeping_put_off", extra={"error": describe(error)})
+            _put_off(error)
 
     # ------------------------------------------------------------------------- what people ask for
 
@@ -675,7 +682,8 @@ class Coordinator:
         try:
             self._engine.reread_protection()
         except OSError as error:  # what it protected goes on to be kept until the next look
-            log.warning("leases_not_read", extra={"file": lease, "error": describe(error)})
+            said = f"the leases of readers could not be read: {describe(error)}"
+            say(log.warning, "leases_not_read", said, file=lease, error=describe(error))
 
     def disown(self, late: Pending[Any]) -> None:
         """Give back the lease that ``late`` took, a question that nobody waited for any more.
@@ -732,3 +740,8 @@ class Coordinator:
 
 def _step_of(checkpoint: Checkpoint | None) -> int | None:
     return checkpoint.step if checkpoint is not None else None
+
+
+def _put_off(error: OSError) -> None:
+    said = f"housekeeping is put off: {describe(error)}"
+    say(log.warning, "housekeeping_put_off", said, error=describe(error))

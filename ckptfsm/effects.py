@@ -72,6 +72,7 @@ from ckptfsm.layout import (
 )
 from ckptfsm.lifecycle import Checkpoint
 from ckptfsm.messages import AttemptId, PartSpec
+from ckptfsm.notices import say
 from ckptfsm.ports import FileStat, Storage
 from ckptfsm.trash import sweep_attempt, sweep_temporaries
 
@@ -131,8 +132,9 @@ class Effects:
             if part.name not in shares.dropped:
                 files += self.assembly.finish(checkpoint, part, directory, shares)
             else:
-                why = {"step": checkpoint.step, "part": part.name, "why": shares.dropped[part.name]}
-                log.warning("part_left_out", extra=why)
+                why, step = shares.dropped[part.name], checkpoint.step
+                said = f"step {step}: part {part.name!r} is left out: {why}"
+                say(log.warning, "part_left_out", said, step=step, part=part.name, why=why)
                 self._leave_out(checkpoint, part, directory)
         manifest = self.assembly.manifest(checkpoint, directory, shares, files)
         fsync_tree_dirs(self.storage, directory)
@@ -399,7 +401,7 @@ class Effects:
         if found is not None and not self._is_somebody_elses(found):
             there = self._look(checkpoint.step)
         elif found is not None and checkpoint.in_place:
-            log.warning("left_at_its_name", extra={"step": checkpoint.step, "file": name})
+            _say_left(checkpoint.step, name)
             return ""
         owner = there.of if there is not None else None
         torn = there is not None and there.found == "damaged" and owner is None
@@ -463,7 +465,7 @@ class Effects:
             return
         source = self.layout.published_name(checkpoint.step)
         if self._is_somebody_elses(self.storage.stat(source)):
-            log.warning("left_at_its_name", extra={"step": checkpoint.step, "file": source})
+            _say_left(checkpoint.step, source)
             return
         self._move_aside(source, quarantine_dir(checkpoint.id))
 
@@ -505,3 +507,8 @@ def _plans(name: str, part: PartSpec) -> bool:
         return name == f"{part.name}.bin"
     share = name.removeprefix(f"{part.name}.").removesuffix(".bin")
     return share.isdigit() and name == f"{part.name}.{share}.bin"
+
+
+def _say_left(step: int, path: str) -> None:
+    said = f"step {step}: {path} is left where it is: somebody else wrote it"
+    say(log.warning, "left_at_its_name", said, step=step, file=path)

@@ -77,6 +77,7 @@ from ckptfsm.messages import (
     Withdrawn,
     WriteTracker,
 )
+from ckptfsm.notices import say
 from ckptfsm.ports import Clock, Identity, PartFinisher, Storage
 from ckptfsm.retention import Policy, describe_tracked
 from ckptfsm.trash import remove_some
@@ -256,7 +257,7 @@ class Engine:
             self.moves += 1
             self.blocked.pop(moved.of, None)
             self.news.append(record)
-            log.info("transition", extra={"record": record})
+            say(log.info, "transition", _told(record), record=record)
         self.ledger = ledger
         if command is not None:
             self.run(command)
@@ -288,7 +289,7 @@ class Engine:
         try:
             return moved_aside(self._storage, TRASH)
         except OSError as error:
-            log.warning("trash_not_sorted", extra={"file": TRASH, "error": describe(error)})
+            _say_not_sorted(TRASH, error)
             return {}
 
     def _sort(self, of: AttemptId, path: str, *, given_up: bool, sure: bool = False) -> None:
@@ -302,9 +303,10 @@ class Engine:
         except (Fenced, OutcomeUnknown):
             raise
         except (NewerSchema, OSError) as error:
-            log.warning("trash_not_sorted", extra={"file": path, "error": describe(error)})
+            _say_not_sorted(path, error)
             return
-        log.warning("taken_out_of_the_trash", extra={"step": of.step, "file": path})
+        said = f"step {of.step}: {path} is taken out of the trash, for a person to look at"
+        say(log.warning, "taken_out_of_the_trash", said, step=of.step, file=path)
 
     def _record(self, moved: Transition) -> TransitionRecord:
         checkpoint = moved.checkpoint
@@ -357,10 +359,9 @@ class Engine:
     def _put_off(self, command: Command, error: CkptFsmError | OSError) -> None:
         """Try a command again at every tick; say why a checkpoint is waited for, once per reason."""
         self.pending.append(command)
-        log.warning(
-            "command_pending",
-            extra={"command": type(command).__name__, "error": describe(error)},
-        )
+        name, why = type(command).__name__, describe(error)
+        said = f"step {command.of.step}: {name} failed, and is tried again: {why}"
+        say(log.warning, "command_pending", said, command=name, error=why)
         checkpoint = self.ledger.checkpoints.get(command.of)
         if checkpoint is None or checkpoint.state not in UNSETTLED:
             return
@@ -368,11 +369,9 @@ class Engine:
         if told is None or told.summary() != reason.summary():
             self.blocked[command.of] = reason
             self.news.append(Blocked(command.of, reason))
-            state, step = checkpoint.state.value, command.of.step
-            facts = {"step": step, "file": reason.facts.get("file")}
-            log.warning(
-                "step %d is %s, and blocked: %s", step, state, reason.summary(), extra=facts
-            )
+            step, file = command.of.step, reason.facts.get("file")
+            said = f"step {step} is {checkpoint.state.value}, and blocked: {reason.summary()}"
+            say(log.warning, "blocked", said, step=step, file=file)
 
     def _reason(
         self, command: Command, checkpoint: Checkpoint, error: CkptFsmError | OSError
@@ -523,7 +522,8 @@ class Engine:
         except (Fenced, OutcomeUnknown):
             raise
         except OSError as error:
-            log.warning("retention_put_off", extra={"error": describe(error)})
+            said = f"retention is put off: {describe(error)}"
+            say(log.warning, "retention_put_off", said, error=describe(error))
             return
         self.retire_due = False
 
@@ -534,7 +534,8 @@ class Engine:
             preserved: Collection[int] = self._retention.preserve(describe_tracked(self.ledger))
             preserved = frozenset(preserved)
         except Exception as error:  # a user's policy: whatever it raises, nothing is deleted
-            log.exception("retention_policy_failed", extra={"error": describe(error)})
+            said = f"the retention policy failed, and all is kept: {describe(error)}"
+            say(log.exception, "retention_policy_failed", said, error=describe(error))
             return
         for offer in self.ledger.prunable(preserved):
             self.post(offer)
@@ -603,7 +604,9 @@ class Engine:
 
     def reject(self, rejected: Rejected) -> None:
         """Drop a report that does not count; one of another world size condemns its attempt."""
-        log.warning("report_rejected", extra={"event": rejected.event.name, "why": rejected.why})
+        name, why = rejected.event.name, rejected.why
+        said = f"step {rejected.event.of.step}: a report is rejected: {name}: {why}"
+        say(log.warning, "report_rejected", said, report=name, why=why)
         if rejected.wrong_world_size and not self.is_published(rejected.event.of):
             self.post(Failed(rejected.event.of, "wrong_world_size", rejected.why))
 
@@ -614,3 +617,22 @@ def _by_id(checkpoint: Checkpoint) -> AttemptId:
 
 def _typed(error: OSError, what: str, file: str | None = None) -> CkptFsmError:
     return error if isinstance(error, CkptFsmError) else storage_error(error, what, file)
+
+
+def _told(record: TransitionRecord) -> str:
+    """A transition in one line, for people."""
+    text = f"step {record.step}: {record.source.value} -> {record.dest.value}"
+    if record.reason:
+        text += f" ({record.reason})"
+    elif record.dest is State.FINALIZED:
+        text += f" ({_size(record.shard_bytes)})"
+    return f"{text}: {record.detail}" if record.detail else text
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _say_not_sorted(path: str, error: Exception) -> None:
+    said = f"{path} could not be looked at, and is left as it is: {describe(error)}"
+    say(log.warning, "trash_not_sorted", said, file=path, error=describe(error))

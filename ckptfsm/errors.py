@@ -112,7 +112,10 @@ class ShardMissing(SaveFailed):
 
 
 class RestoreFailed(CkptFsmError):
-    """A verified checkpoint could not be loaded into the given state (``step``, ``file``)."""
+    """A verified checkpoint could not be loaded into the given state (``step``, ``file``).
+
+    On the rank whose key does not fit also ``part``, ``key``, and the shapes ``wanted`` and ``found``.
+    """
 
     kind = "restore_failed"
     advice = "fix the state's shape, or restore another step"
@@ -199,8 +202,18 @@ class OutcomeUnknown(StorageError):
 
 def describe(error: BaseException) -> str:
     """One bounded line about ``error``, for journals and reports."""
-    words = error.summary() if isinstance(error, CkptFsmError) else str(error)
+    words = error.summary() if isinstance(error, CkptFsmError) else _words_of(error)
     return shorten(f"{type(error).__name__}: {words}").replace("\n", " ")
+
+
+def _words_of(error: BaseException) -> str:
+    """The message. Torch's ``CheckpointException`` has tracebacks of ranks as one: only their causes."""
+    failures = getattr(error, "failures", None)
+    if not isinstance(failures, dict) or not failures:
+        return str(error)
+    rank, failure = min(failures.items())
+    more = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
+    return f"rank {rank}: {describe(failure[0])}{more}"
 
 
 def shorten(text: str, limit: int = 500) -> str:
@@ -212,6 +225,11 @@ def shorten(text: str, limit: int = 500) -> str:
 def printable(text: str) -> str:
     """``text`` without what UTF-8 cannot hold: file names may be any bytes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def one_line(text: str) -> str:
+    """``text`` with escapes for what is not printable: file names may move a terminal's cursor."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def first_os_error(error: BaseException) -> OSError | None:

@@ -33,6 +33,7 @@ from ckptfsm.layout import (
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint, State, expected_reports
 from ckptfsm.messages import AttemptId
+from ckptfsm.notices import say
 from ckptfsm.ports import Storage
 from ckptfsm.receipts import Receipts
 from ckptfsm.stock import COMMON, inspect_stock
@@ -176,7 +177,9 @@ def _may_come_back(storage: Storage, layout: Layout, checkpoint: Checkpoint, pat
     except CkptFsmError:
         raise
     except OSError as error:
-        log.warning("trash_not_read", extra={"file": path, "error": describe(error)})
+        why = describe(error)
+        said = f"{path} in the trash could not be read: {why}"
+        say(log.warning, "trash_not_read", said, file=path, error=why)
         return True
     return is_whole(checkpoint, there)
 

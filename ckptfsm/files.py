@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -187,7 +187,9 @@ class FilesDriver:
     def refuse(self) -> None:
         """Nothing is planned."""
 
-    def survey(self, parts: Mapping[str, Any], directories: Mapping[str, str]) -> Survey:
+    def survey(
+        self, parts: Mapping[str, Any], directories: Mapping[str, str], droppable: Collection[str]
+    ) -> Survey:
         return Survey(set(), {})
 
     def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:

@@ -25,6 +25,7 @@ from ckptfsm.engine import NumberedNews
 from ckptfsm.errors import CkptFsmError, DeadlineExceeded, RankInterrupted, describe
 from ckptfsm.lifecycle import State
 from ckptfsm.messages import Event
+from ckptfsm.notices import say
 from ckptfsm.ports import Executor, Pending, Transport
 
 log = logging.getLogger("ckptfsm")
@@ -102,9 +103,10 @@ class Link:
         try:
             state: State | None = self._executor.submit(call).result(timeout_s)
         except FutureTimeout:
-            log.warning("left_in_flight", extra={"error": "the disk does not answer"})
+            say(log.warning, "left_in_flight", f"left: the disk did not answer in {timeout_s} s")
         except (CkptFsmError, OSError) as error:
-            log.warning("left_in_flight", extra={"error": describe(error)})
+            why = describe(error)
+            say(log.warning, "left_in_flight", f"left with a save in flight: {why}", error=why)
         else:
             return state
         return None
@@ -120,10 +122,16 @@ class Link:
         try:
             future.result(timeout_s)
         except FutureTimeout:
-            log.warning("root_given_back_later")
+            say(
+                log.warning,
+                "root_given_back_later",
+                "the disk is slow: the root is given back later",
+            )
             return False
         except (CkptFsmError, OSError) as error:
-            log.warning("root_not_given_back", extra={"error": describe(error)})
+            why = describe(error)
+            said = f"the root could not be given back: {why}"
+            say(log.warning, "root_not_given_back", said, error=why)
         return True
 
     def ask(
@@ -252,7 +260,8 @@ class Link:
             self._submitted.remove(future)
             error = future.exception()
             if error is not None:
-                log.error("coordinator_error", extra={"error": describe(error)})
+                said = f"the coordinator failed: {describe(error)}"
+                say(log.error, "coordinator_error", said, error=describe(error))
         late = self._late  # looked at before the news are read: its own are all there then
         awaiting = late is not None and not late.done()
         self._coordinator.forget_news(self.taken)

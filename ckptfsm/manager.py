@@ -28,6 +28,7 @@ from ckptfsm.errors import (
 )
 from ckptfsm.handle import Restored, SaveHandle
 from ckptfsm.link import Answer
+from ckptfsm.notices import say
 from ckptfsm.owner import Owner, whole_step
 from ckptfsm.proposal import Accepted, Proposal, agree
 from ckptfsm.restoring import warn_of_drops
@@ -115,9 +116,10 @@ class Manager(Owner):
             self._link.forget_request()
             return self._link.answer_of(error), None
         except (SaveRefused, Fenced, OutcomeUnknown) as error:
+            error.facts.setdefault("step", step)
             return self._link.answer_of(error), None
         except Exception as error:  # a bad state dict must not strand the other ranks
-            log.exception("save_refused", extra={"step": step})
+            say(log.exception, "save_refused", f"step {step}: the save cannot begin", step=step)
             refused = SaveRefused(f"the save cannot begin: {describe(error)}", step=step)
             return self._link.answer_of(refused), None
         except BaseException as error:  # a Ctrl-C: no rank will write it

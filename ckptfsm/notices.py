@@ -1,4 +1,7 @@
-"""Warnings that reach a person: at the line of whoever called the library, or at the program's end."""
+"""Log lines and warnings that reach a person.
+
+Warnings come at the line of whoever called the library, or at the program's end.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,25 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from ckptfsm.errors import PollMissingWarning
+from ckptfsm.errors import PollMissingWarning, one_line
 
 State = TypeVar("State")
 _INSIDE = ("ckptfsm", "contextlib")  # whose lines nobody can change
+
+
+def say(
+    write: Callable[..., None], event: str, text: str, *, exc_info: Any = None, **facts: Any
+) -> None:
+    """Log ``text`` through a logger's method: one line for people, safe for a terminal.
+
+    ``event`` is a stable word for log processors. It and the facts are attributes of the record.
+    """
+    options = {} if exc_info is None else {"exc_info": exc_info}
+    write(one_line(text), extra={"event": event, **facts}, stacklevel=2, **options)
 
 
 def warn_caller(warning: Warning) -> None:
@@ -21,6 +36,20 @@ def warn_caller(warning: Warning) -> None:
     while frame.f_back is not None and _package(frame.f_globals) in _INSIDE:
         level, frame = level + 1, frame.f_back
     warnings.warn(warning, stacklevel=level)
+
+
+@contextmanager
+def no_warning_is_an_error() -> Iterator[None]:
+    """Show the warnings that foreign code raises in the block, also under ``-W error``.
+
+    For the thread that trains, and for a writer's: filters belong to the process, and whoever changes
+    them on two threads at once may leave the wrong ones behind.
+    """
+    with warnings.catch_warnings():
+        warnings.filters = [
+            ("default", *each[1:]) if each[0] == "error" else each for each in warnings.filters
+        ]
+        yield
 
 
 def warn_at_end(subject: object, left: Callable[[State], str], state: State) -> None:

@@ -37,6 +37,7 @@ from ckptfsm.messages import (
     WritersLost,
     WriteTracker,
 )
+from ckptfsm.notices import say
 from ckptfsm.ports import Clock, Storage
 from ckptfsm.recovery import Plan, Resume, hopeless
 from ckptfsm.trash import sweep_temporaries
@@ -142,9 +143,9 @@ class Opening:
         if reachable:
             roll_back(self.engine, reachable[-1], self.clock.wall())
             return
-        log.warning(
-            "rollback_given_up", extra={"target": target, "latest": max(steps, default=None)}
-        )
+        latest = max(steps, default=None)
+        said = f"the rollback to step {target} is given up: no such step is left; latest: {latest}"
+        say(log.warning, "rollback_given_up", said, target=target, latest=latest)
         self.engine.append(RollbackFinished(at=self.clock.wall()))
 
     def _repair_tracker(self, *, rewrite: bool) -> None:

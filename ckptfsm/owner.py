@@ -39,7 +39,7 @@ from ckptfsm.layout import LAYOUTS
 from ckptfsm.lifecycle import UNSETTLED, State
 from ckptfsm.link import Answer, Link, interrupted_rank, typed
 from ckptfsm.messages import AttemptId
-from ckptfsm.notices import warn_at_end, warn_caller
+from ckptfsm.notices import say, warn_at_end, warn_caller
 from ckptfsm.ports import Draft, Ports, Storage
 from ckptfsm.proposal import Accepted
 from ckptfsm.pump import HandleDone, Hook, Pump
@@ -234,7 +234,7 @@ class Owner:
         finally:
             self._unwatch_signals()
         if lost:
-            log.warning("save_lost", extra={"what": lost})
+            say(log.warning, "save_lost", lost)
             warn_caller(SaveFailedWarning(lost))
 
     def _let_go(self, timeout_s: float) -> None:
@@ -334,7 +334,8 @@ class Owner:
         if busy is None:
             return True
         if self.config.on_busy == "skip":
-            log.warning("save_skipped", extra={"step": step, "in_flight": busy.step})
+            said = f"step {step}: not saved, because step {busy.step} is still in flight"
+            say(log.warning, "save_skipped", said, step=step, in_flight=busy.step)
             return False
         if self.config.on_busy == "raise":
             raise self._refusal(step, busy)
@@ -345,8 +346,9 @@ class Owner:
             return True
         if self.config.on_failure != "warn":
             raise self._refusal(step, busy)
-        warn_caller(SaveFailedWarning(f"a save was skipped: {self._refusal(step, busy).message}"))
-        log.warning("save_skipped", extra={"step": step, "in_flight": busy.step})
+        said = f"the save of step {step} was skipped: {self._refusal(step, busy).message}"
+        say(log.warning, "save_skipped", said, step=step, in_flight=busy.step)
+        warn_caller(SaveFailedWarning(said))
         return False
 
     def _wait_unless_blocked(self, finished: Callable[[View], bool], waiting_for: str) -> None:

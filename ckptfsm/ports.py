@@ -11,7 +11,7 @@ Paths are relative to the store's root, with ``/`` between components; a compone
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -387,8 +387,13 @@ class Driver(Protocol):
         """The last draft was not: plan and send everything anew next time."""
         ...
 
-    def survey(self, parts: Mapping[str, Any], directories: Mapping[str, str]) -> Survey:
-        """Look at what this rank wants to load, and at what is there. Local; may raise."""
+    def survey(
+        self, parts: Mapping[str, Any], directories: Mapping[str, str], droppable: Collection[str]
+    ) -> Survey:
+        """Compare the state that this rank wants to load with what is there. Local.
+
+        Raises ``RestoreFailed`` for a key that does not fit and is not droppable.
+        """
         ...
 
     def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:

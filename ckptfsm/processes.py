@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfsm.errors import describe, first_os_error
+from ckptfsm.notices import say
 from ckptfsm.ports import ChildError, Outcome
 
 log = logging.getLogger("ckptfsm")
@@ -181,7 +182,8 @@ def fork_child(job: Callable[[], Any], *, keep: Sequence[int], group: bool) -> C
         except BaseException:  # a Ctrl-C: nobody will hear of this child
             child.kill()
             raise
-        log.warning("child_did_not_begin", extra={"where": where})  # killed, and forked anew
+        said = f"a child did not begin, and is forked anew; it was {where}"
+        say(log.warning, "child_did_not_begin", said, where=where)
     return _fork(job, keep, group)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from ckptfsm.coordinator import SaveRequest
 from ckptfsm.errors import ConfigError, SaveRefused, describe, name_ranks
 from ckptfsm.messages import AttemptId, PartSpec
+from ckptfsm.notices import say
 from ckptfsm.ports import Draft, Driver
 
 log = logging.getLogger("ckptfsm")
@@ -117,7 +118,7 @@ def propose(
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # also torch's; carried to the exchange, raised on every rank
-        log.exception("draft_failed", extra={"step": step})
+        say(log.exception, "draft_failed", f"step {step}: cannot be prepared", step=step)
         return None, Proposal(step, world_size, error=describe(error))
     return draft, Proposal(
         step,

@@ -52,7 +52,7 @@ from ckptfsm.messages import (
     FinalizersRan,
     WriterGone,
 )
-from ckptfsm.notices import warn_caller
+from ckptfsm.notices import say, warn_caller
 from ckptfsm.ports import Draft, Ports, RankJob, Storage
 from ckptfsm.proposal import Accepted
 from ckptfsm.writer import RankWriter
@@ -356,7 +356,7 @@ class Pump:
     def _say_unusable(self, record: TransitionRecord) -> None:
         """A person should know that an older step is used instead."""
         text = f"step {record.step} is {record.reason}, and out of use now: {record.detail}"
-        log.warning("checkpoint_damaged", extra={"step": record.step, "what": record.detail})
+        say(log.warning, "checkpoint_damaged", text, step=record.step, what=record.detail)
         self.notes.append(RecoveryWarning(text))
 
     def _on_blocked(self, news: Blocked) -> None:
@@ -401,7 +401,8 @@ class Pump:
         self._lost.add(record.of)
         if len(self._lost) <= self._config.saves_again:
             self.save_due, self.owed = True, error
-            log.warning("save_failed", extra={"error": str(error), "again": len(self._lost)})
+            said = f"{error}: it is tried again (try {len(self._lost)})"
+            say(log.warning, "save_failed", said, error=str(error), again=len(self._lost))
         elif self._config.on_failure == "warn":
             self.notes.append(SaveFailedWarning(str(error)))
         else:
@@ -443,7 +444,9 @@ class Pump:
             try:
                 hook(record)
             except Exception:  # a user's hook: training and the machine go on (F24)
-                log.exception("hook_failed", extra={"step": record.step, "dest": record.dest.value})
+                dest = record.dest.value
+                said = f"step {record.step}: a hook failed at {dest}"
+                say(log.exception, "hook_failed", said, step=record.step, dest=dest)
 
     def raise_failures(self) -> None:
         """At a point that every rank reaches: what there is to say, then what there is to raise."""
@@ -507,8 +510,9 @@ class Pump:
     def give_up(self, of: AttemptId, error: BaseException) -> None:
         """This rank will not write what was accepted: the attempt fails at the next exchange."""
         self.expect(of)
-        log.error("fork_failed", exc_info=error, extra={"step": of.step, "rank": self._rank})
         detail = f"rank {self._rank}: {describe(error)}"
+        said = f"step {of.step}: the writer cannot start: {detail}"
+        say(log.error, "fork_failed", said, exc_info=error, step=of.step, rank=self._rank)
         self._owe(Failed(of, "fork_failed", detail, self._rank))
         self._given_up = of
 

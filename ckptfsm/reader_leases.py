@@ -12,6 +12,7 @@ from ckptfsm.documents import Pin, encode
 from ckptfsm.durable import TEMPORARY, list_names, lookup, put
 from ckptfsm.errors import describe
 from ckptfsm.layout import READERS, parse_reader
+from ckptfsm.notices import say
 from ckptfsm.ports import Clock, Storage
 from ckptfsm.trash import remove_marker
 
@@ -49,7 +50,8 @@ class ReaderLeases:
         try:
             remove_marker(self._storage, lease)
         except OSError as error:
-            log.warning("lease_not_removed", extra={"file": lease, "error": describe(error)})
+            said = f"the lease {lease} could not be removed: {describe(error)}"
+            say(log.warning, "lease_not_removed", said, file=lease, error=describe(error))
 
     def expire(self) -> None:
         """Drop those that have not changed within the timeout. One that is sick keeps no other."""
@@ -65,8 +67,9 @@ class ReaderLeases:
             except FileNotFoundError:
                 continue  # its reader finished just now
             except OSError as error:
-                extra = {"file": f"{READERS}/{name}", "error": describe(error)}
-                log.warning("reader_lease_not_looked_at", extra=extra)
+                path, why = f"{READERS}/{name}", describe(error)
+                said = f"the reader's lease {path} could not be looked at: {why}"
+                say(log.warning, "reader_lease_not_looked_at", said, file=path, error=why)
                 watched = self._seen.get(name)
             if watched is not None:
                 seen[name] = watched
@@ -82,6 +85,9 @@ class ReaderLeases:
         since = known[1] if known is not None and known[0] == content else now
         if now - since <= self._timeout_s:
             return content, since
-        log.warning("reader_lease_expired", extra={"file": path})
+        said = (
+            f"the reader's lease {path} has not changed for {self._timeout_s:g} s, and is dropped"
+        )
+        say(log.warning, "reader_lease_expired", said, file=path)
         remove_marker(self._storage, path)
         return None

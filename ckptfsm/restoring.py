@@ -31,7 +31,7 @@ from ckptfsm.errors import (
 from ckptfsm.evidence import check_digests, check_extra_shards, check_sizes
 from ckptfsm.handle import Restored, only
 from ckptfsm.layout import join
-from ckptfsm.notices import warn_caller
+from ckptfsm.notices import say, warn_caller
 from ckptfsm.ports import Driver, Pending, Ports, Storage, Survey, Transport
 from ckptfsm.proposal import name_parts
 
@@ -171,7 +171,8 @@ class Restorer:
         step = located.step
         wanted = self._everywhere(step, self._with_others, located, named)
         directories = self._everywhere(step, self._part_directories, located, wanted)
-        survey = self._everywhere(step, self.driver.survey, wanted, directories)
+        droppable = self.config.reshard_drops
+        survey = self._everywhere(step, self.driver.survey, wanted, directories, droppable)
         dropped = self._agree_on_drops(survey.missing)
         surveys = self.transport.gather(survey)
         self._everywhere(step, self._check_surveys, surveys, dropped)
@@ -226,9 +227,12 @@ class Restorer:
             results.append(work(*arguments, **keywords))
         except BaseException as error:  # torch's CheckpointException is one; all ranks must hear
             own = error if isinstance(error, (CkptFsmError, *_LEAVING)) else None
-            extra = {"step": step, "rank": self.transport.rank}
-            log.warning("restore_problem", exc_info=True, extra=extra)
-            problem = describe(error)
+            if isinstance(error, RestoreFailed):
+                error.facts = {"step": step, "file": self.storage.root} | error.facts
+            problem, rank = describe(error), self.transport.rank
+            what = "the latest step" if step is None else f"step {step}"
+            said = f"rank {rank} cannot restore {what}: {problem}"
+            say(log.warning, "restore_problem", said, exc_info=True, step=step, rank=rank)
         gathered = self.transport.gather(problem)
         found = [f"rank {rank}: {p}" for rank, p in enumerate(gathered or ()) if p]
         first = self.transport.broadcast(found[0] if found else "")

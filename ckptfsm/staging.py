@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckptfsm.errors import StagingFailed, describe
+from ckptfsm.notices import say
 from ckptfsm.ports import Draft, Driver, Staging, Transport
 from ckptfsm.proposal import Proposal, propose
 
@@ -97,6 +98,7 @@ class Stage:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # also torch's; carried to the next exchange
-            log.exception("staging_failed", extra={"step": self._step, "call": name})
+            said = f"step {self._step}: Staging.{name} failed"
+            say(log.exception, "staging_failed", said, step=self._step, call=name)
             return f"{name}: {describe(error)}"
         return ""

@@ -36,6 +36,7 @@ from ckptfsm.messages import (
     WriterGone,
     check_parts,
 )
+from ckptfsm.notices import say
 from ckptfsm.ports import Clock, Draft, PartFinisher, PartJob, Ports, RankJob, Storage, Written
 from ckptfsm.proposal import Accepted, Proposal, agree
 from ckptfsm.receipts import Receipts
@@ -121,7 +122,8 @@ class Worker:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # also torch's: the controller must hear of it
-            log.exception("fork_failed", extra={"step": ticket.of.step, "rank": self._number})
+            said = f"step {ticket.of.step}: rank {self._number} cannot start its writer"
+            say(log.exception, "fork_failed", said, step=ticket.of.step, rank=self._number)
             self._ports.driver.refuse()
             self._give_up(ticket, describe(error))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import logging
 import pickle
 from contextlib import contextmanager
 
@@ -17,6 +18,7 @@ from ckptfsm.errors import (
     StepExistsError,
     StorageError,
 )
+from ckptfsm.notices import say
 
 CLASSES = sorted(
     (
@@ -109,6 +111,25 @@ def test_describe_is_one_bounded_line():
     assert errors.describe(ValueError("x" * 488)) == "ValueError: " + "x" * 488
 
 
+class Gathered(BaseException):
+    """Looks like torch's ``CheckpointException``, whose text is a traceback of each rank."""
+
+    def __init__(self, failures):
+        super().__init__("Traceback (most recent call last): (RANK 0)\n" + "  File\n" * 500)
+        self.failures = failures
+
+
+def test_describe_keeps_the_cause_that_torch_puts_last():
+    """Catches: an error that ends within torch's traceback, in front of the cause."""
+    one = Gathered({2: (KeyError("w"), None)})
+    assert errors.describe(one) == "Gathered: rank 2: KeyError: 'w'"
+    three = Gathered({2: (one, None), 1: (ValueError("shape"), None), 7: (KeyError("w"), None)})
+    assert errors.describe(three) == "Gathered: rank 1: ValueError: shape (and 2 more ranks)"
+    nested = Gathered({0: (three, None)})
+    assert "ValueError: shape" in errors.describe(nested)
+    assert errors.describe(Gathered({})).startswith("Gathered: Traceback")
+
+
 def test_F5_the_first_os_error_of_a_chain_is_found():
     """Catches: a full disk reported as torch's "unexpected pos"."""
     try:
@@ -178,3 +199,22 @@ def test_a_warning_names_the_line_of_whoever_called_the_library():
         notices.warn_caller(RecoveryWarning("here"))
     assert [str(w.message) for w in said] == ["entered", "here"]
     assert {w.filename for w in said} == {__file__}
+
+
+def test_a_log_line_is_for_people_and_its_event_for_programs(caplog):
+    """Catches: a line of one word, a name that moves a terminal's cursor, a record without its facts."""
+    log = logging.getLogger("ckptfsm")
+    with caplog.at_level(logging.INFO, "ckptfsm"):
+        say(log.info, "seen", "100 % of a\udcff\x1b[2J\nb: grün", file="a")
+        try:
+            raise ValueError("x")
+        except ValueError as error:
+            say(log.exception, "failed", "it failed", step=3)
+            say(log.warning, "failed", "it failed", exc_info=error)
+            say(log.warning, "failed", "it failed")
+    seen, *failed = caplog.records
+    assert seen.getMessage() == "100 % of a\\udcff\\x1b[2J\\nb: grün"
+    assert (seen.event, seen.file, seen.levelname) == ("seen", "a", "INFO")
+    assert seen.funcName == "test_a_log_line_is_for_people_and_its_event_for_programs"
+    assert [bool(record.exc_info) for record in failed] == [True, True, False]
+    assert failed[0].step == 3

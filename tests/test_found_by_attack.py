@@ -254,7 +254,7 @@ def test_F27_a_lease_that_cannot_be_given_back_does_not_undo_a_restore(tmp_path:
     manager.save(1, weights(1)).wait()
     sick.append(True)
     assert manager.restore(TEMPLATE).step == 1
-    assert "lease_not_removed" in caplog.messages
+    assert "lease_not_removed" in [record.event for record in caplog.records]
     driver.failures["load"] = ValueError("another shape")
     with pytest.raises(RestoreFailed, match="another shape"):
         manager.restore(TEMPLATE)

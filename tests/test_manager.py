@@ -751,7 +751,25 @@ def test_F24_a_raising_hook_stops_nothing(run: Run, caplog):
     with caplog.at_level(logging.ERROR, "ckptfsm"):
         manager.save(1, weights(1)).wait()
     assert [r.dest.value for r in heard] == LIFE
-    assert sum(r.message == "hook_failed" for r in caplog.records) == len(LIFE)
+    assert sum(r.event == "hook_failed" for r in caplog.records) == len(LIFE)
+
+
+def test_a_log_tells_each_transition_in_one_line(run: Run, caplog):
+    """Catches: a log of one word for every step, whose facts no plain formatter shows."""
+    manager = run.open()
+    with caplog.at_level(logging.INFO, "ckptfsm"):
+        manager.save(1, weights(1)).wait()
+        run.driver.before_write = die
+        with pytest.raises(WriterDied):
+            manager.save(2, weights(2)).wait()
+    moves = [r for r in caplog.records if r.event == "transition"]
+    assert [r.record for r in moves] == run.records
+    lines = [r.getMessage() for r in moves]
+    assert "step 1: shards_written -> finalized (0.0 MB)" in lines
+    assert "step 1: finalized -> tracked" in lines
+    (failed,) = [line for line in lines if "step 2: forked -> failed" in line]
+    words = "step 2: forked -> failed (writer_died): rank 0: killed by SIGKILL"
+    assert failed.startswith(words), failed
 
 
 def test_hooks_get_frozen_records(run: Run):
@@ -1032,7 +1050,7 @@ def test_I2_a_restore_that_falls_back_says_so_on_every_rank(run: Run, caplog):
         assert run_ranks(2, work) == [None, None]
     said = [w for w in caught if w.filename == __file__]
     assert len(said) == 2
-    logged = [r for r in caplog.records if r.message == "checkpoint_damaged"]
+    logged = [r for r in caplog.records if r.event == "checkpoint_damaged"]
     assert [(r.levelname, r.step) for r in logged] == [("WARNING", 2)] * 2
 
 

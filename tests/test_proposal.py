@@ -110,7 +110,7 @@ def test_I10_what_goes_wrong_on_one_rank_is_part_of_its_proposal(drafted, metric
     assert draft is None and text in proposal.error
     assert proposal == Proposal(5, 2, error=proposal.error)
     (record,) = caplog.records
-    assert record.message == "draft_failed" and record.step == 5 and record.exc_info
+    assert record.event == "draft_failed" and record.step == 5 and record.exc_info
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

@@ -247,6 +247,15 @@ def test_functions_are_short(module):
 
 
 @pytest.mark.parametrize("module", MODULES)
+def test_every_log_line_is_said_with_an_event(module):
+    """Catches: a line of one word for people, or one that log processors cannot filter."""
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            called = f"{getattr(node.func.value, 'id', '')}.{node.func.attr}"
+            assert not called.startswith("log."), f"{module}: {node.lineno}: use notices.say"
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_every_module_says_what_it_is(module):
     """Catches: a module without its sentence of purpose."""
     assert ast.get_docstring(tree(module)) or not tree(module).body

@@ -41,7 +41,7 @@ def test_one_workers_error_loses_no_others_reports(caplog):
     groups = RoleGroups({"actor": SimpleNamespace(workers=["one", "two"])}, calls)
     assert groups.poll(()) == []
     assert groups.poll(()) == shards[0]
-    (record,) = [r for r in caplog.records if r.message == "worker_raised"]
+    (record,) = [r for r in caplog.records if r.event == "worker_raised"]
     assert (record.role, record.rank, record.why) == ("actor", 1, "RuntimeError: made-up")
     assert groups.poll(()) == shards[1], "it is asked again"
     assert not groups.lost

@@ -35,7 +35,7 @@ from ckptfsm.layout import MEGATRON
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.foreign import ready_part
 from ckptfsm.megatron.manager import CheckpointManager
-from ckptfsm.notices import warn_caller
+from ckptfsm.notices import say, warn_caller
 from ckptfsm.ports import Staging
 from ckptfsm.retention import EveryNSteps, KeepAll, LatestN, Policy
 
@@ -146,7 +146,8 @@ class MegatronLMCheckpoints:
         """
         root = self._root_of(directory)
         if (root, iteration) in self._own and iteration in self.open(root).all_steps():
-            log.warning("step_saved_already", extra={"step": iteration})
+            said = f"step {iteration}: not saved again, it is saved already"
+            say(log.warning, "step_saved_already", said, step=iteration)
             return SaveHandle(iteration)
         state = partial(_with_metadata, state_dict, content_metadata)
         return self._begin(root, iteration, state, reports)
@@ -229,7 +230,9 @@ class MegatronLMCheckpoints:
                 try:
                     report()
                 except Exception:  # it informs people; the checkpoint is tracked
-                    log.exception("report_failed", extra={"step": pending.handle.step})
+                    step = pending.handle.step
+                    said = f"step {step}: a report of a tracked checkpoint failed"
+                    say(log.exception, "report_failed", said, step=step)
 
 
 def _with_metadata(

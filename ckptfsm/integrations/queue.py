@@ -39,7 +39,7 @@ from ckptfsm.interrupts import HandlersWait, OneCall
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.megatron.foreign import StagedRequest, ready_part, stage_request
 from ckptfsm.megatron.transport import transport_of
-from ckptfsm.notices import warn_at_end
+from ckptfsm.notices import say, warn_at_end
 from ckptfsm.ports import Outcome, Staging, Transport
 from ckptfsm.processes import Child, fork_child
 from ckptfsm.writer import missed_deadline
@@ -201,7 +201,8 @@ class AsyncCallsQueue:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # also torch's
-            log.exception(reason, extra={"call": call.index})
+            said = f"call {call.index}: {reason}: {describe(error)}"
+            say(log.exception, reason, said, call=call.index)
             call.problem = call.problem or SaveFailed(describe(error), reason=reason)
 
     # ------------------------------------------------------------------------------------ finalize
@@ -339,7 +340,8 @@ class AsyncCallsQueue:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # torch's CheckpointException is one
-            log.exception("finalizers_failed", extra={"call": call.index})
+            said = f"call {call.index}: its finalizers failed"
+            say(log.exception, "finalizers_failed", said, call=call.index)
             call.problem = SaveFailed(f"finalizers: {describe(error)}", reason="finalizers")
             call.problem.__cause__ = error
 

@@ -28,6 +28,7 @@ from ckptfsm.controller import Controller
 from ckptfsm.errors import ConfigError, describe
 from ckptfsm.handle import SaveHandle
 from ckptfsm.messages import AttemptId, Event, Failed
+from ckptfsm.notices import say
 from ckptfsm.pump import Hook
 from ckptfsm.tickets import GroupPart, Ticket
 
@@ -149,7 +150,8 @@ class RayController(Controller):
         ready, late = ray.wait(list(refs), num_returns=len(refs), timeout=self._answer_timeout_s)
         for ref in late:
             call = self._calls[ref]
-            log.warning("actor_silent", extra={"group": call.group, "rank": call.rank})
+            said = f"{call.group} {call.rank} does not answer yet"
+            say(log.warning, "actor_silent", said, group=call.group, rank=call.rank)
         for ref in ready:
             call = self._calls.pop(ref)
             yield from self._answer(call.group, call.rank, ref, call.ticket)
@@ -159,12 +161,21 @@ class RayController(Controller):
         try:
             answer: Iterable[Event] = ray.get(ref, timeout=0.0)
         except (GetTimeoutError, ActorUnavailableError) as error:
-            log.warning("actor_silent", extra={"group": name, "rank": rank, "why": describe(error)})
+            why = describe(error)
+            said = f"{name} {rank} does not answer: {why}"
+            say(log.warning, "actor_silent", said, group=name, rank=rank, why=why)
         except RayActorError as error:
             self.lost(name, [rank], describe(error).splitlines()[0])
         except RayTaskError as error:
             why = f"{name} {rank}: {describe(error.cause or error)}"[:4000]
-            log.warning("actor_raised", extra={"group": name, "rank": rank, "why": why})
+            say(
+                log.warning,
+                "actor_raised",
+                f"an actor failed: {why}",
+                group=name,
+                rank=rank,
+                why=why,
+            )
             if ticket is not None:
                 return [Failed(ticket.of, "fork_failed", why, ticket.first_rank + rank)]
         else:

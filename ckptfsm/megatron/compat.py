@@ -1,5 +1,8 @@
 """The two places where Megatron-core must be given what it takes for granted. Scoped, here only.
 
+In both, a warning of megatron-core or torch is shown and is never an error (``-W error``): it would
+fail a save or a restore.
+
 ``cpu_devices``: megatron-core calls ``torch.cuda.synchronize()`` and asks
 ``torch.cuda.current_device()`` for the device of small tensors, also where there is no CUDA (0.16.1:
 ``filesystem_async.preload_tensors``, ``state_dict_saver.save_state_dict_async_finalize``). Without
@@ -18,18 +21,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckptfsm.notices import no_warning_is_an_error
+
 
 @contextlib.contextmanager
 def cpu_devices() -> Iterator[None]:
     """Let megatron-core run where there is no CUDA."""
     if torch.cuda.is_available():
-        yield
+        with no_warning_is_an_error():
+            yield
         return
     cuda: Any = torch.cuda
     synchronize, current_device = cuda.synchronize, cuda.current_device
     cuda.synchronize, cuda.current_device = _nothing_to_wait_for, _cpu
     try:
-        yield
+        with no_warning_is_an_error():
+            yield
     finally:
         cuda.synchronize, cuda.current_device = synchronize, current_device
 
@@ -46,12 +53,13 @@ def _cpu() -> torch.device:
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
     """Make sure there is a default process group for the duration of a call."""
-    if dist.is_initialized():
-        yield
-        return
-    store = torch._C._distributed_c10d.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    with no_warning_is_an_error():
+        if dist.is_initialized():
+            yield
+            return
+        store = torch._C._distributed_c10d.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

@@ -8,7 +8,7 @@ digest stands for it otherwise.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -20,12 +20,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
-from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 
-from ckptfsm.errors import ConfigError, SaveRefused
+from ckptfsm.errors import ConfigError, RestoreFailed, SaveRefused
 from ckptfsm.files import bytes_of, file_spec, load_file, provenance, stage_file
 from ckptfsm.megatron.compat import cpu_devices, process_group
 from ckptfsm.megatron.foreign import ForeignPart, ForeignRequest, stage_foreign
+from ckptfsm.megatron.shardings import check_fit, check_shards
 from ckptfsm.megatron.torch_dist import (
     PartDraft,
     PartSummary,
@@ -133,8 +133,8 @@ class MegatronDriver:
         )
 
     def accept(self) -> None:
-        self._accepted = self._sent
         self._plans = dict(self._candidates)
+        self._accepted = self._sent  # last: an interrupt before it sends every plan again
 
     def refuse(self) -> None:
         self._accepted = ""
@@ -151,31 +151,32 @@ class MegatronDriver:
         ranks = [dict(pickle.loads(known[digest])) for digest in digests]
         with process_group():
             names = dict.fromkeys(name for rank in ranks for name in rank)
-            merged = {name: merge_part(_same_part(ranks, name)) for name in names}
+            merged = {name: merge_part(name, _same_part(ranks, name)) for name in names}
         self._merged = (digests, merged)
         return merged
 
-    def survey(self, parts: Mapping[str, Any], directories: Mapping[str, str]) -> Survey:
+    def survey(
+        self, parts: Mapping[str, Any], directories: Mapping[str, str], droppable: Collection[str]
+    ) -> Survey:
         absent: set[str] = set()
         shardings: dict[str, Any] = {}
         for name, state in parts.items():
             if file_spec(name, state) is not None:
                 continue
-            prepared, _, _ = load_preprocess(state)
-            sharded, _ = extract_sharded_base(prepared)
-            shardings[name] = [value.without_data() for value in nested_values(sharded)]
-            wanted = [v for v in nested_values(state) if isinstance(v, ShardedObject)]
-            if wanted:
-                with process_group():
+            with process_group():
+                prepared, _, _ = load_preprocess(state)
+                sharded, _ = extract_sharded_base(prepared)
+                shardings[name] = [value.without_data() for value in nested_values(sharded)]
+                if shardings[name]:
                     have = load_sharded_metadata(directories[name])
-                absent |= {v.key for v in wanted if v.unique_key not in have}
+                    absent |= check_fit(name, shardings[name], have, droppable)
         return Survey(absent, shardings)
 
     def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:
         for name in surveys[0].shardings:
             ranks = [[v for v in s.shardings[name] if v.key not in drop] for s in surveys]
             with process_group():
-                validate_sharding_integrity(ranks)
+                check_shards(name, ranks, RestoreFailed)
 
     def load(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]

@@ -32,7 +32,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -40,9 +39,11 @@ from torch.utils._pytree import tree_map
 
 from ckptfsm.documents import FileEntry
 from ckptfsm.durable import make_dirs, storage_error
-from ckptfsm.errors import DamagedRoot, SaveFailed, WriterDied
+from ckptfsm.errors import DamagedRoot, SaveFailed, SaveRefused, WriterDied
 from ckptfsm.layout import PLANNED, join, planned_name
+from ckptfsm.megatron.shardings import check_not_empty, check_shards
 from ckptfsm.messages import PartSpec
+from ckptfsm.notices import no_warning_is_an_error
 from ckptfsm.ports import Storage, Written
 from ckptfsm.processes import Child, fork_child
 from ckptfsm.writer import ShardFile
@@ -76,6 +77,7 @@ def draft_part(spec: PartSpec, state: Any, files: int) -> PartDraft:
     """Plan one sharded state dict. Local; may raise what megatron-core raises for a bad one."""
     sharded, common = save_preprocess(state, validate_access_integrity=False)
     shardings = [value.without_data() for value in nested_values(sharded)]
+    check_not_empty(spec.name, shardings, SaveRefused)
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     planner.set_up_planner(mcore_to_pyt_state_dict(flat, False), is_coordinator=False)
@@ -103,17 +105,18 @@ def _size_of(value: Any) -> int:
     return int(value.numel() * value.itemsize)
 
 
-def merge_part(summaries: Sequence[PartSummary]) -> bytes:
+def merge_part(name: str, summaries: Sequence[PartSummary]) -> bytes:
     """At rank 0: check that the shards of all ranks make whole tensors; the planned metadata.
 
-    Raises what megatron-core raises when shards overlap or do not cover a tensor.
+    Raises ``SaveRefused`` when shards overlap or do not cover a tensor.
     """
-    validate_sharding_integrity([s.shardings for s in summaries])
+    check_shards(name, [s.shardings for s in summaries], SaveRefused)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     _, metadata = planner.create_global_plan([s.plan for s in summaries])
     return pickle.dumps(metadata)
 
 
+@no_warning_is_an_error()
 def stage_part(spec: PartSpec, draft: PartDraft, rank: int, planned: bytes | None) -> TorchDistPart:
     """Bring accelerator tensors to host memory. CPU tensors stay: the fork makes them immutable, except
     in memory that processes share.
@@ -154,6 +157,7 @@ class TorchDistPart:
     common: Any
     planned: bytes | None
 
+    @no_warning_is_an_error()
     def write(self, storage: Storage, location: str) -> Written:
         """Buckets in worker processes side by side; common state and planned metadata meanwhile."""
         names = [f"__{self.rank}_{i}.distcp" for i in range(len(self.buckets))]
@@ -203,6 +207,7 @@ class _BucketJob:
     name: str
     bucket: Bucket
 
+    @no_warning_is_an_error()
     def __call__(self) -> tuple[FileEntry, list[Row]]:
         torch.set_num_threads(1)
         shard = ShardFile(self.storage, join(self.path, self.name))

@@ -12,7 +12,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -217,7 +217,9 @@ class FakeDriver:
     def refuse(self) -> None:
         """Nothing is remembered between saves."""
 
-    def survey(self, parts: Mapping[str, Any], directories: Mapping[str, str]) -> Survey:
+    def survey(
+        self, parts: Mapping[str, Any], directories: Mapping[str, str], droppable: Collection[str]
+    ) -> Survey:
         """Finds the keys of the given states that the shard of this rank does not have."""
         self.maybe_fail("survey")
         absent: set[str] = set()

@@ -316,6 +316,20 @@ def restore(
     return outcome
 
 
+def restore_what_rank_1_misnames(here: Here, root: str) -> Told:
+    """Rank 1 wants a key that is not there; what both ranks hear, and a good restore after it."""
+    with managed(here, root) as manager:
+        first = save(manager, here, 1)
+        wanted = template_of(here)
+        if here.rank == 1:
+            place = (0, here.rank, here.world_size)
+            wanted["w"] = ShardedTensor.from_rank_offsets("v", torch.zeros(ROWS, 64), place)
+        error = tell(partial(manager.restore, wanted))
+        restored = manager.restore(template_of(here))
+        assert restored is not None
+        return {"save": first, "error": error, "equal": is_state_of(restored.state, 1, here)}
+
+
 def stock_load(here: Here, directory: str, step: int, rows: int = ROWS) -> bool:
     """Megatron-core's own loader on one checkpoint directory; True if bit-equal."""
     here.join()

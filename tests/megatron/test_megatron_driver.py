@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
+from ckptfsm import CheckpointManager, CkptFsmError
+from ckptfsm.errors import RestoreFailed, SaveRefused
 from ckptfsm.megatron.driver import MegatronDriver
 
 pytestmark = pytest.mark.megatron
@@ -42,3 +45,154 @@ def test_a_refused_save_takes_no_plans_from_rank_0() -> None:
             else:
                 driver.refuse()
     assert [draft.summary.plans is None for draft in drafts] == [False, True]
+
+
+def whole(key: str, *shape: int, value: float = 0.0, **settings: Any) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.full(shape, value), **settings)
+
+
+def irregular(key: str, *shape: int, value: float = 0.0) -> ShardedTensor:
+    """The same without a grid of shards."""
+    tensor = torch.full(shape, value)
+    return ShardedTensor(key, tensor, tensor.dtype, shape, shape, (0,) * len(shape), None)
+
+
+def objects(key: str, of: int = 1) -> dict[str, ShardedObject]:
+    return {f"{key}{n}": ShardedObject(key, n, (of,), (n,)) for n in range(of)}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A root with one checkpoint."""
+    root = str(tmp_path_factory.mktemp("saved") / "root")
+    with CheckpointManager(root) as manager:
+        state = {"w": whole("decoder.weight", 4, 16, value=1.0), **objects("extra"), "lr": 3}
+        manager.save(1, state).wait()
+    return root
+
+
+MISFITS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "shape": (
+        {"w": whole("decoder.weight", 4, 8)},
+        "part 'state': key 'decoder.weight': wanted shape (4, 8), the checkpoint has shape (4, 16)",
+        {"key": "decoder.weight", "wanted": (4, 8), "found": (4, 16)},
+    ),
+    "key": (
+        {"w": whole("decoder.wieght", 4, 16), "x": whole("x", 1)},
+        "no key 'decoder.wieght'; nearest: 'decoder.weight' (2 keys do not fit)",
+        {"key": "decoder.wieght", "wanted": (4, 16), "found": None},
+    ),
+    "key of a tensor that may have another shape": (
+        {"w": whole("bias", 4, allow_shape_mismatch=True)},
+        "part 'state': the checkpoint has no key 'bias'",
+        {"key": "bias", "wanted": (4,), "found": None},
+    ),
+    "key of an object": (
+        {"nested": [objects("extrb")]},
+        "part 'state': the checkpoint has no key 'extrb'; nearest: 'extra'",
+        {"key": "extrb", "wanted": (1,), "found": None},
+    ),
+    "sharding of an object": (
+        objects("extra", 2),
+        "part 'state': key 'extra': wanted object (0,) of (2,), the checkpoint has object (0,) of (1,)",
+        {"key": "extra", "wanted": (2,), "found": (1,)},
+    ),
+    "tensor for an object": (
+        {"w": whole("extra", 2)},
+        "part 'state': key 'extra': wanted shape (2,), the checkpoint has object (0,) of (1,)",
+        {"key": "extra", "wanted": (2,), "found": (1,)},
+    ),
+    "object for a tensor": (
+        objects("decoder.weight"),
+        "key 'decoder.weight': wanted object (0,) of (1,), the checkpoint has shape (4, 16)",
+        {"key": "decoder.weight", "wanted": (1,), "found": (4, 16)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_state_that_does_not_fit_is_named_before_anything_is_loaded(
+    saved: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: a wrong key or shape that comes out as a traceback of torch, without its last line."""
+    wanted, words, facts = MISFITS[case]
+    monkeypatch.setattr(MegatronDriver, "load", None)
+    with CheckpointManager(saved) as manager, pytest.raises(RestoreFailed) as caught:
+        manager.restore(wanted)
+    assert words in caught.value.message
+    assert {**caught.value.facts, **facts} == caught.value.facts
+    assert (caught.value.part, caught.value.step, caught.value.file) == ("state", 1, saved)
+
+
+def halves(key: str, tensor: torch.Tensor, *_: Any) -> dict[str, Any]:
+    return {"a": ShardedTensor.from_rank_offsets(key, tensor)}
+
+
+def first_half(found: dict[str, Any]) -> Any:
+    return found["a"]
+
+
+def test_a_state_that_megatron_core_can_load_is_not_refused(saved: str) -> None:
+    """Catches: a check that is stricter than the load: of types, padding, dropped keys, factories."""
+    made = ShardedTensorFactory("decoder.weight", torch.zeros(4, 16), halves, first_half)
+    wanted = {
+        "padded": whole("decoder.weight", 6, 16, allow_shape_mismatch=True),
+        "made": made,
+        "ints": ShardedTensor.from_rank_offsets(
+            "decoder.weight", torch.zeros(4, 16, dtype=torch.int64)
+        ),
+        "common": {"no key": 5},
+        **{f"dropped{n}": o for n, o in enumerate(objects("rng_state", 2).values())},
+    }
+    with CheckpointManager(saved) as manager:
+        for key in ("padded", "made", "ints"):
+            mine = {k: v for k, v in wanted.items() if k in (key, "common", "dropped0", "dropped1")}
+            if key == "padded":
+                with pytest.warns(match="rng_state"):
+                    restored = manager.restore(mine)
+                assert restored is not None and restored.dropped == ("rng_state",)
+            else:
+                restored = manager.restore({key: wanted[key]})
+            assert restored is not None
+            assert torch.equal(restored.state[key][:4], torch.ones(4, 16).to(restored.state[key]))
+            assert restored.state["lr"] == 3
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
+def test_an_empty_tensor_is_saved_where_megatron_core_can(
+    tmp_path: Any, shape: tuple[int, ...]
+) -> None:
+    """Catches: a ZeroDivisionError for a key that nobody names; and an empty shard refused for good."""
+    with CheckpointManager(tmp_path / "root") as manager:
+        with pytest.raises(
+            SaveRefused, match="part 'state': key 'w': a shard of shape .* is empty"
+        ):
+            manager.save(1, {"w": whole("w", *shape), "b": whole("b", 2)})
+        manager.save(1, {"w": irregular("w", *shape), "b": whole("b", 2, value=1.0)}).wait()
+        restored = manager.restore({"w": irregular("w", *shape), "b": whole("b", 2)})
+        assert restored is not None
+        assert restored.state["w"].shape == shape and restored.state["b"].sum() == 2
+        with pytest.raises(RestoreFailed, match="key 'w': a shard of shape") as caught:
+            manager.restore({"w": whole("w", *shape)})
+        assert (caught.value.part, caught.value.key, caught.value.step) == ("state", "w", 1)
+
+
+def test_a_rank_may_have_an_empty_shard_of_a_tensor_without_a_grid() -> None:
+    """Catches: a refusal of an uneven sharding, which megatron-core saves."""
+    ranks = [MegatronDriver(0, 1), MegatronDriver(1, 1)]
+    drafts = []
+    for driver, rows, row in zip(ranks, (4, 0), (0, 4), strict=True):
+        tensor = torch.ones(rows, 3)
+        shard = ShardedTensor("x", tensor, tensor.dtype, (rows, 3), (4, 3), (row, 0), None)
+        drafts.append(driver.draft({"state": {"x": shard}}))
+    assert set(ranks[0].merge([draft.summary for draft in drafts])) == {"state"}
+
+
+def test_shards_that_make_no_whole_tensor_are_named() -> None:
+    """Catches: a refusal by rank 0 that does not say which key of which part."""
+    ranks = [MegatronDriver(0, 1), MegatronDriver(1, 1)]
+    drafts = [driver.draft({"state": state(0, ""), "more": {}}) for driver in ranks]
+    with pytest.raises(CkptFsmError, match="part 'state': key 'x': .*Invalid access") as caught:
+        ranks[0].merge([draft.summary for draft in drafts])
+    assert isinstance(caught.value, SaveRefused)
+    assert (caught.value.part, caught.value.key) == ("state", "x")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,16 @@ def test_saves_are_tracked_pruned_restored_and_stock_loadable(cluster: Cluster, 
         assert cluster.run("stock_load", directory=directory, step=step) == [True, True]
 
 
+def test_a_key_that_one_rank_misnames_is_named_on_all(cluster: Cluster, root: Path) -> None:
+    """Catches: a rank that raises before the load, and the other in the load's collectives for ever."""
+    ranks = cluster.run("restore_what_rank_1_misnames", root=str(root))
+    for rank in ranks:
+        assert (rank["save"], rank["equal"], rank["error"]["type"]) == (None, True, "RestoreFailed")
+        assert "part 'state': the checkpoint has no key 'v'" in rank["error"]["text"]
+    assert "rank 1: RestoreFailed" in ranks[0]["error"]["text"]
+    assert ranks[1]["error"]["facts"]["key"] == "v"
+
+
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "strided"])
 def test_a_common_value_may_be_a_tensor_of_any_layout(layout: str) -> None:
     """Found by attack. Catches: a sparse tensor among the common values that makes every save fail."""
@@ -74,3 +86,53 @@ def test_a_common_value_may_be_a_tensor_of_any_layout(layout: str) -> None:
     if layout != "strided":  # its values may be shared: a fork would not freeze them
         value.values().zero_() if layout == "sparse_csr" else value.coalesce().values().zero_()
     assert torch.equal(staged.to_dense() if layout != "strided" else staged, tensor)
+
+
+STRICT = """
+import sys, warnings
+from collections import OrderedDict
+from ckptfsm import CheckpointManager  # the first import: megatron-core's own raises warnings
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from ckptfsm.errors import SaveFailedWarning
+
+class Loud:
+    def __reduce__(self):
+        warnings.warn("of a foreign class")
+        return OrderedDict, ()
+
+class Unpicklable:
+    def __reduce__(self):
+        raise RuntimeError("cannot be written")
+
+def raised(work):
+    try:
+        work()
+    except Warning as warning:
+        return type(warning).__name__
+
+def state(value):
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4,), value))}
+
+with CheckpointManager(sys.argv[1], on_failure="warn") as manager:
+    manager.save(1, {**state(1.0), "loud": Loud()}).wait()
+    restored = manager.restore(state(0.0))
+    assert restored.step == 1 and restored.state["w"].sum() == 4
+    manager.save(2, {**state(1.0), "oops": Unpicklable()})
+    print(raised(manager.wait_until_finished), raised(lambda: warnings.warn("of the trainer")))
+"""
+
+
+def test_a_foreign_warning_fails_neither_a_save_nor_a_restore(root: Path) -> None:
+    """Under ``-W error``. Catches: a restore that fails on a deprecation within megatron-core, and
+    a warning of ours or the trainer's that is not an error any more."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", STRICT, str(root)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "SaveFailedWarning UserWarning\n"
+    assert "`load_state_dict` is deprecated" in ran.stderr, "foreign warnings are hidden"
+    assert "of a foreign class" in ran.stderr

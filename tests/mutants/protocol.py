@@ -14,7 +14,7 @@ ORDER = (
             self.moves += 1
             self.blocked.pop(moved.of, None)
             self.news.append(record)
-            log.info("transition", extra={"record": record})
+            say(log.info, "transition", _told(record), record=record)
         self.ledger = ledger
         if command is not None:
             self.run(command)
@@ -27,7 +27,7 @@ ORDER = (
             self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))
             self.moves += 1
             self.news.append(record)
-            log.info("transition", extra={"record": record})
+            say(log.info, "transition", _told(record), record=record)
 """,
         breaks="I11",
         source="order",

@@ -261,9 +261,9 @@ PEOPLE = (
     mutant(
         "a-bad-policy-keeps-nothing",
         "engine",
-        '            log.exception("retention_policy_failed", extra={"error": describe(error)})\n'
+        '            say(log.exception, "retention_policy_failed", said, error=describe(error))\n'
         "            return\n",
-        '            log.exception("retention_policy_failed", extra={"error": describe(error)})\n'
+        '            say(log.exception, "retention_policy_failed", said, error=describe(error))\n'
         "            preserved = frozenset()\n",
         breaks="I7",
         source="I7",

@@ -27,7 +27,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -261,7 +261,9 @@ class _ReadsAll(FakeDriver):
         super().__init__(finishers={"torch_dist": trusting_finisher})
         self.storage = storage
 
-    def survey(self, parts: Mapping[str, Any], directories: Mapping[str, str]) -> Survey:
+    def survey(
+        self, parts: Mapping[str, Any], directories: Mapping[str, str], droppable: Collection[str]
+    ) -> Survey:
         return Survey(set(), {})
 
     def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:

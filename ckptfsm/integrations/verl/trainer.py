@@ -34,7 +34,7 @@ from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.integrations.verl.workers import Calls, RayCalls, RoleGroups
 from ckptfsm.layout import TRACKER, VERL, parse_tracker
 from ckptfsm.messages import AttemptId, Event, Failed
-from ckptfsm.notices import warn_caller
+from ckptfsm.notices import say, warn_caller
 from ckptfsm.retention import KeepAll, LatestN, Policy
 from ckptfsm.tickets import GroupPart, Ticket
 
@@ -155,8 +155,9 @@ class Checkpoints:
                 ticket.directory, ticket, ticket.of.step, max_ckpt_to_keep=None
             )
         except Exception as error:  # a dead worker, or a group that fell apart: the save failed
-            log.exception("workers_failed", extra={"step": ticket.of.step, "role": role})
             why = f"the workers of {role!r}: {describe(error)}"
+            said = f"step {ticket.of.step}: a save failed: {why}"
+            say(log.exception, "workers_failed", said, step=ticket.of.step, role=role)
             self.controller.feed([Failed(ticket.of, "fork_failed", why, ticket.first_rank)])
             return False
         return True

@@ -35,7 +35,7 @@ from ckptfsm.integrations.verl.mirror import Mirror, Upload
 from ckptfsm.interrupts import HandlersWait
 from ckptfsm.lifecycle import State
 from ckptfsm.messages import AttemptId
-from ckptfsm.notices import warn_caller
+from ckptfsm.notices import say, warn_caller
 from ckptfsm.ports import Outcome
 from ckptfsm.processes import Child
 
@@ -139,7 +139,9 @@ class Uploads:
         try:
             self.waiting.pop(of).close()
         except DeadlineExceeded as error:
-            log.warning("lease_given_back_later", extra={"of": str(of), "error": describe(error)})
+            why = describe(error)
+            said = f"step {of.step}: its lease is given back later: {why}"
+            say(log.warning, "lease_given_back_later", said, of=str(of), error=why)
 
     def _keep(self, controller: Controller, step: int) -> None:
         """Let a step wait, under a lease; one that cannot be uploaded is warned of, once.
@@ -213,7 +215,9 @@ class Uploads:
             while self.waiting:
                 self.waiting.popitem()[1].close()
         except (CkptFsmError, OSError) as error:  # the others expire
-            log.warning("leases_not_given_back", extra={"error": describe(error)})
+            why = describe(error)
+            said = f"leases could not be given back, and expire: {why}"
+            say(log.warning, "leases_not_given_back", said, error=why)
 
     def abandon(self) -> None:
         """End the child. The controller is to be left too; the next start uploads the latest step."""
@@ -226,7 +230,8 @@ def _conclude(step: int, outcome: Outcome) -> None:
     """How an upload ended. Raises ``SaveFailed``."""
     if not outcome.succeeded:
         raise SaveFailed(f"the upload of step {step} failed: {outcome.explain()}", step=step)
-    log.info("uploaded", extra={"step": step, "files": outcome.payload})
+    said = f"step {step}: uploaded ({outcome.payload} files)"
+    say(log.info, "uploaded", said, step=step, files=outcome.payload)
 
 
 def _tell(controller: Controller, error: SaveFailed) -> None:
@@ -240,5 +245,6 @@ def _no_copy(steps: Iterable[int]) -> str:
 
 
 def _say_left_out(step: int, why: str) -> None:
-    log.warning("not_uploaded", extra={"step": step, "why": why})
-    warn_caller(UserWarning(f"step {step} is not uploaded: {why}"))
+    said = f"step {step} is not uploaded: {why}"
+    say(log.warning, "not_uploaded", said, step=step, why=why)
+    warn_caller(UserWarning(said))

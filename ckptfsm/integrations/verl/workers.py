@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from ckptfsm.errors import DeadlineExceeded, WriterDied, describe
 from ckptfsm.messages import AttemptId, Event
+from ckptfsm.notices import say
 
 log = logging.getLogger("ckptfsm")
 
@@ -130,7 +131,9 @@ class RoleGroups:
 
 
 def _say_raised(key: tuple[str, int], error: Exception) -> None:
-    log.warning("worker_raised", extra={"role": key[0], "rank": key[1], "why": describe(error)})
+    (role, rank), why = key, describe(error)
+    said = f"worker {rank} of {role!r} failed: {why}"
+    say(log.warning, "worker_raised", said, role=role, rank=rank, why=why)
 
 
 def attach(worker: Any, role: str, root: str, settings: Mapping[str, Any]) -> None:

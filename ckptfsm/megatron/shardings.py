@@ -1,0 +1,96 @@
+"""Checks of a part's shards by key: of a save before it begins, of a load before its collectives.
+
+Megatron-core finds the same, but says it without a key, or inside the load, where the other ranks wait.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
+
+from ckptfsm.errors import CkptFsmError, RestoreFailed, describe
+
+
+def check_shards(part: str, ranks: Sequence[Sequence[Any]], error: type[CkptFsmError]) -> None:
+    """Check that the shards of all ranks make whole tensors. Raises ``error``, which names the key."""
+    by_key: dict[str, list[Any]] = defaultdict(list)
+    for shards in ranks:
+        for shard in shards:
+            by_key[shard.key].append(shard)
+    for key, shards in by_key.items():
+        check_not_empty(part, shards, error)
+        try:
+            validate_sharding_integrity([shards])
+        except Exception as found:
+            words = f"part {part!r}: key {key!r}: {describe(found)}"
+            raise error(words, part=part, key=key) from found
+
+
+def check_not_empty(part: str, shards: Sequence[Any], error: type[CkptFsmError]) -> None:
+    """Refuse an empty shard of a regular grid: megatron-core divides by the sizes of those."""
+    for shard in shards:
+        if isinstance(shard, ShardedTensor) and shard.has_regular_grid and 0 in shard.local_shape:
+            raise error(
+                f"part {part!r}: key {shard.key!r}: a shard of shape {tuple(shard.local_shape)} is "
+                "empty, and megatron-core cannot place it; leave the key out, or give the ShardedTensor "
+                "axis_fragmentations=None",
+                part=part,
+                key=shard.key,
+            )
+
+
+def check_fit(
+    part: str, wanted: Sequence[Any], have: Mapping[str, Any], droppable: Collection[str]
+) -> set[str]:
+    """Check that a checkpoint has what one rank wants. Returns the droppable keys that it lacks.
+
+    ``have`` is the checkpoint's sharded metadata. Raises ``RestoreFailed`` for the first other key.
+    """
+    known = {found.key: found for found in have.values()}
+    misfits: dict[str, Any] = {}
+    for shard in wanted:
+        found = have.get(shard.key, known.get(shard.key))
+        if not _fits(shard, found, have):
+            misfits.setdefault(shard.key, (shard, found))
+    lacks = {k for k, (v, _) in misfits.items() if k in droppable and isinstance(v, ShardedObject)}
+    rest = [misfit for key, misfit in misfits.items() if key not in lacks]
+    if rest:
+        shard, found = rest[0]
+        more = f" ({len(rest)} keys do not fit)" if len(rest) > 1 else ""
+        raise RestoreFailed(
+            f"part {part!r}: {_explain(shard, found, known)}{more}",
+            part=part,
+            key=shard.key,
+            wanted=tuple(shard.global_shape),
+            found=None if found is None else tuple(found.global_shape),
+        )
+    return lacks
+
+
+def _fits(shard: Any, found: Any, have: Mapping[str, Any]) -> bool:
+    """Megatron-core compares no types, and no shapes that may differ or that it flattened."""
+    if isinstance(shard, ShardedObject):
+        return shard.unique_key in have
+    if not isinstance(found, ShardedTensor):
+        return False
+    free = shard.allow_shape_mismatch or getattr(shard, "flattened_range", None) is not None
+    return free or tuple(shard.global_shape) == tuple(found.global_shape)
+
+
+def _explain(shard: Any, found: Any, known: Collection[str]) -> str:
+    if found is None:
+        near = difflib.get_close_matches(shard.key, known, n=1)
+        hint = f"; nearest: {near[0]!r}" if near else ""
+        return f"the checkpoint has no key {shard.key!r}{hint}"
+    return f"key {shard.key!r}: wanted {_form(shard)}, the checkpoint has {_form(found)}"
+
+
+def _form(shard: Any) -> str:
+    if isinstance(shard, ShardedObject):
+        return f"object {tuple(shard.global_offset)} of {tuple(shard.global_shape)}"
+    return f"shape {tuple(shard.global_shape)}"
