@@ -26,7 +26,7 @@ from types import MappingProxyType
 from pydantic import ValidationError
 
 from ckptfsm.documents import (
-    MAX_DOCUMENT_BYTES,
+    MAX_SEGMENT_BYTES,
     RECORD,
     Record,
     Seal,
@@ -150,12 +150,23 @@ def newest_segment(storage: Storage) -> int:
 
 def read_segments(storage: Storage) -> list[Segment]:
     """Every segment of a root, oldest first, as parsed. Seals are not applied."""
-    return [_read_segment(storage, epoch) for epoch in _segment_epochs(storage)]
+    return [read_segment(storage, epoch) for epoch in _segment_epochs(storage)]
 
 
-def _read_segment(storage: Storage, epoch: int) -> Segment:
+def read_segment(storage: Storage, epoch: int) -> Segment:
+    """A segment as it lies there. Raises ``JournalCorrupt`` if it is damaged, or larger than any can be:
+
+    nobody looks whether a valid record follows, so it is no torn tail.
+    """
     file = f"{JOURNAL}/{segment_name(epoch)}"
-    return parse_segment_bytes(epoch, storage.read(file, MAX_DOCUMENT_BYTES), file)
+    size = storage.stat(file).size
+    if size > MAX_SEGMENT_BYTES:
+        raise JournalCorrupt(
+            f"a segment of {size} bytes, more than the {MAX_SEGMENT_BYTES} it can have",
+            file=file,
+            offset=MAX_SEGMENT_BYTES,
+        )
+    return parse_segment_bytes(epoch, storage.read(file, MAX_SEGMENT_BYTES), file)
 
 
 def read_history(storage: Storage) -> History:
@@ -168,7 +179,7 @@ def read_history(storage: Storage) -> History:
     seals: list[Seal] = []
     newest: Segment | None = None
     for epoch in reversed(epochs):
-        segment = _read_segment(storage, epoch)
+        segment = read_segment(storage, epoch)
         if segment.records:
             newest = segment
             break
@@ -333,13 +344,15 @@ class JournalWriter:
         try:
             self._extend(length)
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             if not (full and essential and self._end + length <= self._allocated):
                 raise
 
     def _extend(self, length: int) -> None:
         """Allocate blocks of padding until ``length`` and the reserve fit."""
         while self._end + length + RESERVE_BYTES > self._allocated:
+            if self._allocated + BLOCK_BYTES > MAX_SEGMENT_BYTES:
+                raise OSError(errno.EFBIG, "no reader takes a larger segment: restart", self.file)
             self._pwrite(b"\n" * BLOCK_BYTES, self._allocated)
             self._allocated += BLOCK_BYTES
 

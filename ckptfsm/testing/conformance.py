@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from ckptfsm.documents import (
-    MAX_DOCUMENT_BYTES,
+    MAX_SEGMENT_BYTES,
     RECORD,
     TransitionRecord,
     first_problem,
@@ -140,6 +140,7 @@ def _on_disk(directory: Path) -> dict[int, bytes]:
             continue
         if path.is_symlink() or not path.is_file():  # reading a FIFO would never end
             raise JournalViolation(_file(epoch), 0, "file", f"{path} is not one")
+        _refuse_huge(epoch, path.stat().st_size)
         segments[epoch] = path.read_bytes()
     return segments
 
@@ -150,11 +151,17 @@ def _in_storage(storage: Storage) -> dict[int, bytes]:
         epoch = parse_segment(name)
         if epoch is None:
             continue
-        kind = storage.stat(f"{JOURNAL}/{name}").kind
-        if kind != "file":
-            raise JournalViolation(_file(epoch), 0, "file", f"it is a {kind}")
-        segments[epoch] = storage.read(f"{JOURNAL}/{name}", MAX_DOCUMENT_BYTES)
+        found = storage.stat(f"{JOURNAL}/{name}")
+        if found.kind != "file":
+            raise JournalViolation(_file(epoch), 0, "file", f"it is a {found.kind}")
+        _refuse_huge(epoch, found.size)
+        segments[epoch] = storage.read(f"{JOURNAL}/{name}", MAX_SEGMENT_BYTES)
     return segments
+
+
+def _refuse_huge(epoch: int, size: int) -> None:
+    if size > MAX_SEGMENT_BYTES:
+        raise JournalViolation(_file(epoch), 0, "file", f"it has {size} bytes")
 
 
 def check_segments(segments: Mapping[int, bytes]) -> Conformance:
