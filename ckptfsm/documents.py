@@ -35,6 +35,8 @@ SCHEMA_VERSION = 1
 MAX_DOCUMENT_BYTES = 256 << 20
 # 250,000 saves in one run, at 4 KB each: half a year with one a minute.
 MAX_SEGMENT_BYTES = 1 << 30
+# The newest older segments, which a new one seals. The older ones are removed at the opening after that.
+KEPT_SEGMENTS = 16
 
 Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
 Count = Annotated[int, Field(ge=0, le=1 << 62)]

@@ -12,6 +12,8 @@ Rules:
 * A damaged line with no valid record after it is a torn tail: the crash came there, it is ignored.
   A damaged line with a valid record after it is corruption: ``JournalCorrupt``, nothing is changed.
 * After a failed fsync the segment is lost: nothing more is written to it.
+* A new segment seals the newest ``KEPT_SEGMENTS`` older ones. A segment is removed only when neither
+  the newest nor the one before it names it: should the newest be unreadable, the one before counts.
 """
 
 from __future__ import annotations
@@ -203,6 +205,23 @@ def _check_seals(storage: Storage, seals: Sequence[Seal]) -> None:
             raise JournalCorrupt("a sealed segment is missing", file=file, offset=0) from None
         if len(data) < seal.bytes or zlib.crc32(data[: seal.bytes]) != seal.crc32:
             raise JournalCorrupt("a sealed segment has changed", file=file, offset=0)
+
+
+def folded(storage: Storage, seals: Sequence[Seal]) -> list[str]:
+    """The files that a new segment which seals ``seals`` folds, oldest first: those that the oldest of
+    these sealed itself. A segment that nobody sealed is left to people.
+    """
+    if not seals:
+        return []
+    oldest = seals[0]
+    data = storage.read(f"{JOURNAL}/{segment_name(oldest.epoch)}", oldest.bytes)
+    try:
+        opened = RECORD.validate_json(decode_line(data.partition(b"\n")[0]) or b"")
+    except ValidationError:
+        return []  # another version's: nobody here knows what it sealed
+    older = opened.seals if isinstance(opened, SegmentOpened) else ()
+    there = _segment_epochs(storage)
+    return [f"{JOURNAL}/{segment_name(s.epoch)}" for s in older if s.epoch in there]
 
 
 def lost_without(ledger: Ledger, intent: Intent) -> frozenset[AttemptId]:

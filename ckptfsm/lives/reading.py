@@ -1,7 +1,8 @@
 """Reads the lives of a root's checkpoints back from its journal. Changes nothing.
 
 Rules: seals count: of an older segment only the bytes that the newest one sealed are read; a segment
-that is older but not sealed never began. What a zombie appended later is not shown.
+that is older but not sealed never began, or was left behind by many restarts. What a zombie appended
+later is not shown.
 """
 
 from __future__ import annotations
