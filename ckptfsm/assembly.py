@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptfsm.clock import pauses
-from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, Receipt, part_records
-from ckptfsm.durable import content_is, fsync_existing, lookup, put, walk_files
+from ckptfsm.documents import FileEntry, Manifest, Receipt, part_records
+from ckptfsm.durable import content_is, fsync_existing, lookup, put, read_document, walk_files
 from ckptfsm.errors import CkptFsmError, SaveFailed, ShardMissing, describe
 from ckptfsm.evidence import check_sizes, dropped_parts
 from ckptfsm.layout import MANIFEST, Layout, join, planned_name, receipt_name
@@ -20,7 +20,7 @@ from ckptfsm.lifecycle import Checkpoint, expected_reports
 from ckptfsm.messages import FINISHED_BY_US, PartSpec
 from ckptfsm.ports import Clock, PartFinisher, Storage
 from ckptfsm.receipts import Receipts
-from ckptfsm.stock import COMMON
+from ckptfsm.stock import COMMON, MAX_METADATA_BYTES
 
 _FOREIGN_METADATA = (".metadata", "metadata.json")
 
@@ -122,8 +122,11 @@ class Assembly:
         name = join(part.directory, COMMON)
         for receipt in shares.receipts:
             for entry in receipt.files:
+                if entry.name != name:
+                    continue
                 path = join(directory, name)
-                if entry.name == name and self.storage.digest(path) != entry.digest:
+                same = self.storage.stat(path).size == entry.bytes
+                if not same or self.storage.digest(path) != entry.digest:
                     raise SaveFailed(f"{name} was changed after it was written", file=path)
 
     def _metadata_of(
@@ -140,7 +143,7 @@ class Assembly:
         planned = f"{directory}/{planned_name(part.name)}"
         data = b""
         if lookup(self.storage, planned) is not None:
-            data = self.storage.read(planned, MAX_DOCUMENT_BYTES)
+            data = read_document(self.storage, planned, MAX_METADATA_BYTES)
         results = [r.results for r in shares.receipts if r.part == part.name]
         try:
             return finisher(data, results, f"{self.storage.root}/{final}")

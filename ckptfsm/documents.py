@@ -3,7 +3,8 @@
 Rules: frozen, strict, no unknown fields. ``schema_version`` is checked before the rest, so that a
 document of a newer version is refused with ``NewerSchema`` and never rewritten. Receipts and manifests
 begin with a checksum of their other bytes, so that no flipped bit of them is believed. Reading never
-trusts a size: callers read with a bound. Names of files inside a document must be plain relative names.
+trusts a size: ``durable.read_document`` refuses one that is too large. Names of files inside a
+document must be plain relative names.
 """
 
 from __future__ import annotations
@@ -23,13 +24,19 @@ from pydantic import (
     ValidationError,
 )
 
-from ckptfsm.errors import DamagedRoot, NewerSchema
+from ckptfsm.errors import DamagedRoot, NewerSchema, SaveFailed
 from ckptfsm.layout import MEGATRON
 from ckptfsm.lifecycle import Checkpoint, State
 from ckptfsm.messages import MAX_STEP, AttemptId, PartKind, PartSpec
 
 SCHEMA_VERSION = 1
-MAX_DOCUMENT_BYTES = 1 << 30
+# A manifest of 10,000 ranks, each with 20 files of 120 bytes an entry, has 24 MB; a receipt with a
+# million rows of 150 bytes has 150 MB.
+MAX_DOCUMENT_BYTES = 256 << 20
+# 250,000 saves in one run, at 4 KB each: half a year with one a minute.
+MAX_SEGMENT_BYTES = 1 << 30
+# The newest older segments, which a new one seals. The older ones are removed at the opening after that.
+KEPT_SEGMENTS = 16
 
 Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
@@ -253,6 +260,7 @@ RECORD: TypeAdapter[Record] = TypeAdapter(Record)
 
 D = TypeVar("D", bound=Document)
 _SEAL = b'{"crc":"'
+_SEAL_BYTES = len(_SEAL) + 9
 
 
 def encode(document: BaseModel) -> bytes:
@@ -261,8 +269,14 @@ def encode(document: BaseModel) -> bytes:
 
 
 def encode_sealed(document: BaseModel) -> bytes:
-    """The same with a checksum of it in front: ``{"crc":"xxxxxxxx",...}``."""
+    """The same with a checksum of it in front: ``{"crc":"xxxxxxxx",...}``.
+
+    Raises ``SaveFailed`` for one that no reader would take.
+    """
     body = encode(document)
+    if len(body) + _SEAL_BYTES > MAX_DOCUMENT_BYTES:
+        name = type(document).__name__.lower()
+        raise SaveFailed(f"a {name} of {len(body)} bytes, more than {MAX_DOCUMENT_BYTES}")
     return _SEAL + b"%08x" % zlib.crc32(body) + b'",' + body[1:]
 
 

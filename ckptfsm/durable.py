@@ -16,7 +16,7 @@ import errno
 import os
 from collections.abc import Callable
 
-from ckptfsm.errors import StorageError
+from ckptfsm.errors import DamagedRoot, StorageError
 from ckptfsm.ports import FileStat, Storage
 
 TEMPORARY = ".tmp-"
@@ -121,6 +121,16 @@ def lookup(storage: Storage, path: str) -> FileStat | None:
         return None
     except NotADirectoryError:
         return None
+
+
+def read_document(storage: Storage, path: str, limit: int) -> bytes:
+    """The content of a file. Raises ``DamagedRoot`` for one of more than ``limit`` bytes, unread."""
+    size = storage.stat(path).size
+    if size > limit:
+        raise DamagedRoot(
+            f"a file of {size} bytes, more than the {limit} it can have", file=path, bytes=size
+        )
+    return storage.read(path, limit)
 
 
 def make_dirs(storage: Storage, path: str, *, base: str = "") -> None:

@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from ckptfsm.assembly import Assembly
 from ckptfsm.documents import (
+    KEPT_SEGMENTS,
     RollbackFinished,
     RollbackStarted,
     Seal,
@@ -46,7 +47,7 @@ from ckptfsm.errors import (
     printable,
 )
 from ckptfsm.evidence import is_manifest_of, moved_aside, read_tracker
-from ckptfsm.journal import History, JournalWriter
+from ckptfsm.journal import History, JournalWriter, folded
 from ckptfsm.layout import JOURNAL, QUARANTINE, TRACKER, TRASH, Layout, segment_name
 from ckptfsm.lease import RootLease
 from ckptfsm.ledger import Ledger, Rejected, Transition
@@ -80,7 +81,7 @@ from ckptfsm.messages import (
 from ckptfsm.notices import say
 from ckptfsm.ports import Clock, Identity, PartFinisher, Storage
 from ckptfsm.retention import Policy, describe_tracked
-from ckptfsm.trash import remove_some
+from ckptfsm.trash import remove_marker, remove_some
 
 log = logging.getLogger("ckptfsm")
 T = TypeVar("T")
@@ -184,7 +185,7 @@ class Engine:
         return self._lease.epoch
 
     def begin(self, history: History, identity: Identity) -> None:
-        """Open this epoch's segment: seals of the older ones and the ledger as it stands.
+        """Open this epoch's segment: seals of the newest older ones and the ledger as it stands.
 
         What is sealed must be durable first: a killed process may have left its last record unsynced,
         and one whose fsync failed is not made durable by another.
@@ -206,7 +207,7 @@ class Engine:
                 host=identity.host,
                 pid=identity.pid,
                 at=self._clock.wall(),
-                seals=history.seals,
+                seals=history.seals[-KEPT_SEGMENTS:],
                 run_seconds=history.run_seconds,
                 rolling_back=history.intent.rolling_back,
                 rolling_back_to=history.intent.target,
@@ -232,6 +233,20 @@ class Engine:
         except OSError as error:
             self._lease.check()  # a successor sweeps our temporary file: then say so
             raise _typed(error, "journal", file) from error
+
+    def fold(self, history: History) -> None:
+        """Remove the segments that neither this one nor the one before it names.
+
+        What fails is done by the next opening: nothing depends on it.
+        """
+        try:
+            for file in folded(self._storage, history.seals):
+                self.check_epoch()
+                remove_marker(self._storage, file)
+        except OSError as error:
+            why = describe(error)
+            said = f"{JOURNAL}: old segments stay for now: {why}"
+            say(log.warning, "journal_not_folded", said, file=JOURNAL, error=why)
 
     def end(self) -> None:
         """Nothing more is journaled."""

@@ -11,7 +11,14 @@ from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
 from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, Receipt, decode
-from ckptfsm.durable import TEMPORARY, list_names, lookup, says_what_is_there, walk_files
+from ckptfsm.durable import (
+    TEMPORARY,
+    list_names,
+    lookup,
+    read_document,
+    says_what_is_there,
+    walk_files,
+)
 from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema, describe
 from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence, is_whole
 from ckptfsm.layout import (
@@ -20,6 +27,7 @@ from ckptfsm.layout import (
     QUARANTINE,
     STAGING,
     TRACKER,
+    TRACKER_BYTES,
     TRASH,
     Layout,
     begun_name,
@@ -46,7 +54,7 @@ def read_tracker(storage: Storage) -> TrackerEvidence:
     found = lookup(storage, TRACKER)
     if found is None:
         return TrackerEvidence("missing")
-    text = storage.read(TRACKER, 256) if found.kind == "file" else b""
+    text = storage.read(TRACKER, TRACKER_BYTES) if found.kind == "file" else b""
     value = parse_tracker(text)
     if value is None:
         return TrackerEvidence("torn")
@@ -67,7 +75,7 @@ def read_manifest(storage: Storage, directory: str) -> Manifest | None:
             return None
         if found.kind != "file":
             raise DamagedRoot("the manifest is not a regular file", file=path)
-        return decode(Manifest, storage.read(path, MAX_DOCUMENT_BYTES), path)
+        return decode(Manifest, read_document(storage, path, MAX_DOCUMENT_BYTES), path)
     except OSError as error:
         if isinstance(error, (CkptFsmError, FileNotFoundError)) or not says_what_is_there(error):
             raise

@@ -12,6 +12,8 @@ Rules:
 * A damaged line with no valid record after it is a torn tail: the crash came there, it is ignored.
   A damaged line with a valid record after it is corruption: ``JournalCorrupt``, nothing is changed.
 * After a failed fsync the segment is lost: nothing more is written to it.
+* A new segment seals the newest ``KEPT_SEGMENTS`` older ones. A segment is removed only when neither
+  the newest nor the one before it names it: should the newest be unreadable, the one before counts.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from types import MappingProxyType
 from pydantic import ValidationError
 
 from ckptfsm.documents import (
-    MAX_DOCUMENT_BYTES,
+    MAX_SEGMENT_BYTES,
     RECORD,
     Record,
     Seal,
@@ -150,12 +152,23 @@ def newest_segment(storage: Storage) -> int:
 
 def read_segments(storage: Storage) -> list[Segment]:
     """Every segment of a root, oldest first, as parsed. Seals are not applied."""
-    return [_read_segment(storage, epoch) for epoch in _segment_epochs(storage)]
+    return [read_segment(storage, epoch) for epoch in _segment_epochs(storage)]
 
 
-def _read_segment(storage: Storage, epoch: int) -> Segment:
+def read_segment(storage: Storage, epoch: int) -> Segment:
+    """A segment as it lies there. Raises ``JournalCorrupt`` if it is damaged, or larger than any can be:
+
+    nobody looks whether a valid record follows, so it is no torn tail.
+    """
     file = f"{JOURNAL}/{segment_name(epoch)}"
-    return parse_segment_bytes(epoch, storage.read(file, MAX_DOCUMENT_BYTES), file)
+    size = storage.stat(file).size
+    if size > MAX_SEGMENT_BYTES:
+        raise JournalCorrupt(
+            f"a segment of {size} bytes, more than the {MAX_SEGMENT_BYTES} it can have",
+            file=file,
+            offset=MAX_SEGMENT_BYTES,
+        )
+    return parse_segment_bytes(epoch, storage.read(file, MAX_SEGMENT_BYTES), file)
 
 
 def read_history(storage: Storage) -> History:
@@ -168,7 +181,7 @@ def read_history(storage: Storage) -> History:
     seals: list[Seal] = []
     newest: Segment | None = None
     for epoch in reversed(epochs):
-        segment = _read_segment(storage, epoch)
+        segment = read_segment(storage, epoch)
         if segment.records:
             newest = segment
             break
@@ -192,6 +205,23 @@ def _check_seals(storage: Storage, seals: Sequence[Seal]) -> None:
             raise JournalCorrupt("a sealed segment is missing", file=file, offset=0) from None
         if len(data) < seal.bytes or zlib.crc32(data[: seal.bytes]) != seal.crc32:
             raise JournalCorrupt("a sealed segment has changed", file=file, offset=0)
+
+
+def folded(storage: Storage, seals: Sequence[Seal]) -> list[str]:
+    """The files that a new segment which seals ``seals`` folds, oldest first: those that the oldest of
+    these sealed itself. A segment that nobody sealed is left to people.
+    """
+    if not seals:
+        return []
+    oldest = seals[0]
+    data = storage.read(f"{JOURNAL}/{segment_name(oldest.epoch)}", oldest.bytes)
+    try:
+        opened = RECORD.validate_json(decode_line(data.partition(b"\n")[0]) or b"")
+    except ValidationError:
+        return []  # another version's: nobody here knows what it sealed
+    older = opened.seals if isinstance(opened, SegmentOpened) else ()
+    there = _segment_epochs(storage)
+    return [f"{JOURNAL}/{segment_name(s.epoch)}" for s in older if s.epoch in there]
 
 
 def lost_without(ledger: Ledger, intent: Intent) -> frozenset[AttemptId]:
@@ -333,13 +363,15 @@ class JournalWriter:
         try:
             self._extend(length)
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             if not (full and essential and self._end + length <= self._allocated):
                 raise
 
     def _extend(self, length: int) -> None:
         """Allocate blocks of padding until ``length`` and the reserve fit."""
         while self._end + length + RESERVE_BYTES > self._allocated:
+            if self._allocated + BLOCK_BYTES > MAX_SEGMENT_BYTES:
+                raise OSError(errno.EFBIG, "no reader takes a larger segment: restart", self.file)
             self._pwrite(b"\n" * BLOCK_BYTES, self._allocated)
             self._allocated += BLOCK_BYTES
 

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from ckptfsm.messages import MAX_STEP, AttemptId
 
 TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER_BYTES = 256  # are read of it: a step has 16 digits at most
 PRIVATE = ".ckptfsm"
 LOCK = f"{PRIVATE}/lock"
 LEASE = f"{PRIVATE}/lease"

@@ -72,6 +72,7 @@ class Opening:
         if not afresh:
             self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))
         self.engine.sort_trash(history.given_up)
+        self.engine.fold(history)
         self._refuse_half_open(decided.reasons)
         self.engine.keep_all = False
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import logging
 import os
@@ -44,7 +45,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 _HEAD = struct.Struct("!BQ")
 _RESULT, _ERROR = 1, 2
-_RUNS = b"\0"  # the first byte of every child
+_RUNS = b"\0"  # the first byte of every child; no frame begins with it
 _BEGIN_S = 5.0
 _FORKS = 3
 _WATCH_S = 0.2
@@ -188,18 +189,21 @@ def fork_child(job: Callable[[], Any], *, keep: Sequence[int], group: bool) -> C
 
 
 def _fork(job: Callable[[], Any], keep: Sequence[int], group: bool) -> Child:
-    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    with _named("pipe2"):
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
     parent = os.getpid()
     main_thread = threading.current_thread() is threading.main_thread()
     with _collector_off():
         try:
-            pid = os.fork()
+            with _named("fork"):
+                pid = os.fork()
         except OSError:
             os.close(read_end)
             os.close(write_end)
             raise
         if pid == 0:
-            _run_child(job, write_end, keep, group, parent if main_thread else -parent)
+            signed = parent if main_thread else -parent
+            _run_child(job, (read_end, write_end), keep, group, signed)
     os.close(write_end)
     if group:
         with contextlib.suppress(PermissionError, ProcessLookupError):
@@ -207,27 +211,39 @@ def _fork(job: Callable[[], Any], keep: Sequence[int], group: bool) -> Child:
     return Child(pid, read_end, group=group)
 
 
+@contextlib.contextmanager
+def _named(call: str) -> Iterator[None]:
+    """Errors inside say which call failed, and with what."""
+    try:
+        yield
+    except OSError as error:
+        number = error.errno or 0
+        name = errno.errorcode.get(number, "unknown")
+        raise OSError(number, f"{os.strerror(number)} ({call}: {name})") from error
+
+
 def _run_child(
-    job: Callable[[], Any], pipe: int, keep: Sequence[int], group: bool, parent: int
+    job: Callable[[], Any], pipe: tuple[int, int], keep: Sequence[int], group: bool, parent: int
 ) -> None:
-    """The child's whole life. Does not return."""
+    """The child's whole life. Does not return. ``pipe`` has both ends: the first is the parent's."""
     code = 1
     try:
-        gc.disable()
-        os.write(pipe, _RUNS)
-        if group:
-            os.setpgid(0, 0)
-        _die_with(abs(parent), by_kernel=parent > 0)
-        _reset_signals()
-        _let_go_of_all_but({0, 1, 2, pipe, *keep})
         try:
+            gc.disable()
+            os.write(pipe[1], _RUNS)
+            if group:
+                os.setpgid(0, 0)
+            _die_with(abs(parent), by_kernel=parent > 0)
+            _reset_signals()
+            os.close(pipe[0])  # nobody here knew its number: it is free for what comes next
+            _let_go_of_all_but({0, 1, 2, pipe[1], *keep})
             frame, ending = _frame(_RESULT, job()), 0
         except BaseException as error:  # whatever it is, the parent must hear of it
             cause = first_os_error(error)
             words = describe(cause) if cause else ""
-            frame = _frame(_ERROR, ChildError(describe(error), words, getattr(error, "kind", "")))
-            ending = 1
-        _send(pipe, frame)
+            told = ChildError(describe(error), words, getattr(error, "kind", ""))
+            frame, ending = _RUNS + _frame(_ERROR, told), 1  # it may not have said so yet
+        _send(pipe[1], frame)
         code = ending
     finally:
         os._exit(code)
@@ -300,13 +316,25 @@ def _let_go_of_all_but(keep: set[int]) -> None:
     """Point every other descriptor at /dev/null.
 
     Closing them would free their numbers: a shard would get one, and a log handler of the trainer's
-    that still knows the number would write into it.
+    that still knows the number would write into it. Those that were opened before the limit of open
+    files was lowered may be above it: they can only be closed, and no other file gets their number.
+
+    One free number is enough: the listing's is free again when the null device is opened.
     """
+    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for name in os.listdir("/proc/self/fd"):
-        fd = int(name)
+    for fd in numbers:
         if fd not in keep and fd != null:
-            os.dup2(null, fd, inheritable=False)
+            _point(fd, null)
+
+
+def _point(fd: int, null: int) -> None:
+    try:
+        os.dup2(null, fd, inheritable=False)
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
+        os.close(fd)
 
 
 def _frame(kind: int, value: Any) -> bytes:
@@ -322,7 +350,7 @@ def _send(pipe: int, frame: bytes) -> None:
 
 def _read_outcome(exitcode: int | None, data: bytes) -> Outcome:
     """The frame comes from our own fork; a torn one is no result."""
-    frame = data[len(_RUNS) :]
+    frame = data.lstrip(_RUNS)
     if len(frame) < _HEAD.size:
         return Outcome(exitcode)
     kind, length = _HEAD.unpack_from(frame)

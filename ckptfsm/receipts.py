@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ckptfsm.clock import pauses
 from ckptfsm.documents import MAX_DOCUMENT_BYTES, Receipt, decode
+from ckptfsm.durable import read_document
 from ckptfsm.errors import DamagedRoot, ShardMissing, name_ranks
 from ckptfsm.layout import receipt_name
 from ckptfsm.messages import AttemptId
@@ -27,7 +28,8 @@ class Receipts:
     def read(self, part: str, rank: int) -> Receipt:
         """The receipt of one share. Raises ``DamagedRoot`` if it is not of this attempt."""
         path = f"{self.location}/{receipt_name(part, rank)}"
-        receipt = decode(Receipt, self.storage.read(path, MAX_DOCUMENT_BYTES), path)
+        data = read_document(self.storage, path, MAX_DOCUMENT_BYTES)
+        receipt = decode(Receipt, data, path)
         expected = (self.of, part, rank, self.world_size)
         actual = (receipt.of, receipt.part, receipt.rank, receipt.world_size)
         if actual != expected:

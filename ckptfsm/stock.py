@@ -35,9 +35,11 @@ METADATA = ".metadata"
 CONFIG = "metadata.json"
 COMMON = "common.pt"
 CONTENTS = "ckpt_contents.json"
-MAX_METADATA_BYTES = 1 << 30
-MAX_COMMON_BYTES = 1 << 30
-MAX_CONFIG_BYTES = 64 << 10
+MAX_METADATA_BYTES = (
+    1 << 30
+)  # of all ranks: at some 500 bytes an entry, 2 million pieces of tensors
+MAX_COMMON_BYTES = 1 << 30  # usually some 100 KB; a trainer may put its whole data loader into it
+MAX_CONFIG_BYTES = 64 << 10  # one line
 MAX_DIMENSIONS = 64
 _TREE_DEPTH = 3  # role/part/tree
 _PLAIN_PATH = re.compile(

@@ -92,7 +92,7 @@ def sweep_attempt(storage: Storage, directory: str, listed: Collection[str]) -> 
 
 
 def remove_marker(storage: Storage, path: str) -> None:
-    """Delete a pin, a reader's lease or an old epoch durably; nothing if it is gone already."""
+    """Delete a pin, a reader's lease, an old epoch or segment durably; nothing if it is gone already."""
     if lookup(storage, path) is None:
         return
     storage.unlink(path)

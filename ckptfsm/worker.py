@@ -20,8 +20,8 @@ from typing import Any
 
 from ckptfsm.config import CheckpointConfig
 from ckptfsm.coordinator import Located
-from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry
-from ckptfsm.durable import make_dirs
+from ckptfsm.documents import FileEntry
+from ckptfsm.durable import make_dirs, read_document
 from ckptfsm.errors import ConfigError, SaveFailed, describe
 from ckptfsm.files import FileTree, UnmadePart, around, at_path
 from ckptfsm.handle import Restored
@@ -42,6 +42,7 @@ from ckptfsm.proposal import Accepted, Proposal, agree
 from ckptfsm.receipts import Receipts
 from ckptfsm.restoring import Restorer, warn_of_drops
 from ckptfsm.staging import Stage
+from ckptfsm.stock import MAX_METADATA_BYTES
 from ckptfsm.tickets import Reading, Ticket
 from ckptfsm.writer import RankWriter, ShardFile
 
@@ -407,7 +408,8 @@ class GroupShare:
         results: Sequence[Sequence[tuple[Any, ...]]],
     ) -> list[FileEntry]:
         rows = [[row[1:] for row in rank if row[0] == part.name] for rank in results]
-        planned = storage.read(f"{location}/{planned_name(part.name)}", MAX_DOCUMENT_BYTES)
+        path = f"{location}/{planned_name(part.name)}"
+        planned = read_document(storage, path, MAX_METADATA_BYTES)
         final = join(self.ticket.published, part.directory)
         entries = []
         for name, content in part.finisher(planned, rows, final).items():

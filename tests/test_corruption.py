@@ -9,8 +9,10 @@ import dataclasses
 import faulthandler
 import os
 import random
+import re
 import signal
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +24,7 @@ from proof.corruption import (
     Corruption,
     Template,
     add_file,
+    blow_up,
     flip,
     gut_directory,
     make_template,
@@ -30,6 +33,7 @@ from proof.corruption import (
 )
 from proof.layer import Budget, LayerResult
 
+from ckptfsm import storage
 from ckptfsm.documents import Manifest, Receipt, decode
 from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema
 from ckptfsm.journal import parse_segment_bytes
@@ -134,6 +138,53 @@ def test_F16_F17_F19_F34_whole_files_and_directories(
     for seed in range(12):
         rng = random.Random(seed)
         assert bench.judged(template, change(template, rng.choice(places), rng)) == ""
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes each read and digest takes from a real disk from now on."""
+    made: list[int] = []
+    read, digest = storage._read_up_to, storage._digest
+
+    def counting_read(fd: int, limit: int) -> bytes:
+        data = read(fd, limit)
+        made.append(len(data))
+        return data
+
+    def counting_digest(fd: int) -> str:
+        made.append(os.fstat(fd).st_size)
+        return digest(fd)
+
+    monkeypatch.setattr(storage, "_read_up_to", counting_read)
+    monkeypatch.setattr(storage, "_digest", counting_digest)
+    return made
+
+
+def _one_of_each_kind(paths: Iterable[str]) -> list[str]:
+    """Two ranks' shards, two segments, two epochs' holders are of one kind; the last one is taken."""
+    return sorted({re.sub(r"[0-9a-f]+", "N", path): path for path in paths}.values())
+
+
+@pytest.mark.parametrize("name", ["settled", "written", "published"])
+def test_F30_a_huge_file_is_not_read(bench: Bench, name: str, taken: list[int]):
+    """Catches: a sparse file of 20 GB, of any kind, that is read or digested until it is refused."""
+    template = named(bench, name)
+    for path in [*_one_of_each_kind(template.files), f"{JOURNAL}/000001.ndjson"]:
+        taken.clear()
+        assert bench.judged(template, blow_up(template, path, Zero()), real=True) == ""
+        assert sum(taken) < 1 << 20, path
+
+
+def test_F30_a_huge_manifest_costs_no_memory(bench: Bench):
+    """Catches: one that is read up to a limit first: 2.3 GB of memory at an opening."""
+    template = named(bench, "settled")
+    corruption = blow_up(template, f"iter_0000030/{MANIFEST}", Zero())
+    tracemalloc.start()
+    try:
+        assert bench.judged(template, corruption, real=True) == ""
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_third_of_the_corruptions_is_of_what_megatron_wrote(bench: Bench, monkeypatch):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ckptfsm import documents as d
-from ckptfsm.errors import DamagedRoot, NewerSchema
+from ckptfsm.errors import DamagedRoot, NewerSchema, SaveFailed
 from ckptfsm.lifecycle import Checkpoint, State
 from ckptfsm.messages import MAX_STEP, AttemptId, PartSpec
 
@@ -291,6 +291,16 @@ def test_F21_a_sealed_document_that_changed_is_damaged(document):
         with pytest.raises(DamagedRoot, match=f"^{kind} is damaged") as caught:
             d.decode(type(document), bytes(changed), "f.json")
         assert caught.value.file == "f.json"
+
+
+def test_I4_a_document_that_no_reader_would_take_is_not_written(monkeypatch):
+    """Catches: a checkpoint that is published with a manifest which nobody reads."""
+    document = DOCUMENTS[0]
+    monkeypatch.setattr(d, "MAX_DOCUMENT_BYTES", len(d.encode_sealed(document)))
+    d.encode_sealed(document)
+    monkeypatch.setattr(d, "MAX_DOCUMENT_BYTES", len(d.encode_sealed(document)) - 1)
+    with pytest.raises(SaveFailed, match="more than"):
+        d.encode_sealed(document)
 
 
 def test_the_declared_parts_come_back_as_they_were():

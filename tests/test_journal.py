@@ -10,6 +10,7 @@ import zlib
 import pytest
 
 from ckptfsm import documents as d
+from ckptfsm import journal
 from ckptfsm.errors import JournalCorrupt, NewerSchema, OutcomeUnknown, StorageError
 from ckptfsm.intent import Intent
 from ckptfsm.journal import (
@@ -503,6 +504,30 @@ def test_F5_an_essential_record_fits_when_only_the_reserve_cannot_be_renewed(tri
             writer.append(big)
     writer.append(big, essential=True)
     assert records_on(storage)[-1] == big
+
+
+def test_F20_a_segment_does_not_grow_beyond_what_is_read(monkeypatch):
+    """Catches: a run so long that no later one can open its root; a failure that is not journaled."""
+    monkeypatch.setattr(journal, "MAX_SEGMENT_BYTES", 2 * BLOCK_BYTES)
+    storage = sim()
+    writer = write(storage, ())
+    with pytest.raises(OSError, match="restart") as caught:
+        for _ in range(1000):
+            writer.append(d.SegmentClosed(run_seconds=1.0))
+    assert caught.value.errno == errno.EFBIG
+    writer.append(d.SegmentClosed(run_seconds=2.0), essential=True)
+    assert storage.stat(ONE).size == 2 * BLOCK_BYTES
+    assert read_history(storage).run_seconds == 2.0
+
+
+def test_F20_a_segment_that_is_too_large_is_refused(monkeypatch):
+    """Catches: a segment cut off at a limit, whose later records are lost in silence."""
+    storage = sim()
+    write(storage, life(3))
+    monkeypatch.setattr(journal, "MAX_SEGMENT_BYTES", BLOCK_BYTES - 1)
+    with pytest.raises(JournalCorrupt, match=f"{BLOCK_BYTES} bytes") as caught:
+        read_history(storage)
+    assert caught.value.file == ONE
 
 
 def test_F5_an_essential_record_in_the_reserve_allocates_nothing():

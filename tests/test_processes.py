@@ -5,9 +5,12 @@ Each test says what it would catch. Everything here is a real fork.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import gc
 import os
+import resource
 import select
 import signal
 import socket
@@ -81,6 +84,94 @@ def test_an_exception_is_told():
     assert not outcome.succeeded and outcome.exitcode == 1
     assert outcome.error == ChildError("RuntimeError: a bug")
     assert outcome.explain() == "RuntimeError: a bug"
+
+
+@pytest.mark.parametrize("call", ["setpgid", "listdir", "open"])
+def test_I10_an_error_before_the_job_is_told(call: str, monkeypatch: pytest.MonkeyPatch):
+    """Catches: "exit code 1 without a complete result" where the system said why."""
+
+    def refused(*arguments: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), call)
+
+    parent, real = os.getpid(), getattr(os, call)
+    refuse_child = lambda *a, **k: (real if os.getpid() == parent else refused)(*a, **k)  # noqa: E731
+    monkeypatch.setattr(os, call, refuse_child)
+    outcome = run(lambda: None)
+    assert not outcome.succeeded and outcome.exitcode == 1
+    assert outcome.explain().startswith(f"OSError: [Errno 24] Too many open files: '{call}'")
+
+
+def test_I10_an_error_before_the_first_byte_is_told(monkeypatch: pytest.MonkeyPatch):
+    """Catches: a report that is read one byte too late because the child had not said that it runs."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes.gc, "disable", interrupted)
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        processes._run_child(int, (read_end, write_end), (), True, os.getppid())
+    os.close(write_end)
+    assert ended(Child(pid, read_end, group=True)).error == ChildError("KeyboardInterrupt: ")
+
+
+def in_few_descriptors(job, free: int) -> str:
+    """What ``job`` says in a process that has only so many descriptors left."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        held = []
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        for descriptor in held[len(held) - free :]:
+            os.close(descriptor)
+        try:
+            os.write(write_end, job().encode())
+        except OSError as error:
+            os.write(write_end, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    os.waitpid(pid, 0)
+    said = wait_for_eof(read_end).decode()
+    os.close(read_end)
+    return said
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_a_descriptor_above_the_limit_is_let_go_of(group: bool):
+    """Catches: every save failing without a cause, for a descriptor that a launcher opened before it
+    lowered the limit, or a child that keeps it."""
+
+    def job() -> str:
+        with pytest.raises(OSError):
+            os.fstat(100)
+        return "written"
+
+    def trainer() -> str:
+        return str(run(job, group=group).payload)
+
+    number = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 100)
+    try:
+        assert number == 100
+        assert in_few_descriptors(trainer, free=10) == "written"
+    finally:
+        os.close(number)
+
+
+def test_a_child_needs_no_descriptor_of_its_own():
+    """Catches: a child that cannot let go of what it inherited where only its pipe could be made."""
+    assert in_few_descriptors(lambda: str(run(lambda: "written").payload), free=2) == "written"
+
+
+@pytest.mark.parametrize("free", [0, 1])
+def test_I10_a_trainer_without_a_descriptor_for_the_pipe_is_told(free: int):
+    """Catches: "too many open files" that does not say where."""
+    said = in_few_descriptors(lambda: str(run(lambda: "written").payload), free=free)
+    assert "EMFILE" in said and "pipe2" in said
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), BaseException("odd")])

@@ -1,17 +1,18 @@
 """Reads the lives of a root's checkpoints back from its journal. Changes nothing.
 
 Rules: seals count: of an older segment only the bytes that the newest one sealed are read; a segment
-that is older but not sealed never began. What a zombie appended later is not shown.
+that is older but not sealed never began, or was left behind by many restarts. What a zombie appended
+later is not shown.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ckptfsm.documents import MAX_DOCUMENT_BYTES, SegmentClosed, SegmentOpened, TransitionRecord
+from ckptfsm.documents import SegmentClosed, SegmentOpened, TransitionRecord
 from ckptfsm.durable import list_names
 from ckptfsm.errors import JournalCorrupt
-from ckptfsm.journal import Segment, parse_segment_bytes
+from ckptfsm.journal import Segment, parse_segment_bytes, read_segment
 from ckptfsm.layout import JOURNAL, parse_segment, segment_name
 from ckptfsm.lifecycle import ENDED, State
 from ckptfsm.messages import AttemptId
@@ -119,7 +120,7 @@ def _sealed_segments(storage: Storage) -> list[Segment]:
     """The segments that began, oldest first, each of the older ones cut at its seal."""
     names = (parse_segment(name) for name in list_names(storage, JOURNAL))
     for epoch in sorted((n for n in names if n is not None), reverse=True):
-        newest = _read_segment(storage, epoch, MAX_DOCUMENT_BYTES)
+        newest = read_segment(storage, epoch)
         if not newest.records:
             continue
         opened = newest.records[0]
@@ -129,7 +130,7 @@ def _sealed_segments(storage: Storage) -> list[Segment]:
             )
         sealed = []
         for seal in sorted(opened.seals, key=lambda seal: seal.epoch):
-            segment = _read_segment(storage, seal.epoch, seal.bytes)
+            segment = _read_sealed(storage, seal.epoch, seal.bytes)
             if (segment.end, segment.crc32) != (seal.bytes, seal.crc32):
                 raise JournalCorrupt(
                     "a sealed segment has changed", file=_file_of(seal.epoch), offset=0
@@ -143,7 +144,7 @@ def _file_of(epoch: int) -> str:
     return f"{JOURNAL}/{segment_name(epoch)}"
 
 
-def _read_segment(storage: Storage, epoch: int, limit: int) -> Segment:
+def _read_sealed(storage: Storage, epoch: int, limit: int) -> Segment:
     file = _file_of(epoch)
     try:
         data = storage.read(file, limit)

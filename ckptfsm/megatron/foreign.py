@@ -39,6 +39,7 @@ from ckptfsm.stock import COMMON
 from ckptfsm.storage import DIGEST_PREFIX
 
 _WATCH_S = 0.1
+_PIECE_BYTES = 1 << 20
 _WORKER_DIED = 78
 _poll = popen_fork.Popen.poll
 
@@ -195,10 +196,14 @@ def stage_foreign(spec: PartSpec, foreign: ForeignRequest, rank: int, location: 
 
 def _digest_of(path: Path) -> str:
     """The digest of a file of some 100 KB; "" if it is not there, which the writer says."""
+    hasher = xxhash.xxh3_128()
     try:
-        return DIGEST_PREFIX + xxhash.xxh3_128_hexdigest(path.read_bytes())
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                hasher.update(piece)
     except FileNotFoundError:
         return ""
+    return DIGEST_PREFIX + hasher.hexdigest()
 
 
 def stage_request(name: str, request: Any) -> StagedRequest:

@@ -28,8 +28,9 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from ckptfsm import documents
 from ckptfsm.documents import (
-    MAX_DOCUMENT_BYTES,
+    MAX_SEGMENT_BYTES,
     RECORD,
     TransitionRecord,
     first_problem,
@@ -49,7 +50,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "opening": "a segment begins with its own opening, and has no other",
         "closing": "nothing follows the closing of a segment",
         "seal": "a sealed segment is there, unchanged, and ends with a record (F20)",
-        "seals-chain": "a segment seals what the one before it sealed, and that one",
+        "seals-chain": "a segment seals what the one before it sealed, and that one; or the newest 16",
         "snapshot": "a segment opens with the ledger that the sealed ones add up to",
         "seq": "transitions are numbered from 0 in each segment",
         "run-seconds": "accumulated training time never decreases",
@@ -140,6 +141,7 @@ def _on_disk(directory: Path) -> dict[int, bytes]:
             continue
         if path.is_symlink() or not path.is_file():  # reading a FIFO would never end
             raise JournalViolation(_file(epoch), 0, "file", f"{path} is not one")
+        _refuse_huge(epoch, path.stat().st_size)
         segments[epoch] = path.read_bytes()
     return segments
 
@@ -150,11 +152,17 @@ def _in_storage(storage: Storage) -> dict[int, bytes]:
         epoch = parse_segment(name)
         if epoch is None:
             continue
-        kind = storage.stat(f"{JOURNAL}/{name}").kind
-        if kind != "file":
-            raise JournalViolation(_file(epoch), 0, "file", f"it is a {kind}")
-        segments[epoch] = storage.read(f"{JOURNAL}/{name}", MAX_DOCUMENT_BYTES)
+        found = storage.stat(f"{JOURNAL}/{name}")
+        if found.kind != "file":
+            raise JournalViolation(_file(epoch), 0, "file", f"it is a {found.kind}")
+        _refuse_huge(epoch, found.size)
+        segments[epoch] = storage.read(f"{JOURNAL}/{name}", MAX_SEGMENT_BYTES)
     return segments
+
+
+def _refuse_huge(epoch: int, size: int) -> None:
+    if size > MAX_SEGMENT_BYTES:
+        raise JournalViolation(_file(epoch), 0, "file", f"it has {size} bytes")
 
 
 def check_segments(segments: Mapping[int, bytes]) -> Conformance:
@@ -164,7 +172,7 @@ def check_segments(segments: Mapping[int, bytes]) -> Conformance:
     if not newest:
         return Conformance(ignored=len(segments))
     sealed = _parsed_opening(_file(newest), opening, newest)["seals"]
-    replay = _Replay()
+    replay = _Replay(folded=len(sealed) >= documents.KEPT_SEGMENTS)
     for seal in sealed:
         data = segments.get(seal["epoch"], b"")[: seal["bytes"]]
         if len(data) < seal["bytes"] or zlib.crc32(data) != seal["crc32"]:
@@ -257,9 +265,13 @@ _MOVES: Mapping[tuple[str, str, str], str] = MappingProxyType(
 
 
 class _Replay:
-    """The ledger as the journal tells it, over all segments; raises at the first violation."""
+    """The ledger as the journal tells it, over all segments; raises at the first violation.
 
-    def __init__(self) -> None:
+    ``folded``: the first segment need not be the first of the root. Its snapshot is believed then.
+    """
+
+    def __init__(self, *, folded: bool) -> None:
+        self._folded = folded
         self.records = self.transitions = 0
         self.checkpoints: dict[_Id, _Raw] = {}
         self.ended: set[_Id] = set()
@@ -311,8 +323,11 @@ class _Replay:
     # ---------------------------------------------------------------------------- whole segments
 
     def _open(self, opened: _Raw) -> None:
-        if opened["seals"] != self._seals:
+        if self._folded and not self._seals and opened["seals"]:
+            self._begin_with(opened)
+        if opened["seals"] not in (self._seals, self._seals[-documents.KEPT_SEGMENTS :]):
             self.fail("seals-chain", f"it seals {len(opened['seals'])} of {len(self._seals)}")
+        self._seals = list(opened["seals"])
         state = tuple(opened[name] for name in _CARRIED)
         rollback = (self.rolling_back, self.target, self.lowered)
         was = (self.run_seconds, *rollback, self.begun_afresh)
@@ -329,6 +344,17 @@ class _Replay:
                 self.fail("snapshot", f"{_text(of)} is {after}, was {before}")
         if carried:
             self.fail("snapshot", f"{_text(next(iter(carried)))} comes from nowhere")
+
+    def _begin_with(self, opened: _Raw) -> None:
+        """Take over what a segment says of those before it, which are gone."""
+        self._seals = opened["seals"]
+        self.run_seconds, self.begun_afresh = opened["run_seconds"], opened["begun_afresh"]
+        self.rolling_back, self.target = opened["rolling_back"], opened["rolling_back_to"]
+        self.lowered = opened["rolling_back_lowered"]
+        self.checkpoints = {_id_of(c): dict(c) for c in opened["checkpoints"]}
+        states = {of: c["state"] for of, c in self.checkpoints.items()}
+        self.tracked = sorted(of[0] for of, state in states.items() if state == _TRACKED)
+        self.in_flight = next((of for of, state in states.items() if state in _IN_FLIGHT), None)
 
     def _opened_again(self, record: _Raw) -> None:
         self.fail("opening", "it is opened twice")

@@ -388,6 +388,28 @@ DOCUMENTS = (
         killers=("corruption",),
     ),
     mutant(
+        "a-document-is-read-before-its-size-is-asked",
+        "durable",
+        "    if size > limit:\n",
+        "    if False:\n",
+        breaks="F30",
+        source="F30",
+        killers=("tests:test_corruption.py::test_F30_a_huge_manifest_costs_no_memory",),
+    ),
+    mutant(
+        "a-segment-is-cut-off-at-the-limit",
+        "journal",
+        "    if size > MAX_SEGMENT_BYTES:\n",
+        "    if False:\n",
+        breaks="F20",
+        source="F20",
+        killers=(
+            "tests:test_journal.py::test_F20_a_segment_that_is_too_large_is_refused",
+            "tests:test_corruption.py",
+        ),
+        why="later records are lost in silence",
+    ),
+    mutant(
         "extra-shards-pass",
         "evidence",
         '            if name.endswith(".distcp") and relative not in listed:\n',

@@ -5,6 +5,42 @@ from __future__ import annotations
 from mutants.loader import mutant
 
 MUTANTS = (
+    mutant(
+        "segments-are-folded-before-the-new-one-is-durable",
+        "engine",
+        "        self.ledger = history.ledger\n        self._run_base, self._opened_at",
+        "        self.fold(history)\n        self.ledger = history.ledger\n"
+        "        self._run_base, self._opened_at",
+        (
+            "journal",
+            '    return [f"{JOURNAL}/{segment_name(s.epoch)}" for s in older if s.epoch in there]\n',
+            (
+                "    gone = [e for e in there if e < seals[-KEPT_SEGMENTS:][0].epoch]\n"
+                '    return [f"{JOURNAL}/{segment_name(e)}" for e in gone]\n'
+            ),
+        ),
+        ("journal", "    MAX_SEGMENT_BYTES,\n", "    KEPT_SEGMENTS,\n    MAX_SEGMENT_BYTES,\n"),
+        breaks="I8",
+        source="order",
+        killers=(
+            "tests:test_crash_simulation.py::test_I8_a_crash_at_any_call_of_a_fold_loses_nothing",
+        ),
+        why="a crash leaves a journal whose newest segment names what is gone",
+    ),
+    mutant(
+        "segments-are-folded-one-opening-too-early",
+        "journal",
+        '    return [f"{JOURNAL}/{segment_name(s.epoch)}" for s in older if s.epoch in there]\n',
+        "    gone = [e for e in there if e < seals[-KEPT_SEGMENTS:][0].epoch]\n"
+        '    return [f"{JOURNAL}/{segment_name(e)}" for e in gone]\n',
+        ("journal", "    MAX_SEGMENT_BYTES,\n", "    KEPT_SEGMENTS,\n    MAX_SEGMENT_BYTES,\n"),
+        breaks="I8",
+        source="order",
+        killers=(
+            "tests:test_crash_simulation.py::test_I8_the_segment_before_the_newest_can_still_be_read",
+        ),
+        why="where the newest is torn, the one before is read, and names what is gone",
+    ),
     # ------------------------------------------------------------------------- durable: a file
     mutant(
         "new-file-without-fsync",

@@ -87,11 +87,20 @@ WRITERS = (
     mutant(
         "writers-outlive-their-trainer",
         "processes",
-        "        _die_with(abs(parent), by_kernel=parent > 0)\n",
+        "            _die_with(abs(parent), by_kernel=parent > 0)\n",
         "",
         breaks="F29",
         source="F29",
         killers=("tests:test_processes.py::test_F29_a_child_dies_with_its_trainer",),
+    ),
+    mutant(
+        "a-descriptor-above-the-limit-ends-the-writer",
+        "processes",
+        "        if error.errno != errno.EBADF:\n",
+        "        if True:\n",
+        breaks="I10",
+        source="I10",
+        killers=("tests:test_processes.py::test_a_descriptor_above_the_limit_is_let_go_of",),
     ),
     mutant(
         "a-trainer-that-died-at-once-is-not-missed",
@@ -212,7 +221,7 @@ WRITERS = (
     mutant(
         "writers-keep-the-trainers-sockets",
         "processes",
-        "        _let_go_of_all_but({0, 1, 2, pipe, *keep})\n",
+        "            _let_go_of_all_but({0, 1, 2, pipe[1], *keep})\n",
         "",
         breaks="F29",
         source="F29",

@@ -79,6 +79,7 @@ Tree = dict[str, bytes | str | None]
 PARTS = (PartSpec("state"), PartSpec("ema", directory="ema"))
 OUTSIDE = "-> outside"  # on a real disk: to the directory beside the root
 REAL_SHARE = 5  # every fifth trial is on a real disk, where there are FIFOs too
+HUGE_BYTES = 20 << 30  # of a sparse file
 MEGATRON_SHARE = 3  # every third is of what real Megatron writers wrote
 
 # ------------------------------------------------------------------------------ what is corrupted
@@ -358,6 +359,13 @@ class Fifo:
     """A named pipe in a tree (real disk only)."""
 
 
+@dataclass(frozen=True)
+class Huge:
+    """A sparse file in a tree (real disk only): ``data``, then zeros without a block on the disk."""
+
+    data: bytes
+
+
 def _area(template: Template, path: str) -> tuple[str, int | None]:
     top = path.split("/")[0]
     step = MEGATRON.parse_published(top)
@@ -392,7 +400,7 @@ def choose(template: Template, rng: random.Random, *, real: bool) -> Corruption:
     ways = [flip, flip, flip, truncate, extend, swap, remove, replace_by_directory]
     ways += [replace_by_link, add_file, zero_block, gut_directory, newer_schema, spoil_padding]
     if real:
-        ways += [replace_by_fifo] * 3
+        ways += [replace_by_fifo] * 3 + [blow_up] * 3
     return rng.choice(ways)(template, path, rng)
 
 
@@ -488,6 +496,13 @@ def replace_by_link(template: Template, path: str, rng: random.Random) -> Corrup
 
 def replace_by_fifo(template: Template, path: str, rng: random.Random) -> Corruption:
     return _made(template, "a FIFO for", path, {path: Fifo()})
+
+
+def blow_up(template: Template, path: str, rng: random.Random) -> Corruption:
+    """The same content in 20 GB. What comes after the end of a sealed segment does not count."""
+    newest = path == max(p for p in template.files if p.startswith(JOURNAL))
+    matters = newest or not path.startswith(JOURNAL)
+    return _made(template, "20 GB at", path, {path: Huge(_bytes(template, path))}, matters=matters)
 
 
 def add_file(template: Template, path: str, rng: random.Random) -> Corruption:
@@ -800,6 +815,9 @@ def _lay_out(root: Path, tree: Mapping[str, Any], beside: Path) -> None:
             (root / path).write_bytes(value)
         elif isinstance(value, Fifo):
             os.mkfifo(root / path)
+        elif isinstance(value, Huge):
+            (root / path).write_bytes(value.data)
+            os.truncate(root / path, HUGE_BYTES)
         else:
             (root / path).symlink_to(beside)
 
@@ -814,7 +832,8 @@ def _tree_of(root: Path) -> dict[str, Any]:
             if path.is_symlink():
                 value = f"-> {path.readlink()}"
             elif not path.is_dir():
-                value = path.read_bytes() if path.is_file() else "a FIFO"
+                huge = path.stat().st_size == HUGE_BYTES
+                value = "huge" if huge else path.read_bytes() if path.is_file() else "a FIFO"
             tree[str(path.relative_to(root))] = value
     return tree
 

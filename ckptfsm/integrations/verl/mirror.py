@@ -127,7 +127,8 @@ class DirectoryMirror:
                     os.fsync(written.fileno())
             for entry in files:
                 path = f"{partial.name}/{entry.name}"
-                if (storage.stat(path).size, storage.digest(path)) != (entry.bytes, entry.digest):
+                same = storage.stat(path).size == entry.bytes
+                if not same or storage.digest(path) != entry.digest:
                     raise StorageError(f"the copy of {entry.name} is not equal", file=path)
             fsync_tree_dirs(storage, partial.name)
             if lookup(storage, name) is not None:  # of an attempt that failed after its upload

@@ -32,7 +32,7 @@ from ckptfsm.files import FileTree
 from ckptfsm.integrations.verl.mirror import NAME, Mirror, UploadWorker, When, mirror_of
 from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.integrations.verl.workers import Calls, RayCalls, RoleGroups
-from ckptfsm.layout import TRACKER, VERL, parse_tracker
+from ckptfsm.layout import TRACKER, TRACKER_BYTES, VERL, parse_tracker
 from ckptfsm.messages import AttemptId, Event, Failed
 from ckptfsm.notices import say, warn_caller
 from ckptfsm.retention import KeepAll, LatestN, Policy
@@ -504,7 +504,8 @@ def _no_remote(config: Any) -> Iterator[None]:
 
 def _require_tracker(root: Path, step: int) -> None:
     """verl will follow the tracker: it must name what was verified."""
-    named = parse_tracker((root / TRACKER).read_bytes())
+    with (root / TRACKER).open("rb") as file:
+        named = parse_tracker(file.read(TRACKER_BYTES))
     if named != step:
         raise DamagedRoot(f"the tracker names {named!r}, not step {step}", file=TRACKER, step=step)
 
