@@ -26,7 +26,8 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover  only on Python 3.10
     import tomli as tomllib
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
+"""At most three years: above 9e9 seconds clocks overflow."""
 Steps = Annotated[int, Field(ge=1)]
 Verify = Literal["none", "sizes", "digests"]
 _WORDS = ("raise", "warn")
@@ -97,6 +98,8 @@ class CheckpointConfig(BaseModel):
         for name in names:
             if name not in signal.Signals.__members__:
                 raise ConfigError(f"{name!r} is not the name of a signal, such as 'SIGTERM'")
+            if name in ("SIGKILL", "SIGSTOP"):
+                raise ConfigError(f"no process hears {name}: name another signal")
         return names
 
     @field_validator("retention", mode="before")

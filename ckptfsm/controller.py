@@ -18,6 +18,7 @@ import contextlib
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -381,7 +382,8 @@ class Controller(Owner):
             directory = self._storage.absolute(located.directory)
             yield Reading(located.step, directory, located.parts, located.of)
         finally:
-            if not self._pump.closed:  # else the lease expires
+            # Else the lease expires. As the program ends, the coordinator's thread runs no more.
+            if not self._pump.closed and not sys.is_finalizing():
                 self._agree(Coordinator.release, located.lease)
 
 

@@ -13,6 +13,7 @@ Rules:
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ from ckptfsm.errors import (
     StepExistsError,
     StorageError,
     describe,
+    first_os_error,
 )
 from ckptfsm.evidence import (
     gather_evidence,
@@ -72,7 +74,7 @@ from ckptfsm.reader_leases import ReaderLeases
 from ckptfsm.receipts import Receipts
 from ckptfsm.recovery import Decision, Resume, forget_moved, plan
 from ckptfsm.retention import KeepAll, Policy
-from ckptfsm.trash import remove_marker, sweep_temporaries
+from ckptfsm.trash import remove_marker, remove_some, sweep_temporaries
 
 log = logging.getLogger("ckptfsm")
 T = TypeVar("T")
@@ -158,6 +160,7 @@ class Coordinator:
         self._requests = 0
         self._readers = ReaderLeases(storage, clock, options.reader_timeout_s)
         self._tick_at = 0.0
+        self._idle_at_last_tick = True
 
     @property
     def _engine(self) -> Engine:
@@ -170,8 +173,18 @@ class Coordinator:
     def open(self) -> RecoveryReport:
         """Take the root, decide from disk, carry the decisions out. See ``recovery``.
 
-        A damaged journal is refused before anything is touched.
+        A damaged journal is refused before anything is touched. On a full disk, what earlier runs have
+        given up is deleted first: whoever owns the root would do that too.
         """
+        try:
+            return self._open()
+        except OSError as error:
+            full = _errno_of(error) in (errno.ENOSPC, errno.EDQUOT)
+            if not full or not remove_some(self._storage, _TRASH_SLICE):
+                raise
+        return self._open()
+
+    def _open(self) -> RecoveryReport:
         began = self._clock.monotonic()
         self._refuse_other_layout(read_history(self._storage))
         lease = open_root(
@@ -527,7 +540,9 @@ class Coordinator:
             self._engine.run(command)
         self._engine.retire_if_due()
         removed = 0
-        if self._engine.pending or self._engine.ledger.in_flight() is None:  # it may lack space
+        idle = self._engine.ledger.in_flight() is None
+        # While a save is written the disk is its own; but one that saves all the time is never idle.
+        if idle or self._engine.pending or not self._idle_at_last_tick:
             try:
                 if self._lease is not None:
                     self._lease.claim_lock()
@@ -535,6 +550,7 @@ class Coordinator:
                 removed = self._engine.give_space_back(_TRASH_SLICE)
             except OSError as error:
                 _put_off(error)
+        self._idle_at_last_tick = idle
         self._tick_at = self._clock.monotonic() + (0.0 if removed else interval)
 
     def retry(self) -> None:
@@ -709,6 +725,15 @@ class Coordinator:
             )
         self._engine.withdraw(checkpoint, detail)
 
+    def _saying_fenced(self, work: Callable[..., T], *arguments: object) -> T:
+        try:
+            return work(*arguments)
+        except (Fenced, IllegalTransition):
+            raise
+        except (CkptFsmError, OSError) as error:
+            self._engine.raise_if_fenced(error)
+            raise
+
     def _guarded(self, work: Callable[..., T], *arguments: object) -> T:
         """Run a method's body; a fatal error stops this coordinator for good."""
         if self.fatal is not None:
@@ -717,7 +742,7 @@ class Coordinator:
             raise StorageError("the coordinator is not open", file=self._storage.root)
         before = self._engine.moves
         try:
-            return work(*arguments)
+            return self._saying_fenced(work, *arguments)
         except (Fenced, OutcomeUnknown, IllegalTransition) as error:
             self.fatal = error
             raise
@@ -736,6 +761,11 @@ class Coordinator:
         finally:
             if self._engine.moves != before and not self._engine.ledger.in_state(*UNSETTLED):
                 self._engine.news.append(Settled())
+
+
+def _errno_of(error: OSError) -> int | None:
+    cause = first_os_error(error)
+    return cause.errno if cause is not None else None
 
 
 def _step_of(checkpoint: Checkpoint | None) -> int | None:

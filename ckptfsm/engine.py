@@ -423,6 +423,7 @@ class Engine:
         except (Fenced, OutcomeUnknown):
             raise
         except (CkptFsmError, OSError) as error:
+            self.raise_if_fenced(error)
             if checkpoint.id in self._published:
                 self._put_off(Finalize(checkpoint.id), error)
                 return
@@ -573,6 +574,15 @@ class Engine:
     def check_epoch(self) -> None:
         """Raise ``Fenced`` if a newer manager owns the root."""
         self._lease.check()
+
+    def raise_if_fenced(self, error: Exception) -> None:
+        """Where a newer manager moved things away, raise ``Fenced`` and not what was not found."""
+        try:
+            self.check_epoch()
+        except Fenced as fenced:
+            raise fenced from error
+        except OSError:
+            return  # the disk does not say
 
     def append(
         self,

@@ -19,6 +19,7 @@ from ckptfsm.messages import MAX_STEP, AttemptId
 TRACKER = "latest_checkpointed_iteration.txt"
 TRACKER_BYTES = 256  # are read of it: a step has 16 digits at most
 PRIVATE = ".ckptfsm"
+BEGUN = "begun-"
 LOCK = f"{PRIVATE}/lock"
 LEASE = f"{PRIVATE}/lease"
 TAKING = "take-"  # how the name of an epoch begins while it is being taken
@@ -104,7 +105,7 @@ def trash_dir(of: AttemptId) -> str:
 
 def begun_name(of: AttemptId) -> str:
     """Inside a directory in place: an empty directory, which says whose attempt began there."""
-    return f"{PRIVATE}/begun-{attempt_name(of)}"
+    return f"{PRIVATE}/{BEGUN}{attempt_name(of)}"
 
 
 def gone_dir(of: AttemptId) -> str:

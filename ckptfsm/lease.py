@@ -9,6 +9,7 @@ dead disk that it was given back is given back all the same.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import uuid
@@ -16,11 +17,13 @@ from pathlib import Path
 
 from ckptfsm.documents import Holder, decode, encode_sealed
 from ckptfsm.durable import list_names, make_dir, put, write_new
-from ckptfsm.errors import DamagedRoot, Fenced, NewerSchema, RootBusy
+from ckptfsm.errors import DamagedRoot, Fenced, NewerSchema, RootBusy, describe
 from ckptfsm.layout import DIRECTORIES, LEASE, LOCK, TAKING, epoch_name, parse_epoch
+from ckptfsm.notices import say
 from ckptfsm.ports import Identity, Storage
 from ckptfsm.trash import remove_marker
 
+log = logging.getLogger("ckptfsm")
 _HOLDER_BYTES = 1 << 16
 _ATTEMPTS = 16
 
@@ -218,7 +221,7 @@ def _link_epoch(storage: Storage, identity: Identity, newest: int) -> tuple[int,
     """Create the next epoch's file, whole at once. Returns the epoch, and the name it was made under."""
     for epoch in range(newest + 1, newest + 1 + _ATTEMPTS):
         temporary = f"{LEASE}/{TAKING}{identity.pid}-{identity.nonce}-{epoch}"
-        write_new(storage, temporary, encode_sealed(_holder(identity, epoch)))
+        _write_taking(storage, temporary, _holder(identity, epoch))
         try:
             storage.link(temporary, _epoch_path(epoch))
         except OSError as error:
@@ -231,6 +234,18 @@ def _link_epoch(storage: Storage, identity: Identity, newest: int) -> tuple[int,
                 continue
         return epoch, temporary
     raise RootBusy("others take this root again and again", root=storage.root)
+
+
+def _write_taking(storage: Storage, path: str, holder: Holder) -> None:
+    """Write the file that becomes an epoch. Nothing of it stays if the disk is full."""
+    try:
+        write_new(storage, path, encode_sealed(holder))
+    except OSError:
+        try:
+            remove_marker(storage, path)
+        except OSError as error:
+            say(log.warning, "not_removed", f"{path} stays: {describe(error)}", file=path)
+        raise
 
 
 def _forget_older(storage: Storage, epoch: int) -> None:

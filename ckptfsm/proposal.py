@@ -91,6 +91,9 @@ def name_parts(state: Any, parts: Mapping[str, Any] | None) -> dict[str, Any]:
     if (state is None) == (parts is None):
         raise ConfigError("give either a state or named parts")
     named = {STATE: state} if parts is None else parts
+    odd = [name for name in named if not isinstance(name, str)]
+    if odd:
+        raise ConfigError(f"the name of a part is text, not {odd[0]!r}", part=repr(odd[0]))
     return {name: _made(value) for name, value in named.items()}
 
 

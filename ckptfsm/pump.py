@@ -429,6 +429,7 @@ class Pump:
         self._finalizing = of
         for name, finalize in draft.finalizers():
             try:
+                writer.refuse_anothers_place()
                 finalize(writer.payloads.get(name))
             except (KeyboardInterrupt, SystemExit):
                 self._owe(FinalizersRan(of, self._rank, "interrupted"))

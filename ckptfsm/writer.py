@@ -19,7 +19,7 @@ from ckptfsm.documents import FileEntry, Receipt, encode_sealed
 from ckptfsm.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error, write_all
 from ckptfsm.errors import StorageError, WriterDied, describe, printable
 from ckptfsm.layout import RECEIPTS, STAGING, begun_name, join, receipt_name
-from ckptfsm.messages import Event, Failed, ShardReported, WriterForked
+from ckptfsm.messages import AttemptId, Event, Failed, ShardReported, WriterForked
 from ckptfsm.ports import Launch, Outcome, PartJob, RankJob, Storage, Written
 from ckptfsm.processes import Child, fork_child
 
@@ -159,15 +159,15 @@ def put_receipt(storage: Storage, job: RankJob, part: PartJob, result: Written) 
         dropped=printable(result.dropped),
     )
     path = f"{job.location}/{receipt_name(part.name, job.rank)}"
-    own = partial(_require_own, storage, job)
+    own = partial(_require_own, storage, job.of, job.location)
     put(storage, path, encode_sealed(receipt), tag=str(job.of), check=own)
 
 
-def _require_own(storage: Storage, job: RankJob) -> None:
-    """In place, a receipt has a name that a later attempt's has too: the mark tells whose it is."""
-    in_place = not job.location.startswith(f"{STAGING}/")
-    if in_place and lookup(storage, f"{job.location}/{begun_name(job.of)}") is None:
-        raise StorageError(f"{job.of} has no right to {job.location} any more", file=job.location)
+def _require_own(storage: Storage, of: AttemptId, location: str) -> None:
+    """In place, a file has a name that a later attempt's has too: the mark tells whose it is."""
+    in_place = not location.startswith(f"{STAGING}/")
+    if in_place and lookup(storage, f"{location}/{begun_name(of)}") is None:
+        raise StorageError(f"{of} has no right to {location} any more", file=location)
 
 
 class RankWriter:
@@ -216,6 +216,10 @@ class RankWriter:
         """
         self._end = self._end or ()
         return self.process.kill(timeout_s)
+
+    def refuse_anothers_place(self) -> None:
+        """Raise ``StorageError`` if its directory is another's by now: finalizers write there."""
+        _require_own(self._storage, self.of, self._location)
 
     def _judge(self, outcome: Outcome) -> tuple[Event, ...]:
         """Exit code, payload and the attempt's own receipts: all three, or it failed."""

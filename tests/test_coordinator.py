@@ -29,7 +29,7 @@ from ckptfsm.errors import (
     StorageError,
 )
 from ckptfsm.journal import read_segments
-from ckptfsm.layout import JOURNAL, MANIFEST, TRACKER, receipt_name, staging_dir
+from ckptfsm.layout import JOURNAL, LEASE, MANIFEST, TRACKER, receipt_name, staging_dir
 from ckptfsm.lifecycle import State
 from ckptfsm.messages import (
     AttemptId,
@@ -810,6 +810,51 @@ def test_F20_bytes_after_a_seal_do_not_count():
     disk.kill("second")
     disk.kill("first")
     assert tracked(start(disk, "third")) == [1]
+
+
+def test_I9_a_fenced_one_says_so_first():
+    """Found by attack. Catches: a save that failed for a staging directory that was not found, or a root
+    that is said to be damaged, where another job has taken it over."""
+    disk = SimDisk()
+    first = saved(disk, 1, 2)
+    of = first.request(3)
+    first.fork(of)
+    second = start(disk, "second", takeover=True)
+    with pytest.raises(Fenced):
+        first.coordinator.report([ShardReported(of, "state", rank, 2, 1) for rank in range(2)])
+    assert second.coordinator.ledger.latest().step == 2
+
+
+def test_F5_a_root_on_a_disk_that_is_full_of_our_trash_is_opened():
+    """Found by attack. Catches: a job that no start brings back, as what it gave up takes the disk."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    stop(disk, job)
+    junk = ".ckptfsm/trash/gone-1.e1.a1"
+    disk.plant_file(junk, bytes(1 << 19))
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "open_exclusive" and junk in disk.snapshot():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    second = start(disk, "second", wrap=lambda s: FaultStorage(s, before=before))
+    assert tracked(second) == [1]
+    assert not [name for name in below(disk, f"{LEASE}/") if "take-" in name]
+
+
+def test_F5_the_trash_of_one_that_saves_all_the_time_is_emptied():
+    """Found by attack. Catches: a disk that fills to the brim with what was pruned, since no tick ever
+    finds the root idle."""
+    disk = SimDisk()
+    job = saved(disk, 1, 2)
+    junk = ".ckptfsm/trash/gone-1.e1.a1"
+    job.coordinator.tick()
+    disk.plant_file(junk, bytes(10))
+    job.fork(job.request(3))
+    for there in (True, False):
+        job.clock.sleep(6.0)
+        job.coordinator.tick()
+        assert (junk in disk.snapshot()) is there, "the first one leaves the disk to the writers"
 
 
 @pytest.mark.damages_journal("changes a sealed segment")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 from strangers import stock_saves
@@ -18,11 +20,15 @@ from ckptfsm.coordinator import SaveRequest
 from ckptfsm.documents import Pin, encode
 from ckptfsm.errors import CkptFsmError, DamagedRoot, StepExistsError, StorageError
 from ckptfsm.evidence import check_digests, read_manifest
-from ckptfsm.layout import LEASE, MANIFEST, PRIVATE, QUARANTINE, TRACKER, TRASH
+from ckptfsm.layout import LEASE, MANIFEST, PRIVATE, QUARANTINE, TRACKER, TRASH, begun_name
 from ckptfsm.lifecycle import State
+from ckptfsm.megatron.fence import stay_out_once_it_is_anothers
 from ckptfsm.messages import AttemptId, Failed, FinalizersRan, PartSpec, ShardReported, WriterGone
 from ckptfsm.ports import RankJob
+from ckptfsm.processes import fork_child
 from ckptfsm.retention import LatestN
+from ckptfsm.storage import PosixStorage
+from ckptfsm.testing.fakes import Gate
 from ckptfsm.testing.harness import FakeJob, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writer import write_rank
@@ -833,3 +839,42 @@ def test_F7_an_error_of_the_look_before_the_finalizers_fails_the_attempt_alone()
     assert job.coordinator.fatal is None and states(job)[str(of)] == "failed"
     job.save(2)
     assert tracked(job) == [2]
+
+
+def test_I4_an_old_writer_stays_out_of_a_directory_that_is_anothers(tmp_path: Path):
+    """Found by attack. Catches: a foreign writer that was stopped, or outlived its job, and wakes up
+    after the next job has saved the same step: it opens its files by path, and writes over them."""
+    directory = tmp_path / "iter_0000006"
+    begin(directory, 1)
+    gate, storage = Gate(tmp_path / "gate"), PosixStorage(tmp_path)
+
+    def write() -> None:
+        stay_out_once_it_is_anothers(storage, "iter_0000006")
+        (directory / "first").write_text("the old job's")
+        (tmp_path / "elsewhere").write_text("not ours to judge")
+        gate.hold()
+        assert (directory / "first").read_text() == "the new job's"
+        for late in (partial((directory / "first").write_text, "late"), (directory / "new").mkdir):
+            with suppress(StorageError):
+                late()
+                raise AssertionError("an old writer changed what is another's")
+        (directory / "second").open("ab").close()
+
+    child = fork_child(write, keep=storage.descriptors(), group=True)
+    held = gate.reached()
+    directory.rename(tmp_path / "aside")
+    begin(directory, 2)
+    (directory / "first").write_text("the new job's")
+    os.write(held, b".")
+    os.close(held)
+    outcome = child.wait(20.0)
+    assert outcome is not None and outcome.error is not None
+    assert "is another attempt's by now: this old writer stays out" in outcome.explain()
+    assert sorted(p.name for p in directory.iterdir()) == [PRIVATE, "first"]
+    assert (directory / "first").read_text() == "the new job's"
+    storage.close_root()
+
+
+def begin(directory: Path, attempt: int) -> None:
+    """What the coordinator makes of a directory in place."""
+    (directory / begun_name(AttemptId(6, attempt, 1))).mkdir(parents=True)

@@ -15,6 +15,7 @@ CUDA both are replaced for the duration of one foreign call; with CUDA nothing i
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,8 +34,8 @@ def cpu_devices() -> Iterator[None]:
         return
     cuda: Any = torch.cuda
     synchronize, current_device = cuda.synchronize, cuda.current_device
-    cuda.synchronize, cuda.current_device = _nothing_to_wait_for, _cpu
     try:
+        cuda.synchronize, cuda.current_device = _nothing_to_wait_for, _cpu
         with no_warning_is_an_error():
             yield
     finally:
@@ -58,8 +59,10 @@ def process_group() -> Iterator[None]:
             yield
             return
         store = torch._C._distributed_c10d.HashStore()
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        hook = sys.excepthook
         try:
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            sys.excepthook = hook  # torch lays one more over it each time, for the rank's number
             yield
         finally:
             dist.destroy_process_group()

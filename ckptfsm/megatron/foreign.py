@@ -32,6 +32,7 @@ from ckptfsm.errors import ConfigError, SaveFailed
 from ckptfsm.files import make_inside
 from ckptfsm.layout import join
 from ckptfsm.megatron.compat import cpu_devices
+from ckptfsm.megatron.fence import stay_out_once_it_is_anothers
 from ckptfsm.messages import PartSpec
 from ckptfsm.ports import Storage, Written
 from ckptfsm.processes import children_of, let_children_die_too
@@ -157,6 +158,7 @@ class ForeignPart:
         """Run the request's own writer, then fsync and digest what it wrote."""
         payload: Any = None
         if self.request.function is not None:
+            stay_out_once_it_is_anothers(storage, location)
             payload = self.request.run()
             if self.request.queue is None:
                 raise SaveFailed(f"the request of {self.name} has no queue: nobody knows its files")

@@ -166,8 +166,8 @@ ORDER = (
     mutant(
         "trash-kept-from-what-waits-for-space",
         "coordinator",
-        "        if self._engine.pending or self._engine.ledger.in_flight() is None:",
-        "        if self._engine.ledger.in_flight() is None:",
+        "        if idle or self._engine.pending or not self._idle_at_last_tick:\n",
+        "        if idle or not self._idle_at_last_tick:\n",
         breaks="F5",
         source="order",
         killers=("tests:test_coordinator.py",),

@@ -1,0 +1,66 @@
+"""Keeps the writer of a ready-made request out of a directory that is another attempt's by now.
+
+A request whose path the trainer fixed is written in place, by foreign code that opens its files late
+and by path. A writer that was stopped, or that outlived its job on another rank, would wake up after
+the next job has saved the same step, and write over it. Python tells an audit hook of each file before
+it is opened; the hook looks for the mark of the attempt first.
+
+Rules: only for writing, and only below the attempt's directory. Between the look and the opening a
+process can still be stopped: at most one file that was already looked at can be opened late.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptfsm.durable import list_names
+from ckptfsm.errors import StorageError
+from ckptfsm.layout import BEGUN, PRIVATE, STAGING, join
+from ckptfsm.ports import Storage
+
+_CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_WATCHED = frozenset({"open", "os.mkdir"})
+
+
+def stay_out_once_it_is_anothers(storage: Storage, location: str) -> None:
+    """In a writer: from now on it changes nothing below ``location`` once its mark is gone from there.
+
+    A staging directory is the attempt's alone, and has another name for each. A hook cannot be taken
+    back: it lives as long as the writer.
+    """
+    if location.startswith(f"{STAGING}/"):
+        return
+    names = list_names(storage, join(location, PRIVATE))
+    directory = Path(storage.absolute(location)).resolve()
+    marks = [directory / PRIVATE / name for name in names if name.startswith(BEGUN)]
+    sys.addaudithook(_Fence(directory, tuple(marks)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fence:
+    """An audit hook. While all ``marks`` are there, the directory is the writer's."""
+
+    directory: Path
+    marks: tuple[Path, ...]
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in _WATCHED or not isinstance(arguments[0], (str, bytes, os.PathLike)):
+            return
+        if event == "open" and not _changes(arguments[1], arguments[2]):
+            return
+        path = Path(os.fsdecode(arguments[0])).resolve()
+        if not path.is_relative_to(self.directory):
+            return
+        if not self.marks or not all(mark.exists() for mark in self.marks):
+            raise StorageError(
+                f"{self.directory} is another attempt's by now: this old writer stays out",
+                file=str(path),
+            )
+
+
+def _changes(mode: str | None, flags: int) -> bool:
+    return bool(flags & _CHANGES) or any(letter in "wax+" for letter in mode or "")
