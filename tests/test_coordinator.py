@@ -1144,7 +1144,7 @@ def test_F5_why_a_published_one_waits_is_told_once_per_reason():
     job.coordinator.report([ShardReported(of, "state", 1, 2, 10)])
 
     def told() -> list[tuple[Any, ...]]:
-        news = [n for n in job.coordinator.take_news() if isinstance(n, Blocked)]
+        news = [n for n in job.take_news() if isinstance(n, Blocked)]
         return [(n.of, n.error.file, n.error.call, n.error.errno_name) for n in news]
 
     assert told() == [(of, TRACKER, "tracker", "ENOSPC")]

@@ -539,7 +539,7 @@ def test_F5_what_becomes_blocked_while_a_save_waits(broken: Broken):
     broken.break_it()
     opener = threading.Thread(target=gate.open)
     opener.start()
-    with pytest.warns(SaveFailedWarning, match="a save was skipped: step 2 is still in flight"):
+    with pytest.warns(SaveFailedWarning, match="was skipped: step 2 is still in flight"):
         assert manager.save(3, weights(3)).skipped
     opener.join()
     assert second.state is State.FINALIZED
