@@ -16,7 +16,7 @@ Rules:
 
 from __future__ import annotations
 
-# ``signal.getsignal`` makes an enum of each answer: 40 us for all signals, not 3.
+# ``signal`` itself makes an enum of each answer: 40 us to look at all signals, not 3.
 import _signal  # type: ignore[import-not-found]
 import contextlib
 import ctypes
@@ -62,11 +62,10 @@ class HandlersWait:
 
     def __exit__(self, *_: object) -> None:
         try:
-            with contextlib.ExitStack() as last_first:  # each of them, whatever the others raise
-                for number in self._put_off:
-                    last_first.callback(self._put_back, number)
+            self._put_back(list(self._put_off))
         finally:
-            self._hand_on()
+            self._waiting = False  # one that could not be put back is called at once from now on
+            self._hand_on(self._arrived)
 
     def hear(self) -> BaseException | None:
         """Run here the handlers of what has arrived so far. Returns what one of them raised."""
@@ -78,27 +77,35 @@ class HandlersWait:
                 return error
         return None
 
-    def _hand_on(self) -> None:
-        """Run what was put off, in order. What could not be put back is called at once from now on."""
-        self._waiting = False
-        with contextlib.ExitStack() as last_first:
-            for number, frame in reversed(self._arrived):
-                last_first.callback(self._put_off[number][0], number, frame)
+    def _hand_on(self, arrived: list[tuple[int, FrameType | None]]) -> None:
+        """Run what was put off, in order: each of them, whatever the others raise."""
+        if arrived:
+            (number, frame), later = arrived[0], arrived[1:]
+            try:
+                self._put_off[number][0](number, frame)
+            finally:
+                self._hand_on(later)
 
     def _wait_with(self, number: int, handler: Handler) -> None:
         found = ctypes.create_string_buffer(_SIGACTION_BYTES)
         _LIBC.sigaction(number, None, found)
         self._put_off[number] = handler, found
-        signal.signal(number, self._arrives)
+        _signal.signal(number, self._arrives)
 
-    def _put_back(self, number: int) -> None:
+    def _put_back(self, numbers: list[int]) -> None:
+        """Put back each handler, the last one first, whatever is raised on the way."""
+        if not numbers:
+            return
+        number = numbers.pop()
         handler, found = self._put_off[number]
-        if _signal.getsignal(number) != self._arrives:
-            return  # a handler that was heard set another one
         try:
-            signal.signal(number, handler)
-        finally:  # it raises what another handler raises
-            _LIBC.sigaction(number, found, None)
+            if _signal.getsignal(number) == self._arrives:  # else one that was heard set another
+                try:
+                    _signal.signal(number, handler)
+                finally:  # it raises what another handler raises
+                    _LIBC.sigaction(number, found, None)
+        finally:
+            self._put_back(numbers)
 
     def _arrives(self, number: int, frame: FrameType | None) -> None:
         if self._waiting:

@@ -383,12 +383,12 @@ class Owner:
         self._require_open()
         self._unpolled_since = None
         self._polls += 1
-        due = self._polls % self.config.exchange_every == 0
-        with self._one_call.running():
-            if not self._pump.quiet or (due and self.config.needs_agreement):
+        due = self.config.needs_agreement and self._polls % self.config.exchange_every == 0
+        if due or not self._pump.quiet:
+            with self._one_call.running():
                 self._pump.exchange(expired=False)
-            self._link.work_in_background()
-            self._pump.raise_failures()
+        self._link.work_in_background()
+        self._pump.raise_failures()
 
     def wait_until_finished(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is in flight (collective). Raises failures and ``DeadlineExceeded``.

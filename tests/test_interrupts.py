@@ -5,6 +5,7 @@ Each test says what it would catch. The signals are real.
 
 from __future__ import annotations
 
+import _signal
 import ctypes
 import faulthandler
 import signal
@@ -103,10 +104,10 @@ def test_what_the_kernel_knew_of_a_handler_comes_back(heard: list[int], tmp_path
 
 
 class Strike:
-    """``signal.signal``, just before or after whose nth call a signal arrives."""
+    """``_signal.signal``, just before or after whose nth call a signal arrives."""
 
     def __init__(self, number: int, nth: int, *, early: bool) -> None:
-        self.number, self.left, self.early, self.set = number, nth, early, signal.signal
+        self.number, self.left, self.early, self.set = number, nth, early, _signal.signal
 
     def __call__(self, number: int, handler: object) -> object:
         self.left -= 1
@@ -127,7 +128,7 @@ def test_a_signal_on_the_way_in_or_out_is_not_lost(
     """Catches: a handler that is never called again, because another one raised on the way."""
     ended = "left"
     with monkeypatch.context() as patched:
-        patched.setattr(signal, "signal", Strike(number, nth, early=early))
+        patched.setattr(_signal, "signal", Strike(number, nth, early=early))
         try:
             with HandlersWait():  # two handlers are put off, and two put back
                 pass
@@ -147,7 +148,7 @@ def test_one_that_was_put_off_is_not_lost_where_another_comes_on_the_way_out(
     handler stood, since a Ctrl-C raised while handlers were put back."""
     before = handlers()
     with monkeypatch.context() as patched:
-        patched.setattr(signal, "signal", Strike(signal.SIGINT, nth, early=early))
+        patched.setattr(_signal, "signal", Strike(signal.SIGINT, nth, early=early))
         with pytest.raises(KeyboardInterrupt), HandlersWait():
             signal.raise_signal(signal.SIGTERM)
     assert sorted(heard) == [signal.SIGINT, signal.SIGTERM]
@@ -174,7 +175,7 @@ def test_a_thread_that_may_set_no_handler_goes_on(monkeypatch: pytest.MonkeyPatc
     def refuses(number: int, handler: object) -> None:
         raise ValueError("signal only works in main thread of the main interpreter")
 
-    monkeypatch.setattr(signal, "signal", refuses)
+    monkeypatch.setattr(_signal, "signal", refuses)
     done = []
     with HandlersWait():
         done.append(True)
