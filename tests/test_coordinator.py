@@ -815,14 +815,20 @@ def test_F20_bytes_after_a_seal_do_not_count():
 def test_I9_a_fenced_one_says_so_first():
     """Found by attack. Catches: a save that failed for a staging directory that was not found, or a root
     that is said to be damaged, where another job has taken it over."""
-    disk = SimDisk()
+    disk, second = SimDisk(), []
     first = saved(disk, 1, 2)
     of = first.request(3)
     first.fork(of)
-    second = start(disk, "second", takeover=True)
+    first.write(of, 0)
+
+    def takes_over(index: int, method: str, path: str) -> None:
+        if method == "open_exclusive" and ".metadata" in path and not second:
+            second.append(start(disk, "second", takeover=True))
+
+    first.storage.before = takes_over
     with pytest.raises(Fenced):
-        first.coordinator.report([ShardReported(of, "state", rank, 2, 1) for rank in range(2)])
-    assert second.coordinator.ledger.latest().step == 2
+        first.write(of, 1)
+    assert second[0].coordinator.ledger.latest().step == 3, "it went on with it"
 
 
 def test_F5_a_root_on_a_disk_that_is_full_of_our_trash_is_opened():

@@ -160,7 +160,10 @@ WRITERS = (
 """,
         breaks="I10",
         source="interrupt",
-        killers=("interrupts",),
+        killers=(
+            "tests:test_proof_interrupts.py::test_I10_a_job_goes_on_after_a_ctrl_c_at_each_line_of[taking]",
+            "interrupts",
+        ),
         why="an interrupt leaves a save in flight for good: its end is never told again",
     ),
     mutant(
@@ -170,7 +173,10 @@ WRITERS = (
         "",
         breaks="I10",
         source="interrupt",
-        killers=("interrupts",),
+        killers=(
+            "tests:test_proof_interrupts.py::test_I10_a_job_goes_on_after_a_ctrl_c_at_each_line_of[asking]",
+            "interrupts",
+        ),
         why="the coordinator accepts a save that no rank knows of, and refuses the next one",
     ),
     mutant(
@@ -180,7 +186,10 @@ WRITERS = (
         "            self._end = ()\n            self._end = self._ended(now)\n",
         breaks="I10",
         source="interrupt",
-        killers=("interrupts",),
+        killers=(
+            "tests:test_proof_interrupts.py::test_I10_a_job_goes_on_after_a_ctrl_c_at_each_line_of[judging]",
+            "interrupts",
+        ),
         why="the report of a writer is lost, and its deadline with it",
     ),
     mutant(
@@ -190,7 +199,10 @@ WRITERS = (
         "        return False\n",
         breaks="I10",
         source="interrupt",
-        killers=("interrupts",),
+        killers=(
+            "tests:test_proof_interrupts.py::test_I10_a_job_goes_on_after_a_ctrl_c_at_each_line_of[forking]",
+            "interrupts",
+        ),
         why="an interrupt between the answer and the fork leaves a save that nobody writes",
     ),
     mutant(
@@ -215,7 +227,10 @@ WRITERS = (
         ),
         breaks="I10",
         source="interrupt",
-        killers=("interrupts",),
+        killers=(
+            "tests:test_proof_interrupts.py::test_I10_a_job_goes_on_after_a_ctrl_c_at_each_line_of[sending]",
+            "interrupts",
+        ),
         why="what an interrupted exchange was to send is never sent again",
     ),
     mutant(

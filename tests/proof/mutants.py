@@ -39,6 +39,7 @@ LAYERS = (
     "traces",
     "processes",
     "simulation",
+    "interrupts",
 )
 LIMIT_S = 60.0
 PROFILE = "pr"  # what the gate runs must kill them all, whatever profile asks
