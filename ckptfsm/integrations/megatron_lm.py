@@ -167,9 +167,11 @@ class MegatronLMCheckpoints:
     def _begin(
         self, root: str, iteration: int, content: Any, reports: Sequence[Closure]
     ) -> SaveHandle:
-        handle = self.open(root).save(iteration, parts={"state": content})
-        self._pending.append(_Pending(handle, tuple(reports)))
-        self._own.add((root, iteration))
+        manager = self.open(root)
+        with manager.undisturbed():  # a save that was begun is known here, too
+            handle = manager.save(iteration, parts={"state": content})
+            self._pending.append(_Pending(handle, tuple(reports)))
+            self._own.add((root, iteration))
         return handle
 
     def maybe_finalize_async_save(self, blocking: bool = False, terminate: bool = False) -> None:

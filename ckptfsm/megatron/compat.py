@@ -60,8 +60,8 @@ def process_group() -> Iterator[None]:
             return
         store = torch._C._distributed_c10d.HashStore()
         hook = sys.excepthook
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
-            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
             sys.excepthook = hook  # torch lays one more over it each time, for the rank's number
             yield
         finally:

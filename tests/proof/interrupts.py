@@ -280,7 +280,8 @@ def run(budget: Budget) -> LayerResult:
                 result.violations.append(Violation("I10", f"struck at {site}: {problem}", again))
                 if budget.stop_at_first:
                     return result
-    run_signals(result, budget.pick(pr=8, nightly=60, release=180))
+    seconds = budget.pick(pr=8, nightly=60, release=180)
+    run_signals(result, seconds, with_gloo=budget.profile != "pr")
     return result
 
 

@@ -35,6 +35,7 @@ from ckptfsm.transport import LocalTransport
 from proof.layer import LayerResult, Violation
 
 HANGS_S = 90.0  # a rank that does not end this long after its time is taken for hung
+_ALONE, _GLOO = -1, -2  # in place of a socket's descriptor
 _RUN_BY = frozenset({"hear", "_hand_on", "_arrives", "_put_back", "__exit__"})
 _HEAD = struct.Struct("!Q")
 _SETTINGS: dict[str, Any] = {
@@ -139,11 +140,23 @@ def strike(number: int, struck: FrameType | None) -> None:
         frame = frame.f_back
 
 
+def gloo(store: str, rank: int) -> Any:
+    """The real transport of one of two ranks: torch.distributed."""
+    import torch.distributed as dist
+
+    from ckptfsm.megatron.transport import GlooTransport
+
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    return GlooTransport(_SETTINGS["exchange_timeout_s"])
+
+
 def rank_main(root: str, rank: int, descriptor: int, steps: int) -> None:
     """The life of one rank, in an interpreter of its own; prints how it went as JSON."""
     warnings.simplefilter("ignore")
     transport: Any = LocalTransport()
-    if descriptor >= 0:
+    if descriptor == _GLOO:
+        transport = gloo(f"{root}.store", rank)
+    elif descriptor >= 0:
         transport = SocketTransport(rank, socket.socket(fileno=descriptor))
     signal.signal(signal.SIGINT, strike)
     trainer = Trainer(Path(root), transport)
@@ -152,27 +165,31 @@ def rank_main(root: str, rank: int, descriptor: int, steps: int) -> None:
     print(json.dumps({"interrupted": trainer.interrupted, "saved": len(trainer.saved)}), flush=True)
 
 
-def run_signals(result: LayerResult, seconds: float) -> None:
-    """Strike jobs of one and of two ranks for about ``seconds`` each, seed after seed."""
-    for ranks in (1, 2):
+def run_signals(result: LayerResult, seconds: float, *, with_gloo: bool) -> None:
+    """Strike jobs of one and of two ranks for about ``seconds`` each, seed after seed.
+
+    ``with_gloo``: also two ranks of torch.distributed, which take seconds to begin.
+    """
+    for ranks, how in ((1, ""), (2, "socket"), (2, "gloo"))[: 3 if with_gloo else 2]:
         deadline, seed = time.monotonic() + seconds, 0
         while time.monotonic() < deadline:
-            problem = _strike_job(result, ranks, seed)
+            problem = _strike_job(result, ranks, how, seed)
             if problem:
                 again = "PYTHONPATH=tests python -m proof.interrupts"
-                what = f"{ranks} ranks, seed {seed}: {problem}"
+                what = f"{ranks} ranks {how}, seed {seed}: {problem}"
                 result.violations.append(Violation("I10", what, again))
                 return
             seed += 1
 
 
-def _strike_job(result: LayerResult, ranks: int, seed: int, steps: int = 90) -> str:
+def _strike_job(result: LayerResult, ranks: int, how: str, seed: int, steps: int = 90) -> str:
     """One job, whose ranks are struck until they end. Returns what went wrong, or ""."""
     chance = random.Random(seed)
     root = Path(tempfile.mkdtemp(prefix="sigint-"))
-    sockets = socket.socketpair() if ranks == 2 else ()
+    sockets = socket.socketpair() if how == "socket" else ()
+    ends = [s.fileno() for s in sockets] or [_GLOO if how else _ALONE] * ranks
     try:
-        processes = [_start(root / "root", rank, sockets, steps) for rank in range(ranks)]
+        processes = [_start(root / "root", rank, end, steps) for rank, end in enumerate(ends)]
         for end in sockets:
             end.close()
         for process in processes:
@@ -206,25 +223,15 @@ def _strike_job(result: LayerResult, ranks: int, seed: int, steps: int = 90) -> 
     return "" if newest == steps + 1 else f"step {newest} is the newest, not {steps + 1}"
 
 
-def _start(
-    root: Path, rank: int, sockets: Sequence[socket.socket], steps: int
-) -> subprocess.Popen[str]:
-    descriptor = sockets[rank].fileno() if sockets else -1
-    command = [
-        sys.executable,
-        "-m",
-        "proof.sigint",
-        str(root),
-        str(rank),
-        str(descriptor),
-        str(steps),
-    ]
+def _start(root: Path, rank: int, descriptor: int, steps: int) -> subprocess.Popen[str]:
+    numbers = [str(number) for number in (rank, descriptor, steps)]
+    command = [sys.executable, "-m", "proof.sigint", str(root), *numbers]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        pass_fds=[descriptor] if sockets else [],
+        pass_fds=[descriptor] if descriptor >= 0 else [],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
 
