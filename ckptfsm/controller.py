@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptfsm.config import CheckpointConfig, Verify, config_of
-from ckptfsm.coordinator import Coordinator, SaveRequest
+from ckptfsm.coordinator import Coordinator, Located, SaveRequest
 from ckptfsm.errors import ConfigError, DeadlineExceeded, WriterDied, name_ranks, shorten
 from ckptfsm.files import FilesDriver
 from ckptfsm.handle import SaveHandle
@@ -186,6 +186,16 @@ class Controller(Owner):
         handle = self._begin_writing(Accepted(of, False, specs), draft)
         tickets = {v.group: self._ticket(of, v.group, written[n]) for n, v in groups.items()}
         return GroupSave(handle, tickets)
+
+    def give_up(self, step: int, why: str) -> None:
+        """Fail a save in flight whose tickets nobody will use (local). It counts at the next ``poll``.
+
+        A Ctrl-C between ``begin`` and the hand-out of the tickets would leave it to its deadline.
+        """
+        unsettled = self._pump.view.unsettled
+        for of, state in unsettled.items():
+            if of.step == step and state in (State.REQUESTED, State.FORKED):
+                self._pump.report(Failed(of, "fork_failed", shorten(why)))
 
     def _specs_of(self, parts: Mapping[str, GroupPart]) -> dict[str, PartSpec]:
         """The groups' parts as declared. Raises ``ConfigError``."""
@@ -371,20 +381,22 @@ class Controller(Owner):
         """
         self._require_open()
         config = self.config.model_copy(update={"verify": verify or self.config.verify})
-        with self._one_call.running():
-            located = self._restorer(config).choose(step)
-        if located is None:
-            self._pump.say_notes()
-            yield None
-            return
+        located: Located | None = None
         try:
+            with self._one_call.running():
+                located = self._restorer(config).choose(step)
             self._pump.say_notes()
-            directory = self._storage.absolute(located.directory)
-            yield Reading(located.step, directory, located.parts, located.of)
+            yield self._reading(located)
         finally:
             # Else the lease expires. As the program ends, the coordinator's thread runs no more.
-            if not self._pump.closed and not sys.is_finalizing():
+            if located is not None and not self._pump.closed and not sys.is_finalizing():
                 self._agree(Coordinator.release, located.lease)
+
+    def _reading(self, located: Located | None) -> Reading | None:
+        if located is None:
+            return None
+        directory = self._storage.absolute(located.directory)
+        return Reading(located.step, directory, located.parts, located.of)
 
 
 def _number(groups: Mapping[str, int]) -> dict[str, int]:

@@ -32,6 +32,7 @@ from ckptfsm.errors import (
     DamagedRoot,
     Fenced,
     IllegalTransition,
+    JournalCorrupt,
     NewerSchema,
     OutcomeUnknown,
     SaveRefused,
@@ -186,7 +187,7 @@ class Coordinator:
 
     def _open(self) -> RecoveryReport:
         began = self._clock.monotonic()
-        self._refuse_other_layout(read_history(self._storage))
+        self._refuse_other_layout(self._history_before_the_lock())
         lease = open_root(
             self._storage,
             self._identity,
@@ -201,6 +202,13 @@ class Coordinator:
             self.abandon()
             raise
         return report
+
+    def _history_before_the_lock(self) -> History:
+        """Two others may open the root and fold old segments meanwhile: then it reads again."""
+        try:
+            return read_history(self._storage)
+        except JournalCorrupt:
+            return read_history(self._storage)
 
     def _refuse_other_layout(self, history: History) -> None:
         """Under other names every checkpoint of the journal would seem to be missing."""
@@ -475,6 +483,8 @@ class Coordinator:
             deadline = self._clock.monotonic() + wait_s
             self._guarded(self._report, self._from_receipts(busy, deadline))
         after = self.ledger.checkpoints.get(busy.id)
+        if foreign and after is not None and after.state is State.SHARDS_WRITTEN:
+            return State.FAILED  # nobody runs its finalizers any more: a restart gives it up
         return after.state if after is not None else None
 
     def _from_receipts(self, busy: Checkpoint, deadline: float) -> list[Event]:

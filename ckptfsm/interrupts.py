@@ -43,7 +43,7 @@ class HandlersWait:
 
     def __init__(self) -> None:
         self._put_off: dict[int, tuple[Handler, ctypes.Array[ctypes.c_char]]] = {}
-        self._arrived: list[tuple[int, FrameType | None]] = []
+        self._arrived: dict[int, FrameType | None] = {}  # one of each, as the kernel keeps them
         self._waiting = True
 
     def __enter__(self) -> None:
@@ -65,26 +65,25 @@ class HandlersWait:
             self._put_back(list(self._put_off))
         finally:
             self._waiting = False  # one that could not be put back is called at once from now on
-            self._hand_on(self._arrived)
+            self._hand_on()
 
     def hear(self) -> BaseException | None:
         """Run here the handlers of what has arrived so far. Returns what one of them raised."""
         while self._arrived:
-            number, frame = self._arrived.pop(0)
+            number = next(iter(self._arrived))
             try:
-                self._put_off[number][0](number, frame)
+                self._put_off[number][0](number, self._arrived.pop(number))
             except BaseException as error:  # a Ctrl-C: its caller decides where to raise it
                 return error
         return None
 
-    def _hand_on(self, arrived: list[tuple[int, FrameType | None]]) -> None:
-        """Run what was put off, in order: each of them, whatever the others raise."""
-        if arrived:
-            (number, frame), later = arrived[0], arrived[1:]
-            try:
-                self._put_off[number][0](number, frame)
-            finally:
-                self._hand_on(later)
+    def _hand_on(self) -> None:
+        """Run what was put off, in order: each of them, then raise what the first one raised."""
+        first = self.hear()
+        while self._arrived:
+            self.hear()
+        if first is not None:
+            raise first
 
     def _wait_with(self, number: int, handler: Handler) -> None:
         found = ctypes.create_string_buffer(_SIGACTION_BYTES)
@@ -109,7 +108,7 @@ class HandlersWait:
 
     def _arrives(self, number: int, frame: FrameType | None) -> None:
         if self._waiting:
-            self._arrived.append((number, frame))
+            self._arrived.setdefault(number, frame)
         else:
             self._put_off[number][0](number, frame)
 
@@ -131,7 +130,8 @@ class OneCall:
     """Lets one thread at a time into the public calls of a manager; handlers of signals wait meanwhile.
 
     An interrupted call would leave the other ranks in a collective that nobody else takes part in.
-    ``taking_news`` is for the pump: hooks run inside of that, and may call nothing.
+    ``taking_news`` is for the pump: hooks run inside of that, and may call nothing. ``left``: nothing is
+    agreed with other ranks any more, as the manager was left.
     """
 
     def __init__(self, defer: Callable[[], DeferredSignals]) -> None:
@@ -140,6 +140,7 @@ class OneCall:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self.taking_news = False
+        self.left = False
 
     @property
     def in_hook(self) -> bool:
@@ -165,8 +166,14 @@ class OneCall:
                 self._lock.release()
 
     def hear(self) -> BaseException | None:
-        """Run the handlers that wait for the end of the call. Returns what one of them raised."""
-        return self._signals.hear() if self._signals is not None else None
+        """Run the handlers that wait for the end of the call. Returns what one of them raised.
+
+        Raises it at once if a handler left the manager.
+        """
+        interruption = self._signals.hear() if self._signals is not None else None
+        if interruption is not None and self.left:
+            raise interruption
+        return interruption
 
 
 def _second_thread(first: threading.Thread | None) -> ConfigError:

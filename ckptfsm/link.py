@@ -92,13 +92,13 @@ class Link:
             self._executor.shutdown()
         self._coordinator = self._executor = None
 
-    def leave(self, timeout_s: float) -> State | None:
+    def leave(self, timeout_s: float) -> tuple[bool, State | None]:
         """At rank 0: finish the save in flight from what lies on disk, if it is all there.
 
-        Returns the state that it has then; None if that is not known after ``timeout_s``.
+        Returns whether its state is known after ``timeout_s``, and that state.
         """
         if self._coordinator is None or self._executor is None:
-            return None
+            return False, None
         call = _Call(Coordinator.leave, (self._coordinator, timeout_s), {})
         try:
             state: State | None = self._executor.submit(call).result(timeout_s)
@@ -108,8 +108,8 @@ class Link:
             why = describe(error)
             say(log.warning, "left_in_flight", f"left with a save in flight: {why}", error=why)
         else:
-            return state
-        return None
+            return True, state
+        return False, None
 
     def abandon(self, timeout_s: float) -> bool:
         """Give the root back without the other ranks. True if that was done within ``timeout_s``.
@@ -178,6 +178,8 @@ class Link:
 
     def _leave_late(self, future: Pending[Any]) -> None:
         """Nobody waits for this answer any more: what it holds is given back when it comes."""
+        if self._coordinator is None:  # a handler has left the manager
+            return
         self._late = future
         self._submitted.append(future)
         self._submit(Coordinator.disown, future)
@@ -195,6 +197,8 @@ class Link:
                 value = self.ask(work, *arguments, **keywords)
                 answer = Answer(value, update=self.collect())
             except BaseException as error:  # the other ranks wait for the broadcast
+                if self._coordinator is None:  # a handler has left the manager
+                    raise
                 answer = self.answer_of(error)
         return self.share(answer)
 

@@ -67,7 +67,10 @@ class Manager(Owner):
                 return SaveHandle(step)
             call = (state, parts)
             with Stage(self._ports.staging, self._ports.transport, step) as stage:
-                handle, refused = self._begin(stage, step, call, metrics)
+                try:
+                    handle, refused = self._begin(stage, step, call, metrics)
+                except (KeyboardInterrupt, SystemExit) as error:  # the other ranks go on to agree
+                    handle, refused = SaveHandle(step), error
             stage.agree()
             if refused is not None:
                 raise refused
@@ -123,6 +126,8 @@ class Manager(Owner):
             refused = SaveRefused(f"the save cannot begin: {describe(error)}", step=step)
             return self._link.answer_of(refused), None
         except BaseException as error:  # a Ctrl-C: no rank will write it
+            if self._one_call.left:  # its handler has left the manager
+                raise
             self._link.forget_request()
             return self._link.answer_of(error), None
         accepted = Accepted(of, request.in_place, request.parts, planned)

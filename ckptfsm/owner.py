@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import operator
 import signal
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -235,7 +236,16 @@ class Owner:
             self._unwatch_signals()
         if lost:
             say(log.warning, "save_lost", lost)
+            self._warn_of_loss(lost)
+
+    def _warn_of_loss(self, lost: str) -> None:
+        """Warn, but under ``-W error`` do not hide the error that the manager is left with."""
+        leaving = sys.exc_info()[1] is not None
+        try:
             warn_caller(SaveFailedWarning(lost))
+        except SaveFailedWarning:
+            if not leaving:  # else it is logged, and the error on its way out says more
+                raise
 
     def _let_go(self, timeout_s: float) -> None:
         """Let go of root and transport. An interrupted one can be called again.
@@ -328,7 +338,7 @@ class Owner:
         """
         self._require_open()
         self._watch_polls(step)
-        self._pump.catch_up(self.config.busy_timeout_s)
+        self._pump.catch_up(self.config.effect_timeout_s)
         self._pump.raise_failures()
         busy = self._pump.view.in_flight
         if busy is None:
@@ -397,7 +407,6 @@ class Owner:
         """
         limit = timeout_s if timeout_s is not None else self.config.busy_timeout_s
         with self._one_call.running():
-            self._pump.catch_up(limit)
             self._pump.drive(_nothing_unsettled, limit, "the saves in flight")
             self._pump.raise_failures()
 

@@ -123,7 +123,7 @@ class Pump:
 
     def end(self) -> None:
         """The root was given back."""
-        self._closed = True
+        self._closed = self.calls.left = True
 
     def begin(self, view: View, update: Update) -> None:
         """The root is open: what it holds, and what opening it did."""
@@ -146,18 +146,24 @@ class Pump:
         problem = ""
         if writer is not None and not writer.wait(timeout_s):
             writer.kill(timeout_s)
-            problem = f"its writer had not ended after {timeout_s} s"
+            problem = f"is lost: its writer had not ended after {timeout_s} s"
         elif writer is not None:
             ends = writer.poll(self._ports.clock.monotonic())
-            problem = next((end.detail for end in ends if isinstance(end, Failed)), "")
+            problem = next((f"is lost: {e.detail}" for e in ends if isinstance(e, Failed)), "")
         if busy is not None and self._rank == 0 and not problem:
             left_s = max(0.0, began + timeout_s - self._ports.clock.monotonic())
-            if self._link.leave(max(left_s, _LEAVE_S)) not in _KEPT:
-                problem = "not all of its shards were durable"
+            problem = self._finish_alone(max(left_s, _LEAVE_S))
         self.writer = None
         if busy is None or not problem:
             return ""
-        return f"step {busy.step} was in flight when its manager was left, and is lost: {problem}"
+        return f"step {busy.step} was in flight when its manager was left, and {problem}"
+
+    def _finish_alone(self, timeout_s: float) -> str:
+        """At rank 0: finish the save in flight from what lies on disk. Returns why that is not done."""
+        known, state = self._link.leave(timeout_s)
+        if not known:
+            return "whether it was finished is not known: the next start decides"
+        return "" if state in _KEPT else "is lost: not all of its shards were durable"
 
     # ------------------------------------------------------------------------------------- rounds
 
@@ -193,7 +199,7 @@ class Pump:
         In a larger one no call is left half done: handlers wait for its end.
         """
         if self._ports.transport.world_size == 1 and not self._caught_up(self.view):
-            self.drive(self._caught_up, timeout_s, "an interrupted call")
+            self.drive(self._caught_up, timeout_s, "an earlier answer of the disk")
 
     def _caught_up(self, view: View) -> bool:
         left = [of for of, state in view.unsettled.items() if self._is_orphan(of, state)]
@@ -218,6 +224,9 @@ class Pump:
         with self.calls.running():
             self.settle(handle, timeout_s)
             if handle.exception() is not None:
+                raised = handle.exception()  # the caller gets it from the handle
+                kept = {of: e for of, e in self.failures.items() if e is not raised}
+                self.failures = kept
                 self.failures.pop(handle.attempt, None)
 
     @property
@@ -427,18 +436,20 @@ class Pump:
             self._owe(FinalizersRan(of, self._rank, "interrupted"))
             return
         self._finalizing = of
+        leaving: BaseException | None = None
         for name, finalize in draft.finalizers():
             try:
                 writer.refuse_anothers_place()
                 finalize(writer.payloads.get(name))
-            except (KeyboardInterrupt, SystemExit):
-                self._owe(FinalizersRan(of, self._rank, "interrupted"))
-                raise
+            except (KeyboardInterrupt, SystemExit) as problem:  # raised once the others have heard
+                error, leaving = "interrupted", problem
             except BaseException as problem:  # torch's CheckpointException is one
                 error = f"{name}: {describe(problem)}"
             if self._ports.transport.any_flags([bool(error)])[0]:
                 break  # or the other ranks would wait in the next part's collectives
         self._owe(FinalizersRan(of, self._rank, error))
+        if leaving is not None:
+            raise leaving
 
     def _call_hooks(self, record: TransitionRecord) -> None:
         for hook in self._hooks:

@@ -115,6 +115,7 @@ def write_rank(storage: Storage, job: RankJob) -> list[tuple[str, int, Any]]:
     """Write every part of a rank and its receipt, in order: (part, bytes, payload) for each."""
     written = []
     for part in job.parts:
+        _require_own(storage, job.of, job.location)
         if part.name in job.optional:
             result = _try_part(storage, job, part)
         else:

@@ -195,6 +195,15 @@ def test_a_handler_is_heard_where_the_block_asks(heard: list[int]):
     assert len(heard) == 2
 
 
+def test_a_thousand_of_one_signal_are_one(heard: list[int]):
+    """Found by review. Catches: handlers of a timer that are run one inside the other, until Python has
+    no stack left; a frame that is kept for each."""
+    with HandlersWait():
+        for _ in range(5000):
+            signal.raise_signal(signal.SIGTERM)
+    assert heard == [signal.SIGTERM]
+
+
 def test_a_handler_that_another_one_set_stays(heard: list[int]):
     """Catches: a trainer whose handler for the second Ctrl-C is taken away again."""
 

@@ -1388,6 +1388,57 @@ def test_F25_a_writer_that_failed_as_its_manager_was_left_is_told(run: Run):
         raise KeyError
 
 
+def test_a_handler_that_leaves_inside_a_wait_is_heard(run: Run):
+    """Found by review. Catches: an AssertionError in place of the SystemExit of a handler that leaves
+    the manager, where the wait goes on to ask a coordinator that is gone."""
+
+    def leave(number: int, frame: object) -> None:
+        manager.abandon()
+        raise SystemExit(143)
+
+    manager, gate = held(run)
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        manager._ports.clock.sleep = lambda seconds: signal.raise_signal(signal.SIGTERM)
+        with (
+            pytest.raises(SystemExit, match="143"),
+            pytest.warns(SaveFailedWarning, match="is lost"),
+        ):
+            manager.wait_until_finished()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        del manager._ports.clock.sleep
+    assert run.open().latest_step() is None
+    assert gate.path
+
+
+def test_F25_a_disk_that_does_not_say_is_no_loss(run: Run):
+    """Found by review. Catches: a warning that a save is lost, which is tracked a moment later."""
+    stuck = Stuck("rename", TRACKER)
+    manager = run.open(FaultStorage(PosixStorage(run.root), before=stuck), exit_timeout_s=0.6)
+    stuck.armed = True
+    said = "whether it was finished is not known: the next start decides"
+    with pytest.warns(SaveFailedWarning, match=said), pytest.raises(KeyError), manager:
+        manager.save(1, weights(1))
+        assert manager._pump.writer.wait(20.0)
+        raise KeyError
+    stuck.go.set()
+
+
+def test_F6_an_answer_of_the_disk_is_awaited_as_long_as_one_may_take(run: Run):
+    """Found by review. Catches: a rank that is alone, and waits for ``busy_timeout_s`` for what was
+    asked before, whatever ``on_busy`` says."""
+    stuck = Stuck("mkdir", "staging")
+    storage = FaultStorage(PosixStorage(run.root), before=stuck)
+    manager = run.open(storage, effect_timeout_s=0.3, busy_timeout_s=20.0, on_busy="skip")
+    stuck.armed = True
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded) as late:
+            manager.save(1, weights(1))
+        assert late.value.timeout_s == 0.3
+    stuck.go.set()
+
+
 def test_calls_from_two_threads_are_refused(run: Run):
     """Catches: two threads in one writer's pipe: a bare OSError(9), or a save that counts twice."""
     manager, gate = held(run)

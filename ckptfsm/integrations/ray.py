@@ -30,7 +30,7 @@ from ckptfsm.handle import SaveHandle
 from ckptfsm.messages import AttemptId, Event, Failed
 from ckptfsm.notices import say
 from ckptfsm.pump import Hook
-from ckptfsm.tickets import GroupPart, Ticket
+from ckptfsm.tickets import GroupPart, GroupSave, Ticket
 
 log = logging.getLogger("ckptfsm")
 
@@ -90,23 +90,20 @@ class RayController(Controller):
         given = dict(parts or {})
         said = {part.group for part in given.values() if isinstance(part, GroupPart)}
         simple = {name: GroupPart(name) for name in self._actors if name not in said}
-        with self.undisturbed():
+        save: GroupSave | None = None
+        try:
             save = self.begin(step, {**simple, **given}, metrics=metrics)
-            try:
-                written = [
-                    self._call(name, rank, self._write, ticket, ticket)
-                    for name, ticket in save.tickets.items()
-                    for rank in range(len(self._actors[name]))
-                ]
-            except (
-                BaseException
-            ) as error:  # a Ctrl-C too: what nobody writes must not be in the way
-                why = f"not every actor was called: {describe(error)}"
-                tickets = save.tickets.values()
-                self.feed(Failed(t.of, "fork_failed", why, t.first_rank) for t in tickets)
-                raise
-            self.feed(self._answers(written))
-            return save.handle
+            written = [
+                self._call(name, rank, self._write, ticket, ticket)
+                for name, ticket in save.tickets.items()
+                for rank in range(len(self._actors[name]))
+            ]
+        except BaseException as error:  # a Ctrl-C too: what nobody writes must not be in the way
+            if save is not None:
+                self.give_up(step, f"not every actor was called: {describe(error)}")
+            raise
+        self.feed(self._answers(written))
+        return save.handle
 
     def replace(self, group: str, actors: Sequence[Any]) -> None:
         """Put new actors in the place of a group's, which are dead: what they had not written fails.

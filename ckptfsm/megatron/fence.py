@@ -5,8 +5,9 @@ and by path. A writer that was stopped, or that outlived its job on another rank
 the next job has saved the same step, and write over it. Python tells an audit hook of each file before
 it is opened; the hook looks for the mark of the attempt first.
 
-Rules: only for writing, and only below the attempt's directory. Between the look and the opening a
-process can still be stopped: at most one file that was already looked at can be opened late.
+Rules: only for changes, and only below the attempt's directory. Between the look and the change a
+process can still be stopped: at most one file that was already looked at can be opened late. Paths
+that are relative to a descriptor are not seen, as megatron-core uses none.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ckptfsm.layout import BEGUN, PRIVATE, STAGING, join
 from ckptfsm.ports import Storage
 
 _CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-_WATCHED = frozenset({"open", "os.mkdir"})
+_WATCHED = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"})
 
 
 def stay_out_once_it_is_anothers(storage: Storage, location: str) -> None:
@@ -52,7 +53,10 @@ class _Fence:
             return
         if event == "open" and not _changes(arguments[1], arguments[2]):
             return
-        path = Path(os.fsdecode(arguments[0])).resolve()
+        for path in arguments[: 2 if event == "os.rename" else 1]:
+            self._look(Path(os.fsdecode(path)).resolve())
+
+    def _look(self, path: Path) -> None:
         if not path.is_relative_to(self.directory):
             return
         if not self.marks or not all(mark.exists() for mark in self.marks):

@@ -36,7 +36,7 @@ from ckptfsm.layout import TRACKER, TRACKER_BYTES, VERL, parse_tracker
 from ckptfsm.messages import AttemptId, Event, Failed
 from ckptfsm.notices import say, warn_caller
 from ckptfsm.retention import KeepAll, LatestN, Policy
-from ckptfsm.tickets import GroupPart, Ticket
+from ckptfsm.tickets import GroupPart, GroupSave, Ticket
 
 log = logging.getLogger("ckptfsm")
 Trainer = TypeVar("Trainer")
@@ -137,16 +137,25 @@ class Checkpoints:
         """
         step = int(self._trainer.global_steps)
         parts = self._parts()
-        with self.controller.undisturbed():  # nobody else has the tickets
+        begun: GroupSave | None = None
+        try:
             begun = self.controller.begin(step, parts)
-            roles = [role for role in begun.tickets if role != NAME]
-            written = all(self._write(role, begun.tickets[role]) for role in roles)
-            if written and self._uploader is not None and begun.tickets:
-                own = [name for name, value in parts.items() if not isinstance(value, GroupPart)]
-                self.controller.feed(self._uploader.begin(begun.tickets, own))
+            self._hand_out(begun, parts)
+        except BaseException as error:  # a Ctrl-C too: nobody else has the tickets
+            if begun is not None:
+                self.controller.give_up(step, f"not every worker was called: {describe(error)}")
+            raise
         if not is_async(self._trainer.config):
             self.controller.wait_for(begun.handle)
         self._tell()
+
+    def _hand_out(self, begun: GroupSave, parts: Mapping[str, Any]) -> None:
+        """Let each role's workers write, then those that upload."""
+        roles = [role for role in begun.tickets if role != NAME]
+        written = all(self._write(role, begun.tickets[role]) for role in roles)
+        if written and self._uploader is not None and begun.tickets:
+            own = [name for name, value in parts.items() if not isinstance(value, GroupPart)]
+            self.controller.feed(self._uploader.begin(begun.tickets, own))
 
     def _write(self, role: str, ticket: Ticket) -> bool:
         """Let a role's workers write; its ticket travels in place of ``hdfs_path``."""
