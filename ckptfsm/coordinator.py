@@ -52,7 +52,7 @@ from ckptfsm.evidence import (
 )
 from ckptfsm.findings import is_whole, why_not_whole
 from ckptfsm.journal import History, newest_segment, read_history
-from ckptfsm.layout import JOURNAL, LAYOUTS, MEGATRON, Layout, pin_name
+from ckptfsm.layout import JOURNAL, LAYOUTS, MEGATRON, RECEIPTS, Layout, pin_name
 from ckptfsm.lease import RootLease, open_root
 from ckptfsm.ledger import Ledger, Rejected
 from ckptfsm.lifecycle import UNSETTLED, Checkpoint, State, expected_reports, writing_ranks
@@ -494,6 +494,10 @@ class Coordinator:
         receipts = Receipts(self._storage, location, of, size)
         try:
             found = list(receipts.arriving(expected_reports(busy), self._clock, deadline))
+            for part in {
+                receipt.part for receipt in found
+            }:  # their writers may have died before that
+                self._storage.fsync_dir(f"{location}/{RECEIPTS}/{part}")
         except (ShardMissing, DamagedRoot) as error:
             why = describe(error)
             said = f"step {busy.step} is left in flight: {why}"

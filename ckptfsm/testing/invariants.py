@@ -572,12 +572,19 @@ class Watch:
             self.acknowledged.add(step)
 
     def _fell_back(self, model: JournalModel, step: int) -> bool:
-        """It named nothing that is whole, and now names the newest acknowledged one that is."""
+        """It named nothing that is whole, and now names the newest acknowledged one that is.
+
+        Or one that no journal knows, and that is adopted at this start: it is whole, and between the two.
+        """
         known = model.of_states("finalized", "tracked", "prunable")
         whole = {of for of in known if of[0] == step or self._is_whole(of)}
         acknowledged = {of[0] for of in whole if model.states[of] != "finalized"}
-        named = self._tracker_states()[0]
-        return named not in {of[0] for of in whole} and step == max(acknowledged, default=None)
+        named, newest = self._tracker_states()[0], max(acknowledged, default=None)
+        if named in {of[0] for of in whole}:
+            return False
+        below = named is not None and (newest is None or newest < step) and step < named
+        adopted = step not in {of[0] for of in known} and self._complete_at(_name_of(step))
+        return step == newest or (below and adopted)
 
     def _is_whole(self, of: Attempt) -> bool:
         token = self.disk.find(_name_of(of[0]))
