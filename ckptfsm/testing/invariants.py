@@ -574,7 +574,7 @@ class Watch:
     def _fell_back(self, model: JournalModel, step: int) -> bool:
         """It named nothing that is whole, and now names the newest acknowledged one that is.
 
-        Or one that no journal knows, and that is adopted at this start: it is whole, and between the two.
+        Or one that no journal knows, which this start adopts: it is whole, and between the two.
         """
         known = model.of_states("finalized", "tracked", "prunable")
         whole = {of for of in known if of[0] == step or self._is_whole(of)}
