@@ -1628,6 +1628,7 @@ FENCES = (
             (
                 "tests:test_found_by_review.py::"
                 "test_I8_what_has_the_name_of_the_newest_is_resumed_from_wherever_the_start_dies"
+                "[withdrawn_and_still_there-3]"
             ),
         ),
         why="what was known to be damaged is taken for repaired",
