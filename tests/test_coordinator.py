@@ -29,7 +29,7 @@ from ckptfsm.errors import (
     StorageError,
 )
 from ckptfsm.journal import read_segments
-from ckptfsm.layout import JOURNAL, LEASE, MANIFEST, TRACKER, receipt_name, staging_dir
+from ckptfsm.layout import JOURNAL, LEASE, MANIFEST, RECEIPTS, TRACKER, receipt_name, staging_dir
 from ckptfsm.lifecycle import State
 from ckptfsm.messages import (
     AttemptId,
@@ -118,6 +118,38 @@ def written_by_a_child(job: FakeJob, of: AttemptId, rank: int) -> None:
     """A rank's shard and receipt, which nobody has reported yet."""
     part = FakePart("state", "", rank, fake_content(of, rank))
     write_rank(job.storage, RankJob(of, rank, job.ranks, staging_dir(of), (part,)))
+
+
+def test_I3_receipts_counted_when_leaving_are_durable():
+    """Catches: shards that are journaled as written, and whose receipts a power loss takes.
+
+    The writer of rank 1 is killed before it makes the name of its receipt durable.
+    """
+    disk = SimDisk()
+    job = start(disk)
+    of, location = staged(job, 1)
+    written_by_a_child(job, of, 0)
+
+    def killed(index: int, method: str, path: str) -> None:
+        if method == "fsync_dir" and f"/{RECEIPTS}/" in path:
+            raise ProcessDead(path)
+
+    def journaled(index: int, method: str, path: str) -> None:
+        if method == "fsync" and path.startswith(JOURNAL):
+            raise ProcessDead(path)
+
+    part = FakePart("state", "", 1, fake_content(of, 1))
+    writer = FaultStorage(job.storage, before=killed)
+    with pytest.raises(ProcessDead):
+        write_rank(writer, RankJob(of, 1, job.ranks, location, (part,)))
+    receipt = f"{location}/{receipt_name('state', 1)}"
+    assert None in disk.possible(receipt), "the writer died too late for this test"
+    job.storage.after = journaled
+    with pytest.raises(ProcessDead):
+        job.coordinator.leave(1.0)
+    journal = b"".join(data for path, data in below(disk, JOURNAL).items() if data)
+    assert b'"shards_written"' in journal
+    assert None not in disk.possible(receipt)
 
 
 # --------------------------------------------------------------------------- F10, F11: who reports

@@ -122,6 +122,8 @@ def in_few_descriptors(job, free: int) -> str:
     pid = os.fork()
     if pid == 0:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        os.closerange(3, write_end)  # whoever ran before in this process may hold many
+        os.closerange(write_end + 1, 64)
         held = []
         with contextlib.suppress(OSError):
             while True:

@@ -41,6 +41,16 @@ MUTANTS = (
         ),
         why="where the newest is torn, the one before is read, and names what is gone",
     ),
+    mutant(
+        "receipts-counted-without-fsync",
+        "coordinator",
+        '                self._storage.fsync_dir(f"{location}/{RECEIPTS}/{part}")\n',
+        "                del part\n",
+        breaks="I3",
+        source="fsync",
+        killers=("tests:test_coordinator.py::test_I3_receipts_counted_when_leaving_are_durable",),
+        why="a writer that was killed before it did so itself leaves a name that power may take",
+    ),
     # ------------------------------------------------------------------------- durable: a file
     mutant(
         "new-file-without-fsync",
