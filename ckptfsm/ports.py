@@ -80,8 +80,8 @@ class Storage(Protocol):
 
     def stat(self, path: str) -> FileStat: ...
 
-    def read(self, path: str, limit: int) -> bytes:
-        """The content of a regular file, at most ``limit`` bytes of it."""
+    def read(self, path: str, limit: int, offset: int = 0) -> bytes:
+        """The content of a regular file from byte ``offset`` on, at most ``limit`` bytes of it."""
         ...
 
     def free_bytes(self) -> int:

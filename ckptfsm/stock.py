@@ -10,7 +10,10 @@ Rules:
 * Every read is bounded, and every file is looked at once, without following links.
 
 The globals and opcodes were taken from files written by megatron-core 0.13.1, 0.14.0, 0.15.0 and
-0.16.1 with torch 2.13 (``all_local_plans`` included).
+0.16.1 with torch 2.13 (``all_local_plans`` included), and 0.17.1, 0.18.2 and 0.19.2 with torch 2.14.
+
+What is common to all ranks is a file ``common.pt`` up to megatron-core 0.18. From 0.19 on it is one
+object, ``common_state/shard_0_1``, inside a shard; a ``common.pt`` beside it would be read in its place.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from ckptfsm.ports import FileStat, Storage
 METADATA = ".metadata"
 CONFIG = "metadata.json"
 COMMON = "common.pt"
+COMMON_KEY = "common_state/shard_0_1"
 CONTENTS = "ckpt_contents.json"
 MAX_METADATA_BYTES = (
     1 << 30
@@ -165,14 +169,18 @@ def _inspect(storage: Storage, directory: str) -> StockVerdict:
     _check_config(config)
     data = _read(storage, directory, METADATA, MAX_METADATA_BYTES)
     top = load_metadata_stub(data)
-    common = _read(storage, directory, COMMON, MAX_COMMON_BYTES)
-    _check_common(common)
     stored, needed = _storage_entries(top)
     tensors, objects = _check_coverage(top, stored)
     for name, size in needed.items():
         _check_shard(storage, directory, name, size)
-    small = ((CONFIG, len(config)), (METADATA, len(data)), (COMMON, len(common)))
-    files = tuple(sorted(needed.items())) + small
+    small = [(CONFIG, len(config)), (METADATA, len(data))]
+    if COMMON_KEY in objects:
+        _check_common_object(storage, directory, stored[COMMON_KEY, None])
+    else:
+        common = _read(storage, directory, COMMON, MAX_COMMON_BYTES)
+        _check_archive(common, COMMON)
+        small.append((COMMON, len(common)))
+    files = (*sorted(needed.items()), *small)
     total = sum(size for _, size in files)
     return StockVerdict(True, "", files, total, objects, tensors)
 
@@ -326,15 +334,33 @@ def _check_config(data: bytes) -> None:
             raise _damaged(CONFIG, f"{key} is {shown!r}, not {expected[key]!r}")
 
 
-def _check_common(data: bytes) -> None:
+def _check_common_object(storage: Storage, directory: str, piece: _Piece) -> None:
+    """The common state of megatron-core 0.19, which lies inside a shard."""
+    if COMMON in _names(storage, directory):
+        raise _damaged(
+            COMMON, f"beside {COMMON_KEY} in {piece.file}: a loader would take the older of the two"
+        )
+    if piece.length > MAX_COMMON_BYTES:
+        raise _damaged(piece.file, f"{COMMON_KEY} of {piece.length} bytes, more than allowed")
+    try:
+        data = storage.read(join(directory, piece.file), piece.length, piece.offset)
+    except OSError as error:
+        if not says_what_is_there(error):
+            raise
+        raise _damaged(piece.file, _os_reason(error)) from None
+    _check_archive(data, piece.file, f"{COMMON_KEY} is ")
+
+
+def _check_archive(data: bytes, file: str, what: str = "") -> None:
     """``torch.save`` writes a zip archive; its directory, at the end, goes when it is cut off."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = archive.namelist()
     except Exception as error:
-        raise _damaged(COMMON, f"not an intact zip archive ({type(error).__name__})") from None
+        said = f"{what}not an intact zip archive ({type(error).__name__})"
+        raise _damaged(file, said) from None
     if not any(name == "data.pkl" or name.endswith("/data.pkl") for name in names):
-        raise _damaged(COMMON, "a zip archive, but not one of torch.save")
+        raise _damaged(file, f"{what}a zip archive, but not one of torch.save")
 
 
 # ---------------------------------------------------------------------------------- metadata
@@ -342,27 +368,38 @@ def _check_common(data: bytes) -> None:
 _Place = tuple[str, tuple[int, ...] | None]
 
 
-def _storage_entries(top: Stub) -> tuple[frozenset[_Place], dict[str, int]]:
-    """Which pieces are stored, and how many bytes each file must have for that."""
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Where a piece of a tensor, or an object, is stored."""
+
+    file: str
+    offset: int
+    length: int
+
+
+def _storage_entries(top: Stub) -> tuple[dict[_Place, _Piece], dict[str, int]]:
+    """Where the pieces are stored, and how many bytes each file must have for that."""
     entries = top.get("storage_data")
     if type(entries) is not dict:
         raise _damaged(METADATA, "no storage_data")
-    stored: set[_Place] = set()
+    stored: dict[_Place, _Piece] = {}
     needed: dict[str, int] = {}
     for index, info in entries.items():
         key, offset = _attribute(index, "MetadataIndex", "fqn"), index.get("offset")
         if type(key) is not str:
             raise _damaged(METADATA, "storage_data with a key that is not text")
-        stored.add((key, None if offset is None else _numbers(offset)))
         name = _attribute(info, "_StorageInfo", "relative_path")
         begin, length = _number(info.get("offset")), _number(info.get("length"))
         if not _is_plain_name(name):
             raise _damaged(METADATA, f"names the file {str(name)[:80]!r}, not inside its directory")
+        stored[key, None if offset is None else _numbers(offset)] = _Piece(name, begin, length)
         needed[name] = max(needed.get(name, 0), begin + length)
-    return frozenset(stored), needed
+    return stored, needed
 
 
-def _check_coverage(top: Stub, stored: frozenset[_Place]) -> tuple[frozenset[str], frozenset[str]]:
+def _check_coverage(
+    top: Stub, stored: Mapping[_Place, _Piece]
+) -> tuple[frozenset[str], frozenset[str]]:
     """The keys of tensors and of objects, every piece of each being in ``stored``."""
     declared = top.get("state_dict_metadata")
     if type(declared) is not dict:

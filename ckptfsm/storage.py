@@ -167,11 +167,11 @@ class PosixStorage:
             del self._open[handle]
             os.close(handle)
 
-    def read(self, path: str, limit: int) -> bytes:
+    def read(self, path: str, limit: int, offset: int = 0) -> bytes:
         with self._entry(path) as (parent, name):
             fd = _open_regular(parent, name)
             try:
-                return _read_up_to(fd, limit)
+                return _read_up_to(fd, limit, offset)
             finally:
                 os.close(fd)
 
@@ -357,11 +357,12 @@ def _open_regular(parent: int, name: str) -> int:
     return fd
 
 
-def _read_up_to(fd: int, limit: int) -> bytes:
+def _read_up_to(fd: int, limit: int, offset: int) -> bytes:
     chunks: list[bytes] = []
     left = limit
-    while left > 0 and (chunk := os.read(fd, min(left, _READ_BYTES))):
+    while left > 0 and (chunk := os.pread(fd, min(left, _READ_BYTES), offset)):
         chunks.append(chunk)
+        offset += len(chunk)
         left -= len(chunk)
     return b"".join(chunks)
 

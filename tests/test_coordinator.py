@@ -286,9 +286,9 @@ class LateStorage(SimStorage):
         self._hide(path)
         return super().stat(path)
 
-    def read(self, path: str, limit: int) -> bytes:
+    def read(self, path: str, limit: int, offset: int = 0) -> bytes:
         self._hide(path)
-        return super().read(path, limit)
+        return super().read(path, limit, offset)
 
     def _hide(self, path: str) -> None:
         if path.endswith(self.late) and self.hidden > 0:

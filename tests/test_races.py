@@ -34,9 +34,9 @@ class Watched(FaultStorage):
         self.order.append(f"listdir {path}")
         return super().listdir(path)
 
-    def read(self, path: str, limit: int) -> bytes:
+    def read(self, path: str, limit: int, offset: int = 0) -> bytes:
         self.order.append(f"read {path}")
-        return super().read(path, limit)
+        return super().read(path, limit, offset)
 
     def stat(self, path: str):
         self.order.append(f"stat {path}")

@@ -537,8 +537,8 @@ def test_F30_a_file_beyond_its_bound_is_not_read(copy: Path, name: str) -> None:
 class ShortStorage(PosixStorage):
     """A file that shrinks between stat and read."""
 
-    def read(self, path: str, limit: int) -> bytes:
-        return super().read(path, limit)[:-1]
+    def read(self, path: str, limit: int, offset: int = 0) -> bytes:
+        return super().read(path, limit, offset)[:-1]
 
 
 def test_a_file_that_shrinks_is_a_reason(stock_root: Path) -> None:
@@ -549,7 +549,7 @@ def test_a_file_that_shrinks_is_a_reason(stock_root: Path) -> None:
 class FailingStorage(PosixStorage):
     """Every read fails."""
 
-    def read(self, path: str, limit: int) -> bytes:
+    def read(self, path: str, limit: int, offset: int = 0) -> bytes:
         raise OSError(5, "Input/output error")
 
 

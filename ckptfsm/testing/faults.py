@@ -104,9 +104,9 @@ class FaultStorage:
         self._alive()
         return self.inner.stat(path)
 
-    def read(self, path: str, limit: int) -> bytes:
+    def read(self, path: str, limit: int, offset: int = 0) -> bytes:
         self._alive()
-        return self.inner.read(path, limit)
+        return self.inner.read(path, limit, offset)
 
     def free_bytes(self) -> int:
         self._alive()

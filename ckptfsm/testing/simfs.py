@@ -497,8 +497,8 @@ class SimStorage:
         del self._process.handles[handle]
         self.disk.close(found)
 
-    def read(self, path: str, limit: int) -> bytes:
-        return bytes(self._regular(path).data[: max(limit, 0)])
+    def read(self, path: str, limit: int, offset: int = 0) -> bytes:
+        return bytes(self._regular(path).data[offset : offset + max(limit, 0)])
 
     def digest(self, path: str) -> str:
         return DIGEST_PREFIX + xxhash.xxh3_128_hexdigest(bytes(self._regular(path).data))

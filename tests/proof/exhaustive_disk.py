@@ -177,8 +177,8 @@ class Disk:
             raise _error(errno.ENOENT, path)
         return FileStat("dir", 0, 1) if isinstance(node, Dir) else FileStat("file", len(node), 1)
 
-    def read(self, path: str, limit: int) -> bytes:
-        return self._file(path)[:limit]
+    def read(self, path: str, limit: int, offset: int = 0) -> bytes:
+        return self._file(path)[offset : offset + limit]
 
     def free_bytes(self) -> int:
         return 1 << 40

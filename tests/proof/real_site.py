@@ -128,9 +128,9 @@ class Disk(PosixStorage):
         self._maybe_fail("listdir", path)
         return super().listdir(path)
 
-    def read(self, path: str, limit: int) -> bytes:
+    def read(self, path: str, limit: int, offset: int = 0) -> bytes:
         self._maybe_fail("read", path)
-        return super().read(path, limit)
+        return super().read(path, limit, offset)
 
     def digest(self, path: str) -> str:
         self._maybe_fail("digest", path)

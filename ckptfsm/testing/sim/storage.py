@@ -92,9 +92,9 @@ class WorldStorage(SimStorage):
         self._check_visible(path)
         return self._call("stat", super().stat, path)
 
-    def read(self, path: str, limit: int) -> bytes:
+    def read(self, path: str, limit: int, offset: int = 0) -> bytes:
         self._check_visible(path)
-        return self._call("read", super().read, path, limit)
+        return self._call("read", super().read, path, limit, offset)
 
     def digest(self, path: str) -> str:
         self._check_visible(path)
