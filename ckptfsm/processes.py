@@ -48,6 +48,7 @@ _RESULT, _ERROR = 1, 2
 _RUNS = b"\0"  # the first byte of every child; no frame begins with it
 _BEGIN_S = 5.0
 _FORKS = 3
+_REFUSED_S = (0.001, 0.01, 0.1, 1.0)
 _WATCH_S = 0.2
 _KILL_WAIT_S = 5.0
 _ORPHANED = 77
@@ -196,7 +197,7 @@ def _fork(job: Callable[[], Any], keep: Sequence[int], group: bool) -> Child:
     with _collector_off():
         try:
             with _named("fork"):
-                pid = os.fork()
+                pid = _forked()
         except OSError:
             os.close(read_end)
             os.close(write_end)
@@ -209,6 +210,17 @@ def _fork(job: Callable[[], Any], keep: Sequence[int], group: bool) -> Child:
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)  # both sides do it: neither may wait for the other
     return Child(pid, read_end, group=group)
+
+
+def _forked() -> int:
+    """``os.fork``, tried again where an audit hook refuses it: filelock's does (4.2.12), for as long as
+    another thread opens or closes the file of a lock."""
+    for pause in _REFUSED_S:
+        try:
+            return os.fork()
+        except RuntimeError:
+            time.sleep(pause)
+    return os.fork()
 
 
 @contextlib.contextmanager

@@ -176,6 +176,29 @@ def test_I10_a_trainer_without_a_descriptor_for_the_pipe_is_told(free: int):
     assert "EMFILE" in said and "pipe2" in said
 
 
+@pytest.mark.parametrize(("refusals", "written"), [(1, True), (4, True), (5, False)])
+def test_a_fork_that_an_audit_hook_refuses_is_tried_again(
+    refusals: int, written: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Catches: a save that fails because another thread took a file lock just then (filelock 4.2.12)."""
+    real, left, pauses = os.fork, [refusals], []
+
+    def fork() -> int:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("os.fork is unsafe while filelock is changing descriptor ownership")
+        return real()
+
+    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    try:
+        said = run(lambda: "written").payload
+    except RuntimeError as error:
+        said = str(error)
+    assert (said == "written") is written
+    assert pauses[:refusals] == [0.001, 0.01, 0.1, 1.0][:refusals]
+
+
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), BaseException("odd")])
 def test_no_exception_is_success(error: BaseException):
     """Catches: torch's CheckpointException, a BaseException, or sys.exit(0) taken for success."""
