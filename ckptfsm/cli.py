@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from ckptfsm.errors import CkptFsmError
+from ckptfsm.versions import require
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,6 +31,7 @@ def _demo(options: argparse.Namespace) -> int:
     from ckptfsm.demo.run import DemoFailed, DemoOptions, run_demo
 
     try:
+        require("torch", "megatron-core", extra="megatron")
         return run_demo(
             DemoOptions(
                 options.steps,

@@ -266,5 +266,9 @@ class RecoveryWarning(UserWarning):
     """Opening the root, or restoring from it, found something that a person should know."""
 
 
+class UntriedVersionWarning(UserWarning):
+    """A package beside this library is of a release series with which it was never tried."""
+
+
 class PollMissingWarning(UserWarning):
     """A save is in flight and ``poll`` is not called."""

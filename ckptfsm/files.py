@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +16,7 @@ from ckptfsm.layout import join
 from ckptfsm.messages import PartSpec
 from ckptfsm.ports import PartFinisher, PartJob, Storage, Survey, Written
 from ckptfsm.proposal import OptionalPart, content_of
+from ckptfsm.versions import installed
 from ckptfsm.writer import FilePart
 
 
@@ -215,11 +215,4 @@ def bytes_of(values: Mapping[str, Any]) -> int:
 
 def provenance(*names: str) -> dict[str, str]:
     """The versions of installed packages, for a manifest."""
-    return {name: _version_of(name) for name in names}
-
-
-def _version_of(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:  # used from a source tree that was never installed
-        return "not installed"
+    return {name: installed(name) for name in names}

@@ -1,0 +1,101 @@
+"""The versions of the packages beside this library: which were tried, and which cannot work.
+
+Nothing here is pinned in ``pyproject.toml``: a trainer brings its own torch and megatron-core. A release
+series that was never tried is used, with one warning; one that is known not to work is refused.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
+from typing import Any
+
+from ckptfsm.errors import ConfigError, UntriedVersionWarning, describe
+from ckptfsm.notices import no_warning_is_an_error
+
+TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "torch": ("2.13.0", "2.14.1"),
+        "megatron-core": ("0.13.1", "0.14.0", "0.15.0", "0.16.1", "0.17.1", "0.18.2", "0.19.2"),
+        "ray": ("2.60.0",),
+        "verl": ("0.7.1", "0.9.0", "0.9.1"),
+    }
+)
+OLDEST: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {"torch": (2, 6), "megatron-core": (0, 13), "ray": (2, 40), "verl": (0, 7)}
+)
+_MODULES = MappingProxyType({"megatron-core": "megatron.core"})
+_BESIDE = MappingProxyType({"megatron-core": ("nvidia-resiliency-ext",)})
+
+
+def require(*packages: str, extra: str) -> None:
+    """Import packages that the extra ``extra`` installs, and judge their versions.
+
+    Raises ``ConfigError`` if one is missing, cannot be imported, or is too old. Warns once of a release
+    series that was never tried.
+    """
+    for name in packages:
+        try:
+            with no_warning_is_an_error():
+                module = import_module(_MODULES.get(name, name))
+        except ImportError as error:
+            raise missing(extra, error) from error
+        except Exception as error:  # megatron-core asserts the version of what it finds beside it
+            raise ConfigError(
+                f"{name} {installed(name)} cannot be imported: {describe(error)}{_beside(name)}"
+            ) from error
+        judge(name, str(getattr(module, "__version__", "")))
+
+
+def missing(extra: str, error: ImportError) -> ConfigError:
+    """What to raise where a package of an extra is not there, or is only half installed."""
+    said = f"{describe(error)}. This needs what `pip install 'ckptfsm[{extra}]'` installs"
+    module = (error.name or "").partition(".")[0]
+    if module and installed(module) != "not installed":
+        said += f"; {module} {installed(module)} is there and incomplete: install it anew"
+    return ConfigError(said)
+
+
+def judge(name: str, found: str) -> None:
+    """Refuse a version that cannot work; warn of a release series that was never tried."""
+    series = series_of(found)
+    if series is None:
+        return
+    tried = TRIED[name]
+    if series < OLDEST[name]:
+        oldest = ".".join(map(str, OLDEST[name]))
+        raise ConfigError(
+            f"{name} {found} is too old: install {oldest} or newer; tried were {', '.join(tried)}"
+        )
+    if series not in [series_of(each) for each in tried]:
+        with no_warning_is_an_error():
+            warnings.warn(
+                UntriedVersionWarning(
+                    f"{name} {found} was never tried with ckptfsm; tried were {', '.join(tried)}"
+                ),
+                stacklevel=3,
+            )
+
+
+def series_of(found: str) -> tuple[int, int] | None:
+    """The first two numbers of a version; None for text that is no version."""
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    return (int(numbers[1]), int(numbers[2])) if numbers else None
+
+
+def installed(name: str) -> str:
+    """The version of an installed package, or "not installed"."""
+    try:
+        return version(name)
+    except PackageNotFoundError:  # also what lies in a source tree
+        return "not installed"
+
+
+def _beside(name: str) -> str:
+    """What a package looks for beside itself, and finds."""
+    found: list[Any] = [f"{each} is {installed(each)}" for each in _BESIDE.get(name, ())]
+    return f" ({', '.join(found)}: install what it asks for, or uninstall it)" if found else ""
