@@ -66,6 +66,7 @@ class CheckpointConfig(BaseModel):
     verify: Verify = "digests"
     layout: Literal["megatron", "verl"] = "megatron"
     writer_files: Annotated[int, Field(ge=1, le=64)] = 2
+    common_state: Literal["auto", "file"] = "auto"
     reshard_drops: tuple[str, ...] = ("rng_state",)
     agree_when_idle: bool = False
     exchange_every: Steps = 10

@@ -86,6 +86,8 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "verify": "how much `restore` checks before it loads",
         "layout": "how steps are named: `megatron` (`iter_0000100`) or `verl` (`global_step_100`)",
         "writer_files": "files, and worker processes, per rank and part",
+        "common_state": "what all ranks have in common lies where the installed megatron-core puts it "
+        "(`auto`), or in `common.pt` (`file`), which every megatron-core reads",
         "reshard_drops": "keys of sharded objects that may be left out under another sharding",
         "agree_when_idle": "`poll` agrees also while nothing is in flight: `request_save` needs it",
         "exchange_every": "how often an idle `poll` agrees, if it has to; polls",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proof.fuzz import _CONFIG, _zip, written_metadata
+from proof.fuzz import _CONFIG, common_archive, written_metadata
 
 from ckptfsm.layout import MEGATRON, TRACKER
 from ckptfsm.testing.simfs import SimDisk, SimStorage
@@ -28,7 +28,7 @@ def stock_saves(
     files = {
         f"{name}/.metadata": written_metadata(),
         f"{name}/metadata.json": _CONFIG,
-        f"{name}/common.pt": _zip(),
+        f"{name}/common.pt": common_archive(),
         f"{name}/{SHARD}": shard,
     }
     if tracked:

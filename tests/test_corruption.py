@@ -31,6 +31,7 @@ from proof.corruption import (
     newer_schema,
     swap,
 )
+from proof.fuzz import common_archive, written_metadata
 from proof.layer import Budget, LayerResult
 
 from ckptfsm import storage
@@ -38,7 +39,8 @@ from ckptfsm.documents import Manifest, Receipt, decode
 from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema
 from ckptfsm.journal import parse_segment_bytes
 from ckptfsm.layout import JOURNAL, MANIFEST, STAGING, parse_tracker, planned_name
-from ckptfsm.stock import load_metadata_stub
+from ckptfsm.stock import inspect_stock, load_metadata_stub
+from ckptfsm.testing.simfs import SimDisk, SimStorage
 
 pytestmark = pytest.mark.damages_journal("corrupts journals, among other things")
 
@@ -146,8 +148,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     read, digest = storage._read_up_to, storage._digest
 
-    def counting_read(fd: int, limit: int) -> bytes:
-        data = read(fd, limit)
+    def counting_read(fd: int, limit: int, offset: int) -> bytes:
+        data = read(fd, limit, offset)
         made.append(len(data))
         return data
 
@@ -301,3 +303,36 @@ def test_F30_F34_any_json_is_read_or_refused(document: dict[str, object]):
             assert document["schema_version"] > 1
         except CkptFsmError as error:
             assert error.kind == "damaged_root"
+
+
+# ------------------------------------------------------- a stock checkpoint of megatron-core 0.19
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "said"),
+    [
+        ({}, ""),
+        (
+            {"d/__0_1.distcp": bytes(200)},
+            "__0_1.distcp: common_state/shard_0_1 is not an intact zip",
+        ),
+        ({"d/common.pt": b"older"}, "common.pt: beside common_state/shard_0_1 in __0_1.distcp"),
+    ],
+    ids=["whole", "gutted", "two"],
+)
+def test_F21_a_common_state_in_a_shard_is_looked_at(spoilt: dict[str, bytes], said: str):
+    """Catches: a gutted shard taken for whole; and the common state of an older, interrupted save at the
+    same step, which a loader would take."""
+    disk = SimDisk()
+    files = {
+        "d/.metadata": written_metadata(in_shard=True),
+        "d/metadata.json": b'{"sharded_backend":"torch_dist"}',
+        "d/__0_0.distcp": bytes(100),
+        "d/__0_1.distcp": common_archive(),
+    }
+    SimStorage(disk, "writer").mkdir("d")
+    for path, data in {**files, **spoilt}.items():
+        disk.plant_file(path, data)
+    verdict = inspect_stock(SimStorage(disk, "reader"), "d")
+    assert verdict.acceptable is (said == "")
+    assert verdict.reason.startswith(said)

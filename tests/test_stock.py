@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import io
 import json
 import os
 import pickle
@@ -31,7 +32,14 @@ from ckptfsm.errors import DamagedRoot
 from ckptfsm.layout import TRACKER
 from ckptfsm.manager import Manager
 from ckptfsm.ports import FileStat
-from ckptfsm.stock import ALLOWED_GLOBALS, StockVerdict, Stub, inspect_stock, load_metadata_stub
+from ckptfsm.stock import (
+    ALLOWED_GLOBALS,
+    COMMON_KEY,
+    StockVerdict,
+    Stub,
+    inspect_stock,
+    load_metadata_stub,
+)
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import fake_ports
 
@@ -64,8 +72,46 @@ def _save_stock(directory: Path) -> None:
     dist_checkpointing.save(state, str(directory))
 
 
+def keep_common(directory: Path, place: str) -> None:
+    """Move what all ranks have in common to where another megatron-core keeps it.
+
+    In a "file" up to 0.18; in a "shard" from 0.19 on, and then metadata.json has half of its entries.
+    """
+    import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+    file, shard, index = (
+        directory / "common.pt",
+        directory / "__0_9.distcp",
+        MetadataIndex(COMMON_KEY),
+    )
+    if (place == "file") == file.exists():
+        return
+    if place == "file":
+        torch.save({"iteration": 5}, file)
+        edit_metadata(directory, lambda m: m.storage_data.pop(index))
+        edit_metadata(directory, lambda m: m.state_dict_metadata.pop(COMMON_KEY))
+        return
+    torch.save([torch.load(file)], shard)
+    file.unlink()
+    info = _StorageInfo(shard.name, 0, shard.stat().st_size)
+    edit_metadata(directory, lambda m: m.storage_data.update({index: info}))
+    edit_metadata(
+        directory, lambda m: m.state_dict_metadata.update({COMMON_KEY: BytesStorageMetadata()})
+    )
+    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (directory / "metadata.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module", params=["file", "shard"])
+def common(request: pytest.FixtureRequest) -> str:
+    """Where the common state lies: megatron-core keeps it in a shard from 0.19 on."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def stock_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def stock_root(tmp_path_factory: pytest.TempPathFactory, common: str) -> Iterator[Path]:
     """A root with one real checkpoint in it; nobody changes it."""
     import queue
 
@@ -84,6 +130,7 @@ def stock_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
         patch.setattr(filesystem_async, "_results_queue", queue.Queue())  # no manager process
         _save_stock(root / STEP)
+        keep_common(root / STEP, common)
     yield root
     if mine:
         torch.distributed.destroy_process_group()
@@ -123,6 +170,24 @@ def first_shard(directory: Path) -> Path:
     return sorted(directory.glob("*.distcp"))[0]
 
 
+def named(directory: Path, name: str) -> Path:
+    """A file of the checkpoint; "shard" is the first one, "common" the one with the common state."""
+    if name == "shard":
+        return first_shard(directory)
+    if name == "common" and not (directory / "common.pt").exists():
+        return directory / common_piece(directory)[0]
+    return directory / ("common.pt" if name == "common" else name)
+
+
+def common_piece(directory: Path) -> tuple[str, int, int]:
+    """Where the common state lies inside a shard: its file, offset and length."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    info = metadata.storage_data[MetadataIndex(COMMON_KEY)]
+    return info.relative_path, info.offset, info.length
+
+
 # --------------------------------------------------------------------------------- accepted
 
 
@@ -131,7 +196,7 @@ def test_a_real_checkpoint_is_accepted_with_its_files_and_keys(stock_root: Path)
     verdict = verdict_of(stock_root / STEP)
     assert verdict.acceptable, verdict.reason
     assert verdict.reason == ""
-    assert verdict.object_keys == OBJECTS
+    assert verdict.object_keys - {COMMON_KEY} == OBJECTS
     assert verdict.tensor_keys == TENSORS
     on_disk = {p.name: p.stat().st_size for p in (stock_root / STEP).iterdir()}
     assert dict(verdict.files) == on_disk
@@ -167,7 +232,7 @@ def _text(word: str) -> bytes:
 def test_the_stub_gives_the_real_content(stock_root: Path) -> None:
     top = load_metadata_stub((stock_root / STEP / ".metadata").read_bytes())
     assert top.name == "Metadata"
-    assert set(top.get("state_dict_metadata")) == OBJECTS | TENSORS
+    assert set(top.get("state_dict_metadata")) - {COMMON_KEY} == OBJECTS | TENSORS
     whole = top.get("state_dict_metadata")["w.whole"]
     assert (whole.name, whole.get("size").args) == ("TensorStorageMetadata", ((3, 4),))
     assert isinstance(top.get("all_local_plans")[0], Stub)
@@ -221,9 +286,9 @@ def test_F21_shard_that_is_longer_is_accepted(copy: Path) -> None:
     assert verdict_of(copy).acceptable
 
 
-@pytest.mark.parametrize("name", ["shard", ".metadata", "metadata.json", "common.pt"])
+@pytest.mark.parametrize("name", ["shard", ".metadata", "metadata.json", "common"])
 def test_F16_no_file_may_be_a_symlink(copy: Path, name: str) -> None:
-    path = first_shard(copy) if name == "shard" else copy / name
+    path = named(copy, name)
     away = copy.parent / "away"
     path.rename(away)
     path.symlink_to(away)
@@ -239,29 +304,71 @@ def test_F19_missing_directory(copy: Path) -> None:
     refused(copy.parent / "iter_0000099", "iter_0000099", "missing")
 
 
-@pytest.mark.parametrize("name", [".metadata", "metadata.json", "common.pt"])
+@pytest.mark.parametrize("name", [".metadata", "metadata.json", "common"])
 @pytest.mark.parametrize("how", ["missing", "empty", "regular"])
 def test_F19_each_file_must_be_there(copy: Path, name: str, how: str) -> None:
-    (copy / name).unlink()
+    path = named(copy, name)
+    path.unlink()
     if how == "empty":
-        (copy / name).touch()
+        path.touch()
+        how = "truncated: 0 bytes" if path.suffix == ".distcp" else how
     if how == "regular":
-        (copy / name).mkdir()
-    refused(copy, name, how)
+        path.mkdir()
+    refused(copy, path.name, how)
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
-@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+@pytest.mark.parametrize("name", [".metadata", "common"])
 def test_F21_truncated(copy: Path, name: str, fraction: float) -> None:
-    path = copy / name
+    path = named(copy, name)
     os.truncate(path, int(path.stat().st_size * fraction))
-    refused(copy, name)
+    refused(copy, path.name)
 
 
-def test_F21_a_zip_that_is_no_torch_file_is_not_common_state(copy: Path) -> None:
-    with zipfile.ZipFile(copy / "common.pt", "w") as archive:
+def test_F21_a_zip_that_is_no_torch_file_is_not_common_state(copy: Path, common: str) -> None:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
         archive.writestr("x", "y")
-    refused(copy, "common.pt", "torch.save")
+    if common == "file":
+        (copy / "common.pt").write_bytes(made.getvalue())
+        refused(copy, "common.pt", "torch.save")
+        return
+    name, offset, length = common_piece(copy)
+    with (copy / name).open("r+b") as shard:
+        shard.seek(offset)
+        shard.write(made.getvalue().rjust(length, b"\0"))
+    refused(copy, name, COMMON_KEY, "torch.save")
+
+
+def test_F21_common_state_in_a_shard_that_was_gutted(copy: Path) -> None:
+    """Catches: a shard of the right size without content, which a power loss leaves, taken for whole."""
+    keep_common(copy, "shard")
+    name, offset, length = common_piece(copy)
+    with (copy / name).open("r+b") as shard:
+        shard.seek(offset)
+        shard.write(bytes(length))
+    refused(copy, name, COMMON_KEY, "not an intact zip archive")
+
+
+def test_two_common_states_are_refused(copy: Path) -> None:
+    """Catches: the state of an older, interrupted save at the same step that a loader would prefer."""
+    keep_common(copy, "shard")
+    (copy / "common.pt").write_bytes(b"")
+    refused(copy, "common.pt", f"beside {COMMON_KEY}", "older")
+
+
+def test_F30_a_common_state_beyond_its_bound_is_not_read(copy: Path) -> None:
+    keep_common(copy, "shard")
+    name, offset, _ = common_piece(copy)
+
+    def grow(metadata: Any) -> None:
+        for index, info in metadata.storage_data.items():
+            if index.fqn == COMMON_KEY:
+                info.length = (1 << 30) + 1
+
+    edit_metadata(copy, grow)
+    os.truncate(copy / name, offset + (1 << 30) + 1)  # sparse
+    refused(copy, name, COMMON_KEY, "more than")
 
 
 @pytest.mark.parametrize(
@@ -530,6 +637,7 @@ def test_F30_a_key_that_is_a_tuple_is_refused_before_it_is_hashed(copy: Path) ->
 
 @pytest.mark.parametrize("name", [".metadata", "metadata.json", "common.pt"])
 def test_F30_a_file_beyond_its_bound_is_not_read(copy: Path, name: str) -> None:
+    keep_common(copy, "file")
     os.truncate(copy / name, (1 << 30) + 1)  # sparse
     refused(copy, name, "more than")
 
@@ -543,7 +651,8 @@ class ShortStorage(PosixStorage):
 
 def test_a_file_that_shrinks_is_a_reason(stock_root: Path) -> None:
     verdict = inspect_stock(ShortStorage(str(stock_root)), STEP)
-    assert verdict.reason.startswith("metadata.json: 118 bytes read of 119")
+    size = (stock_root / STEP / "metadata.json").stat().st_size
+    assert verdict.reason.startswith(f"metadata.json: {size - 1} bytes read of {size}")
 
 
 class FailingStorage(PosixStorage):
@@ -724,7 +833,7 @@ def test_adoption_moves_no_byte(copy: Path, trainer: str) -> None:
     """Catches: a file of somebody's only checkpoint that is written, copied, linked or renamed."""
     root = a_run_of(trainer, copy)
     before = files_of(root)
-    assert len(before) > 10
+    assert len(before) > 7
     layout = "megatron" if trainer == "megatron" else "verl"
     for _ in range(2):
         with Manager(fake_ports(root), make_config({"layout": layout})) as manager:

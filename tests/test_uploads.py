@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from groups import SETTINGS
-from proof.fuzz import _CONFIG, _zip, written_metadata
+from proof.fuzz import _CONFIG, common_archive, written_metadata
 
 from ckptfsm.controller import Controller
 from ckptfsm.coordinator import Coordinator
@@ -174,7 +174,11 @@ def adopt_step_5(job: Job) -> None:
     """What stock verl leaves, in a root that was opened before."""
     tree = job.root / "global_step_5/actor/dist_ckpt"
     tree.mkdir(parents=True)
-    files = {".metadata": written_metadata(), "metadata.json": _CONFIG, "common.pt": _zip()}
+    files = {
+        ".metadata": written_metadata(),
+        "metadata.json": _CONFIG,
+        "common.pt": common_archive(),
+    }
     for name, data in {**files, "__0_0.distcp": bytes(100)}.items():
         (tree / name).write_bytes(data)
     (tree.parent.parent / "data.pt").write_bytes(b"at 5")

@@ -10,9 +10,11 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import megatron.core
 import xxhash
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -27,16 +29,19 @@ from ckptfsm.megatron.compat import cpu_devices, process_group
 from ckptfsm.megatron.foreign import ForeignPart, ForeignRequest, stage_foreign
 from ckptfsm.megatron.shardings import check_fit, check_shards
 from ckptfsm.megatron.torch_dist import (
+    COMMON_IN_SHARD,
     PartDraft,
     PartSummary,
     draft_part,
     finish_part,
+    keeps_common_in_shard,
     merge_part,
     stage_part,
 )
 from ckptfsm.messages import PartSpec
 from ckptfsm.ports import PartFinisher, PartJob, Survey
 from ckptfsm.proposal import OptionalPart, content_of
+from ckptfsm.stock import COMMON
 
 _ROOT_PART = "state"
 
@@ -61,6 +66,7 @@ class MegatronDraft:
     planned_parts: tuple[PartDraft, ...]
     values: Mapping[str, Any]
     foreign: list[ForeignPart]
+    common_in_shard: bool
 
     def stage(
         self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
@@ -71,7 +77,8 @@ class MegatronDraft:
             value = self.values[spec.name]
             if spec.kind == "torch_dist":
                 plan = planned[spec.name] if self.rank == spec.first_rank else None
-                jobs.append(stage_part(spec, drafts[spec.name], self.rank, plan))
+                draft = drafts[spec.name]
+                jobs.append(stage_part(spec, draft, self.rank, plan, self.common_in_shard))
             elif spec.kind in ("file", "tree"):
                 jobs.append(stage_file(spec, value, location))
             elif spec.kind == "foreign":
@@ -90,13 +97,17 @@ class MegatronDraft:
 
 
 class MegatronDriver:
-    """See ``ports.Driver``. ``files`` is how many files (and workers) a rank writes per part."""
+    """See ``ports.Driver``. ``files`` is how many files (and workers) a rank writes per part.
+
+    ``common_in_shard``: write what is common to all ranks as megatron-core does from 0.19 on.
+    """
 
     finishers: Mapping[str, PartFinisher] = MappingProxyType({"torch_dist": finish_part})
 
-    def __init__(self, rank: int, files: int) -> None:
+    def __init__(self, rank: int, files: int, *, common_in_shard: bool = False) -> None:
         self._rank = rank
         self._files = files
+        self._common_in_shard = common_in_shard
         self._sent = ""
         self._accepted = ""
         self._plans: dict[str, bytes] = {}  # of the accepted saves, by digest
@@ -130,6 +141,7 @@ class MegatronDriver:
             drafts,
             values,
             [],
+            self._common_in_shard,
         )
 
     def accept(self) -> None:
@@ -163,6 +175,7 @@ class MegatronDriver:
         for name, state in parts.items():
             if file_spec(name, state) is not None:
                 continue
+            _refuse_newer(name, directories[name])
             with process_group():
                 prepared, _, _ = load_preprocess(state)
                 sharded, _ = extract_sharded_base(prepared)
@@ -186,6 +199,19 @@ class MegatronDriver:
                 name: _load_part(name, state, directories[name], drop)
                 for name, state in parts.items()
             }
+
+
+def _refuse_newer(name: str, directory: str) -> None:
+    """Refuse what only a newer megatron-core can read: this one would miss a ``common.pt``."""
+    if keeps_common_in_shard() or Path(directory, COMMON).exists():
+        return
+    first = ".".join(map(str, COMMON_IN_SHARD))
+    raise RestoreFailed(
+        f"part {name!r}: its common state lies in a shard, as megatron-core {first} and newer write it; "
+        f"installed is {megatron.core.__version__}: install {first} or newer. Nothing was changed",
+        part=name,
+        file=directory,
+    )
 
 
 def _load_part(name: str, state: Any, directory: str, drop: set[str]) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from ckptfsm.config import CheckpointConfig, config_of
 from ckptfsm.manager import Manager
 from ckptfsm.megatron.driver import MegatronDriver
+from ckptfsm.megatron.torch_dist import keeps_common_in_shard
 from ckptfsm.megatron.transport import transport_of
 from ckptfsm.ports import Ports, Staging, Storage
 from ckptfsm.pump import Hook
@@ -51,5 +52,6 @@ def ports_of(
 ) -> Ports:
     """The real ports of one rank: torch.distributed, megatron-core, forked writers."""
     transport = transport_of(config)
-    driver = MegatronDriver(transport.rank, config.writer_files)
+    in_shard = config.common_state == "auto" and keeps_common_in_shard()
+    driver = MegatronDriver(transport.rank, config.writer_files, common_in_shard=in_shard)
     return system_ports(transport, driver, open_storage, staging)

@@ -6,7 +6,8 @@ all saves share. Here planning is local (``draft``), the ranks' plans are merged
 own transport, and results travel in receipts.
 
 What a stock reader needs is the same, byte for byte in meaning: ``__<rank>_<n>.distcp`` holding one
-``torch.save`` per item, ``common.pt``, ``.metadata``, ``metadata.json``.
+``torch.save`` per item, ``.metadata``, ``metadata.json``, and what is common to all ranks: ``common.pt``
+up to megatron-core 0.18, from 0.19 on an object in a shard, which older ones cannot read.
 
 Rules: nothing here opens a file except through the storage port. One bucket is one file is one
 worker process; a worker that dies fails the writer at once.
@@ -22,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import IO, Any, cast
 
+import megatron.core
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -33,7 +35,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.utils._pytree import tree_map
 
@@ -46,10 +53,12 @@ from ckptfsm.messages import PartSpec
 from ckptfsm.notices import no_warning_is_an_error
 from ckptfsm.ports import Storage, Written
 from ckptfsm.processes import Child, fork_child
+from ckptfsm.stock import COMMON, COMMON_KEY
+from ckptfsm.versions import series_of
 from ckptfsm.writer import ShardFile
 
 _DCP_VERSION = "1.0.0"  # what FileSystemWriter of torch 2.x writes and its reader does not compare
-COMMON = "common.pt"
+COMMON_IN_SHARD = (0, 19)  # the first megatron-core that writes and reads it so
 Bucket = tuple[tuple[WriteItem, Any], ...]
 Row = tuple[str, "list[int] | None", "int | None", str, int, int]
 
@@ -78,6 +87,12 @@ def draft_part(spec: PartSpec, state: Any, files: int) -> PartDraft:
     sharded, common = save_preprocess(state, validate_access_integrity=False)
     shardings = [value.without_data() for value in nested_values(sharded)]
     check_not_empty(spec.name, shardings, SaveRefused)
+    reserved = COMMON_KEY.partition("/")[0]
+    if any(value.key == reserved for value in shardings):
+        said = (
+            f"part {spec.name!r}: the key {reserved!r} is megatron-core's own: name yours otherwise"
+        )
+        raise SaveRefused(said, part=spec.name, key=reserved)
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     planner.set_up_planner(mcore_to_pyt_state_dict(flat, False), is_coordinator=False)
@@ -116,8 +131,16 @@ def merge_part(name: str, summaries: Sequence[PartSummary]) -> bytes:
     return pickle.dumps(metadata)
 
 
+def keeps_common_in_shard() -> bool:
+    """Whether the installed megatron-core writes and reads the common state as an object in a shard."""
+    series = series_of(megatron.core.__version__)
+    return series is None or series >= COMMON_IN_SHARD
+
+
 @no_warning_is_an_error()
-def stage_part(spec: PartSpec, draft: PartDraft, rank: int, planned: bytes | None) -> TorchDistPart:
+def stage_part(
+    spec: PartSpec, draft: PartDraft, rank: int, planned: bytes | None, common_in_shard: bool
+) -> TorchDistPart:
     """Bring accelerator tensors to host memory. CPU tensors stay: the fork makes them immutable, except
     in memory that processes share.
 
@@ -128,7 +151,7 @@ def stage_part(spec: PartSpec, draft: PartDraft, rank: int, planned: bytes | Non
         tuple((item, _to_host(value)) for item, value in bucket) for bucket in draft.buckets
     )
     common = tree_map(_to_host, draft.common) if planned is not None else None
-    return TorchDistPart(spec.name, spec.directory, rank, buckets, common, planned)
+    return TorchDistPart(spec.name, spec.directory, rank, buckets, common, planned, common_in_shard)
 
 
 def _to_host(value: Any) -> Any:
@@ -156,6 +179,7 @@ class TorchDistPart:
     buckets: tuple[Bucket, ...]
     common: Any
     planned: bytes | None
+    common_in_shard: bool
 
     @no_warning_is_an_error()
     def write(self, storage: Storage, location: str) -> Written:
@@ -170,8 +194,8 @@ class TorchDistPart:
             for name, bucket in zip(names, self.buckets, strict=True)
         ]
         try:
-            files = self._write_rank_zero(storage, location)
-            rows: list[tuple[Any, ...]] = []
+            files, rows = self._write_common(storage, location)
+            files += self._write_planned(storage, location)
             for entry, written in _collect(workers, self.rank):
                 files.append(entry)
                 rows += written
@@ -180,21 +204,28 @@ class TorchDistPart:
                 worker.kill()
         return Written(tuple(files), tuple(rows))
 
-    def _write_rank_zero(self, storage: Storage, location: str) -> list[FileEntry]:
-        files: list[FileEntry] = []
-        if self.common is not None:
-            name = join(self.directory, COMMON)
-            shard = ShardFile(storage, join(location, name))
-            save_into(shard, self.common)
-            files.append(shard.close_durably(name))
-        if self.planned is not None:
-            make_dirs(storage, PLANNED, base=location)
-            name = planned_name(self.name)
-            shard = ShardFile(storage, join(location, name))
-            shard.write(self.planned)
-            files.append(shard.close_durably(name))
-            storage.fsync_dir(join(location, PLANNED))
-        return files
+    def _write_common(self, storage: Storage, location: str) -> tuple[list[FileEntry], list[Row]]:
+        """At the part's first rank: what is common to all, as ``common.pt`` or as a shard of its own."""
+        if self.common is None:
+            return [], []
+        file = f"__{self.rank}_{len(self.buckets)}.distcp" if self.common_in_shard else COMMON
+        name = join(self.directory, file)
+        shard = ShardFile(storage, join(location, name))
+        save_into(shard, [self.common] if self.common_in_shard else self.common)
+        row = (COMMON_KEY, None, None, file, 0, shard.tell())
+        return [shard.close_durably(name)], [row] if self.common_in_shard else []
+
+    def _write_planned(self, storage: Storage, location: str) -> list[FileEntry]:
+        """At the part's first rank: the metadata that its finish is made from."""
+        if self.planned is None:
+            return []
+        make_dirs(storage, PLANNED, base=location)
+        name = planned_name(self.name)
+        shard = ShardFile(storage, join(location, name))
+        shard.write(self.planned)
+        entry = shard.close_durably(name)
+        storage.fsync_dir(join(location, PLANNED))
+        return [entry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +358,8 @@ def finish_part(
         for rows in results
         for key, offset, index, file, start, length in rows
     }
+    if any(row[0] == COMMON_KEY for rows in results for row in rows):
+        metadata.state_dict_metadata[COMMON_KEY] = BytesStorageMetadata()
     metadata.storage_meta = StorageMeta(checkpoint_id=location, save_id=uuid.uuid4().hex)
     metadata.version = _DCP_VERSION
     config = CheckpointingConfig("torch_dist", 1)

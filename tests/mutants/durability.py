@@ -51,6 +51,26 @@ MUTANTS = (
         killers=("tests:test_coordinator.py::test_I3_receipts_counted_when_leaving_are_durable",),
         why="a writer that was killed before it did so itself leaves a name that power may take",
     ),
+    # --------------------------------------------------------- what all ranks have in common
+    mutant(
+        "a-common-state-in-a-shard-is-not-looked-at",
+        "stock",
+        '    _check_archive(data, piece.file, f"{COMMON_KEY} is ")\n',
+        "    del data\n",
+        breaks="F21",
+        source="F21",
+        killers=("tests:test_corruption.py::test_F21_a_common_state_in_a_shard_is_looked_at",),
+    ),
+    mutant(
+        "a-common-file-beside-a-common-state-is-taken",
+        "stock",
+        "    if COMMON in _names(storage, directory):\n",
+        "    if not COMMON:\n",
+        breaks="I5",
+        source="I5",
+        killers=("tests:test_corruption.py::test_F21_a_common_state_in_a_shard_is_looked_at",),
+        why="megatron-core 0.19 reads the file first, which an older, interrupted save has left",
+    ),
     # ------------------------------------------------------------------------- durable: a file
     mutant(
         "new-file-without-fsync",

@@ -65,7 +65,15 @@ from ckptfsm.layout import (
 from ckptfsm.lease import read_holder
 from ckptfsm.messages import MAX_STEP
 from ckptfsm.ports import Storage
-from ckptfsm.stock import COMMON, CONFIG, METADATA, StockVerdict, inspect_stock, load_metadata_stub
+from ckptfsm.stock import (
+    COMMON,
+    COMMON_KEY,
+    CONFIG,
+    METADATA,
+    StockVerdict,
+    inspect_stock,
+    load_metadata_stub,
+)
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.conformance import JournalViolation, check_segments
 from ckptfsm.testing.simfs import SimDisk, SimStorage
@@ -77,6 +85,7 @@ PATIENCE_S = 120.0  # for one input, on a busy machine; then its child is killed
 _REPLAY = "PYTHONPATH=tests python -m proof.fuzz"
 BYTES_MORE = 1 << 30
 _STEP = MEGATRON.published_name(30)
+_COMMON_SHARD = "__0_1.distcp"
 _CONFIG = b'{"sharded_backend":"torch_dist","sharded_backend_version":1}'
 _FIRST_SEGMENT = f"{JOURNAL}/{segment_name(1)}"  # the one that seals no other
 
@@ -101,8 +110,11 @@ def _written(path: str) -> bytes:
 
 
 @cache
-def written_metadata() -> bytes:
-    """The shape of a stock ``.metadata``, pickled without torch: only the names of its classes."""
+def written_metadata(*, in_shard: bool = False) -> bytes:
+    """The shape of a stock ``.metadata``, pickled without torch: only the names of its classes.
+
+    ``in_shard``: of megatron-core 0.19, which has no ``common.pt``.
+    """
     dcp = "torch.distributed.checkpoint"
     size = _call("torch", "Size", _tuple(_int(4), _int(2)))
     origin = _call("torch", "Size", _tuple(_int(0), _int(0)))
@@ -111,14 +123,21 @@ def written_metadata() -> bytes:
         f"{dcp}.metadata", "TensorStorageMetadata", {"size": size, "chunks": b"]" + chunk + b"a"}
     )
     blob = _built(f"{dcp}.metadata", "BytesStorageMetadata", {})
-    declared = _dict({"w": tensor, "rng/shard_0_1": blob})
+    keys = {"w": tensor, "rng/shard_0_1": blob}
+    declared = _dict({**keys, COMMON_KEY: blob} if in_shard else keys)
     one = _built(f"{dcp}.metadata", "MetadataIndex", {"fqn": _text("w"), "offset": origin})
     two = _built(
         f"{dcp}.metadata", "MetadataIndex", {"fqn": _text("rng/shard_0_1"), "offset": b"N"}
     )
     place = {"relative_path": _text("__0_0.distcp"), "offset": _int(0), "length": _int(100)}
     info = _built(f"{dcp}.filesystem", "_StorageInfo", place)
-    stored = b"}(" + one + info + two + info + b"u"
+    stored = one + info + two + info
+    if in_shard:
+        index = {"fqn": _text(COMMON_KEY), "offset": b"N"}
+        at = {**place, "relative_path": _text(_COMMON_SHARD), "length": _int(len(common_archive()))}
+        stored += _built(f"{dcp}.metadata", "MetadataIndex", index)
+        stored += _built(f"{dcp}.filesystem", "_StorageInfo", at)
+    stored = b"}(" + stored + b"u"
     top = {"state_dict_metadata": declared, "storage_data": stored}
     return b"\x80\x02" + _built(f"{dcp}.metadata", "Metadata", top) + b"."
 
@@ -415,14 +434,15 @@ _CRAFTED = (
 def _fuzz_stock(rng: random.Random) -> bytes:
     if rng.randrange(100) == 0:
         return rng.choice(_CRAFTED)
-    return mutate_bytes(written_metadata(), rng)
+    return mutate_bytes(written_metadata(in_shard=rng.random() < 0.5), rng)
 
 
 def _stock_verdict(data: bytes, config: bytes = _CONFIG) -> StockVerdict:
     disk = SimDisk()
     storage = SimStorage(disk, "reader")
     storage.mkdir("d")
-    for name, content in ((METADATA, data), (CONFIG, config), (COMMON, _zip())):
+    common = _COMMON_SHARD if COMMON_KEY.encode() in data else COMMON
+    for name, content in ((METADATA, data), (CONFIG, config), (common, common_archive())):
         disk.plant_file(f"d/{name}", content)
     disk.plant_file("d/__0_0.distcp", bytes(100))
     return inspect_stock(storage, "d")
@@ -444,7 +464,8 @@ def read_stock_config(data: bytes) -> None:
 
 
 @cache
-def _zip() -> bytes:
+def common_archive() -> bytes:
+    """What all ranks have in common, as far as it is looked at without torch."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as archive:
         archive.writestr("archive/data.pkl", b"x")
@@ -660,7 +681,7 @@ def run(budget: Budget) -> LayerResult:
     result = LayerResult("fuzz")
     began = time.monotonic()
     each = budget.pick(pr=1_200, nightly=20_000, release=20_000)
-    written(), written_metadata()  # made once, for all children
+    written(), written_metadata(), written_metadata(in_shard=True)  # made once, for all children
     problem = legal_input_problem()
     if problem:
         result.violations.append(Violation("F30", problem, _REPLAY))
@@ -691,8 +712,11 @@ def legal_input_problem() -> str:
             TARGETS[name].read(data)
         except Exception as error:  # nothing may be raised
             return f"{name}: what was written is refused: {error}"
-    verdict = _stock_verdict(written_metadata())
-    return "" if verdict.acceptable else f"stock: {verdict.reason}"
+    for in_shard in (False, True):
+        verdict = _stock_verdict(written_metadata(in_shard=in_shard))
+        if not verdict.acceptable:
+            return f"stock: {verdict.reason}"
+    return ""
 
 
 def _atheris(name: str) -> int:
