@@ -10,7 +10,7 @@ HOURS ?= 1
 # A thousand interpreters start in the gate; each would compile the library, and pytest its tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test pytest lint bench clean specs proof soak mutmut test-integrations
+.PHONY: demo test pytest lint bench clean specs proof soak mutmut test-integrations try
 
 demo: $(STAMP)
 	$(BIN)/ckptfsm demo
@@ -22,10 +22,15 @@ test: $(STAMP)
 pytest: $(STAMP)
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal
 
-# The drop-ins with other versions of megatron-core and nvidia-resiliency-ext, each in its own environment.
-# ONLY="ray verl": the targets with these words in their names. Megatron-LM's needs CKPTFSM_MEGATRON_LM.
+# Other versions of megatron-core and of the trainers, each in its own environment. ONLY="ray verl": the
+# targets with these words in their names. The newest need python3.12. WRITE=1: the table of README.md.
 test-integrations: $(STAMP)
-	$(BIN)/python tests/integrations/run.py $(ONLY)
+	$(BIN)/python tests/integrations/run.py $(ONLY) $(if $(WRITE),--write)
+
+# What breaks with a new release: `make try CORE=0.20.0`, also TORCH=, NVRX=.
+try: $(STAMP)
+	$(BIN)/python tests/integrations/run.py --try $(if $(CORE),megatron-core=$(CORE)) \
+		$(if $(NVRX),nvidia-resiliency-ext=$(NVRX)) $(if $(TORCH),torch=$(TORCH))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

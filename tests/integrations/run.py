@@ -1,29 +1,61 @@
 """Runs the tests that need other packages, or other versions of them: ``make test-integrations``.
 
-Each version has a virtual environment of its own below ``build/integrations``, which borrows everything
-else (torch, pytest) from the environment that runs this. A version that cannot be installed is an error.
-Megatron-LM's trainer is in no package: ``CKPTFSM_MEGATRON_LM`` names a clone, or its target is left out.
-The newest of each is installed by the extra that users install. megatron-core before 0.16 needs NumPy 1.
+Each target has a virtual environment of its own below ``build/integrations``, which borrows everything
+else (torch, pytest) from a base: the environment that runs this, or, for another Python, one that is
+made once for all targets of that Python. A version that cannot be installed is an error; a Python that
+is not on this machine leaves its targets out, and says so.
+
+    python tests/integrations/run.py [WORD ...]      the targets whose names contain a word
+    python tests/integrations/run.py --write         all, and the table in README.md from what ran
+    python tests/integrations/run.py --try NAME=VERSION ...    the newest targets with other versions
+
+Megatron-LM before 0.17 is in no package: ``CKPTFSM_MEGATRON_LM`` names a clone of it, or its target is
+left out. megatron-core before 0.16 needs NumPy 1.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
-import venv
+import time
+from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "build" / "integrations"
-QUEUE = "tests/megatron/test_megatron_queue.py"
-TRAINING = "tests/megatron/test_megatron_training.py"
-VERL = ("tests/integrations/test_verl.py", "tests/integrations/test_verl_ray.py")
-MEGATRON_LM = "megatron-lm"
+RAN = ROOT / "tests" / "integrations" / "ran.json"
+CONSTRAINTS = ROOT / "constraints.txt"
 CLONE = os.environ.get("CKPTFSM_MEGATRON_LM", "")
-# verl itself is installed without what it names, much of which is not imported here. This is what is,
-# the same for both older releases.
+MINE = f"{sys.version_info[0]}.{sys.version_info[1]}"
+NAMED = ("torch", "megatron-core", "nvidia-resiliency-ext", "ray", "verl")  # in the table
+PACKAGES = re.compile(r"^(torch|triton)==([^;\s]+)(?:; python_version >= \"3.12\")?$", re.M)
+# torch itself comes without its libraries of CUDA, see cpu_torch.py.
+BASE = (
+    "ckptfsm[testing]",
+    "filelock",
+    "fsspec",
+    "jinja2",
+    "networkx",
+    "numpy",
+    "packaging",
+    "psutil",
+    "pytest",
+    "pytest-xdist",
+    "setuptools",
+    "sympy",
+)
+OLDER_TESTS = ("tests/megatron/test_megatron_queue.py", "tests/megatron/test_megatron_training.py")
+NEWER_TESTS = ("tests/megatron", "tests/test_stock.py", "tests/test_versions.py")
+NVRX_TESTS = ("tests/megatron/test_megatron_nvrx.py", "tests/megatron/test_megatron_queue.py")
+VERL_TESTS = ("tests/integrations/test_verl.py", "tests/integrations/test_verl_ray.py")
+# verl itself is installed without what it names, much of which is not imported here. This is what is.
 VERL_NEEDS = (
     "ray>=2.40",
     "omegaconf",
@@ -48,79 +80,315 @@ VERL_NEEDS = (
 )
 # What it imports and does not name: whoever serves a model has these.
 VERL_UNNAMED = ("cachetools", "fastapi", "uvicorn")
-PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "megatron-core 0.13.1": (("--no-deps", "megatron-core==0.13.1", "numpy<2"),),
-    "megatron-core 0.14.0": (("--no-deps", "megatron-core==0.14.0", "numpy<2"),),
-    "megatron-core 0.15.0": (("--no-deps", "megatron-core==0.15.0", "numpy<2"),),
-    "megatron-core 0.16.1": (("--no-deps", "megatron-core==0.16.1"),),
-    "nvidia-resiliency-ext": ((f"{ROOT}[nvrx]", "nvidia-resiliency-ext==0.4.1"),),
-    # What importing megatron.training needs. Of triton, the import is all: no CUDA comes with it.
-    MEGATRON_LM: (("--no-deps", "regex", "pyyaml", "triton==3.4.0"),),
-    "ray": ((f"{ROOT}[ray]", "ray==2.60.0"),),
-    "verl 0.7.1": (VERL_NEEDS, ("--no-deps", "verl==0.7.1", "TransferQueue")),
-    "verl 0.9.0": (VERL_NEEDS, ("--no-deps", "verl==0.9.0", "TransferQueue")),
-    "verl 0.9.1": ((f"{ROOT}[verl]", "verl==0.9.1", *VERL_UNNAMED),),
-}
-TESTS: dict[str, tuple[str, ...]] = {
-    "megatron-core 0.13.1": (QUEUE, TRAINING),
-    "megatron-core 0.14.0": (QUEUE, TRAINING),
-    "megatron-core 0.15.0": (QUEUE, TRAINING),
-    "megatron-core 0.16.1": (QUEUE, TRAINING),
-    "nvidia-resiliency-ext": ("tests/megatron/test_megatron_nvrx.py",),
-    MEGATRON_LM: ("tests/integrations/test_megatron_lm.py",),
-    "ray": ("tests/integrations/test_ray.py",),
-    "verl 0.7.1": VERL,
-    "verl 0.9.0": VERL,
-    "verl 0.9.1": (*VERL, "tests/integrations/test_verl_mirror.py"),
-}
+# Its wheels ask for a newer C library than many machines have; what is used of it is plain Python.
+NVRX_ANYWHERE = (
+    "--no-deps",
+    "--only-binary=:all:",
+    "--platform=manylinux_2_39_x86_64",
+    "--target={site}",
+)
 
 
-def prepare(name: str) -> Path:
-    """The python of the version's environment."""
-    place = PLACE / name.replace(" ", "-")
-    python = place / "bin" / "python"
+@dataclass(frozen=True)
+class Target:
+    """An environment and what runs in it. ``packages``: the arguments of one ``pip install`` each."""
+
+    name: str
+    python: str
+    packages: tuple[tuple[str, ...], ...]
+    tests: tuple[str, ...]
+    demo: bool = False
+
+    @property
+    def place(self) -> Path:
+        return PLACE / self.name
+
+
+def _core(version: str, *more: str) -> tuple[str, ...]:
+    return ("--no-deps", f"megatron-core=={version}", *more)
+
+
+def _nvrx(version: str) -> tuple[str, ...]:
+    return (*NVRX_ANYWHERE, f"nvidia-resiliency-ext=={version}")
+
+
+def _verl(version: str) -> tuple[tuple[str, ...], ...]:
+    return (VERL_NEEDS, ("--no-deps", f"verl=={version}", "TransferQueue"))
+
+
+TARGETS = (
+    Target("megatron-core-0.13", "3.11", (_core("0.13.1", "numpy<2"),), OLDER_TESTS),
+    Target("megatron-core-0.14", "3.11", (_core("0.14.0", "numpy<2"),), OLDER_TESTS),
+    Target("megatron-core-0.15", "3.11", (_core("0.15.0", "numpy<2"),), OLDER_TESTS),
+    Target("megatron-core-0.16", "3.11", (_core("0.16.1"),), OLDER_TESTS),
+    Target("megatron-core-0.17", "3.12", (_core("0.17.1"),), NEWER_TESTS),
+    Target("megatron-core-0.18", "3.12", (_core("0.18.2"),), NEWER_TESTS),
+    Target("megatron-core-0.19", "3.12", (_core("0.19.2"),), NEWER_TESTS, demo=True),
+    Target(
+        "nvrx-0.4",
+        "3.11",
+        ((f"{ROOT}[nvrx]", "nvidia-resiliency-ext==0.4.1"),),
+        ("tests/megatron/test_megatron_nvrx.py",),
+    ),
+    Target("nvrx-0.6", "3.12", (_core("0.18.2"), _nvrx("0.6.0")), NVRX_TESTS),
+    Target("nvrx-0.7", "3.12", (_core("0.19.2"), _nvrx("0.7.0")), NVRX_TESTS),
+    Target(
+        "megatron-lm-clone",
+        "3.11",
+        # What importing megatron.training needs. Of triton, the import is all: no CUDA comes with it.
+        (("--no-deps", "regex", "pyyaml", "triton==3.4.0"),),
+        ("tests/integrations/test_megatron_lm.py",),
+    ),
+    Target("ray", "3.11", ((f"{ROOT}[ray]", "ray==2.60.0"),), ("tests/integrations/test_ray.py",)),
+    Target("verl-0.7.1", "3.11", _verl("0.7.1"), VERL_TESTS),
+    Target("verl-0.9.0", "3.11", _verl("0.9.0"), VERL_TESTS),
+    Target(
+        "verl-0.9.1",
+        "3.11",
+        ((f"{ROOT}[verl]", "verl==0.9.1", *VERL_UNNAMED),),
+        (*VERL_TESTS, "tests/integrations/test_verl_mirror.py"),
+    ),
+)
+
+
+# ------------------------------------------------------------------------------------ environments
+
+
+def interpreter(python: str) -> str:
+    """A Python of that version on this machine: on the path, or one of pyenv's. "" if there is none."""
+    found = shutil.which(f"python{python}")
+    if found and subprocess.run([found, "-c", ""], capture_output=True).returncode == 0:
+        return found
+    made = sorted(Path.home().glob(f".pyenv/versions/{python}.*/bin/python"))
+    return str(made[-1]) if made else ""
+
+
+def site_of(place: Path, python: str) -> Path:
+    paths = {"base": str(place), "platbase": str(place), "py_version_short": python}
+    return Path(sysconfig.get_path("purelib", vars=paths))
+
+
+def pip(python: Path, *arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*command, "--disable-pip-version-check", *arguments], check=True)
+
+
+def base_of(python: str) -> tuple[str, Path]:
+    """The interpreter of a Python version, and the packages that its targets borrow."""
+    if python == MINE:
+        return sys.executable, Path(sysconfig.get_path("purelib"))
+    place = PLACE / f"python-{python}"
+    site = site_of(place, python)
     if not (place / ".installed").exists():
-        venv.create(place, clear=True, with_pip=False)
-        paths = {"base": str(place), "platbase": str(place)}
-        site = Path(sysconfig.get_path("purelib", vars=paths))
-        (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-        for packages in PACKAGES[name]:
-            subprocess.run([*pip, "--disable-pip-version-check", *packages], check=True)
+        subprocess.run(
+            [interpreter(python), "-m", "venv", "--clear", "--without-pip", str(place)], check=True
+        )
+        pinned = [
+            f"{name}=={version}" for name, version in PACKAGES.findall(CONSTRAINTS.read_text())
+        ]
+        pip(place / "bin/python", "--no-deps", *pinned)
+        subprocess.run(
+            [sys.executable, str(ROOT / "tests/integrations/cpu_torch.py"), str(site)], check=True
+        )
+        others = [each.replace("ckptfsm", str(ROOT)) for each in BASE]
+        pip(place / "bin/python", "--constraint", str(CONSTRAINTS), *others)
         (place / ".installed").touch()
+    return str(place / "bin/python"), site
+
+
+def prepare(target: Target) -> Path:
+    """The python of a target's environment."""
+    python = target.place / "bin" / "python"
+    wanted = json.dumps(target.packages)
+    stamp = target.place / ".installed"
+    if not stamp.exists() or stamp.read_text() != wanted:
+        base, borrowed = base_of(target.python)
+        subprocess.run(
+            [base, "-m", "venv", "--clear", "--without-pip", str(target.place)], check=True
+        )
+        site = site_of(target.place, target.python)
+        (site / "borrowed.pth").write_text(f"{borrowed}\n")
+        for packages in target.packages:
+            pip(python, *(each.format(site=site) for each in packages))
+        stamp.write_text(wanted)
     return python
 
 
-def run(name: str) -> bool:
-    python = prepare(name)
-    print(f"=== {name}", flush=True)
-    # The environment must exist for its test: with this it is not skipped.
+# --------------------------------------------------------------------------------------------- runs
+
+
+def environment_of(target: Target) -> dict[str, str]:
     places = [ROOT, ROOT / "tests/integrations"]
-    extra = {}
-    if name == MEGATRON_LM:
+    more = {}
+    if target.name == "megatron-lm-clone":
         clone = Path(CLONE).resolve()
         places = [clone, *places, ROOT / "tests/megatron"]
-        # It would compile small functions when it first calls them: minutes on a CPU.
-        extra = {"CKPTFSM_MEGATRON_LM": str(clone), "TORCHDYNAMO_DISABLE": "1"}
-    environment = {
+        more = {"CKPTFSM_MEGATRON_LM": str(clone)}
+    return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, places)),
-        "CKPTFSM_NVRX": "1",
-        **extra,
+        # The environment must exist for its test: with this it is not skipped.
+        **({"CKPTFSM_NVRX": "1"} if target.name.startswith("nvrx") else {}),
+        # It would compile small functions when it first calls them: minutes on a CPU.
+        "TORCHDYNAMO_DISABLE": "1",
+        **more,
     }
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:warnings", "-p", "no:cacheprovider"]
-    return subprocess.run([*command, *TESTS[name]], cwd=ROOT, env=environment).returncode == 0
 
 
-def main(words: list[str]) -> int:
-    """Run the targets whose names contain a word; all of them without words."""
-    chosen = [name for name in PACKAGES if not words or any(word in name for word in words)]
-    if MEGATRON_LM in chosen and not CLONE:
-        print(f"=== {MEGATRON_LM} is left out: CKPTFSM_MEGATRON_LM names no clone of it")
-        chosen.remove(MEGATRON_LM)
-    failed = [name for name in chosen if not run(name)]
-    print(f"{len(chosen)} targets, failed: {', '.join(failed) or 'none'}")
-    return 1 if failed or not chosen else 0
+def commands_of(target: Target, python: Path) -> list[list[str]]:
+    pytest = [str(python), "-m", "pytest", "-q", "-p", "no:warnings", "-p", "no:cacheprovider"]
+    commands = [[*pytest, *target.tests]] if target.tests else []
+    if target.demo:
+        commands.append(
+            [str(python), "-m", "ckptfsm.cli", "demo", "--root", str(target.place / "demo")]
+        )
+    return commands
+
+
+def run(target: Target) -> dict[str, object]:
+    """Prepare and run a target; what the table says of it."""
+    print(f"=== {target.name} (Python {target.python})", flush=True)
+    began = time.monotonic()
+    python = prepare(target)
+    ready = time.monotonic()
+    shutil.rmtree(target.place / "demo", ignore_errors=False, onerror=_not_there)
+    environment = environment_of(target)
+    codes = [
+        subprocess.run(command, cwd=ROOT, env=environment).returncode
+        for command in commands_of(target, python)
+    ]
+    return {
+        "python": target.python,
+        "packages": versions_in(python, environment),
+        "tests": list(target.tests) + ["the demo"] * target.demo,
+        "install_s": round(ready - began),
+        "run_s": round(time.monotonic() - ready),
+        "own_mb": round(size_of(target.place) / 1e6),
+        "date": date.today().isoformat(),
+        "ok": not any(codes),
+    }
+
+
+def _not_there(function: object, path: str, error: tuple[type, BaseException, object]) -> None:
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]
+
+
+def versions_in(python: Path, environment: dict[str, str]) -> dict[str, str]:
+    """The versions of the packages that the table names, as the target's environment has them."""
+    script = (
+        "import json, importlib.metadata as m, sys\n"
+        "found = {}\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: found[name] = m.version(name)\n"
+        "    except m.PackageNotFoundError: pass\n"
+        "print(json.dumps(found))"
+    )
+    command = [str(python), "-c", script, *NAMED]
+    ran = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    found: dict[str, str] = json.loads(ran.stdout)
+    return found
+
+
+def size_of(place: Path) -> int:
+    return sum(path.lstat().st_size for path in place.rglob("*") if not path.is_dir())
+
+
+def left_out(target: Target) -> str:
+    """Why a target cannot run on this machine; "" if it can."""
+    if target.python != MINE and not interpreter(target.python):
+        return f"there is no python{target.python}"
+    if target.name == "megatron-lm-clone" and not CLONE:
+        return "CKPTFSM_MEGATRON_LM names no clone of Megatron-LM"
+    return ""
+
+
+def with_versions(target: Target, others: dict[str, str]) -> Target:
+    """The same target with other versions of packages that it names."""
+    packages = tuple(
+        tuple(
+            f"{name}=={others[name]}" if (name := each.partition("==")[0]) in others else each
+            for each in arguments
+        )
+        for arguments in target.packages
+    )
+    return replace(target, name=f"try-{target.name}", packages=packages)
+
+
+def chosen(words: list[str]) -> list[Target]:
+    return [each for each in TARGETS if not words or any(word in each.name for word in words)]
+
+
+# -------------------------------------------------------------------------------------------- table
+
+BEGIN, END = "<!-- what ran: written by tests/integrations/run.py -->", "<!-- end of what ran -->"
+
+
+def table(ran: dict[str, dict[str, object]]) -> str:
+    """The table of README.md."""
+    rows = ["| target | Python | with | ran | seconds | MB | on |", "|---|---|---|---|---|---|---|"]
+    for name, found in ran.items():
+        packages = found["packages"]
+        assert isinstance(packages, dict)
+        beside = ", ".join(
+            f"{each} {version.partition('+')[0]}" for each, version in packages.items()
+        )
+        tests = found["tests"]
+        assert isinstance(tests, list)
+        what = ", ".join(f"`{each}`" if "/" in each else each for each in tests)
+        cells = (
+            name,
+            found["python"],
+            beside,
+            what,
+            found["run_s"],
+            found["own_mb"],
+            found["date"],
+        )
+        rows.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def write_table(ran: dict[str, dict[str, object]]) -> None:
+    RAN.write_text(json.dumps(ran, indent=1) + "\n")
+    readme = ROOT / "README.md"
+    before, _, rest = readme.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    readme.write_text(f"{before}{BEGIN}\n{table(ran)}\n{END}{after}")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--try", dest="versions", nargs="+", metavar="NAME=VERSION", default=[])
+    options = parser.parse_args(arguments)
+    targets = chosen(options.words)
+    if options.versions:
+        others = dict(each.split("=", 1) for each in options.versions)
+        targets = [
+            with_versions(each, others) for each in chosen(["megatron-core-0.19", "nvrx-0.7"])
+        ]
+    ran = json.loads(RAN.read_text()) if RAN.exists() else {}
+    failed, missing = [], []
+    for target in targets:
+        if why := left_out(target):
+            print(f"=== {target.name} is left out: {why}")
+            missing.append(target.name)
+            continue
+        found = run(target)
+        print(f"=== {target.name}: {json.dumps(found)}", flush=True)
+        if not found.pop("ok"):
+            failed.append(target.name)
+        elif not options.versions:
+            ran[target.name] = found
+    if options.write and not failed:
+        write_table({each.name: ran[each.name] for each in TARGETS if each.name in ran})
+    left, bad = (", ".join(names) or "none" for names in (missing, failed))
+    print(f"{len(targets)} targets, left out: {left}, failed: {bad}")
+    return 1 if failed or len(missing) == len(targets) else 0
 
 
 if __name__ == "__main__":
