@@ -25,6 +25,7 @@ from ckptfsm.documents import TransitionRecord
 from ckptfsm.evidence import read_manifest, read_tracker
 from ckptfsm.journal import History, read_history, read_segments
 from ckptfsm.storage import PosixStorage
+from ckptfsm.versions import installed, series_of
 
 HERE = Path(__file__).resolve().parent
 PATIENCE_S = 60.0  # of any wait; the machine may be busy with other work
@@ -385,6 +386,12 @@ def states_of(root: Path) -> dict[int, str]:
     """Step -> state, of the checkpoints the journal still knows."""
     living = history_of(root).ledger.checkpoints.values()
     return {c.step: c.state.value for c in living}
+
+
+def common_file(rank: int, files: int = 2) -> str:
+    """The file in which ``rank`` writes what all ranks have in common, beside ``files`` shards."""
+    in_shard = (series_of(installed("megatron-core")) or (0, 0)) >= (0, 19)
+    return f"__{rank}_{files}.distcp" if in_shard else "common.pt"
 
 
 def path_of(root: Path, step: int) -> Path:

@@ -7,7 +7,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, assert_complete, tracked_step
+from cluster import Cluster, assert_complete, common_file, tracked_step
 
 from ckptfsm.controller import Controller
 from ckptfsm.tickets import GroupPart
@@ -25,8 +25,8 @@ def test_parts_of_different_ranks_are_one_checkpoint(cluster: Cluster, root: Pat
     step = root / "iter_0000007"
     assert (step / "tokenizer/vocab.txt").read_text() == "of rank 1"
     for part, rank in (("actor", 0), ("critic", 1)):
-        shards = {p.name for p in (step / part).glob("*.distcp")}
-        assert shards == {f"__{rank}_0.distcp", f"__{rank}_1.distcp"}
+        files = {p.name for p in (step / part).iterdir()} - {".metadata", "metadata.json"}
+        assert files == {f"__{rank}_0.distcp", f"__{rank}_1.distcp", common_file(rank)}
         (loaded,) = cluster.run("stock_load", ranks=1, directory=str(step / part), step=7 + rank)
         assert loaded, "megatron-core's own loader reads each part"
 

@@ -8,7 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, ForkServer, path_of, states_of, steps_on_disk, tracked_step
+from cluster import (
+    Cluster,
+    ForkServer,
+    common_file,
+    path_of,
+    states_of,
+    steps_on_disk,
+    tracked_step,
+)
 
 pytestmark = pytest.mark.megatron
 
@@ -29,7 +37,7 @@ def flip_metadata(directory: Path) -> None:
 
 
 def flip_common(directory: Path) -> None:
-    flip_in(directory / "common.pt")
+    flip_in(directory / common_file(0))
 
 
 def truncate(directory: Path) -> None:

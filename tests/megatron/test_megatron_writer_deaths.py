@@ -15,6 +15,7 @@ from cluster import (
     Job,
     assert_complete,
     await_death,
+    common_file,
     staging_of,
     states_of,
     steps_on_disk,
@@ -84,7 +85,7 @@ def test_f1_killed_writer_is_noticed_soon(cluster: Cluster, gate: Gates, root: P
     """The writer itself stands between its files, its workers are done. Would catch: a failure that
     only a deadline finds, a failed attempt that is moved aside and never deleted."""
     paused = gate("paused")
-    job = start_paused(cluster, root, paused, 0, "common.pt", empty=True)
+    job = start_paused(cluster, root, paused, 0, common_file(0), empty=True)
     writer = paused.arrival(job)
     assert writer["ppid"] == job.pids[0]
     os.kill(writer["pid"], signal.SIGKILL)
