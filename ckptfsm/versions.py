@@ -21,12 +21,19 @@ TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "torch": ("2.13.0", "2.14.1"),
         "megatron-core": ("0.13.1", "0.14.0", "0.15.0", "0.16.1", "0.17.1", "0.18.2", "0.19.2"),
+        "nvidia-resiliency-ext": ("0.4.1", "0.6.0", "0.7.0"),
         "ray": ("2.60.0",),
         "verl": ("0.7.1", "0.9.0", "0.9.1"),
     }
 )
 OLDEST: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {"torch": (2, 6), "megatron-core": (0, 13), "ray": (2, 40), "verl": (0, 7)}
+    {
+        "torch": (2, 6),
+        "megatron-core": (0, 13),
+        "nvidia-resiliency-ext": (0, 4),
+        "ray": (2, 40),
+        "verl": (0, 7),
+    }
 )
 _MODULES = MappingProxyType({"megatron-core": "megatron.core"})
 _BESIDE = MappingProxyType({"megatron-core": ("nvidia-resiliency-ext",)})

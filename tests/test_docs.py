@@ -19,11 +19,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from integrations.run import BEGIN, END, table
 
 import ckptfsm
 from ckptfsm import reference
 from ckptfsm.config import CheckpointConfig
 from ckptfsm.testing import assert_journal_conforms
+from ckptfsm.versions import TRIED
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -302,3 +304,13 @@ def test_the_tutorial(tmp_path):
     job = torchrun(tmp_path, 1, "elsewhere.py", "runs/tutorial/iter_0000060")
     assert job.wait(TIMEOUT_S) == 0, "\n".join(lines_of(tmp_path)[-40:])
     assert any(line.startswith("loaded step 60; next loss") for line in lines_of(tmp_path))
+
+
+def test_the_table_of_what_ran_is_that_of_the_last_run():
+    """Catches: a README that names versions which nobody ran."""
+    ran = json.loads((ROOT / "tests/integrations/ran.json").read_text())
+    written = (ROOT / "README.md").read_text().partition(BEGIN)[2].partition(END)[0].strip()
+    assert written == table(ran)
+    for found in ran.values():
+        for name, version in found["packages"].items():
+            assert version.partition("+")[0] in TRIED[name], (name, version)
