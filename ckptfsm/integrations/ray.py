@@ -15,14 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-from ray.exceptions import (
-    ActorUnavailableError,
-    GetTimeoutError,
-    RayActorError,
-    RayTaskError,
-)
-
 from ckptfsm.config import CheckpointConfig
 from ckptfsm.controller import Controller
 from ckptfsm.errors import ConfigError, describe
@@ -31,7 +23,20 @@ from ckptfsm.messages import AttemptId, Event, Failed
 from ckptfsm.notices import say
 from ckptfsm.pump import Hook
 from ckptfsm.tickets import GroupPart, GroupSave, Ticket
+from ckptfsm.versions import judge, missing
 
+try:
+    import ray
+    from ray.exceptions import (
+        ActorUnavailableError,
+        GetTimeoutError,
+        RayActorError,
+        RayTaskError,
+    )
+except ImportError as error:
+    raise missing("ray", error) from error
+
+judge("ray", ray.__version__)
 log = logging.getLogger("ckptfsm")
 
 
