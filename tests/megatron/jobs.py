@@ -835,6 +835,27 @@ def train_gpt(here: Here, root: str, tp: int, until: int, save_at: int) -> Told:
         }
 
 
+def train_gpt_in_stock(here: Here, root: str, tp: int, until: int, save_at: int) -> dict[str, str]:
+    """Train a GPT from zero without this library; megatron-core alone saves it."""
+    here.join()
+    initialize_parallel(tp)
+    trainer = Trainer(SPEC, tp, "cpu")
+    losses: dict[str, str] = {}
+    for step in range(1, until + 1):
+        losses[str(step)] = trainer.train_step().hex()
+        if step == save_at:
+            directory = Path(root, f"iter_{step:07d}")
+            if here.rank == 0:
+                directory.mkdir(parents=True)
+            dist.barrier()
+            with cpu_devices():
+                dist_checkpointing.save(trainer.sharded_state_dict(), str(directory))
+            if here.rank == 0:
+                Path(root, "latest_checkpointed_iteration.txt").write_text(str(step))
+    dist.barrier()
+    return losses
+
+
 # ------------------------------------------------------------------------------- memory of the host
 
 

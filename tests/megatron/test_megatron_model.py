@@ -31,3 +31,20 @@ def test_gpt_resumes_bit_for_bit_and_reshards_with_a_warning(cluster: Cluster, r
     before, after = float.fromhex(first[0]["losses"]["4"]), float.fromhex(alone["losses"]["5"])
     assert abs(after - before) < 0.5, "these are not the trained weights"
     assert tracked_step(root) == 6
+
+
+def test_a_gpt_of_stock_is_adopted_and_goes_on_under_another_sharding(
+    cluster: Cluster, root: Path
+) -> None:
+    """Megatron-core alone saves it, TP=2 on two ranks. Would catch: a run of stock that is adopted
+    without part of its state, or that only the same sharding can load."""
+    losses = cluster.run("train_gpt_in_stock", root=str(root), tp=2, until=4, save_at=2)[0]
+    assert not (root / ".ckptfsm").exists()
+    (alone,) = cluster.run("train_gpt", ranks=1, root=str(root), tp=1, until=3, save_at=9)
+    assert (alone["restored"], alone["dropped"]) == (2, ["rng_state"])
+    before, after = float.fromhex(losses["2"]), float.fromhex(alone["losses"]["3"])
+    assert abs(after - before) < 0.5, "these are not the trained weights"
+    for rank in cluster.run("train_gpt", root=str(root), tp=2, until=4, save_at=4):
+        assert (rank["restored"], rank["dropped"], rank["latest"]) == (2, [], 4)
+        assert rank["losses"] == {step: losses[step] for step in ("3", "4")}
+    assert tracked_step(root) == 4
