@@ -31,8 +31,9 @@ from ckptfsm.errors import (
     StepExistsError,
     WriterDied,
 )
-from ckptfsm.layout import TRACKER
+from ckptfsm.layout import STAGING, TRACKER
 from ckptfsm.ports import Staging
+from ckptfsm.stock import COMMON_KEY
 from ckptfsm.testing.fakes import ThreadTransport, run_ranks
 
 PATIENCE_S = 20.0
@@ -218,6 +219,211 @@ def test_I5_a_call_that_was_aborted_is_not_the_next_one(ranks: Any) -> None:
         return left, here.finish(), here.ran
 
     assert ranks(work) == [(0, [1], results_of("b"))] * 2
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_I5_requests_that_are_staged_into_the_same_shared_memory(
+    ranks: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    """Catches: wrong values without an error. nvidia-resiliency-ext stages each request into the memory
+    of the one before; a fork does not freeze memory that processes share."""
+    import torch
+
+    from ckptfsm.integrations import queue as module
+
+    def work(transport: ThreadTransport) -> Any:
+        here = Rank(transport)
+        if begun:
+            parts: dict[str, Any] = {}
+            manager: Any = SimpleNamespace(save=lambda step, parts: parts)
+            filling = module._Filling(1, manager, dict.fromkeys("abc", ""), parts)
+            here.queue._transport = transport
+        memory = torch.zeros(4).share_memory_()
+        buckets = [("path", "file", ([], [("item", memory)]))]
+        for value, name in enumerate("abc", 1):
+            memory.fill_(value)
+            request = here.request(name)
+            request.async_fn = partial(put_values, gate)
+            request.preload_fn = lambda: buckets
+            if begun:
+                here.queue._fill(filling, request)
+            else:
+                here.queue.schedule_async_request(request)
+        if begun:
+            requests = [part.request for part in parts.values()]
+            return [values_in(request.async_fn_args[1]) for request in requests]
+        gate.open(3)
+        assert here.finish() == [0, 1, 2]
+        return [result[0] for _, result in here.ran]
+
+    assert ranks(work) == [[[1.0] * 4, [2.0] * 4, [3.0] * 4]] * 2
+
+
+def put_values(gate: Gate, rank: int, buckets: Any, results: Any) -> None:
+    gate()
+    results.put({0: values_in(buckets)})
+
+
+def values_in(buckets: Any) -> list[float]:
+    ((_, _, (_, ((_, tensor),))),) = buckets
+    values: list[float] = tensor.tolist()
+    return values
+
+
+def test_I5_pinned_memory_is_kept_until_the_finalizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: pinned memory that its allocator gives to the next request while a writer, which may
+    share it, still reads it; gigabytes of ordinary memory that are kept with it."""
+    import torch
+
+    from ckptfsm.megatron.foreign import stage_request
+
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("torch.Tensor.is_pinned", lambda tensor: tensor.numel() == 4)
+    request = SimpleNamespace(
+        async_fn=put_result,
+        async_fn_args=[0, [torch.zeros(4), torch.zeros(5)], queue.Queue()],
+        finalize_fns=[],
+    )
+    staged = stage_request("a", request)
+    staged.let_go()
+    assert [tensor.numel() for tensor in staged.arguments] == [4]
+    staged.finalize({})
+    assert staged.arguments == []
+
+
+def test_I5_results_of_another_queue_are_left_to_it(ranks: Any) -> None:
+    """Catches: two queues in use at once, whose results are swapped: both are finalized, and neither can
+    be loaded."""
+
+    def work(transport: ThreadTransport) -> Any:
+        here = Rank(transport)
+        if here.rank == 1:
+            here.results.put("of another queue")
+        said = []
+        for name in "ab":
+            here.queue.schedule_async_request(here.request(name))
+            try:
+                said.append(here.queue.maybe_finalize_async_calls(blocking=True))
+            except SaveFailed as error:
+                left = here.results.get_nowait() if here.rank == 1 else "of another queue"
+                said += [
+                    error.facts["reason"],
+                    error.facts["rank"],
+                    left,
+                    "megatron-core" in error.message,
+                ]
+        return said, here.ran
+
+    assert ranks(work) == [(["two_queues", 1, "of another queue", True, [1]], results_of("b"))] * 2
+
+
+def raise_in_a_thread(rank: int, buckets: Any, results: Any) -> None:
+    """As megatron-core's writer, which waits until its workers have counted down."""
+    threading.Thread(target=sys.exit, args=(3,)).start()
+    threading.Event().wait()
+
+
+def test_I10_a_write_worker_that_is_a_thread_ends_its_writer(ranks: Any) -> None:
+    """Catches: a writer that waits for a thread that raised until its deadline, since threads end
+    without a word to anybody."""
+
+    def work(transport: ThreadTransport) -> Any:
+        here = Rank(transport)
+        request = here.request("a")
+        if here.rank == 1:
+            request.async_fn = raise_in_a_thread
+        here.queue.schedule_async_request(request)
+        return here.finish(), here.ran
+
+    assert ranks(work) == [(WriterDied, [])] * 2
+
+
+@pytest.mark.parametrize(
+    ("planned", "written", "older", "ran", "said"),
+    [
+        (True, True, False, True, ""),
+        (True, True, True, False, "megatron-core would load it instead"),
+        (False, True, True, True, "megatron-core would load it instead"),  # its items are elsewhere
+        (False, False, False, True, "there is no common.pt"),
+        (False, False, True, True, ""),  # up to megatron-core 0.18
+    ],
+)
+def test_I4_one_common_state_is_written_and_no_other_lies_beside_it(
+    tmp_path: Path, planned: bool, written: bool, older: bool, ran: bool, said: str
+) -> None:
+    """Catches: megatron-core 0.19, which writes no common.pt, refused; a common.pt that an interrupted
+    save left in the directory, and that a loader takes instead of the newer state in the shards."""
+    from ckptfsm.megatron.foreign import ForeignPart, stage_request
+    from ckptfsm.storage import PosixStorage
+
+    place = f"{STAGING}/iter_0000001"
+    item = SimpleNamespace(index=SimpleNamespace(fqn=COMMON_KEY if planned else "w"))
+    shard = tmp_path / place / "__0_0.distcp"
+    shard.parent.mkdir(parents=True)
+    if older:
+        (shard.parent / "common.pt").write_bytes(b"of an interrupted save")
+
+    def write(rank: int, buckets: Any, results: Any) -> None:
+        shard.write_bytes(b"x")
+        index = SimpleNamespace(fqn=COMMON_KEY if written else "w")
+        where = SimpleNamespace(relative_path=shard.name)
+        results.put({0: [SimpleNamespace(index=index, storage_data=where)]})
+
+    bucket = (str(shard), shard.name, ([(item, b"")], []))
+    request = SimpleNamespace(
+        async_fn=write, async_fn_args=[0, [bucket], queue.Queue()], finalize_fns=[]
+    )
+    part = ForeignPart("state", "", 0, stage_request("state", request))
+    storage = PosixStorage(tmp_path, create=True)
+    with contextlib.closing(SimpleNamespace(close=storage.close_root)):
+        if said:
+            with pytest.raises(SaveFailed, match=said):
+                part.write(storage, place)
+        else:
+            names = [file.name for file in part.write(storage, place).files]
+            assert names == ["__0_0.distcp", *["common.pt"] * older]
+    assert shard.exists() == ran
+
+
+def test_a_request_that_misses_a_package_says_what_is_installed(ranks: Any) -> None:
+    """Catches: nvidia-resiliency-ext that is half installed, and an error that does not say what is
+    there and what to do."""
+
+    def make() -> Any:
+        raise ModuleNotFoundError("A compatible `nvidia-resiliency-ext` installation is required")
+
+    def work(transport: ThreadTransport) -> Any:
+        here = Rank(transport)
+        here.queue.schedule_async_request(make if here.rank == 1 else partial(here.request, "a"))
+        with pytest.raises(
+            SaveFailed, match="nvidia-resiliency-ext .*: install what is missing"
+        ) as told:
+            here.queue.maybe_finalize_async_calls(blocking=True)
+        here.queue.schedule_async_request(here.request("b"))
+        return "megatron-core" in told.value.message, here.finish(), here.ran
+
+    assert ranks(work) == [(True, [1], results_of("b"))] * 2
+
+
+def test_install_without_a_holder_says_where_queues_are_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches: an AttributeError of a module that nobody named; a queue where no trainer looks."""
+    from ckptfsm.integrations import queue as module
+
+    monkeypatch.setattr(module, "_imported", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"megatron-core \d.*after importing it, or name the holder"
+    ):
+        module.install()
+    with pytest.raises(ConfigError, match="has no attribute 'its_queue'"):
+        module.install(None, SimpleNamespace(), "its_queue")
+    trainer = SimpleNamespace(_async_calls_queue=None)
+    monkeypatch.setattr(module, "_imported", {"megatron.training.async_utils": trainer}.get)
+    with module.install() as queue:
+        assert trainer._async_calls_queue is queue
+    assert trainer._async_calls_queue is None
 
 
 class Offloaded:

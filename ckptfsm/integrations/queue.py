@@ -1,8 +1,9 @@
 """``AsyncCallsQueue``: megatron-core's queue of async saves, with supervised writers.
 
 It has the interface of megatron-core's own and takes any AsyncRequest by its field names: those of
-megatron-core and of nvidia-resiliency-ext. Alone it gives supervision, isolation and deadlines. A
-request carries no step, root or parts, so journal, receipts, tracker and retention need ``begin``.
+megatron-core and of nvidia-resiliency-ext, also with tensors in shared memory. Alone it gives
+supervision, isolation and deadlines. A request carries no step, root or parts, so journal, receipts,
+tracker and retention need ``begin``.
 
 Rules: every request has a forked writer and a results channel of its own. All ranks schedule the same
 requests in the same order and finalize them in that order. A writer that died, failed or missed its
@@ -14,9 +15,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -37,11 +40,19 @@ from ckptfsm.errors import (
 from ckptfsm.handle import SaveHandle
 from ckptfsm.interrupts import HandlersWait, OneCall
 from ckptfsm.layout import LAYOUTS
-from ckptfsm.megatron.foreign import StagedRequest, ready_part, stage_request
+from ckptfsm.megatron.foreign import (
+    StagedRequest,
+    forget_what_workers_have,
+    make_request,
+    ready_part,
+    stage_request,
+    taken_now,
+)
 from ckptfsm.megatron.transport import transport_of
 from ckptfsm.notices import say, warn_at_end
 from ckptfsm.ports import Outcome, Staging, Transport
 from ckptfsm.processes import Child, fork_child
+from ckptfsm.versions import installed
 from ckptfsm.writer import missed_deadline
 
 if TYPE_CHECKING:
@@ -49,6 +60,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckptfsm")
 MEGATRON_BASE = "megatron.core.dist_checkpointing.strategies.base"
+_HOLDERS = (
+    (MEGATRON_BASE, "async_calls"),
+    ("megatron.training.async_utils", "_async_calls_queue"),
+)
 _BURY_S = 0.05
 Verdict = Literal["running", "failed", "written"]
 
@@ -71,6 +86,8 @@ class _Call:
             if outcome is None and time.monotonic() < self.deadline:
                 return "running"
             self._judge(outcome)
+        if self.problem is None and self.request is not None:
+            self.problem = self.request.foreign_results()
         return "written" if self.problem is None else "failed"
 
     def _judge(self, outcome: Outcome | None) -> None:
@@ -98,7 +115,8 @@ class _Filling:
 
 def _fork(call: _Call, request: Any) -> None:
     """Stage the request of a call and fork its writer."""
-    call.request = stage_request(f"call {call.index}", request() if callable(request) else request)
+    made = make_request(request) if callable(request) else request
+    call.request = stage_request(f"call {call.index}", made)
     if call.request.function is not None:
         call.child = fork_child(call.request.run, keep=(), group=True)
     call.request.let_go()
@@ -428,7 +446,8 @@ class AsyncCallsQueue:
     def _fill(self, filling: _Filling, request: Any) -> None:
         """Take the next part; the last one begins the save."""
         name, directory = list(filling.directories.items())[len(filling.parts)]
-        filling.parts[name] = ready_part(request, directory)
+        part = request if callable(request) else taken_now(request)
+        filling.parts[name] = ready_part(part, directory)
         filling.indices.append(self._last)
         if len(filling.parts) < len(filling.directories):
             return
@@ -481,13 +500,30 @@ class Installed:
         self._holder, self._name = holder, name
         self._previous = getattr(holder, name)
         setattr(holder, name, queue)
+        forget_what_workers_have()
 
     def uninstall(self) -> None:
-        """Put back what stood there. Raises ``ConfigError`` while calls are not finalized."""
+        """Put back what stood there.
+
+        Raises ``ConfigError`` while calls are not finalized, and if another queue stands there by now,
+        which stays.
+        """
         count = self.queue.get_num_unfinalized_calls()
         if count:
             raise ConfigError(f"{count} calls are not finalized: close the queue first")
+        self._put_back()
+
+    def _put_back(self) -> None:
+        standing = getattr(self._holder, self._name)
+        if standing is self._previous:
+            return
+        if standing is not self.queue:
+            raise ConfigError(
+                f"{self._name} holds another queue by now ({_kind_of(standing)}), and is left as it is: "
+                "uninstall what was installed last first"
+            )
         setattr(self._holder, self._name, self._previous)
+        forget_what_workers_have()
 
     def __enter__(self) -> AsyncCallsQueue:
         return self.queue
@@ -501,21 +537,59 @@ class Installed:
         try:
             self.queue.close(abort=kind is not None)
         finally:
-            setattr(self._holder, self._name, self._previous)
+            self._put_back()
 
 
 def install(
-    queue: AsyncCallsQueue | None = None, holder: Any = None, name: str = "async_calls"
+    queue: AsyncCallsQueue | None = None, holder: Any = None, name: str | None = None
 ) -> Installed:
     """Put ``queue`` (a new one by default) where another queue stands; ``uninstall()`` undoes it.
 
-    By default that is ``megatron.core.dist_checkpointing.strategies.base.async_calls``; a trainer's own
-    queue is the attribute ``name`` of an object or a module ``holder``.
+    By default that is where Megatron-LM keeps its own: ``_async_calls_queue`` of
+    ``megatron.training.async_utils``, once that is imported, or up to megatron-core 0.16
+    ``async_calls`` of ``megatron.core.dist_checkpointing.strategies.base``. Another trainer's queue is
+    the attribute ``name`` of an object or a module ``holder``.
 
-    Raises ``ConfigError`` if the queue that stands there has calls that are not finalized.
+    Raises ``ConfigError`` if nothing holds a queue there, if the one that stands there is ckptfsm's own,
+    or has calls that are not finalized.
     """
-    holder = import_module(MEGATRON_BASE) if holder is None else holder
+    holder, name = _holder_of(holder, name)
     previous = getattr(holder, name)
+    if isinstance(previous, AsyncCallsQueue):
+        raise ConfigError(f"{name} holds a queue of ckptfsm already: uninstall that one first")
     if previous is not None and previous.get_num_unfinalized_calls():
         raise ConfigError(f"{name} has calls that are not finalized: finalize them first")
     return Installed(AsyncCallsQueue() if queue is None else queue, holder, name)
+
+
+def _holder_of(holder: Any, name: str | None) -> tuple[Any, str]:
+    """What holds the trainer's queue, and under which name. Raises ``ConfigError``."""
+    if holder is not None:
+        if not hasattr(holder, name or "async_calls"):
+            raise ConfigError(
+                f"{holder!r} has no attribute {name!r}: name the one that holds the queue"
+            )
+        return holder, name or "async_calls"
+    for module, attribute in _HOLDERS:
+        found = _imported(module)
+        if hasattr(found, name or attribute):
+            return found, name or attribute
+    version = installed("megatron-core")
+    raise ConfigError(
+        f"nothing holds a queue of async saves: megatron-core {version} has none of its own "
+        "(strategies.base.async_calls, up to 0.16), and megatron.training.async_utils is not imported: "
+        'call install() after importing it, or name the holder: install(queue, trainer, "its_queue")'
+    )
+
+
+def _imported(module: str) -> Any:
+    """A module of megatron-core, or one that the trainer has imported; None if it is not there."""
+    if module != MEGATRON_BASE:
+        return sys.modules.get(module)
+    with suppress(ModuleNotFoundError):  # from megatron-core 0.19 on
+        return import_module(module)
+    return None
+
+
+def _kind_of(queue: Any) -> str:
+    return f"{type(queue).__module__}.{type(queue).__qualname__}"

@@ -5,30 +5,38 @@ our supervised child with a private results channel in place of the shared queue
 flight together cannot swap results; its payload is put into the queue it came from immediately before
 its own finalizers run, which is once, on the training thread of every rank.
 
-Rules: exit code, payload and receipt are all required. An exception as payload is a failure. A write
-worker that dies leaves megatron-core's writer waiting for ever (it never counts down), so the writer
-watches its own children and ends when one of them did not end well, also where ``multiprocessing``
-reaps it: it does when the next worker starts.
+Rules: exit code, payload and receipt are all required. An exception as payload is a failure. A fork
+freezes pageable memory only: tensors in memory that processes share are copied when a request is taken,
+and pinned ones are kept until the writer has ended, since the next request would be staged into both.
+
+Write workers are processes up to megatron-core 0.16 and threads from 0.17 on. One that dies leaves
+megatron-core's writer waiting for ever (it never counts down), so the writer ends when a worker did not
+end well: a thread that raised, or a child, also where ``multiprocessing`` reaps it, which it does when
+the next worker starts.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import popen_fork
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import torch
 import xxhash
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ckptfsm.documents import FileEntry
 from ckptfsm.durable import fsync_existing, list_names
-from ckptfsm.errors import ConfigError, SaveFailed
+from ckptfsm.errors import ConfigError, SaveFailed, describe
 from ckptfsm.files import make_inside
 from ckptfsm.layout import join
 from ckptfsm.megatron.compat import cpu_devices
@@ -36,12 +44,15 @@ from ckptfsm.megatron.fence import stay_out_once_it_is_anothers
 from ckptfsm.messages import PartSpec
 from ckptfsm.ports import Storage, Written
 from ckptfsm.processes import children_of, let_children_die_too
-from ckptfsm.stock import COMMON
+from ckptfsm.stock import COMMON, COMMON_KEY
 from ckptfsm.storage import DIGEST_PREFIX
+from ckptfsm.versions import installed
 
 _WATCH_S = 0.1
 _PIECE_BYTES = 1 << 20
 _WORKER_DIED = 78
+_NVRX_WRITER = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
+_NVRX_CORE = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
 _poll = popen_fork.Popen.poll
 
 
@@ -72,7 +83,23 @@ def ready_part(request: Any, directory: str = "") -> Any:
 
 
 def _made(make: Callable[[], Any], directory: str) -> ForeignRequest:
-    return ForeignRequest(request=make(), directory=directory)
+    return ForeignRequest(request=make_request(make), directory=directory)
+
+
+def make_request(make: Callable[..., Any], *arguments: Any) -> Any:
+    """Call the function that makes a request. Raises ``ConfigError`` for a package that it misses."""
+    try:
+        return make(*arguments)
+    except ImportError as error:
+        raise ConfigError(
+            f"no request can be made: {describe(error)} ({_installed()}): install what is missing, or "
+            'make the request with async_strategy="mcore"'
+        ) from error
+
+
+def _installed() -> str:
+    nvrx = installed("nvidia-resiliency-ext")
+    return f"megatron-core {megatron.core.__version__}, nvidia-resiliency-ext {nvrx}"
 
 
 class PrivateChannel:
@@ -121,11 +148,27 @@ class StagedRequest:
             raise SaveFailed(f"the writer of {self.name} has results for {payload!r:.80} only")
         return payload
 
+    def foreign_results(self) -> SaveFailed | None:
+        """What to say while another queue's results lie where the finalizers will look for ours."""
+        if self.queue is None or self.function is None or self.queue.empty():
+            return None
+        return SaveFailed(
+            f"two queues are in use at once: results of another one wait where those of {self.name} "
+            f"belong, and are left there ({_installed()}): finalize or close that queue before the next "
+            "save",
+            reason="two_queues",
+        )
+
     def finalize(self, payload: Any) -> None:
         """Give the request its own payload and run its finalizers. Once (I6).
 
-        What they leave of it in the queue, the next request must not find.
+        What they leave of it in the queue, the next request must not find. Raises ``SaveFailed`` if
+        there are results of another queue, and leaves those.
         """
+        self.arguments = []
+        problem = self.foreign_results()
+        if problem is not None:
+            raise problem
         if self.queue is not None and self.function is not None:
             self.queue.put(payload)
         try:
@@ -137,8 +180,9 @@ class StagedRequest:
                 self.queue.get_nowait()
 
     def let_go(self) -> None:
-        """The child owns the data now."""
-        self.arguments = []
+        """The child owns the data now, except in pinned memory, which it may share with this process."""
+        pinned = torch.cuda.is_initialized()
+        self.arguments = [a for a in tree_leaves(self.arguments) if pinned and _is_pinned(a)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,30 +203,49 @@ class ForeignPart:
         payload: Any = None
         if self.request.function is not None:
             stay_out_once_it_is_anothers(storage, location)
+            if self.rank == 0 and _has_common(self.request.arguments):
+                self._refuse_older_common(storage, location)
             payload = self.request.run()
             if self.request.queue is None:
                 raise SaveFailed(f"the request of {self.name} has no queue: nobody knows its files")
-        names = _files_of(payload)
-        if self.rank == 0:
-            if COMMON not in list_names(storage, join(location, self.directory)):
-                raise SaveFailed(
-                    f"there is no {COMMON} in {join(location, self.directory)}: make the request of "
-                    f"{self.name!r} anew, for that directory"
-                )
+        results = _results_in(payload)
+        names = {str(result.storage_data.relative_path) for result in results}
+        if self.rank == 0 and _has_common(results):
+            self._refuse_older_common(storage, location)
+        elif self.rank == 0:
+            self._require_common(storage, location)
             names.add(COMMON)
-        files = []
-        for name in sorted(names):
-            path = join(location, self.directory, name)
-            fsync_existing(storage, path)
-            relative = join(self.directory, name)
-            size, digest = storage.stat(path).size, storage.digest(path)
-            if name == COMMON and self.made not in ("", digest):
-                raise SaveFailed(
-                    f"{path} was changed after the request of {self.name!r} was taken: another one was "
-                    "made for the same directory"
-                )
-            files.append(FileEntry(name=relative, bytes=size, digest=digest))
-        return Written(tuple(files), (), payload)
+        return Written(tuple(self._entry(storage, location, n) for n in sorted(names)), (), payload)
+
+    def _refuse_older_common(self, storage: Storage, location: str) -> None:
+        """A loader of megatron-core takes ``common.pt`` before the common state that lies in a shard."""
+        place = join(location, self.directory)
+        if COMMON in list_names(storage, place):
+            raise SaveFailed(
+                f"{join(place, COMMON)} is of another save, and megatron-core would load it instead of "
+                f"what this one has in its shards ({COMMON_KEY}): remove it, then save again",
+                file=join(place, COMMON),
+                reason="older_common",
+            )
+
+    def _require_common(self, storage: Storage, location: str) -> None:
+        place = join(location, self.directory)
+        if COMMON not in list_names(storage, place):
+            raise SaveFailed(
+                f"there is no {COMMON} in {place}, and no {COMMON_KEY} in what was written: make the "
+                f"request of {self.name!r} anew, for that directory"
+            )
+
+    def _entry(self, storage: Storage, location: str, name: str) -> FileEntry:
+        path = join(location, self.directory, name)
+        fsync_existing(storage, path)
+        size, digest = storage.stat(path).size, storage.digest(path)
+        if name == COMMON and self.made not in ("", digest):
+            raise SaveFailed(
+                f"{path} was changed after the request of {self.name!r} was taken: another one was "
+                "made for the same directory"
+            )
+        return FileEntry(name=join(self.directory, name), bytes=size, digest=digest)
 
 
 def stage_foreign(spec: PartSpec, foreign: ForeignRequest, rank: int, location: str) -> ForeignPart:
@@ -190,7 +253,7 @@ def stage_foreign(spec: PartSpec, foreign: ForeignRequest, rank: int, location: 
     request, made = foreign.request, ""
     if foreign.build is not None:
         with cpu_devices():
-            request = foreign.build(make_inside(location, spec.directory))
+            request = make_request(foreign.build, make_inside(location, spec.directory))
     elif rank == 0:
         made = _digest_of(Path(location, spec.directory, COMMON))
     return ForeignPart(spec.name, spec.directory, rank, stage_request(spec.name, request), made)
@@ -209,40 +272,117 @@ def _digest_of(path: Path) -> str:
 
 
 def stage_request(name: str, request: Any) -> StagedRequest:
-    """Stage the tensors of an AsyncRequest to host memory, as megatron-core's own callers do."""
-    arguments = list(request.async_fn_args or ())
-    preload = getattr(request, "preload_fn", None)
-    with cpu_devices():
-        if preload is not None:
-            arguments[1] = preload()
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # copies that do not wait, also those made before this call
+    """Stage the tensors of an AsyncRequest to host memory that a fork freezes."""
+    arguments = _preloaded(request)
     queue = next((a for a in arguments if hasattr(a, "put") and hasattr(a, "get")), None)
     return StagedRequest(
         name,
         request.async_fn,
         arguments,
-        dict(getattr(request, "async_fn_kwargs", None) or {}),
+        dict(tree_map(_private, dict(getattr(request, "async_fn_kwargs", None) or {}))),
         list(request.finalize_fns),
         queue,
     )
 
 
-def _files_of(payload: Any) -> set[str]:
-    """The files that the write results name."""
+@dataclass(frozen=True, slots=True)
+class TakenRequest:
+    """A request whose tensors are staged already."""
+
+    async_fn: Callable[..., None] | None
+    async_fn_args: Sequence[Any]
+    async_fn_kwargs: Mapping[str, Any]
+    finalize_fns: Sequence[Callable[[], None]]
+    preload_fn: Callable[[], Any] | None = None
+
+
+def taken_now(request: Any) -> Any:
+    """The same request with its tensors staged: the next one may be staged into the same memory.
+
+    An error is raised later, where the request is staged with the others of its save.
+    """
+    preload: Callable[[], Any] | None = None
+    try:
+        arguments = _preloaded(request)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # also torch's
+        preload, arguments = partial(_raise, error), list(request.async_fn_args)
+    keywords = getattr(request, "async_fn_kwargs", None) or {}
+    return TakenRequest(request.async_fn, arguments, keywords, request.finalize_fns, preload)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _preloaded(request: Any) -> list[Any]:
+    """The arguments of the request's writer, staged as megatron-core's own callers do."""
+    arguments = list(request.async_fn_args or ())
+    preload = getattr(request, "preload_fn", None)
+    with cpu_devices():
+        if preload is not None:
+            try:
+                arguments[1] = preload()
+            except BaseException:
+                forget_what_workers_have()
+                raise
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # copies that do not wait, also those made before this call
+    return list(tree_map(_private, arguments))
+
+
+def _private(value: Any) -> Any:
+    """A copy of what lies in memory that processes share: the trainer's next change would reach a
+    writer that was forked before."""
+    strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    if strided and value.device.type == "cpu" and value.is_shared():
+        return value.detach().clone()
+    return value
+
+
+def _is_pinned(value: Any) -> bool:
+    strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return bool(strided and value.device.type == "cpu" and value.is_pinned())
+
+
+def forget_what_workers_have() -> None:
+    """Have nvidia-resiliency-ext put all tensors into its next request.
+
+    It leaves out what it believes a worker to have already. Whoever takes the requests from now on has
+    none of it.
+    """
+    writer = getattr(sys.modules.get(_NVRX_WRITER), "FileSystemWriterAsync", None)
+    caller = getattr(sys.modules.get(_NVRX_CORE), "PersistentAsyncCaller", None)
+    for holder, name in (
+        (writer, "cleanup_tensor_caches"),
+        (caller, "cleanup_worker_data_cache"),
+    ):
+        if hasattr(holder, name):  # older ones keep nothing
+            getattr(holder, name)()
+
+
+def _results_in(payload: Any) -> list[Any]:
+    """The write results in a payload."""
     if not isinstance(payload, dict):
-        return set()
-    results: Sequence[Any] = [r for rows in payload.values() for r in rows]
-    return {str(result.storage_data.relative_path) for result in results}
+        return []
+    return [result for results in payload.values() for result in results]
+
+
+def _has_common(items: Any) -> bool:
+    """Whether the common state is among these write items or write results."""
+    found = (getattr(item, "index", None) for item in tree_leaves(items))
+    return any(getattr(index, "fqn", None) == COMMON_KEY for index in found)
 
 
 @contextmanager
 def _watched_workers() -> Iterator[None]:
     """In the block this writer ends as soon as one of its workers ended badly: nobody else would notice.
 
-    After it come other parts, which judge their own workers.
+    Workers are children or threads. After it come other parts, which judge their own workers.
     """
     let_children_die_too()
+    hook, threading.excepthook = threading.excepthook, _end_with_thread
     over = threading.Event()
     threading.Thread(target=_watch_workers, args=(over,), daemon=True).start()
     popen_fork.Popen.poll = _judging_poll  # type: ignore[assignment, method-assign]
@@ -250,7 +390,16 @@ def _watched_workers() -> Iterator[None]:
         yield
     finally:
         popen_fork.Popen.poll = _poll  # type: ignore[method-assign]
+        threading.excepthook = hook
         over.set()
+
+
+def _end_with_thread(raised: threading.ExceptHookArgs) -> None:
+    """A thread that raised (``SystemExit``, too) never counts down, and its writer waits for that."""
+    with suppress(Exception):  # whatever comes of printing, the writer ends
+        text = "".join(traceback.format_exception(raised.exc_value))
+        os.write(2, f"a write worker, which is a thread, ended the writer:\n{text}".encode())
+    os._exit(_WORKER_DIED)
 
 
 def _judging_poll(worker: popen_fork.Popen, flag: int = os.WNOHANG) -> int | None:
