@@ -10,12 +10,14 @@ from __future__ import annotations
 import atexit
 import base64
 import fnmatch
+import inspect
 import json
 import multiprocessing
 import os
 import pickle
 import resource
 import socket
+import threading
 import time
 import warnings
 import weakref
@@ -24,6 +26,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,8 +39,10 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
-from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
+    TorchDistSaveShardedStrategy,
+)
+from torch.distributed.checkpoint import FileSystemReader  # noqa: E402
 
 from ckptfsm import (  # noqa: E402
     CheckpointManager,
@@ -59,6 +65,16 @@ from ckptfsm.storage import PosixStorage  # noqa: E402
 from ckptfsm.testing.faults import FaultStorage  # noqa: E402
 
 torch.set_num_threads(1)
+
+# From megatron-core 0.17 on a request says who makes it: megatron-core itself, or nvidia-resiliency-ext.
+STRATEGIES = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+NVRX = STRATEGIES and find_spec("nvidia_resiliency_ext") is not None
+MAKER = (
+    "nvidia_resiliency_ext.checkpointing.async_ckpt"
+    if NVRX
+    else "megatron.core.dist_checkpointing.strategies"
+)
+filesystem_async = import_module(f"{MAKER}.filesystem_async")
 
 ROWS = 64  # of a rank's tensors; a row is 512 bytes
 PACE_S = 0.002  # how long a "training step" takes
@@ -650,15 +666,20 @@ def meet_wrong_world_size(
 BIG_ROWS, SMALL_ROWS = 512, 16
 
 
-def request_for(directory: str, state: dict[str, Any]) -> Any:
-    """Megatron-core's own AsyncRequest (collective)."""
+def request_for(directory: str, state: dict[str, Any], strategy: Any = None) -> Any:
+    """Megatron-core's own AsyncRequest (collective), with two write workers by default."""
+    how: dict[str, Any] = {"async_strategy": "nvrx" if NVRX else "mcore"} if STRATEGIES else {}
+    strategy = strategy or TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=2)
     with cpu_devices():
-        return dist_checkpointing.save(state, directory, async_sharded_save=True)
+        return dist_checkpointing.save(state, directory, strategy, async_sharded_save=True, **how)
 
 
 @dataclass
 class Gated:
-    """An ``async_fn`` that stands at a gate before it begins, or whose worker ``worker`` does."""
+    """An ``async_fn`` that stands at a gate before it begins, or whose worker ``worker`` does.
+
+    Workers are processes or threads. The first of those writes on the writer's own thread.
+    """
 
     inner: Callable[..., None]
     gate: str
@@ -668,9 +689,22 @@ class Gated:
     def __call__(self, *arguments: Any, **keywords: Any) -> None:
         if self.worker is None:
             meet(self.gate, "writer")
+        elif workers_are_threads():
+            self._hold(filesystem_async.FileSystemWriterAsync)
         else:
             os.register_at_fork(after_in_parent=self._count, after_in_child=self._stand)
         self.inner(*arguments, **keywords)
+
+    def _hold(self, writer: Any) -> None:
+        write = writer.write_preloaded_data
+
+        def held(*arguments: Any, **keywords: Any) -> Any:
+            index = int(threading.current_thread() is not threading.main_thread())
+            if index == self.worker:
+                meet(self.gate, "thread")
+            return write(*arguments, **keywords)
+
+        writer.write_preloaded_data = staticmethod(held)
 
     def _count(self) -> None:
         self.forked += 1
@@ -678,6 +712,10 @@ class Gated:
     def _stand(self) -> None:
         if self.forked == self.worker:
             meet(self.gate, "worker")
+
+
+def workers_are_threads() -> bool:
+    return hasattr(filesystem_async.FileSystemWriterAsync, "write_preloaded_data_multithread")
 
 
 @dataclass
@@ -773,7 +811,8 @@ def save_with_stock_queue(here: Here, big: str, small: str, gate: str, ended: st
         if here.rank == 0:
             os.mkdir(directory)
     dist.barrier()
-    calls = AsyncCallsQueue(persistent=False)
+    core = import_module(f"{MAKER}.core" if NVRX else f"{MAKER}.async_utils")
+    calls = core.AsyncCallsQueue(persistent=False)
     with cpu_devices():
         calls.schedule_async_request(Build(here, 1, BIG_ROWS, gate)(big))
         calls.schedule_async_request(Build(here, 101, SMALL_ROWS)(small))
@@ -790,8 +829,7 @@ def save_with_stock_queue(here: Here, big: str, small: str, gate: str, ended: st
 def look_into(here: Here, directory: str, step: int, rows: int) -> Told:
     """What ``.metadata`` refers to, and whether the stock loader gives back what was saved."""
     here.join()
-    reader = dist_checkpointing.strategies.torch.CachedMetadataFileSystemReader(directory)
-    stored = reader.read_metadata().storage_data
+    stored = FileSystemReader(directory).read_metadata().storage_data
     ends: dict[str, int] = {}
     for info in stored.values():
         end = info.offset + info.length

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,14 +23,15 @@ from jobs import (
     Here,
     Told,
     children,
+    filesystem_async,
     managed,
     meet,
     request_for,
     state_of,
     told,
+    workers_are_threads,
 )
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.strategies import base
 
 from ckptfsm import ForeignRequest
 from ckptfsm.errors import CkptFsmError
@@ -71,8 +76,11 @@ def save_three(
     **settings: Any,
 ) -> Told:
     """Three requests in flight together; the second has a gate in the writer of rank 1, or a fault
-    there: ``preload``, ``write``, ``payload``. ``finalizer`` (before megatron-core's own, which hold
-    collectives): one that raises, on both ranks. ``spawned``: megatron-core makes its shared queue."""
+    there: ``preload``, ``write``, ``payload``, ``worker``, ``dying worker``.
+
+    ``finalizer`` (before megatron-core's own, which hold collectives): one that raises, on both ranks.
+    ``spawned``: megatron-core makes its shared queue.
+    """
     if spawned:
         here.join()
     else:
@@ -98,10 +106,33 @@ def save_three(
 def spoil(request: Any, gate: str, worker: int | None, fault: str) -> Any:
     if gate:
         return request._replace(async_fn=Gated(request.async_fn, gate, worker))
+    if fault in ("worker", "dying worker"):
+        error = ValueError("a fault of this test") if fault == "worker" else SystemExit(3)
+        return request._replace(async_fn=WorkerFails(request.async_fn, error))
     if fault == "finalizer":
         return request._replace(finalize_fns=[fail, *request.finalize_fns])
     field = {"preload": "preload_fn", "write": "async_fn", "payload": "async_fn"}[fault]
     return request._replace(**{field: put_an_error if fault == "payload" else fail})
+
+
+@dataclass
+class WorkerFails:
+    """An ``async_fn`` with a write worker, process or thread, that fails to write."""
+
+    inner: Callable[..., None]
+    error: BaseException
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> None:
+        writer = self.inner.func if isinstance(self.inner, partial) else self.inner
+        module = sys.modules[writer.__module__]
+        module._write_item = self._write  # type: ignore[attr-defined]
+        self.inner(*arguments, **keywords)
+
+    def _write(self, *_: Any, **__: Any) -> None:
+        on_main = threading.current_thread() is threading.main_thread()
+        if workers_are_threads() and on_main:
+            return
+        raise self.error
 
 
 def fail(*_: Any) -> None:
@@ -119,8 +150,6 @@ def children_but_the_stock_manager() -> list[int]:
 
 def is_to_stay(pid: int) -> bool:
     """Megatron-core keeps a process for the queue that all requests share, and Python one more."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
     shared = filesystem_async._results_queue
     manager = shared._manager._process.ident if shared is not None else None
     return pid == manager or "resource_tracker" in commandline(pid)
@@ -225,35 +254,43 @@ def schedule_and_stay(here: Here, place: str, gate: str, stay: str) -> None:
 
 
 def save_where_stock_stood(here: Here, place: str) -> Told:
-    """A trainer that uses ``base.async_calls``, and a queue of its own."""
+    """A queue where ``install`` looks by default, and one of a trainer's own."""
     here.join_with_queue()
-    before = base.async_calls
+    holder, name = where_stock_stands()
+    before = getattr(holder, name)
     with install(queue_of()) as queue:
-        inside = base.async_calls is queue
+        inside = getattr(holder, name) is queue
         request = request_for(make_directory(here, f"{place}/1"), state_of(1, here, ROWS))
-        base.async_calls.schedule_async_request(request)
+        getattr(holder, name).schedule_async_request(request)
     trainer = Trainer()
-    installed = install(queue_of(), trainer, "queue")
+    first = install(queue_of(), trainer, "queue")
     request = request_for(make_directory(here, f"{place}/2"), state_of(2, here, ROWS))
     trainer.queue.schedule_async_request(request)
-    refused: list[str] = []
-    refusals: list[Callable[[], Any]] = [
-        installed.uninstall,
-        partial(install, queue_of(), trainer, "queue"),
-    ]
-    for refusal in refusals:
-        try:
-            refusal()
-        except CkptFsmError as error:
-            refused.append(type(error).__name__)
+    said = [refused(first.uninstall), refused(partial(install, queue_of(), trainer, "queue"))]
     seen = trainer.queue.maybe_finalize_async_calls(blocking=True)
-    installed.uninstall()
+    trainer.queue = later = queue_of()
+    said.append(refused(first.uninstall))
+    left = trainer.queue is later
+    trainer.queue = first.queue
+    first.uninstall()
     return {
         "inside": inside,
-        "restored": base.async_calls is before and trainer.queue is None,
-        "refused": refused,
+        "restored": getattr(holder, name) is before and trainer.queue is None,
+        "refused": said,
+        "left": left,
         "seen": seen,
     }
+
+
+def where_stock_stands() -> tuple[Any, str]:
+    """Megatron-LM's module needs more than a rank has here; the module of that name is what counts."""
+    base = sys.modules.get("megatron.core.dist_checkpointing.strategies.base")
+    if hasattr(base, "async_calls"):
+        return base, "async_calls"
+    trainer = ModuleType("megatron.training.async_utils")
+    trainer._async_calls_queue = None  # type: ignore[attr-defined]
+    sys.modules[trainer.__name__] = trainer
+    return trainer, "_async_calls_queue"
 
 
 class Trainer:

@@ -127,19 +127,21 @@ def test_f1_killed_foreign_write_worker_fails_on_all_ranks(
     cluster: Cluster, gate: Gates, root: Path, worker: int
 ) -> None:
     """A worker of megatron-core's writer is killed, the first one or, when the first one is done, the
-    last one. Would catch: a writer that waits for its dead worker until the deadline."""
+    last one; one that is a thread, with its writer. Would catch: a writer that waits for its dead worker
+    until the deadline."""
     paused = gate("paused")
     job = cluster.start(
         "save_foreign", root=str(root), gate=paused.path, worker=worker, writer_timeout_s=10.0
     )
     found = paused.arrival(job)
-    if worker == 1:
+    if worker == 1 and found["what"] == "worker":
         others = [pid for pid in children_of(found["ppid"]) if pid != found["pid"]]
         assert others
         assert all(await_death(pid) for pid in others), "the first worker does not end"
     os.kill(found["pid"], signal.SIGKILL)
     assert_only_step_two_failed(job.results(), root, "WriterDied", "rank 1")
-    assert await_death(found["ppid"], 1.0)
+    writer = found["pid"] if found["what"] == "thread" else found["ppid"]
+    assert await_death(writer, 1.0)
 
 
 def starts_another_after_one_died(*_: Any) -> None:
@@ -198,7 +200,8 @@ def test_f29_foreign_write_workers_die_with_their_trainer(
     job = cluster.start("save_foreign", root=str(root), gate=paused.path, worker=0)
     found = paused.arrival(job)
     assert job.kill(1)
-    assert await_death(found["ppid"], 5.0)
+    if found["what"] == "worker":
+        assert await_death(found["ppid"], 5.0)
     assert await_death(found["pid"], 5.0), "a write worker outlived its trainer"
 
 
@@ -262,7 +265,10 @@ def test_i2_a_second_request_for_a_directory_in_flight_fails_its_save(
     paused.arrival(job)
     if gated == 1:
         assert await_file(path_of(root, 5) / receipt_name("state", 0))
-    shutil.copyfile(path_of(root, 4) / "common.pt", path_of(root, 5) / "common.pt")
+    if in_shard := not (path_of(root, 4) / "common.pt").exists():  # from megatron-core 0.19 on
+        (path_of(root, 5) / "common.pt").write_bytes(b"an older megatron-core writes this first")
+    else:
+        shutil.copyfile(path_of(root, 4) / "common.pt", path_of(root, 5) / "common.pt")
     paused.open()
     for rank in job.results():
         first, second, third = rank["errors"]
@@ -272,6 +278,8 @@ def test_i2_a_second_request_for_a_directory_in_flight_fails_its_save(
             "was changed after the request of 'state' was taken",
             "after it was written",
         )
+        if in_shard:
+            taken, written = "megatron-core would load it instead of", "common.pt"
         assert (taken, written)[gated] in second["text"]
         assert rank["all"] == [4, 6]
     assert steps_on_disk(root) == [4, 6]

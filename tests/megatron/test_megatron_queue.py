@@ -139,6 +139,24 @@ def test_error_of_one_rank_raises_on_all_ranks(
     assert all("a fault of this test" in the_error(rank)["text"] for rank in ranks)
 
 
+@pytest.mark.parametrize(
+    ("fault", "kind", "reason", "word"),
+    [
+        ("worker", "SaveFailed", "writer_failed", "ValueError"),
+        ("dying worker", "WriterDied", "writer_died", "exit code 78"),
+    ],
+)
+def test_a_write_worker_that_fails_raises_on_all_ranks(
+    cluster: Cluster, tmp_path: Path, fault: str, kind: str, reason: str, word: str
+) -> None:
+    """Catches: a worker, which is a process up to megatron-core 0.16 and a thread from 0.17 on, whose
+    end is noticed by nobody: its writer waits until its deadline."""
+    ranks = cluster.run("queue_jobs.save_three", place=str(tmp_path), fault=fault)
+    assert_only_the_second_failed(ranks, kind, reason)
+    assert all(word in the_error(rank)["text"] for rank in ranks)
+    assert loadable(cluster, tmp_path, [ALL[0], ALL[2]])
+
+
 def test_finalizer_that_raises_leaves_nothing_to_the_next_request(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -210,14 +228,15 @@ def test_writers_die_with_their_trainer(cluster: Cluster, gate: Gates, tmp_path:
 
 def test_install_is_reversible(cluster: Cluster, tmp_path: Path) -> None:
     """Catches: a queue that stays after ``uninstall``, or that leaves calls behind which nobody will
-    finalize any more."""
+    finalize any more; a second queue over the first; one that was put there since and is lost."""
     for rank in cluster.run("queue_jobs.save_where_stock_stood", place=str(tmp_path)):
-        assert rank == {
-            "inside": True,
-            "restored": True,
-            "refused": ["ConfigError", "ConfigError"],
-            "seen": [0],
-        }
+        unfinished, twice, displaced = rank.pop("refused")
+        assert "1 calls are not finalized: close the queue first" in unfinished
+        assert "queue holds a queue of ckptfsm already: uninstall that one first" in twice
+        assert (
+            "holds another queue by now (ckptfsm.integrations.queue.AsyncCallsQueue)" in displaced
+        )
+        assert rank == {"inside": True, "restored": True, "left": True, "seen": [0]}
     assert loadable(cluster, tmp_path, [(1, 16), (2, 16)])
 
 
@@ -330,6 +349,9 @@ def leave(queue: Any, scheduled_by: str) -> int:
 
 class Finalized:
     """A staged request with nothing to write and no finalizers."""
+
+    def foreign_results(self) -> None:
+        """There are none."""
 
     def finalize(self, payload: Any) -> None:
         """Nothing to do."""
