@@ -19,12 +19,11 @@ from typing import Any
 
 import forkserver
 import megatron.core
-import pretrain_gpt
+import megatron_lm_model
 import torch
 from jobs import TIMES, Here, Told, meet, told
 from megatron.core import mpu
-from megatron.core.enums import ModelType
-from megatron.training import async_utils, checkpointing, get_args, pretrain
+from megatron.training import async_utils, checkpointing, get_args
 from megatron_lm_cpu import without_cuda
 from training_jobs import AtAGate
 
@@ -67,13 +66,15 @@ class Watched:
     model: Any = None
 
     def build(self, *arguments: Any, **keywords: Any) -> Any:
-        self.model = pretrain_gpt.model_provider(pretrain_gpt.gpt_builder, *arguments, **keywords)
+        self.model = megatron_lm_model.build(*arguments, **keywords)
         return self.model
 
-    def data(self, sizes: Any) -> tuple[Any, None, None]:
+    def data(self, sizes: Any, **keywords: Any) -> tuple[Any, None, None]:
         return samples(get_args().consumed_train_samples), None, None
 
-    def step(self, iterator: Any, model: Any, **keywords: Any) -> Any:
+    data.is_distributed = True  # every rank calls it
+
+    def step(self, iterator: Any, model: Any) -> Any:
         args = get_args()
         if self.start is None:
             self.start = args.iteration
@@ -84,7 +85,7 @@ class Watched:
             args.gated = AtAGate(self.gate, os.getpid()) if at else None
         if self.trained and iteration == self.trained_at:
             meet(self.trained)
-        return pretrain_gpt.forward_step(iterator, model, **keywords)
+        return megatron_lm_model.forward(iterator, model)
 
     def note(self, iteration: int) -> None:
         """Every bit of the parameters after this iteration, and the tracker."""
@@ -104,8 +105,8 @@ def samples(consumed: int) -> Iterator[dict[str, torch.Tensor]]:
         yield {
             "tokens": tokens[:, :-1],
             "labels": tokens[:, 1:],
-            "loss_mask": torch.ones(1, LENGTH),
             "position_ids": torch.arange(LENGTH)[None],
+            "attention_mask": torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool(),  # of what is hidden
         }
         consumed += mpu.get_data_parallel_world_size()
 
@@ -129,8 +130,7 @@ def train(
         owner = install(**TIMES) if installed else contextlib.nullcontext()
         try:
             with owner:
-                kind = ModelType.encoder_or_decoder
-                pretrain(watched.data, watched.build, kind, watched.step)
+                megatron_lm_model.run(watched.data, watched.build, watched.step)
             watched.note(get_args().train_iters)
         except CkptFsmError as error:
             outcome["error"] = told(error)

@@ -12,14 +12,15 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 CLONE = os.environ.get("CKPTFSM_MEGATRON_LM")
-if not CLONE:
-    pytest.skip("CKPTFSM_MEGATRON_LM names no clone of NVIDIA/Megatron-LM", allow_module_level=True)
+if not (CLONE or find_spec("megatron") and find_spec("megatron.training")):
+    pytest.skip("megatron.training is not there, nor a clone of it", allow_module_level=True)
 
 from cluster import (  # noqa: E402  of tests/megatron, which only run.py puts on the path
     Cluster,
@@ -36,6 +37,7 @@ from snapshots import files_of  # noqa: E402
 pytestmark = pytest.mark.integration
 
 JOB = Path(__file__).with_name("megatron_lm_job.py")
+RAN = ("0.16", "0.17", "0.18", "0.19")
 ASYNC = "--async-save --use-persistent-ckpt-worker"  # since 0.16 stock turns the first alone off
 TRACKER = "latest_checkpointed_iteration.txt"
 Ranks = list[dict[str, Any]]
@@ -71,7 +73,9 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    server = ForkServer(JOB)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # to compile small functions takes minutes here
+        server = ForkServer(JOB)
     yield server
     server.close()
 
@@ -110,10 +114,10 @@ def train(cluster: Cluster, tmp_path: Path, undisturbed: dict[str, str]) -> Trai
 def test_everything_that_is_replaced_is_there(cluster: Cluster) -> None:
     """Catches: a test of something else than the clone, a name that Megatron-LM does not have."""
     for rank in cluster.run("megatron_lm_job.names"):
-        assert rank["version"] == "0.16.1", "what docs/megatron-lm.md says was run"
-        for place in (rank["core"], rank["training"]):
-            assert Path(place).is_relative_to(Path(str(CLONE)))
         assert rank["missing"] == []
+        assert rank["version"].rpartition(".")[0] in RAN, "what docs/megatron-lm.md says was run"
+        for place in (rank["core"], rank["training"]):
+            assert CLONE is None or Path(place).is_relative_to(Path(CLONE).absolute())
 
 
 def test_the_tracker_moves_when_the_writers_are_done_and_retention_follows_it(
