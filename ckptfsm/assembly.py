@@ -23,6 +23,7 @@ from ckptfsm.receipts import Receipts
 from ckptfsm.stock import COMMON, MAX_METADATA_BYTES
 
 _FOREIGN_METADATA = (".metadata", "metadata.json")
+_BESIDE_FOREIGN = ("integrity.json", "tokenizer/")  # newer trainers' finalizers leave them
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,8 @@ class Assembly:
         location = join(directory, part.directory)
         if part.kind == "foreign":
             self._refuse_changed_common(part, directory, shares)
-            return [self._entry_of(location, part, name) for name in _FOREIGN_METADATA]
+            names = [*_FOREIGN_METADATA, *self._beside(part, directory, shares)]
+            return [self._entry_of(location, part, name) for name in names]
         final = join(self.layout.published_name(checkpoint.step), part.directory)
         entries = []
         for name, content in self._metadata_of(part, directory, shares, final).items():
@@ -153,6 +155,18 @@ class Assembly:
             raise SaveFailed(
                 f"part {part.name!r} cannot be completed: {describe(error)}", file=final
             ) from error
+
+    def _beside(self, part: PartSpec, directory: str, shares: Shares) -> list[str]:
+        """What else the finalizers of a foreign part left that belongs to the checkpoint."""
+        claimed = {entry.name for receipt in shares.receipts for entry in receipt.files}
+        found = walk_files(self.storage, join(directory, part.directory))
+        return [
+            name
+            for name, stat in found
+            if stat.kind == "file"
+            and join(part.directory, name) not in claimed
+            and name.startswith(_BESIDE_FOREIGN)
+        ]
 
     def _entry_of(self, location: str, part: PartSpec, name: str) -> FileEntry:
         """What a foreign finalizer left, which megatron-core does not fsync."""

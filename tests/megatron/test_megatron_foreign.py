@@ -239,7 +239,8 @@ def test_i5_finalizers_that_end_early_leave_no_payload(cluster: Cluster, root: P
 
 
 def test_i4_ready_made_requests_are_written_in_place(cluster: Cluster, root: Path) -> None:
-    """Would catch: a request whose path is fixed and that is looked for in staging."""
+    """Would catch: a request whose path is fixed and that is looked for in staging; a save that fails
+    because of the files that finalizers of newer trainers leave beside the shards."""
     root.mkdir()
     for rank in cluster.run("save_ready_made", root=str(root)):
         assert rank["errors"] == [None, None, None]
@@ -247,6 +248,8 @@ def test_i4_ready_made_requests_are_written_in_place(cluster: Cluster, root: Pat
     assert tracked_step(root) == 6
     for step in (4, 6):
         assert_complete(root, step)
+        assert (path_of(root, step) / "integrity.json").exists()
+        assert (path_of(root, step) / "tokenizer" / "vocab.json").exists()
         directory = str(path_of(root, step))
         assert cluster.run("stock_load", directory=directory, step=step) == [True, True]
     for rank in cluster.run("restore", root=str(root)):
