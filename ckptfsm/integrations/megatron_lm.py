@@ -25,10 +25,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import megatron.core
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from ckptfsm.config import CheckpointConfig, config_of
-from ckptfsm.errors import CkptFsmError, ConfigError, RecoveryWarning
+from ckptfsm.documents import FileEntry
+from ckptfsm.durable import lookup
+from ckptfsm.errors import CkptFsmError, ConfigError, DamagedRoot, RecoveryWarning, describe
+from ckptfsm.evidence import check_digests, check_sizes, read_manifest
+from ckptfsm.files import FileTree
 from ckptfsm.handle import SaveHandle
 from ckptfsm.integrations.queue import AsyncCallsQueue
 from ckptfsm.layout import MEGATRON
@@ -37,7 +43,10 @@ from ckptfsm.megatron.foreign import ready_part
 from ckptfsm.megatron.manager import CheckpointManager
 from ckptfsm.notices import say, warn_caller
 from ckptfsm.ports import Staging
+from ckptfsm.proposal import OptionalPart
 from ckptfsm.retention import EveryNSteps, KeepAll, LatestN, Policy
+from ckptfsm.storage import PosixStorage
+from ckptfsm.versions import TRIED
 
 log = logging.getLogger("ckptfsm")
 CONTENT_METADATA = "content_metadata"  # where Megatron's loader looks for it in the common state
@@ -135,14 +144,16 @@ class MegatronLMCheckpoints:
         *,
         directory: str | os.PathLike[str] | None = None,
         content_metadata: Mapping[str, Any] | None = None,
+        parts: Mapping[str, Any] | None = None,
         reports: Sequence[Closure] = (),
     ) -> SaveHandle:
         """Begin the checkpoint ``iter_<iteration>`` of a sharded state dict.
 
         ``state_dict`` may be a function that returns it, called after ``Staging.load``.
-        ``content_metadata`` is stored as ``dist_checkpointing.save`` does. ``reports`` run on this rank
-        once the checkpoint is tracked; what they raise is logged. An iteration that this run has saved
-        or resumed from is skipped. Raises what ``CheckpointManager.save`` raises.
+        ``content_metadata`` is stored as ``dist_checkpointing.save`` does. ``parts`` are further parts
+        beside the state, as ``CheckpointManager.save`` takes them. ``reports`` run on this rank once the
+        checkpoint is tracked; what they raise is logged. An iteration that this run has saved or
+        resumed from is skipped. Raises what ``CheckpointManager.save`` raises.
         """
         root = self._root_of(directory)
         if (root, iteration) in self._own and iteration in self.open(root).all_steps():
@@ -150,7 +161,7 @@ class MegatronLMCheckpoints:
             say(log.warning, "step_saved_already", said, step=iteration)
             return SaveHandle(iteration)
         state = partial(_with_metadata, state_dict, content_metadata)
-        return self._begin(root, iteration, state, reports)
+        return self._begin(root, iteration, {**(parts or {}), "state": state}, reports)
 
     def schedule_async_save(self, async_request: Any, iteration: int | None = None) -> None:
         """Take a ready AsyncRequest, made for ``<save_dir>/iter_<iteration>``, and save it in place.
@@ -162,14 +173,14 @@ class MegatronLMCheckpoints:
         if iteration is None:
             self._queue.schedule_async_request(async_request)
         else:
-            self._begin(self.save_dir, iteration, ready_part(async_request), ())
+            self._begin(self.save_dir, iteration, {"state": ready_part(async_request)}, ())
 
     def _begin(
-        self, root: str, iteration: int, content: Any, reports: Sequence[Closure]
+        self, root: str, iteration: int, parts: Mapping[str, Any], reports: Sequence[Closure]
     ) -> SaveHandle:
         manager = self.open(root)
         with manager.undisturbed():  # a save that was begun is known here, too
-            handle = manager.save(iteration, parts={"state": content})
+            handle = manager.save(iteration, parts=parts)
             self._pending.append(_Pending(handle, tuple(reports)))
             self._own.add((root, iteration))
         return handle
@@ -290,6 +301,12 @@ class _DistCheckpointing:
         metadata = options.get(CONTENT_METADATA)
         return _Captured(sharded_state_dict, metadata)
 
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str, *rest: Any, **options: Any) -> Any:
+        """``--verify-integrity`` asks for a file of hashes, in whose place our manifest is."""
+        if options.get("verify_integrity") and _verified(str(checkpoint_dir)):
+            options["verify_integrity"] = False
+        return self._module.load(sharded_state_dict, checkpoint_dir, *rest, **options)
+
 
 class _Patches:
     """The functions that stand in ``megatron.training`` while it is installed.
@@ -334,7 +351,9 @@ class _Patches:
         stock = partial(self._stock_save, iteration, *arguments, **keywords)
         reports: list[Closure] = []
         collect = partial(self._collect, root, iteration, stock, reports)
-        handle = self.checkpoints.save(iteration, collect, directory=root, reports=reports)
+        handle = self.checkpoints.save(
+            iteration, collect, directory=root, parts=self._tokenizer(), reports=reports
+        )
         if args.async_save:
             return
         if manager.config.on_failure == "warn":
@@ -360,6 +379,20 @@ class _Patches:
         fns = captured.finalize_fns
         reports += [c for c in fns if getattr(c, "__name__", "") in REPORTS]
         return _with_metadata(captured.state_dict, captured.content_metadata)
+
+    def _tokenizer(self) -> dict[str, Any]:
+        """The files of the tokenizer, where the closure of the tracker would write them."""
+        args = self._checkpointing.get_args()
+        write = getattr(self._checkpointing, "save_tokenizer_assets", None)
+        if write is None or not getattr(args, "save_tokenizer_assets", False):
+            return {}
+        if dist.get_rank() != 0:
+            return {"tokenizer": None}  # another rank's
+
+        def make(directory: str) -> None:
+            write(self._checkpointing.get_tokenizer(), args, str(Path(directory).parent))
+
+        return {"tokenizer": OptionalPart(FileTree(make))}
 
     def load_checkpoint(self, *arguments: Any, **keywords: Any) -> Any:
         """Recover first: what was written but not tracked is tracked, a torn tracker is mended."""
@@ -418,6 +451,7 @@ _IN_ASYNC_UTILS = (
     "init_persistent_async_worker",
     "reset_persistent_async_worker",
 )
+_SINCE_0_15 = frozenset({"reset_persistent_async_worker"})
 
 
 class InstalledTraining:
@@ -426,9 +460,11 @@ class InstalledTraining:
     def __init__(self, package: str, settings: Mapping[str, Any]) -> None:
         self._package = package
         self._changed: list[tuple[Any, str, Any]] = []
-        checkpointing = import_module(f"{package}.checkpointing")
-        async_utils = import_module(f"{package}.async_utils")
-        import_module(f"{package}.training")
+        checkpointing, async_utils, _ = map(
+            partial(_trainers, package), ("checkpointing", "async_utils", "training")
+        )
+        _require(checkpointing, (*_IN_CHECKPOINTING, "dist_checkpointing", "get_args"))
+        _require(async_utils, _IN_ASYNC_UTILS)
         stock = checkpointing.dist_checkpointing
         self._patches = _Patches(checkpointing, settings)
         for module, names in ((checkpointing, _IN_CHECKPOINTING), (async_utils, _IN_ASYNC_UTILS)):
@@ -488,6 +524,77 @@ def install(package: str = "megatron.training", **settings: Any) -> InstalledTra
     from Megatron-LM's arguments. A context manager, or ``uninstall()`` undoes it.
     """
     return InstalledTraining(package, settings)
+
+
+def _trainers(package: str, name: str) -> Any:
+    """A module of Megatron-LM's trainer. Raises ``ConfigError``."""
+    try:
+        return import_module(f"{package}.{name}")
+    except ImportError as error:
+        raise ConfigError(
+            f"{package}.{name} cannot be imported beside megatron-core {_core()}: {describe(error)}. It "
+            "is in the megatron-core package since 0.17, and in a clone of Megatron-LM, which must be "
+            "on PYTHONPATH"
+        ) from error
+
+
+def _require(module: Any, names: Sequence[str]) -> None:
+    """Refuse a trainer that saves in another way than those that were tried."""
+    missing = [n for n in names if not hasattr(module, n) and n not in _SINCE_0_15]
+    if missing:
+        raise ConfigError(
+            f"{module.__name__} of megatron-core {_core()} has no {', '.join(missing)}, which install() "
+            f"replaces or calls. Tried were {', '.join(TRIED['megatron-core'])}: use the trainer of one "
+            "of them, or leave install() out and save with MegatronLMCheckpoints"
+        )
+
+
+def _core() -> str:
+    return str(getattr(megatron.core, "__version__", "of an unknown version"))
+
+
+def _verified(directory: str) -> bool:
+    """Whether this is a checkpoint of ours, which then is whole (collective). Raises ``DamagedRoot``.
+
+    False if its own file of hashes is there, or if nobody here knows what belongs to it.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    place = Path(directory).absolute()
+    name = place.name
+    storage = PosixStorage(place.parent, create=False)
+    try:
+        found: list[Any] = [_listed(storage, name) if rank == 0 else None]
+        dist.broadcast_object_list(found, src=0)
+        files, problem = found[0]
+        problem = problem or _damage(storage, name, (files or ())[rank::world_size])
+    finally:
+        storage.close_root()
+    problems: list[str] = [""] * world_size
+    dist.all_gather_object(problems, problem)
+    for problem in filter(None, problems):
+        raise DamagedRoot(
+            f"{directory} is damaged: {problem}. Resume from an older one: open().rollback(iteration)",
+            file=directory,
+        )
+    return files is not None
+
+
+def _listed(storage: PosixStorage, name: str) -> tuple[Sequence[FileEntry] | None, str]:
+    """The files of a checkpoint of ours, None if it is not ours to verify; and what is wrong with it."""
+    try:
+        if lookup(storage, f"{name}/integrity.json") is not None:
+            return None, ""
+        manifest = read_manifest(storage, name)
+    except (CkptFsmError, OSError) as error:  # the other ranks wait
+        return None, describe(error)
+    return (None if manifest is None else manifest.files), ""
+
+
+def _damage(storage: PosixStorage, name: str, files: Sequence[FileEntry]) -> str:
+    try:
+        return check_sizes(storage, name, files) or check_digests(storage, name, files)
+    except (CkptFsmError, OSError) as error:  # the other ranks wait
+        return describe(error)
 
 
 def _non_persistent_dir(args: Any) -> str:

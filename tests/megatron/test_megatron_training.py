@@ -242,6 +242,34 @@ def test_uninstall_restores_every_name(cluster: Cluster, root: Path) -> None:
         assert "dataloader" in same_place
 
 
+def test_a_trainer_that_saves_in_another_way_is_refused(cluster: Cluster) -> None:
+    """Catches: a name that a newer trainer does not have, so that its own closure writes the tracker."""
+    none, moved, unused, older = cluster.run("training_jobs.refuse_other_trainers", ranks=0)[0]
+    assert "no_such_trainer" in none and "since 0.17" in none and "clone" in none
+    assert "trainer_lm.async_utils" in moved and "has no schedule_async_save" in moved
+    assert "trainer_lm.checkpointing" in unused and "has no ensure_directory_exists" in unused
+    for said in (moved, unused):
+        assert "Tried were 0.13.1" in said and "leave install() out" in said
+    assert older == "", "before 0.15"
+
+
+def test_files_of_the_tokenizer_come_and_go_with_their_checkpoint(
+    cluster: Cluster, root: Path
+) -> None:
+    """Catches: files that are left out because the closure that writes them does not run, that are in no
+    manifest, that stay when their checkpoint goes, or that are in the way of an adoption."""
+    assets: dict[str, Any] = {"save_tokenizer_assets": True, "save_retain_interval": 4}
+    train(cluster, root, installed=False, train_iters=2, **assets)
+    assert_began_from(train(cluster, root, installed=True, train_iters=10, **assets), 2)
+    assert steps_on_disk(root) == [2, 4, 8, 10], "2 is pinned"
+    for step in (2, 4, 8, 10):
+        vocabulary = path_of(root, step) / "tokenizer" / "vocab.json"
+        assert vocabulary.read_text() == "a tokenizer of type NullTokenizer"
+    for step in (4, 8, 10):
+        assert_complete(root, step)
+    assert_began_from(train(cluster, root, installed=False, train_iters=10, **assets), 10)
+
+
 def test_a_trainer_of_its_own(cluster: Cluster, root: Path) -> None:
     """Catches: a ready request that is not tracked, an iteration twice that ends the run, a manager
     that cannot be opened again."""

@@ -202,6 +202,26 @@ def install_and_uninstall(here: Here, root: str) -> Told:
     return {"changed": sorted(changed), "refused": refused, "restored": before == after}
 
 
+def refuse_other_trainers(here: Here) -> list[str]:
+    """A trainer that is not there, one without a name that is replaced, and one that was older."""
+    said = []
+    for package, module, name in (
+        ("no_such_trainer", async_utils, "schedule_async_save"),
+        (PACKAGE, async_utils, "schedule_async_save"),
+        (PACKAGE, checkpointing, "ensure_directory_exists"),
+        (PACKAGE, async_utils, "reset_persistent_async_worker"),
+    ):
+        stock = getattr(module, name)
+        delattr(module, name)
+        try:
+            install(package).uninstall()
+            said.append("")
+        except CkptFsmError as error:
+            said.append(error.message)
+        setattr(module, name, stock)
+    return said
+
+
 def fail_on_one_rank(here: Here, root: str) -> Told:
     """Stock's ``save_checkpoint`` raises on rank 1, behind its last collective; another works."""
     here.join_with_queue()

@@ -115,11 +115,25 @@ def _closure_of_the_tracker(args: Any, save_dir: str, iteration: int) -> Any:
             previous = int(Path(tracker_filename).read_text())
         with open(tracker_filename, "w") as tracker:
             tracker.write(str(iteration))
+        if args.save_tokenizer_assets:
+            save_tokenizer_assets(get_tokenizer(), args, get_checkpoint_name(save_dir, iteration))
         if previous > 0 and previous != iteration and previous % args.save_retain_interval != 0:
             doomed = get_checkpoint_name(args.save, previous)
             threading.Thread(target=shutil.rmtree, args=(doomed,)).start()
 
     return iter_finalize_fn
+
+
+def get_tokenizer() -> str:
+    return "a tokenizer"
+
+
+def save_tokenizer_assets(tokenizer: str, config: Any, checkpoint_path: str) -> None:
+    """Since August 2026: files beside the shards, which the closure of the tracker writes."""
+    if dist.get_rank() == 0:
+        place = Path(checkpoint_path, "tokenizer")
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "vocab.json").write_text(f"{tokenizer} of type {config.tokenizer_type}")
 
 
 def cleanup_old_non_persistent_checkpoint(

@@ -26,6 +26,8 @@ def set_args(**values: Any) -> Namespace:
         "non_persistent_ckpt_type": None,
         "non_persistent_global_ckpt_dir": None,
         "pace_s": 0.002,
+        "save_tokenizer_assets": False,
+        "tokenizer_type": "NullTokenizer",
     }
     _HELD["args"] = Namespace(**{**defaults, **values})
     return _HELD["args"]
