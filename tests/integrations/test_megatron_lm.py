@@ -1,9 +1,10 @@
 """Megatron-LM's own ``pretrain``, on two CPU ranks over gloo, with the drop-in and without.
 
-Runs only where ``CKPTFSM_MEGATRON_LM`` names a clone of NVIDIA/Megatron-LM at ``core_v0.16.1``, by
-``run.py megatron-lm``. Stock code means: ``pretrain`` without ``install``. Every run must go through the
-very parameters that an undisturbed run of stock code has: model, optimizer, learning rate, random state
-and data come back bit for bit.
+Runs with the ``megatron.training`` of the megatron-core package (0.17 or newer), or with a clone of
+NVIDIA/Megatron-LM that ``CKPTFSM_MEGATRON_LM`` names and that is first on ``PYTHONPATH``. Stock code
+means: ``pretrain`` without ``install``. Every run must go through the very parameters that an
+undisturbed run of stock code has: model, optimizer, learning rate, random state and data come back bit
+for bit.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ pytestmark = pytest.mark.integration
 JOB = Path(__file__).with_name("megatron_lm_job.py")
 RAN = ("0.16", "0.17", "0.18", "0.19")
 ASYNC = "--async-save --use-persistent-ckpt-worker"  # since 0.16 stock turns the first alone off
+MCORE = f"{ASYNC} --async-strategy mcore"
+NVRX = f"{ASYNC} --async-strategy nvrx"  # the default since 0.17
 TRACKER = "latest_checkpointed_iteration.txt"
 Ranks = list[dict[str, Any]]
 
@@ -107,6 +110,11 @@ def undisturbed(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
+def version(cluster: Cluster) -> str:
+    return str(cluster.run("megatron_lm_job.names", ranks=0)[0]["version"])
+
+
+@pytest.fixture
 def train(cluster: Cluster, tmp_path: Path, undisturbed: dict[str, str]) -> Trainer:
     return Trainer(cluster, tmp_path / "root", undisturbed)
 
@@ -145,12 +153,12 @@ def test_the_tracker_moves_when_the_writers_are_done_and_retention_follows_it(
     assert steps_on_disk(train.root) == [4, 8, 10]
 
 
-@pytest.mark.parametrize("how", [ASYNC, "--async-save", ""])
+@pytest.mark.parametrize("how", [MCORE, NVRX, "--async-save", ""])
 def test_stock_code_resumes_from_what_we_wrote(train: Trainer, how: str) -> None:
     """Catches: a checkpoint that stock code cannot load, or loads with something missing; a last save
     (7, after ``terminate``) that is lost; a synchronous save that returns before it is tracked."""
     ranks = train(f"--train-iters 7 {how}", begins=0)
-    if how != ASYNC:
+    if ASYNC not in how:
         assert [[rank["tracked"][step] for step in "246"] for rank in ranks] == [
             ["2", "4", "6"]
         ] * 2
@@ -165,10 +173,12 @@ def test_stock_code_resumes_from_what_we_wrote(train: Trainer, how: str) -> None
     assert ours == stocks is not None
 
 
-@pytest.mark.parametrize("how", [ASYNC, ""])
+@pytest.mark.parametrize("how", [MCORE, NVRX, ""])
 def test_we_adopt_what_stock_code_wrote_and_resume_from_it(train: Trainer, how: str) -> None:
     """Catches: a save directory that is not adopted, or of which anything is written anew, moved or
     deleted, but the tracker."""
+    if how == NVRX and not find_spec("nvidia_resiliency_ext"):
+        pytest.skip("stock code needs nvidia-resiliency-ext for this")
     train.stock(f"--train-iters 4 {how}", begins=0)
     before = files_of(train.root)
     train(f"--train-iters 8 {how} --save-retain-interval 4", begins=4)
@@ -198,6 +208,92 @@ def test_a_killed_writer_fails_the_save_on_all_ranks_and_the_older_step_stays(
     train.stock(f"--train-iters 4 --save {tmp_path}/elsewhere", begins=2)
     train(f"--train-iters 6 {ASYNC}", begins=2)
     assert (tracked_step(train.root), steps_on_disk(train.root)) == (6, [2, 4, 6])
+
+
+@pytest.mark.parametrize("how", [ASYNC, ""])
+def test_a_job_that_is_killed_in_the_middle_of_a_save_goes_on_from_the_one_before(
+    train: Trainer, tmp_path: Path, how: str
+) -> None:
+    """Catches: a checkpoint that is half of one and yet found, by stock code or by us; a save of the
+    same iteration that is refused after that; anything deleted before the newer one is tracked."""
+    flags = f"{how} --save-retain-interval 100"
+    with closing(Gate(tmp_path / "paused")) as paused:
+        job = train.start(f"--train-iters 8 {flags}", gate=paused.path, gated_at=4)
+        paused.arrival(job)
+        for rank in (0, 1):
+            job.kill(rank)
+        job.wait()
+    assert (tracked_step(train.root), steps_on_disk(train.root)) == (2, [2])
+    assert_complete(train.root, 2)
+    train.stock(f"--train-iters 4 --save {tmp_path}/elsewhere", begins=2)
+    train(f"--train-iters 6 {flags}", begins=2)
+    assert (tracked_step(train.root), steps_on_disk(train.root)) == (6, [6])
+    assert_complete(train.root, 6)
+
+
+@pytest.mark.parametrize("how", [ASYNC, ""])
+def test_a_signal_saves_and_ends_the_job(train: Trainer, tmp_path: Path, how: str) -> None:
+    """Catches: a save at a preemption (``--exit-signal-handler``) that the end of the job cuts off."""
+    with closing(Gate(tmp_path / "on")) as on:
+        job = train.start(
+            f"--train-iters 8 {how} --exit-signal-handler", trained=on.path, trained_at=3
+        )
+        for rank in (0, 1):
+            on.arrival(job)
+            job.kill(rank, signal.SIGTERM)
+        on.open(2)
+        for rank in train.finish(job):
+            assert (rank["error"], rank["exit"]) == (None, 0)
+    assert (tracked_step(train.root), steps_on_disk(train.root)) == (3, [2, 3])
+    train.stock("--train-iters 5", begins=3)
+
+
+def test_an_offloaded_optimizer_is_there_for_the_save_only(train: Trainer, tmp_path: Path) -> None:
+    """Catches: state that is saved while it is offloaded (it has no memory then), or that stays loaded
+    while the writer works; two writers at once, which would each hold a copy."""
+    with closing(Gate(tmp_path / "paused")) as paused, closing(Gate(tmp_path / "on")) as on:
+        job = train.start(
+            f"--train-iters 8 {ASYNC}",
+            offloaded=True,
+            gate=paused.path,
+            gated_at=4,
+            trained=on.path,
+            trained_at=6,
+        )
+        paused.arrival(job)
+        for _ in range(2):
+            on.arrival(job)
+        assert (tracked_step(train.root), steps_on_disk(train.root)) == (2, [2])
+        paused.open()
+        on.open(2)
+        for rank in train.finish(job):
+            assert rank["error"] is None
+            assert rank["events"] == ["load", "offload"] * 4
+            children = rank[
+                "children"
+            ]  # megatron-core's queue of results is one from the beginning
+            assert max(children.values()) - children["0"] == 1
+    train.stock("--train-iters 10", begins=8)
+
+
+def test_the_integrity_of_what_is_loaded_is_verified(train: Trainer, version: str) -> None:
+    """Catches: ``--verify-integrity`` that refuses our checkpoints, which have no file of hashes, or
+    that believes them; a checkpoint of stock code with such a file that is in our way."""
+    if version < "0.17":
+        pytest.skip("this trainer has no such option")
+    asked = "--verify-integrity"
+    train.stock(f"--train-iters 2 {asked}", begins=0)
+    assert (path_of(train.root, 2) / "integrity.json").exists()
+    train(f"--train-iters 4 {asked}", begins=2)
+    train(f"--train-iters 6 {asked} {ASYNC}", begins=4)
+    assert states_of(train.root) == {2: "tracked", 4: "tracked", 6: "tracked"}
+    shard = max(path_of(train.root, 6).glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    for rank in train.finish(train.start(f"--train-iters 8 {asked}")):
+        assert rank["error"]["type"] == "DamagedRoot"
+        assert shard.name in rank["error"]["text"]
 
 
 @pytest.mark.parametrize("text", ["", "\x00\x00"])
