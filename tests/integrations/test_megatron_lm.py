@@ -319,6 +319,22 @@ def test_a_non_persistent_checkpoint_is_found_by_stock_code(train: Trainer) -> N
     train.stock(f"--train-iters 8 {fast}", begins=6)
 
 
+def test_a_local_checkpoint_is_found_by_stock_code(train: Trainer, tmp_path: Path) -> None:
+    """Catches: a request for the ranks' own disks that is not finalized, or is taken for a checkpoint
+    of ``--save``."""
+    if not find_spec("nvidia_resiliency_ext"):
+        pytest.skip("local checkpoints need nvidia-resiliency-ext")
+    fast = (
+        "--save-interval 4 --non-persistent-save-interval 1 --non-persistent-ckpt-type local "
+        f"--non-persistent-local-ckpt-dir {tmp_path / 'local'}"
+    )
+    train(f"--train-iters 6 {ASYNC} {fast}", begins=0)
+    assert states_of(train.root) == {4: "tracked", 6: "tracked"}
+    for step in (4, 6):
+        path_of(train.root, step).rename(train.root / f"gone_{step}")
+    train.stock(f"--train-iters 8 {fast}", begins=6)
+
+
 @pytest.mark.parametrize(
     "split",
     ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2 --num-layers 2"],
