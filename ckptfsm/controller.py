@@ -184,7 +184,8 @@ class Controller(Owner):
         )
         of = self._accepted(request)
         handle = self._begin_writing(Accepted(of, False, specs), draft)
-        tickets = {v.group: self._ticket(of, v.group, written[n]) for n, v in groups.items()}
+        alone = all(_is_at_the_top(part) for part in parts.values())
+        tickets = {v.group: self._ticket(of, v.group, written[n], alone) for n, v in groups.items()}
         return GroupSave(handle, tickets)
 
     def give_up(self, step: int, why: str) -> None:
@@ -237,7 +238,7 @@ class Controller(Owner):
         everyone = frozenset(range(1, self.writers))
         return _Flight(self._ports.clock.monotonic() + self.config.writer_timeout_s, everyone)
 
-    def _ticket(self, of: AttemptId, group: str, part: PartSpec) -> Ticket:
+    def _ticket(self, of: AttemptId, group: str, part: PartSpec, alone: bool) -> Ticket:
         layout = LAYOUTS[self.config.layout]
         return Ticket(
             of,
@@ -249,6 +250,7 @@ class Controller(Owner):
             self._groups[group],
             self.writers,
             self.config.writer_timeout_s,
+            alone,
         )
 
     # ----------------------------------------------------------------------------------- reports
@@ -397,6 +399,11 @@ class Controller(Owner):
             return None
         directory = self._storage.absolute(located.directory)
         return Reading(located.step, directory, located.parts, located.of)
+
+
+def _is_at_the_top(part: Any) -> bool:
+    """Whether a group writes it into the checkpoint's directory itself."""
+    return isinstance(part, GroupPart) and part.directory == ""
 
 
 def _number(groups: Mapping[str, int]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import Any
 from ckptfsm.documents import FileEntry
 from ckptfsm.durable import fsync_existing, walk_files
 from ckptfsm.errors import ConfigError, SaveFailed, describe
-from ckptfsm.layout import join
+from ckptfsm.layout import PRIVATE, join
 from ckptfsm.messages import PartSpec
 from ckptfsm.ports import PartFinisher, PartJob, Storage, Survey, Written
 from ckptfsm.proposal import OptionalPart, content_of
@@ -95,19 +95,17 @@ def around(job: PartJob, parts: Iterable[PartSpec]) -> PartJob:
     """A tree of files around other parts' directories lists only what is its own."""
     if not isinstance(job, TreePart):
         return job
-    base = f"{job.directory}/"
-    inside = (p.directory for p in parts if p.kind != "file")
-    return replace(job, skip=tuple(d.removeprefix(base) for d in inside if d.startswith(base)))
+    base = f"{job.directory}/" if job.directory else ""
+    inside = (p.directory for p in parts if p.kind != "file" and p.directory != job.directory)
+    skip = [d.removeprefix(base) for d in inside if d.startswith(base)]
+    return replace(job, skip=(*skip, *(() if base else (PRIVATE,))))
 
 
 def stage_tree(spec: PartSpec, tree: FileTree, location: str) -> TreePart | UnmadePart:
     """Let the trainer write the files of a tree. ``location`` is the step's, absolute.
 
-    What ``make`` raises comes out, unless the part is optional. Raises ``ConfigError`` for a tree at
-    the top, where other parts lie.
+    What ``make`` raises comes out, unless the part is optional.
     """
-    if not spec.directory:
-        raise ConfigError("a FileTree needs a directory of its own", part=spec.name)
     try:
         tree.make(make_inside(location, spec.directory))
     except (KeyboardInterrupt, SystemExit):

@@ -23,7 +23,8 @@ class Ticket:
     """What a group's workers need to know of a save that was accepted. Can be pickled.
 
     ``first_rank`` is the number of the group's rank 0 in the checkpoint, ``size`` how many ranks it
-    has; ``published`` the absolute directory that the checkpoint will have.
+    has; ``published`` the absolute directory that the checkpoint will have. ``alone`` is True if no
+    other part has files in the checkpoint, so that a ``FileTree`` may lie at its top.
     """
 
     of: AttemptId
@@ -35,6 +36,7 @@ class Ticket:
     size: int
     world_size: int
     timeout_s: float
+    alone: bool = False
 
     @property
     def directory(self) -> str:

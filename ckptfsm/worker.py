@@ -165,6 +165,8 @@ class Worker:
                         f"{spec.name!r}: a worker writes sharded state dicts and FileTrees, and it is "
                         "the whole part that may be optional"
                     )
+                if spec.kind == "tree" and not shares.place(spec).directory and not ticket.alone:
+                    raise ConfigError("a FileTree needs a directory of its own", part=spec.name)
             check_parts(tuple(map(shares.place, request.parts)), len(proposals))
             planned = self._ports.driver.merge([p.summary for p in proposals])
             return Accepted(ticket.of, False, request.parts, planned), ""

@@ -739,6 +739,32 @@ def test_a_tree_at_the_top_of_the_step_is_refused(tmp_path):
     job.controller.close()
 
 
+def test_a_tree_at_the_top_of_a_step_that_has_no_other_part(tmp_path):
+    """Catches: files at the top that are refused, left out, or claimed together with our own."""
+    job = GroupJob(tmp_path, {"actor": 1})
+
+    def make(directory):
+        Path(directory, "extra.pt").write_text("x")
+        Path(directory, "model").mkdir(exist_ok=True)
+        Path(directory, "model/config.json").write_text("y")
+
+    save = job.controller.begin(1, {"actor": GroupPart("actor", directory="")})
+    parts = {"model/dist_ckpt": {"w": 1}, "": FileTree(make)}
+    job.controller.feed(job.groups["actor"].write(save.tickets["actor"], [None], parts=parts))
+    save.handle.wait()
+    job.controller.close()
+    step = Path(tmp_path, "iter_0000001")
+    receipts = [json.loads(p.read_text()) for p in step.glob(".ckptfsm/receipts/**/*.json")]
+    listed = [entry["name"] for receipt in receipts for entry in receipt["files"]]
+    assert [name for name in listed if name.startswith(".ckptfsm/")] == [
+        ".ckptfsm/planned/actor.1.bin"
+    ]
+    found = {str(p.relative_to(step)) for p in step.rglob("*") if p.is_file()}
+    assert {f for f in found if not f.startswith(".ckptfsm/")} < set(listed)
+    assert len(listed) == len(set(listed))
+    assert {"extra.pt", "model/config.json"} < set(listed)
+
+
 def test_a_long_report_fits_into_the_journal(tmp_path):
     """Catches: a worker's traceback that leaves no room for the failure on a full disk."""
     job = GroupJob(tmp_path, {"actor": 1})
