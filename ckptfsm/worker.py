@@ -23,7 +23,7 @@ from ckptfsm.coordinator import Located
 from ckptfsm.documents import FileEntry
 from ckptfsm.durable import make_dirs, read_document
 from ckptfsm.errors import ConfigError, SaveFailed, describe
-from ckptfsm.files import FileTree, UnmadePart, around, at_path
+from ckptfsm.files import FileTree, TreePart, UnmadePart, around, at_path
 from ckptfsm.handle import Restored
 from ckptfsm.interrupts import OneCall
 from ckptfsm.layout import join, planned_name
@@ -165,8 +165,6 @@ class Worker:
                         f"{spec.name!r}: a worker writes sharded state dicts and FileTrees, and it is "
                         "the whole part that may be optional"
                     )
-                if spec.kind == "tree" and not shares.place(spec).directory and not ticket.alone:
-                    raise ConfigError("a FileTree needs a directory of its own", part=spec.name)
             check_parts(tuple(map(shares.place, request.parts)), len(proposals))
             planned = self._ports.driver.merge([p.summary for p in proposals])
             return Accepted(ticket.of, False, request.parts, planned), ""
@@ -185,6 +183,8 @@ class Worker:
             jobs = draft.stage(path, placed, accepted.planned)
         everything = [shares.place(spec) for spec in accepted.parts]
         jobs = tuple(around(job, everything) for job in jobs)
+        if not ticket.alone and any(isinstance(j, TreePart) and not j.directory for j in jobs):
+            raise ConfigError("a FileTree needs a directory of its own", part=ticket.part.name)
         unfinished = self._to_finish(accepted, shares) if rank == 0 else ()
         share = GroupShare(ticket, self._number, jobs, unfinished, self._ports.clock)
         self._launch(ticket, share)
