@@ -29,6 +29,7 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("ray")
 
+from megatron.core import __version__ as core_version
 from snapshots import files_of
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from verl_groups import LIMIT_S, PipeCalls, Server, WorkerGroup, config_of
@@ -51,6 +52,7 @@ from ckptfsm.testing.fakes import Gate
 
 pytestmark = pytest.mark.megatron
 NEW = tuple(map(int, version("verl").split(".")[:2])) >= (0, 9)  # three trees, not one
+CORE = tuple(map(int, core_version.split(".")[:2]))
 
 
 @pytest.fixture(scope="session")
@@ -255,6 +257,7 @@ def test_who_loads_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches: an optimizer that nobody loads, or two do; one that has nowhere to go."""
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 
     monkeypatch.setattr(manager_module, "has_accelerator", lambda: True)
@@ -273,8 +276,15 @@ def test_who_loads_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
         manager.checkpoint_config.async_save = False
         assert staging_of(actor, manager) is not None, "verl does it with async_save only"
     fsdp = FSDPCheckpointManager.__new__(FSDPCheckpointManager)
-    fsdp.optimizer = object()
-    assert staging_of(of_verl(MegatronEngine, fsdp), fsdp) is None, "it writes while it is called"
+    fsdp.optimizer, fsdp.checkpoint_save_contents = object(), ["optimizer"]
+    fsdp.checkpoint_config = manager.checkpoint_config
+    monkeypatch.setattr("verl.utils.device.get_device_id", lambda: 0)
+    hook = staging_of(of_verl(FSDPEngine, fsdp), fsdp)
+    assert (hook.load.func.__name__, hook.load.args) == ("load_fsdp_optimizer", (fsdp.optimizer, 0))
+    assert hook.offload.func.__name__ == "offload_fsdp_optimizer"
+    other = SimpleNamespace(optimizer=object(), should_save_optimizer=True)
+    other.checkpoint_config = manager.checkpoint_config
+    assert staging_of(of_verl(FSDPEngine, other), other) is None, "nobody knows how"
     engine._is_offload_optimizer = False
     assert staging_of(engine, manager) is None
     engine._is_offload_optimizer, manager.optimizer = True, None
@@ -284,6 +294,18 @@ def test_who_loads_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     manager.checkpoint_save_contents = ["optimizer"]
     monkeypatch.setattr(manager_module, "has_accelerator", lambda: False)
     assert staging_of(engine, manager) is None
+
+
+@pytest.mark.skipif(CORE < (0, 17), reason="megatron-core before 0.17 has what stock imports")
+@pytest.mark.skipif(not NEW, reason="verl 0.9 schedules through megatron-core's own module")
+def test_a_stock_async_save_cannot_be_scheduled(job: Job) -> None:
+    """Catches: a stock verl whose async saves work again, which the page says they do not; with ours
+    the same setting saves (``test_stock_verl_loads_what_was_saved``)."""
+    trainer = job.start(stock=True, async_save=True, critic=False)
+    train(trainer, 1)
+    with pytest.raises(RuntimeError, match="async_calls|strategies.base|nvidia-resiliency-ext"):
+        trainer.actor_rollout_wg.save_checkpoint(str(job.root / "global_step_1/actor"), None, 1)
+    assert not (job.root / TRACKER).exists()
 
 
 def test_the_same_step_twice_is_refused_and_stays(job: Job) -> None:
@@ -807,10 +829,9 @@ def test_a_verl_without_what_its_newer_trainers_import() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("name", ["sft_trainer", "sft_trainer_ray"])
-def test_a_trainer_without_a_driver_is_refused(name: str) -> None:
-    """Catches: a trainer of verl's that saves on every rank, taken for one with a driver."""
-    module = pytest.importorskip(f"verl.trainer.{name}", exc_type=ImportError)
+def test_the_sft_trainer_with_a_driver_is_refused() -> None:
+    """Catches: a trainer of verl's that saves by its handler, taken for one that saves by itself."""
+    module = pytest.importorskip("verl.trainer.sft_trainer_ray", exc_type=ImportError)
     with pytest.raises(ConfigError, match="saves in its own way"):
         install(module.SFTTrainer)
 

@@ -11,8 +11,8 @@ Rules:
 * A save needs the ticket of a driver, which arrives in place of ``hdfs_path``: verl hands that argument
   through unchanged. Without one the save is refused: nobody would ever finalize it.
 * What verl's code raises is carried to the group's exchange: no other rank is left waiting there.
-* A Megatron optimizer that verl keeps in host memory is loaded before verl makes the state, and
-  offloaded after the fork, by verl's own functions; unless verl's worker does so itself.
+* An optimizer that verl keeps in host memory (Megatron, FSDP) is loaded before verl makes the state,
+  and offloaded after the fork, by verl's own functions; unless verl's worker does so itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -38,6 +38,7 @@ from ckptfsm.tickets import Ticket
 from ckptfsm.worker import Worker
 
 _FUNNEL = "save_dist_checkpointing"  # what every torch_dist save of verl goes through
+_FSDP = "verl.utils.checkpoint.fsdp_checkpoint_manager"
 _ATTRIBUTES = ("checkpoint_mananager", "checkpoint_manager")  # verl's spelling, and the other one
 _WITHIN = ("", "engine", "actor.engine")
 
@@ -100,9 +101,13 @@ def _module_of(manager: Any) -> ModuleType | None:
 class VerlCheckpointManager:
     """Takes the place of verl's manager in a worker. Everything else is asked of verl's own."""
 
-    def __init__(self, manager: Any, worker: Worker) -> None:
+    def __init__(
+        self, manager: Any, worker: Worker, beside: Callable[[str], None] | None = None
+    ) -> None:
+        """``beside(directory)`` writes this rank's other files of a checkpoint."""
         self._manager = manager
         self._worker = worker
+        self._beside = beside
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
@@ -137,6 +142,8 @@ class VerlCheckpointManager:
             self._manager.save_checkpoint(
                 local_path=ticket.directory, hdfs_path=None, global_step=step, max_ckpt_to_keep=None
             )
+        if self._beside is not None:
+            self._beside(ticket.directory)
         return {**trees.states, "": FileTree(_written_already)}
 
     def load_checkpoint(
@@ -162,21 +169,32 @@ def _written_already(directory: str) -> None:
 def staging_of(holder: Any, manager: Any) -> Staging | None:
     """verl's loading and offloading of the optimizer of ``holder``, a worker or an engine of verl's.
 
-    None if it is not offloaded or not saved, there is nowhere to load it to, the manager writes its
-    files while it is called (FSDP), or the holder's own ``save_checkpoint`` loads it (0.7's actor, with
-    ``async_save``).
+    A writer is forked with FSDP, too: while it runs, it would keep what was in host memory then. None
+    if it is not offloaded or not saved, there is nowhere to load it to, nothing is known of its engine,
+    or the holder's own ``save_checkpoint`` loads it (0.7's actor, with ``async_save``).
     """
     if not getattr(holder, "_is_offload_optimizer", False) or not has_accelerator():
         return None
-    if _module_of(manager) is None or _loads_itself(type(holder), manager):
+    optimizer = manager.optimizer
+    if (
+        optimizer is None
+        or not manager.should_save_optimizer
+        or _loads_itself(type(holder), manager)
+    ):
         return None
-    if manager.optimizer is None or not manager.should_save_optimizer:
-        return None
-    memory: Any = import_module("verl.utils.megatron_utils")
-    return Staging(
-        partial(memory.load_megatron_optimizer, manager.optimizer),
-        partial(memory.offload_megatron_optimizer, manager.optimizer),
-    )
+    if _module_of(manager) is not None:
+        memory: Any = import_module("verl.utils.megatron_utils")
+        return Staging(
+            partial(memory.load_megatron_optimizer, optimizer),
+            partial(memory.offload_megatron_optimizer, optimizer),
+        )
+    if any(kind.__module__ == _FSDP for kind in type(manager).__mro__):
+        memory, device = import_module("verl.utils.fsdp_utils"), import_module("verl.utils.device")
+        return Staging(
+            partial(memory.load_fsdp_optimizer, optimizer, device.get_device_id()),
+            partial(memory.offload_fsdp_optimizer, optimizer),
+        )
+    return None
 
 
 def _loads_itself(kind: type, manager: Any) -> bool:
@@ -198,15 +216,23 @@ def has_accelerator() -> bool:
 def attach(worker: Any, role: str, root: str, settings: Mapping[str, Any]) -> None:
     """Put our manager where ``worker`` (a verl worker, or several in one process) has verl's.
 
-    Collective in the role's group. Raises ``ConfigError`` if there is none for ``role``.
+    Its ``beside``, if it has one, is ``VerlCheckpointManager``'s. Collective in the role's group.
+    Raises ``ConfigError`` if there is none for ``role``.
     """
+    detach(worker, role)  # ours is closed, whatever comes of the next one
+    holder, attribute = _place_of_manager(worker, role)
+    manager = getattr(holder, attribute)
+    ours = GroupWorker(root, settings, staging=staging_of(holder, manager))
+    beside = getattr(worker, "beside", None)
+    setattr(holder, attribute, VerlCheckpointManager(manager, ours, beside))
+
+
+def detach(worker: Any, role: str) -> None:
+    """Give verl's own manager back, once the writer has ended (local)."""
     holder, attribute = _place_of_manager(worker, role)
     manager = getattr(holder, attribute)
     if isinstance(manager, VerlCheckpointManager):
-        manager = manager.close()
-        setattr(holder, attribute, manager)  # ours is closed, whatever comes of the next one
-    ours = GroupWorker(root, settings, staging=staging_of(holder, manager))
-    setattr(holder, attribute, VerlCheckpointManager(manager, ours))
+        setattr(holder, attribute, manager.close())
 
 
 def poll(worker: Any, role: str, doomed: Sequence[AttemptId]) -> list[Event]:

@@ -41,6 +41,7 @@ from ckptfsm.tickets import GroupPart, GroupSave, Ticket
 log = logging.getLogger("ckptfsm")
 Trainer = TypeVar("Trainer")
 _KNOWN = frozenset({"verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer_base"})
+_SFT = "verl.trainer.sft_trainer"
 _EVERY_STEP = "_start_profiling"  # called at every step of the loops of all released trainers
 _RAY_HANDLES = "ray.actor"  # where ``ray.remote`` makes an object of the class, which is no trainer
 _WORKER_SETTINGS = ("writer_files", "effect_timeout_s", "exchange_timeout_s")
@@ -89,9 +90,9 @@ class Checkpoints:
     def _open(self) -> None:
         """Own the root, then put our manager into every worker."""
         trainer, options = self._trainer, self._options
-        self._groups = RoleGroups(_roles(trainer), options.calls)
+        self._groups = self._make_groups()
         settings = {
-            "retention": retention_of(trainer.config, critic=_has_critic(trainer)),
+            "retention": self._policy(),
             "poll_warning_steps": 1,
             **options.settings,
             "layout": VERL.name,
@@ -110,6 +111,16 @@ class Checkpoints:
             controller.abandon()
             raise
         self._controller = controller
+
+    def _make_groups(self) -> RoleGroups:
+        return RoleGroups(_roles(self._trainer), self._options.calls)
+
+    def _policy(self) -> Policy:
+        """What is kept, unless ``install`` was told."""
+        return retention_of(self._trainer.config, critic=_has_critic(self._trainer))
+
+    def _is_async(self) -> bool:
+        return is_async(self._trainer.config)
 
     def _set_mirror(self, root: str) -> None:
         """The mirror that was given, or the one that verl's configuration names."""
@@ -135,7 +146,10 @@ class Checkpoints:
 
         Raises ``SaveFailed``, ``SaveRefused``, ``DeadlineExceeded``, and what verl's callback raised.
         """
-        step = int(self._trainer.global_steps)
+        self.save_step(int(self._trainer.global_steps))
+
+    def save_step(self, step: int) -> None:
+        """See ``save``."""
         parts = self._parts()
         begun: GroupSave | None = None
         try:
@@ -145,7 +159,7 @@ class Checkpoints:
             if begun is not None:
                 self.controller.give_up(step, f"not every worker was called: {describe(error)}")
             raise
-        if not is_async(self._trainer.config):
+        if not self._is_async():
             self.controller.wait_for(begun.handle)
         self._tell()
 
@@ -173,13 +187,20 @@ class Checkpoints:
 
     def _parts(self) -> dict[str, Any]:
         trainer, extra = self._trainer, self._options.extra_parts
-        parts: dict[str, Any] = {role: GroupPart(role) for role in self.groups.groups}
-        if self._uploader is not None:
-            parts[NAME] = GroupPart(NAME, directory="")
+        parts = self._group_parts()
         parts["data.pt"] = _dumped(trainer.train_dataloader.state_dict())
         parts.update(_transfer_queue(trainer))
         if extra is not None:
             parts.update(extra(trainer))
+        return parts
+
+    def _group_parts(self, directory: str | None = None) -> dict[str, Any]:
+        """The parts that workers write; ``directory`` if it is not that of the role's name."""
+        parts: dict[str, Any] = {
+            role: GroupPart(role, directory=directory) for role in self.groups.groups
+        }
+        if self._uploader is not None:
+            parts[NAME] = GroupPart(NAME, directory="")
         return parts
 
     def poll(self, *, wait: bool = False) -> None:
@@ -230,7 +251,7 @@ class Checkpoints:
                 step=latest,
             )
         self._say_what_stays()
-        asked, ours = _asked_step(config)
+        asked, ours = _asked_step(config, self._path_counts(config))
         if asked is not None and latest is not None and asked < latest:
             back = f"go back with controller.rollback({asked}), or " if ours else ""
             raise ConfigError(
@@ -242,6 +263,10 @@ class Checkpoints:
             if found is not None:
                 _require_tracker(Path(found.directory).parent, found.step)
             yield
+
+    def _path_counts(self, config: Any) -> bool:
+        """Whether ``resume_from_path`` is what is loaded."""
+        return bool(config.resume_mode == "resume_path")
 
     def _say_what_stays(self) -> None:
         """verl's workers are never let delete what they have loaded; said once."""
@@ -261,8 +286,7 @@ class Checkpoints:
         if self._controller is None or self._ended:
             return
         try:
-            self._controller.wait_until_finished(self._controller.config.close_timeout_s)
-            self._tell()
+            self.finish()
             if self._uploads is not None:
                 self._uploads.wait(self._controller)
             self._controller.close()
@@ -271,6 +295,11 @@ class Checkpoints:
         except BaseException:
             self.abandon()
             raise
+
+    def finish(self) -> None:
+        """Wait for the saves in flight, not for what is copied after them."""
+        self.controller.wait_until_finished(self.controller.config.close_timeout_s)
+        self._tell()
 
     def abandon(self) -> None:
         """Give the root back at once, and end what uploads; the next start decides about the rest."""
@@ -373,6 +402,9 @@ def install(
     base = trainer if isinstance(trainer, type) else type(trainer)
     if "checkpoints" in vars(trainer):
         raise ConfigError(f"{base.__name__} has these checkpoints already")
+    options = Options(extra_parts, calls or RayCalls(), mirror, mirror_when, settings)
+    if any(kind.__module__ == _SFT for kind in base.__mro__):
+        return _install_sft(trainer, options)
     saver = _saver_of(base)
     if (saver is None or saver.__module__ not in _KNOWN) and extra_parts is None:
         raise ConfigError(_own_way(base, saver))
@@ -384,7 +416,6 @@ def install(
                 "trainer.checkpoints.poll() there, or no asynchronous save will be tracked in time"
             )
         )
-    options = Options(extra_parts, calls or RayCalls(), mirror, mirror_when, settings)
     if isinstance(trainer, type):
         names = {
             "__new__": staticmethod(_New(options, saver)),
@@ -396,6 +427,15 @@ def install(
         return cast(Trainer, subclass)
     Checkpoints(trainer, options).bind()
     return trainer
+
+
+def _install_sft(trainer: Trainer, options: Options) -> Trainer:
+    """See ``sft``, which needs torch: only the ranks of such a trainer import it."""
+    if not isinstance(trainer, type):
+        raise ConfigError("this trainer has loaded already: install its class")
+    _check_settings(options.mirror_when, options.settings)
+    sft: Any = import_module("ckptfsm.integrations.verl.sft")
+    return cast(Trainer, sft.install_sft(trainer, options))
 
 
 def _check_settings(mirror_when: str, settings: Mapping[str, Any]) -> None:
@@ -490,9 +530,9 @@ def _roles(trainer: Any) -> dict[str, Any]:
     return roles
 
 
-def _asked_step(config: Any) -> tuple[int | None, bool]:
-    """The step of ``resume_from_path``, and whether that is in this root."""
-    if config.resume_mode != "resume_path":
+def _asked_step(config: Any, counts: bool) -> tuple[int | None, bool]:
+    """The step of ``resume_from_path``, if that counts, and whether it is in this root."""
+    if not counts:
         return None, False
     given = Path(config.resume_from_path)
     path = given.resolve()

@@ -1,0 +1,213 @@
+"""verl's SFT trainer (``verl.trainer.sft_trainer``), Megatron or FSDP engine, with our checkpoints.
+
+Run as a module, it is verl's own program, with the same words on the command line:
+``torchrun ... -m ckptfsm.integrations.verl.sft``.
+
+Rules:
+* Every rank writes its share by verl's own manager, see ``manager``. Rank 0 drives, see ``trainer``:
+  a checkpoint is ``global_step_N`` with the engine's files, ``data_R.pt`` of data-parallel ranks, and
+  ``lora_train_meta.json``. Only rank 0 writes the tracker and deletes.
+* Every training batch polls first; the end of ``fit`` waits for all saves.
+* After a step that ended an epoch, the next epoch begins: verl's own state of the data loader says that
+  it has nothing left, and the epoch would be skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from functools import partial, partialmethod
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptfsm.config import CheckpointConfig
+from ckptfsm.errors import ConfigError
+from ckptfsm.integrations.verl.manager import detach
+from ckptfsm.integrations.verl.ranks import Ranks
+from ckptfsm.integrations.verl.trainer import Checkpoints, Options
+from ckptfsm.integrations.verl.workers import RoleGroups
+from ckptfsm.megatron.transport import transport_of
+from ckptfsm.retention import KeepAll, LatestN, Policy
+from ckptfsm.tickets import Ticket
+
+_ROLE = "engine"
+
+
+class Rank:
+    """One rank of the trainer: its engine, and the files that verl's handler writes beside it."""
+
+    def __init__(self, handler: Any) -> None:
+        self.handler = handler
+        self.engine = handler.engine
+
+    def beside(self, directory: str) -> None:
+        """Write the position in the data, and what a LoRA adapter was trained with, as verl does."""
+        handler = self.handler
+        if handler.rank == 0 and handler.lora_train_meta is not None:
+            meta = json.dumps(handler.lora_train_meta, ensure_ascii=False, indent=4)
+            Path(directory, "lora_train_meta.json").write_text(meta, encoding="utf-8")
+        if handler.is_mp_src_rank_with_outputs:
+            state = handler.train_dataloader.state_dict()
+            torch.save(state, Path(directory, f"data_{handler.dp_rank}.pt"))
+
+
+class Group:
+    """The ranks as a worker group of verl's: what rank 0 needs of one."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.workers = ranks.workers
+
+    def save_checkpoint(
+        self, directory: str, ticket: Ticket, step: int, max_ckpt_to_keep: None = None
+    ) -> None:
+        self._ranks.everywhere(_save, directory, ticket, step)
+
+
+def _save(rank: Rank, directory: str, ticket: Ticket, step: int) -> None:
+    """verl's engine loads what it has offloaded, calls our manager, and offloads it again."""
+    rank.engine.save_checkpoint(local_path=directory, hdfs_path=ticket, global_step=step)
+
+
+class Driver(Checkpoints):
+    """The checkpoints at rank 0: those of a trainer whose one role lies at the top of a step."""
+
+    def __init__(self, trainer: Any, options: Options, ranks: Ranks) -> None:
+        super().__init__(trainer, options)
+        self._ranks = ranks
+
+    def _make_groups(self) -> RoleGroups:
+        return RoleGroups({_ROLE: Group(self._ranks)}, self._ranks)
+
+    def _policy(self) -> Policy:
+        kept = self._trainer.config.trainer.get("max_ckpt_to_keep", None) or 0
+        return LatestN(kept) if kept > 0 else KeepAll()
+
+    def _is_async(self) -> bool:
+        return bool(self._trainer.config.checkpoint.get("async_save", False))
+
+    def _parts(self) -> dict[str, Any]:
+        return self._group_parts(directory="")
+
+    def _path_counts(self, config: Any) -> bool:
+        """In this trainer ``auto`` takes a path, too."""
+        return config.resume_mode != "disable" and config.get("resume_from_path") is not None
+
+
+class SftCheckpoints:
+    """The checkpoints of one SFT trainer, in every rank. Every method is collective.
+
+    ``driver`` is rank 0's, None elsewhere.
+    """
+
+    def __init__(self, trainer: Any, options: Options) -> None:
+        self._handler = trainer.ckpt_handler
+        limits = {k: v for k, v in options.settings.items() if k.endswith("_timeout_s")}
+        transport = transport_of(CheckpointConfig(**limits))
+        self._ranks = Ranks(transport, Rank(self._handler))
+        leads = transport.rank == 0
+        self.driver = Driver(trainer, options, self._ranks) if leads else None
+
+    def save(self, step: int) -> None:
+        """Begin a checkpoint; without ``checkpoint.async_save`` wait until it is tracked."""
+        self._together(lambda driver: driver.save_step(step))
+
+    def poll(self, *, wait: bool = False) -> None:
+        """Drive the saves in flight; with ``wait``, until none is. Raises what one failed with."""
+        self._together(lambda driver: driver.poll(wait=wait))
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """While verl loads: see ``Checkpoints.loading``."""
+        with contextlib.ExitStack() as opened:
+            self._together(lambda driver: opened.enter_context(driver.loading()) or None)
+            yield  # nothing is deleted before the next save, which waits for every rank
+
+    def close(self) -> None:
+        """Wait for the saves in flight; rank 0 also for copies, and then it gives the root back."""
+        self._together(lambda driver: driver.finish())
+        detach(self._ranks.here, _ROLE)
+        self._ranks.transport.close()
+        if self.driver is not None:
+            self.driver.close()
+
+    def abandon(self) -> None:
+        """Leave without the other ranks: the next start decides about what is in flight (local)."""
+        if self.driver is not None:
+            self.driver.abandon()
+
+    def _together(self, work: Callable[[Driver], None]) -> None:
+        driver = self.driver
+        self._ranks.together(lambda: work(driver) if driver is not None else None)
+
+    # -------------------------------------------------------------------- in place of verl's handler
+
+    def bind(self, client: Any) -> None:
+        """Let verl's handler, and its training client in every batch, come here."""
+        handler = self._handler
+        handler.save_checkpoint = self.save
+        handler.load_checkpoint = partial(self._load, handler.load_checkpoint)
+        handler._load_dataloader_state = partial(self._load_data, handler._load_dataloader_state)
+        client.train_batch = partial(self._step, client.train_batch)
+
+    def _load(self, stock: Callable[[], int]) -> int:
+        with self.loading():
+            return stock()
+
+    def _load_data(self, stock: Callable[[str], None], checkpoint_path: str) -> None:
+        """Not the state of an epoch that is over: it has no batch left (verl #7401)."""
+        handler = self._handler
+        if handler.resume_global_step % len(handler.train_dataloader):
+            stock(checkpoint_path)
+
+    def _step(self, stock: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        self.poll()
+        return stock(*arguments, **keywords)
+
+
+def install_sft(kind: type, options: Options) -> type:
+    """A subclass of verl's SFT trainer whose checkpoints are ours. Raises ``ConfigError``."""
+    if not all(hasattr(kind, name) for name in ("_build_ckpt_handler", "fit")):
+        raise ConfigError(f"this verl's {kind.__name__} builds no checkpoint handler")
+    if options.extra_parts is not None:
+        raise ConfigError("a checkpoint of the SFT trainer has no extra_parts")
+    names = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "checkpoints": None,
+        "_build_ckpt_handler": partialmethod(_build_handler, kind, options),
+        "fit": partialmethod(_fit, kind),
+    }
+    return type(kind.__name__, (kind,), names)
+
+
+def _build_handler(trainer: Any, kind: Any, options: Options) -> None:
+    kind._build_ckpt_handler(trainer)
+    trainer.checkpoints = SftCheckpoints(trainer, options)
+    trainer.checkpoints.bind(trainer.training_client)
+
+
+def _fit(trainer: Any, kind: Any) -> Any:
+    """verl's own; at its end nothing is in flight any more."""
+    try:
+        result = kind.fit(trainer)
+    except BaseException:
+        trainer.checkpoints.abandon()
+        raise
+    trainer.checkpoints.close()
+    return result
+
+
+def main() -> None:
+    """verl's own ``main``, with these checkpoints."""
+    module: Any = import_module("verl.trainer.sft_trainer")
+    module.SFTTrainer = install_sft(module.SFTTrainer, Options())
+    module.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""verl's SFT trainer as released, on two CPU ranks: its own program, with our checkpoints and without.
+
+The FSDP engine is verl's own, with FSDP 2: torch's FSDP 1 wants a GPU. With Megatron the engine is a
+small one, see ``verl_sft_job``; its checkpoint manager and its ``save_checkpoint`` are verl's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip(
+    "verl.plugin.platform", reason="verl 0.9.1 has it: a CPU can be its accelerator"
+)
+
+from verl_sft_runs import STEPS_PER_EPOCH, Run, SftServer, make_model
+
+from ckptfsm.errors import ConfigError
+from ckptfsm.integrations.verl import install
+
+pytestmark = pytest.mark.megatron
+TRACKER = "latest_checkpointed_iteration.txt"
+BOTH = pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
+
+
+@pytest.fixture(scope="session")
+def sft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SftServer]:
+    server = SftServer(tmp_path_factory.mktemp("sft"))
+    yield server
+    server.close()
+
+
+def steps(place: Path) -> list[str]:
+    return sorted(p.name for p in (place / "root").glob("global_step_*"))
+
+
+def tracked(place: Path) -> str:
+    return (place / "root" / TRACKER).read_text().strip()
+
+
+def states(notes: list[dict[str, Any]]) -> list[Any]:
+    return [rank["state"] for rank in notes]
+
+
+def seen(notes: list[dict[str, Any]]) -> list[Any]:
+    return [rank["seen"] for rank in notes]
+
+
+@pytest.mark.parametrize(
+    ("engine", "async_save"),
+    [("fsdp2", True), ("fsdp2", False), ("megatron", True), ("megatron", False)],
+)
+def test_stock_resumes_what_was_saved_as_if_nothing_had_been(
+    sft: SftServer, tmp_path: Path, engine: str, async_save: bool
+) -> None:
+    """Catches: verl #7952: an engine whose saves are never tracked; a file that only we can read; a lost
+    moment, generator or position in the data; retention that deletes another step."""
+    whole = Run(sft, tmp_path / "whole", engine, stock=True, async_save=False).done()
+    first = {"total_training_steps": 6, "max_ckpt_to_keep": 2, "save_freq": 2}
+    ours = Run(sft, tmp_path / "ours", engine, trainer=first, async_save=async_save)
+    saved = ours.done()
+    assert [len(rank["seen"]) for rank in saved] == [6, 6]
+    assert (steps(ours.place), tracked(ours.place)) == (["global_step_4", "global_step_6"], "6")
+    assert not os.listdir(ours.place / "root/.ckptfsm/staging")
+    again = Run(sft, tmp_path / "ours", engine, stock=True, async_save=False).done()
+    assert [rank["resumed"] for rank in again] == [6, 6]
+    assert [rank["began"] for rank in again] == states(saved)
+    assert seen(again) == [batches[6:] for batches in seen(whole)]
+    assert states(again) == states(whole)
+
+
+@BOTH
+def test_a_run_that_was_killed_goes_on_from_the_last_tracked_step(
+    sft: SftServer, tmp_path: Path, engine: str
+) -> None:
+    """Catches: a tracker, a directory or a deletion before every rank has written (verl #4638); a run
+    that begins from zero, or from what was in flight; what a killed run left, in the way of the next."""
+    whole = Run(sft, tmp_path / "whole", engine, stock=True, async_save=False).done()
+    gate = tmp_path / "gate"
+    keep = {"max_ckpt_to_keep": 1, "save_freq": 3}
+    first = {**keep, "total_training_steps": 3}
+    Run(sft, tmp_path / "ours", engine, trainer=first).done()
+    killed = Run(sft, tmp_path / "ours", engine, trainer=keep, hold=str(gate), wait_at=5)
+    for rank in (0, 1):
+        until_there(killed, killed.place / f"waits-{rank}")
+    assert [at for rank in killed.notes() for at in rank["at"]] == [["3", ["global_step_3"]]] * 10
+    killed.kill()
+    assert len(os.listdir(killed.place / "root/.ckptfsm/staging")) == 1, "step 6 was in flight"
+    gate.touch()  # what was left behind may write
+    again = Run(sft, tmp_path / "ours", engine, trainer=keep).done()
+    assert [rank["resumed"] for rank in again] == [3, 3]
+    assert states(again) == states(whole)
+    assert (steps(killed.place), tracked(killed.place)) == (["global_step_8"], "8")
+    assert not os.listdir(killed.place / "root/.ckptfsm/staging")
+
+
+def until_there(run: Run, path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline, run.logs()
+        time.sleep(0.02)
+
+
+@BOTH
+def test_the_loop_polls(sft: SftServer, tmp_path: Path, engine: str) -> None:
+    """Catches: a trainer that never polls: a save that is tracked at the next one, or at the end."""
+    gate = tmp_path / "gate"
+    long = {"save_freq": 2, "total_training_steps": 40, "total_epochs": 10}
+    run = Run(sft, tmp_path / "ours", engine, trainer=long, hold=str(gate), open_at=5)
+    notes = run.done()
+    before = [at[0] for at in notes[0]["at"][:4]]
+    assert before == [""] * 4, "step 2 is in flight, and nobody tracks it"
+    after = [at[0] for at in notes[0]["at"][5:]]
+    assert "2" in after or "4" in after, "it was tracked while training went on"
+    assert all(not rank["warned"] for rank in notes)
+    assert tracked(run.place) == "40"
+
+
+@BOTH
+def test_an_epoch_that_is_over_is_not_skipped_by_the_next_run(
+    sft: SftServer, tmp_path: Path, engine: str
+) -> None:
+    """Catches: verl #7401: a run that resumes at the end of an epoch and trains nothing."""
+    whole = Run(sft, tmp_path / "whole", engine, stock=True, async_save=False).done()
+    first = {"save_freq": STEPS_PER_EPOCH, "total_epochs": 1}
+    Run(sft, tmp_path / "ours", engine, trainer=first).done()
+    shutil.copytree(tmp_path / "ours", tmp_path / "stock")
+    again = Run(sft, tmp_path / "ours", engine).done()
+    assert [rank["resumed"] for rank in again] == [STEPS_PER_EPOCH] * 2
+    assert seen(again) == [batches[STEPS_PER_EPOCH:] for batches in seen(whole)]
+    assert states(again) == states(whole)
+    stock = Run(sft, tmp_path / "stock", engine, stock=True, async_save=False).done()
+    assert seen(stock) == [[], []], "verl has mended it: so need not we"
+
+
+@pytest.mark.parametrize("torn", ["", "4\n2", "9", None])
+def test_a_torn_tracker_is_mended(sft: SftServer, tmp_path: Path, torn: str | None) -> None:
+    """Catches: a run from zero over the old one, or one that ends with ``ValueError``."""
+    first = {"total_training_steps": 3, "save_freq": 3}
+    Run(sft, tmp_path / "ours", "fsdp2", trainer=first).done()
+    tracker = tmp_path / "ours/root" / TRACKER
+    tracker.unlink() if torn is None else tracker.write_text(torn)
+    again = Run(sft, tmp_path / "ours", "fsdp2", trainer={"save_freq": 5}).done()
+    assert [rank["resumed"] for rank in again] == [3, 3]
+    assert tracked(tmp_path / "ours") == "8"
+
+
+@BOTH
+@pytest.mark.parametrize("on_failure", ["warn", "raise"])
+def test_a_full_disk_at_one_rank(
+    sft: SftServer, tmp_path: Path, engine: str, on_failure: str
+) -> None:
+    """Catches: ranks that wait for the one that failed; a failed save that is tracked; training that
+    ends although it was to go on, or goes on although it was to end."""
+    options = {"on_failure": on_failure, "exchange_timeout_s": 60, "effect_timeout_s": 30}
+    run = Run(sft, tmp_path / "ours", engine, options=options, failing=1)
+    if on_failure == "raise":
+        assert run.ended() == [1, 1]
+        assert all("No space left on device" in rank["raised"] for rank in run.notes())
+        assert all(rank["raised"].startswith("SaveFailed") for rank in run.notes())
+        assert not (run.place / "root" / TRACKER).exists()
+        return
+    notes = run.done()
+    assert any("No space left on device" in text for text in notes[0]["warned"])
+    assert steps(run.place) == ["global_step_4", "global_step_6", "global_step_8"]
+    assert tracked(run.place) == "8"
+
+
+def test_an_offloaded_optimizer_is_not_held_by_the_writer(sft: SftServer, tmp_path: Path) -> None:
+    """Catches: verl #4638 with an offloaded optimizer: a forked writer that keeps what was in host
+    memory, so that the host needs it twice while the trainer goes on."""
+    make_model(tmp_path / "model", hidden=1024)
+    held = {}
+    for offload in ("with our hook", "without our hook"):
+        gate = tmp_path / offload
+        run = Run(
+            sft,
+            tmp_path / f"run {offload}",
+            "fsdp2",
+            model=tmp_path / "model",
+            trainer={"save_freq": 2, "total_training_steps": 4},
+            words=["engine.optimizer_offload=True"],
+            hold=str(gate),
+            open_at=4,
+            offload=offload,
+        )
+        held[offload] = max(rank["private"] for rank in run.done())
+        assert tracked(run.place) == "4"
+    moments = 10_500_000 * 2 * 4 // 2  # bytes of one rank
+    assert held["without our hook"] - held["with our hook"] > 0.9 * moments, held
+
+
+def test_resuming_in_a_way_that_would_end_in_refused_saves(sft: SftServer, tmp_path: Path) -> None:
+    """Catches: hours of training before the first save says that it cannot be."""
+    first = {"total_training_steps": 4, "save_freq": 2}
+    Run(sft, tmp_path / "ours", "fsdp2", trainer=first).done()
+    run = Run(sft, tmp_path / "ours", "fsdp2", trainer={"resume_mode": "disable"})
+    assert run.ended() == [1, 1]
+    assert all("give another directory" in rank["raised"] for rank in run.notes())
+    older = {"resume_from_path": f"{tmp_path}/ours/root/global_step_2"}
+    run = Run(sft, tmp_path / "ours", "fsdp2", trainer=older)
+    assert run.ended() == [1, 1]
+    assert all("resume_from_path is step 2" in rank["raised"] for rank in run.notes())
+
+
+def test_a_mirror_and_another_policy(sft: SftServer, tmp_path: Path) -> None:
+    """Catches: options of ``install`` that this trainer does not heed; a copy without a rank's file."""
+    there = tmp_path / "there"
+    run = Run(sft, tmp_path / "ours", "fsdp2", trainer={"default_hdfs_dir": str(there)}, options={})
+    run.done()
+    assert steps(run.place)[-1] == "global_step_8" == sorted(os.listdir(there))[-1]
+    files = {p.name for p in (there / "global_step_8").iterdir()}
+    assert {"data_0.pt", "data_1.pt", "optim_world_size_2_rank_1.pt", "huggingface"} <= files
+    options = {"mirror_when": "before"}
+    before = {"default_hdfs_dir": str(tmp_path / "before"), "total_training_steps": 2}
+    run = Run(sft, tmp_path / "second", "fsdp2", trainer=before, options=options)
+    run.done()
+    assert os.listdir(tmp_path / "before") == steps(run.place) == ["global_step_2"]
+
+
+def test_what_stock_has_saved_is_not_passed_over(sft: SftServer, tmp_path: Path) -> None:
+    """Catches: a run of before that is not seen: a silent restart from zero over it."""
+    first, more = {"total_training_steps": 3, "save_freq": 3}, {"save_freq": 5}
+    for engine in ("fsdp2", "megatron"):
+        Run(sft, tmp_path / engine, engine, stock=True, async_save=False, trainer=first).done()
+    again = Run(sft, tmp_path / "megatron", "megatron", trainer=more).done()
+    assert [rank["resumed"] for rank in again] == [3, 3]
+    assert steps(tmp_path / "megatron") == ["global_step_3", "global_step_5", "global_step_8"]
+    refused = Run(sft, tmp_path / "fsdp2", "fsdp2", trainer=more)
+    assert refused.ended() == [1, 1]
+    assert all(rank["raised"].startswith("DamagedRoot") for rank in refused.notes())
+    assert steps(tmp_path / "fsdp2") == ["global_step_3"]
+    from_there = {**more, "resume_from_path": f"{tmp_path}/fsdp2/root/global_step_3"}
+    elsewhere = Run(sft, tmp_path / "elsewhere", "fsdp2", trainer=from_there).done()
+    assert [rank["resumed"] for rank in elsewhere] == [3, 3]
+    assert steps(tmp_path / "elsewhere") == ["global_step_5", "global_step_8"]
+
+
+def test_the_manifest_lists_every_file_of_every_rank(sft: SftServer, tmp_path: Path) -> None:
+    """Catches: a file that verl wrote at the top of a step and that nobody made durable."""
+    for engine in ("fsdp2", "megatron"):
+        run = Run(sft, tmp_path / engine, engine, trainer={"total_training_steps": 2})
+        run.done()
+        step = run.place / "root/global_step_2"
+        files = {str(p.relative_to(step)) for p in step.rglob("*") if p.is_file()}
+        receipts = [p.read_text() for p in (step / ".ckptfsm/receipts").rglob("*.json")]
+        listed = [e["name"] for text in receipts for e in json.loads(text)["files"]]
+        assert len(listed) == len(set(listed))
+        ours = {name for name in files | set(listed) if name.startswith(".ckptfsm/")}
+        assert set(listed) - ours == files - ours
+
+
+def test_what_install_refuses() -> None:
+    """Catches: an object whose checkpoint was loaded already; parts that would not be saved."""
+    from verl.trainer import sft_trainer
+
+    with pytest.raises(ConfigError, match="install its class"):
+        install(sft_trainer.SFTTrainer.__new__(sft_trainer.SFTTrainer))
+    with pytest.raises(ConfigError, match="no extra_parts"):
+        install(sft_trainer.SFTTrainer, extra_parts=dict)
+    with pytest.raises(ConfigError, match="mirror_when"):
+        install(sft_trainer.SFTTrainer, mirror_when="later")  # type: ignore[arg-type]
+    ours = install(sft_trainer.SFTTrainer)
+    with pytest.raises(ConfigError, match="already"):
+        install(ours)

@@ -1,0 +1,344 @@
+"""verl's SFT trainer on a CPU: the real program, its real FSDP engine, or a small engine with Megatron.
+
+A server imports everything once and forks the ranks of a job. Each runs the ``main`` of verl's trainer,
+or ours, with words as on its command line. What a rank has seen is in ``rank-N.json`` of the job.
+
+The small engine is a GPT of megatron-core, because verl's own needs Transformer Engine and a GPU; its
+checkpoint manager, and its ``save_checkpoint`` and ``load_checkpoint``, are verl's own.
+
+Run as a script: ``verl_sft_job.py ADDRESS`` serves until its parent is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import verl.utils.distributed as verl_distributed
+import verl.utils.fsdp_utils as verl_memory
+import verl.workers.engine.fsdp.transformer_impl as fsdp_engine
+import verl_cpu  # noqa: F401  (the platform)
+from megatron.core import mpu, tensor_parallel
+from transformers import LlamaConfig
+from verl.trainer import sft_trainer
+from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.megatron.transformer_impl import MegatronEngine
+from verl_worker import SPEC, Optimizer, Scheduler, Wrapped
+
+from ckptfsm.demo.model import Trainer, initialize_parallel
+from ckptfsm.integrations.verl import install
+from ckptfsm.integrations.verl import manager as ours_in_worker
+from ckptfsm.integrations.verl import sft as ours
+from ckptfsm.megatron.compat import cpu_devices
+from ckptfsm.worker import GroupShare
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@EngineRegistry.register(model_type="language_model", backend="megatron", device="cpu")
+class SmallEngine(MegatronEngine):
+    """See the module. A batch only says where in a text of its own it trains."""
+
+    def _init_device_mesh(self) -> None:
+        initialize_parallel(dist.get_world_size())
+
+    def initialize(self) -> None:
+        self.trainer = Trainer(SPEC, dist.get_world_size(), "cpu")
+        tensor_parallel.get_cuda_rng_tracker().states_ = {"some": torch.get_rng_state()}
+        self.module = [Wrapped(self.trainer.model)]
+        self.schedule = Scheduler()
+        self.checkpoint_mananager = MegatronCheckpointManager(
+            config=SimpleNamespace(model=SimpleNamespace(path="none")),
+            checkpoint_config=self.checkpoint_config,
+            model_config=None,
+            transformer_config=self.trainer.model.config,
+            role="actor",
+            model=self.module,
+            arch="LlamaForCausalLM",
+            hf_config=LlamaConfig(),
+            param_dtype=torch.float32,
+            share_embeddings_and_output_weights=False,
+            processing_class=None,
+            optimizer=Optimizer(self.trainer),
+            optimizer_scheduler=self.schedule,
+            use_distributed_optimizer=False,
+            use_checkpoint_opt_param_scheduler=True,
+            use_dist_checkpointing=True,
+        )
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return mpu.get_tensor_model_parallel_rank() == 0
+
+    def train_batch(self, data: Any, loss_function: Any) -> Any:
+        self.trainer.cursor = int(data["input_ids"].values().sum())
+        torch.manual_seed(
+            self.trainer.cursor
+        )  # verl's loader draws one number more after a restart
+        loss = self.trainer.train_step()
+        return {"loss": [loss], "metrics": {}, "model_output": {}}
+
+    def optimizer_zero_grad(self) -> None:
+        """``train_step`` does."""
+
+    def save_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
+        with cpu_devices():  # for stock saves
+            super().save_checkpoint(*arguments, **keywords)
+
+    def lr_scheduler_step(self) -> float:
+        self.schedule.at += 1
+        return 0.1
+
+    def to(self, *arguments: Any, **keywords: Any) -> None:
+        """It stays where it is."""
+
+
+def fingerprint(engine: Any) -> list[float]:
+    """The parameters, the optimizer and the generator of this rank, in a few numbers."""
+    modules = engine.module if isinstance(engine.module, list) else [engine.module]
+    numbers = [float(_local(p).double().sum()) for m in modules for p in m.parameters()]
+    optimizer = engine.trainer.optimizer if hasattr(engine, "trainer") else engine.optimizer
+    for state in optimizer.state.values():
+        numbers += [float(_local(state["exp_avg"]).double().sum()), float(state["step"])]
+    return [*numbers, float(torch.get_rng_state().double().sum())]
+
+
+def _local(tensor: Any) -> Any:
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class Rank:
+    """What one rank does and notes."""
+
+    def __init__(self, what: dict[str, Any], rank: int) -> None:
+        self.what, self.rank, self.place = what, rank, Path(what["place"])
+        self.notes: dict[str, Any] = {"seen": [], "at": [], "warned": [], "resumed": None}
+
+    def run(self) -> None:
+        what = self.what
+        os.environ.update({"RANK": str(self.rank), "LOCAL_RANK": str(self.rank)})
+        os.environ["WORLD_SIZE"] = str(what["size"])
+        os.environ.update({"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})  # verl asks; unused
+        os.environ["VERL_ENGINE_DEVICE"] = "cpu" if what["engine"] == "megatron" else "cuda"
+        verl_distributed.initialize_global_process_group = self._initialize
+        self._note_batches()
+        os.chdir(self.place)
+        sys.argv = ["sft", *what["words"]]
+        if what.get("hold"):
+            hold_writers(Path(what["hold"]))
+        if what.get("offload"):
+            offload_optimizer()
+            ours_in_worker.has_accelerator = _yes
+        if what.get("offload") == "without our hook":
+            ours_in_worker.staging_of = _none
+        if what["stock"]:
+            sft_trainer.main()
+        elif what.get("options") is not None:
+            sft_trainer.SFTTrainer = install(sft_trainer.SFTTrainer, **what["options"])
+            sft_trainer.main()
+        else:
+            ours.main()
+
+    def _initialize(self) -> None:
+        what = self.what
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(what["store"], what["size"]),
+            rank=self.rank,
+            world_size=what["size"],
+            timeout=timedelta(seconds=60),
+        )
+
+    def _note_batches(self) -> None:
+        """Beneath whatever is installed: what every batch was, and how the disk looked then."""
+        kind, rank = sft_trainer.SFTTrainer, self
+        stock_fit, stock_train = kind.fit, sft_trainer.TrainingWorker.train_batch
+
+        def train_batch(worker: Any, data: Any) -> Any:
+            rank.before_batch(data)
+            output = stock_train(worker, data)  # loads the optimizer
+            if rank.what.get("offload"):  # verl takes this CPU for the accelerator, and does not
+                offload(worker.engine.optimizer)
+            rank.notes["state"] = fingerprint(worker.engine)
+            return output
+
+        def fit(trainer: Any) -> Any:
+            rank.notes["resumed"] = trainer.resume_global_step
+            rank.notes["began"] = rank.notes["state"] = fingerprint(trainer.engine)
+            if rank.what.get("failing") == rank.rank:
+                fail_in_save(trainer.engine)
+            return stock_fit(trainer)
+
+        kind.fit, sft_trainer.TrainingWorker.train_batch = fit, train_batch
+
+    def before_batch(self, data: Any) -> None:
+        root = self.place / "root"
+        tracker = root / TRACKER
+        steps = sorted(p.name for p in root.glob("global_step_*"))
+        number = len(self.notes["seen"]) + 1
+        self.notes["seen"].append(int(data["input_ids"].values().sum()))
+        self.notes["at"].append([tracker.read_text().strip() if tracker.exists() else "", steps])
+        self.save()
+        if number == self.what.get("open_at"):
+            self.notes["private"] = private_bytes_of_children()
+            Path(self.what["hold"]).touch()
+        if number == self.what.get("wait_at"):
+            (self.place / f"waits-{self.rank}").touch()
+            signal.pause()  # to be killed
+
+    def save(self) -> None:
+        (self.place / f"rank-{self.rank}.json").write_text(json.dumps(self.notes))
+
+
+def fail_in_save(engine: Any) -> None:
+    """This rank cannot write the last of verl's files, at the first save."""
+    name = (
+        "checkpoint_mananager" if hasattr(engine, "checkpoint_mananager") else "checkpoint_manager"
+    )
+    manager = getattr(engine, name)._manager
+    stock, failed = manager.save_checkpoint, []
+
+    def save_checkpoint(**arguments: Any) -> None:
+        stock(**arguments)
+        if not failed:
+            failed.append(True)
+            raise OSError(28, "No space left on device")
+
+    manager.save_checkpoint = save_checkpoint
+
+
+def hold_writers(gate: Path) -> None:
+    """Writers of this rank wait until the file ``gate`` exists; at most 60 s."""
+    stock = GroupShare.write
+
+    def write(share: GroupShare, storage: Any, location: str) -> Any:
+        deadline = time.monotonic() + 60
+        while not gate.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return stock(share, storage, location)
+
+    GroupShare.write = write  # type: ignore[method-assign]
+
+
+def private_bytes_of_children() -> int:
+    """What only the writers of this rank still hold."""
+    tasks = Path("/proc/self/task").iterdir()
+    pids = [pid for task in tasks for pid in (task / "children").read_text().split()]
+    texts = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in pids]
+    rows = [line.split() for text in texts for line in text.splitlines()]
+    return sum(int(row[1]) * 1024 for row in rows if row[0].startswith("Private_"))
+
+
+def offload_optimizer() -> None:
+    """FSDP's optimizer is in host memory but for its steps, as with an accelerator.
+
+    That one's memory is played by pages that a forked child does not have.
+    """
+    for module in (verl_memory, fsdp_engine):
+        module.load_fsdp_optimizer = load  # type: ignore[attr-defined]
+        module.offload_fsdp_optimizer = offload  # type: ignore[attr-defined]
+
+
+def load(optimizer: Any, device: Any) -> None:
+    _move(optimizer, _on_device)
+
+
+def offload(optimizer: Any) -> None:
+    _move(optimizer, torch.clone)
+
+
+def _move(optimizer: Any, moved: Any) -> None:
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name]._local_tensor = moved(state[name]._local_tensor)
+
+
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.numel():
+        return tensor
+    memory = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)
+    there = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+    return there.copy_(tensor)
+
+
+def _yes() -> bool:
+    return True
+
+
+def _none(holder: Any, manager: Any) -> None:
+    return None
+
+
+# --------------------------------------------------------------------------------------- serving
+
+
+def life(what: dict[str, Any], number: int) -> int:
+    """A rank's process; its exit status."""
+    log = os.open(Path(what["place"], f"rank-{number}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    rank, status = Rank(what, number), 0
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            rank.run()
+        except BaseException as error:
+            traceback.print_exc()
+            rank.notes["raised"], status = f"{type(error).__name__}: {error}", 1
+        rank.notes["warned"] = [
+            str(w.message) for w in said if w.category.__module__.startswith("ck")
+        ]
+    rank.save()
+    return status
+
+
+def serve(connection: Connection) -> None:
+    """Fork the ranks of one job, say who they are, and how they ended."""
+    what = connection.recv()
+    pids = []
+    for number in range(what["size"]):
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            os._exit(life(what, number))
+        pids.append(pid)
+    connection.send(pids)
+    connection.send([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
+
+
+def main(address: str) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with Listener(address) as listener:
+        while True:
+            connection = listener.accept()
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+                try:
+                    serve(connection)  # type: ignore[arg-type]
+                except BaseException:
+                    traceback.print_exc()
+                os._exit(0)
+            connection.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
