@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 from groups import Group
 
-from ckptfsm.errors import ConfigError, PollMissingWarning, SaveFailed, SaveFailedWarning
+from ckptfsm.errors import (
+    ConfigError,
+    PollMissingWarning,
+    SaveFailed,
+    SaveFailedWarning,
+    UntriedVersionWarning,
+)
 from ckptfsm.integrations.verl import install, trainer
 from ckptfsm.integrations.verl.workers import attach
 from ckptfsm.layout import TRACKER
@@ -313,3 +319,10 @@ def test_verls_callback_is_told_once_of_a_step_that_was_saved_anew(
     began.config.actor_rollout_ref.actor["checkpoint"]["async_save"] = False
     began.save()
     assert [step for step, *_ in began.checkpoint_callback.told] == [1, 2]
+
+
+def test_a_verl_that_was_never_tried_is_used_with_a_warning(monkeypatch):
+    """Catches: a new release that is refused, or used without a word."""
+    monkeypatch.setattr("ckptfsm.integrations.verl.trainer.installed", lambda name: "0.99.0")
+    with pytest.warns(UntriedVersionWarning, match="verl 0.99.0 was never tried"):
+        install(Trainer, extra_parts=lambda _: {})

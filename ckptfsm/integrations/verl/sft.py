@@ -28,7 +28,7 @@ from ckptfsm.config import CheckpointConfig
 from ckptfsm.errors import ConfigError
 from ckptfsm.integrations.verl.manager import detach
 from ckptfsm.integrations.verl.ranks import Ranks
-from ckptfsm.integrations.verl.trainer import Checkpoints, Options
+from ckptfsm.integrations.verl.trainer import Checkpoints, Options, install
 from ckptfsm.integrations.verl.workers import RoleGroups
 from ckptfsm.megatron.transport import transport_of
 from ckptfsm.retention import KeepAll, LatestN, Policy
@@ -205,7 +205,7 @@ def _fit(trainer: Any, kind: Any) -> Any:
 def main() -> None:
     """verl's own ``main``, with these checkpoints."""
     module: Any = import_module("verl.trainer.sft_trainer")
-    module.SFTTrainer = install_sft(module.SFTTrainer, Options())
+    module.SFTTrainer = install(module.SFTTrainer)
     module.main()
 
 

@@ -37,6 +37,7 @@ from ckptfsm.messages import AttemptId, Event, Failed
 from ckptfsm.notices import say, warn_caller
 from ckptfsm.retention import KeepAll, LatestN, Policy
 from ckptfsm.tickets import GroupPart, GroupSave, Ticket
+from ckptfsm.versions import installed, judge
 
 log = logging.getLogger("ckptfsm")
 Trainer = TypeVar("Trainer")
@@ -395,10 +396,11 @@ def install(
     ``default_hdfs_dir`` names) gets a copy of each checkpoint *before* it is tracked, or *after*.
     ``settings`` are those of ``Controller``; ``retention`` follows verl's configuration unless given.
 
-    Raises ``ConfigError`` for a setting that is none, and for a trainer that saves in a way of its own,
-    unless ``extra_parts`` is given. So does the making of an object of a subclass that has a way of its
-    own.
+    A verl that was never tried is used, with a warning. Raises ``ConfigError`` for a setting that is
+    none, and for a trainer that saves in a way of its own, unless ``extra_parts`` is given. So does the
+    making of an object of a subclass that has a way of its own.
     """
+    judge("verl", installed("verl"))
     base = trainer if isinstance(trainer, type) else type(trainer)
     if "checkpoints" in vars(trainer):
         raise ConfigError(f"{base.__name__} has these checkpoints already")
