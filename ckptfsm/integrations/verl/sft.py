@@ -124,12 +124,16 @@ class SftCheckpoints:
     def loading(self) -> Iterator[None]:
         """While verl loads: see ``Checkpoints.loading``."""
         with contextlib.ExitStack() as opened:
-            self._together(lambda driver: opened.enter_context(driver.loading()) or None)
+            self._together(lambda driver: opened.enter_context(driver.loading()))
             yield  # nothing is deleted before the next save, which waits for every rank
 
     def close(self) -> None:
         """Wait for the saves in flight; rank 0 also for copies, and then it gives the root back."""
-        self._together(lambda driver: driver.finish())
+        try:
+            self._together(lambda driver: driver.finish())
+        except BaseException:
+            self.abandon()
+            raise
         detach(self._ranks.here, _ROLE)
         self._ranks.transport.close()
         if self.driver is not None:
