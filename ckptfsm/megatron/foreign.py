@@ -301,15 +301,14 @@ def taken_now(request: Any) -> Any:
 
     An error is raised later, where the request is staged with the others of its save.
     """
-    preload: Callable[[], Any] | None = None
     try:
         arguments = _preloaded(request)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # also torch's
-        preload, arguments = partial(_raise, error), list(request.async_fn_args)
+        return TakenRequest(None, (), {}, (), partial(_raise, error))
     keywords = getattr(request, "async_fn_kwargs", None) or {}
-    return TakenRequest(request.async_fn, arguments, keywords, request.finalize_fns, preload)
+    return TakenRequest(request.async_fn, arguments, keywords, request.finalize_fns)
 
 
 def _raise(error: BaseException) -> None:
