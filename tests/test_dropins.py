@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import os
 import queue
 import signal
@@ -130,6 +131,14 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[ThreadTranspor
         return returned
 
     return run
+
+
+def strategy() -> dict[str, Any]:
+    """Who makes a request; megatron-core asks from 0.17 on."""
+    from megatron.core import dist_checkpointing
+
+    known = inspect.signature(dist_checkpointing.save).parameters
+    return {"async_strategy": "mcore"} if "async_strategy" in known else {}
 
 
 def results_of(*names: str) -> list[tuple[str, Any]]:
@@ -505,7 +514,7 @@ def test_a_begun_checkpoint_is_loaded_around_as_a_whole(tmp_path: Path) -> None:
     def request(directory: str) -> Any:
         os.makedirs(directory)
         state = Model().sharded_state_dict(1)
-        return dist_checkpointing.save(state, directory, async_sharded_save=True)
+        return dist_checkpointing.save(state, directory, async_sharded_save=True, **strategy())
 
     optimizer = Offloaded()
     queue = AsyncCallsQueue(staging=optimizer.staging, writer_files=1, exit_timeout_s=0.5)
@@ -532,7 +541,7 @@ def test_F5_a_queue_goes_on_while_the_tracker_is_blocked(tmp_path: Path) -> None
         directory = tmp_path / f"root/iter_000000{step}"
         directory.mkdir()
         state = Model().sharded_state_dict(step)
-        return dist_checkpointing.save(state, str(directory), async_sharded_save=True)
+        return dist_checkpointing.save(state, str(directory), async_sharded_save=True, **strategy())
 
     def schedule(step: int) -> None:
         queue.begin(step, f"{tmp_path}/root/iter_000000{step}", ["state"])
@@ -741,7 +750,7 @@ def test_checkpoints_of_ones_own_trainer_are_loaded_around_too(training: Trainin
         directory = training.root / "iter_0000004"
         directory.mkdir()
         state = Model().sharded_state_dict(4)
-        return dist_checkpointing.save(state, str(directory), async_sharded_save=True)
+        return dist_checkpointing.save(state, str(directory), async_sharded_save=True, **strategy())
 
     optimizer = Offloaded()
     ckpts = MegatronLMCheckpoints(

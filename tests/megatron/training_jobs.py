@@ -25,6 +25,7 @@ from jobs import (
     told,
 )
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 from trainer_lm import async_utils, checkpointing, global_vars, training
 
 from ckptfsm.errors import CkptFsmError, RecoveryWarning
@@ -116,8 +117,9 @@ def train(
 
 def saved_arguments(here: Here, root: str, iteration: int) -> bool:
     """Whether the arguments in a checkpoint say that it was asynchronous."""
-    path = f"{root}/iter_{iteration:07d}/common.pt"
-    common = torch.load(path, weights_only=False)
+    here.join()
+    with cpu_devices():
+        common = load_common_state_dict(f"{root}/iter_{iteration:07d}")
     asked: bool = common["args"].async_save
     return asked
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import sys
@@ -18,6 +19,10 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 
 from trainer_lm.async_utils import is_empty_async_queue, schedule_async_save
 from trainer_lm.global_vars import get_args
+
+# From megatron-core 0.17 on a request says who makes it; the queue beside this is megatron-core's own.
+_ASKS = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+ASYNC: dict[str, Any] = {"async_strategy": "mcore"} if _ASKS else {}
 
 RAN: list[str] = []  # the closures that ran on this rank
 
@@ -81,6 +86,7 @@ def save_checkpoint(
         validate_access_integrity=True,
         preprocess_common_before_consistancy_check=preprocess_common_state_dict_fn,
         content_metadata={"singleton_local_shards": False},
+        **ASYNC,
     )
     closures = []
     if dist.get_rank() == 0:
