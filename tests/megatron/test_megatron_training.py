@@ -259,7 +259,8 @@ def test_files_of_the_tokenizer_come_and_go_with_their_checkpoint(
     """Catches: files that are left out because the closure that writes them does not run, that are in no
     manifest, that stay when their checkpoint goes, or that are in the way of an adoption."""
     assets: dict[str, Any] = {"save_tokenizer_assets": True, "save_retain_interval": 4}
-    train(cluster, root, installed=False, train_iters=2, **assets)
+    stock = {**assets, "async_save": False}
+    train(cluster, root, installed=False, train_iters=2, **stock)
     assert_began_from(train(cluster, root, installed=True, train_iters=10, **assets), 2)
     assert steps_on_disk(root) == [2, 4, 8, 10], "2 is pinned"
     for step in (2, 4, 8, 10):
@@ -267,7 +268,7 @@ def test_files_of_the_tokenizer_come_and_go_with_their_checkpoint(
         assert vocabulary.read_text() == "a tokenizer of type NullTokenizer"
     for step in (4, 8, 10):
         assert_complete(root, step)
-    assert_began_from(train(cluster, root, installed=False, train_iters=10, **assets), 10)
+    assert_began_from(train(cluster, root, installed=False, train_iters=10, **stock), 10)
 
 
 def test_a_trainer_of_its_own(cluster: Cluster, root: Path) -> None:
