@@ -12,6 +12,7 @@ from fieldbugs.dropins import DROPINS
 from fieldbugs.model import Action, search
 from fieldbugs.report import Checked, check
 from fieldbugs.saveloop import SaveLoop
+from fieldbugs.today import TODAY
 from proof import fieldbugs
 from proof.fieldbugs import violations
 
@@ -45,6 +46,11 @@ def test_the_page_is_up_to_date(checked):
 def test_names_and_aliases_are_distinct():
     """Catches: a report that no command reaches."""
     assert len(BY_NAME) == sum(1 + len(report.aliases) for report in REPORTS)
+
+
+def test_what_is_said_of_the_newest_versions_belongs_to_a_report():
+    """Catches: a finding whose report was renamed, which the page would then show as not run."""
+    assert set(TODAY) <= set(NAMES)
 
 
 def test_every_report_of_verl_and_megatron_runs_against_a_drop_in():

@@ -6,17 +6,18 @@ import re
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from fieldbugs import megatron, others, verl
+from fieldbugs import megatron, newest, others, verl
 from fieldbugs.dropins import shown
 from fieldbugs.report import Checked, Report
+from fieldbugs.today import VERSIONS, today
 
-REPORTS: tuple[Report, ...] = (*verl.REPORTS, *megatron.REPORTS, *others.REPORTS)
+REPORTS: tuple[Report, ...] = (*verl.REPORTS, *megatron.REPORTS, *others.REPORTS, *newest.REPORTS)
 BY_NAME = MappingProxyType(
     {name: report for report in REPORTS for name in (report.name, *report.aliases)}
 )
 PAGE = "docs/field-bugs.md"
 
-_HEAD = """# Field bugs
+_HEAD = f"""# Field bugs
 
 Each row is a public report of a checkpoint that was lost, torn, never tracked or deleted too early. For
 each there is a small model of what was wrong. A breadth-first search finds the shortest history on
@@ -29,10 +30,13 @@ from the public reports and contain no code of those projects.
 
 What was reported of verl and of Megatron also runs as a scenario against the drop-in: that for
 [verl](verl.md), for [Megatron-LM](megatron-lm.md), or the [queue](queue.md).
-The last column names the tests.
+The column "tests" names them.
 
-| report | what happened | shortest history | what breaks | what ckptfsm does | command | drop-in |
-|---|---|---|---|---|---|---|
+The last column says whether it is still so in {VERSIONS}.
+There "run" means that the stock code was run, "read" that its sources were read and not run.
+
+| report | what happened | shortest history | what breaks | what ckptfsm does | command | tests | today |
+|---|---|---|---|---|---|---|---|
 """
 
 
@@ -80,6 +84,7 @@ def _row(checked: Checked) -> str:
         report.verdict,
         f"`make repro-{report.name}`",
         shown(report.name),
+        today(report.name),
     )
     return f"| {' | '.join(cells)} |\n"
 

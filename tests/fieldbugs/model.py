@@ -35,6 +35,8 @@ PHRASES = MappingProxyType(
         "retry": "training raises; retried in-process",
         "restart": "restart",
         "restart_at": "restart, asked for step {step}",
+        "stock_saves": "megatron-core 0.19 saves step {step}",
+        "adopts": "the trainer looks at step {step}",
         "opens": "{who} begins to write",
         "writes": "{who} has written its bytes",
         "renames": "{who} has renamed",

@@ -32,7 +32,7 @@ from ckptfsm.manager import Manager
 from ckptfsm.messages import AttemptId, Event, PartSpec, ShardReported
 from ckptfsm.ports import Identity, PartJob, RankJob, Storage, Written
 from ckptfsm.processes import Child
-from ckptfsm.retention import LatestN
+from ckptfsm.retention import LatestN, Policy
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.coverage import Coverage
@@ -117,7 +117,7 @@ class Job(FakeJob):
 
 
 class SimTrainer(Player):
-    """See the module. Two ranks, one checkpoint to keep; ``life`` counts the processes.
+    """See the module. Two ranks; ``life`` counts the processes. ``retention`` keeps one if not given.
 
     ``waiting`` are the reports of writers that no poll has delivered yet, ``refused`` the refusals that
     the trainer met, ``calls`` what each rank's writers did to the disk. ``held``, ``no_tracker``,
@@ -125,9 +125,14 @@ class SimTrainer(Player):
     """
 
     def __init__(
-        self, *, parts: tuple[PartSpec, ...] = PARTS, only_shards_do_not_fit: bool = False
+        self,
+        *,
+        parts: tuple[PartSpec, ...] = PARTS,
+        only_shards_do_not_fit: bool = False,
+        retention: Policy | None = None,
     ) -> None:
         super().__init__()
+        self.retention = retention or LatestN(1)
         self.only_shards_do_not_fit = only_shards_do_not_fit
         self.disk = SimDisk()
         self.parts = parts
@@ -154,7 +159,7 @@ class SimTrainer(Player):
         self.job = Job(
             storage,
             ranks=RANKS,
-            retention=LatestN(1),
+            retention=self.retention,
             identity=Identity(self.hosts[0], self.life, f"boot:{self.life}", f"nonce-{self.life}"),
             acknowledged=self.acknowledged,
         )
