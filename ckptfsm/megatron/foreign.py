@@ -22,7 +22,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import popen_fork
@@ -395,10 +395,11 @@ def _watched_workers() -> Iterator[None]:
 
 def _end_with_thread(raised: threading.ExceptHookArgs) -> None:
     """A thread that raised (``SystemExit``, too) never counts down, and its writer waits for that."""
-    with suppress(Exception):  # whatever comes of printing, the writer ends
+    try:
         text = "".join(traceback.format_exception(raised.exc_value))
         os.write(2, f"a write worker, which is a thread, ended the writer:\n{text}".encode())
-    os._exit(_WORKER_DIED)
+    finally:  # whatever comes of printing
+        os._exit(_WORKER_DIED)
 
 
 def _judging_poll(worker: popen_fork.Popen, flag: int = os.WNOHANG) -> int | None:

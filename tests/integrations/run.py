@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "build" / "integrations"
 RAN = ROOT / "tests" / "integrations" / "ran.json"
 CONSTRAINTS = ROOT / "constraints.txt"
+YAML = "pyyaml"  # which importing megatron.training needs up to 0.18
 CLONE = os.environ.get("CKPTFSM_MEGATRON_LM", "")
 MINE = f"{sys.version_info[0]}.{sys.version_info[1]}"
 NAMED = ("torch", "megatron-core", "nvidia-resiliency-ext", "ray", "verl")  # in the table
@@ -52,9 +53,17 @@ BASE = (
     "sympy",
 )
 OLDER_TESTS = ("tests/megatron/test_megatron_queue.py", "tests/megatron/test_megatron_training.py")
+FOREIGN_TESTS = (
+    "tests/megatron/test_megatron_queue.py",
+    "tests/megatron/test_megatron_foreign.py",
+    "tests/megatron/test_megatron_installed.py",
+)
+COMMON_TESTS = ("tests/megatron/test_megatron_common.py", "tests/test_stock.py")
 NEWER_TESTS = ("tests/megatron", "tests/test_stock.py", "tests/test_versions.py")
-NVRX_TESTS = ("tests/megatron/test_megatron_nvrx.py", "tests/megatron/test_megatron_queue.py")
+NVRX_TESTS = ("tests/megatron/test_megatron_nvrx.py", *FOREIGN_TESTS)
+LM_TESTS = ("tests/integrations/test_megatron_lm.py",)
 VERL_TESTS = ("tests/integrations/test_verl.py", "tests/integrations/test_verl_ray.py")
+SFT_TESTS = ("tests/integrations/test_verl_mirror.py", "tests/integrations/test_verl_sft.py")
 # verl itself is installed without what it names, much of which is not imported here. This is what is.
 VERL_NEEDS = (
     "ray>=2.40",
@@ -77,6 +86,41 @@ VERL_NEEDS = (
     "uvicorn",
     "dill",
     "aiohttp",
+)
+# Without the CUDA that four of them name through torch; the versions that verl 0.9.1 was tried with.
+VERL_ON_3_12 = (
+    (
+        "--no-deps",
+        "tensordict==0.10.0",
+        "pyvers==0.1.0",
+        "accelerate",
+        "peft",
+        "torchdata",
+        "verl==0.9.1",
+        "TransferQueue==0.1.11",
+    ),
+    (
+        "ray==2.60.0",
+        "transformers==5.10.4",
+        "omegaconf",
+        "hydra-core",
+        "codetiming",
+        "datasets",
+        "pandas",
+        "pillow",
+        "orjson",
+        "cachetools",
+        "msgspec",
+        "pyzmq",
+        "fastapi",
+        "uvicorn",
+        "dill",
+        "aiohttp",
+        "cloudpickle",
+        "importlib_metadata",
+        "requests",
+        "urllib3",
+    ),
 )
 # What it imports and does not name: whoever serves a model has these.
 VERL_UNNAMED = ("cachetools", "fastapi", "uvicorn")
@@ -121,8 +165,8 @@ TARGETS = (
     Target("megatron-core-0.14", "3.11", (_core("0.14.0", "numpy<2"),), OLDER_TESTS),
     Target("megatron-core-0.15", "3.11", (_core("0.15.0", "numpy<2"),), OLDER_TESTS),
     Target("megatron-core-0.16", "3.11", (_core("0.16.1"),), OLDER_TESTS),
-    Target("megatron-core-0.17", "3.12", (_core("0.17.1"),), NEWER_TESTS),
-    Target("megatron-core-0.18", "3.12", (_core("0.18.2"),), NEWER_TESTS),
+    Target("megatron-core-0.17", "3.12", (_core("0.17.1", YAML),), (*FOREIGN_TESTS, *COMMON_TESTS)),
+    Target("megatron-core-0.18", "3.12", (_core("0.18.2", YAML),), NEWER_TESTS),
     Target("megatron-core-0.19", "3.12", (_core("0.19.2"),), NEWER_TESTS, demo=True),
     Target(
         "nvrx-0.4",
@@ -136,9 +180,12 @@ TARGETS = (
         "megatron-lm-clone",
         "3.11",
         # What importing megatron.training needs. Of triton, the import is all: no CUDA comes with it.
-        (("--no-deps", "regex", "pyyaml", "triton==3.4.0"),),
-        ("tests/integrations/test_megatron_lm.py",),
+        (("--no-deps", "regex", YAML, "triton==3.4.0"),),
+        LM_TESTS,
     ),
+    # From 0.17 on the trainer is in the megatron-core package.
+    Target("megatron-lm-0.18", "3.12", (_core("0.18.2", YAML),), LM_TESTS),
+    Target("megatron-lm-0.19", "3.12", (_core("0.19.2"), _nvrx("0.7.0")), LM_TESTS),
     Target("ray", "3.11", ((f"{ROOT}[ray]", "ray==2.60.0"),), ("tests/integrations/test_ray.py",)),
     Target("verl-0.7.1", "3.11", _verl("0.7.1"), VERL_TESTS),
     Target("verl-0.9.0", "3.11", _verl("0.9.0"), VERL_TESTS),
@@ -147,6 +194,15 @@ TARGETS = (
         "3.11",
         ((f"{ROOT}[verl]", "verl==0.9.1", *VERL_UNNAMED),),
         (*VERL_TESTS, "tests/integrations/test_verl_mirror.py"),
+    ),
+    Target(
+        "verl-0.9.1-core-0.18",
+        "3.12",
+        (_core("0.18.2", YAML), *VERL_ON_3_12),
+        (*VERL_TESTS, *SFT_TESTS),
+    ),
+    Target(
+        "verl-0.9.1-core-0.19", "3.12", (_core("0.19.2"), *VERL_ON_3_12), (*VERL_TESTS, *SFT_TESTS)
     ),
 )
 
@@ -218,14 +274,14 @@ def prepare(target: Target) -> Path:
 
 
 def environment_of(target: Target) -> dict[str, str]:
-    places = [ROOT, ROOT / "tests/integrations"]
+    places = [ROOT, ROOT / "tests/integrations", ROOT / "tests/megatron"]
     more = {}
     if target.name == "megatron-lm-clone":
         clone = Path(CLONE).resolve()
-        places = [clone, *places, ROOT / "tests/megatron"]
+        places.insert(0, clone)
         more = {"CKPTFSM_MEGATRON_LM": str(clone)}
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "CKPTFSM_MEGATRON_LM"},
         "PYTHONPATH": os.pathsep.join(map(str, places)),
         # The environment must exist for its test: with this it is not skipped.
         **({"CKPTFSM_NVRX": "1"} if target.name.startswith("nvrx") else {}),
