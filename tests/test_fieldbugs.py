@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fieldbugs import megatron, verl
+from fieldbugs import megatron, newest, verl
 from fieldbugs.catalogue import BY_NAME, PAGE, REPORTS, page, side_by_side
 from fieldbugs.dropins import DROPINS
 from fieldbugs.model import Action, search
@@ -55,7 +55,9 @@ def test_what_is_said_of_the_newest_versions_belongs_to_a_report():
 
 def test_every_report_of_verl_and_megatron_runs_against_a_drop_in():
     """Catches: a report that only the library's own manager was tried on, a test that was renamed."""
-    assert list(DROPINS) == [report.name for report in (*verl.REPORTS, *megatron.REPORTS)]
+    reports = (*verl.REPORTS, *megatron.REPORTS, *newest.REPORTS)
+    without = {"bridge-5778"}  # retention is the library's own
+    assert list(DROPINS) == [each.name for each in reports if each.name not in without]
     for path, _, function in (test.partition("::") for tests in DROPINS.values() for test in tests):
         text = (ROOT / path).read_text(encoding="utf-8")
         assert f"\ndef {function}(" in text, f"{path} has no {function}"

@@ -11,6 +11,9 @@ from types import MappingProxyType
 QUEUE = "tests/megatron/test_megatron_queue.py"
 TRAINING = "tests/megatron/test_megatron_training.py"
 VERL = "tests/integrations/test_verl.py"
+SFT = "tests/integrations/test_verl_sft.py"
+COMMON = "tests/megatron/test_megatron_common.py"
+NVRX = "tests/megatron/test_megatron_nvrx.py"
 
 _OLD_STAYS = f"{VERL}::test_the_old_checkpoint_stays_until_the_new_one_is_tracked"
 _EVERY_RANK = f"{VERL}::test_the_tracker_waits_for_every_rank_and_is_the_drivers"
@@ -53,6 +56,13 @@ DROPINS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         "megatron-tracker": (f"{TRAINING}::test_torn_tracker_is_mended_before_the_load",),
         "megatron-non-persistent": (
             f"{TRAINING}::test_non_persistent_cleanup_spares_the_tracked_one",
+        ),
+        "verl-7401": (f"{SFT}::test_an_epoch_that_is_over_is_not_skipped_by_the_next_run",),
+        "swift-9908": (f"{COMMON}::test_a_run_of_stock_is_adopted_goes_on_and_is_pruned",),
+        "verl-8000": (f"{VERL}::test_a_stock_async_save_cannot_be_scheduled",),
+        "nvrx-staging": (
+            f"{NVRX}::test_I5_staged_requests_in_flight_together_keep_their_values",
+            f"{NVRX}::test_I5_parts_of_the_same_structure_keep_their_values",
         ),
     }
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from proof.fuzz import common_archive, written_metadata
 
+from ckptfsm.integrations.verl.position import is_within_an_epoch
 from ckptfsm.ports import Storage
 from ckptfsm.retention import EveryNSteps, LatestN
 from ckptfsm.stock import StockVerdict, inspect_stock
@@ -179,7 +180,95 @@ def keeps_the_interval(trainer: SimTrainer) -> None:
         assert trainer.steps() == left, trainer.steps()
 
 
+# ------------------------------------------------------------------------------ the skipped epoch
+
+BATCHES = 2  # of an epoch
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """``saved``: the newest step, which has ended an epoch. ``trained``: batches of the next one."""
+
+    saved: int = 0
+    resumed: bool = False
+    trained: int | None = None
+
+
+class Resumes:
+    """A run that ends with an epoch, and its next start. ``loads_all``: a used-up loader state, too."""
+
+    def __init__(self, *, loads_all: bool) -> None:
+        self.loads_all = loads_all
+
+    def initial(self) -> Epochs:
+        return Epochs()
+
+    def actions(self, run: Epochs) -> Iterator[tuple[Action, Epochs]]:
+        if not run.saved:
+            yield Action("saves", BATCHES), replace(run, saved=BATCHES)
+        elif not run.resumed:
+            yield Action("resumes"), replace(run, resumed=True)
+        elif run.trained is None:
+            yield Action("trains_an_epoch"), replace(run, trained=0 if self.loads_all else BATCHES)
+
+    def broken(self, run: Epochs) -> str:
+        return "I8: the next epoch is skipped without a word" if run.trained == 0 else ""
+
+    def show(self, run: Epochs) -> str:
+        return f"saved {run.saved}, trained since: {run.trained}"
+
+
+class TrainsEpochs(Player):
+    """A data loader with verl's kind of state, resumed by the drop-in's own rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved, self.position, self.trained = 0, 0, 0
+
+    def reader(self) -> Storage:
+        return SimStorage(SimDisk(), "reader")
+
+    def saves(self, step: int) -> None:
+        self.saved, self.position = step, step  # nothing is left of the epoch
+
+    def resumes(self) -> None:
+        if not is_within_an_epoch(self.saved, BATCHES):
+            self.position = 0
+
+    def trains_an_epoch(self) -> None:
+        self.trained = BATCHES - self.position
+
+    def show(self) -> str:
+        return f"saved {self.saved}, trained since: {self.trained}"
+
+    def judge(self) -> None:
+        """There is no root of ours: ``expect`` looks at what was trained."""
+
+
+def trains_on(player: TrainsEpochs) -> None:
+    """The whole next epoch; and the rest of one that was cut off."""
+    assert player.trained == BATCHES, player.trained
+    player.saves(1)
+    player.resumes()
+    player.trains_an_epoch()
+    assert player.trained == BATCHES - 1, player.trained
+
+
+def trains_epochs(directory: Path) -> TrainsEpochs:
+    return TrainsEpochs()
+
+
 REPORTS = (
+    Report(
+        "verl-7401",
+        "the state of a data loader that is used up is loaded: an epoch is skipped, silently",
+        ("https://github.com/verl-project/verl/issues/7401",),
+        Resumes(loads_all=True),
+        Resumes(loads_all=False),
+        trains_epochs,
+        trains_on,
+        "after a step that ended an epoch the next one begins anew",
+    ),
     Report(
         "swift-9908",
         "an adopter takes the common state for missing where there is no `common.pt`",

@@ -18,6 +18,7 @@ TODAY: MappingProxyType[str, str] = MappingProxyType(
         "backend, and only Megatron's writes it",
         "verl-forgets": "still there (read): what to delete is a list in memory",
         "verl-same-step": "still there (read): a path is put on the list without a look at it",
+        "verl-7401": "still there (run): the SFT trainer of verl 0.9.1 trains nothing",
         "megatron-6970": "still there (run): a killed persistent worker of megatron-core 0.19.2 is "
         "polled without an end",
         "megatron-temporal": "still there (run): a killed writer of megatron-core 0.19.2 counts as "

@@ -27,6 +27,7 @@ import torch
 from ckptfsm.config import CheckpointConfig
 from ckptfsm.errors import ConfigError
 from ckptfsm.integrations.verl.manager import detach
+from ckptfsm.integrations.verl.position import is_within_an_epoch
 from ckptfsm.integrations.verl.ranks import Ranks
 from ckptfsm.integrations.verl.trainer import Checkpoints, Options, install
 from ckptfsm.integrations.verl.workers import RoleGroups
@@ -163,9 +164,9 @@ class SftCheckpoints:
             return stock()
 
     def _load_data(self, stock: Callable[[str], None], checkpoint_path: str) -> None:
-        """Not the state of an epoch that is over: it has no batch left (verl #7401)."""
+        """Not the state of an epoch that is over."""
         handler = self._handler
-        if handler.resume_global_step % len(handler.train_dataloader):
+        if is_within_an_epoch(handler.resume_global_step, len(handler.train_dataloader)):
             stock(checkpoint_path)
 
     def _step(self, stock: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
