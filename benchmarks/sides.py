@@ -8,6 +8,7 @@ fsync ``common.pt``, ``.metadata`` and ``metadata.json``, ours does and has them
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import shutil
 import time
@@ -27,6 +28,9 @@ from ckptfsm.megatron.compat import cpu_devices, process_group
 _TENSORS = 16
 _FLOAT_BYTES = 4
 _CLEAR_S = 60.0
+
+_ASKED = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters  # from 0.17 on
+_HOW: dict[str, Any] = {"async_strategy": "mcore"} if _ASKED else {}
 
 
 class TrainingState:
@@ -75,7 +79,7 @@ class StockSide:
     def save(self, step: int, state: dict[str, Any]) -> None:
         directory = self._root / MEGATRON.published_name(step)
         directory.mkdir()
-        request = dist_checkpointing.save(state, str(directory), async_sharded_save=True)
+        request = dist_checkpointing.save(state, str(directory), async_sharded_save=True, **_HOW)
         self._queue.schedule_async_request(request)
 
     def poll(self) -> bool:
