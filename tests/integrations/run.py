@@ -237,6 +237,11 @@ def pip(python: Path, *arguments: str) -> None:
     subprocess.run([*command, "--disable-pip-version-check", *arguments], check=True)
 
 
+def without_cuda(site: Path) -> None:
+    script = ROOT / "tests/integrations/cpu_torch.py"
+    subprocess.run([sys.executable, str(script), str(site)], check=True)
+
+
 def base_of(python: str) -> tuple[str, Path]:
     """The interpreter of a Python version, and the packages that its targets borrow."""
     if python == MINE:
@@ -251,9 +256,7 @@ def base_of(python: str) -> tuple[str, Path]:
             f"{name}=={version}" for name, version in PACKAGES.findall(CONSTRAINTS.read_text())
         ]
         pip(place / "bin/python", "--no-deps", *pinned)
-        subprocess.run(
-            [sys.executable, str(ROOT / "tests/integrations/cpu_torch.py"), str(site)], check=True
-        )
+        without_cuda(site)
         others = [each.replace("ckptfsm", str(ROOT)) for each in BASE]
         pip(place / "bin/python", "--constraint", str(CONSTRAINTS), *others)
         (place / ".installed").touch()
@@ -278,6 +281,8 @@ def prepare(target: Target) -> Path:
         (site / "borrowed.pth").write_text("".join(f"{place}\n" for place in places))
         for packages in target.packages:
             pip(python, *(each.format(site=site) for each in packages))
+        if (site / "torch").exists():
+            without_cuda(site)
         stamp.write_text(wanted)
     return python
 
@@ -372,13 +377,17 @@ def left_out(target: Target) -> str:
 
 
 def with_versions(target: Target, others: dict[str, str]) -> Target:
-    """The same target with other versions of packages that it names."""
+    """The same target with other versions of packages, also of those that it borrows."""
+    named = {each.partition("==")[0] for arguments in target.packages for each in arguments}
     packages = tuple(
         tuple(
             f"{name}=={others[name]}" if (name := each.partition("==")[0]) in others else each
             for each in arguments
         )
         for arguments in target.packages
+    )
+    packages += tuple(
+        ("--no-deps", f"{name}=={version}") for name, version in others.items() if name not in named
     )
     return replace(target, name=f"try-{target.name}", packages=packages)
 
@@ -436,9 +445,8 @@ def main(arguments: list[str]) -> int:
     targets = chosen(options.words)
     if options.versions:
         others = dict(each.split("=", 1) for each in options.versions)
-        targets = [
-            with_versions(each, others) for each in chosen(["megatron-core-0.19", "nvrx-0.7"])
-        ]
+        words = options.words or ["megatron-core-0.19", "nvrx-0.7"]
+        targets = [with_versions(each, others) for each in chosen(words)]
     ran = json.loads(RAN.read_text()) if RAN.exists() else {}
     failed, missing = [], []
     for target in targets:
