@@ -19,7 +19,6 @@ import xxhash
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
@@ -27,7 +26,7 @@ from ckptfsm.errors import ConfigError, RestoreFailed, SaveRefused
 from ckptfsm.files import bytes_of, file_spec, load_file, provenance, stage_file
 from ckptfsm.megatron.compat import cpu_devices, process_group
 from ckptfsm.megatron.foreign import ForeignPart, ForeignRequest, stage_foreign
-from ckptfsm.megatron.shardings import check_fit, check_shards
+from ckptfsm.megatron.shardings import check_fit, check_shards, metadata_of
 from ckptfsm.megatron.torch_dist import (
     COMMON_IN_SHARD,
     PartDraft,
@@ -181,7 +180,7 @@ class MegatronDriver:
                 sharded, _ = extract_sharded_base(prepared)
                 shardings[name] = [value.without_data() for value in nested_values(sharded)]
                 if shardings[name]:
-                    have = load_sharded_metadata(directories[name])
+                    have = metadata_of(directories[name])
                     absent |= check_fit(name, shardings[name], have, droppable)
         return Survey(absent, shardings)
 

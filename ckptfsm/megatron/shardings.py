@@ -10,8 +10,12 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckptfsm.errors import CkptFsmError, RestoreFailed, describe
 
@@ -42,6 +46,28 @@ def check_not_empty(part: str, shards: Sequence[Any], error: type[CkptFsmError])
                 part=part,
                 key=shard.key,
             )
+
+
+def metadata_of(directory: str) -> Mapping[str, Any]:
+    """The tensors and objects of a checkpoint, by key, without data.
+
+    megatron-core's ``load_sharded_metadata`` gives the same, and fails up to 0.19.2 with torch 2.15,
+    whose tensors' properties have a field that ``torch.empty`` does not take. Tensors that an older
+    megatron-core reformulated are left to it.
+    """
+    metadata = FileSystemReader(directory).read_metadata()
+    if getattr(metadata, "mcore_data", None):
+        found: Mapping[str, Any] = load_sharded_metadata(directory)
+        return found
+    return dict(_without_data(key, value) for key, value in metadata.state_dict_metadata.items())
+
+
+def _without_data(key: str, value: Any) -> tuple[str, Any]:
+    if isinstance(value, TensorStorageMetadata):
+        empty = torch.empty(value.size, dtype=value.properties.dtype, device="meta")
+        return key, ShardedTensor.from_rank_offsets(key, empty).without_data()
+    made = ShardedObject.empty_from_unique_key(key)
+    return made.unique_key, made
 
 
 def check_fit(
