@@ -295,7 +295,8 @@ def test_failed_uploads_at_the_end_are_one_warning_where_failures_are(start, tmp
     job.save(2)
     with pytest.warns(SaveFailedWarning, match="no copy of steps 1, 2") as said:
         job.wait()
-    assert len(said) == 1 and job.uploaded() == [] and job.leases() == []
+    ours = [each for each in said if each.category is SaveFailedWarning]  # 3.12 warns of forks
+    assert len(ours) == 1 and job.uploaded() == [] and job.leases() == []
 
 
 def test_an_end_that_came_too_early_names_what_has_no_copy(start, tmp_path):
