@@ -101,6 +101,7 @@ class Here:
     def join(self) -> None:
         if self.grouped and not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+            dist.barrier()  # a rank that leaves at once would fail one that is still connecting
 
     def join_with_queue(self) -> None:
         """Also make the queue that megatron-core shares among its requests, in a forked process.
