@@ -291,15 +291,19 @@ def _read(storage: Storage, directory: str, name: str, limit: int) -> bytes:
         raise _damaged(name, "empty")
     if found.size > limit:
         raise _damaged(name, f"{found.size} bytes, more than {limit}")
-    try:
-        data = storage.read(join(directory, name), limit)
-    except OSError as error:
-        if not says_what_is_there(error):
-            raise
-        raise _damaged(name, _os_reason(error)) from None
+    data = _bytes_of(storage, directory, _Piece(name, 0, limit))
     if len(data) != found.size:
         raise _damaged(name, f"{len(data)} bytes read of {found.size}")
     return data
+
+
+def _bytes_of(storage: Storage, directory: str, piece: _Piece) -> bytes:
+    try:
+        return storage.read(join(directory, piece.file), piece.length, piece.offset)
+    except OSError as error:
+        if not says_what_is_there(error):
+            raise
+        raise _damaged(piece.file, _os_reason(error)) from None
 
 
 def _check_shard(storage: Storage, directory: str, name: str, needed: int) -> None:
@@ -342,12 +346,7 @@ def _check_common_object(storage: Storage, directory: str, piece: _Piece) -> Non
         )
     if piece.length > MAX_COMMON_BYTES:
         raise _damaged(piece.file, f"{COMMON_KEY} of {piece.length} bytes, more than allowed")
-    try:
-        data = storage.read(join(directory, piece.file), piece.length, piece.offset)
-    except OSError as error:
-        if not says_what_is_there(error):
-            raise
-        raise _damaged(piece.file, _os_reason(error)) from None
+    data = _bytes_of(storage, directory, piece)
     _check_archive(data, piece.file, f"{COMMON_KEY} is ")
 
 
