@@ -65,18 +65,12 @@ LM_TESTS = ("tests/integrations/test_megatron_lm.py",)
 VERL_TESTS = ("tests/integrations/test_verl.py", "tests/integrations/test_verl_ray.py")
 SFT_TESTS = ("tests/integrations/test_verl_mirror.py", "tests/integrations/test_verl_sft.py")
 # verl itself is installed without what it names, much of which is not imported here. This is what is.
-VERL_NEEDS = (
-    "ray>=2.40",
+VERL_PLAIN = (
     "omegaconf",
     "hydra-core",
-    "tensordict",
-    "transformers<5",
-    "accelerate",
     "codetiming",
     "datasets",
     "pandas",
-    "torchdata",
-    "peft",
     "pillow",
     "orjson",
     "cachetools",
@@ -86,6 +80,15 @@ VERL_NEEDS = (
     "uvicorn",
     "dill",
     "aiohttp",
+)
+VERL_NEEDS = (
+    "ray>=2.40",
+    "tensordict",
+    "transformers<5",
+    "accelerate",
+    "torchdata",
+    "peft",
+    *VERL_PLAIN,
 )
 # Without the CUDA that four of them name through torch; the versions that verl 0.9.1 was tried with.
 VERL_ON_3_12 = (
@@ -102,20 +105,7 @@ VERL_ON_3_12 = (
     (
         "ray==2.60.0",
         "transformers==5.10.4",
-        "omegaconf",
-        "hydra-core",
-        "codetiming",
-        "datasets",
-        "pandas",
-        "pillow",
-        "orjson",
-        "cachetools",
-        "msgspec",
-        "pyzmq",
-        "fastapi",
-        "uvicorn",
-        "dill",
-        "aiohttp",
+        *VERL_PLAIN,
         "cloudpickle",
         "importlib_metadata",
         "requests",
