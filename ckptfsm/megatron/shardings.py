@@ -38,7 +38,9 @@ def check_shards(part: str, ranks: Sequence[Sequence[Any]], error: type[CkptFsmE
 def check_not_empty(part: str, shards: Sequence[Any], error: type[CkptFsmError]) -> None:
     """Refuse an empty shard of a regular grid: megatron-core divides by the sizes of those."""
     for shard in shards:
-        if isinstance(shard, ShardedTensor) and shard.has_regular_grid and 0 in shard.local_shape:
+        # ``has_regular_grid`` says the same, from megatron-core 0.14 on.
+        regular = isinstance(shard, ShardedTensor) and shard.axis_fragmentations is not None
+        if regular and 0 in shard.local_shape:
             raise error(
                 f"part {part!r}: key {shard.key!r}: a shard of shape {tuple(shard.local_shape)} is "
                 "empty, and megatron-core cannot place it; leave the key out, or give the ShardedTensor "
