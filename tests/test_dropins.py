@@ -34,6 +34,7 @@ from ckptfsm.errors import (
     WriterDied,
 )
 from ckptfsm.layout import STAGING, TRACKER
+from ckptfsm.messages import PartSpec
 from ckptfsm.ports import Staging
 from ckptfsm.processes import fork_child
 from ckptfsm.stock import COMMON_KEY
@@ -279,6 +280,41 @@ def values_in(buckets: Any) -> list[float]:
     ((_, _, (_, ((_, tensor),))),) = buckets
     values: list[float] = tensor.tolist()
     return values
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("ready", [False, True])
+def test_I5_ready_parts_that_were_staged_into_one_memory_are_refused(
+    tmp_path: Path, shared: bool, ready: bool
+) -> None:
+    """Catches: two requests that were made before either was copied, whose parts both have the values of
+    the second; a refusal of functions, each of which is called after the one before was copied."""
+    import torch
+
+    from ckptfsm.megatron.foreign import ForeignRequest, stage_foreign
+
+    memory = torch.zeros(4)
+    other = memory.clone()
+    if shared:
+        memory.share_memory_()
+        other = memory
+
+    def request(directory: str, tensor: Any) -> Any:
+        return SimpleNamespace(async_fn=put_result, async_fn_args=[0, [tensor]], finalize_fns=[])
+
+    def part(name: str, tensor: Any) -> Any:
+        spec = PartSpec(name=name, kind="foreign", directory=name, ranks=(0,))
+        build = partial(request, tensor=tensor)
+        made = {"request": build("")} if ready else {"build": build}
+        return stage_foreign(spec, ForeignRequest(**made), 0, str(tmp_path), before)
+
+    before: list[Any] = []
+    before.append(part("actor", memory))
+    if shared and ready:
+        with pytest.raises(SaveRefused, match="'actor' and 'critic' were staged into the same"):
+            part("critic", other)
+    else:
+        assert part("critic", other).name == "critic"
 
 
 def test_I5_pinned_memory_is_kept_until_the_finalizers(monkeypatch: pytest.MonkeyPatch) -> None:

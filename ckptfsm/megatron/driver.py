@@ -81,7 +81,7 @@ class MegatronDraft:
             elif spec.kind in ("file", "tree"):
                 jobs.append(stage_file(spec, value, location))
             elif spec.kind == "foreign":
-                part = stage_foreign(spec, value, self.rank, location)
+                part = stage_foreign(spec, value, self.rank, location, self.foreign)
                 self.foreign.append(part)
                 jobs.append(part)
         return tuple(jobs)

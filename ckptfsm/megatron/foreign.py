@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ckptfsm.documents import FileEntry
 from ckptfsm.durable import fsync_existing, list_names
-from ckptfsm.errors import ConfigError, SaveFailed, describe
+from ckptfsm.errors import ConfigError, SaveFailed, SaveRefused, describe
 from ckptfsm.files import make_inside
 from ckptfsm.layout import join
 from ckptfsm.megatron.compat import cpu_devices
@@ -116,7 +116,8 @@ class PrivateChannel:
 class StagedRequest:
     """One rank's side of a request whose tensors are in host memory.
 
-    ``queue`` is the one its finalizers will read; None if it has none.
+    ``queue`` is the one its finalizers will read; None if it has none. ``shared``: the addresses of the
+    memory that processes share, out of which its tensors were copied.
     """
 
     name: str
@@ -125,6 +126,7 @@ class StagedRequest:
     keywords: dict[str, Any]
     finalizers: list[Callable[[], None]]
     queue: Any
+    shared: frozenset[int] = frozenset()
 
     def run(self) -> Any:
         """In the child: run the request's own writer. What it put into its queue, if it has one."""
@@ -248,15 +250,32 @@ class ForeignPart:
         return FileEntry(name=join(self.directory, name), bytes=size, digest=digest)
 
 
-def stage_foreign(spec: PartSpec, foreign: ForeignRequest, rank: int, location: str) -> ForeignPart:
-    """Make (or take) the request and stage its tensors to host memory."""
+def stage_foreign(
+    spec: PartSpec, foreign: ForeignRequest, rank: int, location: str, before: Sequence[ForeignPart]
+) -> ForeignPart:
+    """Make (or take) the request and stage its tensors to host memory. ``before``: the save's others."""
     request, made = foreign.request, ""
     if foreign.build is not None:
         with cpu_devices():
             request = make_request(foreign.build, make_inside(location, spec.directory))
     elif rank == 0:
         made = _digest_of(Path(location, spec.directory, COMMON))
-    return ForeignPart(spec.name, spec.directory, rank, stage_request(spec.name, request), made)
+    staged = stage_request(spec.name, request)
+    if foreign.build is None:
+        _refuse_memory_of_another(staged, before)
+    return ForeignPart(spec.name, spec.directory, rank, staged, made)
+
+
+def _refuse_memory_of_another(staged: StagedRequest, before: Sequence[ForeignPart]) -> None:
+    """In one memory, and made before either was copied: both requests have the values of the later."""
+    for other in before:
+        if staged.shared & other.request.shared:
+            raise SaveRefused(
+                f"the requests of {other.name!r} and {staged.name!r} were staged into the same shared "
+                "memory, so one has the values of the other: give build functions "
+                "(ForeignRequest(build=...)), or schedule each in the queue before the next is made",
+                part=staged.name,
+            )
 
 
 def _digest_of(path: Path) -> str:
@@ -273,7 +292,8 @@ def _digest_of(path: Path) -> str:
 
 def stage_request(name: str, request: Any) -> StagedRequest:
     """Stage the tensors of an AsyncRequest to host memory that a fork freezes."""
-    arguments = _preloaded(request)
+    staged = _preloaded(request)
+    arguments = list(tree_map(_private, staged))
     queue = next((a for a in arguments if hasattr(a, "put") and hasattr(a, "get")), None)
     return StagedRequest(
         name,
@@ -282,6 +302,8 @@ def stage_request(name: str, request: Any) -> StagedRequest:
         dict(tree_map(_private, dict(getattr(request, "async_fn_kwargs", None) or {}))),
         list(request.finalize_fns),
         queue,
+        frozenset(a.untyped_storage().data_ptr() for a in tree_leaves(staged) if _is_shared(a))
+        - {0},
     )
 
 
@@ -302,7 +324,7 @@ def taken_now(request: Any) -> Any:
     An error is raised later, where the request is staged with the others of its save.
     """
     try:
-        arguments = _preloaded(request)
+        arguments = list(tree_map(_private, _preloaded(request)))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # also torch's
@@ -328,21 +350,26 @@ def _preloaded(request: Any) -> list[Any]:
                 raise
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # copies that do not wait, also those made before this call
-    return list(tree_map(_private, arguments))
+    return arguments
 
 
 def _private(value: Any) -> Any:
     """A copy of what lies in memory that processes share: the trainer's next change would reach a
     writer that was forked before."""
-    strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    if strided and value.device.type == "cpu" and value.is_shared():
-        return value.detach().clone()
-    return value
+    return value.detach().clone() if _is_shared(value) else value
+
+
+def _is_shared(value: Any) -> bool:
+    return _in_host_memory(value) and bool(value.is_shared())
 
 
 def _is_pinned(value: Any) -> bool:
+    return _in_host_memory(value) and bool(value.is_pinned())
+
+
+def _in_host_memory(value: Any) -> bool:
     strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return bool(strided and value.device.type == "cpu" and value.is_pinned())
+    return bool(strided and value.device.type == "cpu")
 
 
 def forget_what_workers_have() -> None:

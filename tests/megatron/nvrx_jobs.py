@@ -122,10 +122,7 @@ def save_twins(here: Here, root: str, ready: bool) -> Told:
     """Two steps of two parts of the same structure, which the package stages into the same memory: by a
     manager, or made one after the other and scheduled after ``begin``."""
     here.join_with_queue()
-    settings = {"cached_metadata": True, "cpu_shm_mode": True}
-    known = inspect.signature(TorchDistSaveShardedStrategy.__init__).parameters
-    settings = {name: value for name, value in settings.items() if name in known}
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=2, **settings)
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=2, **shared_staging())
 
     def build(of: int, directory: str) -> Any:
         return request_for(directory, state_of(of, here), strategy)
@@ -155,3 +152,32 @@ def save_twins(here: Here, root: str, ready: bool) -> Told:
         for part, of in (("actor", step), ("critic", step + 100))
     ]
     return {"errors": errors, "equal": equal}
+
+
+def save_ready_together(here: Here, root: str) -> Told:
+    """Two ready requests of the same structure, both made before the save; then a save of one."""
+    here.join_with_queue()
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=2, **shared_staging())
+    told = []
+    with managed(here, root) as manager:
+        for step, parts in ((1, ["actor", "critic"]), (2, ["actor"])):
+            place = make_directory(here, f"{root}/iter_{step:07d}")
+            requests = {}
+            for number, part in enumerate(parts):
+                directory = make_directory(here, f"{place}/{part}")
+                request = request_for(directory, state_of(step + 100 * number, here), strategy)
+                requests[part] = ForeignRequest(request=request, directory=part)
+            told.append(tell(partial(save_and_wait, manager, step, requests)))
+    first = told[0] is None and stock_load(here, f"{root}/iter_0000001/actor", 1)
+    return {"told": told, "equal": [first, stock_load(here, f"{root}/iter_0000002/actor", 2)]}
+
+
+def save_and_wait(manager: Any, step: int, parts: Any) -> None:
+    manager.save(step, parts=parts).wait()
+
+
+def shared_staging() -> dict[str, Any]:
+    """Settings of the strategy; an older one does not know shared memory."""
+    settings = {"cached_metadata": True, "cpu_shm_mode": True}
+    known = inspect.signature(TorchDistSaveShardedStrategy.__init__).parameters
+    return {name: value for name, value in settings.items() if name in known}

@@ -60,6 +60,17 @@ def test_I5_parts_of_the_same_structure_keep_their_values(
         assert rank["equal"] == [True] * 4
 
 
+def test_ready_parts_in_one_memory_are_refused(cluster: Cluster, root: Path) -> None:
+    """Catches: two parts that were made before either was copied: both have the values of the second."""
+    root.mkdir()
+    for rank in cluster.run("nvrx_jobs.save_ready_together", root=str(root)):
+        first, second = rank["told"]
+        if first is not None:  # a version that shares no memory keeps both
+            assert "staged into the same shared memory" in first["text"]
+        assert second is None
+        assert rank["equal"] == [first is None, True]
+
+
 def test_a_lost_request_costs_at_most_the_next_one(cluster: Cluster, tmp_path: Path) -> None:
     """Catches: requests that leave out, for ever, what was in one that was made and never scheduled."""
     for rank in cluster.run("nvrx_jobs.go_on_after_a_lost_request", place=str(tmp_path)):

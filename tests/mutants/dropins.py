@@ -80,12 +80,24 @@ QUEUE = (
     mutant(
         "shared-memory-is-not-copied",
         "megatron.foreign",
-        '    if strided and value.device.type == "cpu" and value.is_shared():\n',
-        "    if False:\n",
+        "    return value.detach().clone() if _is_shared(value) else value\n",
+        "    return value\n",
         breaks="I5",
         source="nvidia-resiliency-ext (cpu_shm)",
         killers=(f"{_TESTS}test_I5_requests_that_are_staged_into_the_same_shared_memory[False]",),
         why="the next request is staged into the memory that this one's writer still reads",
+    ),
+    mutant(
+        "two-ready-requests-in-one-memory",
+        "megatron.foreign",
+        "        if staged.shared & other.request.shared:\n",
+        "        if False:\n",
+        breaks="I5",
+        source="nvidia-resiliency-ext (cpu_shm)",
+        killers=(
+            f"{_TESTS}test_I5_ready_parts_that_were_staged_into_one_memory_are_refused[True-True]",
+        ),
+        why="both were staged before either was copied: both parts have the values of the second",
     ),
     mutant(
         "a-part-is-taken-with-the-last-one",
