@@ -2,63 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Client, Connection, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from verl_servers import Running
 
 from ckptfsm.errors import WriterDied
 
-HERE = Path(__file__).resolve().parent
 LIMIT_S = 120.0
-
-
-class Server:
-    """Forks workers that have torch, megatron-core and verl already.
-
-    ``serves``: another process has begun it in ``directory``, and will end it.
-    """
-
-    def __init__(self, directory: Path, *, serves: bool = False) -> None:
-        self.directory = directory
-        self.address = str(directory / "server")
-        self.process = None if serves else self._begin()
-
-    def _begin(self) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(HERE)])}
-        environment["OMP_NUM_THREADS"] = "1"
-        with open(self.directory / "server.log", "w") as log:
-            return subprocess.Popen(
-                [sys.executable, str(HERE / "verl_worker.py"), self.address],
-                env=environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def connect(self) -> Connection:
-        deadline = time.monotonic() + LIMIT_S
-        while True:
-            try:
-                return Client(self.address)  # type: ignore[return-value]
-            except (FileNotFoundError, ConnectionRefusedError):
-                text = (self.directory / "server.log").read_text()
-                assert self.process is None or self.process.poll() is None, text
-                assert time.monotonic() < deadline, f"the server does not come up: {text}"
-                time.sleep(0.05)
-
-    def close(self) -> None:
-        """End it, and whatever its workers have left: a stock manager outlives a killed trainer."""
-        assert self.process is not None
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(LIMIT_S)
 
 
 class Call:
@@ -132,7 +87,7 @@ class PipeCalls:
 class WorkerGroup:
     """What a driver has of a role in verl."""
 
-    def __init__(self, server: Server, role: str, size: int, place: Path, **more: Any) -> None:
+    def __init__(self, server: Running, role: str, size: int, place: Path, **more: Any) -> None:
         self.role, self.place = role, place
         self.calls = PipeCalls()
         checkpoint = {"async_save": more.pop("async_save", False), **more.pop("checkpoint", {})}

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from verl_groups import Loader, PipeCalls, Server, WorkerGroup, config_of
+from verl_groups import Loader, PipeCalls, WorkerGroup, config_of
+from verl_servers import Running
 
 from ckptfsm.integrations.verl import install
 
@@ -23,7 +24,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 class Job:
     """A run of verl: a real trainer object of verl's, an actor of two ranks and a critic of one."""
 
-    def __init__(self, server: Server, place: Path) -> None:
+    def __init__(self, server: Running, place: Path) -> None:
         self.server, self.place, self.root = server, place, place / "root"
         self.groups: list[WorkerGroup] = []
         self.trainers: list[Any] = []
@@ -100,7 +101,7 @@ def restarted(job: Job, **options: Any) -> Any:
 
 def be_killed(server: str, place: str, writer: str, step: str) -> None:
     """The driver's life. See the module."""
-    job = Job(Server(Path(server), serves=True), Path(place))
+    job = Job(Running(Path(server)), Path(place))
     trainer = restarted(job, async_save=True)
     save(trainer)
     trainer.checkpoints.poll(wait=True)

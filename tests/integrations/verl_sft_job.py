@@ -11,7 +11,6 @@ Run as a script: ``verl_sft_job.py ADDRESS`` serves until its parent is gone.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
 import os
@@ -21,7 +20,7 @@ import time
 import traceback
 import warnings
 from datetime import timedelta
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +37,7 @@ from verl.trainer import sft_trainer
 from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngine
+from verl_servers import die_with_parent, serve_for_ever
 from verl_worker import SPEC, Optimizer, Scheduler, Wrapped
 
 from ckptfsm.demo.model import Trainer, initialize_parallel
@@ -293,7 +293,7 @@ def life(what: dict[str, Any], number: int) -> int:
     log = os.open(Path(what["place"], f"rank-{number}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
     rank, status = Rank(what, number), 0
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -323,22 +323,5 @@ def serve(connection: Connection) -> None:
     connection.send([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 
 
-def main(address: str) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with Listener(address) as listener:
-        while True:
-            connection = listener.accept()
-            if os.fork() == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-                try:
-                    serve(connection)  # type: ignore[arg-type]
-                except BaseException:
-                    traceback.print_exc()
-                os._exit(0)
-            connection.close()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve_for_ever(sys.argv[1], serve)

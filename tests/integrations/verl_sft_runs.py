@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +13,8 @@ import pandas
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from verl_servers import LIMIT_S, Server
 
-HERE = Path(__file__).resolve().parent
-LIMIT_S = 180.0
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 WORDS = ["<pad>", "<eos>", "<unk>", "user", "assistant", *NUMBERS]
 STEPS_PER_EPOCH = 4
@@ -69,46 +65,23 @@ def make_data(path: Path) -> None:
     pandas.DataFrame({"messages": messages}).to_parquet(path)
 
 
-class SftServer:
-    """Forks jobs from a process that has imported everything."""
+class SftServer(Server):
+    """Forks jobs; with the model and the data that all of them have."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.address = directory, str(directory / "server")
         self.model = directory / "model"
         make_model(self.model)
         make_data(directory / "data.parquet")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([*sys.path, str(HERE)]),
-            "OMP_NUM_THREADS": "1",
-            "VERL_PLATFORM": "cpu",
-            "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
-            "HYDRA_FULL_ERROR": "1",
-            "MALLOC_MMAP_THRESHOLD_": "65536",  # what is freed is given back
-        }
-        with open(directory / "server.log", "w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "verl_sft_job.py"), self.address],
-                env=environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def connect(self) -> Connection:
-        deadline = time.monotonic() + LIMIT_S
-        while True:
-            try:
-                return Client(self.address)  # type: ignore[return-value]
-            except (FileNotFoundError, ConnectionRefusedError):
-                text = (self.directory / "server.log").read_text()
-                assert self.process.poll() is None, text[-3000:]
-                assert time.monotonic() < deadline, f"the server does not come up: {text}"
-                time.sleep(0.05)
-
-    def close(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(LIMIT_S)
+        super().__init__(
+            directory,
+            "verl_sft_job.py",
+            {
+                "VERL_PLATFORM": "cpu",
+                "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
+                "HYDRA_FULL_ERROR": "1",
+                "MALLOC_MMAP_THRESHOLD_": "65536",  # what is freed is given back
+            },
+        )
 
 
 class Run:

@@ -10,7 +10,6 @@ Run as a script: ``verl_worker.py ADDRESS`` serves until its parent is gone.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -19,7 +18,7 @@ import sys
 import time
 import traceback
 from functools import partial
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +36,7 @@ from megatron.core.dist_checkpointing.optimizer import (
 from transformers import LlamaConfig
 from verl.trainer.config import CheckpointConfig
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+from verl_servers import serve_for_ever
 
 import ckptfsm.integrations.verl.manager as ours
 from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel
@@ -384,22 +384,5 @@ def _function(name: str) -> Any:
     return getattr(importlib.import_module(module), function)
 
 
-def main(address: str) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with Listener(address) as listener:
-        while True:
-            connection = listener.accept()
-            if os.fork() == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-                try:
-                    serve(connection)  # type: ignore[arg-type]
-                except BaseException:
-                    traceback.print_exc()
-                os._exit(0)
-            connection.close()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve_for_ever(sys.argv[1], serve)
