@@ -190,6 +190,16 @@ def test_we_adopt_what_stock_code_wrote_and_resume_from_it(train: Trainer, how: 
     train("--train-iters 10", begins=8)
 
 
+def assert_goes_on_from_2(train: Trainer, place: Path, flags: str) -> None:
+    """What is left is iteration 2; stock code resumes from it, and so do we, as far as iteration 6."""
+    assert (tracked_step(train.root), steps_on_disk(train.root)) == (2, [2])
+    assert_complete(train.root, 2)
+    train.stock(f"--train-iters 4 --save {place}/elsewhere", begins=2)
+    train(f"--train-iters 6 {flags}", begins=2)
+    assert tracked_step(train.root) == 6
+    assert_complete(train.root, 6)
+
+
 def test_a_killed_writer_fails_the_save_on_all_ranks_and_the_older_step_stays(
     train: Trainer, tmp_path: Path
 ) -> None:
@@ -203,11 +213,8 @@ def test_a_killed_writer_fails_the_save_on_all_ranks_and_the_older_step_stays(
         for rank in train.finish(job):
             assert rank["error"]["type"] == "WriterDied"
             assert rank["error"]["facts"]["step"] == 4
-    assert (tracked_step(train.root), steps_on_disk(train.root)) == (2, [2])
-    assert_complete(train.root, 2)
-    train.stock(f"--train-iters 4 --save {tmp_path}/elsewhere", begins=2)
-    train(f"--train-iters 6 {ASYNC}", begins=2)
-    assert (tracked_step(train.root), steps_on_disk(train.root)) == (6, [2, 4, 6])
+    assert_goes_on_from_2(train, tmp_path, ASYNC)
+    assert steps_on_disk(train.root) == [2, 4, 6]
 
 
 @pytest.mark.parametrize("how", [ASYNC, ""])
@@ -223,12 +230,8 @@ def test_a_job_that_is_killed_in_the_middle_of_a_save_goes_on_from_the_one_befor
         for rank in (0, 1):
             job.kill(rank)
         job.wait()
-    assert (tracked_step(train.root), steps_on_disk(train.root)) == (2, [2])
-    assert_complete(train.root, 2)
-    train.stock(f"--train-iters 4 --save {tmp_path}/elsewhere", begins=2)
-    train(f"--train-iters 6 {flags}", begins=2)
-    assert (tracked_step(train.root), steps_on_disk(train.root)) == (6, [6])
-    assert_complete(train.root, 6)
+    assert_goes_on_from_2(train, tmp_path, flags)
+    assert steps_on_disk(train.root) == [6]
 
 
 @pytest.mark.parametrize("how", [ASYNC, ""])
