@@ -14,7 +14,7 @@ from ckptfsm.durable import fsync_existing, walk_files
 from ckptfsm.errors import ConfigError, SaveFailed, describe
 from ckptfsm.layout import PRIVATE, join
 from ckptfsm.messages import PartSpec
-from ckptfsm.ports import PartFinisher, PartJob, Storage, Survey, Written
+from ckptfsm.ports import Finalizer, PartFinisher, PartJob, Storage, Survey, Written
 from ckptfsm.proposal import OptionalPart, content_of
 from ckptfsm.versions import installed
 from ckptfsm.writer import FilePart
@@ -151,7 +151,7 @@ class FilesDraft:
     def let_go(self) -> None:
         """Bytes do not change."""
 
-    def finalizers(self) -> list[tuple[str, Callable[[Any], None]]]:
+    def finalizers(self) -> list[Finalizer]:
         return []
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ckptfsm.documents import FileEntry
+from ckptfsm.errors import CkptFsmError
 from ckptfsm.messages import AttemptId, PartSpec
 
 FileKind = Literal["file", "dir", "symlink", "other"]
@@ -340,9 +341,20 @@ class Draft(Protocol):
         """The writer owns the data now: hold nothing of the trainer's, nor any copy of it."""
         ...
 
-    def finalizers(self) -> list[tuple[str, Callable[[Any], None]]]:
-        """The foreign parts and what finishes each from its payload (collective), once."""
+    def finalizers(self) -> list[Finalizer]:
+        """Of the foreign parts, in the order in which every rank runs them."""
         ...
+
+
+class Finalizer(NamedTuple):
+    """What finishes the foreign part ``name``, once.
+
+    ``problem`` says what forbids it on this rank (local); ``run`` gets the part's payload (collective).
+    """
+
+    name: str
+    problem: Callable[[], CkptFsmError | None]
+    run: Callable[[Any], None]
 
 
 class Survey(NamedTuple):

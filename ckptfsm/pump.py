@@ -19,6 +19,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from ckptfsm.clock import pauses
@@ -53,7 +54,7 @@ from ckptfsm.messages import (
     WriterGone,
 )
 from ckptfsm.notices import say, warn_caller
-from ckptfsm.ports import Draft, Ports, RankJob, Storage
+from ckptfsm.ports import Draft, Finalizer, Ports, RankJob, Storage
 from ckptfsm.proposal import Accepted
 from ckptfsm.writer import RankWriter
 
@@ -63,6 +64,21 @@ _NEWS, _SAVE_DUE, _PREEMPTED, _EXPIRED, _INTERRUPTED = range(5)
 _KEPT = (State.SHARDS_WRITTEN, State.FINALIZED, State.TRACKED)  # a restart goes on with it
 _LEAVE_S = 0.5  # at least this long the disk has to answer, however long the writer took
 _BEGINNING = (State.REQUESTED, State.FORKED)  # each rank that writes has a writer of these
+
+
+class _Ran(NamedTuple):
+    """What became of a step of the finalizers here; ``failed``: on some rank."""
+
+    error: str
+    leaving: BaseException | None
+    failed: bool
+
+
+def _may_finalize(writer: RankWriter, part: Finalizer) -> None:
+    writer.refuse_anothers_place()
+    problem = part.problem()
+    if problem is not None:
+        raise problem
 
 
 class Pump:
@@ -427,7 +443,6 @@ class Pump:
 
     def _run_finalizers(self, of: AttemptId) -> None:
         """Foreign finalizers hold collectives: here all ranks run them at the same point, once."""
-        error = ""
         draft, writer = self._draft, self.writer
         if draft is None or writer is None or writer.of != of:
             self._owe(FinalizersRan(of, self._rank, "this rank has no such save"))
@@ -436,20 +451,29 @@ class Pump:
             self._owe(FinalizersRan(of, self._rank, "interrupted"))
             return
         self._finalizing = of
-        leaving: BaseException | None = None
-        for name, finalize in draft.finalizers():
-            try:
-                writer.refuse_anothers_place()
-                finalize(writer.payloads.get(name))
-            except (KeyboardInterrupt, SystemExit) as problem:  # raised once the others have heard
-                error, leaving = "interrupted", problem
-            except BaseException as problem:  # torch's CheckpointException is one
-                error = f"{name}: {describe(problem)}"
-            if self._ports.transport.any_flags([bool(error)])[0]:
-                break  # or the other ranks would wait in the next part's collectives
-        self._owe(FinalizersRan(of, self._rank, error))
-        if leaving is not None:
-            raise leaving
+        ran = _Ran("", None, False)
+        for part in draft.finalizers():
+            ran = self._run_together(part.name, partial(_may_finalize, writer, part))
+            if not ran.failed:
+                ran = self._run_together(
+                    part.name, partial(part.run, writer.payloads.get(part.name))
+                )
+            if ran.failed:
+                break
+        self._owe(FinalizersRan(of, self._rank, ran.error))
+        if ran.leaving is not None:
+            raise ran.leaving
+
+    def _run_together(self, name: str, work: Callable[[], None]) -> _Ran:
+        """Do it, and hear whether all could: else some would wait in the next collectives for ever."""
+        error, leaving = "", None
+        try:
+            work()
+        except (KeyboardInterrupt, SystemExit) as problem:  # raised once the others have heard
+            error, leaving = "interrupted", problem
+        except BaseException as problem:  # torch's CheckpointException is one
+            error = f"{name}: {describe(problem)}"
+        return _Ran(error, leaving, self._ports.transport.any_flags([bool(error)])[0])
 
     def _call_hooks(self, record: TransitionRecord) -> None:
         for hook in self._hooks:

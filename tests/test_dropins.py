@@ -8,6 +8,7 @@ more, and take longer.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import inspect
 import os
@@ -363,6 +364,31 @@ def test_I5_results_of_another_queue_are_left_to_it(ranks: Any) -> None:
         return said, here.ran
 
     assert ranks(work) == [(["two_queues", 1, "of another queue", True, [1]], results_of("b"))] * 2
+
+
+class GoneQueue(queue.Queue[Any]):
+    """A results queue whose process died."""
+
+    def empty(self) -> bool:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+
+def test_I10_a_results_queue_that_is_gone_is_an_error_on_every_rank(ranks: Any) -> None:
+    """Catches: a rank that raises alone what its results queue raises, while the other waits for it."""
+
+    def work(transport: ThreadTransport) -> Any:
+        here = Rank(transport)
+        kept = here.results
+        if here.rank == 1:
+            here.results = GoneQueue()
+        here.queue.schedule_async_request(here.request("a"))
+        with pytest.raises(SaveFailed, match="rank 1: .*Connection refused") as told:
+            here.queue.maybe_finalize_async_calls(blocking=True)
+        here.results = kept
+        here.queue.schedule_async_request(here.request("b"))
+        return told.value.facts["reason"], here.finish(), here.ran
+
+    assert ranks(work) == [("results_queue", [1], results_of("b"))] * 2
 
 
 def raise_in_a_thread(rank: int, buckets: Any, results: Any) -> None:

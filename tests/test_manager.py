@@ -1930,6 +1930,27 @@ def test_I10_ranks_decide_the_same_of_what_is_blocked(run: Run):
     assert all(TRACKER in said and "EISDIR" in said for said in first[1:4])
 
 
+def test_I10_a_rank_that_may_not_finalize_is_heard_before_any_rank_does(run: Run):
+    """Catches: finalizers that begin on one rank, and wait in its collectives for the other, which may
+    not (two queues are in use at once, or the results queue is gone)."""
+
+    def work(transport: ThreadTransport):
+        driver = FakeDriver(transport.rank)
+        manager = rank_manager(run, transport, driver)
+        if transport.rank == 1:
+            driver.failures["before finalize"] = SaveFailed("results of another queue")
+        with pytest.raises(SaveFailed, match="rank 1: .*results of another queue"):
+            manager.save(1, parts={"state": FakeRequest(b"x")}).wait()
+        ran = list(driver.finalized)
+        manager.wait_until_finished()
+        driver.failures.clear()
+        manager.save(2, weights(2)).wait()
+        manager.close()
+        return ran, manager.all_steps()
+
+    assert run_ranks(2, work) == [([], [2])] * 2
+
+
 def test_restore_failed_on_every_rank(run: Run):
     """Catches: a rank that trains on while another could not load."""
     run.saved(1).close()

@@ -87,7 +87,7 @@ class _Call:
                 return "running"
             self._judge(outcome)
         if self.problem is None and self.request is not None:
-            self.problem = self.request.foreign_results()
+            self.problem = self.request.problem()
         return "written" if self.problem is None else "failed"
 
     def _judge(self, outcome: Outcome | None) -> None:

@@ -8,7 +8,7 @@ digest stands for it otherwise.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -38,7 +38,7 @@ from ckptfsm.megatron.torch_dist import (
     stage_part,
 )
 from ckptfsm.messages import PartSpec
-from ckptfsm.ports import PartFinisher, PartJob, Survey
+from ckptfsm.ports import Finalizer, PartFinisher, PartJob, Survey
 from ckptfsm.proposal import OptionalPart, content_of
 from ckptfsm.stock import COMMON
 
@@ -91,8 +91,11 @@ class MegatronDraft:
         for part in self.foreign:
             part.request.let_go()
 
-    def finalizers(self) -> list[tuple[str, Callable[[Any], None]]]:
-        return [(part.name, part.request.finalize) for part in self.foreign]
+    def finalizers(self) -> list[Finalizer]:
+        return [
+            Finalizer(part.name, part.request.problem, part.request.finalize)
+            for part in self.foreign
+        ]
 
 
 class MegatronDriver:

@@ -150,10 +150,17 @@ class StagedRequest:
             raise SaveFailed(f"the writer of {self.name} has results for {payload!r:.80} only")
         return payload
 
-    def foreign_results(self) -> SaveFailed | None:
-        """What to say while another queue's results lie where the finalizers will look for ours."""
-        if self.queue is None or self.function is None or self.queue.empty():
-            return None
+    def problem(self) -> SaveFailed | None:
+        """What forbids the finalizers on this rank: another queue's results where they look for ours."""
+        try:
+            if self.queue is None or self.function is None or self.queue.empty():
+                return None
+        except Exception as error:  # another process's, which this rank alone may miss
+            return SaveFailed(
+                f"the results queue of {self.name} cannot be read ({describe(error)}): megatron-core's "
+                "process for it is gone; start the job anew",
+                reason="results_queue",
+            )
         return SaveFailed(
             f"two queues are in use at once: results of another one wait where those of {self.name} "
             f"belong, and are left there ({_installed()}): finalize or close that queue before the next "
@@ -168,7 +175,7 @@ class StagedRequest:
         there are results of another queue, and leaves those.
         """
         self.arguments = []
-        problem = self.foreign_results()
+        problem = self.problem()
         if problem is not None:
             raise problem
         if self.queue is not None and self.function is not None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptfsm.clock import SystemClock
-from ckptfsm.errors import RankFailed, SaveRefused
+from ckptfsm.errors import CkptFsmError, RankFailed, SaveRefused
 from ckptfsm.executor import ThreadExecutor
 from ckptfsm.files import file_spec, load_file, stage_file
 from ckptfsm.interrupts import HandlersWait
@@ -28,6 +28,7 @@ from ckptfsm.messages import PartSpec
 from ckptfsm.ports import (
     Clock,
     Executor,
+    Finalizer,
     Identity,
     Launch,
     PartFinisher,
@@ -149,9 +150,16 @@ class FakeDraft:
     def let_go(self) -> None:
         """Made-up content may stay."""
 
-    def finalizers(self) -> list[tuple[str, Callable[[Any], None]]]:
+    def finalizers(self) -> list[Finalizer]:
         requests = [(n, v) for n, v in self.values.items() if isinstance(v, FakeRequest)]
-        return [(name, partial(self._finalize, name, value)) for name, value in requests]
+        return [Finalizer(n, self._problem, partial(self._finalize, n, v)) for n, v in requests]
+
+    def _problem(self) -> CkptFsmError | None:
+        try:
+            self.driver.maybe_fail("before finalize")
+        except CkptFsmError as error:
+            return error
+        return None
 
     def _finalize(self, name: str, value: FakeRequest, payload: Any) -> None:
         self.driver.finalized.append({name: payload})

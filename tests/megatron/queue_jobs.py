@@ -29,6 +29,7 @@ from jobs import (
     request_for,
     state_of,
     told,
+    train_until_done,
     workers_are_threads,
 )
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -376,6 +377,35 @@ def leave_a_payload(here: Here, root: str) -> Told:
             except CkptFsmError as error:
                 errors.append(type(error).__name__)
     return {"errors": errors}
+
+
+def lose_the_results_queue(here: Here, place: str) -> Told:
+    """The process of megatron-core's results queue is killed on rank 1 while a request is written."""
+    here.join_with_queue()
+    queue = queue_of()
+    directory = make_directory(here, f"{place}/1")
+    queue.schedule_async_request(request_for(directory, state_of(1, here, ROWS)))
+    if here.rank == 1:
+        process = filesystem_async._results_queue._manager._process
+        process.kill()
+        process.join()
+    return {"seen": until_empty(queue, blocking=True)}
+
+
+def find_results_of_another_queue(here: Here, root: str) -> Told:
+    """They wait at rank 1 while a manager saves a request; then they are taken, and it saves again."""
+    here.join_with_queue()
+    seen = []
+    with managed(here, root) as manager:
+        for step in (1, 2):
+            part = ForeignRequest(build=partial(build_one, here, step, ROWS, bad=False))
+            handle = manager.save(step, parts={"state": part})
+            if here.rank == 1 and step == 1:
+                filesystem_async._results_queue.put("of another queue")
+            seen.append(train_until_done(manager, handle))
+            if here.rank == 1 and step == 1:
+                seen.append(filesystem_async._results_queue.get_nowait())
+        return {"seen": seen, "steps": manager.all_steps()}
 
 
 def build_one(here: Here, step: int, rows: int, directory: str, *, bad: bool) -> Any:

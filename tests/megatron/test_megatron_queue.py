@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import warnings
 from collections.abc import Callable
@@ -169,6 +170,27 @@ def test_finalizer_that_raises_leaves_nothing_to_the_next_request(
         assert "ValueError" in second["cause"]
         assert rank["ran"] == [1, 3]
     assert loadable(cluster, tmp_path, [ALL[0], ALL[2]])
+
+
+def test_a_results_queue_that_is_gone_raises_on_all_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    """Catches: a rank that raises alone, while the other waits for it in the next exchange."""
+    for rank in cluster.run("queue_jobs.lose_the_results_queue", place=str(tmp_path)):
+        [error] = rank["seen"]
+        assert (error["type"], error["facts"]["reason"]) == ("SaveFailed", "results_queue")
+        assert error["facts"]["rank"] == 1
+
+
+def test_results_of_another_queue_fail_a_managers_save_on_all_ranks(
+    cluster: Cluster, root: Path
+) -> None:
+    """Catches: finalizers that begin on one rank and wait for the one where others' results lie."""
+    first, second = cluster.run("queue_jobs.find_results_of_another_queue", root=str(root))
+    assert second["seen"].pop(1) == "of another queue"
+    for rank in (first, second):
+        error, later = rank["seen"]
+        assert error["facts"]["reason"] == "finalizers"
+        assert re.search("rank 1: .*two queues are in use at once", error["text"])
+        assert later is None and rank["steps"] == [2]
 
 
 def test_rank_with_nothing_to_write_finalizes_with_the_others(
@@ -350,7 +372,7 @@ def leave(queue: Any, scheduled_by: str) -> int:
 class Finalized:
     """A staged request with nothing to write and no finalizers."""
 
-    def foreign_results(self) -> None:
+    def problem(self) -> None:
         """There are none."""
 
     def finalize(self, payload: Any) -> None:

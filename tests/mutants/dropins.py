@@ -6,6 +6,7 @@ from mutants.loader import mutant
 
 _TESTS = "tests:test_dropins.py::"
 _VERL = "tests:test_verl_driver.py::"
+_MANAGER = "tests:test_manager.py::"
 
 QUEUE = (
     mutant(
@@ -98,6 +99,26 @@ QUEUE = (
             f"{_TESTS}test_I5_ready_parts_that_were_staged_into_one_memory_are_refused[True-True]",
         ),
         why="both were staged before either was copied: both parts have the values of the second",
+    ),
+    mutant(
+        "a-rank-alone-raises-of-its-results-queue",
+        "megatron.foreign",
+        "        except Exception as error:  # another process's, which this rank alone may miss\n",
+        "        except MemoryError as error:\n",
+        breaks="I10",
+        source="megatron-core (the process of its results queue is killed)",
+        killers=(f"{_TESTS}test_I10_a_results_queue_that_is_gone_is_an_error_on_every_rank",),
+        why="the other rank waits for the verdict of this one",
+    ),
+    mutant(
+        "finalizers-begin-where-another-rank-may-not",
+        "pump",
+        "            ran = self._run_together(part.name, partial(_may_finalize, writer, part))\n",
+        "            _may_finalize(writer, part)\n",
+        breaks="I10",
+        source="megatron-core (two queues in use at once)",
+        killers=(f"{_MANAGER}test_I10_a_rank_that_may_not_finalize_is_heard_before_any_rank_does",),
+        why="the others begin, and wait in the finalizers' collectives for this one",
     ),
     mutant(
         "a-part-is-taken-with-the-last-one",

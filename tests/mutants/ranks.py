@@ -437,9 +437,9 @@ PEOPLE = (
     mutant(
         "finalizers-run-twice",
         "pump",
-        "                finalize(writer.payloads.get(name))\n",
-        "                finalize(writer.payloads.get(name))\n"
-        "                finalize(writer.payloads.get(name))\n",
+        "            if ran.failed:\n                break\n        self._owe(FinalizersRan(",
+        "            part.run(writer.payloads.get(part.name))\n"
+        "            if ran.failed:\n                break\n        self._owe(FinalizersRan(",
         breaks="I6",
         source="I6",
         killers=("simulation", "tests:test_manager.py"),
