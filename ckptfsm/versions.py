@@ -30,7 +30,6 @@ OLDEST: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "torch": (2, 6),
         "megatron-core": (0, 13),
-        "nvidia-resiliency-ext": (0, 4),
         "ray": (2, 40),
         "verl": (0, 7),
     }
@@ -73,7 +72,7 @@ def judge(name: str, found: str) -> None:
     if series is None:
         return
     tried = TRIED[name]
-    if series < OLDEST[name]:
+    if series < OLDEST.get(name, (0, 0)):
         oldest = ".".join(map(str, OLDEST[name]))
         raise ConfigError(
             f"{name} {found} is too old: install {oldest} or newer; tried were {', '.join(tried)}"

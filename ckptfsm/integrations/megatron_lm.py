@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +24,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import ckptfsm.megatron  # noqa: F401  says what is missing or too old, before others fail of it
+
+# isort: split
 import megatron.core
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -37,6 +39,7 @@ from ckptfsm.evidence import check_digests, check_sizes, read_manifest
 from ckptfsm.files import FileTree
 from ckptfsm.handle import SaveHandle
 from ckptfsm.integrations.queue import AsyncCallsQueue
+from ckptfsm.integrations.replaced import Replaced
 from ckptfsm.layout import MEGATRON
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.foreign import ready_part
@@ -458,20 +461,27 @@ class InstalledTraining:
     """What ``install`` changed. ``checkpoints`` is the owner, once Megatron-LM is initialized."""
 
     def __init__(self, package: str, settings: Mapping[str, Any]) -> None:
-        self._package = package
-        self._changed: list[tuple[Any, str, Any]] = []
+        self._replaced = Replaced()
         checkpointing, async_utils, _ = map(
             partial(_trainers, package), ("checkpointing", "async_utils", "training")
         )
         _require(checkpointing, (*_IN_CHECKPOINTING, "dist_checkpointing", "get_args"))
         _require(async_utils, _IN_ASYNC_UTILS)
+        if isinstance(getattr(async_utils, "_async_calls_queue", None), AsyncCallsQueue):
+            raise ConfigError(
+                f"{async_utils.__name__} holds a queue of ckptfsm, which this drop-in replaces: "
+                "uninstall that one first"
+            )
         stock = checkpointing.dist_checkpointing
         self._patches = _Patches(checkpointing, settings)
         for module, names in ((checkpointing, _IN_CHECKPOINTING), (async_utils, _IN_ASYNC_UTILS)):
             for name in names:
                 if hasattr(module, name):
-                    self._rebind(name, getattr(module, name), getattr(self._patches, name))
-        self._set(checkpointing, "dist_checkpointing", _DistCheckpointing(stock, self._patches))
+                    ours = getattr(self._patches, name)
+                    self._replaced.put_everywhere(module.__name__, name, ours)
+        self._replaced.put(
+            checkpointing, "dist_checkpointing", _DistCheckpointing(stock, self._patches)
+        )
 
     @property
     def checkpoints(self) -> MegatronLMCheckpoints:
@@ -482,7 +492,7 @@ class InstalledTraining:
         if not self._patches.is_empty_async_queue():
             raise ConfigError("a save is in flight: maybe_finalize_async_save(blocking=True) first")
         self._patches.maybe_finalize_async_save(blocking=True, terminate=True)
-        self._restore()
+        self._replaced.give_back()
 
     def __enter__(self) -> InstalledTraining:
         return self
@@ -498,23 +508,7 @@ class InstalledTraining:
                 self._patches.maybe_finalize_async_save(blocking=True, terminate=True)
         finally:
             self._patches.reset_persistent_async_worker()  # whoever is still open
-            self._restore()
-
-    def _rebind(self, name: str, stock: Any, replacement: Any) -> None:
-        """Everywhere in the package: its modules import functions by name."""
-        for place, module in list(sys.modules.items()):
-            inside = place == self._package or place.startswith(f"{self._package}.")
-            if inside and module is not None and vars(module).get(name) is stock:
-                self._set(module, name, replacement)
-
-    def _set(self, module: Any, name: str, value: Any) -> None:
-        self._changed.append((module, name, getattr(module, name)))
-        setattr(module, name, value)
-
-    def _restore(self) -> None:
-        while self._changed:
-            module, name, stock = self._changed.pop()
-            setattr(module, name, stock)
+            self._replaced.give_back()
 
 
 def install(package: str = "megatron.training", **settings: Any) -> InstalledTraining:

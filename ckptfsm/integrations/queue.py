@@ -38,6 +38,7 @@ from ckptfsm.errors import (
     describe,
 )
 from ckptfsm.handle import SaveHandle
+from ckptfsm.integrations.replaced import Replaced
 from ckptfsm.interrupts import HandlersWait, OneCall
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.megatron.foreign import (
@@ -60,10 +61,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckptfsm")
 MEGATRON_BASE = "megatron.core.dist_checkpointing.strategies.base"
-_HOLDERS = (
-    (MEGATRON_BASE, "async_calls"),
-    ("megatron.training.async_utils", "_async_calls_queue"),
-)
+_TRAINER = ("megatron.training.async_utils", "_async_calls_queue")
+_HOLDERS = ((MEGATRON_BASE, "async_calls"), _TRAINER)
 _BURY_S = 0.05
 Verdict = Literal["running", "failed", "written"]
 
@@ -499,8 +498,24 @@ class Installed:
         self.queue = queue
         self._holder, self._name = holder, name
         self._previous = getattr(holder, name)
-        setattr(holder, name, queue)
+        self._replaced = Replaced()
+        self._replaced.put(holder, name, queue)
+        if (getattr(holder, "__name__", ""), name) == _TRAINER:
+            self._stay_through_pretrain(holder)
         forget_what_workers_have()
+
+    def _stay_through_pretrain(self, trainer: Any) -> None:
+        """``pretrain`` puts a queue of its own there at its start, and none after it has left a try."""
+        if hasattr(trainer, "reset_persistent_async_worker"):  # since 0.15
+            reset = partial(self._reset, trainer.reset_persistent_async_worker)
+            self._replaced.put_everywhere(_TRAINER[0], "reset_persistent_async_worker", reset)
+        self._replaced.put_everywhere(_TRAINER[0], "init_persistent_async_worker", _none_needed)
+
+    def _reset(self, stock: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+        try:
+            stock(*arguments, **keywords)  # closes this queue with abort
+        finally:
+            setattr(self._holder, self._name, self.queue)
 
     def uninstall(self) -> None:
         """Put back what stood there.
@@ -515,14 +530,12 @@ class Installed:
 
     def _put_back(self) -> None:
         standing = getattr(self._holder, self._name)
-        if standing is self._previous:
-            return
-        if standing is not self.queue:
+        if standing is not self.queue and standing is not self._previous:
             raise ConfigError(
                 f"{self._name} holds another queue by now ({_kind_of(standing)}), and is left as it is: "
                 "uninstall what was installed last first"
             )
-        setattr(self._holder, self._name, self._previous)
+        self._replaced.give_back()
         forget_what_workers_have()
 
     def __enter__(self) -> AsyncCallsQueue:
@@ -540,6 +553,10 @@ class Installed:
             self._put_back()
 
 
+def _none_needed(*arguments: Any, **keywords: Any) -> None:
+    """In the place of what starts a persistent worker: each request has a writer of its own."""
+
+
 def install(
     queue: AsyncCallsQueue | None = None, holder: Any = None, name: str | None = None
 ) -> Installed:
@@ -547,16 +564,21 @@ def install(
 
     By default that is where Megatron-LM keeps its own: ``_async_calls_queue`` of
     ``megatron.training.async_utils``, once that is imported, or up to megatron-core 0.16
-    ``async_calls`` of ``megatron.core.dist_checkpointing.strategies.base``. Another trainer's queue is
-    the attribute ``name`` of an object or a module ``holder``.
+    ``async_calls`` of ``megatron.core.dist_checkpointing.strategies.base``. It stays there through
+    ``pretrain``. Another trainer's queue is the attribute ``name`` of an object or a module ``holder``.
 
     Raises ``ConfigError`` if nothing holds a queue there, if the one that stands there is ckptfsm's own,
-    or has calls that are not finalized.
+    or has calls that are not finalized, and under the drop-in for Megatron-LM, which uses none.
     """
     holder, name = _holder_of(holder, name)
     previous = getattr(holder, name)
     if isinstance(previous, AsyncCallsQueue):
         raise ConfigError(f"{name} holds a queue of ckptfsm already: uninstall that one first")
+    schedule = getattr(holder, "schedule_async_save", None)
+    if str(getattr(schedule, "__module__", "")).startswith("ckptfsm."):
+        raise ConfigError(
+            "the drop-in for Megatron-LM is installed, which uses no queue: choose one"
+        )
     if previous is not None and previous.get_num_unfinalized_calls():
         raise ConfigError(f"{name} has calls that are not finalized: finalize them first")
     return Installed(AsyncCallsQueue() if queue is None else queue, holder, name)

@@ -41,6 +41,8 @@ from ckptfsm.integrations.megatron_lm import (
     REPORTS,
     install,
 )
+from ckptfsm.integrations.queue import AsyncCallsQueue
+from ckptfsm.integrations.queue import install as install_queue
 
 LENGTH = 16  # tokens of a sample
 FLAGS = f"""
@@ -176,9 +178,12 @@ def train(
     flags: str,
     installed: bool = True,
     offloaded: bool = False,
+    queue: bool = False,
     **watch: Any,
 ) -> Told:
     """One run of ``pretrain``: it loads from ``root``, trains, and saves into it.
+
+    ``queue``: only the queue is ours. ``writers``: how many it has had.
 
     The process group is there before, which ``pretrain`` finds, as is megatron-core's queue of results.
     """
@@ -194,6 +199,9 @@ def train(
             stack.enter_context(optimizer.around_steps())
             settings["staging"] = Staging(load=optimizer.load, offload=optimizer.offload)
         owner = install(**settings) if installed else contextlib.nullcontext()
+        calls = AsyncCallsQueue(**TIMES)
+        if queue:
+            owner = install_queue(calls)
         try:
             with owner:
                 megatron_lm_model.run(watched.data, watched.build, watched.step)
@@ -204,7 +212,7 @@ def train(
             outcome["exit"] = ending.code or 0
     seen = {"digests": watched.digests, "tracked": watched.tracked, "events": optimizer.events}
     seen["children"] = watched.children
-    return {**outcome, "start": watched.start, **seen}
+    return {**outcome, "start": watched.start, "writers": calls._last + 1, **seen}
 
 
 def names(here: Here) -> Told:

@@ -299,6 +299,19 @@ def test_the_integrity_of_what_is_loaded_is_verified(train: Trainer, version: st
         assert shard.name in rank["error"]["text"]
 
 
+@pytest.mark.parametrize("how", [MCORE, NVRX])
+def test_the_queue_alone_stays_where_pretrain_looks(train: Trainer, version: str, how: str) -> None:
+    """Catches: a queue of ours that ``pretrain`` replaces by its own when it starts, without a word."""
+    if how == NVRX and not find_spec("nvidia_resiliency_ext"):
+        pytest.skip("stock code needs nvidia-resiliency-ext for this")
+    if version < "0.17":
+        pytest.skip("there the queue is megatron-core's")
+    for rank in train(f"--train-iters 6 {how}", begins=0, installed=False, queue=True):
+        assert rank["writers"] == 3
+    assert tracked_step(train.root) == 6
+    train.stock("--train-iters 8", begins=6)
+
+
 @pytest.mark.parametrize("text", ["", "\x00\x00"])
 def test_a_torn_tracker_is_mended_before_the_load(train: Trainer, text: str) -> None:
     """Catches: a run that ends with status 0 because of a torn tracker. Stock code does: first half."""

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptfsm.versions import installed, series_of
+
 pytestmark = pytest.mark.megatron
 
 TRAINER = """
@@ -28,6 +30,8 @@ except ImportError as error:  # it needs packages that a checkpoint does not
     print(f"not imported: {error}")
     raise SystemExit
 
+from ckptfsm.errors import ConfigError
+from ckptfsm.integrations import megatron_lm
 from ckptfsm.integrations.queue import AsyncCallsQueue, install
 from ckptfsm.megatron.compat import cpu_devices
 
@@ -44,17 +48,28 @@ def schedule(step):
         )
     trainer.schedule_async_save(request)
 
+def refused(second):
+    try:
+        second()
+    except ConfigError:
+        return True
+
 def main():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     set_args(SimpleNamespace(async_save=True, async_strategy="mcore", use_persistent_ckpt_worker=False))
     with install() as queue:
         assert trainer._async_calls_queue is queue
+        assert refused(megatron_lm.install), "a queue and the drop-in"
         for step in (1, 2):
             schedule(step)
         assert not trainer.is_empty_async_queue()
         trainer.maybe_finalize_async_save(blocking=True, terminate=True)
         assert trainer.is_empty_async_queue()
+        trainer.reset_persistent_async_worker("mcore")
+        assert trainer._async_calls_queue is queue
     assert trainer._async_calls_queue is None
+    with megatron_lm.install():
+        assert refused(install), "the drop-in and a queue"
     for step in (1, 2):
         loaded = dist_checkpointing.load(state(0.0), f"{root}/{step}")
         assert loaded["w"].tolist() == [float(step)] * 4 and loaded["step"] == step, loaded
@@ -66,13 +81,25 @@ if __name__ == "__main__":
 """
 
 REFUSED = """
+import sys
+from importlib import import_module
+
 from ckptfsm.errors import ConfigError
 try:
-    from ckptfsm.integrations.queue import AsyncCallsQueue
+    import_module(sys.argv[1])
 except ConfigError as error:
     print(f"refused: {error.message}")
 else:
     print("taken")
+"""
+
+UNTRIED = """
+import warnings
+
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    import ckptfsm.megatron
+print([str(each.message) for each in said if "never tried" in str(each.message)])
 """
 
 
@@ -133,13 +160,25 @@ def test_install_stands_where_the_trainer_of_the_wheel_looks(tmp_path: Path) -> 
     assert said == "done"
 
 
-def test_an_old_nvidia_resiliency_ext_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "module", ["ckptfsm.integrations.queue", "ckptfsm.integrations.megatron_lm"]
+)
+def test_an_old_nvidia_resiliency_ext_is_named(tmp_path: Path, module: str) -> None:
     """Catches: an AssertionError of megatron-core that does not say what is installed, or what to do."""
-    said = run(tmp_path, REFUSED, first=unfit(tmp_path / "first", "0.5.0", ""))
-    if said != "taken":  # megatron-core 0.19 asserts it while it is imported, others do not look
-        assert said.startswith("refused: megatron-core ")
-        assert "AssertionError" in said
-        assert "nvidia-resiliency-ext is 0.5.0: install what it asks for, or uninstall it" in said
+    said = run(tmp_path, REFUSED, module, first=unfit(tmp_path / "first", "0.5.0", ""))
+    if (series_of(installed("megatron-core")) or (0, 0)) < (0, 17):
+        assert said == "taken"
+        return
+    assert said.startswith("refused: megatron-core ")
+    assert "AssertionError" in said
+    assert "nvidia-resiliency-ext is 0.5.0: install what it asks for, or uninstall it" in said
+
+
+def test_an_untried_nvidia_resiliency_ext_is_taken_with_a_warning(tmp_path: Path) -> None:
+    """Catches: a release whose requests nobody ever saved, taken without a word."""
+    said = run(tmp_path, UNTRIED, first=unfit(tmp_path / "first", "0.99.0", ""))
+    assert "nvidia-resiliency-ext 0.99.0 was never tried" in said
+    assert "0.7.0" in said
 
 
 @pytest.mark.parametrize("error", ["ImportError", "RuntimeError"])
@@ -148,7 +187,7 @@ def test_a_half_installed_nvidia_resiliency_ext_is_left_alone_or_named(
 ) -> None:
     """Catches: megatron-core's own requests that cannot be saved since another package is broken."""
     broken = unfit(tmp_path / "first", "0.7.0", f"raise {error}('no library')")
-    said = run(tmp_path, REFUSED, first=broken)
+    said = run(tmp_path, REFUSED, "ckptfsm.integrations.queue", first=broken)
     assert said == "taken" or (error != "ImportError" and "ext is 0.7.0: install what" in said), (
         said
     )
