@@ -23,7 +23,7 @@ from ckptfsm.receipts import Receipts
 from ckptfsm.stock import COMMON, MAX_METADATA_BYTES
 
 _FOREIGN_METADATA = (".metadata", "metadata.json")
-_BESIDE_FOREIGN = ("integrity.json", "tokenizer/")  # newer trainers' finalizers leave them
+_INTEGRITY, _TOKENIZER = "integrity.json", "tokenizer/"  # newer trainers' finalizers leave them
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Assembly:
             for name, stat in found
             if stat.kind == "file"
             and join(part.directory, name) not in claimed
-            and name.startswith(_BESIDE_FOREIGN)
+            and (name == _INTEGRITY or name.startswith(_TOKENIZER))
         ]
 
     def _entry_of(self, location: str, part: PartSpec, name: str) -> FileEntry:
@@ -175,7 +175,7 @@ class Assembly:
             raise SaveFailed(f"the finalizers of {part.name} left no {name}", file=path)
         fsync_existing(self.storage, path)
         size = self.storage.stat(path).size
-        if size == 0:
+        if size == 0 and not name.startswith(_TOKENIZER):  # some tokenizers have empty files
             raise SaveFailed(f"the finalizers of {part.name} left an empty {name}", file=path)
         digest = self.storage.digest(path)
         return FileEntry(name=join(part.directory, name), bytes=size, digest=digest)

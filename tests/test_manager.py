@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import logging
 import os
 import re
@@ -1829,6 +1830,37 @@ def test_a_finalizer_that_leaves_nothing_fails_the_save(run: Run):
     with pytest.raises(SaveFailed, match=r"no \.metadata"):
         handle.wait()
     assert not (run.root / TRACKER).exists()
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        ({"tokenizer/merges.txt": ""}, ""),  # some tokenizers have nothing to say there
+        ({"integrity.json": "{}", "tokenizer/v": "{}"}, ""),
+        ({"integrity.json": ""}, "an empty integrity.json"),
+        ({".metadata": ""}, "an empty .metadata"),
+        ({"integrity.json.part": "{}"}, "integrity.json.part"),
+        ({"notes.txt": "mine"}, "notes.txt"),
+    ],
+)
+def test_what_finalizers_leave_beside_the_shards(run: Run, left: dict[str, str], said: str):
+    """Catches: a save that fails for a tokenizer's empty file; a torn file of hashes in the manifest."""
+
+    def finalize(where: Path, payload: Any) -> None:
+        for name, text in {".metadata": "m", "metadata.json": "{}", **left}.items():
+            (where / name).parent.mkdir(exist_ok=True)
+            (where / name).write_text(text)
+
+    manager = run.open()
+    handle = manager.save(1, parts={"state": FakeRequest(b"x", finalize)})
+    if said:
+        with pytest.raises(SaveFailed, match=said):
+            handle.wait()
+    else:
+        handle.wait()
+        manifest = json.loads((run.root / "iter_0000001/.ckptfsm/manifest.json").read_text())
+        assert left.keys() <= {file["name"] for file in manifest["files"]}
+    manager.close()
 
 
 # --------------------------------------------------------------------------------- several ranks

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -42,6 +42,7 @@ from ckptfsm.integrations.queue import AsyncCallsQueue
 from ckptfsm.integrations.replaced import Replaced
 from ckptfsm.layout import MEGATRON
 from ckptfsm.megatron.compat import cpu_devices
+from ckptfsm.megatron.driver import refuse_newer
 from ckptfsm.megatron.foreign import ready_part
 from ckptfsm.megatron.manager import CheckpointManager
 from ckptfsm.notices import say, warn_caller
@@ -304,8 +305,14 @@ class _DistCheckpointing:
         metadata = options.get(CONTENT_METADATA)
         return _Captured(sharded_state_dict, metadata)
 
+    def load_common_state_dict(self, checkpoint_dir: str) -> Any:
+        """What the trainer loads first."""
+        refuse_newer(Path(checkpoint_dir).name, str(checkpoint_dir))
+        return self._module.load_common_state_dict(checkpoint_dir)
+
     def load(self, sharded_state_dict: Any, checkpoint_dir: str, *rest: Any, **options: Any) -> Any:
         """``--verify-integrity`` asks for a file of hashes, in whose place our manifest is."""
+        refuse_newer(Path(checkpoint_dir).name, str(checkpoint_dir))
         if options.get("verify_integrity") and _verified(str(checkpoint_dir)):
             options["verify_integrity"] = False
         return self._module.load(sharded_state_dict, checkpoint_dir, *rest, **options)
@@ -392,10 +399,12 @@ class _Patches:
         if dist.get_rank() != 0:
             return {"tokenizer": None}  # another rank's
 
-        def make(directory: str) -> None:
-            write(self._checkpointing.get_tokenizer(), args, str(Path(directory).parent))
+        return {"tokenizer": OptionalPart(FileTree(partial(self._write_tokenizer, write)))}
 
-        return {"tokenizer": OptionalPart(FileTree(make))}
+    def _write_tokenizer(self, write: Callable[..., None], directory: str) -> None:
+        """Stock's function makes the directory ``tokenizer`` itself."""
+        args = self._checkpointing.get_args()
+        write(self._checkpointing.get_tokenizer(), args, str(Path(directory).parent))
 
     def load_checkpoint(self, *arguments: Any, **keywords: Any) -> Any:
         """Recover first: what was written but not tracked is tracked, a torn tracker is mended."""
@@ -554,15 +563,10 @@ def _verified(directory: str) -> bool:
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     place = Path(directory).absolute()
-    name = place.name
-    storage = PosixStorage(place.parent, create=False)
-    try:
-        found: list[Any] = [_listed(storage, name) if rank == 0 else None]
-        dist.broadcast_object_list(found, src=0)
-        files, problem = found[0]
-        problem = problem or _damage(storage, name, (files or ())[rank::world_size])
-    finally:
-        storage.close_root()
+    found: list[Any] = [_listed(place) if rank == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    files, problem = found[0]
+    problem = problem or _damage(place, (files or ())[rank::world_size])
     problems: list[str] = [""] * world_size
     dist.all_gather_object(problems, problem)
     for problem in filter(None, problems):
@@ -573,22 +577,34 @@ def _verified(directory: str) -> bool:
     return files is not None
 
 
-def _listed(storage: PosixStorage, name: str) -> tuple[Sequence[FileEntry] | None, str]:
+def _listed(place: Path) -> tuple[Sequence[FileEntry] | None, str]:
     """The files of a checkpoint of ours, None if it is not ours to verify; and what is wrong with it."""
     try:
-        if lookup(storage, f"{name}/integrity.json") is not None:
-            return None, ""
-        manifest = read_manifest(storage, name)
+        with _storage_at(place.parent) as storage:
+            if lookup(storage, f"{place.name}/integrity.json") is not None:
+                return None, ""
+            manifest = read_manifest(storage, place.name)
     except (CkptFsmError, OSError) as error:  # the other ranks wait
         return None, describe(error)
     return (None if manifest is None else manifest.files), ""
 
 
-def _damage(storage: PosixStorage, name: str, files: Sequence[FileEntry]) -> str:
+def _damage(place: Path, files: Sequence[FileEntry]) -> str:
+    name = place.name
     try:
-        return check_sizes(storage, name, files) or check_digests(storage, name, files)
+        with _storage_at(place.parent) as storage:
+            return check_sizes(storage, name, files) or check_digests(storage, name, files)
     except (CkptFsmError, OSError) as error:  # the other ranks wait
         return describe(error)
+
+
+@contextlib.contextmanager
+def _storage_at(root: Path) -> Iterator[PosixStorage]:
+    storage = PosixStorage(root, create=False)
+    try:
+        yield storage
+    finally:
+        storage.close_root()
 
 
 def _non_persistent_dir(args: Any) -> str:

@@ -177,7 +177,7 @@ class MegatronDriver:
         for name, state in parts.items():
             if file_spec(name, state) is not None:
                 continue
-            _refuse_newer(name, directories[name])
+            refuse_newer(name, directories[name])
             with process_group():
                 prepared, _, _ = load_preprocess(state)
                 sharded, _ = extract_sharded_base(prepared)
@@ -203,9 +203,14 @@ class MegatronDriver:
             }
 
 
-def _refuse_newer(name: str, directory: str) -> None:
-    """Refuse what only a newer megatron-core can read: this one would miss a ``common.pt``."""
-    if keeps_common_in_shard() or Path(directory, COMMON).exists():
+def refuse_newer(name: str, directory: str) -> None:
+    """Refuse a part that only a newer megatron-core can read: this one would miss a ``common.pt``.
+
+    Raises ``RestoreFailed``. Local, and the same on every rank that sees the directory.
+    """
+    there = Path(directory)
+    newer = (there / ".metadata").exists() and not (there / COMMON).exists()
+    if keeps_common_in_shard() or not newer:
         return
     first = ".".join(map(str, COMMON_IN_SHARD))
     raise RestoreFailed(

@@ -7,6 +7,7 @@ this process; which of the two the installed one writes is asked, not assumed.
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 from ckptfsm import CheckpointManager, LatestN
 from ckptfsm.errors import RestoreFailed, SaveRefused
+from ckptfsm.integrations import megatron_lm
 from ckptfsm.megatron import driver, manager
 from ckptfsm.megatron.compat import cpu_devices, process_group
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
@@ -116,6 +118,21 @@ def test_a_root_of_a_newer_megatron_core_is_refused_and_kept(
         assert (caught.value.step, caught.value.part) == (2, "state")
         assert ckpts.all_steps() == [1, 2] and ckpts.latest_step() == 2
     assert COMMON_KEY in keys_of(tmp_path / "iter_0000002")
+
+
+@pytest.mark.parametrize("call", ["load_common_state_dict", "load"])
+def test_what_a_newer_megatron_core_wrote_is_refused_before_stock_code_loads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Catches: a trainer of an older megatron-core that says no more than that a file is missing."""
+    monkeypatch.setattr(manager, "keeps_common_in_shard", lambda: True)
+    save(tmp_path, 1)
+    monkeypatch.setattr(driver, "keeps_common_in_shard", lambda: False)
+    under = megatron_lm._DistCheckpointing(dist_checkpointing, None)
+    place = str(tmp_path / "iter_0000001")
+    load = partial(getattr(under, call), *([state()] if call == "load" else []))
+    with pytest.raises(RestoreFailed, match="install 0.19 or newer. Nothing was changed"):
+        load(place)
 
 
 def test_the_key_of_megatron_core_is_not_taken(tmp_path: Path) -> None:
