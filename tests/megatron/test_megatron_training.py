@@ -304,11 +304,13 @@ def test_a_synchronous_save_remembers_that_it_was_one(cluster: Cluster, root: Pa
 
 
 def test_what_stock_code_raises_on_one_rank_is_raised_on_all(cluster: Cluster, root: Path) -> None:
-    """Catches: ranks that wait for one that has left the save with an error of its own."""
+    """Catches: ranks that wait for one that has left the save with an error of its own; the directory of
+    a save that was refused, which stock code makes before it knows."""
     for rank in cluster.run("training_jobs.fail_on_one_rank", root=str(root)):
         assert rank["error"]["type"] == "SaveRefused"
         assert "OSError: a fault of this test" in rank["error"]["text"]
         assert rank["steps"] == [4]
+    assert steps_on_disk(root) == [4]
 
 
 def test_terminate_after_a_failed_save_gives_the_root_back(cluster: Cluster, root: Path) -> None:
