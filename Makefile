@@ -23,9 +23,10 @@ pytest: $(STAMP)
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 # Other versions of megatron-core and of the trainers, each in its own environment. ONLY="ray verl": the
-# targets with these words in their names. The newest need python3.12. WRITE=1: the table of README.md.
+# targets with these words in their names. The newest need python3.12; COMPLETE=1: it must be there.
+# WRITE=1: the table of README.md.
 test-integrations: $(STAMP)
-	$(BIN)/python tests/integrations/run.py $(ONLY) $(if $(WRITE),--write)
+	$(BIN)/python tests/integrations/run.py $(ONLY) $(if $(WRITE),--write) $(if $(COMPLETE),--complete)
 
 # What breaks with a new release: `make try CORE=0.20.0`, also TORCH=, NVRX=.
 try: $(STAMP)

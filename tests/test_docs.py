@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integrations.run import BEGIN, END, table
+from integrations.run import BEGIN, END, IN_A_CLONE, TARGETS, table
 
 import ckptfsm
 from ckptfsm import reference
@@ -311,6 +311,11 @@ def test_the_table_of_what_ran_is_that_of_the_last_run():
     ran = json.loads((ROOT / "tests/integrations/ran.json").read_text())
     written = (ROOT / "README.md").read_text().partition(BEGIN)[2].partition(END)[0].strip()
     assert written == table(ran)
+    wanted = {each.name: list(each.tests) for each in TARGETS if each.name != IN_A_CLONE}
+    run = {name: [test for test in found["tests"] if "/" in test] for name, found in ran.items()}
+    assert {**run, **wanted} == run, (
+        "a target that was changed since: make test-integrations WRITE=1"
+    )
     for found in ran.values():
         for name, version in found["packages"].items():
             assert version.partition("+")[0] in TRIED[name], (name, version)

@@ -32,6 +32,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "build" / "integrations"
 RAN = ROOT / "tests" / "integrations" / "ran.json"
 CONSTRAINTS = ROOT / "constraints.txt"
+IN_A_CLONE = "megatron-lm-clone"
+NEWEST = ["megatron-core-0.19", "nvrx-0.7"]  # where other versions are tried
+NVRX = {"nvidia-resiliency-ext"}
 YAML = "pyyaml"  # which importing megatron.training needs up to 0.18
 CLONE = os.environ.get("CKPTFSM_MEGATRON_LM", "")
 MINE = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -127,7 +130,8 @@ NVRX_ANYWHERE = (
 class Target:
     """An environment and what runs in it. ``packages``: the arguments of one ``pip install`` each.
 
-    ``borrows``: a target whose packages it has, too, where it has none of its own.
+    ``borrows``: a target whose packages it has, too, where it has none of its own. ``nvrx``: it is there
+    for nvidia-resiliency-ext, whose tests are otherwise skipped where that cannot be imported.
     """
 
     name: str
@@ -136,6 +140,7 @@ class Target:
     tests: tuple[str, ...]
     demo: bool = False
     borrows: str = ""
+    nvrx: bool = False
 
     @property
     def place(self) -> Path:
@@ -167,11 +172,12 @@ TARGETS = (
         "3.11",
         ((f"{ROOT}[nvrx]", "nvidia-resiliency-ext==0.4.1"),),
         ("tests/megatron/test_megatron_nvrx.py",),
+        nvrx=True,
     ),
-    Target("nvrx-0.6", "3.12", (_core("0.18.2"), _nvrx("0.6.0")), NVRX_TESTS[:2]),
-    Target("nvrx-0.7", "3.12", (_core("0.19.2"), _nvrx("0.7.0")), NVRX_TESTS),
+    Target("nvrx-0.6", "3.12", (_core("0.18.2"), _nvrx("0.6.0")), NVRX_TESTS[:2], nvrx=True),
+    Target("nvrx-0.7", "3.12", (_core("0.19.2"), _nvrx("0.7.0")), NVRX_TESTS, nvrx=True),
     Target(
-        "megatron-lm-clone",
+        IN_A_CLONE,
         "3.11",
         # What importing megatron.training needs. Of triton, the import is all: no CUDA comes with it.
         (("--no-deps", "regex", YAML, "triton==3.4.0"),),
@@ -283,15 +289,14 @@ def prepare(target: Target) -> Path:
 def environment_of(target: Target) -> dict[str, str]:
     places = [ROOT, ROOT / "tests/integrations", ROOT / "tests/megatron"]
     more = {}
-    if target.name == "megatron-lm-clone":
+    if target.name == IN_A_CLONE:
         clone = Path(CLONE).resolve()
         places.insert(0, clone)
         more = {"CKPTFSM_MEGATRON_LM": str(clone)}
     return {
         **{name: value for name, value in os.environ.items() if name != "CKPTFSM_MEGATRON_LM"},
         "PYTHONPATH": os.pathsep.join(map(str, places)),
-        # The environment must exist for its test: with this it is not skipped.
-        **({"CKPTFSM_NVRX": "1"} if target.name.startswith("nvrx") else {}),
+        **({"CKPTFSM_NVRX": "1"} if target.nvrx else {}),
         # It would compile small functions when it first calls them: minutes on a CPU.
         "TORCHDYNAMO_DISABLE": "1",
         **more,
@@ -361,13 +366,13 @@ def left_out(target: Target) -> str:
     """Why a target cannot run on this machine; "" if it can."""
     if target.python != MINE and not interpreter(target.python):
         return f"there is no python{target.python}"
-    if target.name == "megatron-lm-clone" and not CLONE:
+    if target.name == IN_A_CLONE and not CLONE:
         return "CKPTFSM_MEGATRON_LM names no clone of Megatron-LM"
     return ""
 
 
 def with_versions(target: Target, others: dict[str, str]) -> Target:
-    """The same target with other versions of packages, also of those that it borrows."""
+    """The same target with other versions of its packages, also of those that it borrows."""
     named = {each.partition("==")[0] for arguments in target.packages for each in arguments}
     packages = tuple(
         tuple(
@@ -377,7 +382,9 @@ def with_versions(target: Target, others: dict[str, str]) -> Target:
         for arguments in target.packages
     )
     packages += tuple(
-        ("--no-deps", f"{name}=={version}") for name, version in others.items() if name not in named
+        ("--no-deps", f"{name}=={version}")
+        for name, version in others.items()
+        if name not in named and name != "nvidia-resiliency-ext"
     )
     return replace(target, name=f"try-{target.name}", packages=packages)
 
@@ -430,21 +437,31 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("words", nargs="*")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument(
+        "--complete", action="store_true", help="a target whose Python is not here has failed"
+    )
     parser.add_argument("--try", dest="versions", nargs="+", metavar="NAME=VERSION", default=[])
     options = parser.parse_args(arguments)
     targets = chosen(options.words)
     if options.versions:
         others = dict(each.split("=", 1) for each in options.versions)
-        words = options.words or ["megatron-core-0.19", "nvrx-0.7"]
+        words = options.words or (["nvrx-0.7"] if set(others) == NVRX else NEWEST)
         targets = [with_versions(each, others) for each in chosen(words)]
     ran = json.loads(RAN.read_text()) if RAN.exists() else {}
     failed, missing = [], []
     for target in targets:
         if why := left_out(target):
             print(f"=== {target.name} is left out: {why}")
-            missing.append(target.name)
+            (failed if options.complete and target.name != IN_A_CLONE else missing).append(
+                target.name
+            )
             continue
-        found = run(target)
+        try:
+            found = run(target)
+        except subprocess.CalledProcessError as error:
+            print(f"=== {target.name} cannot be installed: {error}", flush=True)
+            failed.append(target.name)
+            continue
         print(f"=== {target.name}: {json.dumps(found)}", flush=True)
         if not found.pop("ok"):
             failed.append(target.name)
