@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from mutants import anchors
 from mutants.catalogue import MUTANTS, by_name
 from mutants.loader import Edit, Mutant, mutant, mutated_sources
 from mutants.nursery import Nursery
@@ -111,8 +112,7 @@ def test_every_fsync_of_the_library_is_left_out_by_some_mutant() -> None:
     left_out: dict[Path, list[range]] = {}
     for edit in (edit for planted in MUTANTS for edit in planted.edits):
         if edit.old.count("fsync") > edit.new.count("fsync"):
-            at = edit.path.read_text().index(edit.old)
-            left_out.setdefault(edit.path, []).append(range(at, at + len(edit.old)))
+            left_out.setdefault(edit.path, []).append(range(*edit.span(edit.path.read_text())))
     for path in sorted(LIBRARY.rglob("*.py")):
         if {"testing", "demo"} & set(path.parts):
             continue
@@ -131,12 +131,59 @@ def test_every_ordering_of_the_protocol_is_turned_round_by_a_mutant() -> None:
 
 def test_an_old_text_that_moved_is_an_error() -> None:
     """Catches a loader that plants nothing and lets the mutant survive, or be killed by chance."""
-    gone = mutant("x", "durable", "no such text", "", breaks="I1", source="")
+    gone = mutant("x", "durable:", "no such text", "", breaks="I1", source="")
     with pytest.raises(LookupError, match="0 times"):
         mutated_sources(gone)
-    twice = Mutant("x", "I1", "", (Edit("durable", "storage.fsync", ""),))
+    twice = Mutant("x", "I1", "", (Edit("durable:", "storage.fsync_dir", ""),))
     with pytest.raises(LookupError, match="times in ckptfsm.durable"):
         mutated_sources(twice)
+
+
+SOURCE = """
+LIMIT = 3
+
+
+class Kept:
+    def first(self):
+        return call(
+            self.one,  # a comment
+            "a  b",
+        )
+
+    def second(self):
+        if self.one:
+            return call(self.one, "a b")
+        return LIMIT
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "old", "count"),
+    [
+        ("Kept.first", 'call(self.one, "a  b")', 1),
+        ("Kept.first", 'call(self.one, "a b")', 0),  # a string is one word
+        ("Kept", "call(self.one", 2),
+        ("Kept.second", "if self.one:\n    return", 1),
+        ("Kept.second", "self.on", 0),
+        ("LIMIT", "3", 1),
+    ],
+)
+def test_code_is_found_however_it_is_laid_out(function: str, old: str, count: int) -> None:
+    """Catches a formatter that unroots mutants, and a mutant in another function than it says."""
+    assert len(anchors.find(SOURCE, function, old)) == count
+
+
+def test_what_replaces_code_is_indented_as_it_was() -> None:
+    """Catches a planted bug that is a syntax error, or that is in another block."""
+    [span] = anchors.find(SOURCE, "Kept.second", "return call(self.one, 'a b')".replace("'", '"'))
+    changed = anchors.replace(SOURCE, span, "for one in self.one:\n    call(one)\nreturn 4")
+    assert (
+        "            for one in self.one:\n                call(one)\n            return 4\n"
+        in changed
+    )
+    assert "            pass\n        return LIMIT" in anchors.replace(SOURCE, span, "")
+    with pytest.raises(LookupError, match=r"there is no Kept\.third"):
+        anchors.find(SOURCE, "Kept.third", "return")
 
 
 def test_the_mutated_text_is_what_is_imported() -> None:
@@ -207,7 +254,7 @@ def test_a_survivor_is_a_violation_and_a_kill_is_not() -> None:
     """Catches a report that is green whatever happens."""
     harmless = mutant(
         "harmless",
-        "documents",
+        "documents:",
         '"""Canonical bytes of a document: one line of JSON."""',
         '"""Canonical bytes."""',
         breaks="I3",

@@ -7,19 +7,18 @@ from mutants.loader import mutant
 MUTANTS = (
     mutant(
         "segments-are-folded-before-the-new-one-is-durable",
-        "engine",
-        "        self.ledger = history.ledger\n        self._run_base, self._opened_at",
-        "        self.fold(history)\n        self.ledger = history.ledger\n"
-        "        self._run_base, self._opened_at",
+        "engine:Engine.begin",
+        "self.ledger = history.ledger\nself._run_base, self._opened_at",
+        "self.fold(history)\nself.ledger = history.ledger\nself._run_base, self._opened_at",
         (
-            "journal",
-            '    return [f"{JOURNAL}/{segment_name(s.epoch)}" for s in older if s.epoch in there]\n',
+            "journal:folded",
+            'return [f"{JOURNAL}/{segment_name(s.epoch)}" for s in older if s.epoch in there]',
             (
-                "    gone = [e for e in there if e < seals[-KEPT_SEGMENTS:][0].epoch]\n"
-                '    return [f"{JOURNAL}/{segment_name(e)}" for e in gone]\n'
+                "gone = [e for e in there if e < seals[-KEPT_SEGMENTS:][0].epoch]\n"
+                'return [f"{JOURNAL}/{segment_name(e)}" for e in gone]'
             ),
         ),
-        ("journal", "    MAX_SEGMENT_BYTES,\n", "    KEPT_SEGMENTS,\n    MAX_SEGMENT_BYTES,\n"),
+        ("journal:", "MAX_SEGMENT_BYTES,", ("KEPT_SEGMENTS,\nMAX_SEGMENT_BYTES,")),
         breaks="I8",
         source="order",
         killers=(
@@ -29,11 +28,11 @@ MUTANTS = (
     ),
     mutant(
         "segments-are-folded-one-opening-too-early",
-        "journal",
-        '    return [f"{JOURNAL}/{segment_name(s.epoch)}" for s in older if s.epoch in there]\n',
-        "    gone = [e for e in there if e < seals[-KEPT_SEGMENTS:][0].epoch]\n"
-        '    return [f"{JOURNAL}/{segment_name(e)}" for e in gone]\n',
-        ("journal", "    MAX_SEGMENT_BYTES,\n", "    KEPT_SEGMENTS,\n    MAX_SEGMENT_BYTES,\n"),
+        "journal:folded",
+        'return [f"{JOURNAL}/{segment_name(s.epoch)}" for s in older if s.epoch in there]',
+        "gone = [e for e in there if e < seals[-KEPT_SEGMENTS:][0].epoch]\n"
+        'return [f"{JOURNAL}/{segment_name(e)}" for e in gone]',
+        ("journal:", "MAX_SEGMENT_BYTES,", ("KEPT_SEGMENTS,\nMAX_SEGMENT_BYTES,")),
         breaks="I8",
         source="order",
         killers=(
@@ -43,9 +42,9 @@ MUTANTS = (
     ),
     mutant(
         "receipts-counted-without-fsync",
-        "coordinator",
-        '                self._storage.fsync_dir(f"{location}/{RECEIPTS}/{part}")\n',
-        "                del part\n",
+        "coordinator:Coordinator._from_receipts",
+        'self._storage.fsync_dir(f"{location}/{RECEIPTS}/{part}")',
+        "del part",
         breaks="I3",
         source="fsync",
         killers=("tests:test_coordinator.py::test_I3_receipts_counted_when_leaving_are_durable",),
@@ -54,18 +53,18 @@ MUTANTS = (
     # --------------------------------------------------------- what all ranks have in common
     mutant(
         "a-common-state-in-a-shard-is-not-looked-at",
-        "stock",
-        '    _check_archive(data, piece.file, f"{COMMON_KEY} is ")\n',
-        "    del data\n",
+        "stock:_check_common_object",
+        '_check_archive(data, piece.file, f"{COMMON_KEY} is ")',
+        "del data",
         breaks="F21",
         source="F21",
         killers=("tests:test_corruption.py::test_F21_a_common_state_in_a_shard_is_looked_at",),
     ),
     mutant(
         "a-common-file-beside-a-common-state-is-taken",
-        "stock",
-        "    if COMMON in _names(storage, directory):\n",
-        "    if not COMMON:\n",
+        "stock:_check_common_object",
+        "if COMMON in _names(storage, directory):",
+        "if not COMMON:",
         breaks="I5",
         source="I5",
         killers=("tests:test_corruption.py::test_F21_a_common_state_in_a_shard_is_looked_at",),
@@ -74,40 +73,38 @@ MUTANTS = (
     # ------------------------------------------------------------------------- durable: a file
     mutant(
         "new-file-without-fsync",
-        "durable",
-        "        write_all(storage, handle, data)\n        storage.fsync(handle)\n",
-        "        write_all(storage, handle, data)\n",
+        "durable:write_new",
+        "write_all(storage, handle, data)\nstorage.fsync(handle)",
+        "write_all(storage, handle, data)",
         breaks="I2",
         source="fsync",
         killers=("simulation",),
     ),
     mutant(
         "put-without-fsync-of-directory",
-        "durable",
-        "            raise\n    storage.fsync_dir(parent_of(path))\n",
-        "            raise\n",
+        "durable:put",
+        "raise\nstorage.fsync_dir(parent_of(path))",
+        "raise",
         breaks="I2",
         source="fsync",
         killers=("simulation",),
     ),
     mutant(
         "put-truncates-in-place",
-        "durable",
-        """    temporary = _write_temporary(storage, f"{path}{TEMPORARY}{tag}", data)
-    if check is not None:
-        check()
-    try:
-        storage.rename(temporary, path)
-    except OSError:  # an unknown outcome is decided by looking at both names
-        if lookup(storage, temporary) is not None or not content_is(storage, path, data):
-            raise
-""",
-        """    if check is not None:
-        check()
-    if lookup(storage, path) is not None:
-        storage.unlink(path)
-    write_new(storage, path, data)
-""",
+        "durable:put",
+        'temporary = _write_temporary(storage, f"{path}{TEMPORARY}{tag}", data)\n'
+        "if check is not None:\n"
+        "    check()\n"
+        "try:\n"
+        "    storage.rename(temporary, path)\n"
+        "except OSError:  # an unknown outcome is decided by looking at both names\n"
+        "    if lookup(storage, temporary) is not None or not content_is(storage, path, data):\n"
+        "        raise",
+        "if check is not None:\n"
+        "    check()\n"
+        "if lookup(storage, path) is not None:\n"
+        "    storage.unlink(path)\n"
+        "write_new(storage, path, data)",
         breaks="I2",
         source="Megatron-LM (tracker)",
         killers=("simulation", "processes"),
@@ -115,13 +112,12 @@ MUTANTS = (
     ),
     mutant(
         "put-with-a-fixed-temporary-name",
-        "durable",
-        '    temporary = _write_temporary(storage, f"{path}{TEMPORARY}{tag}", data)\n',
-        """    temporary = f"{path}{TEMPORARY}fixed"
-    if lookup(storage, temporary) is not None:
-        storage.unlink(temporary)
-    write_new(storage, temporary, data)
-""",
+        "durable:put",
+        'temporary = _write_temporary(storage, f"{path}{TEMPORARY}{tag}", data)',
+        'temporary = f"{path}{TEMPORARY}fixed"\n'
+        "if lookup(storage, temporary) is not None:\n"
+        "    storage.unlink(temporary)\n"
+        "write_new(storage, temporary, data)",
         breaks="I2",
         source="ferrosa #399",
         killers=("fieldbugs", "simulation"),
@@ -129,29 +125,28 @@ MUTANTS = (
     ),
     mutant(
         "put-believes-a-failed-rename",
-        "durable",
-        """        if lookup(storage, temporary) is not None or not content_is(storage, path, data):
-            raise
-""",
-        "        pass\n",
+        "durable:put",
+        "if lookup(storage, temporary) is not None or not content_is(storage, path, data):\n"
+        "    raise",
+        "pass",
         breaks="I2",
         source="read-back",
         killers=("tests:test_durable.py",),
     ),
     mutant(
         "a-short-write-is-an-end",
-        "durable",
-        "        view = view[taken:]\n",
-        "        return\n",
+        "durable:write_all",
+        "view = view[taken:]",
+        "return",
         breaks="I3",
         source="F7",
         killers=("simulation", "processes"),
     ),
     mutant(
         "foreign-file-without-fsync",
-        "durable",
-        "    handle = storage.open_existing(path)\n    try:\n        storage.fsync(handle)\n",
-        "    handle = storage.open_existing(path)\n    try:\n        pass\n",
+        "durable:fsync_existing",
+        "handle = storage.open_existing(path)\ntry:\n    storage.fsync(handle)",
+        "handle = storage.open_existing(path)\ntry:\n    pass",
         breaks="I3",
         source="fsync",
         killers=("tests:test_durable.py",),
@@ -160,8 +155,8 @@ MUTANTS = (
     # -------------------------------------------------------------------- durable: a directory
     mutant(
         "move-without-fsync-of-target",
-        "durable",
-        "    storage.fsync_dir(parent_of(dst))\n",
+        "durable:move",
+        "storage.fsync_dir(parent_of(dst))",
         "",
         breaks="I1",
         source="fsync",
@@ -169,8 +164,8 @@ MUTANTS = (
     ),
     mutant(
         "move-without-fsync-of-source",
-        "durable",
-        "    storage.fsync_dir(parent_of(src))\n",
+        "durable:move",
+        "storage.fsync_dir(parent_of(src))",
         "",
         breaks="I4",
         source="fsync",
@@ -179,13 +174,12 @@ MUTANTS = (
     ),
     mutant(
         "move-does-not-look",
-        "durable",
-        """        if lookup(storage, src) is not None or lookup(storage, dst) is None:
-            raise
-    if lookup(storage, src) is not None or lookup(storage, dst) is None:
-        raise StorageError(f"rename of {src} to {dst} did not happen", file=src, call="rename")
-""",
-        "        pass\n",
+        "durable:move",
+        "if lookup(storage, src) is not None or lookup(storage, dst) is None:\n"
+        "    raise\n"
+        "if lookup(storage, src) is not None or lookup(storage, dst) is None:\n"
+        'raise StorageError(f"rename of {src} to {dst} did not happen", file=src, call="rename")',
+        "pass",
         breaks="I1",
         source="read-back",
         killers=("tests:test_schedules.py", "simulation"),
@@ -193,9 +187,9 @@ MUTANTS = (
     ),
     mutant(
         "what-was-published-late-may-be-back-in-staging",
-        "effects",
-        '        self.storage.fsync_dir("")\n        self.storage.fsync_dir(STAGING)\n',
-        '        self.storage.fsync_dir("")\n',
+        "effects:Effects.settle_published",
+        'self.storage.fsync_dir("")\nself.storage.fsync_dir(STAGING)',
+        'self.storage.fsync_dir("")',
         breaks="I4",
         source="fsync",
         killers=(
@@ -208,27 +202,27 @@ MUTANTS = (
     ),
     mutant(
         "directories-without-fsync",
-        "durable",
-        "        storage.fsync_dir(parent)  # also when it was there: a crash may have come before its",
-        "        # also when it was there: a crash may have come before its",
+        "durable:make_dirs",
+        "storage.fsync_dir(parent)  # also when it was there: a crash may have come before its",
+        "# also when it was there: a crash may have come before its",
         breaks="I3",
         source="fsync",
         killers=("simulation",),
     ),
     mutant(
         "tree-without-fsync",
-        "durable",
-        "            fsync_tree_dirs(storage, path)\n    storage.fsync_dir(directory)\n",
-        "            fsync_tree_dirs(storage, path)\n",
+        "durable:fsync_tree_dirs",
+        "fsync_tree_dirs(storage, path)\nstorage.fsync_dir(directory)",
+        "fsync_tree_dirs(storage, path)",
         breaks="I3",
         source="fsync",
         killers=("simulation",),
     ),
     mutant(
         "an-unreadable-name-is-a-missing-one",
-        "durable",
-        "    except NotADirectoryError:\n        return None\n",
-        "    except OSError:\n        return None\n",
+        "durable:lookup",
+        "except NotADirectoryError:\n    return None",
+        "except OSError:\n    return None",
         breaks="I8",
         source="F6",
         killers=("tests:test_schedules.py", "simulation"),
@@ -237,22 +231,22 @@ MUTANTS = (
     # ------------------------------------------------------------------------------- the shards
     mutant(
         "shard-without-fsync",
-        "writer",
-        "            self._storage.fsync(self._handle)\n",
-        "            pass\n",
+        "writer:ShardFile.close_durably",
+        "self._storage.fsync(self._handle)",
+        "pass",
         breaks="I3",
         source="fsync",
         killers=("simulation",),
     ),
     mutant(
         "names-in-parts-without-fsync",
-        "writer",
-        "        fsync_tree_dirs(storage, join(job.location, part.directory))\n",
-        "        pass\n",
+        "writer:put_receipt",
+        "fsync_tree_dirs(storage, join(job.location, part.directory))",
+        "pass",
         (
-            "effects",
-            "        fsync_tree_dirs(self.storage, directory)\n        self.check_epoch()\n",
-            "        self.check_epoch()\n",
+            "effects:Effects.finalize",
+            ("fsync_tree_dirs(self.storage, directory)\nself.check_epoch()"),
+            "self.check_epoch()",
         ),
         breaks="I3",
         source="fsync",
@@ -260,9 +254,9 @@ MUTANTS = (
     ),
     mutant(
         "a-full-disk-makes-short-shards",
-        "writer",
-        "            self.error = self.error or error\n            raise\n",
-        "            self.error = self.error or error\n            return len(view)\n",
+        "writer:ShardFile.write",
+        "self.error = self.error or error\nraise",
+        "self.error = self.error or error\nreturn len(view)",
         breaks="I3",
         source="metaseq #53",
         killers=("tests:test_writer.py", "simulation"),
@@ -271,17 +265,17 @@ MUTANTS = (
     # ------------------------------------------------------------------------------ publishing
     mutant(
         "published-name-without-fsync",
-        "effects",
-        '            self.storage.fsync_dir("")\n            self.storage.fsync_dir(staging_dir',
-        "            self.storage.fsync_dir(staging_dir",
+        "effects:Effects._fsync_names",
+        'self.storage.fsync_dir("")\nself.storage.fsync_dir(staging_dir',
+        "self.storage.fsync_dir(staging_dir",
         breaks="I3",
         source="fsync",
         killers=("simulation",),
     ),
     mutant(
         "staging-name-stays-after-publishing",
-        "effects",
-        '            self.storage.fsync_dir(staging_dir(checkpoint.id).rpartition("/")[0])\n',
+        "effects:Effects._fsync_names",
+        'self.storage.fsync_dir(staging_dir(checkpoint.id).rpartition("/")[0])',
         "",
         breaks="I4",
         source="fsync",
@@ -290,12 +284,11 @@ MUTANTS = (
     ),
     mutant(
         "adopted-without-fsync",
-        "effects",
-        """        for file, stat in walk_files(self.storage, name):
-            if stat.kind == "file":  # a link of somebody's is never followed (F16)
-                fsync_existing(self.storage, f"{name}/{file}")
-        self.settle_published(step)
-""",
+        "effects:Effects.settle_adopted",
+        "for file, stat in walk_files(self.storage, name):\n"
+        '    if stat.kind == "file":  # a link of somebody\'s is never followed (F16)\n'
+        '        fsync_existing(self.storage, f"{name}/{file}")\n'
+        "self.settle_published(step)",
         "",
         breaks="I2",
         source="fsync",
@@ -304,8 +297,8 @@ MUTANTS = (
     ),
     mutant(
         "staging-without-fsync",
-        "effects",
-        '        self.storage.fsync_dir(directory.rpartition("/")[0])  # whoever made it\n',
+        "effects:Effects.create_staging",
+        'self.storage.fsync_dir(directory.rpartition("/")[0])  # whoever made it',
         "",
         breaks="I3",
         source="fsync",
@@ -313,9 +306,9 @@ MUTANTS = (
     ),
     mutant(
         "what-was-moved-is-not-settled",
-        "effects",
-        "            self.storage.fsync_dir(directory)\n",
-        "            pass\n",
+        "effects:Effects._settle",
+        "self.storage.fsync_dir(directory)",
+        "pass",
         breaks="I1",
         source="fsync",
         killers=("tests:test_schedules.py", "tests:test_found_by_review.py", "simulation"),
@@ -323,11 +316,10 @@ MUTANTS = (
     ),
     mutant(
         "found-published-without-fsync",
-        "effects",
-        """        fsync_tree_dirs(self.storage, self.layout.published_name(step))
-        self.storage.fsync_dir("")
-""",
-        "        pass\n",
+        "effects:Effects.settle_published",
+        "fsync_tree_dirs(self.storage, self.layout.published_name(step))\n"
+        'self.storage.fsync_dir("")',
+        "pass",
         breaks="I3",
         source="fsync",
         killers=("tests:test_schedules.py", "simulation"),
@@ -335,9 +327,9 @@ MUTANTS = (
     ),
     mutant(
         "moved-aside-before-the-tracker-is-durable",
-        "effects",
-        '        self.storage.fsync_dir("")\n        for suffix in',
-        "        for suffix in",
+        "effects:Effects._move_aside",
+        'self.storage.fsync_dir("")\nfor suffix in',
+        "for suffix in",
         breaks="I2",
         source="fsync",
         killers=("tests:test_found_by_proof.py",),
@@ -345,34 +337,26 @@ MUTANTS = (
     # ----------------------------------------------------------------------------- the journal
     mutant(
         "record-without-fsync",
-        "journal",
-        """        self._write(line)
-        try:
-            self._storage.fsync(self._handle)
-        except OSError as error:
-""",
-        """        self._write(line)
-        try:
-            pass
-        except OSError as error:
-""",
+        "journal:JournalWriter.append",
+        "self._write(line)\ntry:\n    self._storage.fsync(self._handle)\nexcept OSError as error:",
+        "self._write(line)\ntry:\n    pass\nexcept OSError as error:",
         breaks="I2",
         source="fsync",
         killers=("simulation",),
     ),
     mutant(
         "segment-without-fsync",
-        "journal",
-        "            self._write(line)\n            self._storage.fsync(self._handle)\n",
-        "            self._write(line)\n",
+        "journal:JournalWriter.open",
+        "self._write(line)\nself._storage.fsync(self._handle)",
+        "self._write(line)",
         breaks="I11",
         source="fsync",
         killers=("simulation",),
     ),
     mutant(
         "name-of-segment-without-fsync",
-        "journal",
-        "            self._storage.fsync_dir(JOURNAL)\n",
+        "journal:JournalWriter.open",
+        "self._storage.fsync_dir(JOURNAL)",
         "",
         breaks="I11",
         source="fsync",
@@ -380,9 +364,9 @@ MUTANTS = (
     ),
     mutant(
         "sealed-without-fsync",
-        "engine",
-        "            self._make_durable(history.seals[-1])\n",
-        "            pass\n",
+        "engine:Engine.begin",
+        "self._make_durable(history.seals[-1])",
+        "pass",
         breaks="I11",
         source="fsync",
         killers=("tests:test_crash_simulation.py::test_I2_sigkill_at_every_storage_call",),
@@ -390,21 +374,19 @@ MUTANTS = (
     ),
     mutant(
         "journal-goes-on-after-a-failed-fsync",
-        "journal",
-        """            self._give_up()  # nobody knows what is on disk: never touch this segment again
-            raise OutcomeUnknown(
-                f"the journal could not be made durable: {error}", file=self.file
-            ) from error
-""",
-        """            raise StorageError(f"not durable: {error}", file=self.file) from error
-""",
+        "journal:JournalWriter.append",
+        "self._give_up()  # nobody knows what is on disk: never touch this segment again\n"
+        "raise OutcomeUnknown(\n"
+        '    f"the journal could not be made durable: {error}", file=self.file\n'
+        ") from error",
+        'raise StorageError(f"not durable: {error}", file=self.file) from error',
         breaks="I11",
         source="F6",
         killers=("simulation", "processes"),
     ),
     mutant(
         "no-reserve-in-the-journal",
-        "journal",
+        "journal:RESERVE_BYTES",
         "RESERVE_BYTES = 4 * 1024  #",
         "RESERVE_BYTES = 0  #",
         breaks="I10",
@@ -416,9 +398,9 @@ MUTANTS = (
     # ------------------------------------------------------------------------- markers, epochs
     mutant(
         "removed-marker-without-fsync",
-        "trash",
-        '    storage.unlink(path)\n    storage.fsync_dir(path.rpartition("/")[0])\n',
-        "    storage.unlink(path)\n",
+        "trash:remove_marker",
+        'storage.unlink(path)\nstorage.fsync_dir(path.rpartition("/")[0])',
+        "storage.unlink(path)",
         breaks="I7",
         source="fsync",
         killers=("tests:test_trash.py", "simulation"),
@@ -426,9 +408,9 @@ MUTANTS = (
     ),
     mutant(
         "directories-of-the-root-without-fsync",
-        "lease",
-        "        storage.fsync_dir(directory)  # a killed process may have left names that are not",
-        "        pass  # a killed process may have left names that are not",
+        "lease:open_root",
+        "storage.fsync_dir(directory)  # a killed process may have left names that are not",
+        "pass  # a killed process may have left names that are not",
         breaks="I8",
         source="fsync",
         killers=("simulation",),
@@ -436,27 +418,27 @@ MUTANTS = (
     # ---------------------------------------------------------------------------- the real disk
     mutant(
         "posix-fsync-does-nothing",
-        "storage",
-        "        with _named(self._path_of(handle)):\n            os.fsync(handle)\n",
-        "        with _named(self._path_of(handle)):\n            pass\n",
+        "storage:PosixStorage.fsync",
+        "with _named(self._path_of(handle)):\n    os.fsync(handle)",
+        "with _named(self._path_of(handle)):\n    pass",
         breaks="I3",
         source="fsync",
         killers=("tests:test_schedules.py",),
     ),
     mutant(
         "posix-fsync-of-directories-does-nothing",
-        "storage",
-        "changes=False) as fd:\n            os.fsync(fd)\n",
-        "changes=False) as fd:\n            os.fstat(fd)\n",
+        "storage:PosixStorage.fsync_dir",
+        "changes=False) as fd:\n    os.fsync(fd)",
+        "changes=False) as fd:\n    os.fstat(fd)",
         breaks="I3",
         source="fsync",
         killers=("tests:test_schedules.py",),
     ),
     mutant(
         "root-made-without-fsync",
-        "storage",
-        "    try:\n        os.fsync(fd)\n",
-        "    try:\n        os.fstat(fd)\n",
+        "storage:_fsync_path",
+        "try:\n    os.fsync(fd)",
+        "try:\n    os.fstat(fd)",
         breaks="I2",
         source="fsync",
         killers=("tests:test_storage_contract.py",),
@@ -464,9 +446,9 @@ MUTANTS = (
     ),
     mutant(
         "remote-copy-without-fsync",
-        "integrations.verl.mirror",
-        "                    os.fsync(written.fileno())\n",
-        "                    written.fileno()\n",
+        "integrations.verl.mirror:DirectoryMirror._upload",
+        "os.fsync(written.fileno())",
+        "written.fileno()",
         breaks="I2",
         source="fsync",
         killers=("tests:test_uploads.py::test_a_copy_is_fsynced_before_it_has_its_name",),
@@ -474,8 +456,8 @@ MUTANTS = (
     ),
     mutant(
         "remote-copy-names-without-fsync",
-        "integrations.verl.mirror",
-        "            fsync_tree_dirs(storage, partial.name)\n",
+        "integrations.verl.mirror:DirectoryMirror._upload",
+        "fsync_tree_dirs(storage, partial.name)",
         "",
         breaks="I2",
         source="fsync",
@@ -484,7 +466,7 @@ MUTANTS = (
     ),
     mutant(
         "posix-open-truncates",
-        "storage",
+        "storage:_EXCLUSIVE",
         "_EXCLUSIVE = os.O_WRONLY | os.O_CREAT | os.O_EXCL |",
         "_EXCLUSIVE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC |",
         breaks="I5",
@@ -494,7 +476,7 @@ MUTANTS = (
     ),
     mutant(
         "posix-follows-links",
-        "storage",
+        "storage:_DIRECTORY",
         "_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW |",
         "_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY |",
         breaks="F16",

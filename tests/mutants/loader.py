@@ -1,8 +1,8 @@
 """Puts a planted bug into the production code as it is imported, in a process of its own.
 
-A mutant is a replacement of source text. Rules: the old text stands exactly once in its module, so
-that a change of the library which moves it is noticed at once; a mutant is installed before
-``ckptfsm`` is imported; nothing on disk changes, and no byte code of a mutant is cached.
+A mutant replaces code in a named function, see ``anchors``. Rules: the old code stands exactly once in
+its function, so that a change of the library which moves it is noticed at once; a mutant is installed
+before ``ckptfsm`` is imported; nothing on disk changes, and no byte code of a mutant is cached.
 """
 
 from __future__ import annotations
@@ -16,21 +16,37 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mutants import anchors
+
 PACKAGE = "ckptfsm"
 ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Where ``old`` stands in ``module`` (without the package's name), ``new`` is to stand."""
+    """``new`` in the place of ``old`` in a function: ``where`` is ``module:Class.method``.
 
-    module: str
+    The module is named without the package. An empty ``new`` leaves a statement out.
+    """
+
+    where: str
     old: str
     new: str
 
     @property
+    def module(self) -> str:
+        return self.where.partition(":")[0]
+
+    @property
     def path(self) -> Path:
         return ROOT / PACKAGE / f"{self.module.replace('.', '/')}.py"
+
+    def span(self, source: str) -> tuple[int, int]:
+        """Where ``old`` stands in the module's source. Raises ``LookupError`` unless that is once."""
+        found = anchors.find(source, self.where.partition(":")[2], self.old)
+        if len(found) != 1:
+            raise LookupError(f"{self.old!r} stands {len(found)} times in {PACKAGE}.{self.where}")
+        return found[0]
 
 
 @dataclass(frozen=True)
@@ -53,7 +69,7 @@ class Mutant:
 
 def mutant(
     name: str,
-    module: str,
+    where: str,
     old: str,
     new: str,
     *more: tuple[str, str, str],
@@ -62,24 +78,24 @@ def mutant(
     killers: Sequence[str] = (),
     why: str = "",
 ) -> Mutant:
-    """A mutant of one replacement, or of several: ``more`` are (module, old, new)."""
-    edits = tuple(Edit(*edit) for edit in ((module, old, new), *more))
+    """A mutant of one replacement, or of several: ``more`` are (where, old, new)."""
+    edits = tuple(Edit(*edit) for edit in ((where, old, new), *more))
     return Mutant(name, breaks, source, edits, tuple(killers), why)
 
 
 def mutated_sources(planted: Mutant) -> dict[str, str]:
     """The source text of every module that the mutant changes, by full module name.
 
-    Raises ``LookupError`` if an old text does not stand exactly once where it should.
+    Raises ``LookupError`` if old code does not stand exactly once where it should.
     """
     sources: dict[str, str] = {}
     for edit in planted.edits:
         full = f"{PACKAGE}.{edit.module}"
         text = sources.get(full) or edit.path.read_text(encoding="utf-8")
-        found = text.count(edit.old)
-        if found != 1:
-            raise LookupError(f"{planted.name}: its old text stands {found} times in {full}")
-        sources[full] = text.replace(edit.old, edit.new)
+        try:
+            sources[full] = anchors.replace(text, edit.span(text), edit.new)
+        except LookupError as error:
+            raise LookupError(f"{planted.name}: {error}") from None
     return sources
 
 

@@ -7,42 +7,39 @@ from mutants.loader import mutant
 ORDER = (
     mutant(
         "effect-before-journal",
-        "engine",
-        """        if moved.source is not moved.dest:
-            record = self._record(moved)
-            self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))
-            self.moves += 1
-            self.blocked.pop(moved.of, None)
-            self.news.append(record)
-            say(log.info, "transition", _told(record), record=record)
-        self.ledger = ledger
-        if command is not None:
-            self.run(command)
-""",
-        """        self.ledger = ledger
-        if command is not None:
-            self.run(command)
-        if moved.source is not moved.dest:
-            record = self._record(moved)
-            self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))
-            self.moves += 1
-            self.news.append(record)
-            say(log.info, "transition", _told(record), record=record)
-""",
+        "engine:Engine.commit",
+        "if moved.source is not moved.dest:\n"
+        "    record = self._record(moved)\n"
+        "    self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))\n"
+        "    self.moves += 1\n"
+        "    self.blocked.pop(moved.of, None)\n"
+        "    self.news.append(record)\n"
+        '    say(log.info, "transition", _told(record), record=record)\n'
+        "self.ledger = ledger\n"
+        "if command is not None:\n"
+        "    self.run(command)",
+        "self.ledger = ledger\n"
+        "if command is not None:\n"
+        "    self.run(command)\n"
+        "if moved.source is not moved.dest:\n"
+        "    record = self._record(moved)\n"
+        "    self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))\n"
+        "    self.moves += 1\n"
+        "    self.news.append(record)\n"
+        '    say(log.info, "transition", _told(record), record=record)',
         breaks="I11",
         source="order",
         killers=("simulation", "processes"),
     ),
     mutant(
         "pruned-before-prunable-is-journaled",
-        "engine",
-        "        if moved.source is not moved.dest:\n            record = self._record(moved)\n",
-        """        if isinstance(command, Prune):
-            latest = self.ledger.latest()
-            self.effects.prune(moved.checkpoint, latest.step if latest else -1)
-        if moved.source is not moved.dest:
-            record = self._record(moved)
-""",
+        "engine:Engine.commit",
+        "if moved.source is not moved.dest:\n    record = self._record(moved)",
+        "if isinstance(command, Prune):\n"
+        "    latest = self.ledger.latest()\n"
+        "    self.effects.prune(moved.checkpoint, latest.step if latest else -1)\n"
+        "if moved.source is not moved.dest:\n"
+        "    record = self._record(moved)",
         breaks="I1",
         source="order",
         killers=("simulation", "processes"),
@@ -50,35 +47,33 @@ ORDER = (
     ),
     mutant(
         "acknowledged-before-the-tracker",
-        "engine",
-        """        self.effects.write_tracker(checkpoint.step)
-        self._finalized_by_rank.discard(checkpoint.id)
-        self._published.discard(checkpoint.id)
-        if checkpoint.state is State.FINALIZED:
-            self.post(TrackerWritten(checkpoint.id))
-""",
-        """        if checkpoint.state is State.FINALIZED:
-            self.post(TrackerWritten(checkpoint.id))
-        self.effects.write_tracker(checkpoint.step)
-        self._finalized_by_rank.discard(checkpoint.id)
-        self._published.discard(checkpoint.id)
-        if checkpoint.state is State.FINALIZED:
-""",
+        "engine:Engine._run_tracker",
+        "self.effects.write_tracker(checkpoint.step)\n"
+        "self._finalized_by_rank.discard(checkpoint.id)\n"
+        "self._published.discard(checkpoint.id)\n"
+        "if checkpoint.state is State.FINALIZED:\n"
+        "    self.post(TrackerWritten(checkpoint.id))",
+        "if checkpoint.state is State.FINALIZED:\n"
+        "    self.post(TrackerWritten(checkpoint.id))\n"
+        "self.effects.write_tracker(checkpoint.step)\n"
+        "self._finalized_by_rank.discard(checkpoint.id)\n"
+        "self._published.discard(checkpoint.id)\n"
+        "if checkpoint.state is State.FINALIZED:",
         breaks="I2",
         source="order",
         killers=("simulation", "processes"),
     ),
     mutant(
         "published-before-the-manifest",
-        "effects",
-        '            put(self.storage, f"{directory}/{MANIFEST}",',
-        """            self.check_epoch()
-            self.storage.rename(directory, target)
-            put(self.storage, f"{target}/{MANIFEST}",""",
+        "effects:Effects.finalize",
+        'put(self.storage, f"{directory}/{MANIFEST}",',
+        "self.check_epoch()\n"
+        "self.storage.rename(directory, target)\n"
+        'put(self.storage, f"{target}/{MANIFEST}",',
         (
-            "effects",
-            "            self._publish(checkpoint, directory, target)\n",
-            "            self._fsync_names(checkpoint, target)\n",
+            "effects:Effects.finalize",
+            "self._publish(checkpoint, directory, target)",
+            "self._fsync_names(checkpoint, target)",
         ),
         breaks="I4",
         source="order",
@@ -86,16 +81,17 @@ ORDER = (
     ),
     mutant(
         "tracker-after-the-move-to-quarantine",
-        "engine",
-        "            self.effects.write_tracker(latest.step)\n        undecided",
-        "            late = True\n        undecided",
+        "engine:Engine._run_quarantine",
+        "self.effects.write_tracker(latest.step)",
+        "late = True",
         (
-            "engine",
-            "        self.effects.quarantine(checkpoint, alone=alone, earlier=earlier)\n",
-            """        self.effects.quarantine(checkpoint, alone=alone, earlier=earlier)
-        if 'late' in locals():
-            self.effects.write_tracker(latest.step)
-""",
+            "engine:Engine._run_quarantine",
+            "self.effects.quarantine(checkpoint, alone=alone, earlier=earlier)",
+            (
+                "self.effects.quarantine(checkpoint, alone=alone, earlier=earlier)\n"
+                "if 'late' in locals():\n"
+                "    self.effects.write_tracker(latest.step)"
+            ),
         ),
         breaks="I2",
         source="order",
@@ -103,8 +99,8 @@ ORDER = (
     ),
     mutant(
         "rollback-without-intent",
-        "coordinator",
-        "        self._engine.append(RollbackStarted(to_step=step, at=self._clock.wall()))\n",
+        "coordinator:Coordinator._rollback",
+        "self._engine.append(RollbackStarted(to_step=step, at=self._clock.wall()))",
         "",
         breaks="I8",
         source="order",
@@ -113,18 +109,18 @@ ORDER = (
     ),
     mutant(
         "unfinished-rollback-is-forgotten",
-        "opening",
-        "            self._finish_rollback(history.intent, afresh)\n",
-        "            pass\n",
+        "opening:Opening.run",
+        "self._finish_rollback(history.intent, afresh)",
+        "pass",
         breaks="I8",
         source="order",
         killers=("tests:test_attacks.py",),
     ),
     mutant(
         "trash-emptied-before-a-prune-is-decided",
-        "effects",
-        "        aside = self._move_aside(source, trash_dir(checkpoint.id))\n",
-        "        aside = self._move_aside(source, gone_dir(checkpoint.id))\n",
+        "effects:Effects.prune",
+        "aside = self._move_aside(source, trash_dir(checkpoint.id))",
+        "aside = self._move_aside(source, gone_dir(checkpoint.id))",
         breaks="F27",
         source="order",
         killers=("tests:test_schedules.py", "simulation"),
@@ -132,9 +128,9 @@ ORDER = (
     ),
     mutant(
         "trash-emptied-before-a-clean-up-is-durable",
-        "effects",
-        "        aside = trash_dir if given_up else quarantine_dir  # it may be of value to somebody\n",
-        "        aside = gone_dir if given_up else quarantine_dir  # it may be of value to somebody\n",
+        "effects:Effects.clean_up",
+        "aside = trash_dir if given_up else quarantine_dir  # it may be of value to somebody",
+        "aside = gone_dir if given_up else quarantine_dir  # it may be of value to somebody",
         breaks="I4",
         source="F8",
         killers=("tests:test_found_by_proof.py",),
@@ -142,22 +138,20 @@ ORDER = (
     ),
     mutant(
         "reader-looks-before-its-lease",
-        "readers",
-        """        put(self._storage, self._file, encode(mark), tag=self._nonce)
-        found = lookup(self._storage, self._name)
-""",
-        """        found = lookup(self._storage, self._name)
-        put(self._storage, self._file, encode(mark), tag=self._nonce)
-""",
+        "readers:ReaderLease.renew",
+        "put(self._storage, self._file, encode(mark), tag=self._nonce)\n"
+        "found = lookup(self._storage, self._name)",
+        "found = lookup(self._storage, self._name)\n"
+        "put(self._storage, self._file, encode(mark), tag=self._nonce)",
         breaks="F27",
         source="order",
         killers=("exhaustive", "simulation"),
     ),
     mutant(
         "reader-does-not-look",
-        "readers",
-        '        if found is None or found.kind != "dir":\n',
-        "        if False:\n",
+        "readers:ReaderLease.renew",
+        'if found is None or found.kind != "dir":',
+        "if False:",
         breaks="F27",
         source="order",
         killers=("exhaustive", "simulation"),
@@ -165,9 +159,9 @@ ORDER = (
     ),
     mutant(
         "trash-kept-from-what-waits-for-space",
-        "coordinator",
-        "        if idle or self._engine.pending or not self._idle_at_last_tick:\n",
-        "        if idle or not self._idle_at_last_tick:\n",
+        "coordinator:Coordinator._tick",
+        "if idle or self._engine.pending or not self._idle_at_last_tick:",
+        "if idle or not self._idle_at_last_tick:",
         breaks="F5",
         source="order",
         killers=("tests:test_coordinator.py",),
@@ -175,19 +169,17 @@ ORDER = (
     ),
     mutant(
         "lease-given-back-before-the-load",
-        "restoring",
-        "            return self.load(located, named)\n",
-        """            self.agree(Coordinator.release, located.lease)
-            return self.load(located, named)
-""",
+        "restoring:Restorer.restore",
+        "return self.load(located, named)",
+        "self.agree(Coordinator.release, located.lease)\nreturn self.load(located, named)",
         breaks="F27",
         source="order",
         killers=("tests:test_manager.py::test_F27_restore_holds_a_lease_while_it_loads",),
     ),
     mutant(
         "tracker-not-repaired-at-start",
-        "opening",
-        '        self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))\n',
+        "opening:Opening.run",
+        'self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))',
         "",
         breaks="F18",
         source="order",
@@ -195,9 +187,9 @@ ORDER = (
     ),
     mutant(
         "late-retry-takes-the-tracker-back",
-        "engine",
-        "            return  # a retry that came too late: the tracker never goes back\n",
-        "            pass\n",
+        "engine:Engine._run_tracker",
+        "if checkpoint.state is not State.FINALIZED and checkpoint != latest:",
+        "if False:",
         breaks="I2",
         source="order",
         killers=("tests:test_schedules.py", "simulation"),
@@ -207,24 +199,25 @@ ORDER = (
 LOOKS = (
     mutant(
         "tracker-not-read-back",
-        "effects",
-        "        if seen.step != step:\n",
-        "        if False:\n",
+        "effects:Effects.write_tracker",
+        "if seen.step != step:",
+        "if False:",
         breaks="I2",
         source="read-back",
         killers=("tests:test_schedules.py", "simulation"),
     ),
     mutant(
         "published-name-not-read-back",
-        "effects",
-        "            if manifest is None or manifest.of != checkpoint.id:\n",
-        "            if False:\n",
+        "effects:Effects._fsync_names",
+        "if manifest is None or manifest.of != checkpoint.id:",
+        "if False:",
         (
-            "effects",
-            """            if lookup(self.storage, directory) is not None:
-                raise  # it certainly did not happen; something else may stand at the name
-""",
-            "            pass\n",
+            "effects:Effects._publish",
+            (
+                "if lookup(self.storage, directory) is not None:\n"
+                "    raise  # it certainly did not happen; something else may stand at the name"
+            ),
+            "pass",
         ),
         breaks="I3",
         source="read-back",
@@ -233,15 +226,9 @@ LOOKS = (
     ),
     mutant(
         "unknown-outcome-is-a-failure",
-        "engine",
-        """            self.effects.finalize(checkpoint)
-        except (Fenced, OutcomeUnknown):
-            raise
-""",
-        """            self.effects.finalize(checkpoint)
-        except Fenced:
-            raise
-""",
+        "engine:Engine._finalize",
+        "except (Fenced, OutcomeUnknown):",
+        "except Fenced:",
         breaks="I1",
         source="F8",
         killers=(
@@ -252,19 +239,18 @@ LOOKS = (
     ),
     mutant(
         "a-published-one-may-fail",
-        "engine",
-        "            if checkpoint.id in self._published:\n",
-        "            if False:\n",
+        "engine:Engine._finalize",
+        "if checkpoint.id in self._published:",
+        "if False:",
         breaks="I1",
         source="F5",
         killers=("tests:test_attacks.py", "simulation"),
     ),
     mutant(
         "another-attempts-manifest-is-our-commit",
-        "effects",
-        "        if manifest is None or manifest.of != checkpoint.id:\n            return False\n",
-        "        if manifest is None or manifest.of.step != checkpoint.step:\n"
-        "            return False\n",
+        "effects:Effects._is_committed",
+        "if manifest is None or manifest.of != checkpoint.id:\n    return False",
+        "if manifest is None or manifest.of.step != checkpoint.step:\n    return False",
         breaks="I5",
         source="F11",
         killers=(
@@ -273,10 +259,9 @@ LOOKS = (
     ),
     mutant(
         "another-attempts-directory-is-ours-published",
-        "effects",
-        "        if manifest is not None and manifest.of == checkpoint.id:\n            return True\n",
-        "        if manifest is not None and manifest.of.step == checkpoint.step:\n"
-        "            return True\n",
+        "effects:Effects._is_published",
+        "if manifest is not None and manifest.of == checkpoint.id:\n    return True",
+        "if manifest is not None and manifest.of.step == checkpoint.step:\n    return True",
         breaks="I5",
         source="F11",
         killers=(
@@ -285,9 +270,9 @@ LOOKS = (
     ),
     mutant(
         "a-mount-is-pruned",
-        "effects",
-        "        if found is not None and self._is_somebody_elses(found):\n            return",
-        "        if False:\n            return",
+        "effects:Effects._kept_by_tracker",
+        "if found is not None and self._is_somebody_elses(found):\n    return",
+        "if False:\n    return",
         breaks="F16",
         source="F16",
         killers=(
@@ -297,13 +282,13 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-look-for-pins",
-        "effects",
-        "            or self._kept_by_people(checkpoint.step)\n            or self._kept_by_tracker",
-        "            or self._kept_by_tracker",
+        "effects:Effects.prune",
+        "or self._kept_by_people(checkpoint.step)\nor self._kept_by_tracker",
+        "or self._kept_by_tracker",
         (
-            "effects",
-            "        kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker",
-            "        kept = self._kept_by_tracker",
+            "effects:Effects.prune",
+            "kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker",
+            "kept = self._kept_by_tracker",
         ),
         breaks="I7",
         source="F27",
@@ -311,9 +296,9 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-look-first",
-        "effects",
-        "            or self._kept_by_people(checkpoint.step)\n            or self._kept_by_tracker",
-        "            or self._kept_by_tracker",
+        "effects:Effects.prune",
+        "or self._kept_by_people(checkpoint.step)\nor self._kept_by_tracker",
+        "or self._kept_by_tracker",
         breaks="F27",
         source="F27",
         killers=("tests:test_schedules.py", "simulation"),
@@ -321,11 +306,10 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-look-again",
-        "effects",
-        """        kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(checkpoint)
-        return self._bring_back(checkpoint, aside, kept) if kept else Pruned(aside=aside)
-""",
-        "        return Pruned(aside=aside)\n",
+        "effects:Effects.prune",
+        "kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(checkpoint)\n"
+        "return self._bring_back(checkpoint, aside, kept) if kept else Pruned(aside=aside)",
+        "return Pruned(aside=aside)",
         breaks="F27",
         source="F27",
         killers=("exhaustive", "simulation"),
@@ -333,9 +317,9 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-bring-back",
-        "effects",
-        "        return self._bring_back(checkpoint, back, kept)\n",
-        "        return Pruned()\n",
+        "effects:Effects._prune_moved",
+        "return self._bring_back(checkpoint, back, kept)",
+        "return Pruned()",
         breaks="F27",
         source="F17",
         killers=("tests:test_attacks.py", "simulation"),
@@ -343,9 +327,9 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-read-the-tracker",
-        "effects",
-        "        if tracker.step is None or tracker.step <= checkpoint.step:\n",
-        "        if False:\n",
+        "effects:Effects._kept_by_tracker",
+        "if tracker.step is None or tracker.step <= checkpoint.step:",
+        "if False:",
         breaks="I2",
         source="F17",
         killers=("tests:test_coordinator.py", "simulation"),
@@ -353,18 +337,18 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-look-at-the-newer-one",
-        "effects",
-        '        if newer is None or newer.kind != "dir":\n            return f"step',
-        '        if newer is None:\n            return ""\n        if False:\n            return f"step',
+        "effects:Effects._kept_for_want",
+        'if newer is None or newer.kind != "dir":\n    return f"step {newer_step} is not there"',
+        'if newer is None:\n    return ""\nif False:\n    return f"step {newer_step} is not there"',
         breaks="I2",
         source="F19",
         killers=("tests:test_schedules.py", "simulation"),
     ),
     mutant(
         "prune-takes-whatever-has-the-name",
-        "effects",
-        "            return self._prune_moved(checkpoint, newer_step)\n        kept = (",
-        "            pass\n        kept = (",
+        "effects:Effects.prune",
+        "return self._prune_moved(checkpoint, newer_step)",
+        "pass",
         breaks="I1",
         source="F15",
         killers=("tests:test_schedules.py",),
@@ -372,13 +356,13 @@ LOOKS = (
     ),
     mutant(
         "prune-deletes-in-place",
-        "effects",
-        "        aside = self._move_aside(source, trash_dir(checkpoint.id))\n        kept",
-        """        for inner, _ in walk_files(self.storage, source):
-            if not inner.startswith(".ckptfsm"):
-                self.storage.unlink(f"{source}/{inner}")
-        aside = self._move_aside(source, trash_dir(checkpoint.id))
-        kept""",
+        "effects:Effects.prune",
+        "aside = self._move_aside(source, trash_dir(checkpoint.id))\nkept",
+        "for inner, _ in walk_files(self.storage, source):\n"
+        '    if not inner.startswith(".ckptfsm"):\n'
+        '        self.storage.unlink(f"{source}/{inner}")\n'
+        "aside = self._move_aside(source, trash_dir(checkpoint.id))\n"
+        "kept",
         breaks="I4",
         source="verl (open): gutted directory",
         killers=("simulation", "processes"),
@@ -386,13 +370,13 @@ LOOKS = (
     ),
     mutant(
         "clean-up-takes-what-was-published",
-        "effects",
-        "            self._move_aside(name, quarantine_dir(checkpoint.id))\n",
-        "            self._move_aside(name, trash_dir(checkpoint.id))\n",
+        "effects:Effects.clean_up",
+        "self._move_aside(name, quarantine_dir(checkpoint.id))",
+        "self._move_aside(name, trash_dir(checkpoint.id))",
         (
-            "recovery",
-            '    if whole:\n        why = "published with its own manifest',
-            '    if False:\n        why = "published with its own manifest',
+            "recovery:_decide_unpublished",
+            ('if whole:\n    why = "published with its own manifest; only the journal lagged"'),
+            ('if False:\n    why = "published with its own manifest; only the journal lagged"'),
         ),
         breaks="I1",
         source="I1",
@@ -401,9 +385,9 @@ LOOKS = (
     ),
     mutant(
         "quarantine-is-the-trash",
-        "effects",
-        "        self._move_aside(source, quarantine_dir(checkpoint.id))\n",
-        "        self._move_aside(source, trash_dir(checkpoint.id))\n",
+        "effects:Effects.quarantine",
+        "self._move_aside(source, quarantine_dir(checkpoint.id))",
+        "self._move_aside(source, trash_dir(checkpoint.id))",
         breaks="I1",
         source="I1",
         killers=("simulation", "fieldbugs"),
@@ -411,8 +395,8 @@ LOOKS = (
     ),
     mutant(
         "unlisted-files-are-published",
-        "assembly",
-        "        self._refuse_unlisted(directory, files)\n",
+        "assembly:Assembly.manifest",
+        "self._refuse_unlisted(directory, files)",
         "",
         breaks="F21",
         source="F13",
@@ -421,9 +405,9 @@ LOOKS = (
     ),
     mutant(
         "a-taken-name-is-cleared",
-        "coordinator",
-        '        if there.found in ("manifest", "stock"):\n            raise StepExistsError(',
-        "        if there.found in ():\n            raise StepExistsError(",
+        "coordinator:Coordinator._clear_the_name",
+        'if there.found in ("manifest", "stock"):\n    raise StepExistsError(',
+        "if there.found in ():\n    raise StepExistsError(",
         breaks="F15",
         source="F15",
         killers=("tests:test_manager.py::test_adopt_a_stock_directory",),
@@ -431,8 +415,8 @@ LOOKS = (
     ),
     mutant(
         "adopted-without-pin",
-        "opening",
-        '            self.engine.effects.pin(action.of.step, "adopted")\n',
+        "opening:Opening._act",
+        'self.engine.effects.pin(action.of.step, "adopted")',
         "",
         breaks="I8",
         source="F26",
@@ -440,20 +424,19 @@ LOOKS = (
     ),
     mutant(
         "pinned-after-it-is-adopted",
-        "opening",
-        """            self.engine.effects.pin(action.of.step, "adopted")
-            self.engine.reread_protection()
-        if isinstance(action, FoundPublished):
-            self.engine.effects.settle_published(action.of.step)
-        self.engine.post(action)
-""",
-        """        if isinstance(action, FoundPublished):
-            self.engine.effects.settle_published(action.of.step)
-        self.engine.post(action)
-        if isinstance(action, Adopted):
-            self.engine.effects.pin(action.of.step, "adopted")
-            self.engine.reread_protection()
-""",
+        "opening:Opening._act",
+        'self.engine.effects.pin(action.of.step, "adopted")\nself.engine.reread_protection()',
+        "pass",
+        (
+            "opening:Opening._act",
+            "self.engine.post(action)",
+            (
+                "self.engine.post(action)\n"
+                "if isinstance(action, Adopted):\n"
+                '    self.engine.effects.pin(action.of.step, "adopted")\n'
+                "    self.engine.reread_protection()"
+            ),
+        ),
         breaks="I8",
         source="order",
         killers=(
@@ -467,9 +450,9 @@ LOOKS = (
     ),
     mutant(
         "a-renewal-changes-nothing",
-        "readers",
-        'nonce=f"{self._nonce}-{self._renewals}")\n',
-        "nonce=self._nonce)\n",
+        "readers:ReaderLease.renew",
+        'nonce=f"{self._nonce}-{self._renewals}")',
+        "nonce=self._nonce)",
         breaks="F27",
         source="F27",
         killers=(
@@ -483,7 +466,7 @@ LOOKS = (
     ),
     mutant(
         "renewals-do-not-count",
-        "reader_leases",
+        "reader_leases:ReaderLeases._watch",
         "known[0] == content else now",
         "known[0] != b'' else now",
         breaks="F27",
@@ -496,9 +479,9 @@ LOOKS = (
 FENCES = (
     mutant(
         "a-manifest-in-place-is-put-unchecked",
-        "effects",
-        "            put(self.storage, path, manifest, tag=self.tag, check=self.check_epoch)\n",
-        "            put(self.storage, path, manifest, tag=self.tag)\n",
+        "effects:Effects._commit_in_place",
+        "put(self.storage, path, manifest, tag=self.tag, check=self.check_epoch)",
+        "put(self.storage, path, manifest, tag=self.tag)",
         breaks="I9",
         source="fencing",
         killers=(
@@ -507,9 +490,9 @@ FENCES = (
     ),
     mutant(
         "published-unchecked",
-        "effects",
-        "        self.check_epoch()\n        try:\n            self.storage.rename(directory, target)\n",
-        "        try:\n            self.storage.rename(directory, target)\n",
+        "effects:Effects._publish",
+        "self.check_epoch()\ntry:\n    self.storage.rename(directory, target)",
+        "try:\n    self.storage.rename(directory, target)",
         breaks="I9",
         source="fencing",
         killers=(
@@ -519,9 +502,9 @@ FENCES = (
     ),
     mutant(
         "a-taker-forgets-all-epochs-but-its-own",
-        "lease",
-        "        if older is not None and older < epoch:\n",
-        "        if older is not None and older != epoch:\n",
+        "lease:_forget_older",
+        "if older is not None and older < epoch:",
+        "if older is not None and older != epoch:",
         breaks="I9",
         source="fencing",
         killers=("tests:test_lease.py::test_I9_a_paused_taker_leaves_its_successors_epoch",),
@@ -529,27 +512,27 @@ FENCES = (
     ),
     mutant(
         "nobody-is-fenced",
-        "lease",
-        "        if newest != self.epoch:\n            raise Fenced(",
-        "        if False:\n            raise Fenced(",
+        "lease:RootLease.check",
+        "if newest != self.epoch:\n    raise Fenced(",
+        "if False:\n    raise Fenced(",
         breaks="I9",
         source="fencing",
         killers=("simulation",),
     ),
     mutant(
         "finalize-is-not-fenced",
-        "effects",
-        "        self.check_epoch()\n        target = self.layout.published_name(checkpoint.step)\n",
-        "        target = self.layout.published_name(checkpoint.step)\n",
+        "effects:Effects.finalize",
+        "self.check_epoch()\ntarget = self.layout.published_name(checkpoint.step)",
+        "target = self.layout.published_name(checkpoint.step)",
         (
-            "effects",
-            "        fsync_tree_dirs(self.storage, directory)\n        self.check_epoch()\n",
-            "        fsync_tree_dirs(self.storage, directory)\n",
+            "effects:Effects.finalize",
+            ("fsync_tree_dirs(self.storage, directory)\nself.check_epoch()"),
+            "fsync_tree_dirs(self.storage, directory)",
         ),
         (
-            "effects",
-            "        self.check_epoch()\n        try:\n            self.storage.rename(dir",
-            "        try:\n            self.storage.rename(dir",
+            "effects:Effects._publish",
+            ("self.check_epoch()\ntry:\n    self.storage.rename(directory"),
+            ("try:\n    self.storage.rename(directory"),
         ),
         breaks="I9",
         source="fencing",
@@ -557,73 +540,62 @@ FENCES = (
     ),
     mutant(
         "tracker-is-not-fenced",
-        "effects",
-        """        self.check_epoch()
-        put(self.storage, TRACKER, tracker_text(step), tag=self.tag, check=self.check_epoch)
-""",
-        """        put(self.storage, TRACKER, tracker_text(step), tag=self.tag)
-""",
+        "effects:Effects.write_tracker",
+        "self.check_epoch()\n"
+        "put(self.storage, TRACKER, tracker_text(step), tag=self.tag, check=self.check_epoch)",
+        "put(self.storage, TRACKER, tracker_text(step), tag=self.tag)",
         breaks="I9",
         source="fencing",
         killers=("simulation",),
     ),
     mutant(
         "prune-is-not-fenced",
-        "effects",
-        """        self.check_epoch()
-        source = self.layout.published_name(checkpoint.step)
-        if not self._is_at_its_name(checkpoint):
-""",
-        """        source = self.layout.published_name(checkpoint.step)
-        if not self._is_at_its_name(checkpoint):
-""",
+        "effects:Effects.prune",
+        "self.check_epoch()\n"
+        "source = self.layout.published_name(checkpoint.step)\n"
+        "if not self._is_at_its_name(checkpoint):",
+        "source = self.layout.published_name(checkpoint.step)\n"
+        "if not self._is_at_its_name(checkpoint):",
         breaks="I9",
         source="fencing",
         killers=("simulation",),
     ),
     mutant(
         "clean-up-is-not-fenced",
-        "effects",
-        """        self.check_epoch()
-        directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
-        name = self.layout.published_name(checkpoint.step)
-""",
-        """        directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
-        name = self.layout.published_name(checkpoint.step)
-""",
+        "effects:Effects.clean_up",
+        "self.check_epoch()\n"
+        "directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)\n"
+        "name = self.layout.published_name(checkpoint.step)",
+        "directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)\n"
+        "name = self.layout.published_name(checkpoint.step)",
         breaks="I9",
         source="fencing",
         killers=("simulation",),
     ),
     mutant(
         "quarantine-is-not-fenced",
-        "effects",
-        """        self.check_epoch()
-        for path in sorted(self.lies_in(TRASH, checkpoint)):
-""",
-        """        for path in sorted(self.lies_in(TRASH, checkpoint)):
-""",
+        "effects:Effects.quarantine",
+        "self.check_epoch()\nfor path in sorted(self.lies_in(TRASH, checkpoint)):",
+        "for path in sorted(self.lies_in(TRASH, checkpoint)):",
         breaks="I9",
         source="fencing",
         killers=("simulation",),
     ),
     mutant(
         "bringing-back-is-not-fenced",
-        "effects",
-        """        self.check_epoch()
-        move(self.storage, aside, self.layout.published_name(checkpoint.step))
-""",
-        """        move(self.storage, aside, self.layout.published_name(checkpoint.step))
-""",
+        "effects:Effects._bring_back",
+        "self.check_epoch()\n"
+        "move(self.storage, aside, self.layout.published_name(checkpoint.step))",
+        "move(self.storage, aside, self.layout.published_name(checkpoint.step))",
         breaks="I9",
         source="fencing",
         killers=("tests:test_found_by_review.py",),
     ),
     mutant(
         "what-comes-back-counts-unseen",
-        "effects",
-        "        if not is_whole(checkpoint, there):\n",
-        "        if False:\n",
+        "effects:Effects._stay",
+        "if not is_whole(checkpoint, there):",
+        "if False:",
         breaks="I2",
         source="F27",
         killers=("tests:test_found_by_proof.py",),
@@ -631,10 +603,10 @@ FENCES = (
     ),
     mutant(
         "a-stranger-is-explained-away",
-        "findings",
-        "    if there.of is not None:\n        return there.of == checkpoint.id\n",
-        '    if there.of is not None and checkpoint.provenance != "adopted":\n'
-        "        return there.of == checkpoint.id\n",
+        "findings:is_its_own",
+        "if there.of is not None:\n    return there.of == checkpoint.id",
+        'if there.of is not None and checkpoint.provenance != "adopted":\n'
+        "    return there.of == checkpoint.id",
         breaks="I8",
         source="F16",
         killers=("tests:test_recovery.py",),
@@ -642,9 +614,9 @@ FENCES = (
     ),
     mutant(
         "what-left-for-the-trash-is-still-at-its-name",
-        "recovery",
-        "    return checkpoint.id in evidence.trashed or (left and checkpoint.id in evidence.aside)\n",
-        "    gone = evidence.trashed | evidence.aside\n    return left and checkpoint.id in gone\n",
+        "recovery:_is_elsewhere",
+        "return checkpoint.id in evidence.trashed or (left and checkpoint.id in evidence.aside)",
+        "gone = evidence.trashed | evidence.aside\nreturn left and checkpoint.id in gone",
         breaks="I8",
         source="F16",
         killers=(
@@ -657,9 +629,9 @@ FENCES = (
     ),
     mutant(
         "a-stranger-inherits-the-name-of-what-was-moved",
-        "recovery",
-        "    return checkpoint.id in evidence.trashed or (left and checkpoint.id in evidence.aside)\n",
-        "    return checkpoint.id in evidence.trashed\n",
+        "recovery:_is_elsewhere",
+        "return checkpoint.id in evidence.trashed or (left and checkpoint.id in evidence.aside)",
+        "return checkpoint.id in evidence.trashed",
         breaks="I8",
         source="F16",
         killers=(
@@ -672,9 +644,9 @@ FENCES = (
     ),
     mutant(
         "what-came-back-may-leave-again",
-        "effects",
-        '        self._settle("", TRASH)\n        there = inspect_published(',
-        "        there = inspect_published(",
+        "effects:Effects._stay",
+        'self._settle("", TRASH)\nthere = inspect_published(',
+        "there = inspect_published(",
         breaks="I1",
         source="order",
         killers=(
@@ -687,9 +659,9 @@ FENCES = (
     ),
     mutant(
         "the-trash-has-no-say-at-a-restart",
-        "evidence",
-        "        frozenset(trashed),\n",
-        "        frozenset(),\n",
+        "evidence:gather_evidence",
+        "frozenset(trashed),",
+        "frozenset(),",
         breaks="I7",
         source="F27",
         killers=(
@@ -700,10 +672,9 @@ FENCES = (
     ),
     mutant(
         "a-leased-one-is-given-up-for-a-stranger",
-        "effects",
-        "            raise DamagedRoot(problem, file=name, step=checkpoint.step)\n"
-        "        back = which_comes_back(",
-        '            return ""\n        back = which_comes_back(',
+        "effects:Effects._prune_moved",
+        "raise DamagedRoot(problem, file=name, step=checkpoint.step)",
+        'return ""',
         breaks="I7",
         source="F27",
         killers=(
@@ -716,9 +687,9 @@ FENCES = (
     ),
     mutant(
         "what-is-saved-again-is-taken-for-what-was-missing",
-        "findings",
-        '    if checkpoint.reason == "missing":  # it',
-        "    if False:  # it",
+        "findings:is_its_own",
+        'if checkpoint.reason == "missing":  # it',
+        "if False:  # it",
         breaks="I2",
         source="F19",
         killers=("tests:test_recovery.py", "tests:test_found_by_review.py"),
@@ -726,8 +697,8 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-passes-over-a-mount",
-        "recovery",
-        "    stuck += [name for name in evidence.mounts if name not in stuck]\n",
+        "recovery:_refuse_leftovers",
+        "stuck += [name for name in evidence.mounts if name not in stuck]",
         "",
         breaks="I8",
         source="F16",
@@ -735,10 +706,9 @@ FENCES = (
     ),
     mutant(
         "what-is-in-the-trash-is-not-needed-any-more",
-        "effects",
-        "        kept = self._kept_for_want(checkpoint, newer_step) or "
-        "self._kept_by_people(checkpoint.step)\n",
-        "        kept = self._kept_by_people(checkpoint.step)\n",
+        "effects:Effects._prune_moved",
+        "kept = self._kept_for_want(checkpoint, newer_step) or self._kept_by_people(checkpoint.step)",
+        "kept = self._kept_by_people(checkpoint.step)",
         breaks="I7",
         source="F17",
         killers=(
@@ -752,11 +722,11 @@ FENCES = (
     ),
     mutant(
         "prunes-are-decided-before-withdrawals",
-        "recovery",
-        "    ordered = [*failed, *first, *staying, *(d for d in rest if d not in last)]\n"
-        "    for step, prunes in groupby(reversed(leaving), key=_step):\n",
-        "    ordered = [*failed, *first, *leaving, *staying, *(d for d in rest if d not in last)]\n"
-        "    for step, prunes in ():\n",
+        "recovery:_in_order",
+        "ordered = [*failed, *first, *staying, *(d for d in rest if d not in last)]\n"
+        "for step, prunes in groupby(reversed(leaving), key=_step):",
+        "ordered = [*failed, *first, *leaving, *staying, *(d for d in rest if d not in last)]\n"
+        "for step, prunes in ():",
         breaks="I7",
         source="F17",
         killers=(
@@ -769,9 +739,9 @@ FENCES = (
     ),
     mutant(
         "a-left-out-part-has-its-checkpoints-name",
-        "layout",
-        '    return f"part-{attempt_name(of)}"\n',
-        "    return attempt_name(of)\n",
+        "layout:left_out_name",
+        'return f"part-{attempt_name(of)}"',
+        "return attempt_name(of)",
         breaks="F27",
         source="F27",
         killers=(
@@ -784,9 +754,9 @@ FENCES = (
     ),
     mutant(
         "a-withdrawal-takes-whatever-has-the-name-now",
-        "effects",
-        "        moved = self.lies_in(QUARANTINE, checkpoint) - earlier\n        there",
-        "        moved = frozenset()\n        there",
+        "effects:Effects.quarantine",
+        "moved = self.lies_in(QUARANTINE, checkpoint) - earlier\nthere",
+        "moved = frozenset()\nthere",
         breaks="I1",
         source="F16",
         killers=(
@@ -799,9 +769,9 @@ FENCES = (
     ),
     mutant(
         "a-refused-start-is-forgotten",
-        "coordinator",
-        "            lost=history.lost,\n",
-        "",
+        "coordinator:Coordinator._recover",
+        "lost=history.lost",
+        "lost=frozenset()",
         breaks="I8",
         source="F33",
         killers=(
@@ -811,9 +781,9 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-goes-on-over-what-it-leaves",
-        "recovery",
-        "    if afresh:\n        _refuse",
-        '    if resume == "fresh":\n        _refuse',
+        "recovery:plan",
+        "if afresh:\n    _refuse_leftovers",
+        'if resume == "fresh":\n    _refuse_leftovers',
         breaks="I8",
         source="F33",
         killers=(
@@ -825,9 +795,9 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-is-completed-over-what-came-since",
-        "recovery",
-        '        used = tracker.found != "missing"\n',
-        '        used = tracker.found == "release"\n',
+        "recovery:_refuse_newcomer",
+        'used = tracker.found != "missing"',
+        'used = tracker.found == "release"',
         breaks="I8",
         source="F33",
         killers=(
@@ -840,9 +810,9 @@ FENCES = (
     ),
     mutant(
         "a-rollback-is-completed-over-what-came-since",
-        "recovery",
-        "        used = above and _is_anothers(tracker.step, intent, ledger, evidence)\n",
-        "        used = False\n",
+        "recovery:_refuse_newcomer",
+        "used = above and _is_anothers(tracker.step, intent, ledger, evidence)",
+        "used = False",
         breaks="I8",
         source="F33",
         killers=(
@@ -854,9 +824,9 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-leaves-what-waits-to-be-tracked",
-        "opening",
-        "        if self.engine.ledger.in_flight() is None:\n            self._finish",
-        "        if True:\n            self._finish",
+        "opening:Opening.run",
+        "if self.engine.ledger.in_flight() is None:\n    self._finish_rollback",
+        "if True:\n    self._finish_rollback",
         breaks="I8",
         source="F33",
         killers=(
@@ -869,9 +839,9 @@ FENCES = (
     ),
     mutant(
         "a-lowered-tracker-counts-as-it-was-before",
-        "recovery",
-        "    if there is None or intent.lowered:\n        return there is not None\n",
-        "    if there is None:\n        return False\n",
+        "recovery:_is_anothers",
+        "if there is None or intent.lowered:\n    return there is not None",
+        "if there is None:\n    return False",
         breaks="I8",
         source="F33",
         killers=("tests:test_recovery.py::test_I8_what_stands_at_a_step_we_know_may_be_anothers",),
@@ -879,9 +849,9 @@ FENCES = (
     ),
     mutant(
         "our-own-tracker-is-a-newcomers",
-        "intent",
-        "                return replace(self, lowered=False)\n",
-        "                return self\n",
+        "intent:Intent.after",
+        "return replace(self, lowered=False)",
+        "return self",
         breaks="I8",
         source="F33",
         killers=(
@@ -894,9 +864,9 @@ FENCES = (
     ),
     mutant(
         "what-is-not-whole-is-a-newcomers",
-        "recovery",
-        '    return there.found in ("manifest", "stock") or not withdrawn\n',
-        "    return True\n",
+        "recovery:_is_anothers",
+        'return there.found in ("manifest", "stock") or not withdrawn',
+        "return True",
         breaks="I8",
         source="F33",
         killers=(
@@ -909,9 +879,9 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-is-planned-with-a-tracker",
-        "recovery",
-        "    if afresh:  # it is taken away first\n",
-        "    if False:\n",
+        "recovery:plan",
+        "if afresh:\n    evidence = replace(",
+        "if False:\n    evidence = replace(",
         breaks="I10",
         source="F33",
         killers=(
@@ -921,9 +891,9 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-lets-go-of-the-older-ones",
-        "engine",
-        "            self.retire_due = not self.keep_all\n",
-        "            self.retire_due = True\n",
+        "engine:Engine._run_tracker",
+        "self.retire_due = not self.keep_all",
+        "self.retire_due = True",
         breaks="I7",
         source="F21",
         killers=("tests:test_found_by_review.py::test_I7_a_fresh_start_deletes_nothing",),
@@ -931,7 +901,7 @@ FENCES = (
     ),
     mutant(
         "any-loss-lifts-the-tracker",
-        "intent",
+        "intent:Intent.after",
         "if record.step == self._reached(checkpoints):",
         "if record.step <= (self.target or 0):",
         breaks="I8",
@@ -947,9 +917,9 @@ FENCES = (
     ),
     mutant(
         "the-trash-is-emptied-of-what-is-in-use",
-        "trash",
-        "    names = [name for name in list_names(storage, TRASH) if is_given_up(name)]\n",
-        "    names = list_names(storage, TRASH)\n",
+        "trash:remove_some",
+        "names = [name for name in list_names(storage, TRASH) if is_given_up(name)]",
+        "names = list_names(storage, TRASH)",
         breaks="I1",
         source="fencing",
         killers=(
@@ -962,13 +932,13 @@ FENCES = (
     ),
     mutant(
         "whatever-lies-in-a-marked-directory-goes",
-        "effects",
-        "        given_up = worthless and is_cut_short(self.storage, directory, checkpoint)\n",
-        "        given_up = worthless\n",
+        "effects:Effects.clean_up",
+        "given_up = worthless and is_cut_short(self.storage, directory, checkpoint)",
+        "given_up = worthless",
         (
-            "effects",
-            "        still = given_up and is_cut_short(self.storage, moved, checkpoint)\n",
-            "        still = given_up\n",
+            "effects:Effects.clean_up",
+            "still = given_up and is_cut_short(self.storage, moved, checkpoint)",
+            "still = given_up",
         ),
         breaks="I1",
         source="F16",
@@ -982,9 +952,9 @@ FENCES = (
     ),
     mutant(
         "a-clean-up-takes-whatever-has-the-name-now",
-        "effects",
-        "        marked = is_marked(self.storage, directory, checkpoint.id)\n",
-        "        marked = True\n",
+        "effects:Effects.clean_up",
+        "marked = is_marked(self.storage, directory, checkpoint.id)",
+        "marked = True",
         breaks="I1",
         source="F16",
         killers=(
@@ -997,9 +967,9 @@ FENCES = (
     ),
     mutant(
         "what-somebody-added-is-a-left-over",
-        "evidence",
-        "    return all(\n        path.startswith(inner)",
-        "    return any(\n        path.startswith(inner)",
+        "evidence:is_cut_short",
+        "return all(\n    path.startswith(inner)",
+        "return any(\n    path.startswith(inner)",
         breaks="I1",
         source="F16",
         killers=(
@@ -1012,9 +982,9 @@ FENCES = (
     ),
     mutant(
         "in-place-rolls-forward-over-what-is-in-use",
-        "recovery",
-        "        taken = went_on(checkpoint, evidence.tracker)\n",
-        "        taken = False\n",
+        "recovery:_decide_unpublished",
+        "taken = went_on(checkpoint, evidence.tracker)",
+        "taken = False",
         breaks="I8",
         source="F16",
         killers=(
@@ -1027,9 +997,9 @@ FENCES = (
     ),
     mutant(
         "a-roll-forward-writes-over-metadata",
-        "assembly",
-        "            if there and not content_is(self.storage, path, content):\n",
-        "            if False:\n",
+        "assembly:Assembly.finish",
+        "if there and not content_is(self.storage, path, content):",
+        "if False:",
         breaks="I1",
         source="F16",
         killers=(
@@ -1039,9 +1009,9 @@ FENCES = (
     ),
     mutant(
         "a-torn-manifest-is-what-a-save-leaves",
-        "effects",
-        '        worthless = alone and marked and there is not None and there.found == "unexplained"\n',
-        '        worthless = marked and there is not None and there.found != "stock"\n',
+        "effects:Effects.clean_up",
+        'worthless = alone and marked and there is not None and there.found == "unexplained"',
+        'worthless = marked and there is not None and there.found != "stock"',
         breaks="I1",
         source="F16",
         killers=(
@@ -1051,8 +1021,8 @@ FENCES = (
     ),
     mutant(
         "a-late-manifest-may-still-land",
-        "effects",
-        '            sweep_temporaries(self.storage, (f"{name}/{PRIVATE}",))\n',
+        "effects:Effects.clean_up",
+        'sweep_temporaries(self.storage, (f"{name}/{PRIVATE}",))',
         "",
         breaks="I9",
         source="fencing",
@@ -1063,9 +1033,9 @@ FENCES = (
     ),
     mutant(
         "what-a-person-renamed-is-a-second-one",
-        "layout",
-        "    if number.isascii() and number.isdigit() and (of := parse_attempt(first)):\n",
-        "    if of := parse_attempt(first):\n",
+        "layout:parse_aside",
+        "if number.isascii() and number.isdigit() and (of := parse_attempt(first)):",
+        "if of := parse_attempt(first):",
         breaks="I1",
         source="F16",
         killers=(
@@ -1075,9 +1045,9 @@ FENCES = (
     ),
     mutant(
         "the-first-of-two-comes-back",
-        "effects",
-        "        return self._bring_back(checkpoint, back, kept)\n",
-        "        return self._bring_back(checkpoint, own[0], kept)\n",
+        "effects:Effects._prune_moved",
+        "return self._bring_back(checkpoint, back, kept)",
+        "return self._bring_back(checkpoint, own[0], kept)",
         breaks="F27",
         source="fencing",
         killers=(
@@ -1087,9 +1057,9 @@ FENCES = (
     ),
     mutant(
         "a-clean-up-takes-what-was-adopted",
-        "engine",
-        "        held = any(self._has_its_name(other) for other in others)\n",
-        "        held = False\n",
+        "engine:Engine._run_clean_up",
+        "held = any(self._has_its_name(other) for other in others)",
+        "held = False",
         breaks="I1",
         source="F16",
         killers=("tests:test_in_place.py::test_I1_a_clean_up_tried_again_leaves_what_was_adopted",),
@@ -1097,9 +1067,9 @@ FENCES = (
     ),
     mutant(
         "a-clean-up-does-not-look-again",
-        "effects",
-        "        still = given_up and is_cut_short(self.storage, moved, checkpoint)\n",
-        "        still = given_up\n",
+        "effects:Effects.clean_up",
+        "still = given_up and is_cut_short(self.storage, moved, checkpoint)",
+        "still = given_up",
         breaks="I1",
         source="race",
         killers=(
@@ -1109,9 +1079,9 @@ FENCES = (
     ),
     mutant(
         "a-prune-does-not-look-at-the-tracker-again",
-        "effects",
-        "        kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(checkpoint)\n",
-        "        kept = self._kept_by_people(checkpoint.step)\n",
+        "effects:Effects.prune",
+        "kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(checkpoint)",
+        "kept = self._kept_by_people(checkpoint.step)",
         breaks="I1",
         source="race",
         killers=(
@@ -1121,9 +1091,9 @@ FENCES = (
     ),
     mutant(
         "what-waits-for-its-prune-has-no-name",
-        "engine",
-        "            return not self.effects.lies_in(TRASH, other)\n",
-        "            return False\n",
+        "engine:Engine._has_its_name",
+        "return not self.effects.lies_in(TRASH, other)",
+        "return False",
         breaks="I7",
         source="F27",
         killers=(
@@ -1133,9 +1103,9 @@ FENCES = (
     ),
     mutant(
         "our-own-later-save-is-another-trainers",
-        "findings",
-        "    return tracker.step == checkpoint.step or not tracker.by_us\n",
-        "    return True\n",
+        "findings:went_on",
+        "return tracker.step == checkpoint.step or not tracker.by_us",
+        "return True",
         breaks="I2",
         source="F16",
         killers=(
@@ -1145,9 +1115,9 @@ FENCES = (
     ),
     mutant(
         "a-tracker-above-is-always-ours",
-        "findings",
-        "    return tracker.step == checkpoint.step or not tracker.by_us\n",
-        "    return tracker.step == checkpoint.step\n",
+        "findings:went_on",
+        "return tracker.step == checkpoint.step or not tracker.by_us",
+        "return tracker.step == checkpoint.step",
         breaks="I1",
         source="F16",
         killers=(
@@ -1157,9 +1127,9 @@ FENCES = (
     ),
     mutant(
         "what-is-put-in-use-was-not-gone-on-from",
-        "findings",
-        "    return tracker.step == checkpoint.step or not tracker.by_us\n",
-        "    return not tracker.by_us\n",
+        "findings:went_on",
+        "return tracker.step == checkpoint.step or not tracker.by_us",
+        "return not tracker.by_us",
         breaks="I1",
         source="F16",
         killers=(
@@ -1169,9 +1139,9 @@ FENCES = (
     ),
     mutant(
         "our-tracker-looks-like-a-stock-trainers",
-        "layout",
-        '    return b"%d\\n" % step\n',
-        '    return b"%d" % step\n',
+        "layout:tracker_text",
+        'return b"%d\\n" % step',
+        'return b"%d" % step',
         breaks="I1",
         source="F16",
         killers=(
@@ -1181,9 +1151,9 @@ FENCES = (
     ),
     mutant(
         "finalizers-of-the-fenced",
-        "engine",
-        "                self.effects.check_epoch()  # they write by its published name\n",
-        "                pass\n",
+        "engine:Engine._run_finalize",
+        "self.effects.check_epoch()  # they write by its published name",
+        "pass",
         breaks="I9",
         source="F13",
         killers=("tests:test_coordinator.py::test_I9_a_fenced_coordinator_asks_for_no_finalizers",),
@@ -1191,9 +1161,9 @@ FENCES = (
     ),
     mutant(
         "receipts-of-the-fenced",
-        "writer",
-        "    put(storage, path, encode_sealed(receipt), tag=str(job.of), check=own)\n",
-        "    put(storage, path, encode_sealed(receipt), tag=str(job.of))\n",
+        "writer:put_receipt",
+        "put(storage, path, encode_sealed(receipt), tag=str(job.of), check=own)",
+        "put(storage, path, encode_sealed(receipt), tag=str(job.of))",
         breaks="I9",
         source="F13",
         killers=(
@@ -1203,9 +1173,9 @@ FENCES = (
     ),
     mutant(
         "in-place-under-the-tracker",
-        "coordinator",
-        "        if read_tracker(self._storage).step == request.step:",
-        "        if False:",
+        "coordinator:Coordinator._refuse_in_place",
+        "if read_tracker(self._storage).step == request.step:",
+        "if False:",
         breaks="I2",
         source="F5",
         killers=(
@@ -1215,9 +1185,9 @@ FENCES = (
     ),
     mutant(
         "what-was-moved-still-has-its-name",
-        "engine",
-        "        return adopted and not self.effects.lies_in(QUARANTINE, withdrawn)\n",
-        "        return adopted\n",
+        "engine:Engine._may_be_there",
+        "return adopted and not self.effects.lies_in(QUARANTINE, withdrawn)",
+        "return adopted",
         breaks="I10",
         source="F5",
         killers=(
@@ -1227,7 +1197,7 @@ FENCES = (
     ),
     mutant(
         "what-is-withdrawn-is-a-failed-ones",
-        "engine",
+        "engine:Engine._run_clean_up",
         "c.state is not State.QUARANTINED or self._may_be_there(c)",
         "c.state is not State.QUARANTINED",
         breaks="I1",
@@ -1239,7 +1209,7 @@ FENCES = (
     ),
     mutant(
         "a-staged-attempt-makes-evidence",
-        "evidence",
+        "evidence:gather_evidence",
         "if c.in_place or c.state not in staged}",
         "}",
         breaks="I8",
@@ -1251,9 +1221,9 @@ FENCES = (
     ),
     mutant(
         "the-tracker-moves-before-the-clean-up",
-        "recovery",
-        "    staying = [d for d in known if d not in leaving and d not in failed]\n",
-        "    staying, failed = [d for d in known if d not in leaving], []\n",
+        "recovery:_in_order",
+        "staying = [d for d in known if d not in leaving and d not in failed]",
+        "staying, failed = [d for d in known if d not in leaving], []",
         breaks="I8",
         source="order",
         killers=(
@@ -1263,9 +1233,9 @@ FENCES = (
     ),
     mutant(
         "what-came-to-the-trash-was-given-up",
-        "engine",
-        "            self._sort(of, path, given_up=True, sure=path == aside)\n",
-        "            self._sort(of, path, given_up=True, sure=True)\n",
+        "engine:Engine._give_up",
+        "self._sort(of, path, given_up=True, sure=path == aside)",
+        "self._sort(of, path, given_up=True, sure=True)",
         breaks="I1",
         source="fencing",
         killers=(
@@ -1278,9 +1248,9 @@ FENCES = (
     ),
     mutant(
         "what-the-tracker-names-may-lie-in-the-trash",
-        "effects",
-        "        if not taken and read_tracker(self.storage).step == checkpoint.step:\n",
-        "        if False:\n",
+        "effects:Effects._prune_moved",
+        "if not taken and read_tracker(self.storage).step == checkpoint.step:",
+        "if False:",
         breaks="I2",
         source="fencing",
         killers=(
@@ -1293,9 +1263,9 @@ FENCES = (
     ),
     mutant(
         "a-part-left-out-in-place-is-deleted",
-        "effects",
-        "                place = QUARANTINE if checkpoint.in_place else TRASH\n",
-        "                place = TRASH\n",
+        "effects:Effects._leave_out",
+        "place = QUARANTINE if checkpoint.in_place else TRASH",
+        "place = TRASH",
         breaks="I1",
         source="fencing",
         killers=(
@@ -1305,9 +1275,9 @@ FENCES = (
     ),
     mutant(
         "a-clean-up-tried-again-forgets-staging",
-        "effects",
-        '            self._settle(QUARANTINE, TRASH, parent_of(directory), "")\n',
-        '            self._settle(TRASH, "")\n',
+        "effects:Effects.clean_up",
+        'self._settle(QUARANTINE, TRASH, parent_of(directory), "")',
+        'self._settle(TRASH, "")',
         breaks="I10",
         source="fsync",
         killers=(
@@ -1320,9 +1290,9 @@ FENCES = (
     ),
     mutant(
         "a-stock-one-in-the-trash-is-a-left-over",
-        "evidence",
-        '    return there.found == "manifest" and there.of == of\n',
-        "    return there.of in (None, of)\n",
+        "evidence:is_manifest_of",
+        'return there.found == "manifest" and there.of == of',
+        "return there.of in (None, of)",
         breaks="I1",
         source="fencing",
         killers=(
@@ -1335,9 +1305,9 @@ FENCES = (
     ),
     mutant(
         "what-is-given-up-needs-room-in-the-journal",
-        "engine",
-        "            self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))\n",
-        "            self.append(record, essential=moved.dest is State.FAILED)\n",
+        "engine:Engine.commit",
+        "self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))",
+        "self.append(record, essential=moved.dest is State.FAILED)",
         breaks="F5",
         source="disk",
         killers=(
@@ -1347,9 +1317,9 @@ FENCES = (
     ),
     mutant(
         "the-trash-is-emptied-by-names-alone",
-        "evidence",
-        '    return there.found == "manifest" and there.of == of\n',
-        '    return there.found == "manifest"\n',
+        "evidence:is_manifest_of",
+        'return there.found == "manifest" and there.of == of',
+        'return there.found == "manifest"',
         breaks="I1",
         source="fencing",
         killers=(
@@ -1362,7 +1332,7 @@ FENCES = (
     ),
     mutant(
         "the-older-attempt-of-a-step-goes-first",
-        "recovery",
+        "recovery:_turn",
         "checkpoint.step, checkpoint.state is State.QUARANTINED, checkpoint.id",
         "checkpoint.step, False, checkpoint.id",
         breaks="I8",
@@ -1377,9 +1347,9 @@ FENCES = (
     ),
     mutant(
         "the-newest-saved-anew-is-our-own",
-        "recovery",
-        '        return there.found == "stock" and latest.provenance == "saved"\n',
-        "        return False\n",
+        "recovery:_is_anothers",
+        'return there.found == "stock" and latest.provenance == "saved"',
+        "return False",
         breaks="I8",
         source="F33",
         killers=("tests:test_recovery.py::test_I8_the_newest_that_was_saved_anew_is_anothers",),
@@ -1387,8 +1357,8 @@ FENCES = (
     ),
     mutant(
         "a-target-that-was-lost-is-still-one",
-        "intent",
-        " if c.state is State.TRACKED)",
+        "intent:Intent._reached",
+        "if c.state is State.TRACKED)",
         ")",
         breaks="I8",
         source="F33",
@@ -1402,8 +1372,8 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-keeps-all-for-good",
-        "opening",
-        "        self.engine.keep_all = False\n",
+        "opening:Opening.run",
+        "self.engine.keep_all = False",
         "",
         breaks="I10",
         source="F33",
@@ -1412,7 +1382,7 @@ FENCES = (
     ),
     mutant(
         "a-roll-forward-passes-over-what-is-in-use",
-        "recovery",
+        "recovery:_warnings",
         "if tracker.step in adopted or not (",
         "if not (",
         breaks="I8",
@@ -1422,9 +1392,9 @@ FENCES = (
     ),
     mutant(
         "a-rollback-asks-for-any-loss",
-        "recovery",
-        " or _step(withdrawn) > intent.target\n",
-        " or True\n",
+        "recovery:_is_asked_for",
+        "or _step(withdrawn) > intent.target",
+        "or True",
         breaks="I8",
         source="F33",
         killers=(
@@ -1434,7 +1404,7 @@ FENCES = (
     ),
     mutant(
         "what-nobody-knows-is-in-nobodys-use",
-        "recovery",
+        "recovery:_is_anothers",
         'there.found in ("manifest", "stock") or not withdrawn',
         'there.found in ("manifest", "stock")',
         breaks="I8",
@@ -1444,9 +1414,9 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-takes-the-tracker-away-last",
-        "opening",
-        "        self.engine.effects.put_aside_tracker()\n        return True\n",
-        "        return True\n",
+        "opening:Opening._begin_afresh",
+        "self.engine.effects.put_aside_tracker()\nreturn True",
+        "return True",
         breaks="I8",
         source="F33",
         killers=(
@@ -1459,9 +1429,9 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-puts-the-tracker-right",
-        "opening",
-        "        if not afresh:\n            self._repair",
-        "        if True:\n            self._repair",
+        "opening:Opening.run",
+        "if not afresh:\n    self._repair_tracker",
+        "if True:\n    self._repair_tracker",
         breaks="I2",
         source="F33",
         killers=(
@@ -1473,9 +1443,9 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-only-completes-the-rollback",
-        "opening",
-        '            if self.resume != "fresh" or not',
-        '            if self.resume != "fresh" or history.intent.rolling_back or not',
+        "opening:Opening._begin_afresh",
+        'if self.resume != "fresh" or not',
+        'if self.resume != "fresh" or history.intent.rolling_back or not',
         breaks="I8",
         source="F33",
         killers=(
@@ -1487,15 +1457,15 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-is-journaled-late",
-        "opening",
-        "        afresh = self.engine.keep_all = self._begin_afresh(history, decided)\n",
+        "opening:Opening.run",
+        "afresh = self.engine.keep_all = self._begin_afresh(history, decided)",
         "",
         (
-            "opening",
-            "        self.engine.last_hope = None\n",
+            "opening:Opening.run",
+            "self.engine.last_hope = None",
             (
-                "        self.engine.last_hope = None\n"
-                "        afresh = self.engine.keep_all = self._begin_afresh(history, decided)\n"
+                "self.engine.last_hope = None\n"
+                "afresh = self.engine.keep_all = self._begin_afresh(history, decided)"
             ),
         ),
         breaks="I8",
@@ -1510,9 +1480,9 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-is-forgotten-at-the-next",
-        "engine",
-        "                begun_afresh=history.intent.begun_afresh,\n",
-        "",
+        "engine:Engine.begin",
+        "begun_afresh=history.intent.begun_afresh",
+        "begun_afresh=False",
         breaks="I8",
         source="F33",
         killers=(
@@ -1523,9 +1493,9 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-counts-for-ever",
-        "intent",
-        "                return NO_INTENT\n",
-        "                return self\n",
+        "intent:Intent.after",
+        "return NO_INTENT",
+        "return self",
         breaks="I8",
         source="F33",
         killers=("tests:test_journal.py",),
@@ -1533,7 +1503,7 @@ FENCES = (
     ),
     mutant(
         "what-was-repaired-is-moved-away-again",
-        "recovery",
+        "recovery:_put_back",
         'checkpoint.reason == "damaged" and latest is not None',
         'checkpoint.reason == "damaged"',
         breaks="I8",
@@ -1547,9 +1517,9 @@ FENCES = (
     ),
     mutant(
         "our-own-tracker-is-a-persons",
-        "recovery",
-        "    if any(c.step == tracker for c in ledger.in_state(State.FINALIZED)):\n",
-        "    if False:\n",
+        "recovery:_put_back",
+        "if any(c.step == tracker for c in ledger.in_state(State.FINALIZED)):",
+        "if False:",
         breaks="I2",
         source="order",
         killers=(
@@ -1562,9 +1532,9 @@ FENCES = (
     ),
     mutant(
         "an-adoption-waits-for-nothing",
-        "recovery",
-        "    busy = {_step(d) for d in known if d.actions and d not in failed}\n",
-        "    busy = {c.step for c in _all(ledger)}\n",
+        "recovery:_in_order",
+        "busy = {_step(d) for d in known if d.actions and d not in failed}",
+        "busy = {c.step for c in _all(ledger)}",
         breaks="I2",
         source="order",
         killers=(
@@ -1577,9 +1547,9 @@ FENCES = (
     ),
     mutant(
         "what-has-failed-keeps-an-adoption-waiting",
-        "recovery",
-        "if d.actions and d not in failed}\n",
-        "if d.actions}\n",
+        "recovery:_in_order",
+        "if d.actions and d not in failed}",
+        "if d.actions}",
         breaks="I2",
         source="order",
         killers=(
@@ -1589,8 +1559,8 @@ FENCES = (
     ),
     mutant(
         "nothing-falls-back-before-a-withdrawal",
-        "opening",
-        "        self._fall_back(decided.fallback, actions)\n",
+        "opening:Opening.run",
+        "self._fall_back(decided.fallback, actions)",
         "",
         breaks="I8",
         source="order",
@@ -1604,9 +1574,9 @@ FENCES = (
     ),
     mutant(
         "what-another-run-left-damaged-is-our-failed-ones",
-        "recovery",
-        "    return checkpoint.in_place and there.of is None\n",
-        '    return checkpoint.in_place and there.found != "manifest"\n',
+        "recovery:_explains",
+        "return checkpoint.in_place and there.of is None",
+        'return checkpoint.in_place and there.found != "manifest"',
         breaks="I8",
         source="F16",
         killers=(
@@ -1619,9 +1589,9 @@ FENCES = (
     ),
     mutant(
         "the-tracker-stays-at-what-is-still-to-be-moved",
-        "recovery",
-        "if isinstance(a, (Withdrawn, Quarantine))}\n    if not gone",
-        "if isinstance(a, Withdrawn)}\n    if not gone",
+        "recovery:_fallback",
+        "if isinstance(a, (Withdrawn, Quarantine))}\nif not gone",
+        "if isinstance(a, Withdrawn)}\nif not gone",
         breaks="I8",
         source="order",
         killers=(
@@ -1635,9 +1605,9 @@ FENCES = (
     ),
     mutant(
         "what-was-lost-is-no-limit",
-        "recovery",
-        "    return max((of.step for of in lost), default=None)\n",
-        "    return None\n",
+        "recovery:_newest_in_use",
+        "return max((of.step for of in lost), default=None)",
+        "return None",
         breaks="I8",
         source="order",
         killers=(
@@ -1650,9 +1620,9 @@ FENCES = (
     ),
     mutant(
         "what-the-tracker-falls-back-to-is-not-settled",
-        "opening",
-        "            self.engine.effects.settle_adopted(to)\n",
-        "            pass\n",
+        "opening:Opening._fall_back",
+        "self.engine.effects.settle_adopted(to)",
+        "pass",
         breaks="I2",
         source="order",
         killers=(
@@ -1662,9 +1632,9 @@ FENCES = (
     ),
     mutant(
         "the-tracker-falls-back-below-a-reprieved-one",
-        "recovery",
-        "isinstance(a, (Adopted, Reprieved))}\n",
-        "isinstance(a, Adopted)}\n",
+        "recovery:_fallback",
+        "isinstance(a, (Adopted, Reprieved))}",
+        "isinstance(a, Adopted)}",
         breaks="I2",
         source="order",
         killers=(
@@ -1677,10 +1647,10 @@ FENCES = (
     ),
     mutant(
         "the-tracker-falls-back-before-the-clean-up",
-        "opening",
-        "        self._carry_out(failing)  # while the tracker tells who went on from there\n"
-        "        self._fall_back(decided.fallback, actions)\n",
-        "        self._fall_back(decided.fallback, actions)\n        self._carry_out(failing)\n",
+        "opening:Opening.run",
+        "self._carry_out(failing)  # while the tracker tells who went on from there\n"
+        "self._fall_back(decided.fallback, actions)",
+        "self._fall_back(decided.fallback, actions)\nself._carry_out(failing)",
         breaks="I8",
         source="order",
         killers=(
@@ -1693,7 +1663,7 @@ FENCES = (
     ),
     mutant(
         "the-tracker-leaves-what-stays",
-        "recovery",
+        "recovery:_fallback",
         "if not gone or named in survivors or",
         "if not gone or",
         breaks="I8",
@@ -1704,7 +1674,7 @@ FENCES = (
     ),
     mutant(
         "the-tracker-leaves-the-target-of-a-rollback",
-        "recovery",
+        "recovery:plan",
         "None if goes_back else _fallback",
         "_fallback",
         breaks="I8",
@@ -1718,9 +1688,9 @@ FENCES = (
     ),
     mutant(
         "what-was-put-aside-is-overwritten",
-        "effects",
-        '        return self._move_aside(name, f"{QUARANTINE}/{name}.{self.tag}")\n',
-        '        move(self.storage, name, f"{QUARANTINE}/{name}.{self.tag}")\n        return name\n',
+        "effects:Effects.put_aside",
+        'return self._move_aside(name, f"{QUARANTINE}/{name}.{self.tag}")',
+        'move(self.storage, name, f"{QUARANTINE}/{name}.{self.tag}")\nreturn name',
         breaks="I1",
         source="F30",
         killers=(
@@ -1732,9 +1702,9 @@ FENCES = (
     ),
     mutant(
         "an-adopted-one-is-pruned-unseen",
-        "effects",
-        "        if own and (there.of is not None or is_whole(checkpoint, there)):\n",
-        '        if own and (there.of is not None or checkpoint.provenance == "adopted"):\n',
+        "effects:Effects._is_at_its_name",
+        "if own and (there.of is not None or is_whole(checkpoint, there)):",
+        'if own and (there.of is not None or checkpoint.provenance == "adopted"):',
         breaks="I1",
         source="F16",
         killers=(
@@ -1747,9 +1717,9 @@ FENCES = (
     ),
     mutant(
         "a-prune-that-comes-back-lowers-the-tracker",
-        "recovery",
-        "    last = [d for d in rest if any(a.of.step in pruned for a in d.actions)]\n",
-        "    last = rest\n",
+        "recovery:_in_order",
+        "last = [d for d in rest if any(a.of.step in pruned for a in d.actions)]",
+        "last = rest",
         breaks="I2",
         source="order",
         killers=("tests:test_found_by_review.py",),
@@ -1757,9 +1727,9 @@ FENCES = (
     ),
     mutant(
         "what-lay-in-quarantine-before-counts-as-moved",
-        "engine",
-        "            self._set_aside[checkpoint.id] = self.effects.lies_in(QUARANTINE, checkpoint)\n",
-        "            self._set_aside[checkpoint.id] = frozenset()\n",
+        "engine:Engine._run_quarantine",
+        "self._set_aside[checkpoint.id] = self.effects.lies_in(QUARANTINE, checkpoint)",
+        "self._set_aside[checkpoint.id] = frozenset()",
         breaks="I2",
         source="F33",
         killers=(
@@ -1772,7 +1742,7 @@ FENCES = (
     ),
     mutant(
         "what-was-lost-is-forgotten-by-the-next-start",
-        "coordinator",
+        "coordinator:Coordinator._recover",
         "forget_moved(history.ledger, decided.decisions, history.lost)",
         "forget_moved(history.ledger, decided.decisions)",
         breaks="I8",
@@ -1783,9 +1753,9 @@ FENCES = (
     ),
     mutant(
         "a-root-opens-while-its-last-one-is-in-the-trash",
-        "opening",
-        "        if leaving:\n",
-        "        if False:\n",
+        "opening:Opening._refuse_half_open",
+        "if leaving:",
+        "if False:",
         breaks="I8",
         source="F33",
         killers=(
@@ -1797,9 +1767,9 @@ FENCES = (
     ),
     mutant(
         "the-tracker-leaves-what-was-saved-again",
-        "engine",
-        " and named and not self.effects.is_taken(checkpoint, earlier):\n",
-        " and named:\n",
+        "engine:Engine._run_quarantine",
+        "and named and not self.effects.is_taken(checkpoint, earlier):",
+        "and named:",
         breaks="I2",
         source="F19",
         killers=(
@@ -1812,34 +1782,35 @@ FENCES = (
     ),
     mutant(
         "rolled-back-to-a-broken-one",
-        "coordinator",
-        "        self._refuse_broken_target(self._engine.tracked(step))\n",
-        "        self._engine.tracked(step)\n",
+        "coordinator:Coordinator._rollback",
+        "self._refuse_broken_target(self._engine.tracked(step))",
+        "self._engine.tracked(step)",
         breaks="I2",
         source="F19",
         killers=("tests:test_found_by_review.py",),
     ),
     mutant(
         "pruned-before-the-latest-was-read",
-        "opening",
-        "        self._refuse_half_open(decided.reasons)\n",
-        "        self._refuse_half_open(decided.reasons)\n        self.engine.retire()\n",
+        "opening:Opening.run",
+        "self._refuse_half_open(decided.reasons)",
+        "self._refuse_half_open(decided.reasons)\nself.engine.retire()",
         breaks="I2",
         source="F21",
         killers=("tests:test_found_by_review.py",),
     ),
     mutant(
         "a-request-is-not-fenced",
-        "coordinator",
-        "        self._engine.check_epoch()\n        of = AttemptId(",
-        "        of = AttemptId(",
+        "coordinator:Coordinator._request",
+        "self._engine.check_epoch()\nof = AttemptId(",
+        "of = AttemptId(",
         (
-            "effects",
-            """        self.check_epoch()
-        directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
-        if not""",
-            """        directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
-        if not""",
+            "effects:Effects.create_staging",
+            (
+                "self.check_epoch()\n"
+                "directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)\n"
+                "if not"
+            ),
+            ("directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)\nif not"),
         ),
         breaks="I9",
         source="fencing",
@@ -1847,30 +1818,26 @@ FENCES = (
     ),
     mutant(
         "emptying-the-trash-is-not-fenced",
-        "engine",
-        "        return remove_some(self._storage, limit, self.check_epoch)\n",
-        "        return remove_some(self._storage, limit)\n",
-        (
-            "coordinator",
-            "        self._engine.check_epoch()\n        interval = ",
-            "        interval = ",
-        ),
+        "engine:Engine.give_space_back",
+        "return remove_some(self._storage, limit, self.check_epoch)",
+        "return remove_some(self._storage, limit)",
+        ("coordinator:Coordinator._tick", ("self._engine.check_epoch()\ninterval ="), "interval ="),
         breaks="I9",
         source="fencing",
         killers=("tests:test_schedules.py", "simulation"),
     ),
     mutant(
         "a-fenced-one-goes-on",
-        "coordinator",
-        """        except (Fenced, OutcomeUnknown, IllegalTransition) as error:
-            self.fatal = error
-            raise
-        except OSError as error:
-            if""",
-        """        except (Fenced, OutcomeUnknown, IllegalTransition):
-            raise
-        except OSError as error:
-            if""",
+        "coordinator:Coordinator._guarded",
+        "except (Fenced, OutcomeUnknown, IllegalTransition) as error:\n"
+        "    self.fatal = error\n"
+        "    raise\n"
+        "except OSError as error:\n"
+        "    if",
+        "except (Fenced, OutcomeUnknown, IllegalTransition):\n"
+        "    raise\n"
+        "except OSError as error:\n"
+        "    if",
         breaks="I9",
         source="fencing",
         killers=(
@@ -1880,9 +1847,9 @@ FENCES = (
     ),
     mutant(
         "the-lock-is-not-asked",
-        "lease",
-        "        if not takeover and (lock is None or _lives(storage, holder, identity)):\n",
-        "        if False:\n",
+        "lease:open_root",
+        "if not takeover and (lock is None or _lives(storage, holder, identity)):",
+        "if False:",
         breaks="F12",
         source="fencing",
         killers=(
@@ -1893,9 +1860,9 @@ FENCES = (
     ),
     mutant(
         "an-epoch-can-be-taken-twice",
-        "lease",
-        "            storage.link(temporary, _epoch_path(epoch))\n",
-        "            storage.rename(temporary, _epoch_path(epoch))\n",
+        "lease:_link_epoch",
+        "storage.link(temporary, _epoch_path(epoch))",
+        "storage.rename(temporary, _epoch_path(epoch))",
         breaks="I9",
         source="fencing",
         killers=("simulation",),
@@ -1906,12 +1873,11 @@ FENCES = (
 JOURNAL = (
     mutant(
         "damage-in-the-middle-is-skipped",
-        "journal",
-        """            if torn_at is not None:
-                raise JournalCorrupt(
-                    "journal damaged before its last record", file=file, offset=torn_at
-                )
-""",
+        "journal:parse_segment_bytes",
+        "if torn_at is not None:\n"
+        "    raise JournalCorrupt(\n"
+        '        "journal damaged before its last record", file=file, offset=torn_at\n'
+        "    )",
         "",
         breaks="F20",
         source="F20",
@@ -1919,17 +1885,17 @@ JOURNAL = (
     ),
     mutant(
         "checksums-are-not-compared",
-        "journal",
-        ' == b"%08x" % zlib.crc32(body) else None\n',
-        ' != b"" else None\n',
+        "journal:decode_line",
+        '== b"%08x" % zlib.crc32(body) else None',
+        '!= b"" else None',
         breaks="F20",
         source="F20",
         killers=("tests:test_journal.py", "corruption"),
     ),
     mutant(
         "seals-are-not-checked",
-        "journal",
-        "    _check_seals(storage, opened.seals)\n",
+        "journal:read_history",
+        "_check_seals(storage, opened.seals)",
         "",
         breaks="F20",
         source="F20",
@@ -1937,18 +1903,18 @@ JOURNAL = (
     ),
     mutant(
         "illegal-moves-are-replayed",
-        "journal",
-        "    if not legal or created != (record.created is not None):\n",
-        "    if False:\n",
+        "journal:_replay_transition",
+        "if not legal or created != (record.created is not None):",
+        "if False:",
         breaks="I11",
         source="I11",
         killers=("tests:test_journal.py", "corruption"),
     ),
     mutant(
         "moves-within-the-table-only-by-name",
-        "engine",
-        "            source=moved.source,\n",
-        "            source=State.REQUESTED if moved.source is State.FORKED else moved.source,\n",
+        "engine:Engine._record",
+        "source=moved.source,",
+        "source=State.REQUESTED if moved.source is State.FORKED else moved.source,",
         breaks="I11",
         source="I11",
         killers=("simulation", "traces"),

@@ -7,26 +7,27 @@ from mutants.loader import mutant
 WRITERS = (
     mutant(
         "the-exit-code-is-ignored",
-        "ports",
-        "        return self.exitcode == 0 and self.complete and self.error is None\n",
-        "        return True\n",
+        "ports:Outcome.succeeded",
+        "return self.exitcode == 0 and self.complete and self.error is None",
+        "return True",
         (
-            "writer",
-            """        if tuple(name for name, _, _ in outcome.payload) != self._names:
-            problem = "its result is not of its parts"
-        if problem:
-""",
-            "        if False:\n",
+            "writer:RankWriter._judge",
+            (
+                "if tuple(name for name, _, _ in outcome.payload) != self._names:\n"
+                '    problem = "its result is not of its parts"\n'
+                "if problem:"
+            ),
+            "if False:",
         ),
         (
-            "writer",
-            "        self.payloads = {name: payload for name, _, payload in outcome.payload}\n",
-            "        self.payloads = {}\n",
+            "writer:RankWriter._judge",
+            "self.payloads = {name: payload for name, _, payload in outcome.payload}",
+            "self.payloads = {}",
         ),
         (
-            "writer",
-            "rank, size, count) for name, count, _ in outcome.payload\n",
-            "rank, size, 0) for name in self._names\n",
+            "writer:RankWriter._judge",
+            "rank, size, count) for name, count, _ in outcome.payload",
+            "rank, size, 0) for name in self._names",
         ),
         breaks="I10",
         source="Megatron-core (temporal caller)",
@@ -35,9 +36,9 @@ WRITERS = (
     ),
     mutant(
         "only-the-payload-is-believed",
-        "ports",
-        "        return self.exitcode == 0 and self.complete and self.error is None\n",
-        "        return self.complete\n",
+        "ports:Outcome.succeeded",
+        "return self.exitcode == 0 and self.complete and self.error is None",
+        "return self.complete",
         breaks="I6",
         source="exit code",
         killers=(
@@ -48,37 +49,36 @@ WRITERS = (
     ),
     mutant(
         "a-killed-writer-is-polled-for-ever",
-        "writer",
-        "        if outcome is not None:\n            return self._judge(outcome)\n",
-        "        if outcome is not None and outcome.succeeded:\n"
-        "            return self._judge(outcome)\n",
+        "writer:RankWriter._ended",
+        "if outcome is not None:\n    return self._judge(outcome)",
+        "if outcome is not None and outcome.succeeded:\n    return self._judge(outcome)",
         breaks="I10",
         source="Megatron-LM #6970",
         killers=("tests:test_writer.py", "fieldbugs", "simulation"),
     ),
     mutant(
         "a-hung-writer-is-waited-for",
-        "writer",
-        "        if now < self._deadline:\n",
-        "        if True:\n",
+        "writer:RankWriter._ended",
+        "if now < self._deadline:",
+        "if True:",
         breaks="I10",
         source="F1",
         killers=("tests:test_writer.py", "simulation"),
     ),
     mutant(
         "no-receipt-is-needed",
-        "writer",
-        "        problem = self._missing_receipt()\n",
-        '        problem = ""\n',
+        "writer:RankWriter._judge",
+        "problem = self._missing_receipt()",
+        'problem = ""',
         breaks="I3",
         source="receipt",
         killers=("tests:test_writer.py", "simulation"),
     ),
     mutant(
         "gone-is-said-of-the-living",
-        "pump",
-        "            if writer.kill(timeout_s=0.0):\n",
-        "            if True:\n",
+        "pump:Pump._bury",
+        "if writer.kill(timeout_s=0.0):",
+        "if True:",
         breaks="I1",
         source="F13",
         killers=("tests:test_schedules.py", "simulation"),
@@ -86,8 +86,8 @@ WRITERS = (
     ),
     mutant(
         "writers-outlive-their-trainer",
-        "processes",
-        "            _die_with(abs(parent), by_kernel=parent > 0)\n",
+        "processes:_run_child",
+        "_die_with(abs(parent), by_kernel=parent > 0)",
         "",
         breaks="F29",
         source="F29",
@@ -95,18 +95,18 @@ WRITERS = (
     ),
     mutant(
         "a-descriptor-above-the-limit-ends-the-writer",
-        "processes",
-        "        if error.errno != errno.EBADF:\n",
-        "        if True:\n",
+        "processes:_point",
+        "if error.errno != errno.EBADF:",
+        "if True:",
         breaks="I10",
         source="I10",
         killers=("tests:test_processes.py::test_a_descriptor_above_the_limit_is_let_go_of",),
     ),
     mutant(
         "a-trainer-that-died-at-once-is-not-missed",
-        "processes",
-        "    if os.getppid() != parent:  # it died between the fork and now\n",
-        "    if False:\n",
+        "processes:_die_with",
+        "if os.getppid() != parent:  # it died between the fork and now",
+        "if False:",
         breaks="F29",
         source="F29",
         killers=(
@@ -119,9 +119,9 @@ WRITERS = (
     ),
     mutant(
         "a-save-holds-what-its-writer-has",
-        "pump",
-        "            draft.let_go()\n            self._ports.driver.accept()\n",
-        "            self._ports.driver.accept()\n",
+        "pump:Pump.begin_writing",
+        "draft.let_go()\nself._ports.driver.accept()",
+        "self._ports.driver.accept()",
         breaks="I10",
         source="verl #4638",
         killers=("tests:test_manager.py::test_nothing_of_the_state_is_held_once_a_writer_has_it",),
@@ -129,18 +129,18 @@ WRITERS = (
     ),
     mutant(
         "what-hangs-in-its-fork-is-left-there",
-        "processes",
-        "            if child.begins(_BEGIN_S):\n                return child\n",
-        "            return child\n",
+        "processes:fork_child",
+        "if child.begins(_BEGIN_S):\n    return child",
+        "return child",
         breaks="I10",
         source="CPython #112275",
         killers=("tests:test_processes.py::test_a_child_that_hangs_in_its_fork_is_forked_anew",),
     ),
     mutant(
         "handlers-run-inside-a-call",
-        "interrupts",
-        "        signals = self._defer()\n",
-        "        signals = NoSignals()\n",
+        "interrupts:OneCall.running",
+        "signals = self._defer()",
+        "signals = NoSignals()",
         breaks="I10",
         source="F13",
         killers=(
@@ -151,13 +151,9 @@ WRITERS = (
     ),
     mutant(
         "news-count-before-they-are-taken",
-        "pump",
-        """                    self._take(news, ended=update.fatal is not None)
-                    self._link.taken = number + 1
-""",
-        """                    self._link.taken = number + 1
-                    self._take(news, ended=update.fatal is not None)
-""",
+        "pump:Pump.take_update",
+        "self._take(news, ended=update.fatal is not None)\nself._link.taken = number + 1",
+        "self._link.taken = number + 1\nself._take(news, ended=update.fatal is not None)",
         breaks="I10",
         source="interrupt",
         killers=(
@@ -168,8 +164,8 @@ WRITERS = (
     ),
     mutant(
         "an-interrupted-question-is-answered",
-        "link",
-        "        self._asking = True\n",
+        "link:Link.ask",
+        "self._asking = True",
         "",
         breaks="I10",
         source="interrupt",
@@ -181,9 +177,9 @@ WRITERS = (
     ),
     mutant(
         "a-verdict-before-the-look",
-        "writer",
-        "            self._end = self._ended(now)\n",
-        "            self._end = ()\n            self._end = self._ended(now)\n",
+        "writer:RankWriter.poll",
+        "self._end = self._ended(now)",
+        "self._end = ()\nself._end = self._ended(now)",
         breaks="I10",
         source="interrupt",
         killers=(
@@ -194,9 +190,9 @@ WRITERS = (
     ),
     mutant(
         "an-accepted-save-without-a-writer-is-awaited",
-        "pump",
-        "        return state in _BEGINNING and of not in known and not self.view.awaiting\n",
-        "        return False\n",
+        "pump:Pump._is_orphan",
+        "return state in _BEGINNING and of not in known and not self.view.awaiting",
+        "return False",
         breaks="I10",
         source="interrupt",
         killers=(
@@ -207,23 +203,19 @@ WRITERS = (
     ),
     mutant(
         "a-report-is-sent-before-it-is-taken",
-        "pump",
-        "            del self._outbox[: len(sent)]  #",
-        "            pass  #",
+        "pump:Pump.exchange",
+        "del self._outbox[: len(sent)]  #",
+        "pass  #",
         (
-            "pump",
-            "            update = self._link.exchange(sent)\n",
-            "            self._outbox.clear()\n            update = self._link.exchange(sent)\n",
+            "pump:Pump.exchange",
+            "update = self._link.exchange(sent)",
+            ("self._outbox.clear()\nupdate = self._link.exchange(sent)"),
         ),
+        ("pump:Pump.exchange", "self._sent.update(sent)", ""),
         (
-            "pump",
-            "            self._sent.update(sent)\n",
-            "",
-        ),
-        (
-            "pump",
-            "            sent = list(self._outbox)\n",
-            "            sent = list(self._outbox)\n            self._sent.update(sent)\n",
+            "pump:Pump.exchange",
+            "sent = list(self._outbox)",
+            ("sent = list(self._outbox)\nself._sent.update(sent)"),
         ),
         breaks="I10",
         source="interrupt",
@@ -235,9 +227,9 @@ WRITERS = (
     ),
     mutant(
         "an-old-writer-writes-into-anothers-directory",
-        "megatron.fence",
-        "        if not self.marks or not all(mark.exists() for mark in self.marks):\n",
-        "        if False:\n",
+        "megatron.fence:_Fence._look",
+        "if not self.marks or not all(mark.exists() for mark in self.marks):",
+        "if False:",
         breaks="I4",
         source="attack",
         killers=(
@@ -247,9 +239,9 @@ WRITERS = (
     ),
     mutant(
         "leaving-does-not-look-at-receipts",
-        "coordinator",
-        "        if busy.state in (State.REQUESTED, State.FORKED) and not foreign:\n",
-        "        if False:\n",
+        "coordinator:Coordinator.leave",
+        "if busy.state in (State.REQUESTED, State.FORKED) and not foreign:",
+        "if False:",
         breaks="I2",
         source="attack",
         killers=(
@@ -259,9 +251,9 @@ WRITERS = (
     ),
     mutant(
         "a-lease-of-this-process-lives-for-good",
-        "lease",
-        "        return holder.nonce in _living.nonces\n",
-        "        return True\n",
+        "lease:_lives",
+        "return holder.nonce in _living.nonces",
+        "return True",
         breaks="F7",
         source="attack",
         killers=(
@@ -271,9 +263,9 @@ WRITERS = (
     ),
     mutant(
         "the-trash-waits-for-an-idle-moment",
-        "coordinator",
-        "        if idle or self._engine.pending or not self._idle_at_last_tick:\n",
-        "        if idle or self._engine.pending:\n",
+        "coordinator:Coordinator._tick",
+        "if idle or self._engine.pending or not self._idle_at_last_tick:",
+        "if idle or self._engine.pending:",
         breaks="F5",
         source="attack",
         killers=(
@@ -282,17 +274,17 @@ WRITERS = (
     ),
     mutant(
         "a-fenced-one-says-what-it-did-not-find",
-        "engine",
-        "            raise fenced from error\n",
-        "            return\n",
+        "engine:Engine.raise_if_fenced",
+        "raise fenced from error",
+        "return",
         breaks="I9",
         source="attack",
         killers=("tests:test_coordinator.py::test_I9_a_fenced_one_says_so_first",),
     ),
     mutant(
         "writers-keep-the-trainers-sockets",
-        "processes",
-        "            _let_go_of_all_but({0, 1, 2, pipe[1], *keep})\n",
+        "processes:_run_child",
+        "_let_go_of_all_but({0, 1, 2, pipe[1], *keep})",
         "",
         breaks="F29",
         source="F29",
@@ -300,16 +292,15 @@ WRITERS = (
     ),
     mutant(
         "results-are-shared-between-attempts",
-        "writer",
-        "        self.payloads = {name: payload for name, _, payload in outcome.payload}\n",
-        """        for name, _, payload in outcome.payload:
-            _SHARED.setdefault(name, payload)
-        self.payloads = _SHARED
-""",
+        "writer:RankWriter._judge",
+        "self.payloads = {name: payload for name, _, payload in outcome.payload}",
+        "for name, _, payload in outcome.payload:\n"
+        "    _SHARED.setdefault(name, payload)\n"
+        "self.payloads = _SHARED",
         (
-            "writer",
+            "writer:_OVERLAP_BYTES",
             "_OVERLAP_BYTES = 1 << 20  #",
-            "_SHARED: dict[str, Any] = {}\n_OVERLAP_BYTES = 1 << 20  #",
+            ("_SHARED: dict[str, Any] = {}\n_OVERLAP_BYTES = 1 << 20  #"),
         ),
         breaks="I5",
         source="Megatron-core (results queue)",
@@ -321,9 +312,9 @@ WRITERS = (
 PEOPLE = (
     mutant(
         "polling-does-nothing",
-        "owner",
-        "            self._pump.exchange(expired=False)\n",
-        "            pass\n",
+        "owner:Owner.poll",
+        "self._pump.exchange(expired=False)",
+        "pass",
         breaks="F28",
         source="verl #6067 / #7363",
         killers=("tests:test_manager.py::test_a_save_is_acknowledged_only_once_it_is_tracked",),
@@ -331,38 +322,37 @@ PEOPLE = (
     ),
     mutant(
         "a-hook-ends-training",
-        "pump",
-        "            except Exception:  # a user's hook: training and the machine go on (F24)\n",
-        "            except ZeroDivisionError:\n",
+        "pump:Pump._call_hooks",
+        "except Exception:  # a user's hook: training and the machine go on (F24)",
+        "except ZeroDivisionError:",
         breaks="F24",
         source="F24",
         killers=("simulation", "tests:test_manager.py"),
     ),
     mutant(
         "a-bad-policy-keeps-nothing",
-        "engine",
-        '            say(log.exception, "retention_policy_failed", said, error=describe(error))\n'
-        "            return\n",
-        '            say(log.exception, "retention_policy_failed", said, error=describe(error))\n'
-        "            preserved = frozenset()\n",
+        "engine:Engine.retire",
+        'say(log.exception, "retention_policy_failed", said, error=describe(error))\nreturn',
+        'say(log.exception, "retention_policy_failed", said, error=describe(error))\n'
+        "preserved = frozenset()",
         breaks="I7",
         source="I7",
         killers=("tests:test_manager.py::test_I7_a_policy_that_raises_keeps_everything",),
     ),
     mutant(
         "clean-up-errors-end-the-job",
-        "engine",
-        "            self._put_off(command, error)\n\n    def _put_off",
-        "            raise\n\n    def _put_off",
+        "engine:Engine._retriable",
+        "self._put_off(command, error)",
+        "raise",
         breaks="I10",
         source="prime-rl #1763",
         killers=("fieldbugs", "simulation", "processes"),
     ),
     mutant(
         "what-failed-is-not-tried-again",
-        "engine",
-        "            self._put_off(command, error)\n\n    def _put_off",
-        "            pass\n\n    def _put_off",
+        "engine:Engine._retriable",
+        "self._put_off(command, error)",
+        "pass",
         breaks="I10",
         source="Automodel #3390",
         killers=("simulation", "fieldbugs"),
@@ -370,9 +360,9 @@ PEOPLE = (
     ),
     mutant(
         "one-rank-raises-alone",
-        "pump",
-        "            self.give_up(of, error)\n",
-        "            raise\n",
+        "pump:Pump.begin_writing",
+        "self.give_up(of, error)",
+        "raise",
         breaks="I10",
         source="F31",
         killers=("simulation", "tests:test_manager.py"),
@@ -380,18 +370,18 @@ PEOPLE = (
     ),
     mutant(
         "the-coordinators-error-stays-at-rank-0",
-        "link",
-        "                answer = self.answer_of(error)\n",
-        "                raise\n",
+        "link:Link.together",
+        "answer = self.answer_of(error)",
+        "raise",
         breaks="I10",
         source="Automodel #3390",
         killers=("simulation", "tests:test_manager.py"),
     ),
     mutant(
         "what-the-disk-blocks-is-waited-for",
-        "owner",
-        "        return self.finished(view) or view.blocked_by is not None\n",
-        "        return self.finished(view)\n",
+        "owner:_FinishedOrBlocked.__call__",
+        "return self.finished(view) or view.blocked_by is not None",
+        "return self.finished(view)",
         breaks="I10",
         source="F5",
         killers=("tests:test_manager.py::test_F5_a_save_is_refused_while_the_tracker_is_blocked",),
@@ -399,8 +389,8 @@ PEOPLE = (
     ),
     mutant(
         "a-mended-disk-is-not-tried",
-        "owner",
-        "            self._agree(Coordinator.retry)\n",
+        "owner:Owner._wait_unless_blocked",
+        "self._agree(Coordinator.retry)",
         "",
         breaks="I10",
         source="F5",
@@ -408,9 +398,9 @@ PEOPLE = (
     ),
     mutant(
         "a-reason-is-told-once-for-all",
-        "engine",
-        "        if told is None or told.summary() != reason.summary():\n",
-        "        if told is None:\n",
+        "engine:Engine._put_off",
+        "if told is None or told.summary() != reason.summary():",
+        "if told is None:",
         breaks="I10",
         source="F5",
         killers=("tests:test_coordinator.py",),
@@ -418,27 +408,27 @@ PEOPLE = (
     ),
     mutant(
         "one-ranks-finalizers-are-enough",
-        "engine",
-        "        elif not waiting:\n",
-        "        else:\n",
+        "engine:Engine.finalizers_ran",
+        "elif not waiting:",
+        "else:",
         breaks="I6",
         source="I6",
         killers=("tests:test_coordinator.py", "simulation"),
     ),
     mutant(
         "errors-of-finalizers-do-not-count",
-        "engine",
-        "        if event.error:\n",
-        "        if False:\n",
+        "engine:Engine.finalizers_ran",
+        "if event.error:",
+        "if False:",
         breaks="I6",
         source="I6",
         killers=("tests:test_manager.py::test_I6_a_finalizer_that_raises_fails_the_save",),
     ),
     mutant(
         "finalizers-run-twice",
-        "pump",
-        "            if not ran.failed:\n",
-        "            for _ in range(0 if ran.failed else 2):\n",
+        "pump:Pump._run_finalizers",
+        "if not ran.failed:",
+        "for _ in range(0 if ran.failed else 2):",
         breaks="I6",
         source="I6",
         killers=("simulation", "tests:test_manager.py"),
@@ -448,7 +438,7 @@ PEOPLE = (
 FIELD = (
     mutant(
         "what-is-not-seen-yet-is-lost",
-        "restoring",
+        "restoring:Restorer._sizes",
         "self.config.visibility_timeout_s if self.transport.rank else 0.0",
         "0.0",
         breaks="I2",
@@ -463,34 +453,32 @@ FIELD = (
     ),
     mutant(
         "tracker-before-the-save",
-        "coordinator",
-        "        try:\n            self._engine.post(event)\n        except OutcomeUnknown:\n",
-        """        try:
-            self._engine.post(event)
-            self._engine.effects.write_tracker(of.step)
-        except OutcomeUnknown:
-""",
+        "coordinator:Coordinator._request",
+        "try:\n    self._engine.post(event)\nexcept OutcomeUnknown:",
+        "try:\n"
+        "    self._engine.post(event)\n"
+        "    self._engine.effects.write_tracker(of.step)\n"
+        "except OutcomeUnknown:",
         breaks="I2",
         source="verl #4638 / #4667",
         killers=("fieldbugs", "simulation", "processes"),
     ),
     mutant(
         "the-old-one-goes-before-the-new-one-is-there",
-        "coordinator",
-        "        self._requests = of.attempt\n        try:\n",
-        """        self._requests = of.attempt
-        latest = self._engine.ledger.latest()
-        if latest is not None and type(self._options.retention).__name__ == "LatestN":
-            move(self._storage, self._layout.published_name(latest.step), f"{QUARANTINE}/old.{of}")
-        try:
-""",
+        "coordinator:Coordinator._request",
+        "self._requests = of.attempt\ntry:",
+        "self._requests = of.attempt\n"
+        "latest = self._engine.ledger.latest()\n"
+        'if latest is not None and type(self._options.retention).__name__ == "LatestN":\n'
+        '    move(self._storage, self._layout.published_name(latest.step), f"{QUARANTINE}/old.{of}")\n'
+        "try:",
         (
-            "coordinator",
-            "from ckptfsm.durable import list_names, lookup, storage_error\n",
-            "from ckptfsm.durable import list_names, lookup, move, storage_error\n",
+            "coordinator:",
+            "from ckptfsm.durable import list_names, lookup, storage_error",
+            "from ckptfsm.durable import list_names, lookup, move, storage_error",
         ),
         (
-            "coordinator",
+            "coordinator:",
             "from ckptfsm.layout import JOURNAL, LAYOUTS,",
             "from ckptfsm.layout import QUARANTINE, JOURNAL, LAYOUTS,",
         ),
@@ -501,30 +489,30 @@ FIELD = (
     ),
     mutant(
         "latest-advances-while-the-save-is-pending",
-        "engine",
-        "            case CreateStaging():\n                self.effects.create_staging(checkpoint)\n",
-        """            case CreateStaging():
-                self.effects.create_staging(checkpoint)
-                self.effects.write_tracker(checkpoint.step)
-                for old in self.ledger.in_state(State.TRACKED):
-                    self.effects.prune(old, old.step)
-""",
+        "engine:Engine.run",
+        "case CreateStaging():\n    self.effects.create_staging(checkpoint)",
+        "case CreateStaging():\n"
+        "    self.effects.create_staging(checkpoint)\n"
+        "    self.effects.write_tracker(checkpoint.step)\n"
+        "    for old in self.ledger.in_state(State.TRACKED):\n"
+        "        self.effects.prune(old, old.step)",
         breaks="I2",
         source="SkyRL #2145",
         killers=("fieldbugs", "simulation", "processes"),
     ),
     mutant(
         "moved-before-it-is-durable",
-        "writer",
-        "            self._storage.fsync(self._handle)\n",
-        "            pass\n",
+        "writer:ShardFile.close_durably",
+        "self._storage.fsync(self._handle)",
+        "pass",
         (
-            "effects",
-            "        self.check_epoch()\n        target = self.layout.published_name(checkpoint.step)\n",
-            """        self.check_epoch()
-        target = self.layout.published_name(checkpoint.step)
-        put(self.storage, TRACKER, b"%d\\n" % checkpoint.step, tag=self.tag)
-""",
+            "effects:Effects.finalize",
+            ("self.check_epoch()\ntarget = self.layout.published_name(checkpoint.step)"),
+            (
+                "self.check_epoch()\n"
+                "target = self.layout.published_name(checkpoint.step)\n"
+                'put(self.storage, TRACKER, b"%d\\n" % checkpoint.step, tag=self.tag)'
+            ),
         ),
         breaks="I2",
         source="KempnerForge #102",
@@ -532,66 +520,61 @@ FIELD = (
     ),
     mutant(
         "async-saves-are-never-finalized",
-        "engine",
-        "            case Finalize():\n                self._run_finalize(checkpoint)\n",
-        "            case Finalize():\n                pass\n",
+        "engine:Engine.run",
+        "case Finalize():\n    self._run_finalize(checkpoint)",
+        "case Finalize():\n    pass",
         breaks="I10",
         source="verl #4253",
         killers=("simulation", "fieldbugs"),
     ),
     mutant(
         "nobody-writes-the-tracker",
-        "effects",
-        """        put(self.storage, TRACKER, tracker_text(step), tag=self.tag, check=self.check_epoch)
-        seen = read_tracker(self.storage)
-        if seen.step != step:
-""",
-        "        seen = read_tracker(self.storage)\n        if False:\n",
+        "effects:Effects.write_tracker",
+        "put(self.storage, TRACKER, tracker_text(step), tag=self.tag, check=self.check_epoch)\n"
+        "seen = read_tracker(self.storage)\n"
+        "if seen.step != step:",
+        "seen = read_tracker(self.storage)\nif False:",
         breaks="I2",
         source="verl #7952, rllm #897",
         killers=("fieldbugs", "simulation", "processes"),
     ),
     mutant(
         "a-rank-guesses-that-it-writes-the-tracker",
-        "writer",
-        "        self.payloads = {name: payload for name, _, payload in outcome.payload}\n",
-        """        self.payloads = {name: payload for name, _, payload in outcome.payload}
-        if self._rank == self._world_size - 1:
-            put(self._storage, "latest_checkpointed_iteration.txt", b"%d\\n" % self.of.step, tag="guess")
-""",
+        "writer:RankWriter._judge",
+        "self.payloads = {name: payload for name, _, payload in outcome.payload}",
+        "self.payloads = {name: payload for name, _, payload in outcome.payload}\n"
+        "if self._rank == self._world_size - 1:\n"
+        '    put(self._storage, "latest_checkpointed_iteration.txt", b"%d" % self.of.step, tag="guess")',
         breaks="I2",
         source="verl #5016",
         killers=("fieldbugs", "simulation"),
     ),
     mutant(
         "other-ranks-delete",
-        "pump",
-        "        location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)\n",
-        """        location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)
-        if self._rank != 0 and self.view.latest is not None:
-            from ckptfsm.durable import walk_files
-
-            old = f"iter_{self.view.latest:07d}"
-            for name, _ in walk_files(storage, old):
-                if not name.startswith(".ckptfsm"):
-                    storage.unlink(f"{old}/{name}")
-""",
+        "pump:Pump.begin_writing",
+        "location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)",
+        "location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)\n"
+        "if self._rank != 0 and self.view.latest is not None:\n"
+        "    from ckptfsm.durable import walk_files\n"
+        "\n"
+        '    old = f"iter_{self.view.latest:07d}"\n'
+        "    for name, _ in walk_files(storage, old):\n"
+        '        if not name.startswith(".ckptfsm"):\n'
+        '            storage.unlink(f"{old}/{name}")',
         breaks="I1",
         source="verl (open): other ranks delete",
         killers=("fieldbugs", "simulation"),
     ),
     mutant(
         "the-tracker-names-the-live-step",
-        "engine",
-        "        self.effects.write_tracker(checkpoint.step)\n        self._finalized_by_rank",
-        "        self.effects.write_tracker(getattr(self, 'live_step', checkpoint.step))\n"
-        "        self._finalized_by_rank",
+        "engine:Engine._run_tracker",
+        "self.effects.write_tracker(checkpoint.step)\nself._finalized_by_rank",
+        "self.effects.write_tracker(getattr(self, 'live_step', checkpoint.step))\n"
+        "self._finalized_by_rank",
         (
-            "coordinator",
-            "        self._engine.check_epoch()\n        of = AttemptId(",
-            """        self._engine.check_epoch()
-        self._engine.live_step = request.step
-        of = AttemptId(""",
+            "coordinator:Coordinator._request",
+            ("self._engine.check_epoch()\nof = AttemptId("),
+            ("self._engine.check_epoch()\nself._engine.live_step = request.step\nof = AttemptId("),
         ),
         breaks="I2",
         source="Megatron-Bridge #3267",
@@ -600,9 +583,9 @@ FIELD = (
     ),
     mutant(
         "attempts-share-their-number",
-        "coordinator",
-        "        return max(self._requests, max(here, default=0)) + 1\n",
-        "        return 1\n",
+        "coordinator:Coordinator._next_attempt",
+        "return max(self._requests, max(here, default=0)) + 1",
+        "return 1",
         breaks="I5",
         source="F11",
         killers=("simulation", "suites"),
