@@ -8,10 +8,27 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 
 import pytest
-from test_coordinator import destinations, left, replace, saved, start, stop, tracked
+from roots import (
+    FOREIGN,
+    LATER,
+    ONE,
+    TWO,
+    destinations,
+    fails,
+    fails_to_look,
+    judge,
+    left,
+    names,
+    replace,
+    restarted,
+    saved,
+    start,
+    states,
+    stop,
+    tracked,
+)
 
 from ckptfsm.coordinator import SaveRequest
 from ckptfsm.errors import ConfigError, OutcomeUnknown, StepExistsError, StorageError
@@ -23,62 +40,8 @@ from ckptfsm.link import Link
 from ckptfsm.messages import PartSpec
 from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import LatestN
-from ckptfsm.testing.faults import Hook
-from ckptfsm.testing.harness import FakeJob, check_root
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.transport import LocalTransport
-
-ONE, TWO = "iter_0000001", "iter_0000002"
-LATER = 60.0  # seconds after which the coordinator wants to tick again
-FOREIGN = (PartSpec("state", "foreign"),)
-
-
-def fails(method: str, matches: Callable[[str], bool], code: int = errno.EIO) -> Hook:
-    """A hook that fails the first call of ``method`` whose path ``matches``."""
-    left_over = [code]
-
-    def hook(index: int, called: str, path: str) -> None:
-        if left_over and called == method and matches(path):
-            raise OSError(left_over[0], os.strerror(left_over.pop()), path)
-
-    return hook
-
-
-def fails_to_look(
-    job: FakeJob, method: str, matches: Callable[[str], bool], code: int, times: int = 1
-) -> list[str]:
-    """Fail calls that change nothing, which ``FaultStorage`` has no hook for. Returns what failed."""
-    original, failed = getattr(job.storage, method), []
-
-    def call(path: str, *arguments):
-        if len(failed) < times and matches(path):
-            failed.append(path)
-            raise OSError(code, os.strerror(code), path)
-        return original(path, *arguments)
-
-    setattr(job.storage, method, call)
-    return failed
-
-
-def judge(disk: SimDisk, acknowledged: int | None) -> int | None:
-    return check_root(SimStorage(disk, "judge"), acknowledged)
-
-
-def states(job: FakeJob) -> dict[str, str]:
-    return {str(of): c.state.value for of, c in job.coordinator.ledger.checkpoints.items()}
-
-
-def restarted(disk: SimDisk, name: str = "second", *, latest: int, **settings) -> FakeJob:
-    """The next run after a kill of the first. It finds ``latest``, and a root that is sound."""
-    disk.kill("first")
-    job = start(disk, name, opened=False, **settings)
-    assert job.open().latest_step == latest
-    assert judge(disk, latest) == latest
-    return job
-
-
-def names(disk: SimDisk, directory: str = "") -> list[str]:
-    return sorted(SimStorage(disk, "judge").listdir(directory))
 
 
 def forget_everything(disk: SimDisk) -> None:

@@ -14,6 +14,18 @@ from functools import partial
 from typing import Any
 
 import pytest
+from roots import (
+    content,
+    destinations,
+    foreign_attempt,
+    left,
+    replace,
+    saved,
+    staged,
+    start,
+    stop,
+    tracked,
+)
 
 from ckptfsm.coordinator import Coordinator, SaveRequest
 from ckptfsm.engine import Blocked, FinalizersDue, Settled
@@ -40,7 +52,7 @@ from ckptfsm.messages import (
     WriterForked,
     WriterGone,
 )
-from ckptfsm.ports import FileStat, Identity, RankJob, Written
+from ckptfsm.ports import FileStat, RankJob
 from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import KeepAll, LatestN, Policy
 from ckptfsm.testing.faults import FaultStorage
@@ -49,69 +61,8 @@ from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writer import write_rank
 
 
-def start(
-    disk: SimDisk, name: str = "first", *, wrap=None, opened: bool = True, **settings
-) -> FakeJob:
-    """A job of its own simulated process."""
-    storage = FaultStorage(SimStorage(disk, name))
-    identity = Identity("sim", sum(name.encode()), name, name)
-    job = FakeJob(wrap(storage) if wrap else storage, identity=identity, **settings)
-    if opened:
-        job.open()
-    return job
-
-
-def stop(disk: SimDisk, job: FakeJob, name: str = "first") -> None:
-    job.close()
-    disk.kill(name)
-
-
-def saved(disk: SimDisk, *steps: int, name: str = "first", **settings) -> FakeJob:
-    job = start(disk, name, **settings)
-    for step in steps:
-        job.save(step)
-    return job
-
-
-def left(disk: SimDisk, *steps: int, **settings) -> None:
-    """A root with these steps, whose process is gone."""
-    stop(disk, saved(disk, *steps, **settings))
-
-
-def tracked(job: FakeJob) -> list[int]:
-    return [c.step for c in job.coordinator.ledger.in_state(State.TRACKED)]
-
-
-def destinations(job: FakeJob) -> list[str]:
-    return [r.dest.value for r in job.records]
-
-
-def replace(disk: SimDisk, path: str, data: bytes) -> None:
-    """Somebody else's change of a file."""
-    vandal = SimStorage(disk, "vandal")
-    try:
-        vandal.unlink(path)
-    except FileNotFoundError:
-        pass
-    disk.plant_file(path, data)
-    disk.kill("vandal")
-
-
-def content(disk: SimDisk, path: str) -> bytes:
-    found = disk.snapshot()[path]
-    assert isinstance(found, bytes)
-    return found
-
-
 def below(disk: SimDisk, prefix: str) -> dict[str, object]:
     return {path: value for path, value in disk.snapshot().items() if path.startswith(prefix)}
-
-
-def staged(job: FakeJob, step: int) -> tuple[AttemptId, str]:
-    """An attempt that both ranks forked for."""
-    of = job.request(step)
-    job.fork(of)
-    return of, staging_dir(of)
 
 
 def written_by_a_child(job: FakeJob, of: AttemptId, rank: int) -> None:
@@ -1359,29 +1310,6 @@ def test_F7_short_writes_lose_nothing():
 
 
 # -------------------------------------------------------------------------- I6: foreign finalizers
-
-
-def foreign_attempt(job: FakeJob, between: Callable[[], object] = list) -> AttemptId:
-    """A request of a trainer's at step 1, written. ``between``: what happens before that is reported."""
-    parts = (PartSpec("state", "foreign"),)
-    request = SaveRequest(1, parts, 2, in_place=True, expected_bytes=100)
-    of = job.coordinator.request(request)
-    job.coordinator.report([WriterForked(of, rank, 2) for rank in (0, 1)])
-    for rank in (0, 1):
-        content_ = fake_content(of, rank)
-        part = ForeignPart("state", "", rank, content_)
-        write_rank(job.storage, RankJob(of, rank, 2, "iter_0000001", (part,)))
-    job.take_news()
-    between()
-    job.coordinator.report([ShardReported(of, "state", rank, 2, 10) for rank in (0, 1)])
-    return of
-
-
-class ForeignPart(FakePart):
-    """Only the shard: planned metadata is not a foreign request's."""
-
-    def write(self, storage, location):
-        return Written((self._file(storage, location, f"__{self.rank}_0.distcp"),))
 
 
 def test_I9_a_fenced_coordinator_asks_for_no_finalizers():

@@ -19,12 +19,36 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from strangers import stock_saves
-from test_attacks import FOREIGN, LATER, ONE, TWO, fails, judge, names, states
-from test_coordinator import content, replace, saved, start, stop, tracked
-from test_found_by_proof import FOUR, fails_after, is_root, makes, moves
-from test_found_by_review import SHARD, Strike, in_place, older_format, start_with, ticks
-from test_manager import QUICK, TEMPLATE, weights
+from managers import QUICK, TEMPLATE, weights
+from roots import (
+    FOREIGN,
+    FOUR,
+    LATER,
+    ONE,
+    PRECIOUS,
+    TWO,
+    Strike,
+    content,
+    fails,
+    fails_after,
+    in_place,
+    is_root,
+    judge,
+    makes,
+    moves,
+    names,
+    older_format,
+    replace,
+    saved,
+    start,
+    start_with,
+    states,
+    stop,
+    ticks,
+    tracked,
+    write_in_place,
+)
+from strangers import SHARD, stock_saves
 
 from ckptfsm import durable
 from ckptfsm import evidence as evidence_module
@@ -53,7 +77,7 @@ from ckptfsm.layout import MANIFEST, QUARANTINE, STAGING, TRACKER, TRASH
 from ckptfsm.lifecycle import State
 from ckptfsm.link import Update
 from ckptfsm.manager import Manager
-from ckptfsm.messages import AttemptId, Failed, PartSpec, ShardReported, WriterForked, WriterGone
+from ckptfsm.messages import AttemptId, Failed, PartSpec, WriterForked, WriterGone
 from ckptfsm.ports import RankJob, Storage
 from ckptfsm.processes import Child, fork_child
 from ckptfsm.readers import ReaderLease
@@ -63,10 +87,10 @@ from ckptfsm.storage import OpenPosix, PosixStorage
 from ckptfsm.system import system_ports
 from ckptfsm.testing.fakes import FakeDriver, Gate, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
-from ckptfsm.testing.harness import PARTS, FakeJob, check_root, fake_content
+from ckptfsm.testing.harness import FakeJob, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.transport import LocalTransport
-from ckptfsm.writer import launch_forked, write_rank
+from ckptfsm.writer import launch_forked
 
 
 def test_F8_a_file_of_the_same_content_does_not_excuse_a_failed_rename():
@@ -832,9 +856,6 @@ def test_I8_an_older_attempt_that_is_put_back_over_a_newer_one_leaves_its_name(h
 # --------------------------------------------------------------- what a late rename takes to the trash
 
 
-PRECIOUS = b"precious".ljust(100)
-
-
 def dies_before(job: FakeJob, source: str, work: Callable[[], object]) -> Callable[[], None]:
     """The job pauses right before it renames ``source`` to the trash. Returns that rename."""
     aimed: list[str] = []
@@ -851,17 +872,6 @@ def dies_before(job: FakeJob, source: str, work: Callable[[], object]) -> Callab
     disk.kill("first")
     _, _, target = aimed[0].partition(" -> ")
     return partial(SimStorage(disk, "late").rename, source, target)
-
-
-def write_in_place(
-    job: FakeJob, of: AttemptId, rank: int, parts: tuple[PartSpec, ...] = PARTS
-) -> None:
-    """Write and report what one rank has of an attempt in place at step 2."""
-    shares = tuple(job._part(part, rank, fake_content(of, rank)) for part in parts)
-    optional = frozenset(part.name for part in parts if part.optional)
-    done = write_rank(job.storage, RankJob(of, rank, job.ranks, TWO, shares, optional))
-    reports = [ShardReported(of, name, rank, job.ranks, size) for name, size, _ in done]
-    job.coordinator.report(reports)
 
 
 @pytest.mark.parametrize("before_the_successor", [True, False])

@@ -12,24 +12,36 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-from strangers import stock_saves
-from test_attacks import ONE, TWO, fails, judge, names, restarted, states
-from test_coordinator import (
+from roots import (
+    FOUR,
+    ONE,
+    TWO,
+    Matches,
     content,
+    fails,
+    fails_after,
     foreign_attempt,
+    in_journal,
+    is_root,
+    judge,
     left,
+    makes,
+    moves,
+    names,
     replace,
+    restarted,
     saved,
     staged,
     start,
+    states,
     stop,
     tracked,
 )
+from strangers import stock_saves
 
 from ckptfsm import evidence as evidence_module
 from ckptfsm.errors import Fenced, SaveRefused, StepNotFoundError, StorageError
 from ckptfsm.layout import (
-    JOURNAL,
     MANIFEST,
     QUARANTINE,
     STAGING,
@@ -45,27 +57,6 @@ from ckptfsm.stock import StockVerdict
 from ckptfsm.testing.harness import FakeJob
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 
-Matches = Callable[[str], bool]
-FOUR = "iter_0000004"
-
-
-def moves(name: str) -> Matches:
-    """The rename that takes ``name`` away."""
-    return lambda path: path.startswith(f"{name} ->")
-
-
-def makes(name: str) -> Matches:
-    """The rename that puts ``name`` there."""
-    return lambda path: path.endswith(f"-> {name}")
-
-
-def in_journal(path: str) -> bool:
-    return path.startswith(JOURNAL)
-
-
-def is_root(path: str) -> bool:
-    return path == ""
-
 
 def dies_at(job: FakeJob, method: str, matches: Matches, step: int) -> None:
     """Save ``step``; the process dies right before that call."""
@@ -77,23 +68,6 @@ def dies_at(job: FakeJob, method: str, matches: Matches, step: int) -> None:
     job.storage.before = before
     with pytest.raises(ProcessDead):
         job.save(step)
-
-
-def fails_after(job: FakeJob, renamed: Matches, method: str, matches: Matches) -> list[str]:
-    """Fail one call, the first of its kind after a rename was done. Returns what failed."""
-    done, failed = [], []
-
-    def after(index: int, called: str, path: str) -> None:
-        if called == "rename" and renamed(path):
-            done.append(path)
-
-    def before(index: int, called: str, path: str) -> None:
-        if done and not failed and called == method and matches(path):
-            failed.append(path)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-
-    job.storage.before, job.storage.after = before, after
-    return failed
 
 
 def once_before_listing(job: FakeJob, directory: str, happens: Callable[[], object]) -> None:

@@ -15,14 +15,30 @@ from itertools import count
 from typing import Any
 
 import pytest
+from roots import (
+    ONE,
+    TWO,
+    Strike,
+    below,
+    content,
+    fails_to_look,
+    identity,
+    in_place,
+    names,
+    older_format,
+    replace,
+    saved,
+    saved_by_another,
+    start,
+    start_with,
+    ticks,
+    tracked,
+)
 from strangers import SHARD, stock_saves
-from test_attacks import ONE, TWO, fails_to_look, names
-from test_coordinator import content, replace, saved, start, tracked
 
 from ckptfsm import messages as m
-from ckptfsm.coordinator import SaveRequest
 from ckptfsm.documents import Pin, encode
-from ckptfsm.durable import make_dirs, put
+from ckptfsm.durable import put
 from ckptfsm.errors import (
     CkptFsmError,
     DamagedRoot,
@@ -35,20 +51,13 @@ from ckptfsm.errors import (
 from ckptfsm.layout import MANIFEST, MEGATRON, QUARANTINE, TRACKER, TRASH, left_out_name
 from ckptfsm.lifecycle import State, absent, apply
 from ckptfsm.messages import PartSpec, ShardReported
-from ckptfsm.ports import Identity, RankJob, Written
+from ckptfsm.ports import RankJob, Written
 from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import LatestN
 from ckptfsm.testing.faults import FaultStorage
-from ckptfsm.testing.harness import PARTS, FakeJob, FakePart, check_root, fake_content
+from ckptfsm.testing.harness import FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writer import ShardFile, write_rank
-
-
-def in_place(job: FakeJob, step: int) -> m.AttemptId:
-    """A save whose path the trainer fixed, as far as its writer's fork."""
-    of = job.coordinator.request(SaveRequest(step, PARTS, job.ranks, True, expected_bytes=1))
-    job.fork(of)
-    return of
 
 
 def leave_written(disk: SimDisk, step: int) -> None:
@@ -62,27 +71,6 @@ def leave_written(disk: SimDisk, step: int) -> None:
     with pytest.raises(ProcessDead):
         job.write(of, 1)
     disk.kill("dies")
-
-
-def start_with(storage: Any, name: str, **options: Any) -> FakeJob:
-    job = FakeJob(storage, identity=identity(name), **options)
-    job.open()
-    return job
-
-
-def identity(name: str) -> Identity:
-    return Identity("sim", len(name), f"boot:{name}", name)
-
-
-class Strike:
-    """A hook that raises at every call of a method on a path."""
-
-    def __init__(self, method: str, path: str, error: BaseException) -> None:
-        self.method, self.path, self.error = method, path, error
-
-    def __call__(self, index: int, method: str, path: str) -> None:
-        if method == self.method and self.path in path:
-            raise self.error
 
 
 class TakesOver(FaultStorage):
@@ -497,12 +485,6 @@ def came_back(disk: SimDisk, fault: int, *, gutted: bool = False) -> FakeJob:
     return job
 
 
-def ticks(job: FakeJob) -> None:
-    for _ in range(5):
-        job.clock.now += 60
-        job.coordinator.tick()
-
-
 @pytest.mark.parametrize("fault", range(1, 8))
 @pytest.mark.parametrize("how", ["tick", "rollback"])
 def test_I2_what_came_back_gutted_is_looked_at_again_after_an_error(fault: int, how: str):
@@ -694,11 +676,6 @@ def test_F16_what_stands_at_the_name_of_a_failed_attempt_in_place_stays(what: st
     job.fail(of)
     ticks(job)
     assert TWO in names(disk) and names(disk, TRASH) == [] and not job.coordinator.busy
-
-
-def below(disk: SimDisk, directory: str) -> dict[str, Any]:
-    prefix = f"{directory}/"
-    return {k.removeprefix(prefix): v for k, v in disk.snapshot().items() if k.startswith(prefix)}
 
 
 def dies_pruning(job: FakeJob, *, leased: bool) -> None:
@@ -910,23 +887,6 @@ def test_F27_a_part_that_was_left_out_is_not_taken_for_its_checkpoint():
     job = start(disk, "second")
     ticks(job)
     assert tracked(job) == [1, 2] and below(disk, ONE) == held and names(disk, TRASH) == []
-
-
-def saved_by_another(disk: SimDisk) -> None:
-    """At the name of step 2 stands what another run has saved, whole, in place of this one's."""
-    other = SimDisk()
-    saved(other, 1).close()
-    other.kill("first")
-    saved(other, 2, name="second")
-    if TWO in names(disk):
-        disk.uproot(TWO)
-    person = SimStorage(disk, "person")
-    person.mkdir(TWO)
-    for path, data in sorted(below(other, TWO).items()):
-        if data is None:
-            person.mkdir(f"{TWO}/{path}")
-        else:
-            disk.plant_file(f"{TWO}/{path}", data)
 
 
 @pytest.mark.parametrize("dies", [*range(0, 60, 3), 1000])
@@ -1878,17 +1838,6 @@ def test_I8_a_target_lost_twice_lifts_the_tracker_twice():
         disk.kill(f"run{number}")
         assert content(disk, TRACKER) == lifted
     assert tracked(start(disk, "last")) == [1]
-
-
-def older_format(disk: SimDisk, step: int) -> None:
-    """A trainer saves a step in a format that is not judged, and its tracker names it."""
-    person, name = SimStorage(disk, "person"), f"iter_{step:07d}"
-    make_dirs(person, f"{name}/mp_rank_00")
-    handle = person.open_exclusive(f"{name}/mp_rank_00/model_optim_rng.pt")
-    person.write(handle, b"weights")
-    person.close(handle)
-    disk.overwrite(TRACKER, b"%d" % step)
-    disk.kill("person")
 
 
 @pytest.mark.parametrize("resume", ["fallback", "strict"])

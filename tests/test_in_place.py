@@ -9,12 +9,30 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from strangers import stock_saves
-from test_attacks import TWO, fails, fails_to_look, names, states
-from test_coordinator import ForeignPart, content, foreign_attempt, saved, start, tracked
-from test_found_by_attack import PRECIOUS, write_in_place
-from test_found_by_proof import fails_after, in_journal, is_root, moves
-from test_found_by_review import SHARD, Strike, in_place, saved_by_another, ticks
+from roots import (
+    PRECIOUS,
+    TWO,
+    ForeignPart,
+    Strike,
+    content,
+    fails,
+    fails_after,
+    fails_to_look,
+    foreign_attempt,
+    in_journal,
+    in_place,
+    is_root,
+    moves,
+    names,
+    saved,
+    saved_by_another,
+    start,
+    states,
+    ticks,
+    tracked,
+    write_in_place,
+)
+from strangers import SHARD, stock_saves
 
 from ckptfsm.coordinator import SaveRequest
 from ckptfsm.documents import Pin, encode

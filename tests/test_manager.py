@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from managers import QUICK, TEMPLATE, weights
 
 import ckptfsm.evidence as evidence_module
 from ckptfsm.config import make_config
@@ -73,14 +74,8 @@ from ckptfsm.testing.simfs import ProcessDead
 
 TRACKER = "latest_checkpointed_iteration.txt"
 SHARD = "__0_0.distcp"
-TEMPLATE = {"weights": None}
-QUICK = {"exit_timeout_s": 0.5, "close_timeout_s": 20.0, "busy_timeout_s": 20.0}
 # The life of a saved checkpoint, as hooks see it.
 LIFE = ["requested", "forked", "shards_written", "finalized", "tracked"]
-
-
-def weights(step: int) -> dict[str, object]:
-    return {"weights": b"w%d" % step, "step": step}
 
 
 class Run:

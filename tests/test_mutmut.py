@@ -18,7 +18,7 @@ from proof.survivors import (
     read_mutants,
     words_only,
 )
-from test_structure import PURE
+from rooms import PURE
 
 import ckptfsm
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from proof import races
 from proof.layer import Budget
-from test_found_by_attack import write_in_place
-from test_found_by_review import in_place
+from roots import in_place, write_in_place
 
 from ckptfsm.layout import LEASE, MANIFEST, PINS, READERS, STAGING, TRACKER, TRASH
 from ckptfsm.lifecycle import State

@@ -9,7 +9,7 @@ import errno
 import os
 
 import pytest
-from test_coordinator import saved, start, tracked
+from roots import saved, start, tracked
 
 from ckptfsm.config import make_config
 from ckptfsm.coordinator import SaveRequest

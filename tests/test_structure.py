@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,25 +11,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from rooms import PURE
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ckptfsm"
 MODULES = sorted(p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py"))
 
-PURE = {
-    "errors.py",
-    "messages.py",
-    "lifecycle.py",
-    "ledger.py",
-    "findings.py",
-    "intent.py",
-    "recovery.py",
-    "retention.py",
-    "layout.py",
-    "documents.py",
-    "ports.py",
-    "config.py",
-}
 # What a pure module may use of the standard library; config.py reads a TOML file besides.
 HARMLESS = {
     "__future__",
@@ -102,6 +90,16 @@ def ours(module: str) -> set[str]:
 def test_the_checked_modules_exist():
     """Catches: a rename that silently takes a module out of these checks."""
     assert not (LOWER | DELETERS) - set(MODULES)
+
+
+def test_no_test_module_imports_another():
+    """Catches: a helper that lives with the tests of something else, and moves with them."""
+    found = [
+        path.name
+        for path in (ROOT / "tests").rglob("*.py")
+        if re.search(r"^\s*(from|import) test_", path.read_text(), re.M)
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("module", sorted(PURE))
