@@ -257,14 +257,6 @@ def test_each_file_is_statted_once(stock_root: Path) -> None:
     assert set(storage.counts.values()) == {1}
 
 
-def test_a_thousand_checkpoints_are_inspected_in_time(stock_root: Path) -> None:
-    # 9 entries here; about 3.5 ms for 100 entries, measured: 1,000 of those in 3.5 s
-    started = time.perf_counter()
-    for _ in range(100):
-        assert verdict_of(stock_root / STEP).acceptable
-    assert time.perf_counter() - started < 1.0
-
-
 # ------------------------------------------------------------------------------ broken files
 
 

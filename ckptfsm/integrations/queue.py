@@ -506,12 +506,15 @@ class Installed:
 
     def _stay_through_pretrain(self, trainer: Any) -> None:
         """``pretrain`` puts a queue of its own there at its start, and none after it has left a try."""
-        if hasattr(trainer, "reset_persistent_async_worker"):  # since 0.15
-            reset = partial(self._reset, trainer.reset_persistent_async_worker)
-            self._replaced.put_everywhere(_TRAINER[0], "reset_persistent_async_worker", reset)
-        self._replaced.put_everywhere(_TRAINER[0], "init_persistent_async_worker", _none_needed)
+        reset = getattr(trainer, "reset_persistent_async_worker", None)  # since 0.15
+        for name, ours in (
+            ("reset_persistent_async_worker", partial(self._reset, reset)),
+            ("init_persistent_async_worker", _none_needed),
+        ):
+            if hasattr(trainer, name):
+                self._replaced.put_everywhere(_TRAINER[0], name, ours)
 
-    def _reset(self, stock: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+    def _reset(self, stock: Any, *arguments: Any, **keywords: Any) -> None:
         try:
             stock(*arguments, **keywords)  # closes this queue with abort
         finally:
