@@ -19,7 +19,7 @@ from ckptfsm.notices import no_warning_is_an_error
 
 TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "torch": ("2.13.0", "2.14.1"),
+        "torch": ("2.13.0", "2.14.1", "2.15.0"),
         "megatron-core": ("0.13.1", "0.14.0", "0.15.0", "0.16.1", "0.17.1", "0.18.2", "0.19.2"),
         "nvidia-resiliency-ext": ("0.4.1", "0.6.0", "0.7.0"),
         "ray": ("2.60.0",),
