@@ -17,7 +17,8 @@ from fieldbugs.model import Action
 from fieldbugs.player import Player, RealTrainer, SimTrainer
 from fieldbugs.report import Report
 from fieldbugs.saveloop import Believing, Job, SaveLoop
-from fieldbugs.verl import held, left_in_order, real
+from fieldbugs.staging import SharedStaging, StagesTogether, each_holds_its_own
+from fieldbugs.verl import left_in_order, real
 
 # --------------------------------------------------------------------------------- no common.pt
 
@@ -117,24 +118,6 @@ class NoSuchQueue(Believing):
 def saved_without_it(trainer: RealTrainer) -> None:
     """The library schedules by itself: the save is tracked when the trainer leaves."""
     trainer.leave()
-    left_in_order(trainer)
-
-
-# ------------------------------------------------------------------------ staging memory used again
-
-
-class StagingReused(Believing):
-    """The trainer's next values reach the memory that a slow writer still reads."""
-
-    def finalized(self, job: Job, step: int) -> Job:
-        job = super().finalized(job, step)
-        wrong = f"I5: step {step} holds the values of a later step" if job.ahead else ""
-        return replace(job, wrong=wrong)
-
-
-def holds_its_own_values(trainer: RealTrainer) -> None:
-    """What was trained meanwhile is not in the checkpoint."""
-    assert trainer.state["weights"] == b"one step later", "nothing was changed under the writer"
     left_in_order(trainer)
 
 
@@ -295,13 +278,13 @@ REPORTS = (
     ),
     Report(
         "nvrx-staging",
-        "staging memory is used again while a slow writer of the save before still reads it",
+        "the next save is staged into the shared memory that a slow writer still reads",
         ("https://github.com/NVIDIA/nvidia-resiliency-ext",),
-        StagingReused("train", steps=(100,), crash=""),
-        SaveLoop("train", steps=(100,), crash=""),
-        held,
-        holds_its_own_values,
-        "a writer reads the values of its own save, in memory that its fork froze",
+        SharedStaging(shared=True),
+        SharedStaging(shared=False),
+        StagesTogether,
+        each_holds_its_own,
+        "what lies in memory that processes share is copied before the writer is forked",
     ),
     Report(
         "bridge-5778",
