@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from fieldbugs.dropins import DROPINS
 from fieldbugs.model import Action, search
 from fieldbugs.report import Checked, check
 from fieldbugs.saveloop import SaveLoop
-from fieldbugs.today import TODAY
+from fieldbugs.today import OTHER, TESTS, TODAY
 from proof import fieldbugs
 from proof.fieldbugs import violations
 
@@ -48,9 +50,20 @@ def test_names_and_aliases_are_distinct():
     assert len(BY_NAME) == sum(1 + len(report.aliases) for report in REPORTS)
 
 
-def test_what_is_said_of_the_newest_versions_belongs_to_a_report():
-    """Catches: a finding whose report was renamed, which the page would then show as not run."""
-    assert set(TODAY) <= set(NAMES)
+def test_every_report_says_how_it_is_in_the_newest_versions():
+    """Catches: a report without a finding, a finding whose report was renamed, or one in other words."""
+    assert list(TODAY) == NAMES
+    known = re.compile(r"(still there|changed|gone) \((run|read)\): ")
+    assert [text for text in TODAY.values() if text != OTHER and not known.match(text)] == []
+
+
+def test_what_is_said_to_have_been_run_has_a_test_that_runs_it():
+    """Catches: "run" without a test that anybody can repeat, and a test whose row says "read"."""
+    marked = set()
+    for node in ast.walk(ast.parse((ROOT / TESTS).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.field_bug":
+            marked |= {ast.literal_eval(argument) for argument in node.args}
+    assert marked == {name for name, text in TODAY.items() if "(run)" in text}
 
 
 def test_every_report_of_verl_and_megatron_runs_against_a_drop_in():

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from fieldbugs import megatron, newest, others, verl
 from fieldbugs.dropins import shown
 from fieldbugs.report import Checked, Report
-from fieldbugs.today import VERSIONS, today
+from fieldbugs.today import TESTS, VERSIONS, today
 
 REPORTS: tuple[Report, ...] = (*verl.REPORTS, *megatron.REPORTS, *others.REPORTS, *newest.REPORTS)
 BY_NAME = MappingProxyType(
@@ -33,7 +33,8 @@ What was reported of verl and of Megatron also runs as a scenario against the dr
 The column "tests" names them.
 
 The last column says whether it is still so in {VERSIONS}.
-There "run" means that the stock code was run, "read" that its sources were read and not run.
+There "run" means that stock code was run, by `{TESTS}`
+(`make test-integrations`); "read" that its sources were read and not run.
 
 | report | what happened | shortest history | what breaks | what ckptfsm does | command | tests | today |
 |---|---|---|---|---|---|---|---|

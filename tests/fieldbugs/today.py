@@ -1,6 +1,7 @@
 """Whether what was reported is still so in the newest versions, by the report's name.
 
-Rules: "run" means that the stock code was run; "read" that its sources were read and not run.
+Rules: "(run)" means that stock code was run, by a test of ``TESTS`` whose marker names the report;
+"(read)" that its sources were read and not run.
 """
 
 from __future__ import annotations
@@ -8,30 +9,64 @@ from __future__ import annotations
 from types import MappingProxyType
 
 VERSIONS = "megatron-core 0.19.2, nvidia-resiliency-ext 0.7.0 and verl 0.9.1, on 2026-11-25"
-NOT_RUN = "not run"
+TESTS = "tests/integrations/test_field_bugs_today.py"
+OTHER = "another project: not in these packages"
 
 TODAY: MappingProxyType[str, str] = MappingProxyType(
     {
-        "verl-4253": "changed (read): the request is scheduled, by an import that fails, see #8000",
-        "verl-6067": "still there (read): the trainer calls a finalizer that no worker defines",
-        "verl-7952": "still there (read): with `async_save` the trainer leaves the tracker to a "
-        "backend, and only Megatron's writes it",
-        "verl-forgets": "still there (read): what to delete is a list in memory",
-        "verl-same-step": "still there (read): a path is put on the list without a look at it",
-        "verl-7401": "still there (run): the SFT trainer of verl 0.9.1 trains nothing",
-        "megatron-6970": "still there (run): a killed persistent worker of megatron-core 0.19.2 is "
-        "polled without an end",
-        "megatron-temporal": "still there (run): a killed writer of megatron-core 0.19.2 counts as "
-        "done, and the finalizers of a bare request run",
-        "megatron-tracker": "still there (run): an empty tracker ends `megatron.training` with "
-        "status 0",
+        "verl-4253": "changed (run): the request is handed to a queue that cannot be imported, and "
+        "the save raises, see #8000",
+        "verl-4638-tracker": "changed (run): no longer at the request, but when the actor is "
+        "written, whatever the critic's writers do",
+        "verl-4638-prune": "changed (run): no longer at the request, but when the actor is written, "
+        "whatever the critic's writers do",
+        "verl-4638-memory": "still there (run): the queue of megatron-core 0.19.2 holds the staged "
+        "copy until a poll finds the writer done",
+        "verl-4873": "changed (run): one role waits for its own save; the old actor is deleted "
+        "before the critic is saved",
+        "verl-5016": "gone (run): rank 0 of a role writes the tracker",
+        "verl-6067": "still there (run): the trainer calls a finalizer that no worker defines",
+        "verl-7952": "still there (run): with `async_save` and FSDP nobody writes the tracker, and "
+        "the next run starts from 0",
+        "verl-ranks-delete": "still there (run): rank 1 deletes what the tracker names",
+        "verl-gutted": "still there (run): the directory that a SIGKILL leaves is found, and cannot be "
+        "loaded",
+        "verl-forgets": "still there (run): two stay where one should",
+        "verl-same-step": "still there (run): the tracked step deletes itself, with Megatron and "
+        "with FSDP",
+        "bridge-5184": OTHER,
+        "bridge-5117": "still there (run): queues of megatron-core 0.19.2 share one persistent worker, "
+        "and take its answers to older calls for their own",
+        "bridge-3267": OTHER,
+        "megatron-6970": "still there (run): megatron-core 0.19.2 and nvidia-resiliency-ext 0.7.0 "
+        "poll a killed persistent worker without an end",
+        "megatron-results": "still there (run): of two requests in flight together, both are "
+        "finalized and neither can be loaded, in megatron-core 0.19.2 and nvidia-resiliency-ext "
+        "0.7.0 (a temporal worker each)",
+        "megatron-temporal": "changed (run): the finalizers of a bare request still run; of those of "
+        "a save the first now raises, for want of a result, in both packages",
+        "megatron-tracker": "still there (run): an empty or torn tracker ends `megatron.training` "
+        "with status 0",
         "megatron-non-persistent": "still there (run): clean-up deletes 100 and keeps a partial 200",
-        "verl-8000": "still there: verl 0.9.1 imports it (read), megatron-core 0.19.2 has no such "
-        "module (run)",
+        "skyrl-2145": OTHER,
+        "kempner-102": OTHER,
+        "nemo-10228": OTHER,
+        "automodel-3390": OTHER,
+        "prime-rl-1763": OTHER,
+        "metaseq-53": OTHER,
+        "ferrosa-399": OTHER,
+        "verl-7401": "still there (run): the SFT trainer's handler loads the state; the PPO trainer "
+        "no longer does",
+        "swift-9908": OTHER,
+        "verl-8000": "still there (run): verl 0.9.1 imports it, megatron-core 0.19.2 has no such "
+        "module",
+        "nvrx-staging": "still there (run): in shared memory with cached structure, in a temporal "
+        "queue, or once a second queue was made; drained in a sole queue in `cpu_shm_mode`",
+        "bridge-5778": OTHER,
     }
 )
 
 
 def today(name: str) -> str:
     """The finding of a report, as a cell of the page."""
-    return TODAY.get(name, NOT_RUN)
+    return TODAY[name]

@@ -63,6 +63,7 @@ FOREIGN_TESTS = (
 )
 COMMON_TESTS = ("tests/megatron/test_megatron_common.py", "tests/test_stock.py")
 NEWER_TESTS = ("tests/megatron", "tests/test_stock.py", "tests/test_versions.py")
+TODAY_TESTS = ("tests/integrations/test_field_bugs_today.py",)
 NVRX_TESTS = ("tests/megatron/test_megatron_nvrx.py", *FOREIGN_TESTS)
 LM_TESTS = ("tests/integrations/test_megatron_lm.py",)
 VERL_TESTS = ("tests/integrations/test_verl.py", "tests/integrations/test_verl_ray.py")
@@ -175,7 +176,13 @@ TARGETS = (
         nvrx=True,
     ),
     Target("nvrx-0.6", "3.12", (_core("0.18.2"), _nvrx("0.6.0")), NVRX_TESTS[:2], nvrx=True),
-    Target("nvrx-0.7", "3.12", (_core("0.19.2"), _nvrx("0.7.0")), NVRX_TESTS, nvrx=True),
+    Target(
+        "nvrx-0.7",
+        "3.12",
+        (_core("0.19.2"), _nvrx("0.7.0")),
+        (*NVRX_TESTS, *TODAY_TESTS),
+        nvrx=True,
+    ),
     Target(
         IN_A_CLONE,
         "3.11",
@@ -205,7 +212,7 @@ TARGETS = (
         "verl-0.9.1-core-0.19",
         "3.12",
         (_core("0.19.2"),),
-        (*VERL_TESTS, *SFT_TESTS[1:]),
+        (*VERL_TESTS, *SFT_TESTS[1:], *TODAY_TESTS),
         borrows="verl-0.9.1-core-0.18",
     ),
 )
