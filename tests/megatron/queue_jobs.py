@@ -290,6 +290,7 @@ def where_stock_stands() -> tuple[Any, str]:
         return base, "async_calls"
     trainer = ModuleType("megatron.training.async_utils")
     trainer._async_calls_queue = None  # type: ignore[attr-defined]
+    trainer.init_persistent_async_worker = fail  # type: ignore[attr-defined]
     sys.modules[trainer.__name__] = trainer
     return trainer, "_async_calls_queue"
 
