@@ -20,6 +20,7 @@ from ckptfsm.errors import (
     ConfigError,
     DeadlineExceeded,
     ManagerClosed,
+    RankInterrupted,
     SaveFailed,
     SaveFailedWarning,
 )
@@ -240,6 +241,20 @@ def test_closing_what_was_left_with_a_save_in_flight_waits_for_nothing(run):
 
 def nothing(*ignored: Any, **also: Any) -> None:
     """Workers that do not begin."""
+
+
+def test_an_interrupt_of_another_rank_ends_the_save_that_it_struck(run):
+    """Catches: a trainer that goes on with a failed save, while the rank that was interrupted leaves."""
+    checkpoints = run.start()
+    checkpoints.groups.groups["actor"].save_checkpoint = interrupted
+    with pytest.raises(RankInterrupted):
+        save(checkpoints, 1)
+    with pytest.raises(SaveFailed, match="not every worker was called: RankInterrupted"):
+        checkpoints.poll(wait=True)
+
+
+def interrupted(*ignored: Any, **also: Any) -> None:
+    raise RankInterrupted("rank 1 was interrupted", rank=1)
 
 
 def test_closing_closes_the_uploader(run):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Iterator
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +106,24 @@ def test_a_run_that_was_killed_goes_on_from_the_last_tracked_step(
 
 def until_there(run: Run, path: Path) -> None:
     deadline = time.monotonic() + 120
-    while not path.exists():
+    while not glob(str(path)):
         assert time.monotonic() < deadline, run.logs()
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_ctrl_c_at_one_rank_ends_a_wait_on_all(sft: SftServer, tmp_path: Path, rank: int) -> None:
+    """Catches: ranks that wait for one that was interrupted, or that only see that it is gone; a Ctrl-C
+    that is put off until the writers have ended."""
+    gate = tmp_path / "gate"
+    run = Run(sft, tmp_path / "ours", "megatron", async_save=False, hold=str(gate))
+    until_there(run, run.place / "root/.ckptfsm/staging/2.*")
+    os.kill(run.pids[rank], signal.SIGINT)
+    assert run.ended() == [1, 1]
+    gate.touch()  # what was left behind may write
+    raised = [notes["raised"] for notes in run.notes()]
+    assert raised[rank].startswith("KeyboardInterrupt")
+    assert raised[1 - rank].startswith(f"RankInterrupted: rank {rank} was interrupted")
 
 
 @BOTH

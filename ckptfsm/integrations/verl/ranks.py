@@ -4,6 +4,8 @@ Rules:
 * ``together`` is collective. Rank 0 does the work, and broadcasts what it has to call in the ranks;
   the others answer until they hear that the work is over. Its result, or its error, is everyone's.
 * A rank that is gone is a ``RankFailed`` on the others. One whose call raised answers with that error.
+* Handlers of signals wait for an exchange that all ranks reach, or for the end of ``together``. An
+  interrupt is raised where it struck, once all have heard of it; it is ``RankInterrupted`` elsewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ckptfsm.errors import CkptFsmError, RankFailed, SaveFailed, describe
+from ckptfsm.errors import CkptFsmError, RankFailed, RankInterrupted, SaveFailed, describe
+from ckptfsm.interrupts import HandlersWait, OneCall
 from ckptfsm.link import interrupted_rank, typed
 from ckptfsm.ports import Transport
 
@@ -41,7 +44,15 @@ class Answer:
     """The end of one call in a rank."""
 
     value: Any = None
-    error: str = ""
+    error: CkptFsmError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The ends of a rank's calls, in their order. ``interrupted`` says by what it was interrupted."""
+
+    calls: tuple[Answer, ...]
+    interrupted: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,16 +63,43 @@ class Call:
     answer: Answer | None = None
 
 
+def _one_call() -> OneCall:
+    return OneCall(HandlersWait)
+
+
+class InsideCall:
+    """``DeferredSignals`` of what is called inside ``together``: handlers wait for the end of that.
+
+    Rank 0's controller hears in its waits what the ranks would hear in their exchanges.
+    """
+
+    def __init__(self, calls: OneCall) -> None:
+        self._calls = calls
+        self._running = calls.running()
+
+    def __enter__(self) -> None:
+        self._running.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._running.__exit__(*raised)
+
+    def hear(self) -> BaseException | None:
+        return self._calls.hear()
+
+
 @dataclass(slots=True)
 class Ranks:
     """All ranks of the job as workers of rank 0, numbered. Rank 0 calls them as ``Calls`` says.
 
-    ``here`` is the worker of this rank, the first argument of every function that is called.
+    ``here`` is the worker of this rank, the first argument of every function that is called. ``calls``
+    lets handlers of signals wait.
     """
 
     transport: Transport
     here: Any
+    calls: OneCall = field(default_factory=_one_call)
     _begun: list[Call] = field(default_factory=list)
+    _leaving: BaseException | None = None  # an interrupt of this rank, to be raised at the end
 
     @property
     def workers(self) -> Sequence[int]:
@@ -69,8 +107,11 @@ class Ranks:
 
     def together(self, work: Callable[[], T]) -> T:
         """What ``work`` returns at rank 0, or raises there, on every rank (collective)."""
-        if self.transport.rank != 0:
-            return self._follow()
+        with self.calls.running():
+            self._leaving = None
+            return self._lead(work) if self.transport.rank == 0 else self._follow()
+
+    def _lead(self, work: Callable[[], T]) -> T:
         try:
             value = work()
         except RankFailed:  # nobody can be told any more
@@ -89,15 +130,32 @@ class Ranks:
         while True:
             told = self.transport.broadcast(None)
             if isinstance(told, Over):
-                if told.error is not None:
-                    raise told.error
-                return told.value
+                break
             self.transport.gather(self._answers(told))
+        error = self._leaving or told.error
+        if error is not None:
+            raise error
+        return told.value
 
-    def _answers(self, orders: Sequence[Order]) -> list[Answer]:
-        """Make the calls that are for this rank, in their order."""
+    def _answers(self, orders: Sequence[Order]) -> Answers:
+        """Make the calls that are for this rank, in their order. Keep an interrupt for the end."""
         mine = [order for order in orders if order.rank == self.transport.rank]
-        return [_answered(order, self.here) for order in mine]
+        answers = tuple(self._answered(order) for order in mine)
+        self._leaving = self._leaving or self.calls.hear()
+        return Answers(answers, describe(self._leaving) if self._leaving is not None else "")
+
+    def _answered(self, order: Order) -> Answer:
+        try:
+            return Answer(order.function(self.here, *order.arguments))
+        except RankFailed:  # there is nobody to answer
+            raise
+        except CkptFsmError as error:  # rank 0 decides
+            error.facts = {"rank": order.rank} | error.facts
+            return Answer(error=error)
+        except BaseException as error:  # torch's CheckpointException is one; the others wait
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                self._leaving = self._leaving or error
+            return Answer(error=SaveFailed(describe(error), rank=order.rank))
 
     # ---------------------------------------------------------------------- at rank 0: see ``Calls``
 
@@ -108,23 +166,36 @@ class Ranks:
         return call
 
     def done(self, calls: Sequence[Call], timeout_s: float) -> list[Call]:
-        """Make what was begun, in all ranks at once; the transport's timeout counts."""
+        """Make what was begun, in all ranks at once; the transport's timeout counts.
+
+        Raises an interrupt of this rank, and ``RankInterrupted`` for one of another.
+        """
         begun, self._begun = self._begun, []
         if begun:
             orders = [call.order for call in begun]
             self.transport.broadcast(orders)
-            everyone = self.transport.gather(self._answers(orders))
-            answers = [iter(answers) for answers in everyone or ()]
+            everyone = self.transport.gather(self._answers(orders)) or ()
+            answers = [iter(answers.calls) for answers in everyone]
             for call in begun:
                 call.answer = next(answers[call.order.rank])
+            self._raise_interrupt(everyone)
         return [call for call in calls if call.answer is not None]
+
+    def _raise_interrupt(self, everyone: Sequence[Answers]) -> None:
+        if self._leaving is not None:
+            raise self._leaving
+        for rank, answers in enumerate(everyone):
+            if answers.interrupted:
+                raise RankInterrupted(
+                    f"rank {rank} was interrupted: {answers.interrupted}", rank=rank
+                )
 
     def result(self, call: Call) -> Any:
         answer = call.answer
         if answer is None:
             raise AssertionError("a call that was not made has no result")
-        if answer.error:
-            raise SaveFailed(answer.error, rank=call.order.rank)
+        if answer.error is not None:
+            raise answer.error
         return answer.value
 
     def everywhere(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -132,12 +203,3 @@ class Ranks:
         begun = [self.submit(rank, function, *arguments) for rank in self.workers]
         self.done(begun, 0.0)
         return [self.result(call) for call in begun]
-
-
-def _answered(order: Order, worker: Any) -> Answer:
-    try:
-        return Answer(order.function(worker, *order.arguments))
-    except RankFailed:  # there is nobody to answer
-        raise
-    except Exception as error:  # rank 0 decides
-        return Answer(error=describe(error))

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial, partialmethod
 from importlib import import_module
 from pathlib import Path
@@ -25,15 +26,20 @@ from typing import Any
 import torch
 
 from ckptfsm.config import CheckpointConfig
+from ckptfsm.controller import Controller
 from ckptfsm.errors import ConfigError
+from ckptfsm.files import FilesDriver
 from ckptfsm.integrations.verl.manager import detach
 from ckptfsm.integrations.verl.position import is_within_an_epoch
-from ckptfsm.integrations.verl.ranks import Ranks
+from ckptfsm.integrations.verl.ranks import InsideCall, Ranks
 from ckptfsm.integrations.verl.trainer import Checkpoints, Options, install
 from ckptfsm.integrations.verl.workers import RoleGroups
 from ckptfsm.megatron.transport import transport_of
 from ckptfsm.retention import KeepAll, LatestN, Policy
+from ckptfsm.storage import OpenPosix
+from ckptfsm.system import system_ports
 from ckptfsm.tickets import Ticket
+from ckptfsm.transport import LocalTransport
 
 _ROLE = "engine"
 
@@ -83,6 +89,14 @@ class Driver(Checkpoints):
 
     def _make_groups(self) -> RoleGroups:
         return RoleGroups({_ROLE: Group(self._ranks)}, self._ranks)
+
+    def _make_controller(self, root: str, sizes: Mapping[str, int], **settings: Any) -> Controller:
+        """An interrupt ends its waits, but never a call that the other ranks are in, too."""
+        ports = settings.pop("ports", None)
+        if ports is None:
+            ports = system_ports(LocalTransport(), FilesDriver(), OpenPosix(root))
+        ports = replace(ports, defer_signals=partial(InsideCall, self._ranks.calls))
+        return Controller(root, sizes, self._ask, ports=ports, **settings)
 
     def _policy(self) -> Policy:
         kept = self._trainer.config.trainer.get("max_ckpt_to_keep", None) or 0

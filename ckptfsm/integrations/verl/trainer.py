@@ -27,7 +27,14 @@ from typing import Any, TypeVar, cast, get_args
 
 from ckptfsm.controller import Controller, controller_config
 from ckptfsm.documents import TransitionRecord
-from ckptfsm.errors import ConfigError, DamagedRoot, PollMissingWarning, describe
+from ckptfsm.errors import (
+    ConfigError,
+    DamagedRoot,
+    PollMissingWarning,
+    RankFailed,
+    RankInterrupted,
+    describe,
+)
 from ckptfsm.files import FileTree
 from ckptfsm.integrations.verl.mirror import NAME, Mirror, UploadWorker, When, mirror_of
 from ckptfsm.integrations.verl.uploads import Uploads
@@ -102,7 +109,7 @@ class Checkpoints:
         self._set_mirror(root)
         sizes = {**self._groups.sizes, **({NAME: 1} if self._uploader else {})}
         hooks = [self._note, *([self._uploads.hook] if self._uploads is not None else [])]
-        controller = Controller(root, sizes, self._ask, hooks=hooks, **settings)
+        controller = self._make_controller(root, sizes, hooks=hooks, **settings)
         try:
             workers = {k: settings[k] for k in _WORKER_SETTINGS if k in settings}
             self._groups.attach(root, workers, controller.config.effect_timeout_s)
@@ -112,6 +119,9 @@ class Checkpoints:
             controller.abandon()
             raise
         self._controller = controller
+
+    def _make_controller(self, root: str, sizes: Mapping[str, int], **settings: Any) -> Controller:
+        return Controller(root, sizes, self._ask, **settings)
 
     def _make_groups(self) -> RoleGroups:
         return RoleGroups(_roles(self._trainer), self._options.calls)
@@ -178,6 +188,8 @@ class Checkpoints:
             self.groups.groups[role].save_checkpoint(
                 ticket.directory, ticket, ticket.of.step, max_ckpt_to_keep=None
             )
+        except (RankFailed, RankInterrupted):  # of a trainer without a driver: all ranks leave
+            raise
         except Exception as error:  # a dead worker, or a group that fell apart: the save failed
             why = f"the workers of {role!r}: {describe(error)}"
             said = f"step {ticket.of.step}: a save failed: {why}"
