@@ -48,6 +48,12 @@ def tracked(place: Path) -> str:
     return (place / "root" / TRACKER).read_text().strip()
 
 
+def listed_in(step: Path) -> list[str]:
+    """The files that the ranks have said to have written."""
+    receipts = [p.read_text() for p in (step / ".ckptfsm/receipts").rglob("*.json")]
+    return [file["name"] for text in receipts for file in json.loads(text)["files"]]
+
+
 def states(notes: list[dict[str, Any]]) -> list[Any]:
     return [rank["state"] for rank in notes]
 
@@ -170,6 +176,28 @@ def test_a_torn_tracker_is_mended(sft: SftServer, tmp_path: Path, torn: str | No
 
 
 @BOTH
+def test_a_checkpoint_that_takes_long_to_verify(
+    sft: SftServer, tmp_path: Path, engine: str
+) -> None:
+    """Catches: a large checkpoint that one rank alone reads, while the others wait for longer than they
+    may; a damaged file in another rank's share that is loaded all the same."""
+    Run(sft, tmp_path / "ours", engine, trainer={"total_training_steps": 4}).done()
+    step = tmp_path / "ours/root/global_step_4"
+    listed = listed_in(step)
+    with (step / max(name for name in listed if name.startswith("data_"))).open("r+b") as file:
+        file.write(b"?")
+    again = Run(sft, tmp_path / "ours", engine, verify_slowly=True).done()
+    assert [rank["resumed"] for rank in again] == [2, 2]
+    assert any("step 4 is damaged" in text for text in again[0]["warned"])
+    assert tracked(tmp_path / "ours") == "8"
+    shares = [
+        {name for name in rank["verified"] if name.startswith("global_step_4/")} for rank in again
+    ]
+    assert all(shares) and not shares[0] & shares[1]
+    assert {f"global_step_4/{name}" for name in listed} <= shares[0] | shares[1]
+
+
+@BOTH
 @pytest.mark.parametrize("on_failure", ["warn", "raise"])
 def test_a_full_disk_at_one_rank(
     sft: SftServer, tmp_path: Path, engine: str, on_failure: str
@@ -267,8 +295,7 @@ def test_the_manifest_lists_every_file_of_every_rank(sft: SftServer, tmp_path: P
         run.done()
         step = run.place / "root/global_step_2"
         files = {str(p.relative_to(step)) for p in step.rglob("*") if p.is_file()}
-        receipts = [p.read_text() for p in (step / ".ckptfsm/receipts").rglob("*.json")]
-        listed = [e["name"] for text in receipts for e in json.loads(text)["files"]]
+        listed = listed_in(step)
         assert len(listed) == len(set(listed))
         ours = {name for name in files | set(listed) if name.startswith(".ckptfsm/")}
         assert set(listed) - ours == files - ours

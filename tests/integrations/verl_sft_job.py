@@ -40,11 +40,13 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 from verl_servers import die_with_parent, serve_for_ever
 from verl_worker import SPEC, Optimizer, Scheduler, Wrapped
 
+from ckptfsm import restoring
 from ckptfsm.demo.model import Trainer, initialize_parallel
 from ckptfsm.integrations.verl import install
 from ckptfsm.integrations.verl import manager as ours_in_worker
 from ckptfsm.integrations.verl import sft as ours
 from ckptfsm.megatron.compat import cpu_devices
+from ckptfsm.megatron.transport import GlooTransport
 from ckptfsm.worker import GroupShare
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -141,6 +143,8 @@ class Rank:
         sys.argv = ["sft", *what["words"]]
         if what.get("hold"):
             hold_writers(Path(what["hold"]))
+        if what.get("verify_slowly"):
+            verify_slowly(self.notes)
         if what.get("offload"):
             offload_optimizer()
             ours_in_worker.has_accelerator = _yes
@@ -220,6 +224,31 @@ def fail_in_save(engine: Any) -> None:
             raise OSError(28, "No space left on device")
 
     manager.save_checkpoint = save_checkpoint
+
+
+def verify_slowly(notes: dict[str, Any]) -> None:
+    """Verifying lasts until the ranks have heard of each other meanwhile; at most 60 s.
+
+    Notes the files that this rank has read.
+    """
+    stock, exchange, exchanges = restoring.check_digests, GlooTransport.any_flags, [0]
+    notes["verified"] = []
+
+    def any_flags(transport: GlooTransport, flags: Any) -> list[bool]:
+        exchanges[0] += 1
+        return exchange(transport, flags)
+
+    def check_digests(storage: Any, directory: str, files: Any) -> str:
+        notes["verified"] += [f"{directory}/{file.name}" for file in files]
+        enough, deadline = exchanges[0] + 3, time.monotonic() + 60
+        while exchanges[0] < enough:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the ranks do not hear of each other")
+            time.sleep(0.01)
+        return stock(storage, directory, files)
+
+    GlooTransport.any_flags = any_flags  # type: ignore[method-assign]
+    restoring.check_digests = check_digests
 
 
 def hold_writers(gate: Path) -> None:

@@ -21,20 +21,22 @@ from dataclasses import replace
 from functools import partial, partialmethod
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from ckptfsm.config import CheckpointConfig
-from ckptfsm.controller import Controller
+from ckptfsm.controller import Controller, controller_config
+from ckptfsm.coordinator import Coordinator
 from ckptfsm.errors import ConfigError
 from ckptfsm.files import FilesDriver
 from ckptfsm.integrations.verl.manager import detach
 from ckptfsm.integrations.verl.position import is_within_an_epoch
 from ckptfsm.integrations.verl.ranks import InsideCall, Ranks
-from ckptfsm.integrations.verl.trainer import Checkpoints, Options, install
+from ckptfsm.integrations.verl.trainer import Checkpoints, Options, install, root_of
 from ckptfsm.integrations.verl.workers import RoleGroups
 from ckptfsm.megatron.transport import transport_of
+from ckptfsm.ports import Storage
+from ckptfsm.restoring import Restorer
 from ckptfsm.retention import KeepAll, LatestN, Policy
 from ckptfsm.storage import OpenPosix
 from ckptfsm.system import system_ports
@@ -45,11 +47,21 @@ _ROLE = "engine"
 
 
 class Rank:
-    """One rank of the trainer: its engine, and the files that verl's handler writes beside it."""
+    """One rank of the trainer: its engine, and the files that verl's handler writes beside it.
+
+    ``storage`` is this rank's view of the root while all verify a checkpoint.
+    """
 
     def __init__(self, handler: Any) -> None:
         self.handler = handler
         self.engine = handler.engine
+        self.storage: Storage | None = None
+
+    def close(self) -> None:
+        """Let go of the root."""
+        storage, self.storage = self.storage, None
+        if storage is not None:
+            storage.close_root()
 
     def beside(self, directory: str) -> None:
         """Write the position in the data, and what a LoRA adapter was trained with, as verl does."""
@@ -80,6 +92,18 @@ def _save(rank: Rank, directory: str, ticket: Ticket, step: int) -> None:
     rank.engine.save_checkpoint(local_path=directory, hdfs_path=ticket, global_step=step)
 
 
+def _open(rank: Rank, root: str) -> None:
+    rank.storage = OpenPosix(root)(False)
+
+
+class AskedByAll(Controller):
+    """A controller at rank 0 that all ranks ask together while they verify a checkpoint."""
+
+    def ask(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """The coordinator's answer, or its error. See ``restoring.Restorer``."""
+        return self._agree(work, *arguments)
+
+
 class Driver(Checkpoints):
     """The checkpoints at rank 0: those of a trainer whose one role lies at the top of a step."""
 
@@ -96,7 +120,13 @@ class Driver(Checkpoints):
         if ports is None:
             ports = system_ports(LocalTransport(), FilesDriver(), OpenPosix(root))
         ports = replace(ports, defer_signals=partial(InsideCall, self._ranks.calls))
-        return Controller(root, sizes, self._ask, ports=ports, **settings)
+        return AskedByAll(root, sizes, self._ask, ports=ports, **settings)
+
+    def ask(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Ask the coordinator, on behalf of all ranks."""
+        controller = self.controller
+        assert isinstance(controller, AskedByAll)
+        return controller.ask(work, *arguments)
 
     def _policy(self) -> Policy:
         kept = self._trainer.config.trainer.get("max_ckpt_to_keep", None) or 0
@@ -121,8 +151,10 @@ class SftCheckpoints:
 
     def __init__(self, trainer: Any, options: Options) -> None:
         self._handler = trainer.ckpt_handler
-        limits = {k: v for k, v in options.settings.items() if k.endswith("_timeout_s")}
-        transport = transport_of(CheckpointConfig(**limits))
+        self._root = root_of(trainer)
+        settings = {name: value for name, value in options.settings.items() if name != "ports"}
+        self._config = controller_config(None, settings)
+        transport = transport_of(self._config)
         self._ranks = Ranks(transport, Rank(self._handler))
         leads = transport.rank == 0
         self.driver = Driver(trainer, options, self._ranks) if leads else None
@@ -137,10 +169,32 @@ class SftCheckpoints:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """While verl loads: see ``Checkpoints.loading``."""
-        with contextlib.ExitStack() as opened:
-            self._together(lambda driver: opened.enter_context(driver.loading()))
+        """While verl loads: see ``Checkpoints.loading``. Each rank verifies a share of the files."""
+        with contextlib.ExitStack() as kept:
+            with self._ranks.calls.running(), self._verified() as step:
+                self._together(lambda driver: kept.enter_context(driver.keeping(step, "none")))
             yield  # nothing is deleted before the next save, which waits for every rank
+
+    @contextlib.contextmanager
+    def _verified(self) -> Iterator[int | None]:
+        """The step to load, verified by all ranks, and kept meanwhile; None if there is none."""
+        here, transport = self._ranks.here, self._ranks.transport
+        step = self._together(lambda driver: driver.step_to_load())
+        try:
+            self._ranks.together(lambda: self._ranks.everywhere(_open, self._root))
+            ports = system_ports(transport, FilesDriver(), OpenPosix(self._root))
+            hear = self._ranks.calls.hear
+            located = Restorer(ports, here.storage, self._config, self._ask, hear).choose(step)
+            try:
+                yield located.step if located is not None else None
+            finally:
+                if located is not None:
+                    self._ask(Coordinator.release, located.lease)
+        finally:
+            here.close()
+
+    def _ask(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return self._together(lambda driver: driver.ask(work, *arguments))
 
     def close(self) -> None:
         """Wait for the saves in flight; rank 0 also for copies, and then it gives the root back."""
@@ -159,9 +213,9 @@ class SftCheckpoints:
         if self.driver is not None:
             self.driver.abandon()
 
-    def _together(self, work: Callable[[Driver], None]) -> None:
-        driver = self.driver
-        self._ranks.together(lambda: work(driver) if driver is not None else None)
+    def _together(self, work: Callable[[Driver], Any]) -> Any:
+        """What rank 0's driver returns, or raises, on every rank."""
+        return self._ranks.together(partial(work, cast(Driver, self.driver)))  # called at rank 0
 
     # -------------------------------------------------------------------- in place of verl's handler
 

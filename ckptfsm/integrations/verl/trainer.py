@@ -25,6 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
+from ckptfsm.config import Verify
 from ckptfsm.controller import Controller, controller_config
 from ckptfsm.documents import TransitionRecord
 from ckptfsm.errors import (
@@ -105,7 +106,7 @@ class Checkpoints:
             **options.settings,
             "layout": VERL.name,
         }
-        root = str(Path(trainer.config.trainer.default_local_dir).absolute())
+        root = root_of(trainer)
         self._set_mirror(root)
         sizes = {**self._groups.sizes, **({NAME: 1} if self._uploader else {})}
         hooks = [self._note, *([self._uploads.hook] if self._uploads is not None else [])]
@@ -255,6 +256,11 @@ class Checkpoints:
 
         Raises ``DamagedRoot``; ``ConfigError`` if what verl is about to do would end in refused saves.
         """
+        with self.keeping(self.step_to_load()):
+            yield
+
+    def step_to_load(self) -> int | None:
+        """The step of the root that verl is to load; None for the latest. Raises ``ConfigError``."""
         config, controller = self._trainer.config.trainer, self.controller
         latest = controller.latest_step()
         if config.resume_mode == "disable" and latest is not None:
@@ -272,7 +278,13 @@ class Checkpoints:
                 f"{back}give another directory",
                 step=latest,
             )
-        with controller.reading(asked if ours else None) as found, _no_remote(config):
+        return asked if ours else None
+
+    @contextlib.contextmanager
+    def keeping(self, step: int | None, verify: Verify | None = None) -> Iterator[None]:
+        """While verl loads ``step``, or the latest. See ``Controller.reading`` for ``verify``."""
+        config = self._trainer.config.trainer
+        with self.controller.reading(step, verify=verify) as found, _no_remote(config):
             if found is not None:
                 _require_tracker(Path(found.directory).parent, found.step)
             yield
@@ -504,6 +516,11 @@ def _own_way(kind: type, saver: type | None) -> str:
 
 
 # ------------------------------------------------------------------------- verl's configuration
+
+
+def root_of(trainer: Any) -> str:
+    """Where a trainer of verl has its checkpoints."""
+    return str(Path(trainer.config.trainer.default_local_dir).absolute())
 
 
 def is_async(config: Any) -> bool:
