@@ -238,6 +238,9 @@ def test_a_subclass_with_a_save_of_its_own_is_refused_when_it_is_made(tmp_path: 
         ({"sync": True}, "a controller cannot save synchronously"),
         ({"layout": "megatron"}, "verl's layout is 'verl'"),
         ({"on_failure": 3}, "on_failure is 'raise' or 'warn'"),
+        ({"save_interval_steps": 5}, "save_interval_steps has no effect here: verl decides when"),
+        ({"preemption_signals": ["SIGTERM"]}, "preemption_signals has no effect here"),
+        ({"reshard_drops": ()}, "reshard_drops has no effect here: verl's own code loads"),
     ],
 )
 def test_a_setting_that_is_none_is_refused_at_once(settings: dict[str, Any], said: str) -> None:

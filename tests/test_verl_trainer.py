@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from groups import SETTINGS
 
-from ckptfsm.config import make_config
+from ckptfsm.config import CheckpointConfig, make_config
 from ckptfsm.controller import Controller
 from ckptfsm.documents import FileEntry
 from ckptfsm.errors import (
@@ -277,12 +277,15 @@ def test_closing_closes_the_uploader(run):
     ],
 )
 def test_settings_that_a_driver_takes_are_good_for_its_workers(run, times):
-    """Catches: half of two settings that belong together, sent to the workers."""
-    checkpoints = run.start(settings={**SETTINGS, **times, "writer_files": 3})
+    """Catches: half of two settings that belong together, sent to the workers; a setting that never
+    reaches them, and so nobody."""
+    of_workers = {"writer_files": 3, "common_state": "file"}
+    checkpoints = run.start(settings={**SETTINGS, **times, **of_workers})
     assert checkpoints.controller.latest_step() is None
     (settings,) = run.calls.settings
     config = make_config(settings)
-    assert config.effect_timeout_s == times["effect_timeout_s"] and config.writer_files == 3
+    assert config.effect_timeout_s == times["effect_timeout_s"]
+    assert (config.writer_files, config.common_state) == (3, "file")
 
 
 @pytest.mark.parametrize("place", ["other", "root"])
@@ -371,3 +374,27 @@ class FailsFirst(DirectoryMirror):
         if copy.of.step == 1:
             raise OSError(5, "away for a moment")
         DirectoryMirror.upload(self, source, copy, files)
+
+
+def test_every_setting_reaches_somebody_or_is_refused():
+    """Catches: a new setting of the library that nobody under verl heeds, and nobody hears of."""
+    of_controller = {
+        "retention",
+        "sync",  # refused, with a reason of its own
+        "on_failure",
+        "on_busy",
+        "resume",
+        "takeover",
+        "verify",
+        "layout",
+        "poll_warning_steps",
+        "writer_timeout_s",
+        "busy_timeout_s",
+        "close_timeout_s",
+        "exit_timeout_s",
+        "visibility_timeout_s",
+        "reader_timeout_s",
+    }
+    heeded = of_controller | set(trainer_module._WORKER_SETTINGS)
+    assert heeded | set(trainer_module._OF_NOBODY) == set(CheckpointConfig.model_fields)
+    assert not heeded & set(trainer_module._OF_NOBODY)

@@ -18,9 +18,9 @@ class GroupWorker(Worker):
 
     Construction is collective in the group, whose ranks are those of its default process group
     (initialise it first); without ``torch.distributed``, a group of one. ``config`` (a model or a dict)
-    or keyword arguments: ``writer_files``, ``exchange_timeout_s``, ``verify`` and ``reshard_drops``
-    count here. ``open_storage(create)`` replaces the storage adapter, for tests and fault injection.
-    ``staging`` loads offloaded state around each ``write``, see ``Staging``.
+    or keyword arguments: ``writer_files``, ``common_state``, ``exchange_timeout_s``, ``verify`` and
+    ``reshard_drops`` count here. ``open_storage(create)`` replaces the storage adapter, for tests and
+    fault injection. ``staging`` loads offloaded state around each ``write``, see ``Staging``.
 
     Raises ``ConfigError``.
     """

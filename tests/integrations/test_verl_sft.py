@@ -289,9 +289,12 @@ def test_what_stock_has_saved_is_not_passed_over(sft: SftServer, tmp_path: Path)
 
 
 def test_the_manifest_lists_every_file_of_every_rank(sft: SftServer, tmp_path: Path) -> None:
-    """Catches: a file that verl wrote at the top of a step and that nobody made durable."""
+    """Catches: a file that verl wrote at the top of a step and that nobody made durable; a setting that
+    does not reach the ranks."""
     for engine in ("fsdp2", "megatron"):
-        run = Run(sft, tmp_path / engine, engine, trainer={"total_training_steps": 2})
+        first = {"total_training_steps": 2}
+        options = {"common_state": "file"}
+        run = Run(sft, tmp_path / engine, engine, trainer=first, options=options)
         run.done()
         step = run.place / "root/global_step_2"
         files = {str(p.relative_to(step)) for p in step.rglob("*") if p.is_file()}
@@ -299,6 +302,7 @@ def test_the_manifest_lists_every_file_of_every_rank(sft: SftServer, tmp_path: P
         assert len(listed) == len(set(listed))
         ours = {name for name in files | set(listed) if name.startswith(".ckptfsm/")}
         assert set(listed) - ours == files - ours
+        assert engine != "megatron" or any(name.endswith("/common.pt") for name in listed)
 
 
 def test_what_install_refuses() -> None:

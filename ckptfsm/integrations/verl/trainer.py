@@ -23,6 +23,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, cast, get_args
 
 from ckptfsm.config import Verify
@@ -53,7 +54,20 @@ _KNOWN = frozenset({"verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer
 _SFT = "verl.trainer.sft_trainer"
 _EVERY_STEP = "_start_profiling"  # called at every step of the loops of all released trainers
 _RAY_HANDLES = "ray.actor"  # where ``ray.remote`` makes an object of the class, which is no trainer
-_WORKER_SETTINGS = ("writer_files", "effect_timeout_s", "exchange_timeout_s")
+_WORKER_SETTINGS = ("writer_files", "common_state", "effect_timeout_s", "exchange_timeout_s")
+_WHEN = "verl decides when it saves, see its trainer.save_freq"
+_OF_NOBODY: Mapping[str, str] = MappingProxyType(
+    {
+        "save_interval_steps": _WHEN,
+        "save_steps": _WHEN,
+        "save_interval_s": _WHEN,
+        "preemption_signals": _WHEN,
+        "agree_when_idle": _WHEN,
+        "exchange_every": _WHEN,
+        "reshard_drops": "verl's own code loads, and leaves nothing out",
+    }
+)
+"""Settings that nothing would heed under verl, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,11 +432,12 @@ def install(
     ``extra_parts(trainer)`` returns more parts of a checkpoint (bytes or ``FileTree`` by name).
     ``calls`` is how workers are called, by default through Ray. ``mirror`` (by default what
     ``default_hdfs_dir`` names) gets a copy of each checkpoint *before* it is tracked, or *after*.
-    ``settings`` are those of ``Controller``; ``retention`` follows verl's configuration unless given.
+    ``settings`` are those of ``Controller``, and ``writer_files`` and ``common_state`` of the workers;
+    ``retention`` follows verl's configuration unless given.
 
     A verl that was never tried is used, with a warning. Raises ``ConfigError`` for a setting that is
-    none, and for a trainer that saves in a way of its own, unless ``extra_parts`` is given. So does the
-    making of an object of a subclass that has a way of its own.
+    none or has no effect under verl, and for a trainer that saves in a way of its own, unless
+    ``extra_parts`` is given. So does the making of an object of a subclass that has a way of its own.
     """
     judge("verl", installed("verl"))
     base = trainer if isinstance(trainer, type) else type(trainer)
@@ -470,6 +485,9 @@ def _check_settings(mirror_when: str, settings: Mapping[str, Any]) -> None:
         raise ConfigError(f"mirror_when is 'before' or 'after', not {mirror_when!r}")
     given = {name: value for name, value in settings.items() if name != "ports"}
     config = controller_config(None, {"layout": VERL.name, **given})
+    for name in given:
+        if name in _OF_NOBODY:
+            raise ConfigError(f"{name} has no effect here: {_OF_NOBODY[name]}", key=name)
     if config.layout != VERL.name:
         raise ConfigError(f"verl's layout is {VERL.name!r}, not {config.layout!r}")
     if config.on_failure not in ("raise", "warn"):
