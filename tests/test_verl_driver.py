@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ from ckptfsm.errors import (
     UntriedVersionWarning,
 )
 from ckptfsm.integrations.verl import install, trainer
+from ckptfsm.integrations.verl.position import is_within_an_epoch
 from ckptfsm.integrations.verl.workers import attach
 from ckptfsm.layout import TRACKER
 from ckptfsm.messages import AttemptId, Event
@@ -329,3 +333,50 @@ def test_a_verl_that_was_never_tried_is_used_with_a_warning(monkeypatch):
     monkeypatch.setattr("ckptfsm.integrations.verl.trainer.installed", lambda name: "0.99.0")
     with pytest.warns(UntriedVersionWarning, match="verl 0.99.0 was never tried"):
         install(Trainer, extra_parts=lambda _: {})
+
+
+@pytest.mark.parametrize(
+    ("without", "run", "said"),
+    [
+        (
+            "torch",
+            "runpy.run_module('ckptfsm.integrations.verl.sft', run_name='__main__')",
+            "torch",
+        ),
+        ("torch", "import ckptfsm.integrations.verl.manager", "torch"),
+        (
+            "torch=2.1.0",
+            "import ckptfsm.integrations.verl.sft",
+            "torch 2.1.0 is too old: install 2.6",
+        ),
+        ("verl", "ckptfsm.integrations.verl.install_in_verl()", "verl"),
+    ],
+)
+def test_what_is_missing_or_too_old_is_named(without: str, run: str, said: str) -> None:
+    """Catches: a bare ModuleNotFoundError, which does not say what to install."""
+    name, _, version = without.partition("=")
+    lines = f"""
+        import runpy, sys, types
+        import ckptfsm.integrations.verl
+        from ckptfsm.errors import ConfigError
+        sys.modules["{name}"] = None
+        if "{version}":
+            sys.modules["{name}"] = types.ModuleType("{name}")
+            sys.modules["{name}"].__version__ = "{version}"
+        try:
+            {run}
+        except ConfigError as error:
+            print(error.message)
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(lines)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert said in done.stdout, done.stderr
+    assert version or "pip install 'ckptfsm[verl]'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("step", "batches", "within"), [(3, 4, True), (4, 4, False), (0, 4, False), (3, 0, False)]
+)
+def test_an_epoch_has_batches_left(step: int, batches: int, within: bool) -> None:
+    """Catches: an empty loader, at which a resume would divide by zero; an epoch that is over."""
+    assert is_within_an_epoch(step, batches) == within

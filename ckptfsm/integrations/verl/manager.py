@@ -29,6 +29,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ckptfsm.integrations.verl.needs import PACKAGES  # noqa: F401  before others fail of these
+
+# isort: split
 from ckptfsm.errors import ConfigError, SaveFailed
 from ckptfsm.files import FileTree
 from ckptfsm.megatron.worker import GroupWorker

@@ -9,4 +9,4 @@ def is_within_an_epoch(step: int, batches: int) -> bool:
     If not, the saved state of the data loader is used up: whoever loads it trains nothing in the next
     epoch and goes on with the one after (verl #7401).
     """
-    return step % batches != 0
+    return batches > 0 and step % batches != 0

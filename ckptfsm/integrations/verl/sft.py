@@ -19,10 +19,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial, partialmethod
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
+from ckptfsm.integrations.verl.needs import PACKAGES  # noqa: F401  before others fail of these
+
+# isort: split
 import torch
 
 from ckptfsm.controller import Controller, controller_config
@@ -32,7 +34,7 @@ from ckptfsm.files import FilesDriver
 from ckptfsm.integrations.verl.manager import detach
 from ckptfsm.integrations.verl.position import is_within_an_epoch
 from ckptfsm.integrations.verl.ranks import InsideCall, Ranks
-from ckptfsm.integrations.verl.trainer import Checkpoints, Options, install, root_of
+from ckptfsm.integrations.verl.trainer import Checkpoints, Options, install, of_verl, root_of
 from ckptfsm.integrations.verl.workers import RoleGroups
 from ckptfsm.megatron.transport import transport_of
 from ckptfsm.ports import Storage
@@ -276,8 +278,8 @@ def _fit(trainer: Any, kind: Any) -> Any:
 
 
 def main() -> None:
-    """verl's own ``main``, with these checkpoints."""
-    module: Any = import_module("verl.trainer.sft_trainer")
+    """verl's own ``main``, with these checkpoints. Raises ``ConfigError`` if verl is not there."""
+    module = of_verl("verl.trainer.sft_trainer")
     module.SFTTrainer = install(module.SFTTrainer)
     module.main()
 

@@ -46,7 +46,7 @@ from ckptfsm.messages import AttemptId, Event, Failed
 from ckptfsm.notices import say, warn_caller
 from ckptfsm.retention import KeepAll, LatestN, Policy
 from ckptfsm.tickets import GroupPart, GroupSave, Ticket
-from ckptfsm.versions import installed, judge
+from ckptfsm.versions import installed, judge, missing
 
 log = logging.getLogger("ckptfsm")
 Trainer = TypeVar("Trainer")
@@ -499,19 +499,27 @@ def install_in_verl(**options: Any) -> list[str]:
 
     Those are ``RayPPOTrainer``, and in 0.9 the registry that ``main_ppo`` asks by default. ``options``
     are those of ``install``. Call it where verl is imported, before a trainer is made; once more without
-    options changes nothing.
+    options changes nothing. Raises ``ConfigError`` if verl is not there.
     """
-    module: Any = import_module("verl.trainer.ppo.ray_trainer")
+    module = of_verl("verl.trainer.ppo.ray_trainer")
     module.RayPPOTrainer = _installed(module.RayPPOTrainer, options)
     names = ["RayPPOTrainer"]
     # Those need TransferQueue, which verl names in an extra only; without it verl cannot make one.
     if find_spec("verl.trainer.ppo.v1") is not None and find_spec("transfer_queue") is not None:
         # The package, not its base module: it imports the trainers, and each registers itself.
-        registry = import_module("verl.trainer.ppo.v1").trainer_base.TRAINER_REGISTRY
+        registry = of_verl("verl.trainer.ppo.v1").trainer_base.TRAINER_REGISTRY
         for name in list(registry):
             registry[name] = _installed(registry[name], options)
             names.append(name)
     return names
+
+
+def of_verl(name: str) -> Any:
+    """A module of verl. Raises ``ConfigError``, which says what to install."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise missing("verl", error) from error
 
 
 def _installed(kind: type, options: Mapping[str, Any]) -> type:
