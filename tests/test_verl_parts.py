@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +77,47 @@ except OSError:
 else:
     raise AssertionError("it did not raise")
 """
+
+
+LOAD = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from ckptfsm.errors import RestoreFailed
+from ckptfsm.integrations.verl.manager import VerlCheckpointManager
+from ckptfsm.megatron import driver
+
+driver.keeps_common_in_shard = lambda: False  # as megatron-core before 0.19
+loaded = []
+stock = SimpleNamespace(load_checkpoint=lambda *arguments, **more: loaded.append(arguments[0]))
+ours = VerlCheckpointManager(stock, None)
+for inner in ("actor/dist_ckpt", "actor/model/dist_ckpt"):
+    tree = Path(sys.argv[1], inner)
+    (tree.parent / "huggingface").mkdir(parents=True)
+    tree.mkdir()
+    ours.load_checkpoint(f"{sys.argv[1]}/actor")  # verl 0.9 makes empty trees too
+    (tree / ".metadata").touch()
+    try:
+        ours.load_checkpoint(f"{sys.argv[1]}/actor")
+    except RestoreFailed as error:
+        assert "install 0.19 or newer" in error.message and error.part == inner, error
+    else:
+        raise AssertionError("it was loaded")
+    (tree / "common.pt").touch()
+    ours.load_checkpoint(f"{sys.argv[1]}/actor")
+ours.load_checkpoint(None)  # as verl's FSDP lets one
+assert len(loaded) == 5, loaded
+"""
+
+
+@pytest.mark.megatron
+def test_what_only_a_newer_megatron_core_can_read_is_refused_before_verl_loads(tmp_path: Path):
+    """Catches: an error of stock code about a missing file, as if the checkpoint were damaged; a tree
+    that is not looked at; a refusal of what can be read."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.megatron

@@ -34,6 +34,8 @@ from ckptfsm.integrations.verl.needs import PACKAGES  # noqa: F401  before other
 # isort: split
 from ckptfsm.errors import ConfigError, SaveFailed
 from ckptfsm.files import FileTree
+from ckptfsm.layout import VERL
+from ckptfsm.megatron.driver import refuse_newer
 from ckptfsm.megatron.worker import GroupWorker
 from ckptfsm.messages import AttemptId, Event
 from ckptfsm.ports import Staging
@@ -150,9 +152,17 @@ class VerlCheckpointManager:
         return {**trees.states, "": FileTree(_written_already)}
 
     def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = False,
     ) -> None:
-        """verl's own; but what is loaded is never deleted: it belongs to the driver's root."""
+        """verl's own; but what is loaded is never deleted: it belongs to the driver's root.
+
+        Raises ``RestoreFailed`` for what only a newer megatron-core than the installed one can read.
+        """
+        if local_path is not None:  # with FSDP, verl then loads nothing
+            _refuse_newer(Path(local_path))
         self._manager.load_checkpoint(local_path, hdfs_path, del_local_after_load=False)
 
     def poll(self, doomed: Sequence[AttemptId]) -> list[Event]:
@@ -163,6 +173,12 @@ class VerlCheckpointManager:
         """Let the writer end, and give verl's own manager back."""
         self._worker.close()
         return self._manager
+
+
+def _refuse_newer(directory: Path) -> None:
+    """verl 0.7 has one tree in a role's directory, 0.9 three directories with one."""
+    for tree in sorted([*directory.glob(VERL.tree), *directory.glob(f"*/{VERL.tree}")]):
+        refuse_newer(str(tree.relative_to(directory.parent)), str(tree))
 
 
 def _written_already(directory: str) -> None:
