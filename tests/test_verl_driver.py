@@ -254,6 +254,14 @@ def test_a_setting_that_is_none_is_refused_at_once(settings: dict[str, Any], sai
         install(Trainer, extra_parts=lambda _: {}, **settings)
 
 
+@pytest.mark.parametrize("options", [{}, {"extra_parts": lambda _: {}}])
+def test_the_sft_trainer_of_ray_is_refused_with_a_way_out(options: dict[str, Any]) -> None:
+    """Catches: a trainer that takes the installation, and saves as ever; advice that does not help."""
+    kind = type("SFTTrainer", (), {"__module__": "verl.trainer.sft_trainer_ray"})
+    with pytest.raises(ConfigError, match="not supported: .*-m ckptfsm.integrations.verl.sft"):
+        install(kind, **options)
+
+
 def test_rays_handle_of_a_class_is_no_trainer(tmp_path: Path) -> None:
     """Catches: an import that fails: Ray makes an object of a class when it is decorated."""
     ours: Any = install(Trainer, extra_parts=lambda _: {})

@@ -18,6 +18,7 @@ from ckptfsm.controller import Controller
 from ckptfsm.documents import FileEntry
 from ckptfsm.errors import (
     ConfigError,
+    DamagedRoot,
     DeadlineExceeded,
     ManagerClosed,
     RankInterrupted,
@@ -312,6 +313,31 @@ def test_resuming_from_elsewhere_at_or_above_the_latest_step(run, tmp_path):
         pass
     save(again, 11)
     again.close()
+
+
+@pytest.mark.parametrize("inner", ["", "actor/"])
+def test_what_stock_verl_wrote_with_fsdp_is_refused_with_a_way_out(run, inner):
+    """Catches: advice to repair what is whole, or to begin again and move it to quarantine."""
+    for step in (9, 10):
+        shard = run.root / f"global_step_{step}/{inner}model_world_size_1_rank_0.pt"
+        shard.parent.mkdir(parents=True)
+        shard.write_bytes(b"made up")
+    (run.root / "latest_checkpointed_iteration.txt").write_text("10")
+    path = f"{run.root}/global_step_10"
+    with pytest.raises(DamagedRoot, match=f"another .*trainer.resume_from_path={path}"):
+        run.start().controller  # noqa: B018
+    assert shard.read_bytes() == b"made up"
+
+
+def test_a_damaged_checkpoint_of_ours_is_not_taken_for_a_stock_one(run):
+    """Catches: that way out for a checkpoint of which is known that it is damaged."""
+    for name in (".ckptfsm/manifest.json", "model_world_size_1_rank_0.pt"):
+        path = run.root / "global_step_10" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"made up")
+    (run.root / "latest_checkpointed_iteration.txt").write_text("10")
+    with pytest.raises(DamagedRoot, match="none to resume from"):
+        run.start().controller  # noqa: B018
 
 
 def test_that_nothing_is_deleted_after_a_load_is_said(run):

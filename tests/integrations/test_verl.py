@@ -833,7 +833,7 @@ def test_a_verl_without_what_its_newer_trainers_import() -> None:
 def test_the_sft_trainer_with_a_driver_is_refused() -> None:
     """Catches: a trainer of verl's that saves by its handler, taken for one that saves by itself."""
     module = pytest.importorskip("verl.trainer.sft_trainer_ray", exc_type=ImportError)
-    with pytest.raises(ConfigError, match="saves in its own way"):
+    with pytest.raises(ConfigError, match="-m ckptfsm.integrations.verl.sft"):
         install(module.SFTTrainer)
 
 

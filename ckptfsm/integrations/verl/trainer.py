@@ -41,7 +41,7 @@ from ckptfsm.files import FileTree
 from ckptfsm.integrations.verl.mirror import NAME, Mirror, UploadWorker, When, mirror_of
 from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.integrations.verl.workers import Calls, RayCalls, RoleGroups
-from ckptfsm.layout import TRACKER, TRACKER_BYTES, VERL, parse_tracker
+from ckptfsm.layout import PRIVATE, TRACKER, TRACKER_BYTES, VERL, parse_tracker
 from ckptfsm.messages import AttemptId, Event, Failed
 from ckptfsm.notices import say, warn_caller
 from ckptfsm.retention import KeepAll, LatestN, Policy
@@ -52,6 +52,7 @@ log = logging.getLogger("ckptfsm")
 Trainer = TypeVar("Trainer")
 _KNOWN = frozenset({"verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer_base"})
 _SFT = "verl.trainer.sft_trainer"
+_SFT_OF_RAY = "verl.trainer.sft_trainer_ray"
 _EVERY_STEP = "_start_profiling"  # called at every step of the loops of all released trainers
 _RAY_HANDLES = "ray.actor"  # where ``ray.remote`` makes an object of the class, which is no trainer
 _WORKER_SETTINGS = ("writer_files", "common_state", "effect_timeout_s", "exchange_timeout_s")
@@ -124,7 +125,11 @@ class Checkpoints:
         self._set_mirror(root)
         sizes = {**self._groups.sizes, **({NAME: 1} if self._uploader else {})}
         hooks = [self._note, *([self._uploads.hook] if self._uploads is not None else [])]
-        controller = self._make_controller(root, sizes, hooks=hooks, **settings)
+        try:
+            controller = self._make_controller(root, sizes, hooks=hooks, **settings)
+        except DamagedRoot as error:
+            _refuse_stock_fsdp(root, error)
+            raise
         try:
             workers = {k: settings[k] for k in _WORKER_SETTINGS if k in settings}
             self._groups.attach(root, workers, controller.config.effect_timeout_s)
@@ -444,7 +449,14 @@ def install(
     if "checkpoints" in vars(trainer):
         raise ConfigError(f"{base.__name__} has these checkpoints already")
     options = Options(extra_parts, calls or RayCalls(), mirror, mirror_when, settings)
-    if any(kind.__module__ == _SFT for kind in base.__mro__):
+    modules = {kind.__module__ for kind in base.__mro__}
+    if _SFT_OF_RAY in modules:
+        raise ConfigError(
+            f"{base.__name__} of {_SFT_OF_RAY} is not supported: its saves go through a handler that "
+            "ckptfsm does not replace. Start verl's other SFT trainer, with the same words: "
+            "torchrun ... -m ckptfsm.integrations.verl.sft"
+        )
+    if _SFT in modules:
         return _install_sft(trainer, options)
     saver = _saver_of(base)
     if (saver is None or saver.__module__ not in _KNOWN) and extra_parts is None:
@@ -606,6 +618,25 @@ def _no_remote(config: Any) -> Iterator[None]:
         yield
     finally:
         config.default_hdfs_dir = remote
+
+
+def _refuse_stock_fsdp(root: str, error: DamagedRoot) -> None:
+    """Say how to go on, if stock verl's FSDP wrote what nobody can adopt. Raises ``DamagedRoot``."""
+    shards = "model_world_size_*_rank_*.pt"
+    found = [*Path(root).glob(f"*/{shards}"), *Path(root).glob(f"*/*/{shards}")]
+    names = {path.relative_to(root).parts[0] for path in found}
+    steps = [VERL.parse_published(name) for name in names if not Path(root, name, PRIVATE).exists()]
+    latest = max((step for step in steps if step is not None), default=None)
+    if latest is None:
+        return
+    path = f"{root}/{VERL.published_name(latest)}"
+    raise DamagedRoot(
+        f"{path} was written by verl with FSDP, without ckptfsm: nothing says whether it is whole, so "
+        "it is not resumed from. Give another trainer.default_local_dir, and let verl load this one "
+        f"once: trainer.resume_mode=resume_path trainer.resume_from_path={path}",
+        step=latest,
+        file=path,
+    ) from error
 
 
 def _require_tracker(root: Path, step: int) -> None:
