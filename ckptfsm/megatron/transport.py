@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,9 @@ class GlooTransport:
     def __init__(self, timeout_s: float) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        # Newer versions of torch declare a number too, for a rank that is no member.
+        self._group = cast(dist.ProcessGroup, group)
         self._flags = torch.zeros(8, dtype=torch.uint8)
 
     def any_flags(self, flags: Sequence[bool]) -> list[bool]:
