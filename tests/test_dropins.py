@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -412,6 +413,57 @@ def test_I10_a_write_worker_that_is_a_thread_ends_its_writer(ranks: Any) -> None
     assert ranks(work) == [(WriterDied, [])] * 2
 
 
+@dataclass(frozen=True)
+class Index:
+    """Which tensor or object it is."""
+
+    fqn: str
+
+
+@pytest.mark.parametrize(
+    ("left", "length", "said"),
+    [
+        (("a", "b"), 4, ""),
+        (("a",), 4, "no result for 1 of 2 items, 'b' for one"),
+        (("a", "b"), 5, "has 8 bytes, and 9 were written to it"),
+    ],
+)
+def test_I3_what_a_writer_says_of_its_files_is_compared_with_them(
+    tmp_path: Path, left: tuple[str, ...], length: int, said: str
+) -> None:
+    """Catches: a shard that is shorter than its results say, or an item without a result: tracked, the
+    older ones pruned, and nobody can load it."""
+    from ckptfsm.megatron.foreign import ForeignPart, stage_request
+    from ckptfsm.storage import PosixStorage
+
+    place = f"{STAGING}/iter_0000001"
+    shard = tmp_path / place / "__0_0.distcp"
+    shard.parent.mkdir(parents=True)
+    (shard.parent / "common.pt").write_bytes(b"c")
+
+    def write(rank: int, buckets: Any, results: Any) -> None:
+        shard.write_bytes(b"12345678")
+        where = [SimpleNamespace(relative_path=shard.name, offset=o, length=length) for o in (0, 4)]
+        found = zip(left, where, strict=False)
+        results.put({0: [SimpleNamespace(index=Index(n), storage_data=at) for n, at in found]})
+
+    items = [(SimpleNamespace(index=Index(name)), b"") for name in "ab"]
+    bucket = (str(shard), shard.name, (items, []))
+    request = SimpleNamespace(
+        async_fn=write, async_fn_args=[0, [bucket], queue.Queue()], finalize_fns=[]
+    )
+    part = ForeignPart("state", "", 1, stage_request("state", request))
+    storage = PosixStorage(tmp_path, create=True)
+    work = partial(written_names, part, storage, place)
+    outcome = fork_child(work, keep=storage.descriptors(), group=True).wait(PATIENCE_S)
+    storage.close_root()
+    assert outcome is not None
+    if said:
+        assert said in outcome.explain()
+    else:
+        assert outcome.payload == ["__0_0.distcp"]
+
+
 @pytest.mark.parametrize(
     ("planned", "written", "older", "ran", "said"),
     [
@@ -431,7 +483,7 @@ def test_I4_one_common_state_is_written_and_no_other_lies_beside_it(
     from ckptfsm.storage import PosixStorage
 
     place = f"{STAGING}/iter_0000001"
-    item = SimpleNamespace(index=SimpleNamespace(fqn=COMMON_KEY if planned else "w"))
+    item = SimpleNamespace(index=Index(COMMON_KEY if planned else "w"))
     shard = tmp_path / place / "__0_0.distcp"
     shard.parent.mkdir(parents=True)
     if older:
@@ -439,9 +491,9 @@ def test_I4_one_common_state_is_written_and_no_other_lies_beside_it(
 
     def write(rank: int, buckets: Any, results: Any) -> None:
         shard.write_bytes(b"x")
-        index = SimpleNamespace(fqn=COMMON_KEY if written else "w")
         where = SimpleNamespace(relative_path=shard.name)
-        results.put({0: [SimpleNamespace(index=index, storage_data=where)]})
+        found = dict.fromkeys([item.index, *[Index(COMMON_KEY)] * written])
+        results.put({0: [SimpleNamespace(index=each, storage_data=where) for each in found]})
 
     bucket = (str(shard), shard.name, ([(item, b"")], []))
     request = SimpleNamespace(

@@ -17,10 +17,12 @@ the next worker starts.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ckptfsm.documents import FileEntry
 from ckptfsm.durable import fsync_existing, list_names
-from ckptfsm.errors import ConfigError, SaveFailed, SaveRefused, describe
+from ckptfsm.errors import ConfigError, SaveFailed, SaveRefused, describe, one_line
 from ckptfsm.files import make_inside
 from ckptfsm.layout import join
 from ckptfsm.megatron.compat import cpu_devices
@@ -51,6 +53,7 @@ from ckptfsm.versions import installed
 _WATCH_S = 0.1
 _PIECE_BYTES = 1 << 20
 _WORKER_DIED = 78
+_LOGGED = 3  # lines of a writer's log that go into its error
 _NVRX_WRITER = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
 _NVRX_CORE = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
 _poll = popen_fork.Popen.poll
@@ -83,7 +86,8 @@ def ready_part(request: Any, directory: str = "") -> Any:
 
 
 def _made(make: Callable[[], Any], directory: str) -> ForeignRequest:
-    return ForeignRequest(request=make_request(make), directory=directory)
+    """Taken at once: the functions of the other parts are called before any part is staged."""
+    return ForeignRequest(request=taken_now(make_request(make)), directory=directory)
 
 
 def make_request(make: Callable[..., Any], *arguments: Any) -> Any:
@@ -135,16 +139,21 @@ class StagedRequest:
         arguments = self.arguments
         if self.queue is not None:
             arguments = [channel if a is self.queue else a for a in arguments]
-        with _watched_workers(), cpu_devices():
-            self.function(*arguments, **self.keywords)
-        return self._judge(channel.items) if self.queue is not None else None
+        with _watched_workers(), cpu_devices(), _Logged() as logged:
+            try:
+                self.function(*arguments, **self.keywords)
+            except Exception as error:
+                raise SaveFailed(
+                    f"the writer of {self.name} failed: {describe(error)}{logged.said()}"
+                ) from error
+        return self._judge(channel.items, logged.said()) if self.queue is not None else None
 
-    def _judge(self, items: Sequence[Any]) -> Any:
+    def _judge(self, items: Sequence[Any], logged: str) -> Any:
         if len(items) != 1:
-            raise SaveFailed(f"the writer of {self.name} put {len(items)} results, not one")
+            raise SaveFailed(f"the writer of {self.name} put {len(items)} results, not one{logged}")
         payload = items[0]
         if isinstance(payload, BaseException):
-            raise SaveFailed(f"the writer of {self.name} failed: {payload!r}") from payload
+            raise SaveFailed(f"the writer of {self.name} failed: {payload!r}{logged}") from payload
         buckets = self.arguments[1] if len(self.arguments) > 1 else ()
         if not isinstance(payload, dict) or len(payload) != len(buckets):
             raise SaveFailed(f"the writer of {self.name} has results for {payload!r:.80} only")
@@ -218,13 +227,27 @@ class ForeignPart:
             if self.request.queue is None:
                 raise SaveFailed(f"the request of {self.name} has no queue: nobody knows its files")
         results = _results_in(payload)
-        names = {str(result.storage_data.relative_path) for result in results}
+        self._require_all(results)
+        ends = _ends_of(results)
+        names = set(ends)
         if self.rank == 0 and _has_common(results):
             self._refuse_older_common(storage, location)
         elif self.rank == 0:
             self._require_common(storage, location)
             names.add(COMMON)
-        return Written(tuple(self._entry(storage, location, n) for n in sorted(names)), (), payload)
+        entries = (self._entry(storage, location, n, ends.get(n, 0)) for n in sorted(names))
+        return Written(tuple(entries), (), payload)
+
+    def _require_all(self, results: Sequence[Any]) -> None:
+        """The finalizers write what can be loaded from the results: one that is not there is lost."""
+        asked = {index for index in map(_index_of, tree_leaves(self.request.arguments)) if index}
+        lost = asked - {result.index for result in results}
+        if lost:
+            raise SaveFailed(
+                f"the writer of {self.name!r} has no result for {len(lost)} of {len(asked)} items, "
+                f"{min(index.fqn for index in lost)!r} for one",
+                reason="results_lost",
+            )
 
     def _refuse_older_common(self, storage: Storage, location: str) -> None:
         """A loader of megatron-core takes ``common.pt`` before the common state that lies in a shard."""
@@ -245,10 +268,16 @@ class ForeignPart:
                 f"request of {self.name!r} anew, for that directory"
             )
 
-    def _entry(self, storage: Storage, location: str, name: str) -> FileEntry:
+    def _entry(self, storage: Storage, location: str, name: str, written: int) -> FileEntry:
         path = join(location, self.directory, name)
         fsync_existing(storage, path)
         size, digest = storage.stat(path).size, storage.digest(path)
+        if size < written:
+            raise SaveFailed(
+                f"{path} has {size} bytes, and {written} were written to it",
+                file=path,
+                reason="torn_file",
+            )
         if name == COMMON and self.made not in ("", digest):
             raise SaveFailed(
                 f"{path} was changed after the request of {self.name!r} was taken: another one was "
@@ -402,10 +431,48 @@ def _results_in(payload: Any) -> list[Any]:
     return [result for results in payload.values() for result in results]
 
 
+def _ends_of(results: Sequence[Any]) -> dict[str, int]:
+    """How many bytes each file must have at least for the results that lie in it."""
+    ends: dict[str, int] = {}
+    for result in results:
+        place = result.storage_data
+        name = str(place.relative_path)
+        end = getattr(place, "offset", 0) + getattr(place, "length", 0)
+        ends[name] = max(end, ends.get(name, 0))
+    return ends
+
+
+def _index_of(item: Any) -> Any:
+    """Which tensor or object a write item or a write result is of; None for anything else."""
+    index = getattr(item, "index", None)
+    return index if hasattr(index, "fqn") else None
+
+
 def _has_common(items: Any) -> bool:
     """Whether the common state is among these write items or write results."""
-    found = (getattr(item, "index", None) for item in tree_leaves(items))
-    return any(getattr(index, "fqn", None) == COMMON_KEY for index in found)
+    found = map(_index_of, tree_leaves(items))
+    return any(index is not None and index.fqn == COMMON_KEY for index in found)
+
+
+class _Logged(logging.Handler):
+    """What a writer logs of errors: megatron-core's says there which one, and tells only its class."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._lines: deque[str] = deque(maxlen=_LOGGED)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(one_line(record.getMessage()))
+
+    def said(self) -> str:
+        return f"; it logged: {'; '.join(self._lines)}" if self._lines else ""
+
+    def __enter__(self) -> _Logged:
+        logging.getLogger().addHandler(self)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        logging.getLogger().removeHandler(self)
 
 
 @contextmanager

@@ -118,7 +118,7 @@ def go_on_after_a_lost_request(here: Here, place: str) -> Told:
     return {"seen": until_empty(queue, blocking=True), "loaded": load(f"{place}/2")}
 
 
-def save_twins(here: Here, root: str, ready: bool) -> Told:
+def save_twins(here: Here, root: str, given: str) -> Told:
     """Two steps of two parts of the same structure, which the package stages into the same memory: by a
     manager, or made one after the other and scheduled after ``begin``."""
     here.join_with_queue()
@@ -132,7 +132,7 @@ def save_twins(here: Here, root: str, ready: bool) -> Told:
         queue = OurQueue(manager=manager)
         for step in (1, 2):
             directory = f"{root}/iter_{step:07d}"
-            if not ready:
+            if given == "build":
                 parts = {
                     part: ForeignRequest(build=partial(build, of))
                     for part, of in (("actor", step), ("critic", step + 100))
@@ -142,8 +142,8 @@ def save_twins(here: Here, root: str, ready: bool) -> Told:
             queue.begin(step, directory, ["actor", "critic"])
             make_directory(here, directory)
             for part, of in (("actor", step), ("critic", step + 100)):
-                request = build(of, make_directory(here, f"{directory}/{part}"))
-                queue.schedule_async_request(request)
+                make = partial(build, of, make_directory(here, f"{directory}/{part}"))
+                queue.schedule_async_request(make if given == "functions" else make())
             errors.append(tell(partial(queue.maybe_finalize_async_calls, blocking=True)))
         queue.close()
     equal = [

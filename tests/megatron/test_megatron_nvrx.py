@@ -49,13 +49,13 @@ def test_I5_staged_requests_in_flight_together_keep_their_values(
         assert rank["put_back"]
 
 
-@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize("given", ["build", "requests", "functions"])
 def test_I5_parts_of_the_same_structure_keep_their_values(
-    cluster: Cluster, root: Path, ready: bool
+    cluster: Cluster, root: Path, given: str
 ) -> None:
     """Catches: two parts that are staged into the same memory: one has the values of the other."""
     root.mkdir()
-    for rank in cluster.run("nvrx_jobs.save_twins", root=str(root), ready=ready):
+    for rank in cluster.run("nvrx_jobs.save_twins", root=str(root), given=given):
         assert rank["errors"] == [None, None]
         assert rank["equal"] == [True] * 4
 
