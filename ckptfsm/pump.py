@@ -473,6 +473,8 @@ class Pump:
             error, leaving = "interrupted", problem
         except BaseException as problem:  # torch's CheckpointException is one
             error = f"{name}: {describe(problem)}"
+            said = f"the finalizers of {name} failed"  # the others may wait in their collectives
+            say(log.exception, "finalizers_failed", said, part=name)
         return _Ran(error, leaving, self._ports.transport.any_flags([bool(error)])[0])
 
     def _call_hooks(self, record: TransitionRecord) -> None:

@@ -35,6 +35,7 @@ OLDEST: Mapping[str, tuple[int, int]] = MappingProxyType(
     }
 )
 _MODULES = MappingProxyType({"megatron-core": "megatron.core"})
+_INSIDE = MappingProxyType({"megatron-core": "megatron.core.dist_checkpointing"})  # is used first
 _BESIDE = MappingProxyType({"megatron-core": ("nvidia-resiliency-ext",)})
 
 
@@ -48,6 +49,7 @@ def require(*packages: str, extra: str) -> None:
         try:
             with no_warning_is_an_error():
                 module = import_module(_MODULES.get(name, name))
+                import_module(_INSIDE.get(name, module.__name__))
         except ImportError as error:
             raise missing(extra, error) from error
         except Exception as error:  # megatron-core asserts the version of what it finds beside it
@@ -59,7 +61,10 @@ def require(*packages: str, extra: str) -> None:
 
 def missing(extra: str, error: ImportError) -> ConfigError:
     """What to raise where a package of an extra is not there, or is only half installed."""
-    said = f"{describe(error)}. This needs what `pip install 'ckptfsm[{extra}]'` installs"
+    said = (
+        f"{describe(error)}. What ckptfsm itself needs here comes with `pip install "
+        f"'ckptfsm[{extra}]'`; what else is missing, install by its name"
+    )
     module = (error.name or "").partition(".")[0]
     if module and installed(module) != "not installed":
         said += f"; {module} {installed(module)} is there and incomplete: install it anew"

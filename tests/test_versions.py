@@ -81,6 +81,20 @@ def test_a_version_that_cannot_work_is_refused(name: str):
         judge(name, "0.1.0")
 
 
+@pytest.mark.megatron
+@pytest.mark.parametrize("version", ["unknown", None, "core_r0.19.0"])
+def test_a_version_that_is_no_number_is_judged_by_what_is_there(
+    version: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Catches: a TypeError, or an older megatron-core that writes what it cannot read."""
+    core = pytest.importorskip("megatron.core")
+    from ckptfsm.megatron.torch_dist import keeps_common_in_shard
+
+    wanted = keeps_common_in_shard()
+    monkeypatch.setattr(core, "__version__", version)
+    assert keeps_common_in_shard() is wanted
+
+
 @pytest.fixture
 def ray_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Stands before any package called ``ray``; its content is the test's."""

@@ -40,7 +40,8 @@ from ckptfsm.megatron.torch_dist import (
 from ckptfsm.messages import PartSpec
 from ckptfsm.ports import Finalizer, PartFinisher, PartJob, Survey
 from ckptfsm.proposal import OptionalPart, content_of
-from ckptfsm.stock import COMMON
+from ckptfsm.stock import COMMON, COMMON_KEY, inspect_stock
+from ckptfsm.storage import PosixStorage
 
 _ROOT_PART = "state"
 
@@ -203,14 +204,22 @@ class MegatronDriver:
             }
 
 
+def _has_common_in_shard(directory: Path) -> bool:
+    if not (directory / ".metadata").exists() or (directory / COMMON).exists():
+        return False
+    storage = PosixStorage(directory.parent, create=False)
+    try:
+        return COMMON_KEY in inspect_stock(storage, directory.name).object_keys
+    finally:
+        storage.close_root()
+
+
 def refuse_newer(name: str, directory: str) -> None:
     """Refuse a part that only a newer megatron-core can read: this one would miss a ``common.pt``.
 
     Raises ``RestoreFailed``. Local, and the same on every rank that sees the directory.
     """
-    there = Path(directory)
-    newer = (there / ".metadata").exists() and not (there / COMMON).exists()
-    if keeps_common_in_shard() or not newer:
+    if keeps_common_in_shard() or not _has_common_in_shard(Path(directory)):
         return
     first = ".".join(map(str, COMMON_IN_SHARD))
     raise RestoreFailed(

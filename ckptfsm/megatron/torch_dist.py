@@ -25,6 +25,7 @@ from typing import IO, Any, cast
 
 import megatron.core
 import torch
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -133,8 +134,10 @@ def merge_part(name: str, summaries: Sequence[PartSummary]) -> bytes:
 
 def keeps_common_in_shard() -> bool:
     """Whether the installed megatron-core writes and reads the common state as an object in a shard."""
-    series = series_of(megatron.core.__version__)
-    return series is None or series >= COMMON_IN_SHARD
+    series = series_of(str(megatron.core.__version__))
+    if series is None:  # what reads the older files came with the newer
+        return hasattr(serialization, "_legacy_common_state_exists")
+    return series >= COMMON_IN_SHARD
 
 
 @no_warning_is_an_error()
