@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from proof.fuzz import _CONFIG, common_archive, written_metadata
+from proof.fuzz import _COMMON_SHARD, _CONFIG, common_archive, written_metadata
 
 from ckptfsm.layout import MEGATRON, TRACKER
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 
 SHARD = "__0_0.distcp"
+
+
+def newer_files() -> dict[str, bytes]:
+    """A torch_dist directory as megatron-core 0.19 leaves it: what is common lies in a shard."""
+    return {
+        ".metadata": written_metadata(in_shard=True),
+        "metadata.json": _CONFIG,
+        _COMMON_SHARD: common_archive(),
+        SHARD: bytes(100),
+    }
 
 
 def stock_saves(

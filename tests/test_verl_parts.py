@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from strangers import newer_files
 
 from ckptfsm.errors import WriterDied
 from ckptfsm.integrations.verl.workers import RoleGroups
@@ -80,6 +81,7 @@ else:
 
 
 LOAD = """
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,7 +98,7 @@ for inner in ("actor/dist_ckpt", "actor/model/dist_ckpt"):
     (tree.parent / "huggingface").mkdir(parents=True)
     tree.mkdir()
     ours.load_checkpoint(f"{sys.argv[1]}/actor")  # verl 0.9 makes empty trees too
-    (tree / ".metadata").touch()
+    shutil.copytree(sys.argv[2], tree, dirs_exist_ok=True)
     try:
         ours.load_checkpoint(f"{sys.argv[1]}/actor")
     except RestoreFailed as error:
@@ -114,9 +116,12 @@ assert len(loaded) == 5, loaded
 def test_what_only_a_newer_megatron_core_can_read_is_refused_before_verl_loads(tmp_path: Path):
     """Catches: an error of stock code about a missing file, as if the checkpoint were damaged; a tree
     that is not looked at; a refusal of what can be read."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
+    newer = tmp_path / "newer"
+    newer.mkdir()
+    for name, content in newer_files().items():
+        (newer / name).write_bytes(content)
+    words = [sys.executable, "-c", LOAD, str(tmp_path / "root"), str(newer)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
