@@ -24,6 +24,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -320,12 +321,16 @@ def commands_of(target: Target, python: Path) -> list[list[str]]:
     return commands
 
 
-def run(target: Target) -> dict[str, object]:
-    """Prepare and run a target; what the table says of it."""
+def prepared(target: Target) -> tuple[Path, int]:
+    """The python of a target's environment, and how many seconds it took to make."""
+    began = time.monotonic()
+    return prepare(target), round(time.monotonic() - began)
+
+
+def run(target: Target, python: Path, install_s: int) -> dict[str, object]:
+    """Run a target; what the table says of it."""
     print(f"=== {target.name} (Python {target.python})", flush=True)
     began = time.monotonic()
-    python = prepare(target)
-    ready = time.monotonic()
     shutil.rmtree(target.place / "demo", ignore_errors=False, onerror=_not_there)
     environment = environment_of(target)
     codes = [
@@ -336,8 +341,8 @@ def run(target: Target) -> dict[str, object]:
         "python": target.python,
         "packages": versions_in(python, environment),
         "tests": list(target.tests) + ["the demo"] * target.demo,
-        "install_s": round(ready - began),
-        "run_s": round(time.monotonic() - ready),
+        "install_s": install_s,
+        "run_s": round(time.monotonic() - began),
         "own_mb": round(size_of(target.place) / 1e6),
         "date": date.today().isoformat(),
         "ok": not any(codes),
@@ -456,6 +461,9 @@ def main(arguments: list[str]) -> int:
         targets = [with_versions(each, others) for each in chosen(words)]
     ran = json.loads(RAN.read_text()) if RAN.exists() else {}
     failed, missing = [], []
+    # One thread makes the environments, in this order, while those that are ready are run.
+    making = ThreadPoolExecutor(1)
+    ready = {each.name: making.submit(prepared, each) for each in targets if not left_out(each)}
     for target in targets:
         if why := left_out(target):
             print(f"=== {target.name} is left out: {why}")
@@ -464,7 +472,7 @@ def main(arguments: list[str]) -> int:
             )
             continue
         try:
-            found = run(target)
+            found = run(target, *ready[target.name].result())
         except subprocess.CalledProcessError as error:
             print(f"=== {target.name} cannot be installed: {error}", flush=True)
             failed.append(target.name)
