@@ -43,6 +43,7 @@ from ckptfsm.stock import COMMON_KEY
 from ckptfsm.testing.fakes import ThreadTransport, run_ranks
 
 PATIENCE_S = 20.0
+STAGED = f"{STAGING}/iter_0000001"
 HERE = threading.local()
 
 
@@ -433,11 +434,7 @@ def test_I3_what_a_writer_says_of_its_files_is_compared_with_them(
 ) -> None:
     """Catches: a shard that is shorter than its results say, or an item without a result: tracked, the
     older ones pruned, and nobody can load it."""
-    from ckptfsm.megatron.foreign import ForeignPart, stage_request
-    from ckptfsm.storage import PosixStorage
-
-    place = f"{STAGING}/iter_0000001"
-    shard = tmp_path / place / "__0_0.distcp"
+    shard = tmp_path / STAGED / "__0_0.distcp"
     shard.parent.mkdir(parents=True)
     (shard.parent / "common.pt").write_bytes(b"c")
 
@@ -448,16 +445,7 @@ def test_I3_what_a_writer_says_of_its_files_is_compared_with_them(
         results.put({0: [SimpleNamespace(index=Index(n), storage_data=at) for n, at in found]})
 
     items = [(SimpleNamespace(index=Index(name)), b"") for name in "ab"]
-    bucket = (str(shard), shard.name, (items, []))
-    request = SimpleNamespace(
-        async_fn=write, async_fn_args=[0, [bucket], queue.Queue()], finalize_fns=[]
-    )
-    part = ForeignPart("state", "", 1, stage_request("state", request))
-    storage = PosixStorage(tmp_path, create=True)
-    work = partial(written_names, part, storage, place)
-    outcome = fork_child(work, keep=storage.descriptors(), group=True).wait(PATIENCE_S)
-    storage.close_root()
-    assert outcome is not None
+    outcome = outcome_of(tmp_path, 1, write, (str(shard), shard.name, (items, [])))
     if said:
         assert said in outcome.explain()
     else:
@@ -479,12 +467,8 @@ def test_I4_one_common_state_is_written_and_no_other_lies_beside_it(
 ) -> None:
     """Catches: megatron-core 0.19, which writes no common.pt, refused; a common.pt that an interrupted
     save left in the directory, and that a loader takes instead of the newer state in the shards."""
-    from ckptfsm.megatron.foreign import ForeignPart, stage_request
-    from ckptfsm.storage import PosixStorage
-
-    place = f"{STAGING}/iter_0000001"
     item = SimpleNamespace(index=Index(COMMON_KEY if planned else "w"))
-    shard = tmp_path / place / "__0_0.distcp"
+    shard = tmp_path / STAGED / "__0_0.distcp"
     shard.parent.mkdir(parents=True)
     if older:
         (shard.parent / "common.pt").write_bytes(b"of an interrupted save")
@@ -495,21 +479,29 @@ def test_I4_one_common_state_is_written_and_no_other_lies_beside_it(
         found = dict.fromkeys([item.index, *[Index(COMMON_KEY)] * written])
         results.put({0: [SimpleNamespace(index=each, storage_data=where) for each in found]})
 
-    bucket = (str(shard), shard.name, ([(item, b"")], []))
-    request = SimpleNamespace(
-        async_fn=write, async_fn_args=[0, [bucket], queue.Queue()], finalize_fns=[]
-    )
-    part = ForeignPart("state", "", 0, stage_request("state", request))
-    storage = PosixStorage(tmp_path, create=True)
-    work = partial(written_names, part, storage, place)
-    outcome = fork_child(work, keep=storage.descriptors(), group=True).wait(PATIENCE_S)
-    storage.close_root()
-    assert outcome is not None
+    outcome = outcome_of(tmp_path, 0, write, (str(shard), shard.name, ([(item, b"")], [])))
     if said:
         assert re.search(said, outcome.explain())
     else:
         assert outcome.payload == ["__0_0.distcp", *["common.pt"] * older]
     assert shard.exists() == ran
+
+
+def outcome_of(root: Path, rank: int, write: Callable[..., None], bucket: Any) -> Any:
+    """What became of a writer of this rank, whose request has one bucket, in ``STAGED``."""
+    from ckptfsm.megatron.foreign import ForeignPart, stage_request
+    from ckptfsm.storage import PosixStorage
+
+    request = SimpleNamespace(
+        async_fn=write, async_fn_args=[0, [bucket], queue.Queue()], finalize_fns=[]
+    )
+    part = ForeignPart("state", "", rank, stage_request("state", request))
+    storage = PosixStorage(root, create=True)
+    work = partial(written_names, part, storage, STAGED)
+    outcome = fork_child(work, keep=storage.descriptors(), group=True).wait(PATIENCE_S)
+    storage.close_root()
+    assert outcome is not None
+    return outcome
 
 
 def written_names(part: Any, storage: Any, place: str) -> list[str]:
