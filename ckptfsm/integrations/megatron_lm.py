@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -42,14 +42,13 @@ from ckptfsm.integrations.queue import AsyncCallsQueue
 from ckptfsm.integrations.replaced import Replaced
 from ckptfsm.layout import MEGATRON
 from ckptfsm.megatron.compat import cpu_devices
-from ckptfsm.megatron.driver import refuse_newer
+from ckptfsm.megatron.driver import refuse_newer, storage_at
 from ckptfsm.megatron.foreign import ready_part
 from ckptfsm.megatron.manager import CheckpointManager
 from ckptfsm.notices import say, warn_caller
 from ckptfsm.ports import Staging
 from ckptfsm.proposal import OptionalPart
 from ckptfsm.retention import EveryNSteps, KeepAll, LatestN, Policy
-from ckptfsm.storage import PosixStorage
 from ckptfsm.versions import TRIED
 
 log = logging.getLogger("ckptfsm")
@@ -580,7 +579,7 @@ def _verified(directory: str) -> bool:
 def _listed(place: Path) -> tuple[Sequence[FileEntry] | None, str]:
     """The files of a checkpoint of ours, None if it is not ours to verify; and what is wrong with it."""
     try:
-        with _storage_at(place.parent) as storage:
+        with storage_at(place.parent) as storage:
             if lookup(storage, f"{place.name}/integrity.json") is not None:
                 return None, ""
             manifest = read_manifest(storage, place.name)
@@ -592,19 +591,10 @@ def _listed(place: Path) -> tuple[Sequence[FileEntry] | None, str]:
 def _damage(place: Path, files: Sequence[FileEntry]) -> str:
     name = place.name
     try:
-        with _storage_at(place.parent) as storage:
+        with storage_at(place.parent) as storage:
             return check_sizes(storage, name, files) or check_digests(storage, name, files)
     except (CkptFsmError, OSError) as error:  # the other ranks wait
         return describe(error)
-
-
-@contextlib.contextmanager
-def _storage_at(root: Path) -> Iterator[PosixStorage]:
-    storage = PosixStorage(root, create=False)
-    try:
-        yield storage
-    finally:
-        storage.close_root()
 
 
 def _non_persistent_dir(args: Any) -> str:

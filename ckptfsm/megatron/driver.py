@@ -8,7 +8,8 @@ digest stands for it otherwise.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -204,14 +205,21 @@ class MegatronDriver:
             }
 
 
+@contextmanager
+def storage_at(root: Path) -> Iterator[PosixStorage]:
+    """The files below an existing directory, to look at."""
+    storage = PosixStorage(root, create=False)
+    try:
+        yield storage
+    finally:
+        storage.close_root()
+
+
 def _has_common_in_shard(directory: Path) -> bool:
     if not (directory / ".metadata").exists() or (directory / COMMON).exists():
         return False
-    storage = PosixStorage(directory.parent, create=False)
-    try:
+    with storage_at(directory.parent) as storage:
         return COMMON_KEY in inspect_stock(storage, directory.name).object_keys
-    finally:
-        storage.close_root()
 
 
 def refuse_newer(name: str, directory: str) -> None:
