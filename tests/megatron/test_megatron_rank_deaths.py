@@ -55,6 +55,7 @@ def strange_descriptors(pid: int, root: Path, job: Job) -> dict[int, str]:
         re.escape(str(root)) + r"/\.ckptfsm(/staging(/2\.e1\.a2(/.*)?)?)?",
         re.escape(str(job.place)) + r"/\d\.log",
         r".*/gate-\w+\.(go|reached)",  # where it waits
+        r"/proc/\d+/statm?",  # open for a moment: megatron-core asks psutil for its memory
     )
     return {
         fd: name
