@@ -14,13 +14,15 @@ from pathlib import Path
 
 from benchmarks.measure import MS, Figure, Options, in_unit, timed
 from ckptfsm.clock import SystemClock
-from ckptfsm.coordinator import Coordinator, CoordinatorOptions, SaveRequest
+from ckptfsm.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.documents import SegmentOpened, TransitionRecord
 from ckptfsm.journal import BLOCK_BYTES, JournalWriter, encode_line
 from ckptfsm.layout import JOURNAL
 from ckptfsm.lease import this_process
 from ckptfsm.lifecycle import State
-from ckptfsm.messages import Failed, PartSpec, WriterForked, WritersLost
+from ckptfsm.messages import Failed, WriterForked, WritersLost
+from ckptfsm.parts import PartSpec
+from ckptfsm.requests import SaveRequest
 from ckptfsm.storage import PosixStorage
 
 _PER_PAIR = 4  # a transition is cheap: more samples than pairs

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfsm.config import CheckpointConfig, load_config, save_again
 from ckptfsm.controller import Controller
-from ckptfsm.coordinator import RecoveryReport
 from ckptfsm.documents import TransitionRecord
 from ckptfsm.errors import CkptFsmError, DamagedRoot, RootBusy, SaveFailed, SaveRefused
 from ckptfsm.files import FileTree
 from ckptfsm.handle import Restored, SaveHandle
 from ckptfsm.lifecycle import State
 from ckptfsm.notices import no_warning_is_an_error
+from ckptfsm.parts import OptionalPart
 from ckptfsm.ports import Staging
-from ckptfsm.proposal import OptionalPart
 from ckptfsm.readers import ReaderLease
+from ckptfsm.requests import RecoveryReport
 from ckptfsm.retention import (
     AllOf,
     AnyOf,

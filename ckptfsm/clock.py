@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from datetime import datetime, timezone
 
 
@@ -18,11 +17,3 @@ class SystemClock:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
-
-
-def pauses(first_s: float = 0.002, longest_s: float = 0.05) -> Iterator[float]:
-    """How long to wait between two looks, in seconds: short at first, then longer; never ends."""
-    pause = first_s
-    while True:
-        yield pause
-        pause = min(pause * 1.2, longest_s)

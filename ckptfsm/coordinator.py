@@ -20,12 +20,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ckptfsm.documents import (
-    FileEntry,
     RollbackStarted,
     SegmentClosed,
 )
 from ckptfsm.durable import list_names, lookup, storage_error
-from ckptfsm.engine import Engine, NumberedNews, Settled, Trade
+from ckptfsm.engine import Engine, Trade
 from ckptfsm.errors import (
     CkptFsmError,
     ConfigError,
@@ -57,12 +56,9 @@ from ckptfsm.lease import RootLease, open_root
 from ckptfsm.ledger import Ledger, Rejected
 from ckptfsm.lifecycle import UNSETTLED, Checkpoint, State, expected_reports, writing_ranks
 from ckptfsm.messages import (
-    FINISHED_BY_US,
-    AttemptId,
     Event,
     Failed,
     FinalizersRan,
-    PartSpec,
     SaveRequested,
     ShardReported,
     WriterForked,
@@ -70,10 +66,12 @@ from ckptfsm.messages import (
 )
 from ckptfsm.notices import say
 from ckptfsm.opening import Opening, roll_back
+from ckptfsm.parts import FINISHED_BY_US, AttemptId
 from ckptfsm.ports import Clock, Identity, PartFinisher, Pending, Storage
 from ckptfsm.reader_leases import ReaderLeases
 from ckptfsm.receipts import Receipts
-from ckptfsm.recovery import Decision, Resume, forget_moved, plan
+from ckptfsm.recovery import Resume, forget_moved, plan
+from ckptfsm.requests import Located, NumberedNews, RecoveryReport, SaveRequest, Settled
 from ckptfsm.retention import KeepAll, Policy
 from ckptfsm.trash import remove_marker, remove_some, sweep_temporaries
 
@@ -93,46 +91,6 @@ class CoordinatorOptions:
     reader_timeout_s: float = 600.0
     retry_interval_s: float = 5.0
     layout: Layout = MEGATRON
-
-
-@dataclass(frozen=True, slots=True)
-class RecoveryReport:
-    """What opening a root found and decided. ``seconds`` is how long it took."""
-
-    epoch: int
-    latest_step: int | None
-    decisions: tuple[Decision, ...]
-    warnings: tuple[str, ...]
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
-    """A proposed save: ``expected_bytes`` is what its ranks will write, as far as known."""
-
-    step: int
-    parts: tuple[PartSpec, ...]
-    world_size: int
-    in_place: bool = False
-    metrics: tuple[tuple[str, float], ...] = ()
-    expected_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Located:
-    """A checkpoint to read, held by a reader's lease named ``lease`` until ``release``.
-
-    ``files`` is empty where there is no manifest (adopted from a stock run). ``problem`` says what is
-    wrong with its manifest, if anything is; ``of`` is the attempt that it names.
-    """
-
-    step: int
-    directory: str
-    lease: str
-    files: tuple[FileEntry, ...]
-    parts: tuple[PartSpec, ...]
-    problem: str = ""
-    of: AttemptId | None = None
 
 
 class Coordinator:

@@ -27,7 +27,7 @@ from pydantic import (
 from ckptfsm.errors import DamagedRoot, NewerSchema, SaveFailed
 from ckptfsm.layout import MEGATRON
 from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.messages import MAX_STEP, AttemptId, PartKind, PartSpec
+from ckptfsm.parts import MAX_STEP, AttemptId, PartKind, PartSpec
 
 SCHEMA_VERSION = 1
 # A manifest of 10,000 ranks, each with 20 files of 120 bytes an entry, has 24 MB; a receipt with a
@@ -70,7 +70,7 @@ class FileEntry(Document):
 
 
 class Part(Document):
-    """A declared part, see ``messages.PartSpec``."""
+    """A declared part, see ``parts.PartSpec``."""
 
     name: FileName
     kind: PartKind = "torch_dist"

@@ -71,8 +71,8 @@ from ckptfsm.layout import (
     trash_dir,
 )
 from ckptfsm.lifecycle import Checkpoint
-from ckptfsm.messages import AttemptId, PartSpec
 from ckptfsm.notices import say
+from ckptfsm.parts import AttemptId, PartSpec
 from ckptfsm.ports import FileStat, Storage
 from ckptfsm.trash import sweep_attempt, sweep_temporaries
 

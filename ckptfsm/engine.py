@@ -60,7 +60,6 @@ from ckptfsm.lifecycle import (
     writing_ranks,
 )
 from ckptfsm.messages import (
-    AttemptId,
     Cleaned,
     CleanUp,
     Command,
@@ -79,36 +78,14 @@ from ckptfsm.messages import (
     WriteTracker,
 )
 from ckptfsm.notices import say
+from ckptfsm.parts import AttemptId
 from ckptfsm.ports import Clock, Identity, PartFinisher, Storage
+from ckptfsm.requests import Blocked, FinalizersDue, News, NumberedNews
 from ckptfsm.retention import Policy, describe_tracked
 from ckptfsm.trash import remove_marker, remove_some
 
 log = logging.getLogger("ckptfsm")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class FinalizersDue:
-    """Asks every rank to run the foreign finalizers of an attempt now, on its training thread."""
-
-    of: AttemptId
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """Nothing is in flight any more and retention has had its turn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Blocked:
-    """The disk does not take the next effect of an attempt; it is tried again. Told once per reason."""
-
-    of: AttemptId
-    error: CkptFsmError
-
-
-News = TransitionRecord | FinalizersDue | Settled | Blocked
-NumberedNews = tuple[int, News]
 
 
 class NewsQueue:

@@ -40,8 +40,8 @@ from ckptfsm.layout import (
 )
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint, State, expected_reports
-from ckptfsm.messages import AttemptId
 from ckptfsm.notices import say
+from ckptfsm.parts import AttemptId
 from ckptfsm.ports import Storage
 from ckptfsm.receipts import Receipts
 from ckptfsm.stock import COMMON, inspect_stock

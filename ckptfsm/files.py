@@ -13,9 +13,8 @@ from ckptfsm.documents import FileEntry
 from ckptfsm.durable import fsync_existing, walk_files
 from ckptfsm.errors import ConfigError, SaveFailed, describe
 from ckptfsm.layout import PRIVATE, join
-from ckptfsm.messages import PartSpec
+from ckptfsm.parts import OptionalPart, PartSpec, content_of
 from ckptfsm.ports import Finalizer, PartFinisher, PartJob, Storage, Survey, Written
-from ckptfsm.proposal import OptionalPart, content_of
 from ckptfsm.versions import installed
 from ckptfsm.writer import FilePart
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ckptfsm.layout import MEGATRON, Layout
 from ckptfsm.lifecycle import Checkpoint
-from ckptfsm.messages import AttemptId
+from ckptfsm.parts import AttemptId
 
 
 @dataclass(frozen=True, slots=True)

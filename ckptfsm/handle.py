@@ -13,7 +13,7 @@ from typing import Any
 from ckptfsm.documents import TransitionRecord
 from ckptfsm.errors import CkptFsmError
 from ckptfsm.lifecycle import IN_FLIGHT, UNSETTLED, State
-from ckptfsm.messages import AttemptId
+from ckptfsm.parts import AttemptId
 
 
 @dataclass(slots=True)

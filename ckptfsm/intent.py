@@ -18,7 +18,7 @@ from ckptfsm.documents import (
     TransitionRecord,
 )
 from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.messages import AttemptId
+from ckptfsm.parts import AttemptId
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,8 @@ from ckptfsm.intent import NO_INTENT, Intent
 from ckptfsm.layout import JOURNAL, parse_segment, segment_name
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import FORGOTTEN, TABLE, Checkpoint, State, writing_ranks
-from ckptfsm.messages import UNUSABLE, AttemptId
+from ckptfsm.messages import UNUSABLE
+from ckptfsm.parts import AttemptId
 from ckptfsm.ports import Storage
 
 BLOCK_BYTES = 16 * 1024

@@ -23,17 +23,8 @@ from ckptfsm.lifecycle import (
     apply,
     find_row,
 )
-from ckptfsm.messages import (
-    MAX_STEP,
-    AttemptId,
-    Command,
-    Event,
-    SaveRequested,
-    ShardReported,
-    Superseded,
-    WriterForked,
-    check_parts,
-)
+from ckptfsm.messages import Command, Event, SaveRequested, ShardReported, Superseded, WriterForked
+from ckptfsm.parts import MAX_STEP, AttemptId, check_parts
 
 
 def _nothing() -> Mapping[AttemptId, Checkpoint]:

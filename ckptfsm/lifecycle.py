@@ -34,7 +34,6 @@ from transitions import Machine
 from ckptfsm.errors import IllegalTransition
 from ckptfsm.messages import (
     Adopted,
-    AttemptId,
     Cleaned,
     CleanUp,
     Command,
@@ -43,7 +42,6 @@ from ckptfsm.messages import (
     Failed,
     Finalize,
     FoundPublished,
-    PartSpec,
     Prune,
     Published,
     Quarantine,
@@ -59,6 +57,7 @@ from ckptfsm.messages import (
     WritersLost,
     WriteTracker,
 )
+from ckptfsm.parts import AttemptId, PartSpec
 
 
 class State(str, Enum):

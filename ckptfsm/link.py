@@ -19,14 +19,14 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ckptfsm.coordinator import Coordinator, Located
+from ckptfsm.coordinator import Coordinator
 from ckptfsm.durable import storage_error
-from ckptfsm.engine import NumberedNews
 from ckptfsm.errors import CkptFsmError, DeadlineExceeded, RankInterrupted, describe
 from ckptfsm.lifecycle import State
 from ckptfsm.messages import Event
 from ckptfsm.notices import say
 from ckptfsm.ports import Executor, Pending, Transport
+from ckptfsm.requests import Located, NumberedNews
 
 log = logging.getLogger("ckptfsm")
 P = ParamSpec("P")

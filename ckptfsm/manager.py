@@ -30,7 +30,8 @@ from ckptfsm.handle import Restored, SaveHandle
 from ckptfsm.link import Answer
 from ckptfsm.notices import say
 from ckptfsm.owner import Owner, whole_step
-from ckptfsm.proposal import Accepted, Proposal, agree
+from ckptfsm.proposal import Proposal, agree
+from ckptfsm.requests import Accepted
 from ckptfsm.restoring import warn_of_drops
 from ckptfsm.staging import Stage
 

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckptfsm.config import CheckpointConfig
-from ckptfsm.coordinator import Coordinator, CoordinatorOptions, RecoveryReport
+from ckptfsm.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.errors import (
     CkptFsmError,
     ConfigError,
@@ -39,11 +39,11 @@ from ckptfsm.interrupts import OneCall
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.lifecycle import UNSETTLED, State
 from ckptfsm.link import Answer, Link, interrupted_rank, typed
-from ckptfsm.messages import AttemptId
 from ckptfsm.notices import say, warn_at_end, warn_caller
+from ckptfsm.parts import AttemptId
 from ckptfsm.ports import Draft, Ports, Storage
-from ckptfsm.proposal import Accepted
 from ckptfsm.pump import HandleDone, Hook, Pump
+from ckptfsm.requests import Accepted, RecoveryReport
 from ckptfsm.restoring import Restorer
 
 if TYPE_CHECKING:

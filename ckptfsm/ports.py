@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ckptfsm.documents import FileEntry
 from ckptfsm.errors import CkptFsmError
-from ckptfsm.messages import AttemptId, PartSpec
+from ckptfsm.parts import AttemptId, PartSpec
 
 FileKind = Literal["file", "dir", "symlink", "other"]
 

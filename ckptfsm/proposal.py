@@ -8,61 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptfsm.coordinator import SaveRequest
 from ckptfsm.errors import ConfigError, SaveRefused, describe, name_ranks
-from ckptfsm.messages import AttemptId, PartSpec
 from ckptfsm.notices import say
+from ckptfsm.parts import OptionalPart, PartSpec
 from ckptfsm.ports import Draft, Driver
+from ckptfsm.requests import SaveRequest
 
 log = logging.getLogger("ckptfsm")
 STATE = "state"  # the one part of a checkpoint whose trainer names none
-
-
-@dataclass(frozen=True, slots=True)
-class OptionalPart:
-    """A part that the checkpoint can do without: if a rank cannot write it, it is left out.
-
-    ``content`` is what would be given for a required part. The checkpoint is then complete without
-    it, and its manifest says why. A writer that dies fails the checkpoint all the same.
-    """
-
-    content: Any
-
-
-def content_of(value: Any) -> Any:
-    """What a part's value is, required or not."""
-    return value.content if isinstance(value, OptionalPart) else value
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """A save that may begin, the same on every rank.
-
-    ``planned`` has planned metadata by part, for the first rank of each.
-    """
-
-    of: AttemptId
-    in_place: bool
-    parts: tuple[PartSpec, ...]
-    planned: Mapping[str, bytes] = field(default_factory=dict)
-
-    def for_others(self) -> Accepted:
-        """The same, to be sent: rank 0 keeps the plans of its own parts."""
-        far = {p.name for p in self.parts if p.ranks is not None and 0 not in p.ranks}
-        planned = {name: plan for name, plan in self.planned.items() if name in far}
-        return replace(self, planned=planned)
-
-    def of_rank(self, rank: int) -> tuple[PartSpec, ...]:
-        """The parts that ``rank`` writes, the required ones first."""
-        own = [p for p in self.parts if p.ranks is None or rank in p.ranks]
-        return tuple(sorted(own, key=_by_need))
-
-
-def _by_need(part: PartSpec) -> bool:
-    return part.optional
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from ckptfsm.clock import pauses
+from ckptfsm.backoff import pauses
 from ckptfsm.config import CheckpointConfig
 from ckptfsm.documents import TransitionRecord
-from ckptfsm.engine import Blocked, FinalizersDue, News, NumberedNews, Settled
 from ckptfsm.errors import (
     CkptFsmError,
     ConfigError,
@@ -45,17 +44,11 @@ from ckptfsm.interrupts import OneCall
 from ckptfsm.layout import LAYOUTS
 from ckptfsm.lifecycle import IN_FLIGHT, State
 from ckptfsm.link import Link, Update
-from ckptfsm.messages import (
-    UNUSABLE,
-    AttemptId,
-    Event,
-    Failed,
-    FinalizersRan,
-    WriterGone,
-)
+from ckptfsm.messages import UNUSABLE, Event, Failed, FinalizersRan, WriterGone
 from ckptfsm.notices import say, warn_caller
+from ckptfsm.parts import AttemptId
 from ckptfsm.ports import Draft, Finalizer, Ports, RankJob, Storage
-from ckptfsm.proposal import Accepted
+from ckptfsm.requests import Accepted, Blocked, FinalizersDue, News, NumberedNews, Settled
 from ckptfsm.writer import RankWriter
 
 log = logging.getLogger("ckptfsm")

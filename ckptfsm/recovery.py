@@ -55,7 +55,6 @@ from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import UNPUBLISHED, Checkpoint, State
 from ckptfsm.messages import (
     Adopted,
-    AttemptId,
     Command,
     Event,
     Failed,
@@ -68,6 +67,7 @@ from ckptfsm.messages import (
     WritersLost,
     WriteTracker,
 )
+from ckptfsm.parts import AttemptId
 
 Resume = Literal["strict", "fallback", "fresh"]
 _FAILING = (*UNPUBLISHED, State.FAILED)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from ckptfsm.clock import pauses
+from ckptfsm.backoff import pauses
 from ckptfsm.config import CheckpointConfig
-from ckptfsm.coordinator import Coordinator, Located
+from ckptfsm.coordinator import Coordinator
 from ckptfsm.documents import FileEntry
 from ckptfsm.durable import says_what_is_there
 from ckptfsm.errors import (
@@ -34,6 +34,7 @@ from ckptfsm.layout import join
 from ckptfsm.notices import say, warn_caller
 from ckptfsm.ports import Driver, Pending, Ports, Storage, Survey, Transport
 from ckptfsm.proposal import name_parts
+from ckptfsm.requests import Located
 
 log = logging.getLogger("ckptfsm")
 P = ParamSpec("P")

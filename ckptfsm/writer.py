@@ -19,7 +19,8 @@ from ckptfsm.documents import FileEntry, Receipt, encode_sealed
 from ckptfsm.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error, write_all
 from ckptfsm.errors import StorageError, WriterDied, describe, printable
 from ckptfsm.layout import RECEIPTS, STAGING, begun_name, join, receipt_name
-from ckptfsm.messages import AttemptId, Event, Failed, ShardReported, WriterForked
+from ckptfsm.messages import Event, Failed, ShardReported, WriterForked
+from ckptfsm.parts import AttemptId
 from ckptfsm.ports import Launch, Outcome, PartJob, RankJob, Storage, Written
 from ckptfsm.processes import Child, fork_child
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from ckptfsm.controller import Controller
 from ckptfsm.files import FilesDriver
-from ckptfsm.messages import AttemptId, Event
+from ckptfsm.messages import Event
+from ckptfsm.parts import AttemptId
 from ckptfsm.ports import Ports
 from ckptfsm.testing.fakes import FakeDriver, ThreadGroup, fake_ports
 from ckptfsm.tickets import GroupPart, GroupSave, Ticket

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.messages import AttemptId, PartSpec
+from ckptfsm.parts import AttemptId, PartSpec
 
 PARTS = (PartSpec("state"),)
 MISSING = TrackerEvidence("missing")

@@ -30,15 +30,15 @@ from roots import (
     tracked,
 )
 
-from ckptfsm.coordinator import SaveRequest
 from ckptfsm.errors import ConfigError, OutcomeUnknown, StepExistsError, StorageError
 from ckptfsm.executor import InlineExecutor
 from ckptfsm.interrupts import NoSignals
 from ckptfsm.layout import LEASE, MANIFEST, PINS, PRIVATE, QUARANTINE, READERS, TRACKER, TRASH
 from ckptfsm.lifecycle import State
 from ckptfsm.link import Link
-from ckptfsm.messages import PartSpec
+from ckptfsm.parts import PartSpec
 from ckptfsm.readers import ReaderLease
+from ckptfsm.requests import SaveRequest
 from ckptfsm.retention import LatestN
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.transport import LocalTransport

@@ -15,8 +15,7 @@ from ckptfsm.errors import ConfigError, SaveFailed, SaveRefused
 from ckptfsm.files import FileTree, TreePart, around
 from ckptfsm.layout import VERL
 from ckptfsm.manager import Manager
-from ckptfsm.messages import PartSpec
-from ckptfsm.proposal import OptionalPart
+from ckptfsm.parts import OptionalPart, PartSpec
 from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import LatestN
 from ckptfsm.storage import PosixStorage

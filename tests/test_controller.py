@@ -22,7 +22,7 @@ from groups import SETTINGS, Group, GroupJob
 from ckptfsm.clock import SystemClock
 from ckptfsm.config import make_config
 from ckptfsm.controller import Controller
-from ckptfsm.coordinator import Coordinator, Located
+from ckptfsm.coordinator import Coordinator
 from ckptfsm.effects import Effects
 from ckptfsm.errors import (
     ConfigError,
@@ -39,6 +39,7 @@ from ckptfsm.files import FileTree
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
 from ckptfsm.messages import Failed, ShardReported, WriterForked, WriterGone
+from ckptfsm.requests import Located
 from ckptfsm.retention import LatestN
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import Gate, fake_ports

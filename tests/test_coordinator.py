@@ -27,8 +27,7 @@ from roots import (
     tracked,
 )
 
-from ckptfsm.coordinator import Coordinator, SaveRequest
-from ckptfsm.engine import Blocked, FinalizersDue, Settled
+from ckptfsm.coordinator import Coordinator
 from ckptfsm.errors import (
     CkptFsmError,
     DamagedRoot,
@@ -43,17 +42,11 @@ from ckptfsm.errors import (
 from ckptfsm.journal import read_segments
 from ckptfsm.layout import JOURNAL, LEASE, MANIFEST, RECEIPTS, TRACKER, receipt_name, staging_dir
 from ckptfsm.lifecycle import State
-from ckptfsm.messages import (
-    AttemptId,
-    Failed,
-    FinalizersRan,
-    PartSpec,
-    ShardReported,
-    WriterForked,
-    WriterGone,
-)
+from ckptfsm.messages import Failed, FinalizersRan, ShardReported, WriterForked, WriterGone
+from ckptfsm.parts import AttemptId, PartSpec
 from ckptfsm.ports import FileStat, RankJob
 from ckptfsm.readers import ReaderLease
+from ckptfsm.requests import Blocked, FinalizersDue, SaveRequest, Settled
 from ckptfsm.retention import KeepAll, LatestN, Policy
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, FakePart, check_root, fake_content

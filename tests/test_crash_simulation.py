@@ -31,7 +31,8 @@ from ckptfsm.journal import read_history, read_segments
 from ckptfsm.layout import JOURNAL, parse_segment, segment_name
 from ckptfsm.lifecycle import State
 from ckptfsm.lives import read_lives
-from ckptfsm.messages import AttemptId, Event, Failed, PartSpec, ShardReported
+from ckptfsm.messages import Event, Failed, ShardReported
+from ckptfsm.parts import AttemptId, PartSpec
 from ckptfsm.ports import ChildError, Driver, Identity, Outcome, Ports, RankJob, Storage
 from ckptfsm.retention import LatestN
 from ckptfsm.testing.conformance import assert_journal_conforms

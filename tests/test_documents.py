@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from ckptfsm import documents as d
 from ckptfsm.errors import DamagedRoot, NewerSchema, SaveFailed
 from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.messages import MAX_STEP, AttemptId, PartSpec
+from ckptfsm.parts import MAX_STEP, AttemptId, PartSpec
 
 quick = settings(max_examples=60, derandomize=True, deadline=None, database=None)
 

@@ -36,7 +36,7 @@ from ckptfsm.errors import (
     WriterDied,
 )
 from ckptfsm.layout import STAGING, TRACKER
-from ckptfsm.messages import PartSpec
+from ckptfsm.parts import PartSpec
 from ckptfsm.ports import Staging
 from ckptfsm.processes import fork_child
 from ckptfsm.stock import COMMON_KEY

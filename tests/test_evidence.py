@@ -32,7 +32,7 @@ from ckptfsm.layout import (
 )
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.messages import AttemptId, PartSpec
+from ckptfsm.parts import AttemptId, PartSpec
 from ckptfsm.ports import RankJob
 from ckptfsm.receipts import Receipts
 from ckptfsm.testing.harness import FakeJob, FakePart, fake_content

@@ -53,10 +53,9 @@ from strangers import SHARD, stock_saves
 from ckptfsm import durable
 from ckptfsm import evidence as evidence_module
 from ckptfsm.config import make_config
-from ckptfsm.coordinator import Coordinator, SaveRequest
+from ckptfsm.coordinator import Coordinator
 from ckptfsm.demo.run import DemoOptions, _fresh_root
 from ckptfsm.documents import TransitionRecord
-from ckptfsm.engine import Settled
 from ckptfsm.errors import (
     CkptFsmError,
     ConfigError,
@@ -77,10 +76,12 @@ from ckptfsm.layout import MANIFEST, QUARANTINE, STAGING, TRACKER, TRASH
 from ckptfsm.lifecycle import State
 from ckptfsm.link import Update
 from ckptfsm.manager import Manager
-from ckptfsm.messages import AttemptId, Failed, PartSpec, WriterForked, WriterGone
+from ckptfsm.messages import Failed, WriterForked, WriterGone
+from ckptfsm.parts import AttemptId, PartSpec
 from ckptfsm.ports import RankJob, Storage
 from ckptfsm.processes import Child, fork_child
 from ckptfsm.readers import ReaderLease
+from ckptfsm.requests import SaveRequest, Settled
 from ckptfsm.retention import LatestN
 from ckptfsm.stock import StockVerdict
 from ckptfsm.storage import OpenPosix, PosixStorage

@@ -50,7 +50,8 @@ from ckptfsm.layout import (
     planned_name,
 )
 from ckptfsm.lifecycle import UNSETTLED, State
-from ckptfsm.messages import AttemptId, Event, Failed, FinalizersRan, WriterForked
+from ckptfsm.messages import Event, Failed, FinalizersRan, WriterForked
+from ckptfsm.parts import AttemptId
 from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import LatestN
 from ckptfsm.stock import StockVerdict

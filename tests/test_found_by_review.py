@@ -50,7 +50,8 @@ from ckptfsm.errors import (
 )
 from ckptfsm.layout import MANIFEST, MEGATRON, QUARANTINE, TRACKER, TRASH, left_out_name
 from ckptfsm.lifecycle import State, absent, apply
-from ckptfsm.messages import PartSpec, ShardReported
+from ckptfsm.messages import ShardReported
+from ckptfsm.parts import PartSpec
 from ckptfsm.ports import RankJob, Written
 from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import LatestN

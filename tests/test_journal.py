@@ -26,7 +26,7 @@ from ckptfsm.journal import (
 )
 from ckptfsm.layout import JOURNAL, PRIVATE
 from ckptfsm.lifecycle import State
-from ckptfsm.messages import AttemptId
+from ckptfsm.parts import AttemptId
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.faults import FaultStorage, crash_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfsm import layout
-from ckptfsm.messages import MAX_STEP, AttemptId
+from ckptfsm.parts import MAX_STEP, AttemptId
 
 quick = settings(max_examples=100, derandomize=True, deadline=None, database=None)
 steps = st.integers(0, MAX_STEP)

@@ -12,7 +12,7 @@ from ckptfsm import messages as m
 from ckptfsm.errors import ConfigError, IllegalTransition, SaveRefused, StepExistsError
 from ckptfsm.ledger import Ledger, Rejected
 from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.messages import MAX_STEP, AttemptId, PartSpec, check_parts
+from ckptfsm.parts import MAX_STEP, AttemptId, PartSpec, check_parts
 
 S = State
 PARTS = (PartSpec("state"),)

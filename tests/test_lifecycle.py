@@ -31,7 +31,8 @@ from ckptfsm.lifecycle import (
     find_row,
     writing_ranks,
 )
-from ckptfsm.messages import AttemptId, Event, PartSpec
+from ckptfsm.messages import Event
+from ckptfsm.parts import AttemptId, PartSpec
 
 S = State
 OF = AttemptId(100, 3, 1)

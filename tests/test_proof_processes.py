@@ -30,12 +30,13 @@ import ckptfsm.durable as durable
 import ckptfsm.effects as effects
 import ckptfsm.evidence as evidence
 import ckptfsm.writer as writer
-from ckptfsm.coordinator import Coordinator, RecoveryReport
+from ckptfsm.coordinator import Coordinator
 from ckptfsm.effects import Effects
 from ckptfsm.engine import Engine
 from ckptfsm.errors import SaveRefused
 from ckptfsm.messages import Cleaned
 from ckptfsm.ports import Storage
+from ckptfsm.requests import RecoveryReport
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 MAIN = Site(processes.MAIN_SCRIPT)

@@ -7,19 +7,10 @@ from typing import Any
 
 import pytest
 
-from ckptfsm.coordinator import SaveRequest
 from ckptfsm.errors import ConfigError, SaveRefused
-from ckptfsm.messages import AttemptId, PartSpec
-from ckptfsm.proposal import (
-    Accepted,
-    OptionalPart,
-    Proposal,
-    agree,
-    content_of,
-    measured,
-    name_parts,
-    propose,
-)
+from ckptfsm.parts import AttemptId, OptionalPart, PartSpec, content_of
+from ckptfsm.proposal import Proposal, agree, measured, name_parts, propose
+from ckptfsm.requests import Accepted, SaveRequest
 
 STATE = PartSpec("state")
 ACTOR = PartSpec("actor", directory="actor")

@@ -35,7 +35,7 @@ from ckptfsm.intent import Intent
 from ckptfsm.layout import MEGATRON
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.messages import AttemptId
+from ckptfsm.parts import AttemptId
 from ckptfsm.recovery import Decision, Plan, forget_moved, hopeless, plan
 
 S = State

@@ -22,7 +22,6 @@ from pydantic import ValidationError
 
 from ckptfsm import durable, layout
 from ckptfsm import evidence as evidence_module
-from ckptfsm.coordinator import SaveRequest
 from ckptfsm.documents import (
     FileEntry,
     Manifest,
@@ -36,9 +35,11 @@ from ckptfsm.evidence import inspect_published
 from ckptfsm.journal import JournalWriter, encode_line, read_history
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import State
-from ckptfsm.messages import PartSpec, WriterForked, check_parts
+from ckptfsm.messages import WriterForked
+from ckptfsm.parts import PartSpec, check_parts
 from ckptfsm.ports import Identity
 from ckptfsm.recovery import Plan, plan
+from ckptfsm.requests import SaveRequest
 from ckptfsm.retention import EveryNSeconds, Policy, parse_policy
 from ckptfsm.stock import StockVerdict
 from ckptfsm.testing.faults import FaultStorage

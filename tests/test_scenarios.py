@@ -28,7 +28,7 @@ from ckptfsm.errors import CkptFsmError
 from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
 from ckptfsm.ledger import Ledger, Rejected
 from ckptfsm.lifecycle import State, expected_reports, writing_ranks
-from ckptfsm.messages import AttemptId, PartSpec
+from ckptfsm.parts import AttemptId, PartSpec
 from ckptfsm.recovery import plan
 from ckptfsm.retention import describe_tracked, parse_policy
 

@@ -12,7 +12,6 @@ import pytest
 from roots import saved, start, tracked
 
 from ckptfsm.config import make_config
-from ckptfsm.coordinator import SaveRequest
 from ckptfsm.durable import lookup
 from ckptfsm.errors import Fenced, OutcomeUnknown, SaveRefused
 from ckptfsm.executor import InlineExecutor
@@ -23,6 +22,7 @@ from ckptfsm.manager import Manager
 from ckptfsm.messages import ShardReported
 from ckptfsm.ports import FileStat, Identity, RankJob
 from ckptfsm.readers import ReaderLease
+from ckptfsm.requests import SaveRequest
 from ckptfsm.retention import LatestN
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import fake_ports

@@ -33,7 +33,8 @@ from ckptfsm.lease import RootLease
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
-from ckptfsm.messages import AttemptId, ShardReported, WriterGone
+from ckptfsm.messages import ShardReported, WriterGone
+from ckptfsm.parts import AttemptId
 from ckptfsm.processes import Outcome
 from ckptfsm.retention import CheckpointInfo, LatestN, Policy
 from ckptfsm.testing import invariants

@@ -24,7 +24,7 @@ from ckptfsm.files import FilesDriver
 from ckptfsm.integrations.verl import mirror
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, Upload
 from ckptfsm.integrations.verl.uploads import Uploads
-from ckptfsm.messages import AttemptId
+from ckptfsm.parts import AttemptId
 from ckptfsm.retention import KeepAll, LatestN
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import Gate, fake_ports

@@ -29,7 +29,8 @@ from ckptfsm.integrations.verl import install, trainer
 from ckptfsm.integrations.verl.position import is_within_an_epoch
 from ckptfsm.integrations.verl.workers import attach
 from ckptfsm.layout import TRACKER
-from ckptfsm.messages import AttemptId, Event
+from ckptfsm.messages import Event
+from ckptfsm.parts import AttemptId
 from ckptfsm.tickets import Ticket
 
 SIZES = {"actor": 2, "critic": 1}

@@ -14,7 +14,8 @@ from strangers import newer_files
 
 from ckptfsm.errors import WriterDied
 from ckptfsm.integrations.verl.workers import RoleGroups
-from ckptfsm.messages import AttemptId, ShardReported
+from ckptfsm.messages import ShardReported
+from ckptfsm.parts import AttemptId
 
 
 class Answers:

@@ -17,7 +17,8 @@ import pytest
 from ckptfsm.documents import Receipt, decode
 from ckptfsm.durable import make_dirs
 from ckptfsm.layout import STAGING, receipt_name, staging_dir
-from ckptfsm.messages import AttemptId, Failed, ShardReported, WriterForked
+from ckptfsm.messages import Failed, ShardReported, WriterForked
+from ckptfsm.parts import AttemptId
 from ckptfsm.ports import RankJob, Written
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import FakeShard, Gate

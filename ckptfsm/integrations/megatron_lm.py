@@ -46,8 +46,8 @@ from ckptfsm.megatron.driver import refuse_newer, storage_at
 from ckptfsm.megatron.foreign import ready_part
 from ckptfsm.megatron.manager import CheckpointManager
 from ckptfsm.notices import say, warn_caller
+from ckptfsm.parts import OptionalPart
 from ckptfsm.ports import Staging
-from ckptfsm.proposal import OptionalPart
 from ckptfsm.retention import EveryNSteps, KeepAll, LatestN, Policy
 from ckptfsm.versions import TRIED
 

@@ -26,7 +26,7 @@ from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptfsm.clock import pauses
+from ckptfsm.backoff import pauses
 from ckptfsm.config import CheckpointConfig, config_of
 from ckptfsm.errors import (
     CkptFsmError,

@@ -19,8 +19,9 @@ from ckptfsm.config import CheckpointConfig
 from ckptfsm.controller import Controller
 from ckptfsm.errors import ConfigError, describe
 from ckptfsm.handle import SaveHandle
-from ckptfsm.messages import AttemptId, Event, Failed
+from ckptfsm.messages import Event, Failed
 from ckptfsm.notices import say
+from ckptfsm.parts import AttemptId
 from ckptfsm.pump import Hook
 from ckptfsm.tickets import GroupPart, GroupSave, Ticket
 from ckptfsm.versions import judge, missing

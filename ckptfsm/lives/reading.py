@@ -15,7 +15,7 @@ from ckptfsm.errors import JournalCorrupt
 from ckptfsm.journal import Segment, parse_segment_bytes, read_segment
 from ckptfsm.layout import JOURNAL, parse_segment, segment_name
 from ckptfsm.lifecycle import ENDED, State
-from ckptfsm.messages import AttemptId
+from ckptfsm.parts import AttemptId
 from ckptfsm.ports import Storage
 
 S = State

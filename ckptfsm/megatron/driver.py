@@ -38,9 +38,8 @@ from ckptfsm.megatron.torch_dist import (
     merge_part,
     stage_part,
 )
-from ckptfsm.messages import PartSpec
+from ckptfsm.parts import OptionalPart, PartSpec, content_of
 from ckptfsm.ports import Finalizer, PartFinisher, PartJob, Survey
-from ckptfsm.proposal import OptionalPart, content_of
 from ckptfsm.stock import COMMON, COMMON_KEY, inspect_stock
 from ckptfsm.storage import PosixStorage
 

@@ -43,7 +43,7 @@ from ckptfsm.files import make_inside
 from ckptfsm.layout import join
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.fence import stay_out_once_it_is_anothers
-from ckptfsm.messages import PartSpec
+from ckptfsm.parts import PartSpec
 from ckptfsm.ports import Storage, Written
 from ckptfsm.processes import children_of, let_children_die_too
 from ckptfsm.stock import COMMON, COMMON_KEY

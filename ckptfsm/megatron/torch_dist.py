@@ -50,8 +50,8 @@ from ckptfsm.durable import make_dirs, storage_error
 from ckptfsm.errors import DamagedRoot, SaveFailed, SaveRefused, WriterDied
 from ckptfsm.layout import PLANNED, join, planned_name
 from ckptfsm.megatron.shardings import check_not_empty, check_shards
-from ckptfsm.messages import PartSpec
 from ckptfsm.notices import no_warning_is_an_error
+from ckptfsm.parts import PartSpec
 from ckptfsm.ports import Storage, Written
 from ckptfsm.processes import Child, fork_child
 from ckptfsm.stock import COMMON, COMMON_KEY

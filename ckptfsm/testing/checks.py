@@ -16,7 +16,7 @@ from ckptfsm.documents import Receipt, decode
 from ckptfsm.durable import TEMPORARY, list_names, lookup, make_dirs, walk_files
 from ckptfsm.errors import CkptFsmError
 from ckptfsm.layout import RECEIPTS, receipt_name, staging_dir
-from ckptfsm.messages import RESERVED, AttemptId
+from ckptfsm.parts import RESERVED, AttemptId
 from ckptfsm.ports import Identity, PartJob, RankJob
 from ckptfsm.retention import CheckpointInfo, Policy, immutable
 from ckptfsm.testing.faults import FaultStorage, Hook, crash_at, fail_at

@@ -39,7 +39,7 @@ from ckptfsm.durable import list_names
 from ckptfsm.errors import ConfigError
 from ckptfsm.layout import JOURNAL, parse_segment
 from ckptfsm.lifecycle import ENDED, IN_FLIGHT, TABLE, UNPUBLISHED, Row, State
-from ckptfsm.messages import PartSpec, check_parts
+from ckptfsm.parts import PartSpec, check_parts
 from ckptfsm.ports import Storage
 
 RULES: Mapping[str, str] = MappingProxyType(

@@ -24,7 +24,7 @@ from ckptfsm.executor import ThreadExecutor
 from ckptfsm.files import file_spec, load_file, stage_file
 from ckptfsm.interrupts import HandlersWait
 from ckptfsm.lease import this_process
-from ckptfsm.messages import PartSpec
+from ckptfsm.parts import OptionalPart, PartSpec, content_of
 from ckptfsm.ports import (
     Clock,
     Executor,
@@ -40,7 +40,6 @@ from ckptfsm.ports import (
     Transport,
     Written,
 )
-from ckptfsm.proposal import OptionalPart, content_of
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.harness import FINISHERS, FakePart
 from ckptfsm.transport import LocalTransport

@@ -17,14 +17,15 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from ckptfsm.coordinator import Coordinator, CoordinatorOptions, RecoveryReport, SaveRequest
+from ckptfsm.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.documents import FileEntry, TransitionRecord
 from ckptfsm.durable import make_dirs
-from ckptfsm.engine import News
 from ckptfsm.layout import MEGATRON, PLANNED, join, planned_name
 from ckptfsm.lifecycle import State
-from ckptfsm.messages import AttemptId, Failed, PartSpec, ShardReported, WriterForked, WriterGone
+from ckptfsm.messages import Failed, ShardReported, WriterForked, WriterGone
+from ckptfsm.parts import AttemptId, PartSpec
 from ckptfsm.ports import Identity, PartFinisher, RankJob, Storage, Written
+from ckptfsm.requests import News, RecoveryReport, SaveRequest
 from ckptfsm.retention import KeepAll, Policy
 from ckptfsm.testing.invariants import RootBroken, check_root
 from ckptfsm.writer import ShardFile, write_rank

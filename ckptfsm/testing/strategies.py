@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
 from ckptfsm.ledger import Ledger
 from ckptfsm.lifecycle import FORGOTTEN, IN_FLIGHT, Checkpoint, State
-from ckptfsm.messages import AttemptId, PartSpec
+from ckptfsm.parts import AttemptId, PartSpec
 from ckptfsm.retention import (
     AllOf,
     AnyOf,

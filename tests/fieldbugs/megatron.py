@@ -16,7 +16,7 @@ from ckptfsm.layout import MEGATRON, TRACKER
 from ckptfsm.ledger import Rejected
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
-from ckptfsm.messages import AttemptId, PartSpec
+from ckptfsm.parts import AttemptId, PartSpec
 from ckptfsm.testing.fakes import FakeDriver, FakeRequest, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakePart, check_root, fake_content

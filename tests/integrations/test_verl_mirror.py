@@ -12,7 +12,7 @@ from ckptfsm.documents import FileEntry
 from ckptfsm.errors import StorageError
 from ckptfsm.integrations.verl import mirror as mirror_module
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, HdfsMirror, mirror_of
-from ckptfsm.messages import AttemptId
+from ckptfsm.parts import AttemptId
 from ckptfsm.storage import PosixStorage
 
 HDFS = """#!/bin/sh

@@ -61,7 +61,7 @@ from ckptfsm.layout import (
 )
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
-from ckptfsm.messages import PartSpec
+from ckptfsm.parts import PartSpec
 from ckptfsm.ports import Identity, Storage, Survey
 from ckptfsm.readers import ReaderLease
 from ckptfsm.retention import LatestN

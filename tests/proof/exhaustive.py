@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ckptfsm import layout
-from ckptfsm.messages import PartSpec
+from ckptfsm.parts import PartSpec
 from ckptfsm.retention import LatestN
 from ckptfsm.testing.coverage import Coverage
 from proof.exhaustive_disk import Dir

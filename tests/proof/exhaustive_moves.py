@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptfsm import layout
 from ckptfsm.lifecycle import State
-from ckptfsm.messages import AttemptId
+from ckptfsm.parts import AttemptId
 from proof.exhaustive_disk import Dir
 from proof.exhaustive_promises import PUBLISHED, Watch, judge, tracker_step
 from proof.exhaustive_world import (

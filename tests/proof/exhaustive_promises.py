@@ -22,12 +22,10 @@ from ckptfsm.lifecycle import EVENTS, IN_FLIGHT, UNPUBLISHED, Checkpoint, State
 from ckptfsm.messages import (
     UNUSABLE,
     Adopted,
-    AttemptId,
     Cleaned,
     Event,
     Failed,
     FoundPublished,
-    PartSpec,
     Published,
     Removed,
     Reprieved,
@@ -40,6 +38,7 @@ from ckptfsm.messages import (
     WriterGone,
     WritersLost,
 )
+from ckptfsm.parts import AttemptId, PartSpec
 from ckptfsm.testing.coverage import Coverage
 from proof.exhaustive_disk import Dir
 from proof.exhaustive_world import (

@@ -35,7 +35,7 @@ import ckptfsm.evidence as evidence_module
 import ckptfsm.ledger as ledger_module
 import ckptfsm.readers as readers_module
 from ckptfsm import documents, layout, lifecycle, recovery
-from ckptfsm.coordinator import Coordinator, CoordinatorOptions, SaveRequest
+from ckptfsm.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.errors import (
     CkptFsmError,
     DamagedRoot,
@@ -45,16 +45,10 @@ from ckptfsm.errors import (
     StepNotFoundError,
 )
 from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.messages import (
-    AttemptId,
-    Command,
-    Failed,
-    PartSpec,
-    ShardReported,
-    WriterForked,
-    WriterGone,
-)
+from ckptfsm.messages import Command, Failed, ShardReported, WriterForked, WriterGone
+from ckptfsm.parts import AttemptId, PartSpec
 from ckptfsm.ports import Identity
+from ckptfsm.requests import SaveRequest
 from ckptfsm.retention import KeepAll, Policy
 from proof.exhaustive_disk import (
     EMPTY,

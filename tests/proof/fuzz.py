@@ -63,7 +63,7 @@ from ckptfsm.layout import (
     segment_name,
 )
 from ckptfsm.lease import read_holder
-from ckptfsm.messages import MAX_STEP
+from ckptfsm.parts import MAX_STEP
 from ckptfsm.ports import Storage
 from ckptfsm.stock import (
     COMMON,

@@ -32,7 +32,8 @@ from ckptfsm import messages as m
 from ckptfsm.errors import IllegalTransition, SaveRefused
 from ckptfsm.ledger import Ledger, Rejected
 from ckptfsm.lifecycle import Checkpoint, State, expected_reports, writing_ranks
-from ckptfsm.messages import AttemptId, Event, PartSpec
+from ckptfsm.messages import Event
+from ckptfsm.parts import AttemptId, PartSpec
 from ckptfsm.testing.coverage import ALL_ROWS, Coverage
 from proof.layer import Budget, LayerResult, Violation, timed
 

@@ -21,7 +21,7 @@ from ckptfsm import messages as m
 from ckptfsm.errors import IllegalTransition, SaveRefused, StepExistsError
 from ckptfsm.ledger import Ledger, Rejected
 from ckptfsm.lifecycle import IN_FLIGHT, State, expected_reports, writing_ranks
-from ckptfsm.messages import AttemptId, PartSpec
+from ckptfsm.parts import AttemptId, PartSpec
 from ckptfsm.retention import BestN, EveryNSteps, KeepAll, LatestN, Policy, describe_tracked
 from ckptfsm.testing.strategies import policies
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptfsm.config import make_config
-from ckptfsm.coordinator import RecoveryReport
 from ckptfsm.documents import TransitionRecord
 from ckptfsm.journal import read_history
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
-from ckptfsm.messages import AttemptId, PartSpec
+from ckptfsm.parts import AttemptId, PartSpec
 from ckptfsm.ports import Identity, PartJob, Storage
+from ckptfsm.requests import RecoveryReport
 from ckptfsm.retention import LatestN, Policy
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms

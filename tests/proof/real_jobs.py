@@ -24,7 +24,7 @@ from ckptfsm.errors import CkptFsmError, SaveFailed
 from ckptfsm.layout import parse_attempt
 from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
-from ckptfsm.messages import PartSpec
+from ckptfsm.parts import PartSpec
 from ckptfsm.ports import Identity, PartJob, Storage
 from ckptfsm.retention import LatestN, Policy
 from ckptfsm.testing.coverage import watch_moves

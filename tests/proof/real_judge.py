@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from ckptfsm.coordinator import RecoveryReport
 from ckptfsm.durable import TEMPORARY, list_names
 from ckptfsm.errors import CkptFsmError, JournalCorrupt
 from ckptfsm.journal import read_history
 from ckptfsm.layout import JOURNAL, LEASE, PINS, STAGING, TRASH
 from ckptfsm.lifecycle import State
 from ckptfsm.ports import Identity
+from ckptfsm.requests import RecoveryReport
 from ckptfsm.retention import LatestN
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms

@@ -37,7 +37,8 @@ from ckptfsm.files import FileTree
 from ckptfsm.layout import VERL
 from ckptfsm.megatron.driver import refuse_newer
 from ckptfsm.megatron.worker import GroupWorker
-from ckptfsm.messages import AttemptId, Event
+from ckptfsm.messages import Event
+from ckptfsm.parts import AttemptId
 from ckptfsm.ports import Staging
 from ckptfsm.tickets import Ticket
 from ckptfsm.worker import Worker

@@ -34,7 +34,7 @@ from ckptfsm.errors import SaveFailed, StorageError, describe
 from ckptfsm.evidence import read_manifest
 from ckptfsm.files import FilesDraft, FilesDriver, FileTree
 from ckptfsm.layout import PRIVATE, VERL
-from ckptfsm.messages import AttemptId, PartSpec
+from ckptfsm.parts import AttemptId, PartSpec
 from ckptfsm.ports import Clock, PartJob, Storage, Written
 from ckptfsm.processes import Child, fork_child
 from ckptfsm.receipts import Receipts

@@ -42,8 +42,9 @@ from ckptfsm.integrations.verl.mirror import NAME, Mirror, UploadWorker, When, m
 from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.integrations.verl.workers import Calls, RayCalls, RoleGroups
 from ckptfsm.layout import PRIVATE, TRACKER, TRACKER_BYTES, VERL, parse_tracker
-from ckptfsm.messages import AttemptId, Event, Failed
+from ckptfsm.messages import Event, Failed
 from ckptfsm.notices import say, warn_caller
+from ckptfsm.parts import AttemptId
 from ckptfsm.retention import KeepAll, LatestN, Policy
 from ckptfsm.tickets import GroupPart, GroupSave, Ticket
 from ckptfsm.versions import installed, judge, missing

@@ -34,8 +34,8 @@ from ckptfsm.errors import (
 from ckptfsm.integrations.verl.mirror import Mirror, Upload
 from ckptfsm.interrupts import HandlersWait
 from ckptfsm.lifecycle import State
-from ckptfsm.messages import AttemptId
 from ckptfsm.notices import say, warn_caller
+from ckptfsm.parts import AttemptId
 from ckptfsm.ports import Outcome
 from ckptfsm.processes import Child
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ckptfsm.errors import DeadlineExceeded, WriterDied, describe
-from ckptfsm.messages import AttemptId, Event
+from ckptfsm.messages import Event
 from ckptfsm.notices import say
+from ckptfsm.parts import AttemptId
 
 log = logging.getLogger("ckptfsm")
 

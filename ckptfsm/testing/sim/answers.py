@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 
 from ckptfsm.documents import TransitionRecord
 from ckptfsm.lifecycle import IN_FLIGHT, UNSETTLED, State
-from ckptfsm.messages import AttemptId, Event, Failed, ShardReported, WriterForked, WriterGone
+from ckptfsm.messages import Event, Failed, ShardReported, WriterForked, WriterGone
+from ckptfsm.parts import AttemptId
 from ckptfsm.testing.sim.site import Site
 
 TWICE = "answers twice"

@@ -18,7 +18,8 @@ from ckptfsm.documents import TransitionRecord
 from ckptfsm.errors import CkptFsmError, RestoreFailed
 from ckptfsm.files import FilesDriver
 from ckptfsm.handle import SaveHandle
-from ckptfsm.messages import AttemptId, Event
+from ckptfsm.messages import Event
+from ckptfsm.parts import AttemptId
 from ckptfsm.ports import Ports
 from ckptfsm.testing.sim.answers import HandedOn, Mail
 from ckptfsm.testing.sim.job import Job, Trainer

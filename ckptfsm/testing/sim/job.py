@@ -35,7 +35,7 @@ from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
 from ckptfsm.messages import Event
 from ckptfsm.owner import Owner
-from ckptfsm.proposal import OptionalPart
+from ckptfsm.parts import OptionalPart
 from ckptfsm.readers import ReaderLease
 from ckptfsm.testing.invariants import RootBroken, check_directory
 from ckptfsm.testing.sim.ports import (

@@ -24,7 +24,8 @@ from ckptfsm.durable import write_all
 from ckptfsm.errors import CkptFsmError, OutcomeUnknown, RankFailed, describe, first_os_error
 from ckptfsm.executor import run_into
 from ckptfsm.interrupts import NoSignals
-from ckptfsm.messages import Event, PartSpec, ShardReported, WriterForked
+from ckptfsm.messages import Event, ShardReported, WriterForked
+from ckptfsm.parts import PartSpec, content_of
 from ckptfsm.ports import (
     ChildError,
     Identity,
@@ -35,7 +36,6 @@ from ckptfsm.ports import (
     Storage,
     Written,
 )
-from ckptfsm.proposal import content_of
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, FakeRequest, spec_of
 from ckptfsm.testing.harness import FakePart
 from ckptfsm.testing.invariants import Attempt

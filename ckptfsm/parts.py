@@ -1,0 +1,124 @@
+"""Names of what is saved: the attempt at a step, and the parts of a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckptfsm.errors import ConfigError
+
+MAX_STEP = 10**15
+_PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
+PartKind = Literal["torch_dist", "foreign", "file", "tree", "report"]
+FINISHED_BY_US = frozenset({"torch_dist"})
+"""Kinds of parts that the coordinator completes, from what their ranks wrote."""
+RESERVED = frozenset({".ckptfsm", ".metadata", "metadata.json", "common.pt"})
+"""Names that the library or megatron-core writes itself, in the directory of a torch_dist part."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AttemptId:
+    """One attempt at one step: ``epoch`` is the run generation that asked for it."""
+
+    step: int
+    epoch: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.step}.e{self.epoch}.a{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """A declared part of a checkpoint.
+
+    ``directory`` is relative to the step's directory ("" is its root). ``ranks`` are the ranks that
+    write it; None means every rank of the job. The checkpoint goes on without an ``optional`` part
+    that a rank could not write.
+    """
+
+    name: str
+    kind: PartKind = "torch_dist"
+    directory: str = ""
+    ranks: tuple[int, ...] | None = None
+    optional: bool = False
+
+    @property
+    def first_rank(self) -> int:
+        """The rank that writes what is common to all ranks of the part."""
+        return 0 if self.ranks is None else self.ranks[0]
+
+
+def check_parts(parts: tuple[PartSpec, ...], world_size: int) -> None:
+    """Raise ``ConfigError`` unless the declared parts can live together in one checkpoint."""
+    if not parts:
+        raise ConfigError("a checkpoint needs at least one part")
+    names: set[str] = set()
+    owners: dict[str, str] = {}
+    for part in parts:
+        if not _PART_NAME.match(part.name):
+            raise ConfigError(f"part name {part.name!r} is not a plain name", part=part.name)
+        if part.name in names:
+            raise ConfigError(f"part {part.name!r} is declared twice", part=part.name)
+        names.add(part.name)
+        if ".tmp-" in part.name or ".tmp-" in part.directory:
+            raise ConfigError("'.tmp-' marks our temporary files", part=part.name)
+        if part.kind == "file" and (part.name in RESERVED or part.name.endswith(".distcp")):
+            raise ConfigError(
+                f"a plain file cannot be named {part.name!r}: a torch_dist save writes such a file "
+                "itself",
+                part=part.name,
+            )
+        pieces = part.directory.split("/") if part.directory else []
+        if any(p in ("", ".", "..") or p.startswith(".ckptfsm") for p in pieces):
+            raise ConfigError(f"part directory {part.directory!r} is not allowed", part=part.name)
+        if part.ranks is not None and not part.ranks:
+            raise ConfigError(f"part {part.name!r} is written by no rank", part=part.name)
+        if part.ranks is not None and not all(0 <= r < world_size for r in part.ranks):
+            raise ConfigError("a part names ranks outside the job", part=part.name)
+        own = part.kind in ("torch_dist", "foreign", "tree") or bool(part.directory)
+        if own and part.kind != "file":
+            other = owners.setdefault(part.directory, part.name)
+            if other != part.name:
+                raise ConfigError(
+                    f"parts {other!r} and {part.name!r} share directory {part.directory!r}: two "
+                    "torch_dist saves into one directory destroy each other's .metadata",
+                    part=part.name,
+                )
+    for part in parts:
+        if part.optional:
+            _check_optional(part, parts)
+
+
+def _check_optional(part: PartSpec, parts: tuple[PartSpec, ...]) -> None:
+    """What is left out goes with its whole directory: nothing else may live there."""
+    if not part.directory or part.kind in ("foreign", "file"):
+        raise ConfigError(
+            f"part {part.name!r} cannot be optional: it needs a directory of its own, and a plain file "
+            "or a foreign request has none",
+            part=part.name,
+        )
+    for other in parts:
+        shared = f"{other.directory}/".startswith(f"{part.directory}/")
+        if other is not part and shared:
+            raise ConfigError(
+                f"part {other.name!r} lies in the directory of the optional part {part.name!r}",
+                part=part.name,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class OptionalPart:
+    """A part that the checkpoint can do without: if a rank cannot write it, it is left out.
+
+    ``content`` is what would be given for a required part. The checkpoint is then complete without
+    it, and its manifest says why. A writer that dies fails the checkpoint all the same.
+    """
+
+    content: Any
+
+
+def content_of(value: Any) -> Any:
+    """What a part's value is, required or not."""
+    return value.content if isinstance(value, OptionalPart) else value

@@ -1,0 +1,106 @@
+"""Plain data between the side of a trainer and the coordinator: requests, answers, and news of a save.
+
+Rules: frozen, and without behaviour but for small questions about the data themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ckptfsm.documents import FileEntry, TransitionRecord
+from ckptfsm.errors import CkptFsmError
+from ckptfsm.parts import AttemptId, PartSpec
+from ckptfsm.recovery import Decision
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryReport:
+    """What opening a root found and decided. ``seconds`` is how long it took."""
+
+    epoch: int
+    latest_step: int | None
+    decisions: tuple[Decision, ...]
+    warnings: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """A proposed save: ``expected_bytes`` is what its ranks will write, as far as known."""
+
+    step: int
+    parts: tuple[PartSpec, ...]
+    world_size: int
+    in_place: bool = False
+    metrics: tuple[tuple[str, float], ...] = ()
+    expected_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A checkpoint to read, held by a reader's lease named ``lease`` until ``release``.
+
+    ``files`` is empty where there is no manifest (adopted from a stock run). ``problem`` says what is
+    wrong with its manifest, if anything is; ``of`` is the attempt that it names.
+    """
+
+    step: int
+    directory: str
+    lease: str
+    files: tuple[FileEntry, ...]
+    parts: tuple[PartSpec, ...]
+    problem: str = ""
+    of: AttemptId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinalizersDue:
+    """Asks every rank to run the foreign finalizers of an attempt now, on its training thread."""
+
+    of: AttemptId
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Nothing is in flight any more and retention has had its turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """The disk does not take the next effect of an attempt; it is tried again. Told once per reason."""
+
+    of: AttemptId
+    error: CkptFsmError
+
+
+News = TransitionRecord | FinalizersDue | Settled | Blocked
+NumberedNews = tuple[int, News]
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A save that may begin, the same on every rank.
+
+    ``planned`` has planned metadata by part, for the first rank of each.
+    """
+
+    of: AttemptId
+    in_place: bool
+    parts: tuple[PartSpec, ...]
+    planned: Mapping[str, bytes] = field(default_factory=dict)
+
+    def for_others(self) -> Accepted:
+        """The same, to be sent: rank 0 keeps the plans of its own parts."""
+        far = {p.name for p in self.parts if p.ranks is not None and 0 not in p.ranks}
+        planned = {name: plan for name, plan in self.planned.items() if name in far}
+        return replace(self, planned=planned)
+
+    def of_rank(self, rank: int) -> tuple[PartSpec, ...]:
+        """The parts that ``rank`` writes, the required ones first."""
+        own = [p for p in self.parts if p.ranks is None or rank in p.ranks]
+        return tuple(sorted(own, key=_by_need))
+
+
+def _by_need(part: PartSpec) -> bool:
+    return part.optional
