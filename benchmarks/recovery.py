@@ -24,15 +24,15 @@ from benchmarks.sides import TrainingState
 from ckptfsm import CheckpointManager
 from ckptfsm.clock import SystemClock
 from ckptfsm.coordinator import Coordinator, CoordinatorOptions
-from ckptfsm.documents import Receipt, decode
+from ckptfsm.core.documents import Receipt, decode
+from ckptfsm.core.events import ShardReported, WriterForked
+from ckptfsm.core.layout import MEGATRON, PLANNED, PRIVATE, join, receipt_name
+from ckptfsm.core.parts import PartSpec
+from ckptfsm.core.ports import RankJob, Storage, Written
+from ckptfsm.core.requests import SaveRequest
 from ckptfsm.durable import make_dirs
-from ckptfsm.layout import MEGATRON, PLANNED, PRIVATE, join, receipt_name
-from ckptfsm.lease import this_process
+from ckptfsm.identity import this_process
 from ckptfsm.megatron.driver import MegatronDriver
-from ckptfsm.messages import ShardReported, WriterForked
-from ckptfsm.parts import PartSpec
-from ckptfsm.ports import RankJob, Storage, Written
-from ckptfsm.requests import SaveRequest
 from ckptfsm.storage import PosixStorage
 from ckptfsm.writer import ShardFile, write_rank
 

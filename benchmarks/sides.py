@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 from ckptfsm import CheckpointManager, LatestN, SaveHandle
-from ckptfsm.layout import MEGATRON, TRASH
+from ckptfsm.core.layout import MEGATRON, TRASH
 from ckptfsm.megatron.compat import cpu_devices, process_group
 
 _TENSORS = 16

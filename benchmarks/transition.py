@@ -15,14 +15,14 @@ from pathlib import Path
 from benchmarks.measure import MS, Figure, Options, in_unit, timed
 from ckptfsm.clock import SystemClock
 from ckptfsm.coordinator import Coordinator, CoordinatorOptions
-from ckptfsm.documents import SegmentOpened, TransitionRecord
+from ckptfsm.core.documents import SegmentOpened, TransitionRecord
+from ckptfsm.core.events import Failed, WriterForked, WritersLost
+from ckptfsm.core.layout import JOURNAL
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import PartSpec
+from ckptfsm.core.requests import SaveRequest
+from ckptfsm.identity import this_process
 from ckptfsm.journal import BLOCK_BYTES, JournalWriter, encode_line
-from ckptfsm.layout import JOURNAL
-from ckptfsm.lease import this_process
-from ckptfsm.lifecycle import State
-from ckptfsm.messages import Failed, WriterForked, WritersLost
-from ckptfsm.parts import PartSpec
-from ckptfsm.requests import SaveRequest
 from ckptfsm.storage import PosixStorage
 
 _PER_PAIR = 4  # a transition is cheap: more samples than pairs

@@ -11,19 +11,15 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ckptfsm.config import CheckpointConfig, load_config, save_again
 from ckptfsm.controller import Controller
-from ckptfsm.documents import TransitionRecord
-from ckptfsm.errors import CkptFsmError, DamagedRoot, RootBusy, SaveFailed, SaveRefused
-from ckptfsm.files import FileTree
-from ckptfsm.handle import Restored, SaveHandle
-from ckptfsm.lifecycle import State
-from ckptfsm.notices import no_warning_is_an_error
-from ckptfsm.parts import OptionalPart
-from ckptfsm.ports import Staging
-from ckptfsm.readers import ReaderLease
-from ckptfsm.requests import RecoveryReport
-from ckptfsm.retention import (
+from ckptfsm.core.config import CheckpointConfig, load_config, save_again
+from ckptfsm.core.documents import TransitionRecord
+from ckptfsm.core.errors import CkptFsmError, DamagedRoot, RootBusy, SaveFailed, SaveRefused
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import OptionalPart
+from ckptfsm.core.ports import Staging
+from ckptfsm.core.requests import RecoveryReport
+from ckptfsm.core.retention import (
     AllOf,
     AnyOf,
     BestN,
@@ -35,6 +31,10 @@ from ckptfsm.retention import (
     Policy,
     Steps,
 )
+from ckptfsm.files import FileTree
+from ckptfsm.handle import Restored, SaveHandle
+from ckptfsm.notices import no_warning_is_an_error
+from ckptfsm.readers import ReaderLease
 from ckptfsm.tickets import GroupPart, GroupSave, Reading, Ticket
 
 if TYPE_CHECKING:

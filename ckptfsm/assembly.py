@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptfsm.backoff import pauses
-from ckptfsm.documents import FileEntry, Manifest, Receipt, part_records
+from ckptfsm.core.backoff import pauses
+from ckptfsm.core.documents import FileEntry, Manifest, Receipt, part_records
+from ckptfsm.core.errors import CkptFsmError, SaveFailed, ShardMissing, describe
+from ckptfsm.core.layout import MANIFEST, Layout, join, planned_name, receipt_name
+from ckptfsm.core.lifecycle import Checkpoint, expected_reports
+from ckptfsm.core.parts import FINISHED_BY_US, PartSpec
+from ckptfsm.core.ports import Clock, PartFinisher, Storage
 from ckptfsm.durable import content_is, fsync_existing, lookup, put, read_document, walk_files
-from ckptfsm.errors import CkptFsmError, SaveFailed, ShardMissing, describe
 from ckptfsm.evidence import check_sizes, dropped_parts
-from ckptfsm.layout import MANIFEST, Layout, join, planned_name, receipt_name
-from ckptfsm.lifecycle import Checkpoint, expected_reports
-from ckptfsm.parts import FINISHED_BY_US, PartSpec
-from ckptfsm.ports import Clock, PartFinisher, Storage
 from ckptfsm.receipts import Receipts
 from ckptfsm.stock import COMMON, MAX_METADATA_BYTES
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ckptfsm.errors import CkptFsmError
+from ckptfsm.core.errors import CkptFsmError
 from ckptfsm.versions import require
 
 

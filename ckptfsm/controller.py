@@ -23,21 +23,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptfsm.config import CheckpointConfig, Verify, config_of
 from ckptfsm.coordinator import Coordinator
-from ckptfsm.errors import ConfigError, DeadlineExceeded, WriterDied, name_ranks, shorten
+from ckptfsm.core.config import CheckpointConfig, Verify, config_of
+from ckptfsm.core.errors import ConfigError, DeadlineExceeded, WriterDied, name_ranks, shorten
+from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked, WriterGone, WritersLost
+from ckptfsm.core.layout import LAYOUTS
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.ports import Ports
+from ckptfsm.core.requests import Accepted, Located, SaveRequest
 from ckptfsm.files import FilesDriver
 from ckptfsm.handle import SaveHandle
-from ckptfsm.layout import LAYOUTS
-from ckptfsm.lifecycle import State
-from ckptfsm.messages import Event, Failed, ShardReported, WriterForked, WriterGone, WritersLost
 from ckptfsm.notices import say
 from ckptfsm.owner import Owner, whole_step
-from ckptfsm.parts import AttemptId, PartSpec
-from ckptfsm.ports import Ports
 from ckptfsm.proposal import measured
 from ckptfsm.pump import Hook
-from ckptfsm.requests import Accepted, Located, SaveRequest
 from ckptfsm.storage import OpenPosix
 from ckptfsm.system import system_ports
 from ckptfsm.tickets import GroupPart, GroupSave, Reading, Ticket

@@ -19,13 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from ckptfsm.documents import (
+from ckptfsm.core.documents import (
     RollbackStarted,
     SegmentClosed,
 )
-from ckptfsm.durable import list_names, lookup, storage_error
-from ckptfsm.engine import Engine, Trade
-from ckptfsm.errors import (
+from ckptfsm.core.errors import (
     CkptFsmError,
     ConfigError,
     DamagedRoot,
@@ -41,21 +39,7 @@ from ckptfsm.errors import (
     describe,
     first_os_error,
 )
-from ckptfsm.evidence import (
-    gather_evidence,
-    inspect_published,
-    is_bare,
-    newest_published_epoch,
-    read_manifest,
-    read_tracker,
-)
-from ckptfsm.findings import is_whole, why_not_whole
-from ckptfsm.journal import History, newest_segment, read_history
-from ckptfsm.layout import JOURNAL, LAYOUTS, MEGATRON, RECEIPTS, Layout, pin_name
-from ckptfsm.lease import RootLease, open_root
-from ckptfsm.ledger import Ledger, Rejected
-from ckptfsm.lifecycle import UNSETTLED, Checkpoint, State, expected_reports, writing_ranks
-from ckptfsm.messages import (
+from ckptfsm.core.events import (
     Event,
     Failed,
     FinalizersRan,
@@ -64,15 +48,31 @@ from ckptfsm.messages import (
     WriterForked,
     WritersLost,
 )
+from ckptfsm.core.evidence import is_whole, why_not_whole
+from ckptfsm.core.layout import JOURNAL, LAYOUTS, MEGATRON, RECEIPTS, Layout, pin_name
+from ckptfsm.core.ledger import Ledger, Rejected
+from ckptfsm.core.lifecycle import UNSETTLED, Checkpoint, State, expected_reports, writing_ranks
+from ckptfsm.core.parts import FINISHED_BY_US, AttemptId
+from ckptfsm.core.ports import Clock, Identity, PartFinisher, Pending, Storage
+from ckptfsm.core.recovery import Resume, forget_moved, plan
+from ckptfsm.core.requests import Located, NumberedNews, RecoveryReport, SaveRequest, Settled
+from ckptfsm.core.retention import KeepAll, Policy
+from ckptfsm.durable import list_names, lookup, storage_error
+from ckptfsm.engine import Engine, Trade
+from ckptfsm.evidence import (
+    gather_evidence,
+    inspect_published,
+    is_bare,
+    newest_published_epoch,
+    read_manifest,
+    read_tracker,
+)
+from ckptfsm.journal import History, newest_segment, read_history
+from ckptfsm.lease import RootLease, open_root
 from ckptfsm.notices import say
 from ckptfsm.opening import Opening, roll_back
-from ckptfsm.parts import FINISHED_BY_US, AttemptId
-from ckptfsm.ports import Clock, Identity, PartFinisher, Pending, Storage
 from ckptfsm.reader_leases import ReaderLeases
 from ckptfsm.receipts import Receipts
-from ckptfsm.recovery import Resume, forget_moved, plan
-from ckptfsm.requests import Located, NumberedNews, RecoveryReport, SaveRequest, Settled
-from ckptfsm.retention import KeepAll, Policy
 from ckptfsm.trash import remove_marker, remove_some, sweep_temporaries
 
 log = logging.getLogger("ckptfsm")

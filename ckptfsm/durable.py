@@ -16,8 +16,8 @@ import errno
 import os
 from collections.abc import Callable
 
-from ckptfsm.errors import DamagedRoot, StorageError
-from ckptfsm.ports import FileStat, Storage
+from ckptfsm.core.errors import DamagedRoot, StorageError
+from ckptfsm.core.ports import FileStat, Storage
 
 TEMPORARY = ".tmp-"
 _TEMPORARIES = 100

@@ -14,40 +14,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptfsm.assembly import Assembly
-from ckptfsm.documents import (
+from ckptfsm.core.documents import (
     Pin,
     encode,
     encode_sealed,
 )
-from ckptfsm.durable import (
-    fsync_existing,
-    fsync_tree_dirs,
-    list_names,
-    lookup,
-    make_dirs,
-    move,
-    parent_of,
-    put,
-    walk_files,
-)
-from ckptfsm.errors import (
+from ckptfsm.core.errors import (
     DamagedRoot,
     OutcomeUnknown,
     SaveFailed,
     StorageError,
 )
-from ckptfsm.evidence import (
-    inspect_published,
-    is_bare,
-    is_cut_short,
-    is_marked,
-    moved_aside,
-    read_manifest,
-    read_tracker,
-    which_comes_back,
-)
-from ckptfsm.findings import PublishedEvidence, is_its_own, is_whole, went_on, why_not_whole
-from ckptfsm.layout import (
+from ckptfsm.core.evidence import PublishedEvidence, is_its_own, is_whole, went_on, why_not_whole
+from ckptfsm.core.layout import (
     MANIFEST,
     PINS,
     PLANNED,
@@ -70,10 +49,31 @@ from ckptfsm.layout import (
     tracker_text,
     trash_dir,
 )
-from ckptfsm.lifecycle import Checkpoint
+from ckptfsm.core.lifecycle import Checkpoint
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.ports import FileStat, Storage
+from ckptfsm.durable import (
+    fsync_existing,
+    fsync_tree_dirs,
+    list_names,
+    lookup,
+    make_dirs,
+    move,
+    parent_of,
+    put,
+    walk_files,
+)
+from ckptfsm.evidence import (
+    inspect_published,
+    is_bare,
+    is_cut_short,
+    is_marked,
+    moved_aside,
+    read_manifest,
+    read_tracker,
+    which_comes_back,
+)
 from ckptfsm.notices import say
-from ckptfsm.parts import AttemptId, PartSpec
-from ckptfsm.ports import FileStat, Storage
 from ckptfsm.trash import sweep_attempt, sweep_temporaries
 
 log = logging.getLogger("ckptfsm")

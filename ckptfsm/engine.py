@@ -21,7 +21,7 @@ from functools import partial
 from typing import TypeVar
 
 from ckptfsm.assembly import Assembly
-from ckptfsm.documents import (
+from ckptfsm.core.documents import (
     KEPT_SEGMENTS,
     RollbackFinished,
     RollbackStarted,
@@ -31,9 +31,7 @@ from ckptfsm.documents import (
     TransitionRecord,
     checkpoint_record,
 )
-from ckptfsm.durable import TEMPORARY, lookup, put, storage_error
-from ckptfsm.effects import Effects, Pruned
-from ckptfsm.errors import (
+from ckptfsm.core.errors import (
     CkptFsmError,
     DamagedRoot,
     Fenced,
@@ -46,20 +44,7 @@ from ckptfsm.errors import (
     describe,
     printable,
 )
-from ckptfsm.evidence import is_manifest_of, moved_aside, read_tracker
-from ckptfsm.journal import History, JournalWriter, folded
-from ckptfsm.layout import JOURNAL, QUARANTINE, TRACKER, TRASH, Layout, segment_name
-from ckptfsm.lease import RootLease
-from ckptfsm.ledger import Ledger, Rejected, Transition
-from ckptfsm.lifecycle import (
-    FORGOTTEN,
-    UNPUBLISHED,
-    UNSETTLED,
-    Checkpoint,
-    State,
-    writing_ranks,
-)
-from ckptfsm.messages import (
+from ckptfsm.core.events import (
     Cleaned,
     CleanUp,
     Command,
@@ -77,11 +62,26 @@ from ckptfsm.messages import (
     Withdrawn,
     WriteTracker,
 )
+from ckptfsm.core.layout import JOURNAL, QUARANTINE, TRACKER, TRASH, Layout, segment_name
+from ckptfsm.core.ledger import Ledger, Rejected, Transition
+from ckptfsm.core.lifecycle import (
+    FORGOTTEN,
+    UNPUBLISHED,
+    UNSETTLED,
+    Checkpoint,
+    State,
+    writing_ranks,
+)
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import Clock, Identity, PartFinisher, Storage
+from ckptfsm.core.requests import Blocked, FinalizersDue, News, NumberedNews
+from ckptfsm.core.retention import Policy, describe_tracked
+from ckptfsm.durable import TEMPORARY, lookup, put, storage_error
+from ckptfsm.effects import Effects, Pruned
+from ckptfsm.evidence import is_manifest_of, moved_aside, read_tracker
+from ckptfsm.journal import History, JournalWriter, folded
+from ckptfsm.lease import RootLease
 from ckptfsm.notices import say
-from ckptfsm.parts import AttemptId
-from ckptfsm.ports import Clock, Identity, PartFinisher, Storage
-from ckptfsm.requests import Blocked, FinalizersDue, News, NumberedNews
-from ckptfsm.retention import Policy, describe_tracked
 from ckptfsm.trash import remove_marker, remove_some
 
 log = logging.getLogger("ckptfsm")

@@ -10,18 +10,16 @@ import logging
 from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
-from ckptfsm.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, Receipt, decode
-from ckptfsm.durable import (
-    TEMPORARY,
-    list_names,
-    lookup,
-    read_document,
-    says_what_is_there,
-    walk_files,
+from ckptfsm.core.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, Receipt, decode
+from ckptfsm.core.errors import CkptFsmError, DamagedRoot, NewerSchema, describe
+from ckptfsm.core.evidence import (
+    Evidence,
+    PublishedEvidence,
+    StagingEvidence,
+    TrackerEvidence,
+    is_whole,
 )
-from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema, describe
-from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence, is_whole
-from ckptfsm.layout import (
+from ckptfsm.core.layout import (
     MANIFEST,
     PRIVATE,
     QUARANTINE,
@@ -38,11 +36,19 @@ from ckptfsm.layout import (
     planned_name,
     tracker_text,
 )
-from ckptfsm.ledger import Ledger
-from ckptfsm.lifecycle import Checkpoint, State, expected_reports
+from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.lifecycle import Checkpoint, State, expected_reports
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import Storage
+from ckptfsm.durable import (
+    TEMPORARY,
+    list_names,
+    lookup,
+    read_document,
+    says_what_is_there,
+    walk_files,
+)
 from ckptfsm.notices import say
-from ckptfsm.parts import AttemptId
-from ckptfsm.ports import Storage
 from ckptfsm.receipts import Receipts
 from ckptfsm.stock import COMMON, inspect_stock
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Generic, TypeVar
 
-from ckptfsm.ports import Settable
+from ckptfsm.core.ports import Settable
 
 T = TypeVar("T")
 _LIMIT = 10_000

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptfsm.documents import TransitionRecord
-from ckptfsm.errors import CkptFsmError
-from ckptfsm.lifecycle import IN_FLIGHT, UNSETTLED, State
-from ckptfsm.parts import AttemptId
+from ckptfsm.core.documents import TransitionRecord
+from ckptfsm.core.errors import CkptFsmError
+from ckptfsm.core.lifecycle import IN_FLIGHT, UNSETTLED, State
+from ckptfsm.core.parts import AttemptId
 
 
 @dataclass(slots=True)

@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from ckptfsm.errors import ConfigError
-from ckptfsm.ports import DeferredSignals
+from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.ports import DeferredSignals
 
 Handler = Callable[[int, FrameType | None], Any]
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -27,7 +27,7 @@ from types import MappingProxyType
 
 from pydantic import ValidationError
 
-from ckptfsm.documents import (
+from ckptfsm.core.documents import (
     MAX_SEGMENT_BYTES,
     RECORD,
     Record,
@@ -40,15 +40,15 @@ from ckptfsm.documents import (
     first_problem,
     raise_newer,
 )
+from ckptfsm.core.errors import JournalCorrupt, OutcomeUnknown, StorageError
+from ckptfsm.core.events import UNUSABLE
+from ckptfsm.core.layout import JOURNAL, parse_segment, segment_name
+from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.lifecycle import FORGOTTEN, TABLE, Checkpoint, State, writing_ranks
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import Storage
+from ckptfsm.core.rollback import NO_INTENT, Intent
 from ckptfsm.durable import list_names
-from ckptfsm.errors import JournalCorrupt, OutcomeUnknown, StorageError
-from ckptfsm.intent import NO_INTENT, Intent
-from ckptfsm.layout import JOURNAL, parse_segment, segment_name
-from ckptfsm.ledger import Ledger
-from ckptfsm.lifecycle import FORGOTTEN, TABLE, Checkpoint, State, writing_ranks
-from ckptfsm.messages import UNUSABLE
-from ckptfsm.parts import AttemptId
-from ckptfsm.ports import Storage
 
 BLOCK_BYTES = 16 * 1024
 RESERVE_BYTES = 4 * 1024  # of the last block, kept for records that must fit on a full disk

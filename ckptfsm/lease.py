@@ -11,39 +11,20 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-import uuid
 from pathlib import Path
 
-from ckptfsm.documents import Holder, decode, encode_sealed
+from ckptfsm.core.documents import Holder, decode, encode_sealed
+from ckptfsm.core.errors import DamagedRoot, Fenced, NewerSchema, RootBusy, describe
+from ckptfsm.core.layout import DIRECTORIES, LEASE, LOCK, TAKING, epoch_name, parse_epoch
+from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.durable import list_names, make_dir, put, write_new
-from ckptfsm.errors import DamagedRoot, Fenced, NewerSchema, RootBusy, describe
-from ckptfsm.layout import DIRECTORIES, LEASE, LOCK, TAKING, epoch_name, parse_epoch
+from ckptfsm.identity import _started
 from ckptfsm.notices import say
-from ckptfsm.ports import Identity, Storage
 from ckptfsm.trash import remove_marker
 
 log = logging.getLogger("ckptfsm")
 _HOLDER_BYTES = 1 << 16
 _ATTEMPTS = 16
-
-
-def this_process() -> Identity:
-    """The running process: its start time tells it from an earlier one with the same pid."""
-    return Identity(socket.gethostname(), os.getpid(), _started("self"), uuid.uuid4().hex)
-
-
-def _started(process: int | str) -> str:
-    """Boot and start time of a process on this machine; "" if none has that number, or it is hidden.
-
-    By its own name for the running one: ``/proc`` may be that of another pid namespace.
-    """
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return ""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{fields[19]}"
 
 
 class _Living:

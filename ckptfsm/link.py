@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ckptfsm.coordinator import Coordinator
+from ckptfsm.core.errors import CkptFsmError, DeadlineExceeded, RankInterrupted, describe
+from ckptfsm.core.events import Event
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.ports import Executor, Pending, Transport
+from ckptfsm.core.requests import Located, NumberedNews
 from ckptfsm.durable import storage_error
-from ckptfsm.errors import CkptFsmError, DeadlineExceeded, RankInterrupted, describe
-from ckptfsm.lifecycle import State
-from ckptfsm.messages import Event
 from ckptfsm.notices import say
-from ckptfsm.ports import Executor, Pending, Transport
-from ckptfsm.requests import Located, NumberedNews
 
 log = logging.getLogger("ckptfsm")
 P = ParamSpec("P")

@@ -19,19 +19,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptfsm.coordinator import Coordinator
-from ckptfsm.errors import (
+from ckptfsm.core.errors import (
     DeadlineExceeded,
     Fenced,
     OutcomeUnknown,
     SaveRefused,
     describe,
 )
+from ckptfsm.core.requests import Accepted
 from ckptfsm.handle import Restored, SaveHandle
 from ckptfsm.link import Answer
 from ckptfsm.notices import say
 from ckptfsm.owner import Owner, whole_step
 from ckptfsm.proposal import Proposal, agree
-from ckptfsm.requests import Accepted
 from ckptfsm.restoring import warn_of_drops
 from ckptfsm.staging import Stage
 

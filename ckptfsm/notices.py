@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from ckptfsm.errors import PollMissingWarning, one_line
+from ckptfsm.core.errors import PollMissingWarning, one_line
 
 State = TypeVar("State")
 _INSIDE = ("ckptfsm", "contextlib")  # whose lines nobody can change

@@ -17,16 +17,9 @@ from functools import partial
 from itertools import takewhile
 from typing import Literal
 
-from ckptfsm.documents import RollbackFinished, RollbackStarted
-from ckptfsm.durable import lookup, storage_error
-from ckptfsm.engine import Engine
-from ckptfsm.errors import CkptFsmError, StorageError
-from ckptfsm.evidence import read_tracker
-from ckptfsm.intent import Intent
-from ckptfsm.journal import History
-from ckptfsm.layout import TRACKER, trash_dir
-from ckptfsm.lifecycle import Checkpoint, State, writing_ranks
-from ckptfsm.messages import (
+from ckptfsm.core.documents import RollbackFinished, RollbackStarted
+from ckptfsm.core.errors import CkptFsmError, StorageError
+from ckptfsm.core.events import (
     Adopted,
     Command,
     Event,
@@ -37,9 +30,16 @@ from ckptfsm.messages import (
     WritersLost,
     WriteTracker,
 )
+from ckptfsm.core.layout import TRACKER, trash_dir
+from ckptfsm.core.lifecycle import Checkpoint, State, writing_ranks
+from ckptfsm.core.ports import Clock, Storage
+from ckptfsm.core.recovery import Plan, Resume, hopeless
+from ckptfsm.core.rollback import Intent
+from ckptfsm.durable import lookup, storage_error
+from ckptfsm.engine import Engine
+from ckptfsm.evidence import read_tracker
+from ckptfsm.journal import History
 from ckptfsm.notices import say
-from ckptfsm.ports import Clock, Storage
-from ckptfsm.recovery import Plan, Resume, hopeless
 from ckptfsm.trash import sweep_temporaries
 
 log = logging.getLogger("ckptfsm")

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ckptfsm.config import CheckpointConfig
 from ckptfsm.coordinator import Coordinator, CoordinatorOptions
-from ckptfsm.errors import (
+from ckptfsm.core.config import CheckpointConfig
+from ckptfsm.core.errors import (
     CkptFsmError,
     ConfigError,
     ManagerClosed,
@@ -34,16 +34,16 @@ from ckptfsm.errors import (
     SaveFailedWarning,
     SaveRefused,
 )
+from ckptfsm.core.layout import LAYOUTS
+from ckptfsm.core.lifecycle import UNSETTLED, State
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import Draft, Ports, Storage
+from ckptfsm.core.requests import Accepted, RecoveryReport
 from ckptfsm.handle import SaveHandle, View, facts_of, named
 from ckptfsm.interrupts import OneCall
-from ckptfsm.layout import LAYOUTS
-from ckptfsm.lifecycle import UNSETTLED, State
 from ckptfsm.link import Answer, Link, interrupted_rank, typed
 from ckptfsm.notices import say, warn_at_end, warn_caller
-from ckptfsm.parts import AttemptId
-from ckptfsm.ports import Draft, Ports, Storage
 from ckptfsm.pump import HandleDone, Hook, Pump
-from ckptfsm.requests import Accepted, RecoveryReport
 from ckptfsm.restoring import Restorer
 
 if TYPE_CHECKING:

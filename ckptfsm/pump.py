@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from ckptfsm.backoff import pauses
-from ckptfsm.config import CheckpointConfig
-from ckptfsm.documents import TransitionRecord
-from ckptfsm.errors import (
+from ckptfsm.core.backoff import pauses
+from ckptfsm.core.config import CheckpointConfig
+from ckptfsm.core.documents import TransitionRecord
+from ckptfsm.core.errors import (
     CkptFsmError,
     ConfigError,
     DeadlineExceeded,
@@ -38,17 +38,17 @@ from ckptfsm.errors import (
     WriterDied,
     describe,
 )
+from ckptfsm.core.events import UNUSABLE, Event, Failed, FinalizersRan, WriterGone
+from ckptfsm.core.layout import LAYOUTS
+from ckptfsm.core.lifecycle import IN_FLIGHT, State
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import Draft, Finalizer, Ports, RankJob, Storage
+from ckptfsm.core.requests import Accepted, Blocked, FinalizersDue, News, NumberedNews, Settled
 from ckptfsm.files import around, at_path
 from ckptfsm.handle import SaveHandle, View, facts_of, named
 from ckptfsm.interrupts import OneCall
-from ckptfsm.layout import LAYOUTS
-from ckptfsm.lifecycle import IN_FLIGHT, State
 from ckptfsm.link import Link, Update
-from ckptfsm.messages import UNUSABLE, Event, Failed, FinalizersRan, WriterGone
 from ckptfsm.notices import say, warn_caller
-from ckptfsm.parts import AttemptId
-from ckptfsm.ports import Draft, Finalizer, Ports, RankJob, Storage
-from ckptfsm.requests import Accepted, Blocked, FinalizersDue, News, NumberedNews, Settled
 from ckptfsm.writer import RankWriter
 
 log = logging.getLogger("ckptfsm")

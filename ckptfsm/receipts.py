@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from ckptfsm.backoff import pauses
-from ckptfsm.documents import MAX_DOCUMENT_BYTES, Receipt, decode
+from ckptfsm.core.backoff import pauses
+from ckptfsm.core.documents import MAX_DOCUMENT_BYTES, Receipt, decode
+from ckptfsm.core.errors import DamagedRoot, ShardMissing, name_ranks
+from ckptfsm.core.layout import receipt_name
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.durable import read_document
-from ckptfsm.errors import DamagedRoot, ShardMissing, name_ranks
-from ckptfsm.layout import receipt_name
-from ckptfsm.parts import AttemptId
-from ckptfsm.ports import Clock, Storage
 
 _LONGEST_PAUSE_S = 0.5  # between two looks at a shared disk for what is not there yet
 

@@ -23,9 +23,9 @@ from types import MappingProxyType
 from typing import Any
 
 import ckptfsm
-from ckptfsm import errors
-from ckptfsm.config import CheckpointConfig
-from ckptfsm.errors import (
+from ckptfsm.core import errors
+from ckptfsm.core.config import CheckpointConfig
+from ckptfsm.core.errors import (
     PollMissingWarning,
     RecoveryWarning,
     ReshardWarning,
@@ -107,7 +107,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
 def reference_markdown() -> str:
     """The whole page."""
     lines = ["# Reference", "", _NOTICE, ""]
-    lines += ["Everything below is imported from `ckptfsm`, errors from `ckptfsm.errors`.", ""]
+    lines += ["Everything below is imported from `ckptfsm`, errors from `ckptfsm.core.errors`.", ""]
     for name in ckptfsm.__all__:
         lines += _public(name)
     for module, names in INTEGRATIONS.items():

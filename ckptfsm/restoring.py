@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from ckptfsm.backoff import pauses
-from ckptfsm.config import CheckpointConfig
 from ckptfsm.coordinator import Coordinator
-from ckptfsm.documents import FileEntry
-from ckptfsm.durable import says_what_is_there
-from ckptfsm.errors import (
+from ckptfsm.core.backoff import pauses
+from ckptfsm.core.config import CheckpointConfig
+from ckptfsm.core.documents import FileEntry
+from ckptfsm.core.errors import (
     CkptFsmError,
     ConfigError,
     DamagedRoot,
@@ -28,13 +27,14 @@ from ckptfsm.errors import (
     RestoreFailed,
     describe,
 )
+from ckptfsm.core.layout import join
+from ckptfsm.core.ports import Driver, Pending, Ports, Storage, Survey, Transport
+from ckptfsm.core.requests import Located
+from ckptfsm.durable import says_what_is_there
 from ckptfsm.evidence import check_digests, check_extra_shards, check_sizes
 from ckptfsm.handle import Restored, only
-from ckptfsm.layout import join
 from ckptfsm.notices import say, warn_caller
-from ckptfsm.ports import Driver, Pending, Ports, Storage, Survey, Transport
 from ckptfsm.proposal import name_parts
-from ckptfsm.requests import Located
 
 log = logging.getLogger("ckptfsm")
 P = ParamSpec("P")

@@ -29,10 +29,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from ckptfsm.core.errors import DamagedRoot
+from ckptfsm.core.layout import join
+from ckptfsm.core.ports import FileStat, Storage
 from ckptfsm.durable import says_what_is_there
-from ckptfsm.errors import DamagedRoot
-from ckptfsm.layout import join
-from ckptfsm.ports import FileStat, Storage
 
 METADATA = ".metadata"
 CONFIG = "metadata.json"

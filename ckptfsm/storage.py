@@ -29,8 +29,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from ckptfsm.errors import ConfigError, StorageError, describe
-from ckptfsm.ports import FileKind, FileStat
+from ckptfsm.core.errors import ConfigError, StorageError, describe
+from ckptfsm.core.ports import FileKind, FileStat
 
 DIGEST_PREFIX = "xxh3_128:"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckptfsm.clock import SystemClock
+from ckptfsm.core.ports import Driver, Ports, Staging, Storage, Transport
 from ckptfsm.executor import ThreadExecutor
+from ckptfsm.identity import this_process
 from ckptfsm.interrupts import HandlersWait
-from ckptfsm.lease import this_process
-from ckptfsm.ports import Driver, Ports, Staging, Storage, Transport
 from ckptfsm.writer import launch_forked
 
 

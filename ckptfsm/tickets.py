@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.handle import SaveHandle
-from ckptfsm.parts import AttemptId, PartSpec
 
 
 @dataclass(frozen=True, slots=True)

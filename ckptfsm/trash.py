@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from ckptfsm.core.layout import JOURNAL, LEASE, PINS, TAKING, TRACKER, TRASH, is_given_up
+from ckptfsm.core.ports import Storage
 from ckptfsm.durable import TEMPORARY, list_names, lookup, walk_files
-from ckptfsm.layout import JOURNAL, LEASE, PINS, TAKING, TRACKER, TRASH, is_given_up
-from ckptfsm.ports import Storage
 
 _DEPTH = 64
 

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any
 
-from ckptfsm.errors import ConfigError, UntriedVersionWarning, describe
+from ckptfsm.core.errors import ConfigError, UntriedVersionWarning, describe
 from ckptfsm.notices import no_warning_is_an_error
 
 TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(

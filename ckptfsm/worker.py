@@ -18,21 +18,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ckptfsm.config import CheckpointConfig
-from ckptfsm.documents import FileEntry
+from ckptfsm.core.config import CheckpointConfig
+from ckptfsm.core.documents import FileEntry
+from ckptfsm.core.errors import ConfigError, SaveFailed, describe
+from ckptfsm.core.events import Event, Failed, WriterGone
+from ckptfsm.core.layout import join, planned_name
+from ckptfsm.core.parts import AttemptId, PartKind, PartSpec, check_parts
+from ckptfsm.core.ports import Clock, Draft, PartFinisher, PartJob, Ports, RankJob, Storage, Written
+from ckptfsm.core.requests import Accepted, Located
 from ckptfsm.durable import make_dirs, read_document
-from ckptfsm.errors import ConfigError, SaveFailed, describe
 from ckptfsm.files import FileTree, TreePart, UnmadePart, around, at_path
 from ckptfsm.handle import Restored
 from ckptfsm.interrupts import OneCall
-from ckptfsm.layout import join, planned_name
-from ckptfsm.messages import Event, Failed, WriterGone
 from ckptfsm.notices import say
-from ckptfsm.parts import AttemptId, PartKind, PartSpec, check_parts
-from ckptfsm.ports import Clock, Draft, PartFinisher, PartJob, Ports, RankJob, Storage, Written
 from ckptfsm.proposal import Proposal, agree
 from ckptfsm.receipts import Receipts
-from ckptfsm.requests import Accepted, Located
 from ckptfsm.restoring import Restorer, warn_of_drops
 from ckptfsm.staging import Stage
 from ckptfsm.stock import MAX_METADATA_BYTES

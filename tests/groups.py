@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptfsm.controller import Controller
+from ckptfsm.core.events import Event
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import Ports
 from ckptfsm.files import FilesDriver
-from ckptfsm.messages import Event
-from ckptfsm.parts import AttemptId
-from ckptfsm.ports import Ports
 from ckptfsm.testing.fakes import FakeDriver, ThreadGroup, fake_ports
 from ckptfsm.tickets import GroupPart, GroupSave, Ticket
 from ckptfsm.worker import Worker

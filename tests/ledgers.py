@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
-from ckptfsm.ledger import Ledger
-from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.parts import AttemptId, PartSpec
+from ckptfsm.core.evidence import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
+from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.lifecycle import Checkpoint, State
+from ckptfsm.core.parts import AttemptId, PartSpec
 
 PARTS = (PartSpec("state"),)
 MISSING = TrackerEvidence("missing")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 PURE = {
-    "errors.py",
-    "messages.py",
-    "lifecycle.py",
-    "ledger.py",
-    "findings.py",
-    "intent.py",
-    "recovery.py",
-    "retention.py",
-    "layout.py",
-    "documents.py",
-    "ports.py",
-    "config.py",
+    "core/errors.py",
+    "core/events.py",
+    "core/lifecycle.py",
+    "core/ledger.py",
+    "core/evidence.py",
+    "core/rollback.py",
+    "core/recovery.py",
+    "core/retention.py",
+    "core/layout.py",
+    "core/documents.py",
+    "core/ports.py",
+    "core/config.py",
 }

@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ckptfsm import messages as m
+from ckptfsm.core import events as m
+from ckptfsm.core.events import ShardReported, WriterForked
+from ckptfsm.core.layout import JOURNAL, TRACKER, staging_dir
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.ports import Identity, RankJob, Written
+from ckptfsm.core.requests import SaveRequest
 from ckptfsm.durable import make_dirs
-from ckptfsm.layout import JOURNAL, TRACKER, staging_dir
-from ckptfsm.lifecycle import State
-from ckptfsm.messages import ShardReported, WriterForked
-from ckptfsm.parts import AttemptId, PartSpec
-from ckptfsm.ports import Identity, RankJob, Written
-from ckptfsm.requests import SaveRequest
 from ckptfsm.testing.faults import FaultStorage, Hook
 from ckptfsm.testing.harness import PARTS, FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import SimDisk, SimStorage

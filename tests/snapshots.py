@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptfsm.layout import PRIVATE, TRACKER
+from ckptfsm.core.layout import PRIVATE, TRACKER
 
 
 class FileState(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proof.fuzz import _COMMON_SHARD, _CONFIG, common_archive, written_metadata
 
-from ckptfsm.layout import MEGATRON, TRACKER
+from ckptfsm.core.layout import MEGATRON, TRACKER
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 
 SHARD = "__0_0.distcp"

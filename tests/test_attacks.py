@@ -30,16 +30,16 @@ from roots import (
     tracked,
 )
 
-from ckptfsm.errors import ConfigError, OutcomeUnknown, StepExistsError, StorageError
+from ckptfsm.core.errors import ConfigError, OutcomeUnknown, StepExistsError, StorageError
+from ckptfsm.core.layout import LEASE, MANIFEST, PINS, PRIVATE, QUARANTINE, READERS, TRACKER, TRASH
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import PartSpec
+from ckptfsm.core.requests import SaveRequest
+from ckptfsm.core.retention import LatestN
 from ckptfsm.executor import InlineExecutor
 from ckptfsm.interrupts import NoSignals
-from ckptfsm.layout import LEASE, MANIFEST, PINS, PRIVATE, QUARANTINE, READERS, TRACKER, TRASH
-from ckptfsm.lifecycle import State
 from ckptfsm.link import Link
-from ckptfsm.parts import PartSpec
 from ckptfsm.readers import ReaderLease
-from ckptfsm.requests import SaveRequest
-from ckptfsm.retention import LatestN
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.transport import LocalTransport
 

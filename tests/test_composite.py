@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from ckptfsm.assembly import Assembly
-from ckptfsm.errors import ConfigError, SaveFailed, SaveRefused
+from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused
+from ckptfsm.core.layout import VERL
+from ckptfsm.core.parts import OptionalPart, PartSpec
+from ckptfsm.core.retention import LatestN
 from ckptfsm.files import FileTree, TreePart, around
-from ckptfsm.layout import VERL
 from ckptfsm.manager import Manager
-from ckptfsm.parts import OptionalPart, PartSpec
 from ckptfsm.readers import ReaderLease
-from ckptfsm.retention import LatestN
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import FakeDriver, FakeRequest, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
@@ -42,7 +42,7 @@ def together(
 
 
 def make(settings: dict[str, Any]) -> Any:
-    from ckptfsm.config import make_config
+    from ckptfsm.core.config import make_config
 
     return make_config({**QUICK, **settings})
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptfsm.config import CheckpointConfig, config_of, load_config, make_config, save_again
-from ckptfsm.errors import ConfigError
-from ckptfsm.retention import (
+from ckptfsm.core.config import CheckpointConfig, config_of, load_config, make_config, save_again
+from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.retention import (
     AllOf,
     AnyOf,
     BestN,

@@ -20,11 +20,10 @@ import pytest
 from groups import SETTINGS, Group, GroupJob
 
 from ckptfsm.clock import SystemClock
-from ckptfsm.config import make_config
 from ckptfsm.controller import Controller
 from ckptfsm.coordinator import Coordinator
-from ckptfsm.effects import Effects
-from ckptfsm.errors import (
+from ckptfsm.core.config import make_config
+from ckptfsm.core.errors import (
     ConfigError,
     DamagedRoot,
     DeadlineExceeded,
@@ -34,13 +33,14 @@ from ckptfsm.errors import (
     SaveFailedWarning,
     SaveRefused,
 )
+from ckptfsm.core.events import Failed, ShardReported, WriterForked, WriterGone
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.requests import Located
+from ckptfsm.core.retention import LatestN
+from ckptfsm.effects import Effects
 from ckptfsm.executor import Promise
 from ckptfsm.files import FileTree
-from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
-from ckptfsm.messages import Failed, ShardReported, WriterForked, WriterGone
-from ckptfsm.requests import Located
-from ckptfsm.retention import LatestN
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import Gate, fake_ports
 from ckptfsm.tickets import GroupPart

@@ -28,7 +28,7 @@ from roots import (
 )
 
 from ckptfsm.coordinator import Coordinator
-from ckptfsm.errors import (
+from ckptfsm.core.errors import (
     CkptFsmError,
     DamagedRoot,
     Fenced,
@@ -39,15 +39,23 @@ from ckptfsm.errors import (
     SaveRefused,
     StorageError,
 )
+from ckptfsm.core.events import Failed, FinalizersRan, ShardReported, WriterForked, WriterGone
+from ckptfsm.core.layout import (
+    JOURNAL,
+    LEASE,
+    MANIFEST,
+    RECEIPTS,
+    TRACKER,
+    receipt_name,
+    staging_dir,
+)
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.ports import FileStat, RankJob
+from ckptfsm.core.requests import Blocked, FinalizersDue, SaveRequest, Settled
+from ckptfsm.core.retention import KeepAll, LatestN, Policy
 from ckptfsm.journal import read_segments
-from ckptfsm.layout import JOURNAL, LEASE, MANIFEST, RECEIPTS, TRACKER, receipt_name, staging_dir
-from ckptfsm.lifecycle import State
-from ckptfsm.messages import Failed, FinalizersRan, ShardReported, WriterForked, WriterGone
-from ckptfsm.parts import AttemptId, PartSpec
-from ckptfsm.ports import FileStat, RankJob
 from ckptfsm.readers import ReaderLease
-from ckptfsm.requests import Blocked, FinalizersDue, SaveRequest, Settled
-from ckptfsm.retention import KeepAll, LatestN, Policy
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage

@@ -35,10 +35,10 @@ from proof.fuzz import common_archive, written_metadata
 from proof.layer import Budget, LayerResult
 
 from ckptfsm import storage
-from ckptfsm.documents import Manifest, Receipt, decode
-from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema
+from ckptfsm.core.documents import Manifest, Receipt, decode
+from ckptfsm.core.errors import CkptFsmError, DamagedRoot, NewerSchema
+from ckptfsm.core.layout import JOURNAL, MANIFEST, STAGING, parse_tracker, planned_name
 from ckptfsm.journal import parse_segment_bytes
-from ckptfsm.layout import JOURNAL, MANIFEST, STAGING, parse_tracker, planned_name
 from ckptfsm.stock import inspect_stock, load_metadata_stub
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 

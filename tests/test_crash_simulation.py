@@ -21,20 +21,21 @@ from typing import Any
 import pytest
 from strangers import SHARD, stock_saves
 
-from ckptfsm import documents, engine, journal
+from ckptfsm import engine, journal
 from ckptfsm.controller import Controller
-from ckptfsm.documents import TransitionRecord
-from ckptfsm.errors import CkptFsmError, Fenced, SaveFailed
+from ckptfsm.core import documents
+from ckptfsm.core.documents import TransitionRecord
+from ckptfsm.core.errors import CkptFsmError, Fenced, SaveFailed
+from ckptfsm.core.events import Event, Failed, ShardReported
+from ckptfsm.core.layout import JOURNAL, parse_segment, segment_name
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.ports import ChildError, Driver, Identity, Outcome, Ports, RankJob, Storage
+from ckptfsm.core.retention import LatestN
 from ckptfsm.executor import InlineExecutor
 from ckptfsm.files import FilesDriver
 from ckptfsm.journal import read_history, read_segments
-from ckptfsm.layout import JOURNAL, parse_segment, segment_name
-from ckptfsm.lifecycle import State
 from ckptfsm.lives import read_lives
-from ckptfsm.messages import Event, Failed, ShardReported
-from ckptfsm.parts import AttemptId, PartSpec
-from ckptfsm.ports import ChildError, Driver, Identity, Outcome, Ports, RankJob, Storage
-from ckptfsm.retention import LatestN
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, fake_ports
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at

@@ -23,7 +23,7 @@ from integrations.run import BEGIN, END, IN_A_CLONE, TARGETS, table
 
 import ckptfsm
 from ckptfsm import reference
-from ckptfsm.config import CheckpointConfig
+from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.testing import assert_journal_conforms
 from ckptfsm.versions import TRIED
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ckptfsm import documents as d
-from ckptfsm.errors import DamagedRoot, NewerSchema, SaveFailed
-from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.parts import MAX_STEP, AttemptId, PartSpec
+from ckptfsm.core import documents as d
+from ckptfsm.core.errors import DamagedRoot, NewerSchema, SaveFailed
+from ckptfsm.core.lifecycle import Checkpoint, State
+from ckptfsm.core.parts import MAX_STEP, AttemptId, PartSpec
 
 quick = settings(max_examples=60, derandomize=True, deadline=None, database=None)
 

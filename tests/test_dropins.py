@@ -26,8 +26,8 @@ from typing import Any
 
 import pytest
 
-from ckptfsm.config import CheckpointConfig
-from ckptfsm.errors import (
+from ckptfsm.core.config import CheckpointConfig
+from ckptfsm.core.errors import (
     ConfigError,
     SaveFailed,
     SaveFailedWarning,
@@ -35,9 +35,9 @@ from ckptfsm.errors import (
     StepExistsError,
     WriterDied,
 )
-from ckptfsm.layout import STAGING, TRACKER
-from ckptfsm.parts import PartSpec
-from ckptfsm.ports import Staging
+from ckptfsm.core.layout import STAGING, TRACKER
+from ckptfsm.core.parts import PartSpec
+from ckptfsm.core.ports import Staging
 from ckptfsm.processes import fork_child
 from ckptfsm.stock import COMMON_KEY
 from ckptfsm.testing.fakes import ThreadTransport, run_ranks

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from ckptfsm import durable
-from ckptfsm.errors import StorageError
+from ckptfsm.core.errors import StorageError
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage

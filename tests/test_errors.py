@@ -10,8 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from ckptfsm import errors, notices
-from ckptfsm.errors import (
+from ckptfsm import notices
+from ckptfsm.core import errors
+from ckptfsm.core.errors import (
     CkptFsmError,
     OutcomeUnknown,
     RecoveryWarning,

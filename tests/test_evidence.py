@@ -7,9 +7,23 @@ import random
 
 import pytest
 
-from ckptfsm.documents import FileEntry, Receipt, encode
+from ckptfsm.core.documents import FileEntry, Receipt, encode
+from ckptfsm.core.errors import CkptFsmError, DamagedRoot, NewerSchema
+from ckptfsm.core.evidence import TrackerEvidence
+from ckptfsm.core.layout import (
+    MANIFEST,
+    MEGATRON,
+    STAGING,
+    TRACKER,
+    planned_name,
+    receipt_name,
+    staging_dir,
+)
+from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.lifecycle import Checkpoint, State
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.ports import RankJob
 from ckptfsm.durable import make_dirs, write_new
-from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema
 from ckptfsm.evidence import (
     check_digests,
     check_extra_shards,
@@ -20,20 +34,6 @@ from ckptfsm.evidence import (
     read_manifest,
     read_tracker,
 )
-from ckptfsm.findings import TrackerEvidence
-from ckptfsm.layout import (
-    MANIFEST,
-    MEGATRON,
-    STAGING,
-    TRACKER,
-    planned_name,
-    receipt_name,
-    staging_dir,
-)
-from ckptfsm.ledger import Ledger
-from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.parts import AttemptId, PartSpec
-from ckptfsm.ports import RankJob
 from ckptfsm.receipts import Receipts
 from ckptfsm.testing.harness import FakeJob, FakePart, fake_content
 from ckptfsm.testing.simfs import SimDisk, SimStorage

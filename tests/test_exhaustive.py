@@ -9,16 +9,17 @@ from proof.exhaustive import Scope, Search, history, scope_named
 from proof.exhaustive_disk import Dir, EpochLease, tree
 from proof.exhaustive_world import Left
 
-from ckptfsm import engine, layout, lifecycle, recovery
+from ckptfsm import engine
 from ckptfsm.coordinator import Coordinator
+from ckptfsm.core import layout, lifecycle, recovery
+from ckptfsm.core.errors import Fenced
+from ckptfsm.core.events import Prune
+from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.retention import LatestN
 from ckptfsm.durable import put
 from ckptfsm.effects import Effects
 from ckptfsm.engine import Engine
-from ckptfsm.errors import Fenced
-from ckptfsm.ledger import Ledger
-from ckptfsm.lifecycle import State
-from ckptfsm.messages import Prune
-from ckptfsm.retention import LatestN
 
 
 def without_guard(monkeypatch, guard):

@@ -52,11 +52,10 @@ from strangers import SHARD, stock_saves
 
 from ckptfsm import durable
 from ckptfsm import evidence as evidence_module
-from ckptfsm.config import make_config
 from ckptfsm.coordinator import Coordinator
-from ckptfsm.demo.run import DemoOptions, _fresh_root
-from ckptfsm.documents import TransitionRecord
-from ckptfsm.errors import (
+from ckptfsm.core.config import make_config
+from ckptfsm.core.documents import TransitionRecord
+from ckptfsm.core.errors import (
     CkptFsmError,
     ConfigError,
     DamagedRoot,
@@ -69,20 +68,21 @@ from ckptfsm.errors import (
     SaveRefused,
     StorageError,
 )
+from ckptfsm.core.events import Failed, WriterForked, WriterGone
+from ckptfsm.core.layout import MANIFEST, QUARANTINE, STAGING, TRACKER, TRASH
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.ports import RankJob, Storage
+from ckptfsm.core.requests import SaveRequest, Settled
+from ckptfsm.core.retention import LatestN
+from ckptfsm.demo.run import DemoOptions, _fresh_root
 from ckptfsm.executor import ThreadExecutor
 from ckptfsm.files import FilesDriver, FileTree
 from ckptfsm.handle import SaveHandle
-from ckptfsm.layout import MANIFEST, QUARANTINE, STAGING, TRACKER, TRASH
-from ckptfsm.lifecycle import State
 from ckptfsm.link import Update
 from ckptfsm.manager import Manager
-from ckptfsm.messages import Failed, WriterForked, WriterGone
-from ckptfsm.parts import AttemptId, PartSpec
-from ckptfsm.ports import RankJob, Storage
 from ckptfsm.processes import Child, fork_child
 from ckptfsm.readers import ReaderLease
-from ckptfsm.requests import SaveRequest, Settled
-from ckptfsm.retention import LatestN
 from ckptfsm.stock import StockVerdict
 from ckptfsm.storage import OpenPosix, PosixStorage
 from ckptfsm.system import system_ports
@@ -417,7 +417,7 @@ def test_I10_an_opening_that_is_interrupted_gives_the_root_back(tmp_path: Path):
 
 SIGNALS = """
 import os, signal, sys
-from ckptfsm.config import make_config
+from ckptfsm.core.config import make_config
 from ckptfsm.manager import Manager
 from ckptfsm.testing.fakes import fake_ports
 
@@ -1293,7 +1293,7 @@ def leaves(manager: Manager, handle: SaveHandle, does: str) -> int:
 
 COPIES = """
 import shutil, sys, time
-from ckptfsm.config import make_config
+from ckptfsm.core.config import make_config
 from ckptfsm.manager import Manager
 from ckptfsm.testing.fakes import fake_ports
 manager = Manager(fake_ports(sys.argv[1]), make_config({}))

@@ -40,8 +40,9 @@ from roots import (
 from strangers import stock_saves
 
 from ckptfsm import evidence as evidence_module
-from ckptfsm.errors import Fenced, SaveRefused, StepNotFoundError, StorageError
-from ckptfsm.layout import (
+from ckptfsm.core.errors import Fenced, SaveRefused, StepNotFoundError, StorageError
+from ckptfsm.core.events import Event, Failed, FinalizersRan, WriterForked
+from ckptfsm.core.layout import (
     MANIFEST,
     QUARANTINE,
     STAGING,
@@ -49,11 +50,10 @@ from ckptfsm.layout import (
     TRASH,
     planned_name,
 )
-from ckptfsm.lifecycle import UNSETTLED, State
-from ckptfsm.messages import Event, Failed, FinalizersRan, WriterForked
-from ckptfsm.parts import AttemptId
+from ckptfsm.core.lifecycle import UNSETTLED, State
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.retention import LatestN
 from ckptfsm.readers import ReaderLease
-from ckptfsm.retention import LatestN
 from ckptfsm.stock import StockVerdict
 from ckptfsm.testing.harness import FakeJob
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage

@@ -36,10 +36,9 @@ from roots import (
 )
 from strangers import SHARD, stock_saves
 
-from ckptfsm import messages as m
-from ckptfsm.documents import Pin, encode
-from ckptfsm.durable import put
-from ckptfsm.errors import (
+from ckptfsm.core import events as m
+from ckptfsm.core.documents import Pin, encode
+from ckptfsm.core.errors import (
     CkptFsmError,
     DamagedRoot,
     Fenced,
@@ -48,13 +47,14 @@ from ckptfsm.errors import (
     StepNotFoundError,
     StorageError,
 )
-from ckptfsm.layout import MANIFEST, MEGATRON, QUARANTINE, TRACKER, TRASH, left_out_name
-from ckptfsm.lifecycle import State, absent, apply
-from ckptfsm.messages import ShardReported
-from ckptfsm.parts import PartSpec
-from ckptfsm.ports import RankJob, Written
+from ckptfsm.core.events import ShardReported
+from ckptfsm.core.layout import MANIFEST, MEGATRON, QUARANTINE, TRACKER, TRASH, left_out_name
+from ckptfsm.core.lifecycle import State, absent, apply
+from ckptfsm.core.parts import PartSpec
+from ckptfsm.core.ports import RankJob, Written
+from ckptfsm.core.retention import LatestN
+from ckptfsm.durable import put
 from ckptfsm.readers import ReaderLease
-from ckptfsm.retention import LatestN
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage

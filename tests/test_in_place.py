@@ -34,18 +34,18 @@ from roots import (
 )
 from strangers import SHARD, stock_saves
 
-from ckptfsm.documents import Pin, encode
-from ckptfsm.errors import CkptFsmError, DamagedRoot, StepExistsError, StorageError
+from ckptfsm.core.documents import Pin, encode
+from ckptfsm.core.errors import CkptFsmError, DamagedRoot, StepExistsError, StorageError
+from ckptfsm.core.events import Failed, FinalizersRan, ShardReported, WriterGone
+from ckptfsm.core.layout import LEASE, MANIFEST, PRIVATE, QUARANTINE, TRACKER, TRASH, begun_name
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.ports import RankJob
+from ckptfsm.core.requests import SaveRequest
+from ckptfsm.core.retention import LatestN
 from ckptfsm.evidence import check_digests, read_manifest
-from ckptfsm.layout import LEASE, MANIFEST, PRIVATE, QUARANTINE, TRACKER, TRASH, begun_name
-from ckptfsm.lifecycle import State
 from ckptfsm.megatron.fence import stay_out_once_it_is_anothers
-from ckptfsm.messages import Failed, FinalizersRan, ShardReported, WriterGone
-from ckptfsm.parts import AttemptId, PartSpec
-from ckptfsm.ports import RankJob
 from ckptfsm.processes import fork_child
-from ckptfsm.requests import SaveRequest
-from ckptfsm.retention import LatestN
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import Gate
 from ckptfsm.testing.harness import FakeJob, fake_content

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from proof import inductive as layer
 
-from ckptfsm import ledger as ledger_module
-from ckptfsm import lifecycle
-from ckptfsm.lifecycle import State
+from ckptfsm.core import ledger as ledger_module
+from ckptfsm.core import lifecycle
+from ckptfsm.core.lifecycle import State
 from ckptfsm.testing.coverage import ALL_ROWS, Coverage
 
 

@@ -9,10 +9,13 @@ import zlib
 
 import pytest
 
-from ckptfsm import documents as d
 from ckptfsm import journal
-from ckptfsm.errors import JournalCorrupt, NewerSchema, OutcomeUnknown, StorageError
-from ckptfsm.intent import Intent
+from ckptfsm.core import documents as d
+from ckptfsm.core.errors import JournalCorrupt, NewerSchema, OutcomeUnknown, StorageError
+from ckptfsm.core.layout import JOURNAL, PRIVATE
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.rollback import Intent
 from ckptfsm.journal import (
     BLOCK_BYTES,
     RESERVE_BYTES,
@@ -24,9 +27,6 @@ from ckptfsm.journal import (
     read_history,
     read_segments,
 )
-from ckptfsm.layout import JOURNAL, PRIVATE
-from ckptfsm.lifecycle import State
-from ckptfsm.parts import AttemptId
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.faults import FaultStorage, crash_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from ckptfsm.documents import FileEntry
-from ckptfsm.ports import Written
-from ckptfsm.retention import AnyOf, BestN, EveryNSteps, LatestN, Policy
+from ckptfsm.core.documents import FileEntry
+from ckptfsm.core.ports import Written
+from ckptfsm.core.retention import AnyOf, BestN, EveryNSteps, LatestN, Policy
 from ckptfsm.testing import checks
 from ckptfsm.testing.checks import Unsound, assert_policy_sound, assert_writer_sound
 from ckptfsm.testing.harness import FakePart

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptfsm import layout
-from ckptfsm.parts import MAX_STEP, AttemptId
+from ckptfsm.core import layout
+from ckptfsm.core.parts import MAX_STEP, AttemptId
 
 quick = settings(max_examples=100, derandomize=True, deadline=None, database=None)
 steps = st.integers(0, MAX_STEP)

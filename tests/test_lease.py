@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptfsm.errors import CkptFsmError, Fenced, NewerSchema, RootBusy
-from ckptfsm.layout import LEASE, epoch_name
-from ckptfsm.lease import RootLease, newest_epoch, open_root, read_holder, this_process
-from ckptfsm.ports import Identity
+from ckptfsm.core.errors import CkptFsmError, Fenced, NewerSchema, RootBusy
+from ckptfsm.core.layout import LEASE, epoch_name
+from ckptfsm.core.ports import Identity
+from ckptfsm.identity import this_process
+from ckptfsm.lease import RootLease, newest_epoch, open_root, read_holder
 from ckptfsm.processes import Child, fork_child
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import Gate

@@ -8,11 +8,11 @@ from dataclasses import FrozenInstanceError
 import pytest
 from ledgers import ledger_of
 
-from ckptfsm import messages as m
-from ckptfsm.errors import ConfigError, IllegalTransition, SaveRefused, StepExistsError
-from ckptfsm.ledger import Ledger, Rejected
-from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.parts import MAX_STEP, AttemptId, PartSpec, check_parts
+from ckptfsm.core import events as m
+from ckptfsm.core.errors import ConfigError, IllegalTransition, SaveRefused, StepExistsError
+from ckptfsm.core.ledger import Ledger, Rejected
+from ckptfsm.core.lifecycle import Checkpoint, State
+from ckptfsm.core.parts import MAX_STEP, AttemptId, PartSpec, check_parts
 
 S = State
 PARTS = (PartSpec("state"),)

@@ -13,9 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckptfsm import messages as m
-from ckptfsm.errors import IllegalTransition
-from ckptfsm.lifecycle import (
+from ckptfsm.core import events as m
+from ckptfsm.core.errors import IllegalTransition
+from ckptfsm.core.events import Event
+from ckptfsm.core.lifecycle import (
     ENDED,
     EVENTS,
     FORGOTTEN,
@@ -31,8 +32,7 @@ from ckptfsm.lifecycle import (
     find_row,
     writing_ranks,
 )
-from ckptfsm.messages import Event
-from ckptfsm.parts import AttemptId, PartSpec
+from ckptfsm.core.parts import AttemptId, PartSpec
 
 S = State
 OF = AttemptId(100, 3, 1)
@@ -283,7 +283,7 @@ def test_I3_expected_reports_are_all_parts_of_all_their_ranks():
 
 def test_the_machine_disagreeing_with_the_table_is_an_error(monkeypatch):
     """Catches: a silent answer if machine and table ever came apart."""
-    monkeypatch.setattr("ckptfsm.lifecycle.find_row", lambda checkpoint, event: None)
+    monkeypatch.setattr("ckptfsm.core.lifecycle.find_row", lambda checkpoint, event: None)
     with pytest.raises(IllegalTransition, match="disagrees") as caught:
         apply(absent(OF), m.SaveRequested(OF, PARTS, 2))
     assert caught.value.facts["step"] == 100

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfsm.documents import (
+from ckptfsm.core.documents import (
     CheckpointRecord,
     Part,
     Seal,
@@ -18,10 +18,10 @@ from ckptfsm.documents import (
     SegmentOpened,
     TransitionRecord,
 )
-from ckptfsm.errors import JournalCorrupt
+from ckptfsm.core.errors import JournalCorrupt
+from ckptfsm.core.layout import JOURNAL, PRIVATE, segment_name
+from ckptfsm.core.lifecycle import State
 from ckptfsm.journal import JournalWriter, encode_line, read_segments
-from ckptfsm.layout import JOURNAL, PRIVATE, segment_name
-from ckptfsm.lifecycle import State
 from ckptfsm.lives import describe_end, format_bytes, read_lives, render_html, render_table
 from ckptfsm.storage import PosixStorage
 

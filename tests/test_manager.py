@@ -27,9 +27,9 @@ import pytest
 from managers import QUICK, TEMPLATE, weights
 
 import ckptfsm.evidence as evidence_module
-from ckptfsm.config import make_config
-from ckptfsm.documents import TransitionRecord
-from ckptfsm.errors import (
+from ckptfsm.core.config import make_config
+from ckptfsm.core.documents import TransitionRecord
+from ckptfsm.core.errors import (
     CkptFsmError,
     ConfigError,
     DamagedRoot,
@@ -49,14 +49,14 @@ from ckptfsm.errors import (
     StorageError,
     WriterDied,
 )
+from ckptfsm.core.events import Event, ShardReported
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.retention import EveryNSeconds, EveryNSteps, LatestN, Policy
 from ckptfsm.executor import InlineExecutor
 from ckptfsm.handle import SaveHandle, View
-from ckptfsm.lifecycle import State
 from ckptfsm.link import Link, Update
 from ckptfsm.manager import Manager
-from ckptfsm.messages import Event, ShardReported
 from ckptfsm.processes import fork_child
-from ckptfsm.retention import EveryNSeconds, EveryNSteps, LatestN, Policy
 from ckptfsm.stock import StockVerdict
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import (
@@ -1242,7 +1242,7 @@ def test_F28_nobody_polls(run: Run):
 LEFT = """
 import sys, threading
 from pathlib import Path
-from ckptfsm.config import make_config
+from ckptfsm.core.config import make_config
 from ckptfsm.manager import Manager
 from ckptfsm.processes import fork_child
 from ckptfsm.testing.fakes import fake_ports

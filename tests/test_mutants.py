@@ -193,7 +193,7 @@ import sys
 from mutants.catalogue import by_name
 from mutants.loader import install
 install(by_name("names-may-climb-out"))
-from ckptfsm.documents import FileEntry
+from ckptfsm.core.documents import FileEntry
 print(FileEntry(name="../x", bytes=1).name)
 try:
     install(by_name("names-may-climb-out"))
@@ -214,8 +214,8 @@ def make_layer(folder: Path, body: str) -> None:
     (folder / "pretended" / "__init__.py").touch()
     (folder / "pretended" / "one.py").write_text(
         "import os, time\n"
-        "from ckptfsm.errors import Fenced\n"
-        "from ckptfsm.documents import FileEntry\n"
+        "from ckptfsm.core.errors import Fenced\n"
+        "from ckptfsm.core.documents import FileEntry\n"
         "from proof.layer import LayerResult, Violation\n"
         "def run(budget):\n"
         f"    {body}\n"
@@ -254,7 +254,7 @@ def test_a_survivor_is_a_violation_and_a_kill_is_not() -> None:
     """Catches a report that is green whatever happens."""
     harmless = mutant(
         "harmless",
-        "documents:",
+        "core.documents:",
         '"""Canonical bytes of a document: one line of JSON."""',
         '"""Canonical bytes."""',
         breaks="I3",

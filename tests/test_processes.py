@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from ckptfsm import processes
-from ckptfsm.ports import ChildError, Outcome
+from ckptfsm.core.ports import ChildError, Outcome
 from ckptfsm.processes import Child, _ask_kernel, children_of, fork_child
 from ckptfsm.testing.fakes import Gate
 

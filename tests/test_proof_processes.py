@@ -31,12 +31,12 @@ import ckptfsm.effects as effects
 import ckptfsm.evidence as evidence
 import ckptfsm.writer as writer
 from ckptfsm.coordinator import Coordinator
+from ckptfsm.core.errors import SaveRefused
+from ckptfsm.core.events import Cleaned
+from ckptfsm.core.ports import Storage
+from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.effects import Effects
 from ckptfsm.engine import Engine
-from ckptfsm.errors import SaveRefused
-from ckptfsm.messages import Cleaned
-from ckptfsm.ports import Storage
-from ckptfsm.requests import RecoveryReport
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 MAIN = Site(processes.MAIN_SCRIPT)

@@ -18,7 +18,7 @@ from proof.layer import Budget, LayerResult, Violation
 from proof.report import document, rows, table, unexercised
 from proof.running import Running, run_one
 
-from ckptfsm.lifecycle import State
+from ckptfsm.core.lifecycle import State
 from ckptfsm.testing.coverage import ALL_PAIRS, ALL_ROWS, Coverage
 
 EVERYWHERE = ("pruned", "discarded", "quarantined", "any")  # what they mean is said for all faults

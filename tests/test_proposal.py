@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ckptfsm.errors import ConfigError, SaveRefused
-from ckptfsm.parts import AttemptId, OptionalPart, PartSpec, content_of
+from ckptfsm.core.errors import ConfigError, SaveRefused
+from ckptfsm.core.parts import AttemptId, OptionalPart, PartSpec, content_of
+from ckptfsm.core.requests import Accepted, SaveRequest
 from ckptfsm.proposal import Proposal, agree, measured, name_parts, propose
-from ckptfsm.requests import Accepted, SaveRequest
 
 STATE = PartSpec("state")
 ACTOR = PartSpec("actor", directory="actor")

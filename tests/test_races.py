@@ -11,10 +11,10 @@ from proof import races
 from proof.layer import Budget
 from roots import in_place, write_in_place
 
-from ckptfsm.layout import LEASE, MANIFEST, PINS, READERS, STAGING, TRACKER, TRASH
-from ckptfsm.lifecycle import State
+from ckptfsm.core.layout import LEASE, MANIFEST, PINS, READERS, STAGING, TRACKER, TRASH
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.retention import LatestN
 from ckptfsm.readers import ReaderLease
-from ckptfsm.retention import LatestN
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 

@@ -1,4 +1,4 @@
-"""What a restart decides: every row of the table in ``ckptfsm.recovery``, faults, idempotence."""
+"""What a restart decides: every row of the table in ``ckptfsm.core.recovery``, faults, idempotence."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from ledgers import (
     whole,
 )
 
-from ckptfsm import messages as m
-from ckptfsm.errors import DamagedRoot
-from ckptfsm.findings import (
+from ckptfsm.core import events as m
+from ckptfsm.core.errors import DamagedRoot
+from ckptfsm.core.evidence import (
     Evidence,
     PublishedEvidence,
     StagingEvidence,
     TrackerEvidence,
     went_on,
 )
-from ckptfsm.intent import Intent
-from ckptfsm.layout import MEGATRON
-from ckptfsm.ledger import Ledger
-from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.parts import AttemptId
-from ckptfsm.recovery import Decision, Plan, forget_moved, hopeless, plan
+from ckptfsm.core.layout import MEGATRON
+from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.lifecycle import Checkpoint, State
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.recovery import Decision, Plan, forget_moved, hopeless, plan
+from ckptfsm.core.rollback import Intent
 
 S = State
 EPOCH = 9

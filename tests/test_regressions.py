@@ -20,9 +20,10 @@ from ledgers import (
 )
 from pydantic import ValidationError
 
-from ckptfsm import durable, layout
+from ckptfsm import durable
 from ckptfsm import evidence as evidence_module
-from ckptfsm.documents import (
+from ckptfsm.core import layout
+from ckptfsm.core.documents import (
     FileEntry,
     Manifest,
     RollbackFinished,
@@ -30,17 +31,23 @@ from ckptfsm.documents import (
     checkpoint_record,
     encode,
 )
-from ckptfsm.errors import ConfigError, DamagedRoot, JournalCorrupt, OutcomeUnknown, SaveRefused
+from ckptfsm.core.errors import (
+    ConfigError,
+    DamagedRoot,
+    JournalCorrupt,
+    OutcomeUnknown,
+    SaveRefused,
+)
+from ckptfsm.core.events import WriterForked
+from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import PartSpec, check_parts
+from ckptfsm.core.ports import Identity
+from ckptfsm.core.recovery import Plan, plan
+from ckptfsm.core.requests import SaveRequest
+from ckptfsm.core.retention import EveryNSeconds, Policy, parse_policy
 from ckptfsm.evidence import inspect_published
 from ckptfsm.journal import JournalWriter, encode_line, read_history
-from ckptfsm.ledger import Ledger
-from ckptfsm.lifecycle import State
-from ckptfsm.messages import WriterForked
-from ckptfsm.parts import PartSpec, check_parts
-from ckptfsm.ports import Identity
-from ckptfsm.recovery import Plan, plan
-from ckptfsm.requests import SaveRequest
-from ckptfsm.retention import EveryNSeconds, Policy, parse_policy
 from ckptfsm.stock import StockVerdict
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import PARTS, FakeJob

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledgers import checkpoint, ledger_of
 
-from ckptfsm.errors import ConfigError
-from ckptfsm.lifecycle import State
-from ckptfsm.retention import (
+from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.retention import (
     POLICIES,
     AllOf,
     AnyOf,

@@ -22,15 +22,15 @@ from pathlib import Path
 
 import pytest
 
-from ckptfsm import messages as m
-from ckptfsm.documents import CheckpointRecord, checkpoint_of, checkpoint_record, encode
-from ckptfsm.errors import CkptFsmError
-from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
-from ckptfsm.ledger import Ledger, Rejected
-from ckptfsm.lifecycle import State, expected_reports, writing_ranks
-from ckptfsm.parts import AttemptId, PartSpec
-from ckptfsm.recovery import plan
-from ckptfsm.retention import describe_tracked, parse_policy
+from ckptfsm.core import events as m
+from ckptfsm.core.documents import CheckpointRecord, checkpoint_of, checkpoint_record, encode
+from ckptfsm.core.errors import CkptFsmError
+from ckptfsm.core.evidence import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
+from ckptfsm.core.ledger import Ledger, Rejected
+from ckptfsm.core.lifecycle import State, expected_reports, writing_ranks
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.recovery import plan
+from ckptfsm.core.retention import describe_tracked, parse_policy
 
 FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 UPDATE = os.environ.get("CKPTFSM_UPDATE_GOLDEN") == "1"

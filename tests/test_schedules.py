@@ -11,19 +11,19 @@ import os
 import pytest
 from roots import saved, start, tracked
 
-from ckptfsm.config import make_config
+from ckptfsm.core.config import make_config
+from ckptfsm.core.errors import Fenced, OutcomeUnknown, SaveRefused
+from ckptfsm.core.events import ShardReported
+from ckptfsm.core.layout import MANIFEST, MEGATRON, READERS, TRACKER, TRASH, staging_dir
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.ports import FileStat, Identity, RankJob
+from ckptfsm.core.requests import SaveRequest
+from ckptfsm.core.retention import LatestN
 from ckptfsm.durable import lookup
-from ckptfsm.errors import Fenced, OutcomeUnknown, SaveRefused
 from ckptfsm.executor import InlineExecutor
 from ckptfsm.journal import read_history
-from ckptfsm.layout import MANIFEST, MEGATRON, READERS, TRACKER, TRASH, staging_dir
-from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
-from ckptfsm.messages import ShardReported
-from ckptfsm.ports import FileStat, Identity, RankJob
 from ckptfsm.readers import ReaderLease
-from ckptfsm.requests import SaveRequest
-from ckptfsm.retention import LatestN
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.testing.faults import FaultStorage, Hook, crash_at

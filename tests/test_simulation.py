@@ -23,20 +23,20 @@ from proof.layer import Budget, LayerResult
 
 import ckptfsm.coordinator as coordinator
 import ckptfsm.durable as durable
-from ckptfsm.config import make_config
 from ckptfsm.controller import Controller
 from ckptfsm.coordinator import Coordinator
+from ckptfsm.core.config import make_config
+from ckptfsm.core.errors import DamagedRoot, RootBusy
+from ckptfsm.core.events import ShardReported, WriterGone
+from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.retention import CheckpointInfo, LatestN, Policy
 from ckptfsm.effects import Effects
-from ckptfsm.errors import DamagedRoot, RootBusy
 from ckptfsm.journal import JournalWriter
 from ckptfsm.lease import RootLease
-from ckptfsm.ledger import Ledger
-from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
-from ckptfsm.messages import ShardReported, WriterGone
-from ckptfsm.parts import AttemptId
 from ckptfsm.processes import Outcome
-from ckptfsm.retention import CheckpointInfo, LatestN, Policy
 from ckptfsm.testing import invariants
 from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.invariants import Confirmed, JournalModel, RootBroken, Watch, check_root

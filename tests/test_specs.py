@@ -15,11 +15,11 @@ import pytest
 from pydantic import BaseModel, TypeAdapter
 
 from ckptfsm import specs
-from ckptfsm.documents import RECORD, FileEntry, Holder, Manifest, Part, Pin, Receipt, encode
-from ckptfsm.errors import JournalCorrupt
+from ckptfsm.core.documents import RECORD, FileEntry, Holder, Manifest, Part, Pin, Receipt, encode
+from ckptfsm.core.errors import JournalCorrupt
+from ckptfsm.core.events import SaveRequested
+from ckptfsm.core.lifecycle import TABLE, Row, State
 from ckptfsm.journal import BLOCK_BYTES, RESERVE_BYTES, decode_line, parse_segment_bytes
-from ckptfsm.lifecycle import TABLE, Row, State
-from ckptfsm.messages import SaveRequested
 
 REPO = Path(__file__).resolve().parent.parent
 SPECS = REPO / "specs"

@@ -27,11 +27,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from snapshots import files_of
 
-from ckptfsm.config import make_config
-from ckptfsm.errors import DamagedRoot
-from ckptfsm.layout import TRACKER
+from ckptfsm.core.config import make_config
+from ckptfsm.core.errors import DamagedRoot
+from ckptfsm.core.layout import TRACKER
+from ckptfsm.core.ports import FileStat
 from ckptfsm.manager import Manager
-from ckptfsm.ports import FileStat
 from ckptfsm.stock import (
     ALLOWED_GLOBALS,
     COMMON_KEY,

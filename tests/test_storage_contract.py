@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.ports import Storage
 from ckptfsm.durable import put, write_all
-from ckptfsm.errors import ConfigError
-from ckptfsm.ports import Storage
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at, pause_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage

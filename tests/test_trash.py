@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptfsm.core.layout import DIRECTORIES, PINS, READERS, TRACKER, TRASH
 from ckptfsm.durable import make_dirs, write_new
-from ckptfsm.layout import DIRECTORIES, PINS, READERS, TRACKER, TRASH
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.faults import FaultStorage, crash_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage

@@ -18,14 +18,14 @@ from proof.fuzz import _CONFIG, common_archive, written_metadata
 
 from ckptfsm.controller import Controller
 from ckptfsm.coordinator import Coordinator
-from ckptfsm.documents import FileEntry
-from ckptfsm.errors import DeadlineExceeded, SaveFailed, SaveFailedWarning, StorageError
+from ckptfsm.core.documents import FileEntry
+from ckptfsm.core.errors import DeadlineExceeded, SaveFailed, SaveFailedWarning, StorageError
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.retention import KeepAll, LatestN
 from ckptfsm.files import FilesDriver
 from ckptfsm.integrations.verl import mirror
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, Upload
 from ckptfsm.integrations.verl.uploads import Uploads
-from ckptfsm.parts import AttemptId
-from ckptfsm.retention import KeepAll, LatestN
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import Gate, fake_ports
 from ckptfsm.testing.faults import FaultStorage

@@ -18,19 +18,19 @@ from typing import Any
 import pytest
 from groups import Group
 
-from ckptfsm.errors import (
+from ckptfsm.core.errors import (
     ConfigError,
     PollMissingWarning,
     SaveFailed,
     SaveFailedWarning,
     UntriedVersionWarning,
 )
+from ckptfsm.core.events import Event
+from ckptfsm.core.layout import TRACKER
+from ckptfsm.core.parts import AttemptId
 from ckptfsm.integrations.verl import install, trainer
 from ckptfsm.integrations.verl.position import is_within_an_epoch
 from ckptfsm.integrations.verl.workers import attach
-from ckptfsm.layout import TRACKER
-from ckptfsm.messages import Event
-from ckptfsm.parts import AttemptId
 from ckptfsm.tickets import Ticket
 
 SIZES = {"actor": 2, "critic": 1}
@@ -367,7 +367,7 @@ def test_what_is_missing_or_too_old_is_named(without: str, run: str, said: str) 
     lines = f"""
         import runpy, sys, types
         import ckptfsm.integrations.verl
-        from ckptfsm.errors import ConfigError
+        from ckptfsm.core.errors import ConfigError
         sys.modules["{name}"] = None
         if "{version}":
             sys.modules["{name}"] = types.ModuleType("{name}")

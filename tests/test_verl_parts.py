@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from strangers import newer_files
 
-from ckptfsm.errors import WriterDied
+from ckptfsm.core.errors import WriterDied
+from ckptfsm.core.events import ShardReported
+from ckptfsm.core.parts import AttemptId
 from ckptfsm.integrations.verl.workers import RoleGroups
-from ckptfsm.messages import ShardReported
-from ckptfsm.parts import AttemptId
 
 
 class Answers:
@@ -86,7 +86,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from ckptfsm.errors import RestoreFailed
+from ckptfsm.core.errors import RestoreFailed
 from ckptfsm.integrations.verl.manager import VerlCheckpointManager
 from ckptfsm.megatron import driver
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from groups import SETTINGS
 
-from ckptfsm.config import CheckpointConfig, make_config
 from ckptfsm.controller import Controller
-from ckptfsm.documents import FileEntry
-from ckptfsm.errors import (
+from ckptfsm.core.config import CheckpointConfig, make_config
+from ckptfsm.core.documents import FileEntry
+from ckptfsm.core.errors import (
     ConfigError,
     DamagedRoot,
     DeadlineExceeded,

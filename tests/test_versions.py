@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfsm.errors import ConfigError, UntriedVersionWarning
+from ckptfsm.core.errors import ConfigError, UntriedVersionWarning
 from ckptfsm.versions import OLDEST, TRIED, judge, require, series_of
 
 if sys.version_info >= (3, 11):

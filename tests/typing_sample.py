@@ -28,7 +28,7 @@ from ckptfsm import (
     TransitionRecord,
     load_config,
 )
-from ckptfsm.errors import (
+from ckptfsm.core.errors import (
     CkptFsmError,
     DeadlineExceeded,
     SaveFailed,

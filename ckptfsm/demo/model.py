@@ -37,8 +37,8 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from ckptfsm.core.errors import ConfigError
 from ckptfsm.demo.text import VOCABULARY_SIZE, ByteText, read_stdlib
-from ckptfsm.errors import ConfigError
 
 DROPOUT = 0.1
 """Probability, in attention and hidden layers; above zero on purpose (see the rules)."""

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from ckptfsm.errors import ConfigError
+from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.layout import MEGATRON
+from ckptfsm.core.retention import CheckpointInfo, EveryNSteps, LatestN
 from ckptfsm.evidence import read_tracker
-from ckptfsm.layout import MEGATRON
-from ckptfsm.lease import open_root, this_process
+from ckptfsm.identity import this_process
+from ckptfsm.lease import open_root
 from ckptfsm.lives import read_lives, render_html, render_table
-from ckptfsm.retention import CheckpointInfo, EveryNSteps, LatestN
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ckptfsm.errors import ConfigError
+from ckptfsm.core.errors import ConfigError
 
 VOCABULARY_SIZE = 256
 """Distinct tokens: one per byte value."""

@@ -31,24 +31,24 @@ import megatron.core
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
-from ckptfsm.config import CheckpointConfig, config_of
-from ckptfsm.documents import FileEntry
+from ckptfsm.core.config import CheckpointConfig, config_of
+from ckptfsm.core.documents import FileEntry
+from ckptfsm.core.errors import CkptFsmError, ConfigError, DamagedRoot, RecoveryWarning, describe
+from ckptfsm.core.layout import MEGATRON
+from ckptfsm.core.parts import OptionalPart
+from ckptfsm.core.ports import Staging
+from ckptfsm.core.retention import EveryNSteps, KeepAll, LatestN, Policy
 from ckptfsm.durable import lookup
-from ckptfsm.errors import CkptFsmError, ConfigError, DamagedRoot, RecoveryWarning, describe
 from ckptfsm.evidence import check_digests, check_sizes, read_manifest
 from ckptfsm.files import FileTree
 from ckptfsm.handle import SaveHandle
 from ckptfsm.integrations.queue import AsyncCallsQueue
 from ckptfsm.integrations.replaced import Replaced
-from ckptfsm.layout import MEGATRON
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.driver import refuse_newer, storage_at
 from ckptfsm.megatron.foreign import ready_part
 from ckptfsm.megatron.manager import CheckpointManager
 from ckptfsm.notices import say, warn_caller
-from ckptfsm.parts import OptionalPart
-from ckptfsm.ports import Staging
-from ckptfsm.retention import EveryNSteps, KeepAll, LatestN, Policy
 from ckptfsm.versions import TRIED
 
 log = logging.getLogger("ckptfsm")

@@ -26,9 +26,9 @@ from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckptfsm.backoff import pauses
-from ckptfsm.config import CheckpointConfig, config_of
-from ckptfsm.errors import (
+from ckptfsm.core.backoff import pauses
+from ckptfsm.core.config import CheckpointConfig, config_of
+from ckptfsm.core.errors import (
     CkptFsmError,
     ConfigError,
     RankInterrupted,
@@ -37,10 +37,11 @@ from ckptfsm.errors import (
     WriterDied,
     describe,
 )
+from ckptfsm.core.layout import LAYOUTS
+from ckptfsm.core.ports import Outcome, Staging, Transport
 from ckptfsm.handle import SaveHandle
 from ckptfsm.integrations.replaced import Replaced
 from ckptfsm.interrupts import HandlersWait, OneCall
-from ckptfsm.layout import LAYOUTS
 from ckptfsm.megatron.foreign import (
     StagedRequest,
     forget_what_workers_have,
@@ -51,7 +52,6 @@ from ckptfsm.megatron.foreign import (
 )
 from ckptfsm.megatron.transport import transport_of
 from ckptfsm.notices import say, warn_at_end
-from ckptfsm.ports import Outcome, Staging, Transport
 from ckptfsm.processes import Child, fork_child
 from ckptfsm.versions import installed
 from ckptfsm.writer import missed_deadline

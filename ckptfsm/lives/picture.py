@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 
-from ckptfsm.lifecycle import State
+from ckptfsm.core.lifecycle import State
 from ckptfsm.lives.axis import Axis, overview_axis, zoom_axis
 from ckptfsm.lives.reading import Entry, Life
 from ckptfsm.lives.timeline import (

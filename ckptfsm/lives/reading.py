@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ckptfsm.documents import SegmentClosed, SegmentOpened, TransitionRecord
+from ckptfsm.core.documents import SegmentClosed, SegmentOpened, TransitionRecord
+from ckptfsm.core.errors import JournalCorrupt
+from ckptfsm.core.layout import JOURNAL, parse_segment, segment_name
+from ckptfsm.core.lifecycle import ENDED, State
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import Storage
 from ckptfsm.durable import list_names
-from ckptfsm.errors import JournalCorrupt
 from ckptfsm.journal import Segment, parse_segment_bytes, read_segment
-from ckptfsm.layout import JOURNAL, parse_segment, segment_name
-from ckptfsm.lifecycle import ENDED, State
-from ckptfsm.parts import AttemptId
-from ckptfsm.ports import Storage
 
 S = State
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckptfsm.lifecycle import ENDED, State
+from ckptfsm.core.lifecycle import ENDED, State
 from ckptfsm.lives.reading import Life
 from ckptfsm.lives.timeline import Lane, clean, clip, describe_end, format_bytes, place
 

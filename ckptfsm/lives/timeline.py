@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from ckptfsm.lifecycle import ENDED, IN_FLIGHT, State
+from ckptfsm.core.lifecycle import ENDED, IN_FLIGHT, State
 from ckptfsm.lives.reading import Entry, Life, Run
 
 S = State

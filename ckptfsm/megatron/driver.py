@@ -23,7 +23,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-from ckptfsm.errors import ConfigError, RestoreFailed, SaveRefused
+from ckptfsm.core.errors import ConfigError, RestoreFailed, SaveRefused
+from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
+from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Survey
 from ckptfsm.files import bytes_of, file_spec, load_file, provenance, stage_file
 from ckptfsm.megatron.compat import cpu_devices, process_group
 from ckptfsm.megatron.foreign import ForeignPart, ForeignRequest, stage_foreign
@@ -38,8 +40,6 @@ from ckptfsm.megatron.torch_dist import (
     merge_part,
     stage_part,
 )
-from ckptfsm.parts import OptionalPart, PartSpec, content_of
-from ckptfsm.ports import Finalizer, PartFinisher, PartJob, Survey
 from ckptfsm.stock import COMMON, COMMON_KEY, inspect_stock
 from ckptfsm.storage import PosixStorage
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptfsm.core.errors import StorageError
+from ckptfsm.core.layout import BEGUN, PRIVATE, STAGING, join
+from ckptfsm.core.ports import Storage
 from ckptfsm.durable import list_names
-from ckptfsm.errors import StorageError
-from ckptfsm.layout import BEGUN, PRIVATE, STAGING, join
-from ckptfsm.ports import Storage
 
 _CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _WATCHED = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"})

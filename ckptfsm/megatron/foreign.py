@@ -36,15 +36,15 @@ import torch
 import xxhash
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ckptfsm.documents import FileEntry
+from ckptfsm.core.documents import FileEntry
+from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused, describe, one_line
+from ckptfsm.core.layout import join
+from ckptfsm.core.parts import PartSpec
+from ckptfsm.core.ports import Storage, Written
 from ckptfsm.durable import fsync_existing, list_names
-from ckptfsm.errors import ConfigError, SaveFailed, SaveRefused, describe, one_line
 from ckptfsm.files import make_inside
-from ckptfsm.layout import join
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.fence import stay_out_once_it_is_anothers
-from ckptfsm.parts import PartSpec
-from ckptfsm.ports import Storage, Written
 from ckptfsm.processes import children_of, let_children_die_too
 from ckptfsm.stock import COMMON, COMMON_KEY
 from ckptfsm.storage import DIGEST_PREFIX

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ckptfsm.config import CheckpointConfig, config_of
+from ckptfsm.core.config import CheckpointConfig, config_of
+from ckptfsm.core.ports import Ports, Staging, Storage
 from ckptfsm.manager import Manager
 from ckptfsm.megatron.driver import MegatronDriver
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
 from ckptfsm.megatron.transport import transport_of
-from ckptfsm.ports import Ports, Staging, Storage
 from ckptfsm.pump import Hook
 from ckptfsm.storage import OpenPosix
 from ckptfsm.system import system_ports

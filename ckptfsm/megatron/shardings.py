@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.validation import validate_sharding_integr
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ckptfsm.errors import CkptFsmError, RestoreFailed, describe
+from ckptfsm.core.errors import CkptFsmError, RestoreFailed, describe
 
 
 def check_shards(part: str, ranks: Sequence[Sequence[Any]], error: type[CkptFsmError]) -> None:

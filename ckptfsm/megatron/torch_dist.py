@@ -45,14 +45,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.utils._pytree import tree_map
 
-from ckptfsm.documents import FileEntry
+from ckptfsm.core.documents import FileEntry
+from ckptfsm.core.errors import DamagedRoot, SaveFailed, SaveRefused, WriterDied
+from ckptfsm.core.layout import PLANNED, join, planned_name
+from ckptfsm.core.parts import PartSpec
+from ckptfsm.core.ports import Storage, Written
 from ckptfsm.durable import make_dirs, storage_error
-from ckptfsm.errors import DamagedRoot, SaveFailed, SaveRefused, WriterDied
-from ckptfsm.layout import PLANNED, join, planned_name
 from ckptfsm.megatron.shardings import check_not_empty, check_shards
 from ckptfsm.notices import no_warning_is_an_error
-from ckptfsm.parts import PartSpec
-from ckptfsm.ports import Storage, Written
 from ckptfsm.processes import Child, fork_child
 from ckptfsm.stock import COMMON, COMMON_KEY
 from ckptfsm.versions import series_of

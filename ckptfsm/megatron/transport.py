@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ckptfsm.config import CheckpointConfig
-from ckptfsm.errors import RankFailed, describe
-from ckptfsm.ports import Transport
+from ckptfsm.core.config import CheckpointConfig
+from ckptfsm.core.errors import RankFailed, describe
+from ckptfsm.core.ports import Transport
 from ckptfsm.transport import LocalTransport
 
 

@@ -28,19 +28,19 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from ckptfsm import documents
-from ckptfsm.documents import (
+from ckptfsm.core import documents
+from ckptfsm.core.documents import (
     MAX_SEGMENT_BYTES,
     RECORD,
     TransitionRecord,
     first_problem,
 )
+from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.layout import JOURNAL, parse_segment
+from ckptfsm.core.lifecycle import ENDED, IN_FLIGHT, TABLE, UNPUBLISHED, Row, State
+from ckptfsm.core.parts import PartSpec, check_parts
+from ckptfsm.core.ports import Storage
 from ckptfsm.durable import list_names
-from ckptfsm.errors import ConfigError
-from ckptfsm.layout import JOURNAL, parse_segment
-from ckptfsm.lifecycle import ENDED, IN_FLIGHT, TABLE, UNPUBLISHED, Row, State
-from ckptfsm.parts import PartSpec, check_parts
-from ckptfsm.ports import Storage
 
 RULES: Mapping[str, str] = MappingProxyType(
     {

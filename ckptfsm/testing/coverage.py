@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptfsm import ledger as _ledger
-from ckptfsm.lifecycle import EVENTS, TABLE, Checkpoint, Row, State, find_row
-from ckptfsm.messages import Command, Event
+from ckptfsm.core import ledger as _ledger
+from ckptfsm.core.events import Command, Event
+from ckptfsm.core.lifecycle import EVENTS, TABLE, Checkpoint, Row, State, find_row
 
 
 def row_key(row: Row) -> str:

@@ -19,13 +19,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptfsm.clock import SystemClock
-from ckptfsm.errors import CkptFsmError, RankFailed, SaveRefused
-from ckptfsm.executor import ThreadExecutor
-from ckptfsm.files import file_spec, load_file, stage_file
-from ckptfsm.interrupts import HandlersWait
-from ckptfsm.lease import this_process
-from ckptfsm.parts import OptionalPart, PartSpec, content_of
-from ckptfsm.ports import (
+from ckptfsm.core.errors import CkptFsmError, RankFailed, SaveRefused
+from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
+from ckptfsm.core.ports import (
     Clock,
     Executor,
     Finalizer,
@@ -40,6 +36,10 @@ from ckptfsm.ports import (
     Transport,
     Written,
 )
+from ckptfsm.executor import ThreadExecutor
+from ckptfsm.files import file_spec, load_file, stage_file
+from ckptfsm.identity import this_process
+from ckptfsm.interrupts import HandlersWait
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.harness import FINISHERS, FakePart
 from ckptfsm.transport import LocalTransport

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ckptfsm.ports import FileStat, Storage
+from ckptfsm.core.ports import FileStat, Storage
 from ckptfsm.testing.simfs import ProcessDead
 
 Hook = Callable[[int, str, str], None]

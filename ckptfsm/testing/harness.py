@@ -18,15 +18,15 @@ from types import MappingProxyType
 from typing import Any
 
 from ckptfsm.coordinator import Coordinator, CoordinatorOptions
-from ckptfsm.documents import FileEntry, TransitionRecord
+from ckptfsm.core.documents import FileEntry, TransitionRecord
+from ckptfsm.core.events import Failed, ShardReported, WriterForked, WriterGone
+from ckptfsm.core.layout import MEGATRON, PLANNED, join, planned_name
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.ports import Identity, PartFinisher, RankJob, Storage, Written
+from ckptfsm.core.requests import News, RecoveryReport, SaveRequest
+from ckptfsm.core.retention import KeepAll, Policy
 from ckptfsm.durable import make_dirs
-from ckptfsm.layout import MEGATRON, PLANNED, join, planned_name
-from ckptfsm.lifecycle import State
-from ckptfsm.messages import Failed, ShardReported, WriterForked, WriterGone
-from ckptfsm.parts import AttemptId, PartSpec
-from ckptfsm.ports import Identity, PartFinisher, RankJob, Storage, Written
-from ckptfsm.requests import News, RecoveryReport, SaveRequest
-from ckptfsm.retention import KeepAll, Policy
 from ckptfsm.testing.invariants import RootBroken, check_root
 from ckptfsm.writer import ShardFile, write_rank
 

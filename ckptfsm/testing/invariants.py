@@ -16,9 +16,9 @@ from typing import Any
 
 import xxhash
 
-from ckptfsm.layout import join, planned_name
-from ckptfsm.messages import UNUSABLE
-from ckptfsm.ports import Storage
+from ckptfsm.core.events import UNUSABLE
+from ckptfsm.core.layout import join, planned_name
+from ckptfsm.core.ports import Storage
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -30,7 +30,7 @@ from typing import Literal, Protocol
 
 import xxhash
 
-from ckptfsm.ports import FileStat
+from ckptfsm.core.ports import FileStat
 from ckptfsm.storage import DIGEST_PREFIX, split_entry, split_path
 
 BLOCK_BYTES = 512  # what a disk writes at once

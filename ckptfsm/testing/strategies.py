@@ -11,11 +11,11 @@ from typing import Literal
 
 from hypothesis import strategies as st
 
-from ckptfsm.findings import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
-from ckptfsm.ledger import Ledger
-from ckptfsm.lifecycle import FORGOTTEN, IN_FLIGHT, Checkpoint, State
-from ckptfsm.parts import AttemptId, PartSpec
-from ckptfsm.retention import (
+from ckptfsm.core.evidence import Evidence, PublishedEvidence, StagingEvidence, TrackerEvidence
+from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.lifecycle import FORGOTTEN, IN_FLIGHT, Checkpoint, State
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.retention import (
     AllOf,
     AnyOf,
     BestN,

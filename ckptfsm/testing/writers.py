@@ -12,8 +12,8 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 
-from ckptfsm.errors import CkptFsmError, describe
-from ckptfsm.ports import ChildError, Outcome, RankJob, Storage
+from ckptfsm.core.errors import CkptFsmError, describe
+from ckptfsm.core.ports import ChildError, Outcome, RankJob, Storage
 from ckptfsm.testing.faults import FaultStorage, Hook, crash_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writer import write_rank

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptfsm.config import make_config
-from ckptfsm.errors import WriterDied
-from ckptfsm.layout import MEGATRON, TRACKER
-from ckptfsm.ledger import Rejected
-from ckptfsm.lifecycle import State
+from ckptfsm.core.config import make_config
+from ckptfsm.core.errors import WriterDied
+from ckptfsm.core.layout import MEGATRON, TRACKER
+from ckptfsm.core.ledger import Rejected
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.manager import Manager
-from ckptfsm.parts import AttemptId, PartSpec
 from ckptfsm.testing.fakes import FakeDriver, FakeRequest, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakePart, check_root, fake_content

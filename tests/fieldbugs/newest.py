@@ -8,9 +8,9 @@ from pathlib import Path
 
 from proof.fuzz import common_archive, written_metadata
 
+from ckptfsm.core.ports import Storage
+from ckptfsm.core.retention import EveryNSteps, LatestN
 from ckptfsm.integrations.verl.position import is_within_an_epoch
-from ckptfsm.ports import Storage
-from ckptfsm.retention import EveryNSteps, LatestN
 from ckptfsm.stock import StockVerdict, inspect_stock
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 from fieldbugs.model import Action

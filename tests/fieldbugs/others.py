@@ -11,12 +11,12 @@ from pathlib import Path
 
 from greenlet import getcurrent, greenlet
 
-from ckptfsm.config import make_config
+from ckptfsm.core.config import make_config
+from ckptfsm.core.errors import DamagedRoot, Fenced, StepExistsError
+from ckptfsm.core.layout import MEGATRON, TRACKER, TRASH
+from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.durable import put
-from ckptfsm.errors import DamagedRoot, Fenced, StepExistsError
-from ckptfsm.layout import MEGATRON, TRACKER, TRASH
 from ckptfsm.manager import Manager
-from ckptfsm.ports import Identity, Storage
 from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob

@@ -21,19 +21,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptfsm.config import make_config
+from ckptfsm.core.config import make_config
+from ckptfsm.core.errors import SaveFailed, SaveRefused, StepNotFoundError
+from ckptfsm.core.events import Event, ShardReported
+from ckptfsm.core.layout import MANIFEST, MEGATRON, STAGING, TRACKER, TRASH, parse_attempt
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.ports import Identity, PartJob, RankJob, Storage, Written
+from ckptfsm.core.requests import RecoveryReport
+from ckptfsm.core.retention import LatestN, Policy
 from ckptfsm.durable import lookup
-from ckptfsm.errors import SaveFailed, SaveRefused, StepNotFoundError
 from ckptfsm.evidence import read_tracker
-from ckptfsm.layout import MANIFEST, MEGATRON, STAGING, TRACKER, TRASH, parse_attempt
-from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
-from ckptfsm.messages import Event, ShardReported
-from ckptfsm.parts import AttemptId, PartSpec
-from ckptfsm.ports import Identity, PartJob, RankJob, Storage, Written
 from ckptfsm.processes import Child
-from ckptfsm.requests import RecoveryReport
-from ckptfsm.retention import LatestN, Policy
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.coverage import Coverage

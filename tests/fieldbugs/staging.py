@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ckptfsm.ports import Storage
+from ckptfsm.core.ports import Storage
 from ckptfsm.testing.fakes import Gate
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 from fieldbugs.model import Action

@@ -34,7 +34,7 @@ from torch.optim.optimizer import (
 from training_jobs import AtAGate
 
 from ckptfsm import Staging
-from ckptfsm.errors import CkptFsmError
+from ckptfsm.core.errors import CkptFsmError
 from ckptfsm.integrations.megatron_lm import (
     _IN_ASYNC_UTILS,
     _IN_CHECKPOINTING,

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from ckptfsm import LatestN
-from ckptfsm.errors import SaveFailed
+from ckptfsm.core.errors import SaveFailed
 from ckptfsm.integrations.ray import RayController
 
 GROUPS = {"actor": 2, "critic": 1}

@@ -21,10 +21,10 @@ pytest.importorskip("ray", reason="pip install ckptfsm[ray]; make test-integrati
 
 import ray
 
-from ckptfsm.errors import ConfigError, SaveFailed, WriterDied
+from ckptfsm.core.errors import ConfigError, SaveFailed, WriterDied
+from ckptfsm.core.events import Failed
 from ckptfsm.integrations.ray import RayController
 from ckptfsm.integrations.verl.workers import RayCalls
-from ckptfsm.messages import Failed
 from ckptfsm.testing.fakes import Gate
 
 pytestmark = pytest.mark.integration

@@ -37,18 +37,18 @@ from verl_job import TRACKER, Job, restarted, save, state_of, train
 from verl_loops import calls_in_every_step
 from verl_servers import Server
 
-from ckptfsm.errors import (
+from ckptfsm.core.errors import (
     ConfigError,
     PollMissingWarning,
     SaveFailed,
     SaveFailedWarning,
     StepExistsError,
 )
+from ckptfsm.core.retention import KeepAll, LatestN
 from ckptfsm.integrations.verl import install, install_in_verl, retention_of
 from ckptfsm.integrations.verl import manager as manager_module
 from ckptfsm.integrations.verl import trainer as trainer_module
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror
-from ckptfsm.retention import KeepAll, LatestN
 from ckptfsm.testing.fakes import Gate
 
 pytestmark = pytest.mark.megatron
@@ -810,7 +810,7 @@ def test_a_verl_without_what_its_newer_trainers_import() -> None:
     lines = """
         import sys
         sys.modules["transfer_queue"] = None  # verl names it in an extra only
-        from ckptfsm.errors import ConfigError
+        from ckptfsm.core.errors import ConfigError
         from ckptfsm.integrations.verl import install_in_verl
         assert install_in_verl() == ["RayPPOTrainer"]
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer as ours
@@ -841,7 +841,7 @@ def test_the_sft_trainer_with_a_driver_is_refused() -> None:
 def test_the_fully_asynchronous_trainer_is_refused_when_it_is_made() -> None:
     """Catches: a trainer that is defined later, saves its rollouter too, and is taken over silently."""
     lines = """
-        from ckptfsm.errors import ConfigError
+        from ckptfsm.core.errors import ConfigError
         from ckptfsm.integrations.verl import install_in_verl
         install_in_verl()
         from verl.experimental.fully_async_policy.fully_async_trainer import FullyAsyncTrainer

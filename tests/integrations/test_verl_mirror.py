@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ckptfsm.documents import FileEntry
-from ckptfsm.errors import StorageError
+from ckptfsm.core.documents import FileEntry
+from ckptfsm.core.errors import StorageError
+from ckptfsm.core.parts import AttemptId
 from ckptfsm.integrations.verl import mirror as mirror_module
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, HdfsMirror, mirror_of
-from ckptfsm.parts import AttemptId
 from ckptfsm.storage import PosixStorage
 
 HDFS = """#!/bin/sh

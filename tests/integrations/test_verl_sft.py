@@ -25,7 +25,7 @@ pytest.importorskip(
 
 from verl_sft_runs import STEPS_PER_EPOCH, Run, SftServer, make_model
 
-from ckptfsm.errors import ConfigError
+from ckptfsm.core.errors import ConfigError
 from ckptfsm.integrations.verl import install
 
 pytestmark = pytest.mark.megatron

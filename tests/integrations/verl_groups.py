@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from verl_servers import Running
 
-from ckptfsm.errors import WriterDied
+from ckptfsm.core.errors import WriterDied
 
 LIMIT_S = 120.0
 

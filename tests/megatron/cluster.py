@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptfsm.documents import TransitionRecord
+from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.evidence import read_manifest, read_tracker
 from ckptfsm.journal import History, read_history, read_segments
 from ckptfsm.storage import PosixStorage

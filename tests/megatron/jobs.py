@@ -55,13 +55,13 @@ from ckptfsm import (  # noqa: E402
     TransitionRecord,
 )
 from ckptfsm.coordinator import Coordinator  # noqa: E402
+from ckptfsm.core.errors import CkptFsmError  # noqa: E402
+from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked  # noqa: E402
+from ckptfsm.core.parts import AttemptId  # noqa: E402
+from ckptfsm.core.ports import Storage  # noqa: E402
 from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel  # noqa: E402
-from ckptfsm.errors import CkptFsmError  # noqa: E402
 from ckptfsm.megatron.compat import cpu_devices  # noqa: E402
 from ckptfsm.megatron.driver import MegatronDriver  # noqa: E402
-from ckptfsm.messages import Event, Failed, ShardReported, WriterForked  # noqa: E402
-from ckptfsm.parts import AttemptId  # noqa: E402
-from ckptfsm.ports import Storage  # noqa: E402
 from ckptfsm.storage import PosixStorage  # noqa: E402
 from ckptfsm.testing.faults import FaultStorage  # noqa: E402
 

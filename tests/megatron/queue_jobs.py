@@ -35,7 +35,7 @@ from jobs import (
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from ckptfsm import ForeignRequest
-from ckptfsm.errors import CkptFsmError
+from ckptfsm.core.errors import CkptFsmError
 from ckptfsm.integrations.queue import AsyncCallsQueue, install
 
 ROWS = 16

@@ -17,7 +17,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 from ckptfsm import CheckpointManager, LatestN
-from ckptfsm.errors import RestoreFailed, SaveRefused
+from ckptfsm.core.errors import RestoreFailed, SaveRefused
 from ckptfsm.integrations import megatron_lm
 from ckptfsm.megatron import driver, manager
 from ckptfsm.megatron.compat import cpu_devices, process_group

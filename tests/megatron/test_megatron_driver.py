@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from ckptfsm import CheckpointManager, CkptFsmError
-from ckptfsm.errors import RestoreFailed, SaveRefused
+from ckptfsm.core.errors import RestoreFailed, SaveRefused
 from ckptfsm.megatron.driver import MegatronDriver
 
 pytestmark = pytest.mark.megatron

@@ -27,7 +27,7 @@ from cluster import (
     tracked_step,
 )
 
-from ckptfsm.layout import receipt_name
+from ckptfsm.core.layout import receipt_name
 from ckptfsm.megatron.foreign import StagedRequest
 from ckptfsm.processes import fork_child
 

@@ -30,7 +30,7 @@ except ImportError as error:  # it needs packages that a checkpoint does not
     print(f"not imported: {error}")
     raise SystemExit
 
-from ckptfsm.errors import ConfigError
+from ckptfsm.core.errors import ConfigError
 from ckptfsm.integrations import megatron_lm
 from ckptfsm.integrations.queue import AsyncCallsQueue, install
 from ckptfsm.megatron.compat import cpu_devices
@@ -84,7 +84,7 @@ REFUSED = """
 import sys
 from importlib import import_module
 
-from ckptfsm.errors import ConfigError
+from ckptfsm.core.errors import ConfigError
 try:
     import_module(sys.argv[1])
 except ConfigError as error:

@@ -21,7 +21,7 @@ from cluster import (
     tracked_step,
 )
 
-from ckptfsm.errors import ConfigError, PollMissingWarning
+from ckptfsm.core.errors import ConfigError, PollMissingWarning
 from ckptfsm.transport import LocalTransport
 
 pytestmark = pytest.mark.megatron

@@ -95,7 +95,7 @@ from collections import OrderedDict
 from ckptfsm import CheckpointManager  # the first import: megatron-core's own raises warnings
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from ckptfsm.errors import SaveFailedWarning
+from ckptfsm.core.errors import SaveFailedWarning
 
 class Loud:
     def __reduce__(self):

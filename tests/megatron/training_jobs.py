@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 from trainer_lm import async_utils, checkpointing, global_vars, training
 
-from ckptfsm.errors import CkptFsmError, RecoveryWarning
+from ckptfsm.core.errors import CkptFsmError, RecoveryWarning
 from ckptfsm.integrations.megatron_lm import InstalledTraining, MegatronLMCheckpoints, install
 from ckptfsm.megatron.compat import cpu_devices
 

@@ -53,7 +53,7 @@ def _judge_by_layer(layer: str, profile: str) -> dict[str, Any]:
             raise
         return {"skipped": "there is no such layer"}
     budget_type = importlib.import_module("proof.layer").Budget
-    errors = importlib.import_module("ckptfsm.errors")
+    errors = importlib.import_module("ckptfsm.core.errors")
     try:
         result = module.run(budget_type(profile=profile, processes=1, stop_at_first=True))
     except (AssertionError, errors.CkptFsmError) as error:

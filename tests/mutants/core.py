@@ -9,7 +9,7 @@ _SEARCH = ("suites", "exhaustive", "simulation")
 TABLE = (
     mutant(
         "pruned-though-kept",
-        "lifecycle:a_newer_one_is_tracked_and_nothing_keeps_it",
+        "core.lifecycle:a_newer_one_is_tracked_and_nothing_keeps_it",
         "event.newer_step > checkpoint.step and not event.kept_by",
         "event.newer_step > checkpoint.step",
         breaks="I7",
@@ -18,12 +18,12 @@ TABLE = (
     ),
     mutant(
         "keep-one-deletes-itself",
-        "lifecycle:a_newer_one_is_tracked_and_nothing_keeps_it",
+        "core.lifecycle:a_newer_one_is_tracked_and_nothing_keeps_it",
         "event.newer_step > checkpoint.step and",
         "event.newer_step >= checkpoint.step and",
-        ("ledger:Ledger._offer", '"latest": latest <= step,', '"latest": latest < step,'),
+        ("core.ledger:Ledger._offer", '"latest": latest <= step,', '"latest": latest < step,'),
         (
-            "ledger:Ledger._offer",
+            "core.ledger:Ledger._offer",
             "latest if latest > step else None",
             "latest if latest >= step else None",
         ),
@@ -33,7 +33,7 @@ TABLE = (
     ),
     mutant(
         "cleaned-though-published",
-        "lifecycle:never_published_and_writers_gone",
+        "core.lifecycle:never_published_and_writers_gone",
         "return not event.published and checkpoint.gone ==",
         "return checkpoint.gone ==",
         breaks="I1",
@@ -42,7 +42,7 @@ TABLE = (
     ),
     mutant(
         "cleaned-under-living-writers",
-        "lifecycle:never_published_and_writers_gone",
+        "core.lifecycle:never_published_and_writers_gone",
         "return not event.published and checkpoint.gone == writing_ranks(checkpoint)",
         "return not event.published",
         breaks="I1",
@@ -51,7 +51,7 @@ TABLE = (
     ),
     mutant(
         "one-shard-too-few",
-        "lifecycle:_shards_complete",
+        "core.lifecycle:_shards_complete",
         "return len(checkpoint.reported) + 1 == len(expected_reports(checkpoint))",
         "return len(checkpoint.reported) + 2 >= len(expected_reports(checkpoint))",
         breaks="I3",
@@ -60,7 +60,7 @@ TABLE = (
     ),
     mutant(
         "a-duplicate-counts",
-        "lifecycle:_is_news_of_a_shard",
+        "core.lifecycle:_is_news_of_a_shard",
         "awaited = key in expected_reports(checkpoint) and key not in checkpoint.reported",
         "awaited = key in expected_reports(checkpoint)",
         breaks="I5",
@@ -69,7 +69,7 @@ TABLE = (
     ),
     mutant(
         "a-shard-before-its-fork",
-        "lifecycle:_is_news_of_a_shard",
+        "core.lifecycle:_is_news_of_a_shard",
         "return awaited and event.rank in checkpoint.forked and event.world_size",
         "return awaited and event.world_size",
         breaks="I5",
@@ -78,7 +78,7 @@ TABLE = (
     ),
     mutant(
         "what-is-published-may-fail",
-        "lifecycle:TABLE",
+        "core.lifecycle:TABLE",
         "Row(S.SHARDS_WRITTEN, Failed, None, S.FAILED),",
         "Row(S.SHARDS_WRITTEN, Failed, None, S.FAILED),\nRow(S.FINALIZED, Failed, None, S.FAILED),",
         breaks="I1",
@@ -87,7 +87,7 @@ TABLE = (
     ),
     mutant(
         "prunable-from-finalized",
-        "lifecycle:TABLE",
+        "core.lifecycle:TABLE",
         "Row(S.PRUNABLE, Reprieved, None, S.TRACKED),",
         "Row(S.PRUNABLE, Reprieved, None, S.TRACKED),\n"
         "Row(S.FINALIZED, Superseded, None, S.PRUNABLE, Prune),",
@@ -97,7 +97,7 @@ TABLE = (
     ),
     mutant(
         "published-before-all-shards",
-        "lifecycle:TABLE",
+        "core.lifecycle:TABLE",
         "Row(S.SHARDS_WRITTEN, Published, None, S.FINALIZED, WriteTracker),",
         "Row(S.SHARDS_WRITTEN, Published, None, S.FINALIZED, WriteTracker),\n"
         "Row(S.FORKED, Published, None, S.FINALIZED, WriteTracker),",
@@ -107,7 +107,7 @@ TABLE = (
     ),
     mutant(
         "removed-from-tracked",
-        "lifecycle:TABLE",
+        "core.lifecycle:TABLE",
         "Row(S.PRUNABLE, Removed, None, S.PRUNED),",
         "Row(S.PRUNABLE, Removed, None, S.PRUNED),\nRow(S.TRACKED, Removed, None, S.PRUNED),",
         breaks="I1",
@@ -116,7 +116,7 @@ TABLE = (
     ),
     mutant(
         "a-failed-one-is-never-cleaned-up",
-        "lifecycle:TABLE",
+        "core.lifecycle:TABLE",
         "Row(S.FAILED, WriterGone, every_writer_is_gone, S.FAILED, CleanUp),",
         "Row(S.FAILED, WriterGone, every_writer_is_gone, S.FAILED),",
         breaks="I10",
@@ -128,7 +128,7 @@ TABLE = (
 LEDGER = (
     mutant(
         "two-in-flight",
-        "ledger:Ledger.refuse",
+        "core.ledger:Ledger.refuse",
         "if busy is not None:\n    raise SaveRefused(",
         "if busy is not None and step < 0:\n    raise SaveRefused(",
         breaks="I5",
@@ -137,7 +137,7 @@ LEDGER = (
     ),
     mutant(
         "the-same-step-twice",
-        "ledger:Ledger.refuse",
+        "core.ledger:Ledger.refuse",
         "if latest is not None and step <= latest.step:",
         "if False:",
         breaks="I2",
@@ -146,16 +146,16 @@ LEDGER = (
     ),
     mutant(
         "another-world-size-counts",
-        "ledger:Ledger.report",
+        "core.ledger:Ledger.report",
         "event.world_size != living.world_size",
         "event.world_size < 1",
         (
-            "lifecycle:_is_news_of_a_fork",
+            "core.lifecycle:_is_news_of_a_fork",
             "return awaited and event.world_size == checkpoint.world_size",
             "return awaited",
         ),
         (
-            "lifecycle:_is_news_of_a_shard",
+            "core.lifecycle:_is_news_of_a_shard",
             "event.rank in checkpoint.forked and event.world_size == checkpoint.world_size",
             "event.rank in checkpoint.forked",
         ),
@@ -165,7 +165,7 @@ LEDGER = (
     ),
     mutant(
         "a-stale-completion-counts",
-        "ledger:Ledger.report",
+        "core.ledger:Ledger.report",
         "living = self.checkpoints.get(event.of)",
         "living = self.checkpoints.get(event.of)\n"
         "if living is None and self.in_flight() is not None:\n"
@@ -178,7 +178,7 @@ LEDGER = (
     ),
     mutant(
         "pins-do-not-count",
-        "ledger:Ledger._offer",
+        "core.ledger:Ledger._offer",
         '"pin": step in self.pins',
         '"pin": False',
         breaks="I7",
@@ -187,7 +187,7 @@ LEDGER = (
     ),
     mutant(
         "readers-do-not-count",
-        "ledger:Ledger._offer",
+        "core.ledger:Ledger._offer",
         '"reader": step in self.readers',
         '"reader": False',
         breaks="I7",
@@ -196,7 +196,7 @@ LEDGER = (
     ),
     mutant(
         "retention-does-not-count",
-        "ledger:Ledger._offer",
+        "core.ledger:Ledger._offer",
         '"retention": step in preserved',
         '"retention": False',
         breaks="I7",
@@ -205,7 +205,7 @@ LEDGER = (
     ),
     mutant(
         "the-latest-is-the-one-in-flight",
-        "ledger:Ledger.prunable",
+        "core.ledger:Ledger.prunable",
         "offers = (self._offer(c, tracked[-1].step, preserved) for c in tracked)",
         "newest = self.in_state(State.TRACKED, *IN_FLIGHT)\n"
         "offers = (self._offer(c, newest[-1].step, preserved) for c in tracked)",
@@ -229,7 +229,7 @@ LEDGER = (
     ),
     mutant(
         "failed-ones-take-a-keep-slot",
-        "retention:describe_tracked",
+        "core.retention:describe_tracked",
         "for c in ledger.in_state(State.TRACKED)",
         "for c in ledger.in_state(State.TRACKED, State.FAILED, State.REQUESTED, State.FORKED)",
         breaks="I7",
@@ -242,7 +242,7 @@ LEDGER = (
 RECOVERY = (
     mutant(
         "tracked-ones-are-taken-on-trust",
-        "recovery:_decide",
+        "core.recovery:_decide",
         "if whole and _is_there(checkpoint, evidence):",
         "if True:",
         breaks="I2",
@@ -260,7 +260,7 @@ RECOVERY = (
     ),
     mutant(
         "starts-from-scratch",
-        "recovery:plan",
+        "core.recovery:plan",
         "if reasons and not survivors:\n    raise hopeless(reasons)",
         "reasons = ()",
         breaks="I8",
@@ -278,7 +278,7 @@ RECOVERY = (
     ),
     mutant(
         "resumes-from-what-was-never-tracked",
-        "recovery:_unknown",
+        "core.recovery:_unknown",
         "newer = limit is not None and step > limit",
         "newer = False",
         breaks="I8",
@@ -288,7 +288,7 @@ RECOVERY = (
     ),
     mutant(
         "written-ones-are-always-rolled-forward",
-        "recovery:_decide_unpublished",
+        "core.recovery:_decide_unpublished",
         "if checkpoint.state is State.SHARDS_WRITTEN and complete:",
         "if checkpoint.state is not State.REQUESTED:",
         (
@@ -302,7 +302,7 @@ RECOVERY = (
     ),
     mutant(
         "published-ones-are-failed-at-a-restart",
-        "recovery:_decide_unpublished",
+        "core.recovery:_decide_unpublished",
         'if whole:\n    why = "published with its own manifest; only the journal lagged"',
         'if False:\n    why = "published with its own manifest; only the journal lagged"',
         breaks="I8",
@@ -311,7 +311,7 @@ RECOVERY = (
     ),
     mutant(
         "finalized-ones-are-forgotten",
-        "recovery:_decide",
+        "core.recovery:_decide",
         "if whole and newer:",
         "if False:",
         breaks="I8",
@@ -320,17 +320,17 @@ RECOVERY = (
     ),
     mutant(
         "a-prunable-one-is-gone-at-a-restart",
-        "recovery:_decide",
+        "core.recovery:_decide",
         'return _decision(checkpoint, found, "tracked", why, Reprieved(of, "restart"))',
         'return _decision(checkpoint, found, "pruned", why, Removed(of))',
-        ("recovery:", "Reprieved,", ("Removed,\nReprieved,")),
+        ("core.recovery:", "Reprieved,", ("Removed,\nReprieved,")),
         breaks="I1",
         source="F17",
         killers=("exhaustive", *_SEARCH),
     ),
     mutant(
         "failed-ones-are-forgotten",
-        "recovery:_decide",
+        "core.recovery:_decide",
         'return _decision(checkpoint, found, "discarded", "it had failed", WritersLost(of))',
         'return _decision(checkpoint, found, "discarded", "it had failed")',
         breaks="I10",
@@ -432,7 +432,7 @@ DOCUMENTS = (
     ),
     mutant(
         "names-may-climb-out",
-        "documents:_check_name",
+        "core.documents:_check_name",
         'if "\\0" in name or any(piece in ("", ".", "..") for piece in name.split("/")):',
         'if "\\0" in name:',
         breaks="F30",
@@ -441,7 +441,7 @@ DOCUMENTS = (
     ),
     mutant(
         "a-newer-document-is-a-damaged-one",
-        "documents:raise_newer",
+        "core.documents:raise_newer",
         "if isinstance(version, int) and version > SCHEMA_VERSION:",
         "if False:",
         breaks="F34",

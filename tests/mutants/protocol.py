@@ -374,7 +374,7 @@ LOOKS = (
         "self._move_aside(name, quarantine_dir(checkpoint.id))",
         "self._move_aside(name, trash_dir(checkpoint.id))",
         (
-            "recovery:_decide_unpublished",
+            "core.recovery:_decide_unpublished",
             ('if whole:\n    why = "published with its own manifest; only the journal lagged"'),
             ('if False:\n    why = "published with its own manifest; only the journal lagged"'),
         ),
@@ -603,7 +603,7 @@ FENCES = (
     ),
     mutant(
         "a-stranger-is-explained-away",
-        "findings:is_its_own",
+        "core.evidence:is_its_own",
         "if there.of is not None:\n    return there.of == checkpoint.id",
         'if there.of is not None and checkpoint.provenance != "adopted":\n'
         "    return there.of == checkpoint.id",
@@ -614,7 +614,7 @@ FENCES = (
     ),
     mutant(
         "what-left-for-the-trash-is-still-at-its-name",
-        "recovery:_is_elsewhere",
+        "core.recovery:_is_elsewhere",
         "return checkpoint.id in evidence.trashed or (left and checkpoint.id in evidence.aside)",
         "gone = evidence.trashed | evidence.aside\nreturn left and checkpoint.id in gone",
         breaks="I8",
@@ -629,7 +629,7 @@ FENCES = (
     ),
     mutant(
         "a-stranger-inherits-the-name-of-what-was-moved",
-        "recovery:_is_elsewhere",
+        "core.recovery:_is_elsewhere",
         "return checkpoint.id in evidence.trashed or (left and checkpoint.id in evidence.aside)",
         "return checkpoint.id in evidence.trashed",
         breaks="I8",
@@ -687,7 +687,7 @@ FENCES = (
     ),
     mutant(
         "what-is-saved-again-is-taken-for-what-was-missing",
-        "findings:is_its_own",
+        "core.evidence:is_its_own",
         'if checkpoint.reason == "missing":  # it',
         "if False:  # it",
         breaks="I2",
@@ -697,7 +697,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-passes-over-a-mount",
-        "recovery:_refuse_leftovers",
+        "core.recovery:_refuse_leftovers",
         "stuck += [name for name in evidence.mounts if name not in stuck]",
         "",
         breaks="I8",
@@ -722,7 +722,7 @@ FENCES = (
     ),
     mutant(
         "prunes-are-decided-before-withdrawals",
-        "recovery:_in_order",
+        "core.recovery:_in_order",
         "ordered = [*failed, *first, *staying, *(d for d in rest if d not in last)]\n"
         "for step, prunes in groupby(reversed(leaving), key=_step):",
         "ordered = [*failed, *first, *leaving, *staying, *(d for d in rest if d not in last)]\n"
@@ -739,7 +739,7 @@ FENCES = (
     ),
     mutant(
         "a-left-out-part-has-its-checkpoints-name",
-        "layout:left_out_name",
+        "core.layout:left_out_name",
         'return f"part-{attempt_name(of)}"',
         "return attempt_name(of)",
         breaks="F27",
@@ -781,7 +781,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-goes-on-over-what-it-leaves",
-        "recovery:plan",
+        "core.recovery:plan",
         "if afresh:\n    _refuse_leftovers",
         'if resume == "fresh":\n    _refuse_leftovers',
         breaks="I8",
@@ -795,7 +795,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-is-completed-over-what-came-since",
-        "recovery:_refuse_newcomer",
+        "core.recovery:_refuse_newcomer",
         'used = tracker.found != "missing"',
         'used = tracker.found == "release"',
         breaks="I8",
@@ -810,7 +810,7 @@ FENCES = (
     ),
     mutant(
         "a-rollback-is-completed-over-what-came-since",
-        "recovery:_refuse_newcomer",
+        "core.recovery:_refuse_newcomer",
         "used = above and _is_anothers(tracker.step, intent, ledger, evidence)",
         "used = False",
         breaks="I8",
@@ -839,7 +839,7 @@ FENCES = (
     ),
     mutant(
         "a-lowered-tracker-counts-as-it-was-before",
-        "recovery:_is_anothers",
+        "core.recovery:_is_anothers",
         "if there is None or intent.lowered:\n    return there is not None",
         "if there is None:\n    return False",
         breaks="I8",
@@ -849,7 +849,7 @@ FENCES = (
     ),
     mutant(
         "our-own-tracker-is-a-newcomers",
-        "intent:Intent.after",
+        "core.rollback:Intent.after",
         "return replace(self, lowered=False)",
         "return self",
         breaks="I8",
@@ -864,7 +864,7 @@ FENCES = (
     ),
     mutant(
         "what-is-not-whole-is-a-newcomers",
-        "recovery:_is_anothers",
+        "core.recovery:_is_anothers",
         'return there.found in ("manifest", "stock") or not withdrawn',
         "return True",
         breaks="I8",
@@ -879,7 +879,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-is-planned-with-a-tracker",
-        "recovery:plan",
+        "core.recovery:plan",
         "if afresh:\n    evidence = replace(",
         "if False:\n    evidence = replace(",
         breaks="I10",
@@ -901,7 +901,7 @@ FENCES = (
     ),
     mutant(
         "any-loss-lifts-the-tracker",
-        "intent:Intent.after",
+        "core.rollback:Intent.after",
         "if record.step == self._reached(checkpoints):",
         "if record.step <= (self.target or 0):",
         breaks="I8",
@@ -982,7 +982,7 @@ FENCES = (
     ),
     mutant(
         "in-place-rolls-forward-over-what-is-in-use",
-        "recovery:_decide_unpublished",
+        "core.recovery:_decide_unpublished",
         "taken = went_on(checkpoint, evidence.tracker)",
         "taken = False",
         breaks="I8",
@@ -1033,7 +1033,7 @@ FENCES = (
     ),
     mutant(
         "what-a-person-renamed-is-a-second-one",
-        "layout:parse_aside",
+        "core.layout:parse_aside",
         "if number.isascii() and number.isdigit() and (of := parse_attempt(first)):",
         "if of := parse_attempt(first):",
         breaks="I1",
@@ -1103,7 +1103,7 @@ FENCES = (
     ),
     mutant(
         "our-own-later-save-is-another-trainers",
-        "findings:went_on",
+        "core.evidence:went_on",
         "return tracker.step == checkpoint.step or not tracker.by_us",
         "return True",
         breaks="I2",
@@ -1115,7 +1115,7 @@ FENCES = (
     ),
     mutant(
         "a-tracker-above-is-always-ours",
-        "findings:went_on",
+        "core.evidence:went_on",
         "return tracker.step == checkpoint.step or not tracker.by_us",
         "return tracker.step == checkpoint.step",
         breaks="I1",
@@ -1127,7 +1127,7 @@ FENCES = (
     ),
     mutant(
         "what-is-put-in-use-was-not-gone-on-from",
-        "findings:went_on",
+        "core.evidence:went_on",
         "return tracker.step == checkpoint.step or not tracker.by_us",
         "return not tracker.by_us",
         breaks="I1",
@@ -1139,7 +1139,7 @@ FENCES = (
     ),
     mutant(
         "our-tracker-looks-like-a-stock-trainers",
-        "layout:tracker_text",
+        "core.layout:tracker_text",
         'return b"%d\\n" % step',
         'return b"%d" % step',
         breaks="I1",
@@ -1221,7 +1221,7 @@ FENCES = (
     ),
     mutant(
         "the-tracker-moves-before-the-clean-up",
-        "recovery:_in_order",
+        "core.recovery:_in_order",
         "staying = [d for d in known if d not in leaving and d not in failed]",
         "staying, failed = [d for d in known if d not in leaving], []",
         breaks="I8",
@@ -1332,7 +1332,7 @@ FENCES = (
     ),
     mutant(
         "the-older-attempt-of-a-step-goes-first",
-        "recovery:_turn",
+        "core.recovery:_turn",
         "checkpoint.step, checkpoint.state is State.QUARANTINED, checkpoint.id",
         "checkpoint.step, False, checkpoint.id",
         breaks="I8",
@@ -1347,7 +1347,7 @@ FENCES = (
     ),
     mutant(
         "the-newest-saved-anew-is-our-own",
-        "recovery:_is_anothers",
+        "core.recovery:_is_anothers",
         'return there.found == "stock" and latest.provenance == "saved"',
         "return False",
         breaks="I8",
@@ -1357,7 +1357,7 @@ FENCES = (
     ),
     mutant(
         "a-target-that-was-lost-is-still-one",
-        "intent:Intent._reached",
+        "core.rollback:Intent._reached",
         "if c.state is State.TRACKED)",
         ")",
         breaks="I8",
@@ -1382,7 +1382,7 @@ FENCES = (
     ),
     mutant(
         "a-roll-forward-passes-over-what-is-in-use",
-        "recovery:_warnings",
+        "core.recovery:_warnings",
         "if tracker.step in adopted or not (",
         "if not (",
         breaks="I8",
@@ -1392,7 +1392,7 @@ FENCES = (
     ),
     mutant(
         "a-rollback-asks-for-any-loss",
-        "recovery:_is_asked_for",
+        "core.recovery:_is_asked_for",
         "or _step(withdrawn) > intent.target",
         "or True",
         breaks="I8",
@@ -1404,7 +1404,7 @@ FENCES = (
     ),
     mutant(
         "what-nobody-knows-is-in-nobodys-use",
-        "recovery:_is_anothers",
+        "core.recovery:_is_anothers",
         'there.found in ("manifest", "stock") or not withdrawn',
         'there.found in ("manifest", "stock")',
         breaks="I8",
@@ -1493,7 +1493,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-counts-for-ever",
-        "intent:Intent.after",
+        "core.rollback:Intent.after",
         "return NO_INTENT",
         "return self",
         breaks="I8",
@@ -1503,7 +1503,7 @@ FENCES = (
     ),
     mutant(
         "what-was-repaired-is-moved-away-again",
-        "recovery:_put_back",
+        "core.recovery:_put_back",
         'checkpoint.reason == "damaged" and latest is not None',
         'checkpoint.reason == "damaged"',
         breaks="I8",
@@ -1517,7 +1517,7 @@ FENCES = (
     ),
     mutant(
         "our-own-tracker-is-a-persons",
-        "recovery:_put_back",
+        "core.recovery:_put_back",
         "if any(c.step == tracker for c in ledger.in_state(State.FINALIZED)):",
         "if False:",
         breaks="I2",
@@ -1532,7 +1532,7 @@ FENCES = (
     ),
     mutant(
         "an-adoption-waits-for-nothing",
-        "recovery:_in_order",
+        "core.recovery:_in_order",
         "busy = {_step(d) for d in known if d.actions and d not in failed}",
         "busy = {c.step for c in _all(ledger)}",
         breaks="I2",
@@ -1547,7 +1547,7 @@ FENCES = (
     ),
     mutant(
         "what-has-failed-keeps-an-adoption-waiting",
-        "recovery:_in_order",
+        "core.recovery:_in_order",
         "if d.actions and d not in failed}",
         "if d.actions}",
         breaks="I2",
@@ -1574,7 +1574,7 @@ FENCES = (
     ),
     mutant(
         "what-another-run-left-damaged-is-our-failed-ones",
-        "recovery:_explains",
+        "core.recovery:_explains",
         "return checkpoint.in_place and there.of is None",
         'return checkpoint.in_place and there.found != "manifest"',
         breaks="I8",
@@ -1589,7 +1589,7 @@ FENCES = (
     ),
     mutant(
         "the-tracker-stays-at-what-is-still-to-be-moved",
-        "recovery:_fallback",
+        "core.recovery:_fallback",
         "if isinstance(a, (Withdrawn, Quarantine))}\nif not gone",
         "if isinstance(a, Withdrawn)}\nif not gone",
         breaks="I8",
@@ -1605,7 +1605,7 @@ FENCES = (
     ),
     mutant(
         "what-was-lost-is-no-limit",
-        "recovery:_newest_in_use",
+        "core.recovery:_newest_in_use",
         "return max((of.step for of in lost), default=None)",
         "return None",
         breaks="I8",
@@ -1632,7 +1632,7 @@ FENCES = (
     ),
     mutant(
         "the-tracker-falls-back-below-a-reprieved-one",
-        "recovery:_fallback",
+        "core.recovery:_fallback",
         "isinstance(a, (Adopted, Reprieved))}",
         "isinstance(a, Adopted)}",
         breaks="I2",
@@ -1663,7 +1663,7 @@ FENCES = (
     ),
     mutant(
         "the-tracker-leaves-what-stays",
-        "recovery:_fallback",
+        "core.recovery:_fallback",
         "if not gone or named in survivors or",
         "if not gone or",
         breaks="I8",
@@ -1674,7 +1674,7 @@ FENCES = (
     ),
     mutant(
         "the-tracker-leaves-the-target-of-a-rollback",
-        "recovery:plan",
+        "core.recovery:plan",
         "None if goes_back else _fallback",
         "_fallback",
         breaks="I8",
@@ -1717,7 +1717,7 @@ FENCES = (
     ),
     mutant(
         "a-prune-that-comes-back-lowers-the-tracker",
-        "recovery:_in_order",
+        "core.recovery:_in_order",
         "last = [d for d in rest if any(a.of.step in pruned for a in d.actions)]",
         "last = rest",
         breaks="I2",

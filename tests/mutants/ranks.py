@@ -7,7 +7,7 @@ from mutants.loader import mutant
 WRITERS = (
     mutant(
         "the-exit-code-is-ignored",
-        "ports:Outcome.succeeded",
+        "core.ports:Outcome.succeeded",
         "return self.exitcode == 0 and self.complete and self.error is None",
         "return True",
         (
@@ -36,7 +36,7 @@ WRITERS = (
     ),
     mutant(
         "only-the-payload-is-believed",
-        "ports:Outcome.succeeded",
+        "core.ports:Outcome.succeeded",
         "return self.exitcode == 0 and self.complete and self.error is None",
         "return self.complete",
         breaks="I6",
@@ -479,8 +479,8 @@ FIELD = (
         ),
         (
             "coordinator:",
-            "from ckptfsm.layout import JOURNAL, LAYOUTS,",
-            "from ckptfsm.layout import QUARANTINE, JOURNAL, LAYOUTS,",
+            "from ckptfsm.core.layout import JOURNAL, LAYOUTS,",
+            "from ckptfsm.core.layout import QUARANTINE, JOURNAL, LAYOUTS,",
         ),
         breaks="I2",
         source="verl #4873",

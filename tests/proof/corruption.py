@@ -33,8 +33,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ckptfsm.config import CheckpointConfig
-from ckptfsm.errors import (
+from ckptfsm.core.config import CheckpointConfig
+from ckptfsm.core.errors import (
     CkptFsmError,
     DeadlineExceeded,
     JournalCorrupt,
@@ -42,9 +42,7 @@ from ckptfsm.errors import (
     StepExistsError,
     StorageError,
 )
-from ckptfsm.evidence import read_tracker
-from ckptfsm.executor import InlineExecutor
-from ckptfsm.layout import (
+from ckptfsm.core.layout import (
     JOURNAL,
     LEASE,
     LOCK,
@@ -59,12 +57,14 @@ from ckptfsm.layout import (
     TRASH,
     parse_tracker,
 )
-from ckptfsm.lifecycle import State
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import PartSpec
+from ckptfsm.core.ports import Identity, Storage, Survey
+from ckptfsm.core.retention import LatestN
+from ckptfsm.evidence import read_tracker
+from ckptfsm.executor import InlineExecutor
 from ckptfsm.manager import Manager
-from ckptfsm.parts import PartSpec
-from ckptfsm.ports import Identity, Storage, Survey
 from ckptfsm.readers import ReaderLease
-from ckptfsm.retention import LatestN
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 from ckptfsm.testing.coverage import watch_moves

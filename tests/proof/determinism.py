@@ -29,8 +29,8 @@ from random import Random
 from fieldbugs.catalogue import REPORTS
 from fieldbugs.model import search as search_model
 
-from ckptfsm.lifecycle import Checkpoint
-from ckptfsm.messages import Event
+from ckptfsm.core.events import Event
+from ckptfsm.core.lifecycle import Checkpoint
 from ckptfsm.testing.conformance import read_segments
 from ckptfsm.testing.coverage import Coverage, watch_moves
 from ckptfsm.testing.profiles import profile

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from ckptfsm import layout
-from ckptfsm.parts import PartSpec
-from ckptfsm.retention import LatestN
+from ckptfsm.core import layout
+from ckptfsm.core.parts import PartSpec
+from ckptfsm.core.retention import LatestN
 from ckptfsm.testing.coverage import Coverage
 from proof.exhaustive_disk import Dir
 from proof.exhaustive_moves import Moves

@@ -16,12 +16,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import ckptfsm.documents as documents
+import ckptfsm.core.documents as documents
 import ckptfsm.journal as journal
-from ckptfsm.errors import Fenced
-from ckptfsm.intent import NO_INTENT, Intent
-from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.ports import FileStat
+from ckptfsm.core.errors import Fenced
+from ckptfsm.core.lifecycle import Checkpoint, State
+from ckptfsm.core.ports import FileStat
+from ckptfsm.core.rollback import NO_INTENT, Intent
 
 _PUBLISHED = frozenset({State.FINALIZED, State.TRACKED, State.PRUNABLE, State.QUARANTINED})
 Hook = Callable[[str, tuple[Any, ...]], None]

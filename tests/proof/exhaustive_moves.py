@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from ckptfsm import layout
-from ckptfsm.lifecycle import State
-from ckptfsm.parts import AttemptId
+from ckptfsm.core import layout
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import AttemptId
 from proof.exhaustive_disk import Dir
 from proof.exhaustive_promises import PUBLISHED, Watch, judge, tracker_step
 from proof.exhaustive_world import (

@@ -11,15 +11,11 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import ckptfsm.ledger as ledger_module
-import ckptfsm.retention as retention_module
-from ckptfsm import documents, layout, lifecycle
-from ckptfsm.durable import TEMPORARY
-from ckptfsm.errors import IllegalTransition
-from ckptfsm.layout import PINS, QUARANTINE, READERS, STAGING, TRACKER, TRASH
-from ckptfsm.ledger import Ledger, Rejected
-from ckptfsm.lifecycle import EVENTS, IN_FLIGHT, UNPUBLISHED, Checkpoint, State
-from ckptfsm.messages import (
+import ckptfsm.core.ledger as ledger_module
+import ckptfsm.core.retention as retention_module
+from ckptfsm.core import documents, layout, lifecycle
+from ckptfsm.core.errors import IllegalTransition
+from ckptfsm.core.events import (
     UNUSABLE,
     Adopted,
     Cleaned,
@@ -38,7 +34,11 @@ from ckptfsm.messages import (
     WriterGone,
     WritersLost,
 )
-from ckptfsm.parts import AttemptId, PartSpec
+from ckptfsm.core.layout import PINS, QUARANTINE, READERS, STAGING, TRACKER, TRASH
+from ckptfsm.core.ledger import Ledger, Rejected
+from ckptfsm.core.lifecycle import EVENTS, IN_FLIGHT, UNPUBLISHED, Checkpoint, State
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.durable import TEMPORARY
 from ckptfsm.testing.coverage import Coverage
 from proof.exhaustive_disk import Dir
 from proof.exhaustive_world import (

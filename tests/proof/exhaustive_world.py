@@ -30,13 +30,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import ckptfsm.coordinator as coordinator_module
+import ckptfsm.core.ledger as ledger_module
 import ckptfsm.engine as engine_module
 import ckptfsm.evidence as evidence_module
-import ckptfsm.ledger as ledger_module
 import ckptfsm.readers as readers_module
-from ckptfsm import documents, layout, lifecycle, recovery
 from ckptfsm.coordinator import Coordinator, CoordinatorOptions
-from ckptfsm.errors import (
+from ckptfsm.core import documents, layout, lifecycle, recovery
+from ckptfsm.core.errors import (
     CkptFsmError,
     DamagedRoot,
     Fenced,
@@ -44,12 +44,12 @@ from ckptfsm.errors import (
     OutcomeUnknown,
     StepNotFoundError,
 )
-from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.messages import Command, Failed, ShardReported, WriterForked, WriterGone
-from ckptfsm.parts import AttemptId, PartSpec
-from ckptfsm.ports import Identity
-from ckptfsm.requests import SaveRequest
-from ckptfsm.retention import KeepAll, Policy
+from ckptfsm.core.events import Command, Failed, ShardReported, WriterForked, WriterGone
+from ckptfsm.core.lifecycle import Checkpoint, State
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.ports import Identity
+from ckptfsm.core.requests import SaveRequest
+from ckptfsm.core.retention import KeepAll, Policy
 from proof.exhaustive_disk import (
     EMPTY,
     Dir,

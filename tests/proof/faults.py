@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ckptfsm.lifecycle import State
+from ckptfsm.core.lifecycle import State
 
 
 class Line(NamedTuple):

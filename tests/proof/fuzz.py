@@ -37,18 +37,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ckptfsm.documents import Holder, Pin, Receipt, decode, encode
-from ckptfsm.errors import CkptFsmError, DamagedRoot, NewerSchema
-from ckptfsm.evidence import (
-    check_digests,
-    check_extra_shards,
-    check_sizes,
-    inspect_published,
-    read_manifest,
-    read_tracker,
-)
-from ckptfsm.journal import encode_line, parse_segment_bytes, read_history
-from ckptfsm.layout import (
+from ckptfsm.core.documents import Holder, Pin, Receipt, decode, encode
+from ckptfsm.core.errors import CkptFsmError, DamagedRoot, NewerSchema
+from ckptfsm.core.layout import (
     JOURNAL,
     LEASE,
     MANIFEST,
@@ -62,9 +53,18 @@ from ckptfsm.layout import (
     receipt_name,
     segment_name,
 )
+from ckptfsm.core.parts import MAX_STEP
+from ckptfsm.core.ports import Storage
+from ckptfsm.evidence import (
+    check_digests,
+    check_extra_shards,
+    check_sizes,
+    inspect_published,
+    read_manifest,
+    read_tracker,
+)
+from ckptfsm.journal import encode_line, parse_segment_bytes, read_history
 from ckptfsm.lease import read_holder
-from ckptfsm.parts import MAX_STEP
-from ckptfsm.ports import Storage
 from ckptfsm.stock import (
     COMMON,
     COMMON_KEY,

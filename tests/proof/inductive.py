@@ -28,12 +28,12 @@ from typing import Any
 
 import z3
 
-from ckptfsm import messages as m
-from ckptfsm.errors import IllegalTransition, SaveRefused
-from ckptfsm.ledger import Ledger, Rejected
-from ckptfsm.lifecycle import Checkpoint, State, expected_reports, writing_ranks
-from ckptfsm.messages import Event
-from ckptfsm.parts import AttemptId, PartSpec
+from ckptfsm.core import events as m
+from ckptfsm.core.errors import IllegalTransition, SaveRefused
+from ckptfsm.core.events import Event
+from ckptfsm.core.ledger import Ledger, Rejected
+from ckptfsm.core.lifecycle import Checkpoint, State, expected_reports, writing_ranks
+from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.testing.coverage import ALL_ROWS, Coverage
 from proof.layer import Budget, LayerResult, Violation, timed
 

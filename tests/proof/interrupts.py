@@ -36,12 +36,12 @@ from groups import Group
 
 import ckptfsm
 from ckptfsm import controller
-from ckptfsm.config import make_config
 from ckptfsm.controller import Controller
-from ckptfsm.errors import CkptFsmError
+from ckptfsm.core.config import make_config
+from ckptfsm.core.errors import CkptFsmError
+from ckptfsm.core.events import Failed
 from ckptfsm.files import FilesDriver
 from ckptfsm.manager import Manager
-from ckptfsm.messages import Failed
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.tickets import GroupPart

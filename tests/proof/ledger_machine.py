@@ -17,12 +17,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from ckptfsm import messages as m
-from ckptfsm.errors import IllegalTransition, SaveRefused, StepExistsError
-from ckptfsm.ledger import Ledger, Rejected
-from ckptfsm.lifecycle import IN_FLIGHT, State, expected_reports, writing_ranks
-from ckptfsm.parts import AttemptId, PartSpec
-from ckptfsm.retention import BestN, EveryNSteps, KeepAll, LatestN, Policy, describe_tracked
+from ckptfsm.core import events as m
+from ckptfsm.core.errors import IllegalTransition, SaveRefused, StepExistsError
+from ckptfsm.core.ledger import Ledger, Rejected
+from ckptfsm.core.lifecycle import IN_FLIGHT, State, expected_reports, writing_ranks
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.retention import BestN, EveryNSteps, KeepAll, LatestN, Policy, describe_tracked
 from ckptfsm.testing.strategies import policies
 
 S = State

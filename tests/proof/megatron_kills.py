@@ -44,8 +44,8 @@ from cluster import (  # noqa: E402
     tracked_step,
 )
 
-from ckptfsm.errors import CkptFsmError  # noqa: E402
-from ckptfsm.lifecycle import State  # noqa: E402
+from ckptfsm.core.errors import CkptFsmError  # noqa: E402
+from ckptfsm.core.lifecycle import State  # noqa: E402
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms  # noqa: E402
 from ckptfsm.testing.coverage import Coverage  # noqa: E402
 from proof.layer import Budget, LayerResult, Violation, timed  # noqa: E402

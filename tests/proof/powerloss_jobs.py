@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptfsm.config import make_config
-from ckptfsm.documents import TransitionRecord
+from ckptfsm.core.config import make_config
+from ckptfsm.core.documents import TransitionRecord
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.ports import Identity, PartJob, Storage
+from ckptfsm.core.requests import RecoveryReport
+from ckptfsm.core.retention import LatestN, Policy
 from ckptfsm.journal import read_history
-from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
-from ckptfsm.parts import AttemptId, PartSpec
-from ckptfsm.ports import Identity, PartJob, Storage
-from ckptfsm.requests import RecoveryReport
-from ckptfsm.retention import LatestN, Policy
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 from ckptfsm.testing.coverage import Coverage, watch_moves

@@ -49,7 +49,7 @@ from multiprocessing import get_context
 from multiprocessing.pool import Pool
 from pathlib import Path
 
-from ckptfsm.lifecycle import State
+from ckptfsm.core.lifecycle import State
 from ckptfsm.testing.coverage import Coverage
 from proof.layer import Budget, LayerResult, Violation, timed
 from proof.real_jobs import MANAGER, SCRIPTS, live, recover

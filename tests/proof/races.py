@@ -20,12 +20,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptfsm.errors import CkptFsmError, Fenced
-from ckptfsm.layout import TRACKER, TRASH
-from ckptfsm.lifecycle import State
-from ckptfsm.ports import Identity
+from ckptfsm.core.errors import CkptFsmError, Fenced
+from ckptfsm.core.layout import TRACKER, TRASH
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.ports import Identity
+from ckptfsm.core.retention import KeepAll, LatestN, Policy
 from ckptfsm.readers import ReaderLease
-from ckptfsm.retention import KeepAll, LatestN, Policy
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, check_root

@@ -18,15 +18,15 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ckptfsm.clock import SystemClock
-from ckptfsm.config import CheckpointConfig
-from ckptfsm.documents import TransitionRecord
-from ckptfsm.errors import CkptFsmError, SaveFailed
-from ckptfsm.layout import parse_attempt
-from ckptfsm.lifecycle import State
+from ckptfsm.core.config import CheckpointConfig
+from ckptfsm.core.documents import TransitionRecord
+from ckptfsm.core.errors import CkptFsmError, SaveFailed
+from ckptfsm.core.layout import parse_attempt
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import PartSpec
+from ckptfsm.core.ports import Identity, PartJob, Storage
+from ckptfsm.core.retention import LatestN, Policy
 from ckptfsm.manager import Manager
-from ckptfsm.parts import PartSpec
-from ckptfsm.ports import Identity, PartJob, Storage
-from ckptfsm.retention import LatestN, Policy
 from ckptfsm.testing.coverage import watch_moves
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, ShiftedClock, fake_ports
 from ckptfsm.testing.faults import FaultStorage

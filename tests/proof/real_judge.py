@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from ckptfsm.core.errors import CkptFsmError, JournalCorrupt
+from ckptfsm.core.layout import JOURNAL, LEASE, PINS, STAGING, TRASH
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.ports import Identity
+from ckptfsm.core.requests import RecoveryReport
+from ckptfsm.core.retention import LatestN
 from ckptfsm.durable import TEMPORARY, list_names
-from ckptfsm.errors import CkptFsmError, JournalCorrupt
 from ckptfsm.journal import read_history
-from ckptfsm.layout import JOURNAL, LEASE, PINS, STAGING, TRASH
-from ckptfsm.lifecycle import State
-from ckptfsm.ports import Identity
-from ckptfsm.requests import RecoveryReport
-from ckptfsm.retention import LatestN
 from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 from ckptfsm.testing.coverage import Coverage, watch_moves

@@ -38,12 +38,12 @@ from hypothesis.stateful import (
 )
 from strangers import SHARD, stock_saves
 
-from ckptfsm.errors import CkptFsmError, DamagedRoot, IllegalTransition
+from ckptfsm.core.errors import CkptFsmError, DamagedRoot, IllegalTransition
+from ckptfsm.core.layout import MANIFEST, MEGATRON, QUARANTINE, TRACKER, TRASH, parse_tracker
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.ports import Identity
+from ckptfsm.core.retention import KeepAll, LatestN
 from ckptfsm.journal import read_history
-from ckptfsm.layout import MANIFEST, MEGATRON, QUARANTINE, TRACKER, TRASH, parse_tracker
-from ckptfsm.lifecycle import State
-from ckptfsm.ports import Identity
-from ckptfsm.retention import KeepAll, LatestN
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, check_root, fake_content

@@ -11,13 +11,13 @@ from dataclasses import replace
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckptfsm import messages as m
-from ckptfsm.errors import DamagedRoot, IllegalTransition
-from ckptfsm.findings import Evidence, PublishedEvidence, TrackerEvidence
-from ckptfsm.ledger import Ledger
-from ckptfsm.lifecycle import IN_FLIGHT, Checkpoint, State
-from ckptfsm.recovery import forget_moved, plan
-from ckptfsm.retention import describe_tracked
+from ckptfsm.core import events as m
+from ckptfsm.core.errors import DamagedRoot, IllegalTransition
+from ckptfsm.core.evidence import Evidence, PublishedEvidence, TrackerEvidence
+from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.lifecycle import IN_FLIGHT, Checkpoint, State
+from ckptfsm.core.recovery import forget_moved, plan
+from ckptfsm.core.retention import describe_tracked
 from ckptfsm.testing.strategies import evidences, ledgers, policies, steps
 
 RESUME = st.sampled_from(("strict", "fallback", "fresh"))

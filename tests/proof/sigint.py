@@ -26,8 +26,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ckptfsm.config import make_config
-from ckptfsm.errors import CkptFsmError, RankFailed, RankInterrupted
+from ckptfsm.core.config import make_config
+from ckptfsm.core.errors import CkptFsmError, RankFailed, RankInterrupted
 from ckptfsm.manager import Manager
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.fakes import FakeDriver, fake_ports

@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from ckptfsm.lifecycle import State
+from ckptfsm.core.lifecycle import State
 from ckptfsm.testing.coverage import Coverage, watch_moves
 from ckptfsm.testing.sim import simulate
 from ckptfsm.testing.sim.answers import REPLAYED

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from ckptfsm import errors
+from ckptfsm.core import errors
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -27,19 +27,19 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from ckptfsm.documents import (
+from ckptfsm.core.documents import (
     CheckpointRecord,
     Part,
     SegmentClosed,
     SegmentOpened,
     TransitionRecord,
 )
-from ckptfsm.errors import CkptFsmError, DamagedRoot
+from ckptfsm.core.errors import CkptFsmError, DamagedRoot
+from ckptfsm.core.layout import JOURNAL, MANIFEST, MEGATRON, QUARANTINE, segment_name
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.ports import Identity
+from ckptfsm.core.retention import KeepAll, LatestN
 from ckptfsm.journal import encode_line
-from ckptfsm.layout import JOURNAL, MANIFEST, MEGATRON, QUARANTINE, segment_name
-from ckptfsm.lifecycle import State
-from ckptfsm.ports import Identity
-from ckptfsm.retention import KeepAll, LatestN
 from ckptfsm.testing.conformance import (
     RULES,
     Conformance,

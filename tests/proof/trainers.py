@@ -25,22 +25,22 @@ from hypothesis.stateful import (
     rule,
 )
 
-from ckptfsm.config import CheckpointConfig
-from ckptfsm.durable import lookup
-from ckptfsm.errors import (
+from ckptfsm.core.config import CheckpointConfig
+from ckptfsm.core.errors import (
     CkptFsmError,
     DamagedRoot,
     IllegalTransition,
     RootBusy,
     StepNotFoundError,
 )
+from ckptfsm.core.events import Failed, ShardReported, WriterForked, WriterGone
+from ckptfsm.core.layout import MEGATRON, QUARANTINE
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.ports import Identity
+from ckptfsm.durable import lookup
 from ckptfsm.executor import InlineExecutor
 from ckptfsm.journal import read_history
-from ckptfsm.layout import MEGATRON, QUARANTINE
-from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
-from ckptfsm.messages import Failed, ShardReported, WriterForked, WriterGone
-from ckptfsm.ports import Identity
 from ckptfsm.readers import ReaderLease
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.fakes import FakeDriver, FakeShard, fake_ports

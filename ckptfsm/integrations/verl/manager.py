@@ -32,14 +32,14 @@ from typing import Any
 from ckptfsm.integrations.verl.needs import PACKAGES  # noqa: F401  before others fail of these
 
 # isort: split
-from ckptfsm.errors import ConfigError, SaveFailed
+from ckptfsm.core.errors import ConfigError, SaveFailed
+from ckptfsm.core.events import Event
+from ckptfsm.core.layout import VERL
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import Staging
 from ckptfsm.files import FileTree
-from ckptfsm.layout import VERL
 from ckptfsm.megatron.driver import refuse_newer
 from ckptfsm.megatron.worker import GroupWorker
-from ckptfsm.messages import Event
-from ckptfsm.parts import AttemptId
-from ckptfsm.ports import Staging
 from ckptfsm.tickets import Ticket
 from ckptfsm.worker import Worker
 

@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ckptfsm.clock import SystemClock
-from ckptfsm.documents import FileEntry, Manifest
+from ckptfsm.core.documents import FileEntry, Manifest
+from ckptfsm.core.errors import SaveFailed, StorageError, describe
+from ckptfsm.core.layout import PRIVATE, VERL
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.ports import Clock, PartJob, Storage, Written
 from ckptfsm.durable import fsync_tree_dirs, lookup, move
-from ckptfsm.errors import SaveFailed, StorageError, describe
 from ckptfsm.evidence import read_manifest
 from ckptfsm.files import FilesDraft, FilesDriver, FileTree
-from ckptfsm.layout import PRIVATE, VERL
-from ckptfsm.parts import AttemptId, PartSpec
-from ckptfsm.ports import Clock, PartJob, Storage, Written
 from ckptfsm.processes import Child, fork_child
 from ckptfsm.receipts import Receipts
 from ckptfsm.storage import OpenPosix, PosixStorage

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ckptfsm.errors import CkptFsmError, RankFailed, RankInterrupted, SaveFailed, describe
+from ckptfsm.core.errors import CkptFsmError, RankFailed, RankInterrupted, SaveFailed, describe
+from ckptfsm.core.ports import Transport
 from ckptfsm.interrupts import HandlersWait, OneCall
 from ckptfsm.link import interrupted_rank, typed
-from ckptfsm.ports import Transport
 
 T = TypeVar("T")
 

@@ -29,7 +29,9 @@ import torch
 
 from ckptfsm.controller import Controller, controller_config
 from ckptfsm.coordinator import Coordinator
-from ckptfsm.errors import ConfigError
+from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.ports import Storage
+from ckptfsm.core.retention import KeepAll, LatestN, Policy
 from ckptfsm.files import FilesDriver
 from ckptfsm.integrations.verl.manager import detach
 from ckptfsm.integrations.verl.position import is_within_an_epoch
@@ -37,9 +39,7 @@ from ckptfsm.integrations.verl.ranks import InsideCall, Ranks
 from ckptfsm.integrations.verl.trainer import Checkpoints, Options, install, of_verl, root_of
 from ckptfsm.integrations.verl.workers import RoleGroups
 from ckptfsm.megatron.transport import transport_of
-from ckptfsm.ports import Storage
 from ckptfsm.restoring import Restorer
-from ckptfsm.retention import KeepAll, LatestN, Policy
 from ckptfsm.storage import OpenPosix
 from ckptfsm.system import system_ports
 from ckptfsm.tickets import Ticket

@@ -26,10 +26,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, cast, get_args
 
-from ckptfsm.config import Verify
 from ckptfsm.controller import Controller, controller_config
-from ckptfsm.documents import TransitionRecord
-from ckptfsm.errors import (
+from ckptfsm.core.config import Verify
+from ckptfsm.core.documents import TransitionRecord
+from ckptfsm.core.errors import (
     ConfigError,
     DamagedRoot,
     PollMissingWarning,
@@ -37,15 +37,15 @@ from ckptfsm.errors import (
     RankInterrupted,
     describe,
 )
+from ckptfsm.core.events import Event, Failed
+from ckptfsm.core.layout import PRIVATE, TRACKER, TRACKER_BYTES, VERL, parse_tracker
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.retention import KeepAll, LatestN, Policy
 from ckptfsm.files import FileTree
 from ckptfsm.integrations.verl.mirror import NAME, Mirror, UploadWorker, When, mirror_of
 from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.integrations.verl.workers import Calls, RayCalls, RoleGroups
-from ckptfsm.layout import PRIVATE, TRACKER, TRACKER_BYTES, VERL, parse_tracker
-from ckptfsm.messages import Event, Failed
 from ckptfsm.notices import say, warn_caller
-from ckptfsm.parts import AttemptId
-from ckptfsm.retention import KeepAll, LatestN, Policy
 from ckptfsm.tickets import GroupPart, GroupSave, Ticket
 from ckptfsm.versions import installed, judge, missing
 

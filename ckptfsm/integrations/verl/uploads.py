@@ -18,8 +18,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ckptfsm.controller import Controller
-from ckptfsm.documents import TransitionRecord
-from ckptfsm.errors import (
+from ckptfsm.core.documents import TransitionRecord
+from ckptfsm.core.errors import (
     CkptFsmError,
     DamagedRoot,
     DeadlineExceeded,
@@ -31,12 +31,12 @@ from ckptfsm.errors import (
     describe,
     name_ranks,
 )
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import Outcome
 from ckptfsm.integrations.verl.mirror import Mirror, Upload
 from ckptfsm.interrupts import HandlersWait
-from ckptfsm.lifecycle import State
 from ckptfsm.notices import say, warn_caller
-from ckptfsm.parts import AttemptId
-from ckptfsm.ports import Outcome
 from ckptfsm.processes import Child
 
 log = logging.getLogger("ckptfsm")

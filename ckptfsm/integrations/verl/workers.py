@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ckptfsm.errors import DeadlineExceeded, WriterDied, describe
-from ckptfsm.messages import Event
+from ckptfsm.core.errors import DeadlineExceeded, WriterDied, describe
+from ckptfsm.core.events import Event
+from ckptfsm.core.parts import AttemptId
 from ckptfsm.notices import say
-from ckptfsm.parts import AttemptId
 
 log = logging.getLogger("ckptfsm")
 

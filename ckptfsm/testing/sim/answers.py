@@ -11,10 +11,10 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Sequence
 
-from ckptfsm.documents import TransitionRecord
-from ckptfsm.lifecycle import IN_FLIGHT, UNSETTLED, State
-from ckptfsm.messages import Event, Failed, ShardReported, WriterForked, WriterGone
-from ckptfsm.parts import AttemptId
+from ckptfsm.core.documents import TransitionRecord
+from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked, WriterGone
+from ckptfsm.core.lifecycle import IN_FLIGHT, UNSETTLED, State
+from ckptfsm.core.parts import AttemptId
 from ckptfsm.testing.sim.site import Site
 
 TWICE = "answers twice"

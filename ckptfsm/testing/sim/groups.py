@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptfsm.controller import Controller
-from ckptfsm.documents import TransitionRecord
-from ckptfsm.errors import CkptFsmError, RestoreFailed
+from ckptfsm.core.documents import TransitionRecord
+from ckptfsm.core.errors import CkptFsmError, RestoreFailed
+from ckptfsm.core.events import Event
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import Ports
 from ckptfsm.files import FilesDriver
 from ckptfsm.handle import SaveHandle
-from ckptfsm.messages import Event
-from ckptfsm.parts import AttemptId
-from ckptfsm.ports import Ports
 from ckptfsm.testing.sim.answers import HandedOn, Mail
 from ckptfsm.testing.sim.job import Job, Trainer
 from ckptfsm.testing.sim.ports import WorldDriver, WorldGroup, WorldTransport, world_ports

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptfsm.config import CheckpointConfig
-from ckptfsm.documents import TransitionRecord
-from ckptfsm.errors import (
+from ckptfsm.core.config import CheckpointConfig
+from ckptfsm.core.documents import TransitionRecord
+from ckptfsm.core.errors import (
     CkptFsmError,
     DamagedRoot,
     DeadlineExceeded,
@@ -30,12 +30,12 @@ from ckptfsm.errors import (
     StepNotFoundError,
     StorageError,
 )
+from ckptfsm.core.events import Event
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import OptionalPart
 from ckptfsm.handle import SaveHandle
-from ckptfsm.lifecycle import State
 from ckptfsm.manager import Manager
-from ckptfsm.messages import Event
 from ckptfsm.owner import Owner
-from ckptfsm.parts import OptionalPart
 from ckptfsm.readers import ReaderLease
 from ckptfsm.testing.invariants import RootBroken, check_directory
 from ckptfsm.testing.sim.ports import (

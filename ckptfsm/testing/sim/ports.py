@@ -20,13 +20,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ckptfsm.durable import write_all
-from ckptfsm.errors import CkptFsmError, OutcomeUnknown, RankFailed, describe, first_os_error
-from ckptfsm.executor import run_into
-from ckptfsm.interrupts import NoSignals
-from ckptfsm.messages import Event, ShardReported, WriterForked
-from ckptfsm.parts import PartSpec, content_of
-from ckptfsm.ports import (
+from ckptfsm.core.errors import CkptFsmError, OutcomeUnknown, RankFailed, describe, first_os_error
+from ckptfsm.core.events import Event, ShardReported, WriterForked
+from ckptfsm.core.parts import PartSpec, content_of
+from ckptfsm.core.ports import (
     ChildError,
     Identity,
     Outcome,
@@ -36,6 +33,9 @@ from ckptfsm.ports import (
     Storage,
     Written,
 )
+from ckptfsm.durable import write_all
+from ckptfsm.executor import run_into
+from ckptfsm.interrupts import NoSignals
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, FakeRequest, spec_of
 from ckptfsm.testing.harness import FakePart
 from ckptfsm.testing.invariants import Attempt

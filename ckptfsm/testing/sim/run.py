@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from ckptfsm.config import CheckpointConfig, make_config
-from ckptfsm.errors import DamagedRoot
-from ckptfsm.layout import MANIFEST, MEGATRON
-from ckptfsm.lifecycle import State
-from ckptfsm.messages import Event
-from ckptfsm.retention import BestN, EveryNSteps, KeepAll, LatestN, Policy
+from ckptfsm.core.config import CheckpointConfig, make_config
+from ckptfsm.core.errors import DamagedRoot
+from ckptfsm.core.events import Event
+from ckptfsm.core.layout import MANIFEST, MEGATRON
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.retention import BestN, EveryNSteps, KeepAll, LatestN, Policy
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.invariants import RootBroken, Watch

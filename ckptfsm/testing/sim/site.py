@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from ckptfsm.lifecycle import State
+from ckptfsm.core.lifecycle import State
 from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.invariants import RootBroken, Watch, check_root
 from ckptfsm.testing.sim.faults import Faults, can_strike, number_of

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ckptfsm.ports import FileStat
+from ckptfsm.core.ports import FileStat
 from ckptfsm.testing.sim.faults import READS, errno_for
 from ckptfsm.testing.sim.late import ancestry
 from ckptfsm.testing.sim.site import Site

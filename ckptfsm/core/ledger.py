@@ -12,8 +12,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from ckptfsm.errors import IllegalTransition, SaveRefused, StepExistsError
-from ckptfsm.lifecycle import (
+from ckptfsm.core.errors import IllegalTransition, SaveRefused, StepExistsError
+from ckptfsm.core.events import (
+    Command,
+    Event,
+    SaveRequested,
+    ShardReported,
+    Superseded,
+    WriterForked,
+)
+from ckptfsm.core.lifecycle import (
     FORGOTTEN,
     IN_FLIGHT,
     UNPUBLISHED,
@@ -23,8 +31,7 @@ from ckptfsm.lifecycle import (
     apply,
     find_row,
 )
-from ckptfsm.messages import Command, Event, SaveRequested, ShardReported, Superseded, WriterForked
-from ckptfsm.parts import MAX_STEP, AttemptId, check_parts
+from ckptfsm.core.parts import MAX_STEP, AttemptId, check_parts
 
 
 def _nothing() -> Mapping[AttemptId, Checkpoint]:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from ckptfsm.documents import FileEntry
-from ckptfsm.errors import CkptFsmError
-from ckptfsm.parts import AttemptId, PartSpec
+from ckptfsm.core.documents import FileEntry
+from ckptfsm.core.errors import CkptFsmError
+from ckptfsm.core.parts import AttemptId, PartSpec
 
 FileKind = Literal["file", "dir", "symlink", "other"]
 

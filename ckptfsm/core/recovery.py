@@ -40,20 +40,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
-from ckptfsm.errors import DamagedRoot
-from ckptfsm.findings import (
-    Evidence,
-    TrackerEvidence,
-    is_its_own,
-    is_whole,
-    went_on,
-    why_not_whole,
-)
-from ckptfsm.intent import NO_INTENT, Intent
-from ckptfsm.layout import QUARANTINE, TRASH
-from ckptfsm.ledger import Ledger
-from ckptfsm.lifecycle import UNPUBLISHED, Checkpoint, State
-from ckptfsm.messages import (
+from ckptfsm.core.errors import DamagedRoot
+from ckptfsm.core.events import (
     Adopted,
     Command,
     Event,
@@ -67,7 +55,19 @@ from ckptfsm.messages import (
     WritersLost,
     WriteTracker,
 )
-from ckptfsm.parts import AttemptId
+from ckptfsm.core.evidence import (
+    Evidence,
+    TrackerEvidence,
+    is_its_own,
+    is_whole,
+    went_on,
+    why_not_whole,
+)
+from ckptfsm.core.layout import QUARANTINE, TRASH
+from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.lifecycle import UNPUBLISHED, Checkpoint, State
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.rollback import NO_INTENT, Intent
 
 Resume = Literal["strict", "fallback", "fresh"]
 _FAILING = (*UNPUBLISHED, State.FAILED)

@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ckptfsm.documents import first_problem
-from ckptfsm.errors import ConfigError
-from ckptfsm.recovery import Resume
-from ckptfsm.retention import KeepAll, Policy, parse_policy
+from ckptfsm.core.documents import first_problem
+from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.recovery import Resume
+from ckptfsm.core.retention import KeepAll, Policy, parse_policy
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Final, Literal
 
-from ckptfsm.parts import AttemptId, PartSpec
+from ckptfsm.core.parts import AttemptId, PartSpec
 
 # --------------------------------------------------------------------------------------- events
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ckptfsm.documents import FileEntry, TransitionRecord
-from ckptfsm.errors import CkptFsmError
-from ckptfsm.parts import AttemptId, PartSpec
-from ckptfsm.recovery import Decision
+from ckptfsm.core.documents import FileEntry, TransitionRecord
+from ckptfsm.core.errors import CkptFsmError
+from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.recovery import Decision
 
 
 @dataclass(frozen=True, slots=True)

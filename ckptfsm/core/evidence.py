@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckptfsm.layout import MEGATRON, Layout
-from ckptfsm.lifecycle import Checkpoint
-from ckptfsm.parts import AttemptId
+from ckptfsm.core.layout import MEGATRON, Layout
+from ckptfsm.core.lifecycle import Checkpoint
+from ckptfsm.core.parts import AttemptId
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from pydantic import (
     ValidationError,
 )
 
-from ckptfsm.errors import DamagedRoot, NewerSchema, SaveFailed
-from ckptfsm.layout import MEGATRON
-from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.parts import MAX_STEP, AttemptId, PartKind, PartSpec
+from ckptfsm.core.errors import DamagedRoot, NewerSchema, SaveFailed
+from ckptfsm.core.layout import MEGATRON
+from ckptfsm.core.lifecycle import Checkpoint, State
+from ckptfsm.core.parts import MAX_STEP, AttemptId, PartKind, PartSpec
 
 SCHEMA_VERSION = 1
 # A manifest of 10,000 ranks, each with 20 files of 120 bytes an entry, has 24 MB; a receipt with a

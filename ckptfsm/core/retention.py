@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from ckptfsm.errors import ConfigError
-from ckptfsm.ledger import Ledger
-from ckptfsm.lifecycle import State
+from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.lifecycle import State
 
 
 @dataclass(frozen=True, slots=True)

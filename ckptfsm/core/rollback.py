@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from ckptfsm.documents import (
+from ckptfsm.core.documents import (
     Record,
     RollbackFinished,
     RollbackStarted,
     SegmentOpened,
     TransitionRecord,
 )
-from ckptfsm.lifecycle import Checkpoint, State
-from ckptfsm.parts import AttemptId
+from ckptfsm.core.lifecycle import Checkpoint, State
+from ckptfsm.core.parts import AttemptId
 
 
 @dataclass(frozen=True, slots=True)

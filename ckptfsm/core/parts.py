@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckptfsm.errors import ConfigError
+from ckptfsm.core.errors import ConfigError
 
 MAX_STEP = 10**15
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")

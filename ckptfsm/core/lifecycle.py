@@ -31,8 +31,8 @@ from typing import Any, Literal
 
 from transitions import Machine
 
-from ckptfsm.errors import IllegalTransition
-from ckptfsm.messages import (
+from ckptfsm.core.errors import IllegalTransition
+from ckptfsm.core.events import (
     Adopted,
     Cleaned,
     CleanUp,
@@ -57,7 +57,7 @@ from ckptfsm.messages import (
     WritersLost,
     WriteTracker,
 )
-from ckptfsm.parts import AttemptId, PartSpec
+from ckptfsm.core.parts import AttemptId, PartSpec
 
 
 class State(str, Enum):

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ckptfsm.parts import MAX_STEP, AttemptId
+from ckptfsm.core.parts import MAX_STEP, AttemptId
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TRACKER_BYTES = 256  # are read of it: a step has 16 digits at most

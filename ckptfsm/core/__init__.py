@@ -1,0 +1,1 @@
+"""Decides: states, moves, recovery, retention. No I/O, no clock, no torch."""
