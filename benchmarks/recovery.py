@@ -22,7 +22,9 @@ from typing import Any
 from benchmarks.measure import MS, Figure, Options, in_unit, timed
 from benchmarks.sides import TrainingState
 from ckptfsm import CheckpointManager
-from ckptfsm.clock import SystemClock
+from ckptfsm.adapters.clock import SystemClock
+from ckptfsm.adapters.identity import this_process
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.core.documents import Receipt, decode
 from ckptfsm.core.events import ShardReported, WriterForked
@@ -31,9 +33,7 @@ from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import RankJob, Storage, Written
 from ckptfsm.core.requests import SaveRequest
 from ckptfsm.durable import make_dirs
-from ckptfsm.identity import this_process
 from ckptfsm.megatron.driver import MegatronDriver
-from ckptfsm.storage import PosixStorage
 from ckptfsm.writer import ShardFile, write_rank
 
 _TARGET_S = 1.0

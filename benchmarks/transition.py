@@ -13,7 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.measure import MS, Figure, Options, in_unit, timed
-from ckptfsm.clock import SystemClock
+from ckptfsm.adapters.clock import SystemClock
+from ckptfsm.adapters.identity import this_process
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.core.documents import SegmentOpened, TransitionRecord
 from ckptfsm.core.events import Failed, WriterForked, WritersLost
@@ -21,9 +23,7 @@ from ckptfsm.core.layout import JOURNAL
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.requests import SaveRequest
-from ckptfsm.identity import this_process
 from ckptfsm.journal import BLOCK_BYTES, JournalWriter, encode_line
-from ckptfsm.storage import PosixStorage
 
 _PER_PAIR = 4  # a transition is cheap: more samples than pairs
 _RECORD = TransitionRecord(

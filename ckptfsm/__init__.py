@@ -11,6 +11,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ckptfsm.adapters.notices import no_warning_is_an_error
 from ckptfsm.controller import Controller
 from ckptfsm.core.config import CheckpointConfig, load_config, save_again
 from ckptfsm.core.documents import TransitionRecord
@@ -33,7 +34,6 @@ from ckptfsm.core.retention import (
 )
 from ckptfsm.files import FileTree
 from ckptfsm.handle import Restored, SaveHandle
-from ckptfsm.notices import no_warning_is_an_error
 from ckptfsm.readers import ReaderLease
 from ckptfsm.tickets import GroupPart, GroupSave, Reading, Ticket
 

@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from ckptfsm.adapters.versions import require
 from ckptfsm.core.errors import CkptFsmError
-from ckptfsm.versions import require
 
 
 def main(argv: list[str] | None = None) -> int:

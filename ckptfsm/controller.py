@@ -23,6 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckptfsm.adapters.local_transport import LocalTransport
+from ckptfsm.adapters.notices import say
+from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.coordinator import Coordinator
 from ckptfsm.core.config import CheckpointConfig, Verify, config_of
 from ckptfsm.core.errors import ConfigError, DeadlineExceeded, WriterDied, name_ranks, shorten
@@ -34,14 +37,11 @@ from ckptfsm.core.ports import Ports
 from ckptfsm.core.requests import Accepted, Located, SaveRequest
 from ckptfsm.files import FilesDriver
 from ckptfsm.handle import SaveHandle
-from ckptfsm.notices import say
 from ckptfsm.owner import Owner, whole_step
 from ckptfsm.proposal import measured
 from ckptfsm.pump import Hook
-from ckptfsm.storage import OpenPosix
 from ckptfsm.system import system_ports
 from ckptfsm.tickets import GroupPart, GroupSave, Reading, Ticket
-from ckptfsm.transport import LocalTransport
 
 log = logging.getLogger("ckptfsm")
 _ASK_EVERY_S = 0.1

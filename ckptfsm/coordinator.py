@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from ckptfsm.adapters.notices import say
 from ckptfsm.core.documents import (
     RollbackStarted,
     SegmentClosed,
@@ -69,7 +70,6 @@ from ckptfsm.evidence import (
 )
 from ckptfsm.journal import History, newest_segment, read_history
 from ckptfsm.lease import RootLease, open_root
-from ckptfsm.notices import say
 from ckptfsm.opening import Opening, roll_back
 from ckptfsm.reader_leases import ReaderLeases
 from ckptfsm.receipts import Receipts

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ckptfsm.adapters.notices import say
 from ckptfsm.assembly import Assembly
 from ckptfsm.core.documents import (
     Pin,
@@ -73,7 +74,6 @@ from ckptfsm.evidence import (
     read_tracker,
     which_comes_back,
 )
-from ckptfsm.notices import say
 from ckptfsm.trash import sweep_attempt, sweep_temporaries
 
 log = logging.getLogger("ckptfsm")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from ckptfsm.adapters.notices import say
 from ckptfsm.assembly import Assembly
 from ckptfsm.core.documents import (
     KEPT_SEGMENTS,
@@ -81,7 +82,6 @@ from ckptfsm.effects import Effects, Pruned
 from ckptfsm.evidence import is_manifest_of, moved_aside, read_tracker
 from ckptfsm.journal import History, JournalWriter, folded
 from ckptfsm.lease import RootLease
-from ckptfsm.notices import say
 from ckptfsm.trash import remove_marker, remove_some
 
 log = logging.getLogger("ckptfsm")

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
+from ckptfsm.adapters.notices import say
 from ckptfsm.core.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, Receipt, decode
 from ckptfsm.core.errors import CkptFsmError, DamagedRoot, NewerSchema, describe
 from ckptfsm.core.evidence import (
@@ -48,7 +49,6 @@ from ckptfsm.durable import (
     says_what_is_there,
     walk_files,
 )
-from ckptfsm.notices import say
 from ckptfsm.receipts import Receipts
 from ckptfsm.stock import COMMON, inspect_stock
 

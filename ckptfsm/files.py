@@ -9,13 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ckptfsm.adapters.versions import installed
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, SaveFailed, describe
 from ckptfsm.core.layout import PRIVATE, join
 from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
 from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Storage, Survey, Written
 from ckptfsm.durable import fsync_existing, walk_files
-from ckptfsm.versions import installed
 from ckptfsm.writer import FilePart
 
 

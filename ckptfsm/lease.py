@@ -13,13 +13,13 @@ import logging
 import os
 from pathlib import Path
 
+from ckptfsm.adapters.identity import _started
+from ckptfsm.adapters.notices import say
 from ckptfsm.core.documents import Holder, decode, encode_sealed
 from ckptfsm.core.errors import DamagedRoot, Fenced, NewerSchema, RootBusy, describe
 from ckptfsm.core.layout import DIRECTORIES, LEASE, LOCK, TAKING, epoch_name, parse_epoch
 from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.durable import list_names, make_dir, put, write_new
-from ckptfsm.identity import _started
-from ckptfsm.notices import say
 from ckptfsm.trash import remove_marker
 
 log = logging.getLogger("ckptfsm")

@@ -19,6 +19,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from ckptfsm.adapters.notices import say
 from ckptfsm.coordinator import Coordinator
 from ckptfsm.core.errors import CkptFsmError, DeadlineExceeded, RankInterrupted, describe
 from ckptfsm.core.events import Event
@@ -26,7 +27,6 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Executor, Pending, Transport
 from ckptfsm.core.requests import Located, NumberedNews
 from ckptfsm.durable import storage_error
-from ckptfsm.notices import say
 
 log = logging.getLogger("ckptfsm")
 P = ParamSpec("P")

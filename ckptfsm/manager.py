@@ -18,6 +18,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from ckptfsm.adapters.notices import say
 from ckptfsm.coordinator import Coordinator
 from ckptfsm.core.errors import (
     DeadlineExceeded,
@@ -29,7 +30,6 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.requests import Accepted
 from ckptfsm.handle import Restored, SaveHandle
 from ckptfsm.link import Answer
-from ckptfsm.notices import say
 from ckptfsm.owner import Owner, whole_step
 from ckptfsm.proposal import Proposal, agree
 from ckptfsm.restoring import warn_of_drops

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Literal
 
+from ckptfsm.adapters.notices import say
 from ckptfsm.core.documents import RollbackFinished, RollbackStarted
 from ckptfsm.core.errors import CkptFsmError, StorageError
 from ckptfsm.core.events import (
@@ -39,7 +40,6 @@ from ckptfsm.durable import lookup, storage_error
 from ckptfsm.engine import Engine
 from ckptfsm.evidence import read_tracker
 from ckptfsm.journal import History
-from ckptfsm.notices import say
 from ckptfsm.trash import sweep_temporaries
 
 log = logging.getLogger("ckptfsm")

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ckptfsm.adapters.notices import say, warn_at_end, warn_caller
+from ckptfsm.adapters.signals import OneCall
 from ckptfsm.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.errors import (
@@ -40,9 +42,7 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Ports, Storage
 from ckptfsm.core.requests import Accepted, RecoveryReport
 from ckptfsm.handle import SaveHandle, View, facts_of, named
-from ckptfsm.interrupts import OneCall
 from ckptfsm.link import Answer, Link, interrupted_rank, typed
-from ckptfsm.notices import say, warn_at_end, warn_caller
 from ckptfsm.pump import HandleDone, Hook, Pump
 from ckptfsm.restoring import Restorer
 

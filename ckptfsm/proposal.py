@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptfsm.adapters.notices import say
 from ckptfsm.core.errors import ConfigError, SaveRefused, describe, name_ranks
 from ckptfsm.core.parts import OptionalPart, PartSpec
 from ckptfsm.core.ports import Draft, Driver
 from ckptfsm.core.requests import SaveRequest
-from ckptfsm.notices import say
 
 log = logging.getLogger("ckptfsm")
 STATE = "state"  # the one part of a checkpoint whose trainer names none

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from ckptfsm.adapters.notices import say, warn_caller
+from ckptfsm.adapters.signals import OneCall
 from ckptfsm.core.backoff import pauses
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.documents import TransitionRecord
@@ -46,9 +48,7 @@ from ckptfsm.core.ports import Draft, Finalizer, Ports, RankJob, Storage
 from ckptfsm.core.requests import Accepted, Blocked, FinalizersDue, News, NumberedNews, Settled
 from ckptfsm.files import around, at_path
 from ckptfsm.handle import SaveHandle, View, facts_of, named
-from ckptfsm.interrupts import OneCall
 from ckptfsm.link import Link, Update
-from ckptfsm.notices import say, warn_caller
 from ckptfsm.writer import RankWriter
 
 log = logging.getLogger("ckptfsm")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 
+from ckptfsm.adapters.notices import say
 from ckptfsm.core.documents import Pin, encode
 from ckptfsm.core.errors import describe
 from ckptfsm.core.layout import READERS, parse_reader
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.durable import TEMPORARY, list_names, lookup, put
-from ckptfsm.notices import say
 from ckptfsm.trash import remove_marker
 
 log = logging.getLogger("ckptfsm")

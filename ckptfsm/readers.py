@@ -15,12 +15,12 @@ import uuid
 from types import TracebackType
 from typing import Literal
 
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import Pin, encode
 from ckptfsm.core.errors import StepNotFoundError
 from ckptfsm.core.layout import LAYOUTS, READERS
 from ckptfsm.core.ports import Storage
 from ckptfsm.durable import lookup, put
-from ckptfsm.storage import PosixStorage
 from ckptfsm.trash import remove_marker
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from ckptfsm.adapters.notices import say, warn_caller
 from ckptfsm.coordinator import Coordinator
 from ckptfsm.core.backoff import pauses
 from ckptfsm.core.config import CheckpointConfig
@@ -33,7 +34,6 @@ from ckptfsm.core.requests import Located
 from ckptfsm.durable import says_what_is_there
 from ckptfsm.evidence import check_digests, check_extra_shards, check_sizes
 from ckptfsm.handle import Restored, only
-from ckptfsm.notices import say, warn_caller
 from ckptfsm.proposal import name_parts
 
 log = logging.getLogger("ckptfsm")

@@ -22,9 +22,9 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ckptfsm.adapters.notices import say
 from ckptfsm.core.errors import StagingFailed, describe
 from ckptfsm.core.ports import Draft, Driver, Staging, Transport
-from ckptfsm.notices import say
 from ckptfsm.proposal import Proposal, propose
 
 if TYPE_CHECKING:

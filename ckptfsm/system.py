@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptfsm.clock import SystemClock
+from ckptfsm.adapters.clock import SystemClock
+from ckptfsm.adapters.executor import ThreadExecutor
+from ckptfsm.adapters.identity import this_process
+from ckptfsm.adapters.signals import HandlersWait
 from ckptfsm.core.ports import Driver, Ports, Staging, Storage, Transport
-from ckptfsm.executor import ThreadExecutor
-from ckptfsm.identity import this_process
-from ckptfsm.interrupts import HandlersWait
 from ckptfsm.writer import launch_forked
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ckptfsm.adapters.notices import say
+from ckptfsm.adapters.signals import OneCall
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, SaveFailed, describe
@@ -29,8 +31,6 @@ from ckptfsm.core.requests import Accepted, Located
 from ckptfsm.durable import make_dirs, read_document
 from ckptfsm.files import FileTree, TreePart, UnmadePart, around, at_path
 from ckptfsm.handle import Restored
-from ckptfsm.interrupts import OneCall
-from ckptfsm.notices import say
 from ckptfsm.proposal import Proposal, agree
 from ckptfsm.receipts import Receipts
 from ckptfsm.restoring import Restorer, warn_of_drops

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ckptfsm.adapters.fork import Child, fork_child
 from ckptfsm.core.documents import FileEntry, Receipt, encode_sealed
 from ckptfsm.core.errors import StorageError, WriterDied, describe, printable
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked
@@ -22,7 +23,6 @@ from ckptfsm.core.layout import RECEIPTS, STAGING, begun_name, join, receipt_nam
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Launch, Outcome, PartJob, RankJob, Storage, Written
 from ckptfsm.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error, write_all
-from ckptfsm.processes import Child, fork_child
 
 _OVERLAP_BYTES = 1 << 20  # below this a thread costs more than the digest
 

@@ -30,18 +30,18 @@ from roots import (
     tracked,
 )
 
+from ckptfsm.adapters.executor import InlineExecutor
+from ckptfsm.adapters.local_transport import LocalTransport
+from ckptfsm.adapters.signals import NoSignals
 from ckptfsm.core.errors import ConfigError, OutcomeUnknown, StepExistsError, StorageError
 from ckptfsm.core.layout import LEASE, MANIFEST, PINS, PRIVATE, QUARANTINE, READERS, TRACKER, TRASH
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.requests import SaveRequest
 from ckptfsm.core.retention import LatestN
-from ckptfsm.executor import InlineExecutor
-from ckptfsm.interrupts import NoSignals
 from ckptfsm.link import Link
 from ckptfsm.readers import ReaderLease
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
-from ckptfsm.transport import LocalTransport
 
 
 def forget_everything(disk: SimDisk) -> None:

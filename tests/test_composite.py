@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.assembly import Assembly
 from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused
 from ckptfsm.core.layout import VERL
@@ -18,7 +19,6 @@ from ckptfsm.core.retention import LatestN
 from ckptfsm.files import FileTree, TreePart, around
 from ckptfsm.manager import Manager
 from ckptfsm.readers import ReaderLease
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import FakeDriver, FakeRequest, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
 

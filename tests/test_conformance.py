@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from proof.traces import FORGERIES, Forgery, Wanderer, damaged_lines, forged, refused_by
 
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.layout import JOURNAL, segment_name
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.conformance import (
     RULES,
     Conformance,

@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 from groups import SETTINGS, Group, GroupJob
 
-from ckptfsm.clock import SystemClock
+from ckptfsm.adapters.clock import SystemClock
+from ckptfsm.adapters.executor import Promise
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.controller import Controller
 from ckptfsm.coordinator import Coordinator
 from ckptfsm.core.config import make_config
@@ -38,10 +40,8 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.requests import Located
 from ckptfsm.core.retention import LatestN
 from ckptfsm.effects import Effects
-from ckptfsm.executor import Promise
 from ckptfsm.files import FileTree
 from ckptfsm.manager import Manager
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import Gate, fake_ports
 from ckptfsm.tickets import GroupPart
 from ckptfsm.worker import GroupShare

@@ -34,7 +34,7 @@ from proof.corruption import (
 from proof.fuzz import common_archive, written_metadata
 from proof.layer import Budget, LayerResult
 
-from ckptfsm import storage
+from ckptfsm.adapters import posix_storage as storage
 from ckptfsm.core.documents import Manifest, Receipt, decode
 from ckptfsm.core.errors import CkptFsmError, DamagedRoot, NewerSchema
 from ckptfsm.core.layout import JOURNAL, MANIFEST, STAGING, parse_tracker, planned_name

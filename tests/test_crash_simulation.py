@@ -22,6 +22,8 @@ import pytest
 from strangers import SHARD, stock_saves
 
 from ckptfsm import engine, journal
+from ckptfsm.adapters.executor import InlineExecutor
+from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.controller import Controller
 from ckptfsm.core import documents
 from ckptfsm.core.documents import TransitionRecord
@@ -32,7 +34,6 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import ChildError, Driver, Identity, Outcome, Ports, RankJob, Storage
 from ckptfsm.core.retention import LatestN
-from ckptfsm.executor import InlineExecutor
 from ckptfsm.files import FilesDriver
 from ckptfsm.journal import read_history, read_segments
 from ckptfsm.lives import read_lives
@@ -43,7 +44,6 @@ from ckptfsm.testing.harness import FakeJob, FakePart, HalfPart, check_root, fak
 from ckptfsm.testing.sim.answers import HandedOn
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.tickets import GroupPart, GroupSave
-from ckptfsm.transport import LocalTransport
 from ckptfsm.worker import Worker
 from ckptfsm.writer import write_rank
 

@@ -23,9 +23,9 @@ from integrations.run import BEGIN, END, IN_A_CLONE, TARGETS, table
 
 import ckptfsm
 from ckptfsm import reference
+from ckptfsm.adapters.versions import TRIED
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.testing import assert_journal_conforms
-from ckptfsm.versions import TRIED
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 
+from ckptfsm.adapters.fork import fork_child
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.errors import (
     ConfigError,
@@ -38,7 +39,6 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.layout import STAGING, TRACKER
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Staging
-from ckptfsm.processes import fork_child
 from ckptfsm.stock import COMMON_KEY
 from ckptfsm.testing.fakes import ThreadTransport, run_ranks
 
@@ -489,8 +489,8 @@ def test_I4_one_common_state_is_written_and_no_other_lies_beside_it(
 
 def outcome_of(root: Path, rank: int, write: Callable[..., None], bucket: Any) -> Any:
     """What became of a writer of this rank, whose request has one bucket, in ``STAGED``."""
+    from ckptfsm.adapters.posix_storage import PosixStorage
     from ckptfsm.megatron.foreign import ForeignPart, stage_request
-    from ckptfsm.storage import PosixStorage
 
     request = SimpleNamespace(
         async_fn=write, async_fn_args=[0, [bucket], queue.Queue()], finalize_fns=[]
@@ -567,7 +567,7 @@ class Offloaded:
         return work(*arguments, **keywords)
 
     def watch_forks(self, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-        fork_child = importlib.import_module("ckptfsm.processes").fork_child
+        fork_child = importlib.import_module("ckptfsm.adapters.fork").fork_child
         monkeypatch.setattr(module, partial(self.noting, "fork", fork_child))
 
 

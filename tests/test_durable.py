@@ -8,8 +8,8 @@ import random
 import pytest
 
 from ckptfsm import durable
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import StorageError
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 

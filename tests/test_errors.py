@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from ckptfsm import notices
+from ckptfsm.adapters import notices
+from ckptfsm.adapters.notices import say
 from ckptfsm.core import errors
 from ckptfsm.core.errors import (
     CkptFsmError,
@@ -19,7 +20,6 @@ from ckptfsm.core.errors import (
     StepExistsError,
     StorageError,
 )
-from ckptfsm.notices import say
 
 CLASSES = sorted(
     (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfsm.executor import InlineExecutor, ThreadExecutor
+from ckptfsm.adapters.executor import InlineExecutor, ThreadExecutor
 
 ROOT = Path(__file__).resolve().parent.parent
 WAIT_S = 10.0
@@ -120,7 +120,7 @@ def test_a_hanging_disk_does_not_hang_the_exit():
     """I10. Catches: a process that cannot end because its executor waits for the disk."""
     code = (
         "import threading\n"
-        "from ckptfsm.executor import ThreadExecutor\n"
+        "from ckptfsm.adapters.executor import ThreadExecutor\n"
         "reached = threading.Event()\n"
         "executor = ThreadExecutor()\n"
         "executor.submit(lambda: (reached.set(), threading.Event().wait()))\n"
@@ -136,7 +136,7 @@ def test_I10_a_storm_of_interrupts_leaves_no_lock_behind():
     """Catches: a Ctrl-C that leaves a lock held between the threads, so that both hang for good."""
     script = """
 import signal
-from ckptfsm.executor import ThreadExecutor
+from ckptfsm.adapters.executor import ThreadExecutor
 executor, hits, armed = ThreadExecutor(), 0, []
 def strike(*_):
     if armed:

@@ -52,6 +52,10 @@ from strangers import SHARD, stock_saves
 
 from ckptfsm import durable
 from ckptfsm import evidence as evidence_module
+from ckptfsm.adapters.executor import ThreadExecutor
+from ckptfsm.adapters.fork import Child, fork_child
+from ckptfsm.adapters.local_transport import LocalTransport
+from ckptfsm.adapters.posix_storage import OpenPosix, PosixStorage
 from ckptfsm.coordinator import Coordinator
 from ckptfsm.core.config import make_config
 from ckptfsm.core.documents import TransitionRecord
@@ -76,21 +80,17 @@ from ckptfsm.core.ports import RankJob, Storage
 from ckptfsm.core.requests import SaveRequest, Settled
 from ckptfsm.core.retention import LatestN
 from ckptfsm.demo.run import DemoOptions, _fresh_root
-from ckptfsm.executor import ThreadExecutor
 from ckptfsm.files import FilesDriver, FileTree
 from ckptfsm.handle import SaveHandle
 from ckptfsm.link import Update
 from ckptfsm.manager import Manager
-from ckptfsm.processes import Child, fork_child
 from ckptfsm.readers import ReaderLease
 from ckptfsm.stock import StockVerdict
-from ckptfsm.storage import OpenPosix, PosixStorage
 from ckptfsm.system import system_ports
 from ckptfsm.testing.fakes import FakeDriver, Gate, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
-from ckptfsm.transport import LocalTransport
 from ckptfsm.writer import launch_forked
 
 

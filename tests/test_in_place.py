@@ -34,6 +34,8 @@ from roots import (
 )
 from strangers import SHARD, stock_saves
 
+from ckptfsm.adapters.fork import fork_child
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import Pin, encode
 from ckptfsm.core.errors import CkptFsmError, DamagedRoot, StepExistsError, StorageError
 from ckptfsm.core.events import Failed, FinalizersRan, ShardReported, WriterGone
@@ -45,8 +47,6 @@ from ckptfsm.core.requests import SaveRequest
 from ckptfsm.core.retention import LatestN
 from ckptfsm.evidence import check_digests, read_manifest
 from ckptfsm.megatron.fence import stay_out_once_it_is_anothers
-from ckptfsm.processes import fork_child
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import Gate
 from ckptfsm.testing.harness import FakeJob, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage

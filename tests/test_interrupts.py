@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfsm.interrupts import HandlersWait, OneCall
+from ckptfsm.adapters.signals import HandlersWait, OneCall
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -236,8 +236,8 @@ def test_a_call_inside_a_call_is_one_call(heard: list[int]):
 
 IN_THE_FORK = """
 import logging, os, signal, threading
-from ckptfsm.interrupts import HandlersWait
-from ckptfsm.processes import fork_child
+from ckptfsm.adapters.signals import HandlersWait
+from ckptfsm.adapters.fork import fork_child
 signal.signal(signal.SIGINT, signal.default_int_handler)
 me = os.getpid()
 def strike():

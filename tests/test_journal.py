@@ -10,6 +10,7 @@ import zlib
 import pytest
 
 from ckptfsm import journal
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core import documents as d
 from ckptfsm.core.errors import JournalCorrupt, NewerSchema, OutcomeUnknown, StorageError
 from ckptfsm.core.layout import JOURNAL, PRIVATE
@@ -27,7 +28,6 @@ from ckptfsm.journal import (
     read_history,
     read_segments,
 )
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.faults import FaultStorage, crash_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from ckptfsm.adapters.fork import Child, fork_child
+from ckptfsm.adapters.identity import this_process
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import CkptFsmError, Fenced, NewerSchema, RootBusy
 from ckptfsm.core.layout import LEASE, epoch_name
 from ckptfsm.core.ports import Identity
-from ckptfsm.identity import this_process
 from ckptfsm.lease import RootLease, newest_epoch, open_root, read_holder
-from ckptfsm.processes import Child, fork_child
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import Gate
 from ckptfsm.testing.faults import FaultStorage, fail_at
 from ckptfsm.testing.simfs import SimDisk, SimStorage

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import (
     CheckpointRecord,
     Part,
@@ -23,7 +24,6 @@ from ckptfsm.core.layout import JOURNAL, PRIVATE, segment_name
 from ckptfsm.core.lifecycle import State
 from ckptfsm.journal import JournalWriter, encode_line, read_segments
 from ckptfsm.lives import describe_end, format_bytes, read_lives, render_html, render_table
-from ckptfsm.storage import PosixStorage
 
 pytestmark = pytest.mark.damages_journal("journals made by hand, record by record")
 

@@ -27,6 +27,9 @@ import pytest
 from managers import QUICK, TEMPLATE, weights
 
 import ckptfsm.evidence as evidence_module
+from ckptfsm.adapters.executor import InlineExecutor
+from ckptfsm.adapters.fork import fork_child
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.config import make_config
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import (
@@ -52,13 +55,10 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.events import Event, ShardReported
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import EveryNSeconds, EveryNSteps, LatestN, Policy
-from ckptfsm.executor import InlineExecutor
 from ckptfsm.handle import SaveHandle, View
 from ckptfsm.link import Link, Update
 from ckptfsm.manager import Manager
-from ckptfsm.processes import fork_child
 from ckptfsm.stock import StockVerdict
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import (
     FakeDraft,
     FakeDriver,
@@ -1244,7 +1244,7 @@ import sys, threading
 from pathlib import Path
 from ckptfsm.core.config import make_config
 from ckptfsm.manager import Manager
-from ckptfsm.processes import fork_child
+from ckptfsm.adapters.fork import fork_child
 from ckptfsm.testing.fakes import fake_ports
 def hang(storage, job):
     return fork_child(threading.Event().wait, keep=(), group=True)

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptfsm import processes
+from ckptfsm.adapters import fork as processes
+from ckptfsm.adapters.fork import Child, _ask_kernel, children_of, fork_child
 from ckptfsm.core.ports import ChildError, Outcome
-from ckptfsm.processes import Child, _ask_kernel, children_of, fork_child
 from ckptfsm.testing.fakes import Gate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -477,7 +477,7 @@ def test_grandchildren_end_when_the_writer_ends_by_itself(tmp_path: Path):
 
 TRAINER = """
 import os, sys, threading
-from ckptfsm.processes import fork_child
+from ckptfsm.adapters.fork import fork_child
 alive = int(sys.argv[2])
 def job():
     os.write(alive, b"child")

@@ -11,6 +11,8 @@ import os
 import pytest
 from roots import saved, start, tracked
 
+from ckptfsm.adapters.executor import InlineExecutor
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import Fenced, OutcomeUnknown, SaveRefused
 from ckptfsm.core.events import ShardReported
@@ -20,11 +22,9 @@ from ckptfsm.core.ports import FileStat, Identity, RankJob
 from ckptfsm.core.requests import SaveRequest
 from ckptfsm.core.retention import LatestN
 from ckptfsm.durable import lookup
-from ckptfsm.executor import InlineExecutor
 from ckptfsm.journal import read_history
 from ckptfsm.manager import Manager
 from ckptfsm.readers import ReaderLease
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.testing.faults import FaultStorage, Hook, crash_at
 from ckptfsm.testing.harness import (

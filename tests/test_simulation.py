@@ -23,6 +23,7 @@ from proof.layer import Budget, LayerResult
 
 import ckptfsm.coordinator as coordinator
 import ckptfsm.durable as durable
+from ckptfsm.adapters.fork import Outcome
 from ckptfsm.controller import Controller
 from ckptfsm.coordinator import Coordinator
 from ckptfsm.core.config import make_config
@@ -36,7 +37,6 @@ from ckptfsm.effects import Effects
 from ckptfsm.journal import JournalWriter
 from ckptfsm.lease import RootLease
 from ckptfsm.manager import Manager
-from ckptfsm.processes import Outcome
 from ckptfsm.testing import invariants
 from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.invariants import Confirmed, JournalModel, RootBroken, Watch, check_root

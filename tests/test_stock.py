@@ -27,6 +27,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from snapshots import files_of
 
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.layout import TRACKER
@@ -40,7 +41,6 @@ from ckptfsm.stock import (
     inspect_stock,
     load_metadata_stub,
 )
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import fake_ports
 
 pytestmark = pytest.mark.megatron
@@ -714,7 +714,7 @@ def test_F30_any_mix_of_opcodes_is_survived(pieces: list[bytes]) -> None:
 def test_inspecting_imports_neither_torch_nor_megatron(stock_root: Path) -> None:
     code = (
         "import sys; from ckptfsm.stock import inspect_stock;"
-        "from ckptfsm.storage import PosixStorage;"
+        "from ckptfsm.adapters.posix_storage import PosixStorage;"
         f"v = inspect_stock(PosixStorage({str(stock_root)!r}), {STEP!r});"
         "assert v.acceptable, v.reason;"
         "bad = {m.partition('.')[0] for m in sys.modules} & {'torch', 'megatron', 'numpy'};"

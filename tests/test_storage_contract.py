@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.ports import Storage
 from ckptfsm.durable import put, write_all
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at, pause_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 
@@ -418,7 +418,7 @@ def test_F16_a_file_swapped_for_a_fifo_or_link_is_not_opened(
     """As if it was a regular file when looked at. Catches a blocking open, or a missing re-check."""
     os.mkfifo(f"{posix.root}/pipe")
     before = sorted(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr("ckptfsm.storage._regular_inode", lambda parent, name: None)
+    monkeypatch.setattr("ckptfsm.adapters.posix_storage._regular_inode", lambda parent, name: None)
     for call in (posix.open_existing, posix.digest):
         fails(errno.EINVAL, call, "pipe")
     os.symlink("/etc/hostname", f"{posix.root}/link")  # the same race with a link
@@ -457,7 +457,7 @@ def test_no_call_leaks_a_descriptor(posix: PosixStorage) -> None:
 
 _HOLDER = """
 import sys
-from ckptfsm.storage import PosixStorage
+from ckptfsm.adapters.posix_storage import PosixStorage
 storage = PosixStorage(sys.argv[1])
 print(storage.try_lock("lock") is not None, flush=True)
 sys.stdin.read()

@@ -40,20 +40,20 @@ UPPER = {"coordinator", "owner", "manager", "controller", "worker", "pump", "han
 UPPER |= {"cli", "megatron", "integrations", "demo", "testing"}
 LOWER = PURE | {
     "assembly.py",
-    "clock.py",
+    "adapters/clock.py",
     "durable.py",
     "effects.py",
     "evidence.py",
-    "executor.py",
+    "adapters/executor.py",
     "journal.py",
     "lease.py",
-    "notices.py",
-    "processes.py",
+    "adapters/notices.py",
+    "adapters/fork.py",
     "reader_leases.py",
     "receipts.py",
     "stock.py",
-    "storage.py",
-    "transport.py",
+    "adapters/posix_storage.py",
+    "adapters/local_transport.py",
     "trash.py",
     "writer.py",
 }
@@ -201,7 +201,9 @@ def calls(module: str) -> Iterator[tuple[str, ast.Call]]:
 @pytest.mark.parametrize("module", MODULES)
 def test_I1_deletion_is_in_one_place(module):
     """Catches: a second place that deletes; the implementations of the port are the exception."""
-    if module in {*DELETERS, "storage.py"} or module.startswith(("testing/", "demo/")):
+    if module in {*DELETERS, "adapters/posix_storage.py"} or module.startswith(
+        ("testing/", "demo/")
+    ):
         return
     found = [
         (name, call.lineno)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.layout import DIRECTORIES, PINS, READERS, TRACKER, TRASH
 from ckptfsm.durable import make_dirs, write_new
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.faults import FaultStorage, crash_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.trash import (

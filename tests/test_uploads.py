@@ -16,6 +16,7 @@ import pytest
 from groups import SETTINGS
 from proof.fuzz import _CONFIG, common_archive, written_metadata
 
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.controller import Controller
 from ckptfsm.coordinator import Coordinator
 from ckptfsm.core.documents import FileEntry
@@ -26,7 +27,6 @@ from ckptfsm.files import FilesDriver
 from ckptfsm.integrations.verl import mirror
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, Upload
 from ckptfsm.integrations.verl.uploads import Uploads
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import Gate, fake_ports
 from ckptfsm.testing.faults import FaultStorage
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from ckptfsm.adapters.signals import OneCall
 from ckptfsm.core.errors import CkptFsmError, ConfigError, RankInterrupted, SaveFailed
 from ckptfsm.integrations.verl.ranks import InsideCall, Ranks
-from ckptfsm.interrupts import OneCall
 from ckptfsm.testing.fakes import ThreadGroup
 
 

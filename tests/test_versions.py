@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptfsm.adapters.versions import OLDEST, TRIED, judge, require, series_of
 from ckptfsm.core.errors import ConfigError, UntriedVersionWarning
-from ckptfsm.versions import OLDEST, TRIED, judge, require, series_of
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import Receipt, decode
 from ckptfsm.core.events import Failed, ShardReported, WriterForked
 from ckptfsm.core.layout import STAGING, receipt_name, staging_dir
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import RankJob, Written
 from ckptfsm.durable import make_dirs
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.fakes import FakeShard, Gate
 from ckptfsm.testing.faults import FaultStorage, fail_at
 from ckptfsm.testing.harness import FakePart

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from ckptfsm.adapters.identity import this_process
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.layout import MEGATRON
 from ckptfsm.core.retention import CheckpointInfo, EveryNSteps, LatestN
 from ckptfsm.evidence import read_tracker
-from ckptfsm.identity import this_process
 from ckptfsm.lease import open_root
 from ckptfsm.lives import read_lives, render_html, render_table
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 
 _PAUSE_TIMEOUT_S = 120.0

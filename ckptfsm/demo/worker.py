@@ -18,10 +18,10 @@ import torch  # noqa: E402  megatron-core warns while it is imported
 import torch.distributed as dist  # noqa: E402
 
 from ckptfsm import CheckpointManager, EveryNSteps, LatestN  # noqa: E402
+from ckptfsm.adapters.posix_storage import PosixStorage  # noqa: E402
 from ckptfsm.core.ports import Storage  # noqa: E402
 from ckptfsm.core.requests import RecoveryReport  # noqa: E402
 from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel  # noqa: E402
-from ckptfsm.storage import PosixStorage  # noqa: E402
 from ckptfsm.testing.faults import FaultStorage, pause_at  # noqa: E402
 
 BAR = 28

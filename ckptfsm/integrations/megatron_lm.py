@@ -31,6 +31,8 @@ import megatron.core
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
+from ckptfsm.adapters.notices import say, warn_caller
+from ckptfsm.adapters.versions import TRIED
 from ckptfsm.core.config import CheckpointConfig, config_of
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import CkptFsmError, ConfigError, DamagedRoot, RecoveryWarning, describe
@@ -48,8 +50,6 @@ from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.driver import refuse_newer, storage_at
 from ckptfsm.megatron.foreign import ready_part
 from ckptfsm.megatron.manager import CheckpointManager
-from ckptfsm.notices import say, warn_caller
-from ckptfsm.versions import TRIED
 
 log = logging.getLogger("ckptfsm")
 CONTENT_METADATA = "content_metadata"  # where Megatron's loader looks for it in the common state

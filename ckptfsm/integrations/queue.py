@@ -26,6 +26,10 @@ from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckptfsm.adapters.fork import Child, fork_child
+from ckptfsm.adapters.notices import say, warn_at_end
+from ckptfsm.adapters.signals import HandlersWait, OneCall
+from ckptfsm.adapters.versions import installed
 from ckptfsm.core.backoff import pauses
 from ckptfsm.core.config import CheckpointConfig, config_of
 from ckptfsm.core.errors import (
@@ -41,7 +45,6 @@ from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.ports import Outcome, Staging, Transport
 from ckptfsm.handle import SaveHandle
 from ckptfsm.integrations.replaced import Replaced
-from ckptfsm.interrupts import HandlersWait, OneCall
 from ckptfsm.megatron.foreign import (
     StagedRequest,
     forget_what_workers_have,
@@ -51,9 +54,6 @@ from ckptfsm.megatron.foreign import (
     taken_now,
 )
 from ckptfsm.megatron.transport import transport_of
-from ckptfsm.notices import say, warn_at_end
-from ckptfsm.processes import Child, fork_child
-from ckptfsm.versions import installed
 from ckptfsm.writer import missed_deadline
 
 if TYPE_CHECKING:

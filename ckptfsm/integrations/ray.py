@@ -15,16 +15,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptfsm.adapters.notices import say
+from ckptfsm.adapters.versions import judge, missing
 from ckptfsm.controller import Controller
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.errors import ConfigError, describe
 from ckptfsm.core.events import Event, Failed
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.handle import SaveHandle
-from ckptfsm.notices import say
 from ckptfsm.pump import Hook
 from ckptfsm.tickets import GroupPart, GroupSave, Ticket
-from ckptfsm.versions import judge, missing
 
 try:
     import ray

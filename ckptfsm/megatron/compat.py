@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptfsm.notices import no_warning_is_an_error
+from ckptfsm.adapters.notices import no_warning_is_an_error
 
 
 @contextlib.contextmanager

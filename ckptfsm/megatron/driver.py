@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import ConfigError, RestoreFailed, SaveRefused
 from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
 from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Survey
@@ -41,7 +42,6 @@ from ckptfsm.megatron.torch_dist import (
     stage_part,
 )
 from ckptfsm.stock import COMMON, COMMON_KEY, inspect_stock
-from ckptfsm.storage import PosixStorage
 
 _ROOT_PART = "state"
 

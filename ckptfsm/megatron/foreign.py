@@ -36,6 +36,9 @@ import torch
 import xxhash
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ckptfsm.adapters.fork import children_of, let_children_die_too
+from ckptfsm.adapters.posix_storage import DIGEST_PREFIX
+from ckptfsm.adapters.versions import installed
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused, describe, one_line
 from ckptfsm.core.layout import join
@@ -45,10 +48,7 @@ from ckptfsm.durable import fsync_existing, list_names
 from ckptfsm.files import make_inside
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.fence import stay_out_once_it_is_anothers
-from ckptfsm.processes import children_of, let_children_die_too
 from ckptfsm.stock import COMMON, COMMON_KEY
-from ckptfsm.storage import DIGEST_PREFIX
-from ckptfsm.versions import installed
 
 _WATCH_S = 0.1
 _PIECE_BYTES = 1 << 20

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.core.config import CheckpointConfig, config_of
 from ckptfsm.core.ports import Ports, Staging, Storage
 from ckptfsm.manager import Manager
@@ -13,7 +14,6 @@ from ckptfsm.megatron.driver import MegatronDriver
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
 from ckptfsm.megatron.transport import transport_of
 from ckptfsm.pump import Hook
-from ckptfsm.storage import OpenPosix
 from ckptfsm.system import system_ports
 
 

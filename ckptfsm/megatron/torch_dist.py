@@ -45,6 +45,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.utils._pytree import tree_map
 
+from ckptfsm.adapters.fork import Child, fork_child
+from ckptfsm.adapters.notices import no_warning_is_an_error
+from ckptfsm.adapters.versions import series_of
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import DamagedRoot, SaveFailed, SaveRefused, WriterDied
 from ckptfsm.core.layout import PLANNED, join, planned_name
@@ -52,10 +55,7 @@ from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Storage, Written
 from ckptfsm.durable import make_dirs, storage_error
 from ckptfsm.megatron.shardings import check_not_empty, check_shards
-from ckptfsm.notices import no_warning_is_an_error
-from ckptfsm.processes import Child, fork_child
 from ckptfsm.stock import COMMON, COMMON_KEY
-from ckptfsm.versions import series_of
 from ckptfsm.writer import ShardFile
 
 _DCP_VERSION = "1.0.0"  # what FileSystemWriter of torch 2.x writes and its reader does not compare

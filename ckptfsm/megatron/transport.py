@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.errors import RankFailed, describe
 from ckptfsm.core.ports import Transport
-from ckptfsm.transport import LocalTransport
 
 
 class GlooTransport:

@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.core.config import CheckpointConfig, config_of
 from ckptfsm.core.ports import Staging, Storage
 from ckptfsm.megatron.manager import ports_of
-from ckptfsm.storage import OpenPosix
 from ckptfsm.worker import Worker
 
 

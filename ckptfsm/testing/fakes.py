@@ -18,7 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckptfsm.clock import SystemClock
+from ckptfsm.adapters.clock import SystemClock
+from ckptfsm.adapters.executor import ThreadExecutor
+from ckptfsm.adapters.identity import this_process
+from ckptfsm.adapters.local_transport import LocalTransport
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.signals import HandlersWait
 from ckptfsm.core.errors import CkptFsmError, RankFailed, SaveRefused
 from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
 from ckptfsm.core.ports import (
@@ -36,13 +41,8 @@ from ckptfsm.core.ports import (
     Transport,
     Written,
 )
-from ckptfsm.executor import ThreadExecutor
 from ckptfsm.files import file_spec, load_file, stage_file
-from ckptfsm.identity import this_process
-from ckptfsm.interrupts import HandlersWait
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.harness import FINISHERS, FakePart
-from ckptfsm.transport import LocalTransport
 from ckptfsm.writer import ShardFile, launch_forked
 
 T = TypeVar("T")

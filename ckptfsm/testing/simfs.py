@@ -30,8 +30,8 @@ from typing import Literal, Protocol
 
 import xxhash
 
+from ckptfsm.adapters.posix_storage import DIGEST_PREFIX, split_entry, split_path
 from ckptfsm.core.ports import FileStat
-from ckptfsm.storage import DIGEST_PREFIX, split_entry, split_path
 
 BLOCK_BYTES = 512  # what a disk writes at once
 _DEVICE = 1

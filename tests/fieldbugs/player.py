@@ -21,6 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckptfsm.adapters.fork import Child
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import SaveFailed, SaveRefused, StepNotFoundError
 from ckptfsm.core.events import Event, ShardReported
@@ -33,8 +35,6 @@ from ckptfsm.core.retention import LatestN, Policy
 from ckptfsm.durable import lookup
 from ckptfsm.evidence import read_tracker
 from ckptfsm.manager import Manager
-from ckptfsm.processes import Child
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.fakes import FakeDriver, FakeRequest, Gate, ShiftedClock, fake_ports

@@ -44,7 +44,7 @@ class Trainee:
         self.worker = GroupWorker(root, open_storage=self.open_storage(root))
 
     def open_storage(self, root: str) -> Any:
-        from ckptfsm.storage import PosixStorage
+        from ckptfsm.adapters.posix_storage import PosixStorage
         from ckptfsm.testing.faults import FaultStorage
 
         def hold(index: int, method: str, path: str) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import StorageError
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.integrations.verl import mirror as mirror_module
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, HdfsMirror, mirror_of
-from ckptfsm.storage import PosixStorage
 
 HDFS = """#!/bin/sh
 # What `hdfs dfs` does with a few commands, on local directories.

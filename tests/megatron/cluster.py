@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.versions import installed, series_of
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.evidence import read_manifest, read_tracker
 from ckptfsm.journal import History, read_history, read_segments
-from ckptfsm.storage import PosixStorage
-from ckptfsm.versions import installed, series_of
 
 HERE = Path(__file__).resolve().parent
 PATIENCE_S = 60.0  # of any wait; the machine may be busy with other work

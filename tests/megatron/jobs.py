@@ -54,6 +54,7 @@ from ckptfsm import (  # noqa: E402
     Ticket,
     TransitionRecord,
 )
+from ckptfsm.adapters.posix_storage import PosixStorage  # noqa: E402
 from ckptfsm.coordinator import Coordinator  # noqa: E402
 from ckptfsm.core.errors import CkptFsmError  # noqa: E402
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked  # noqa: E402
@@ -62,7 +63,6 @@ from ckptfsm.core.ports import Storage  # noqa: E402
 from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel  # noqa: E402
 from ckptfsm.megatron.compat import cpu_devices  # noqa: E402
 from ckptfsm.megatron.driver import MegatronDriver  # noqa: E402
-from ckptfsm.storage import PosixStorage  # noqa: E402
 from ckptfsm.testing.faults import FaultStorage  # noqa: E402
 
 torch.set_num_threads(1)

@@ -27,9 +27,9 @@ from cluster import (
     tracked_step,
 )
 
+from ckptfsm.adapters.fork import fork_child
 from ckptfsm.core.layout import receipt_name
 from ckptfsm.megatron.foreign import StagedRequest
-from ckptfsm.processes import fork_child
 
 pytestmark = pytest.mark.megatron
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfsm.versions import installed, series_of
+from ckptfsm.adapters.versions import installed, series_of
 
 pytestmark = pytest.mark.megatron
 

@@ -21,8 +21,8 @@ from cluster import (
     tracked_step,
 )
 
+from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.core.errors import ConfigError, PollMissingWarning
-from ckptfsm.transport import LocalTransport
 
 pytestmark = pytest.mark.megatron
 

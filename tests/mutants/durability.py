@@ -418,7 +418,7 @@ MUTANTS = (
     # ---------------------------------------------------------------------------- the real disk
     mutant(
         "posix-fsync-does-nothing",
-        "storage:PosixStorage.fsync",
+        "adapters.posix_storage:PosixStorage.fsync",
         "with _named(self._path_of(handle)):\n    os.fsync(handle)",
         "with _named(self._path_of(handle)):\n    pass",
         breaks="I3",
@@ -427,7 +427,7 @@ MUTANTS = (
     ),
     mutant(
         "posix-fsync-of-directories-does-nothing",
-        "storage:PosixStorage.fsync_dir",
+        "adapters.posix_storage:PosixStorage.fsync_dir",
         "changes=False) as fd:\n    os.fsync(fd)",
         "changes=False) as fd:\n    os.fstat(fd)",
         breaks="I3",
@@ -436,7 +436,7 @@ MUTANTS = (
     ),
     mutant(
         "root-made-without-fsync",
-        "storage:_fsync_path",
+        "adapters.posix_storage:_fsync_path",
         "try:\n    os.fsync(fd)",
         "try:\n    os.fstat(fd)",
         breaks="I2",
@@ -466,7 +466,7 @@ MUTANTS = (
     ),
     mutant(
         "posix-open-truncates",
-        "storage:_EXCLUSIVE",
+        "adapters.posix_storage:_EXCLUSIVE",
         "_EXCLUSIVE = os.O_WRONLY | os.O_CREAT | os.O_EXCL |",
         "_EXCLUSIVE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC |",
         breaks="I5",
@@ -476,7 +476,7 @@ MUTANTS = (
     ),
     mutant(
         "posix-follows-links",
-        "storage:_DIRECTORY",
+        "adapters.posix_storage:_DIRECTORY",
         "_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW |",
         "_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY |",
         breaks="F16",

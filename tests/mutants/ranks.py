@@ -86,7 +86,7 @@ WRITERS = (
     ),
     mutant(
         "writers-outlive-their-trainer",
-        "processes:_run_child",
+        "adapters.fork:_run_child",
         "_die_with(abs(parent), by_kernel=parent > 0)",
         "",
         breaks="F29",
@@ -95,7 +95,7 @@ WRITERS = (
     ),
     mutant(
         "a-descriptor-above-the-limit-ends-the-writer",
-        "processes:_point",
+        "adapters.fork:_point",
         "if error.errno != errno.EBADF:",
         "if True:",
         breaks="I10",
@@ -104,7 +104,7 @@ WRITERS = (
     ),
     mutant(
         "a-trainer-that-died-at-once-is-not-missed",
-        "processes:_die_with",
+        "adapters.fork:_die_with",
         "if os.getppid() != parent:  # it died between the fork and now",
         "if False:",
         breaks="F29",
@@ -129,7 +129,7 @@ WRITERS = (
     ),
     mutant(
         "what-hangs-in-its-fork-is-left-there",
-        "processes:fork_child",
+        "adapters.fork:fork_child",
         "if child.begins(_BEGIN_S):\n    return child",
         "return child",
         breaks="I10",
@@ -138,7 +138,7 @@ WRITERS = (
     ),
     mutant(
         "handlers-run-inside-a-call",
-        "interrupts:OneCall.running",
+        "adapters.signals:OneCall.running",
         "signals = self._defer()",
         "signals = NoSignals()",
         breaks="I10",
@@ -283,7 +283,7 @@ WRITERS = (
     ),
     mutant(
         "writers-keep-the-trainers-sockets",
-        "processes:_run_child",
+        "adapters.fork:_run_child",
         "_let_go_of_all_but({0, 1, 2, pipe[1], *keep})",
         "",
         breaks="F29",

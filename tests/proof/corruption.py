@@ -33,6 +33,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ckptfsm.adapters.executor import InlineExecutor
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.errors import (
     CkptFsmError,
@@ -62,10 +64,8 @@ from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Identity, Storage, Survey
 from ckptfsm.core.retention import LatestN
 from ckptfsm.evidence import read_tracker
-from ckptfsm.executor import InlineExecutor
 from ckptfsm.manager import Manager
 from ckptfsm.readers import ReaderLease
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 from ckptfsm.testing.coverage import watch_moves
 from ckptfsm.testing.fakes import FakeDriver, fake_ports

@@ -37,6 +37,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import Holder, Pin, Receipt, decode, encode
 from ckptfsm.core.errors import CkptFsmError, DamagedRoot, NewerSchema
 from ckptfsm.core.layout import (
@@ -74,7 +75,6 @@ from ckptfsm.stock import (
     inspect_stock,
     load_metadata_stub,
 )
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.conformance import JournalViolation, check_segments
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 from proof.corruption import examine, make_template

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.config import make_config
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.lifecycle import State
@@ -21,7 +22,6 @@ from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.core.retention import LatestN, Policy
 from ckptfsm.journal import read_history
 from ckptfsm.manager import Manager
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 from ckptfsm.testing.coverage import Coverage, watch_moves
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, ThreadTransport, fake_ports, run_ranks

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from ckptfsm.clock import SystemClock
+from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import CkptFsmError, SaveFailed

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import CkptFsmError, JournalCorrupt
 from ckptfsm.core.layout import JOURNAL, LEASE, PINS, STAGING, TRASH
 from ckptfsm.core.lifecycle import State
@@ -20,7 +21,6 @@ from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.core.retention import LatestN
 from ckptfsm.durable import TEMPORARY, list_names
 from ckptfsm.journal import read_history
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 from ckptfsm.testing.coverage import Coverage, watch_moves
 from ckptfsm.testing.harness import FakeJob, RootBroken, check_root

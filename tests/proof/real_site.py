@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.events import Event
 from ckptfsm.core.layout import JOURNAL
 from ckptfsm.core.lifecycle import Checkpoint, State, find_row
 from ckptfsm.core.ports import FileStat
-from ckptfsm.storage import PosixStorage
 from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.faults import FaultStorage
 

@@ -26,12 +26,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import CkptFsmError, RankFailed, RankInterrupted
 from ckptfsm.manager import Manager
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.fakes import FakeDriver, fake_ports
-from ckptfsm.transport import LocalTransport
 from proof.layer import LayerResult, Violation
 
 HANGS_S = 90.0  # a rank that does not end this long after its time is taken for hung
@@ -134,7 +134,7 @@ def strike(number: int, struck: FrameType | None) -> None:
     """As Python's own handler, but only where the library runs it: not before a call has begun."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        inside = frame.f_globals.get("__name__") == "ckptfsm.interrupts"
+        inside = frame.f_globals.get("__name__") == "ckptfsm.adapters.signals"
         if inside and frame.f_code.co_name in _RUN_BY:
             raise KeyboardInterrupt
         frame = frame.f_back

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from ckptfsm.adapters.executor import InlineExecutor
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.errors import (
     CkptFsmError,
@@ -38,7 +39,6 @@ from ckptfsm.core.layout import MEGATRON, QUARANTINE
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Identity
 from ckptfsm.durable import lookup
-from ckptfsm.executor import InlineExecutor
 from ckptfsm.journal import read_history
 from ckptfsm.manager import Manager
 from ckptfsm.readers import ReaderLease

@@ -27,7 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ckptfsm.clock import SystemClock
+from ckptfsm.adapters.clock import SystemClock
+from ckptfsm.adapters.fork import Child, fork_child
+from ckptfsm.adapters.local_transport import LocalTransport
+from ckptfsm.adapters.posix_storage import OpenPosix, PosixStorage
 from ckptfsm.core.documents import FileEntry, Manifest
 from ckptfsm.core.errors import SaveFailed, StorageError, describe
 from ckptfsm.core.layout import PRIVATE, VERL
@@ -36,12 +39,9 @@ from ckptfsm.core.ports import Clock, PartJob, Storage, Written
 from ckptfsm.durable import fsync_tree_dirs, lookup, move
 from ckptfsm.evidence import read_manifest
 from ckptfsm.files import FilesDraft, FilesDriver, FileTree
-from ckptfsm.processes import Child, fork_child
 from ckptfsm.receipts import Receipts
-from ckptfsm.storage import OpenPosix, PosixStorage
 from ckptfsm.system import system_ports
 from ckptfsm.tickets import Ticket
-from ckptfsm.transport import LocalTransport
 from ckptfsm.worker import Worker
 
 NAME = "mirror"

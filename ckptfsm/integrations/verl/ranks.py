@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ckptfsm.adapters.signals import HandlersWait, OneCall
 from ckptfsm.core.errors import CkptFsmError, RankFailed, RankInterrupted, SaveFailed, describe
 from ckptfsm.core.ports import Transport
-from ckptfsm.interrupts import HandlersWait, OneCall
 from ckptfsm.link import interrupted_rank, typed
 
 T = TypeVar("T")

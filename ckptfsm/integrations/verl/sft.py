@@ -27,6 +27,8 @@ from ckptfsm.integrations.verl.needs import PACKAGES  # noqa: F401  before other
 # isort: split
 import torch
 
+from ckptfsm.adapters.local_transport import LocalTransport
+from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.controller import Controller, controller_config
 from ckptfsm.coordinator import Coordinator
 from ckptfsm.core.errors import ConfigError
@@ -40,10 +42,8 @@ from ckptfsm.integrations.verl.trainer import Checkpoints, Options, install, of_
 from ckptfsm.integrations.verl.workers import RoleGroups
 from ckptfsm.megatron.transport import transport_of
 from ckptfsm.restoring import Restorer
-from ckptfsm.storage import OpenPosix
 from ckptfsm.system import system_ports
 from ckptfsm.tickets import Ticket
-from ckptfsm.transport import LocalTransport
 
 _ROLE = "engine"
 

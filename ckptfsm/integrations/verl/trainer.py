@@ -26,6 +26,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, cast, get_args
 
+from ckptfsm.adapters.notices import say, warn_caller
+from ckptfsm.adapters.versions import installed, judge, missing
 from ckptfsm.controller import Controller, controller_config
 from ckptfsm.core.config import Verify
 from ckptfsm.core.documents import TransitionRecord
@@ -45,9 +47,7 @@ from ckptfsm.files import FileTree
 from ckptfsm.integrations.verl.mirror import NAME, Mirror, UploadWorker, When, mirror_of
 from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.integrations.verl.workers import Calls, RayCalls, RoleGroups
-from ckptfsm.notices import say, warn_caller
 from ckptfsm.tickets import GroupPart, GroupSave, Ticket
-from ckptfsm.versions import installed, judge, missing
 
 log = logging.getLogger("ckptfsm")
 Trainer = TypeVar("Trainer")

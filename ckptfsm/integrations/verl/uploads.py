@@ -17,6 +17,9 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from ckptfsm.adapters.fork import Child
+from ckptfsm.adapters.notices import say, warn_caller
+from ckptfsm.adapters.signals import HandlersWait
 from ckptfsm.controller import Controller
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import (
@@ -35,9 +38,6 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Outcome
 from ckptfsm.integrations.verl.mirror import Mirror, Upload
-from ckptfsm.interrupts import HandlersWait
-from ckptfsm.notices import say, warn_caller
-from ckptfsm.processes import Child
 
 log = logging.getLogger("ckptfsm")
 _OF_A_MOMENT = (OSError, RestoreFailed)  # of a lease, a thread or a fork: the next poll tries again

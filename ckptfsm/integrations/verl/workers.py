@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ckptfsm.adapters.notices import say
 from ckptfsm.core.errors import DeadlineExceeded, WriterDied, describe
 from ckptfsm.core.events import Event
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.notices import say
 
 log = logging.getLogger("ckptfsm")
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from ckptfsm.adapters.executor import run_into
+from ckptfsm.adapters.signals import NoSignals
 from ckptfsm.core.errors import CkptFsmError, OutcomeUnknown, RankFailed, describe, first_os_error
 from ckptfsm.core.events import Event, ShardReported, WriterForked
 from ckptfsm.core.parts import PartSpec, content_of
@@ -34,8 +36,6 @@ from ckptfsm.core.ports import (
     Written,
 )
 from ckptfsm.durable import write_all
-from ckptfsm.executor import run_into
-from ckptfsm.interrupts import NoSignals
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, FakeRequest, spec_of
 from ckptfsm.testing.harness import FakePart
 from ckptfsm.testing.invariants import Attempt

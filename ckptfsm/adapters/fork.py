@@ -35,9 +35,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckptfsm.adapters.notices import say
 from ckptfsm.core.errors import describe, first_os_error
 from ckptfsm.core.ports import ChildError, Outcome
-from ckptfsm.notices import say
 
 log = logging.getLogger("ckptfsm")
 

@@ -14,8 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any
 
+from ckptfsm.adapters.notices import no_warning_is_an_error
 from ckptfsm.core.errors import ConfigError, UntriedVersionWarning, describe
-from ckptfsm.notices import no_warning_is_an_error
 
 TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

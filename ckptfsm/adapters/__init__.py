@@ -1,0 +1,1 @@
+"""Reaches the machine: files, processes, signals, threads, clocks, logs."""
