@@ -32,7 +32,7 @@ from ckptfsm.core.layout import MEGATRON, PLANNED, PRIVATE, join, receipt_name
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import RankJob, Storage, Written
 from ckptfsm.core.requests import SaveRequest
-from ckptfsm.durable import make_dirs
+from ckptfsm.disk.durable import make_dirs
 from ckptfsm.megatron.driver import MegatronDriver
 from ckptfsm.writer import ShardFile, write_rank
 

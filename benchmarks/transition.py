@@ -23,7 +23,7 @@ from ckptfsm.core.layout import JOURNAL
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.requests import SaveRequest
-from ckptfsm.journal import BLOCK_BYTES, JournalWriter, encode_line
+from ckptfsm.disk.journal import BLOCK_BYTES, JournalWriter, encode_line
 
 _PER_PAIR = 4  # a transition is cheap: more samples than pairs
 _RECORD = TransitionRecord(

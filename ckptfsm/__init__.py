@@ -32,9 +32,9 @@ from ckptfsm.core.retention import (
     Policy,
     Steps,
 )
+from ckptfsm.disk.readers import ReaderLease
 from ckptfsm.files import FileTree
 from ckptfsm.handle import Restored, SaveHandle
-from ckptfsm.readers import ReaderLease
 from ckptfsm.tickets import GroupPart, GroupSave, Reading, Ticket
 
 if TYPE_CHECKING:

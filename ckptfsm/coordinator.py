@@ -58,9 +58,8 @@ from ckptfsm.core.ports import Clock, Identity, PartFinisher, Pending, Storage
 from ckptfsm.core.recovery import Resume, forget_moved, plan
 from ckptfsm.core.requests import Located, NumberedNews, RecoveryReport, SaveRequest, Settled
 from ckptfsm.core.retention import KeepAll, Policy
-from ckptfsm.durable import list_names, lookup, storage_error
-from ckptfsm.engine import Engine, Trade
-from ckptfsm.evidence import (
+from ckptfsm.disk.durable import list_names, lookup, storage_error
+from ckptfsm.disk.inspection import (
     gather_evidence,
     inspect_published,
     is_bare,
@@ -68,12 +67,13 @@ from ckptfsm.evidence import (
     read_manifest,
     read_tracker,
 )
-from ckptfsm.journal import History, newest_segment, read_history
-from ckptfsm.lease import RootLease, open_root
+from ckptfsm.disk.journal import History, newest_segment, read_history
+from ckptfsm.disk.ownership import RootLease, open_root
+from ckptfsm.disk.reader_leases import ReaderLeases
+from ckptfsm.disk.receipts import Receipts
+from ckptfsm.disk.trash import remove_marker, remove_some, sweep_temporaries
+from ckptfsm.engine import Engine, Trade
 from ckptfsm.opening import Opening, roll_back
-from ckptfsm.reader_leases import ReaderLeases
-from ckptfsm.receipts import Receipts
-from ckptfsm.trash import remove_marker, remove_some, sweep_temporaries
 
 log = logging.getLogger("ckptfsm")
 T = TypeVar("T")

@@ -21,7 +21,6 @@ from functools import partial
 from typing import TypeVar
 
 from ckptfsm.adapters.notices import say
-from ckptfsm.assembly import Assembly
 from ckptfsm.core.documents import (
     KEPT_SEGMENTS,
     RollbackFinished,
@@ -77,12 +76,13 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Identity, PartFinisher, Storage
 from ckptfsm.core.requests import Blocked, FinalizersDue, News, NumberedNews
 from ckptfsm.core.retention import Policy, describe_tracked
-from ckptfsm.durable import TEMPORARY, lookup, put, storage_error
-from ckptfsm.effects import Effects, Pruned
-from ckptfsm.evidence import is_manifest_of, moved_aside, read_tracker
-from ckptfsm.journal import History, JournalWriter, folded
-from ckptfsm.lease import RootLease
-from ckptfsm.trash import remove_marker, remove_some
+from ckptfsm.disk.assembly import Assembly
+from ckptfsm.disk.durable import TEMPORARY, lookup, put, storage_error
+from ckptfsm.disk.effects import Effects, Pruned
+from ckptfsm.disk.inspection import is_manifest_of, moved_aside, read_tracker
+from ckptfsm.disk.journal import History, JournalWriter, folded
+from ckptfsm.disk.ownership import RootLease
+from ckptfsm.disk.trash import remove_marker, remove_some
 
 log = logging.getLogger("ckptfsm")
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from ckptfsm.core.errors import ConfigError, SaveFailed, describe
 from ckptfsm.core.layout import PRIVATE, join
 from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
 from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Storage, Survey, Written
-from ckptfsm.durable import fsync_existing, walk_files
+from ckptfsm.disk.durable import fsync_existing, walk_files
 from ckptfsm.writer import FilePart
 
 

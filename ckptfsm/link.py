@@ -26,7 +26,7 @@ from ckptfsm.core.events import Event
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Executor, Pending, Transport
 from ckptfsm.core.requests import Located, NumberedNews
-from ckptfsm.durable import storage_error
+from ckptfsm.disk.durable import storage_error
 
 log = logging.getLogger("ckptfsm")
 P = ParamSpec("P")

@@ -36,11 +36,11 @@ from ckptfsm.core.lifecycle import Checkpoint, State, writing_ranks
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.core.recovery import Plan, Resume, hopeless
 from ckptfsm.core.rollback import Intent
-from ckptfsm.durable import lookup, storage_error
+from ckptfsm.disk.durable import lookup, storage_error
+from ckptfsm.disk.inspection import read_tracker
+from ckptfsm.disk.journal import History
+from ckptfsm.disk.trash import sweep_temporaries
 from ckptfsm.engine import Engine
-from ckptfsm.evidence import read_tracker
-from ckptfsm.journal import History
-from ckptfsm.trash import sweep_temporaries
 
 log = logging.getLogger("ckptfsm")
 

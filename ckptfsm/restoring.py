@@ -31,8 +31,8 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.layout import join
 from ckptfsm.core.ports import Driver, Pending, Ports, Storage, Survey, Transport
 from ckptfsm.core.requests import Located
-from ckptfsm.durable import says_what_is_there
-from ckptfsm.evidence import check_digests, check_extra_shards, check_sizes
+from ckptfsm.disk.durable import says_what_is_there
+from ckptfsm.disk.inspection import check_digests, check_extra_shards, check_sizes
 from ckptfsm.handle import Restored, only
 from ckptfsm.proposal import name_parts
 

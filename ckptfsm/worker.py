@@ -28,14 +28,14 @@ from ckptfsm.core.layout import join, planned_name
 from ckptfsm.core.parts import AttemptId, PartKind, PartSpec, check_parts
 from ckptfsm.core.ports import Clock, Draft, PartFinisher, PartJob, Ports, RankJob, Storage, Written
 from ckptfsm.core.requests import Accepted, Located
-from ckptfsm.durable import make_dirs, read_document
+from ckptfsm.disk.durable import make_dirs, read_document
+from ckptfsm.disk.receipts import Receipts
+from ckptfsm.disk.stock import MAX_METADATA_BYTES
 from ckptfsm.files import FileTree, TreePart, UnmadePart, around, at_path
 from ckptfsm.handle import Restored
 from ckptfsm.proposal import Proposal, agree
-from ckptfsm.receipts import Receipts
 from ckptfsm.restoring import Restorer, warn_of_drops
 from ckptfsm.staging import Stage
-from ckptfsm.stock import MAX_METADATA_BYTES
 from ckptfsm.tickets import Reading, Ticket
 from ckptfsm.writer import RankWriter, ShardFile
 

@@ -22,7 +22,7 @@ from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked
 from ckptfsm.core.layout import RECEIPTS, STAGING, begun_name, join, receipt_name
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Launch, Outcome, PartJob, RankJob, Storage, Written
-from ckptfsm.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error, write_all
+from ckptfsm.disk.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error, write_all
 
 _OVERLAP_BYTES = 1 << 20  # below this a thread costs more than the digest
 

@@ -14,7 +14,7 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import Identity, RankJob, Written
 from ckptfsm.core.requests import SaveRequest
-from ckptfsm.durable import make_dirs
+from ckptfsm.disk.durable import make_dirs
 from ckptfsm.testing.faults import FaultStorage, Hook
 from ckptfsm.testing.harness import PARTS, FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import SimDisk, SimStorage

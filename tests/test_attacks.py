@@ -39,8 +39,8 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.requests import SaveRequest
 from ckptfsm.core.retention import LatestN
+from ckptfsm.disk.readers import ReaderLease
 from ckptfsm.link import Link
-from ckptfsm.readers import ReaderLease
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.assembly import Assembly
 from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused
 from ckptfsm.core.layout import VERL
 from ckptfsm.core.parts import OptionalPart, PartSpec
 from ckptfsm.core.retention import LatestN
+from ckptfsm.disk.assembly import Assembly
+from ckptfsm.disk.readers import ReaderLease
 from ckptfsm.files import FileTree, TreePart, around
 from ckptfsm.manager import Manager
-from ckptfsm.readers import ReaderLease
 from ckptfsm.testing.fakes import FakeDriver, FakeRequest, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
 

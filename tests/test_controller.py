@@ -39,7 +39,7 @@ from ckptfsm.core.events import Failed, ShardReported, WriterForked, WriterGone
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.requests import Located
 from ckptfsm.core.retention import LatestN
-from ckptfsm.effects import Effects
+from ckptfsm.disk.effects import Effects
 from ckptfsm.files import FileTree
 from ckptfsm.manager import Manager
 from ckptfsm.testing.fakes import Gate, fake_ports

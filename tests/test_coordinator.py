@@ -54,8 +54,8 @@ from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import FileStat, RankJob
 from ckptfsm.core.requests import Blocked, FinalizersDue, SaveRequest, Settled
 from ckptfsm.core.retention import KeepAll, LatestN, Policy
-from ckptfsm.journal import read_segments
-from ckptfsm.readers import ReaderLease
+from ckptfsm.disk.journal import read_segments
+from ckptfsm.disk.readers import ReaderLease
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from strangers import SHARD, stock_saves
 
-from ckptfsm import engine, journal
+from ckptfsm import engine
 from ckptfsm.adapters.executor import InlineExecutor
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.controller import Controller
@@ -34,8 +34,9 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import ChildError, Driver, Identity, Outcome, Ports, RankJob, Storage
 from ckptfsm.core.retention import LatestN
+from ckptfsm.disk import journal
+from ckptfsm.disk.journal import read_history, read_segments
 from ckptfsm.files import FilesDriver
-from ckptfsm.journal import read_history, read_segments
 from ckptfsm.lives import read_lives
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, fake_ports

@@ -39,7 +39,7 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.layout import STAGING, TRACKER
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Staging
-from ckptfsm.stock import COMMON_KEY
+from ckptfsm.disk.stock import COMMON_KEY
 from ckptfsm.testing.fakes import ThreadTransport, run_ranks
 
 PATIENCE_S = 20.0

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from ckptfsm import durable
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import StorageError
+from ckptfsm.disk import durable
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 

@@ -23,8 +23,8 @@ from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import RankJob
-from ckptfsm.durable import make_dirs, write_new
-from ckptfsm.evidence import (
+from ckptfsm.disk.durable import make_dirs, write_new
+from ckptfsm.disk.inspection import (
     check_digests,
     check_extra_shards,
     check_sizes,
@@ -34,7 +34,7 @@ from ckptfsm.evidence import (
     read_manifest,
     read_tracker,
 )
-from ckptfsm.receipts import Receipts
+from ckptfsm.disk.receipts import Receipts
 from ckptfsm.testing.harness import FakeJob, FakePart, fake_content
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 from ckptfsm.writer import write_rank

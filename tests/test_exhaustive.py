@@ -17,8 +17,8 @@ from ckptfsm.core.events import Prune
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import LatestN
-from ckptfsm.durable import put
-from ckptfsm.effects import Effects
+from ckptfsm.disk.durable import put
+from ckptfsm.disk.effects import Effects
 from ckptfsm.engine import Engine
 
 

@@ -50,8 +50,6 @@ from roots import (
 )
 from strangers import SHARD, stock_saves
 
-from ckptfsm import durable
-from ckptfsm import evidence as evidence_module
 from ckptfsm.adapters.executor import ThreadExecutor
 from ckptfsm.adapters.fork import Child, fork_child
 from ckptfsm.adapters.local_transport import LocalTransport
@@ -80,12 +78,14 @@ from ckptfsm.core.ports import RankJob, Storage
 from ckptfsm.core.requests import SaveRequest, Settled
 from ckptfsm.core.retention import LatestN
 from ckptfsm.demo.run import DemoOptions, _fresh_root
+from ckptfsm.disk import durable
+from ckptfsm.disk import inspection as evidence_module
+from ckptfsm.disk.readers import ReaderLease
+from ckptfsm.disk.stock import StockVerdict
 from ckptfsm.files import FilesDriver, FileTree
 from ckptfsm.handle import SaveHandle
 from ckptfsm.link import Update
 from ckptfsm.manager import Manager
-from ckptfsm.readers import ReaderLease
-from ckptfsm.stock import StockVerdict
 from ckptfsm.system import system_ports
 from ckptfsm.testing.fakes import FakeDriver, Gate, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage

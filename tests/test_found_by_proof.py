@@ -39,7 +39,6 @@ from roots import (
 )
 from strangers import stock_saves
 
-from ckptfsm import evidence as evidence_module
 from ckptfsm.core.errors import Fenced, SaveRefused, StepNotFoundError, StorageError
 from ckptfsm.core.events import Event, Failed, FinalizersRan, WriterForked
 from ckptfsm.core.layout import (
@@ -53,8 +52,9 @@ from ckptfsm.core.layout import (
 from ckptfsm.core.lifecycle import UNSETTLED, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import LatestN
-from ckptfsm.readers import ReaderLease
-from ckptfsm.stock import StockVerdict
+from ckptfsm.disk import inspection as evidence_module
+from ckptfsm.disk.readers import ReaderLease
+from ckptfsm.disk.stock import StockVerdict
 from ckptfsm.testing.harness import FakeJob
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 

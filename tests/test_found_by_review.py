@@ -53,8 +53,8 @@ from ckptfsm.core.lifecycle import State, absent, apply
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import RankJob, Written
 from ckptfsm.core.retention import LatestN
-from ckptfsm.durable import put
-from ckptfsm.readers import ReaderLease
+from ckptfsm.disk.durable import put
+from ckptfsm.disk.readers import ReaderLease
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage

@@ -45,7 +45,7 @@ from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import RankJob
 from ckptfsm.core.requests import SaveRequest
 from ckptfsm.core.retention import LatestN
-from ckptfsm.evidence import check_digests, read_manifest
+from ckptfsm.disk.inspection import check_digests, read_manifest
 from ckptfsm.megatron.fence import stay_out_once_it_is_anothers
 from ckptfsm.testing.fakes import Gate
 from ckptfsm.testing.harness import FakeJob, fake_content

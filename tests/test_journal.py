@@ -9,7 +9,6 @@ import zlib
 
 import pytest
 
-from ckptfsm import journal
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core import documents as d
 from ckptfsm.core.errors import JournalCorrupt, NewerSchema, OutcomeUnknown, StorageError
@@ -17,7 +16,8 @@ from ckptfsm.core.layout import JOURNAL, PRIVATE
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.rollback import Intent
-from ckptfsm.journal import (
+from ckptfsm.disk import journal
+from ckptfsm.disk.journal import (
     BLOCK_BYTES,
     RESERVE_BYTES,
     JournalWriter,

@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 from managers import QUICK, TEMPLATE, weights
 
-import ckptfsm.evidence as evidence_module
+import ckptfsm.disk.inspection as evidence_module
 from ckptfsm.adapters.executor import InlineExecutor
 from ckptfsm.adapters.fork import fork_child
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -55,10 +55,10 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.events import Event, ShardReported
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import EveryNSeconds, EveryNSteps, LatestN, Policy
+from ckptfsm.disk.stock import StockVerdict
 from ckptfsm.handle import SaveHandle, View
 from ckptfsm.link import Link, Update
 from ckptfsm.manager import Manager
-from ckptfsm.stock import StockVerdict
 from ckptfsm.testing.fakes import (
     FakeDraft,
     FakeDriver,

@@ -131,11 +131,11 @@ def test_every_ordering_of_the_protocol_is_turned_round_by_a_mutant() -> None:
 
 def test_an_old_text_that_moved_is_an_error() -> None:
     """Catches a loader that plants nothing and lets the mutant survive, or be killed by chance."""
-    gone = mutant("x", "durable:", "no such text", "", breaks="I1", source="")
+    gone = mutant("x", "disk.durable:", "no such text", "", breaks="I1", source="")
     with pytest.raises(LookupError, match="0 times"):
         mutated_sources(gone)
-    twice = Mutant("x", "I1", "", (Edit("durable:", "storage.fsync_dir", ""),))
-    with pytest.raises(LookupError, match="times in ckptfsm.durable"):
+    twice = Mutant("x", "I1", "", (Edit("disk.durable:", "storage.fsync_dir", ""),))
+    with pytest.raises(LookupError, match="times in ckptfsm.disk.durable"):
         mutated_sources(twice)
 
 

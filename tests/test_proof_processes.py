@@ -25,17 +25,17 @@ from proof.processes import (
 from proof.real_jobs import MANAGER
 from proof.real_site import CUTS, ROLES, Ended, Role, Site
 
-import ckptfsm.assembly as assembly
-import ckptfsm.durable as durable
-import ckptfsm.effects as effects
-import ckptfsm.evidence as evidence
+import ckptfsm.disk.assembly as assembly
+import ckptfsm.disk.durable as durable
+import ckptfsm.disk.effects as effects
+import ckptfsm.disk.inspection as evidence
 import ckptfsm.writer as writer
 from ckptfsm.coordinator import Coordinator
 from ckptfsm.core.errors import SaveRefused
 from ckptfsm.core.events import Cleaned
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.requests import RecoveryReport
-from ckptfsm.effects import Effects
+from ckptfsm.disk.effects import Effects
 from ckptfsm.engine import Engine
 
 Plant = Callable[[pytest.MonkeyPatch], None]

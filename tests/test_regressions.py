@@ -20,8 +20,6 @@ from ledgers import (
 )
 from pydantic import ValidationError
 
-from ckptfsm import durable
-from ckptfsm import evidence as evidence_module
 from ckptfsm.core import layout
 from ckptfsm.core.documents import (
     FileEntry,
@@ -46,9 +44,11 @@ from ckptfsm.core.ports import Identity
 from ckptfsm.core.recovery import Plan, plan
 from ckptfsm.core.requests import SaveRequest
 from ckptfsm.core.retention import EveryNSeconds, Policy, parse_policy
-from ckptfsm.evidence import inspect_published
-from ckptfsm.journal import JournalWriter, encode_line, read_history
-from ckptfsm.stock import StockVerdict
+from ckptfsm.disk import durable
+from ckptfsm.disk import inspection as evidence_module
+from ckptfsm.disk.inspection import inspect_published
+from ckptfsm.disk.journal import JournalWriter, encode_line, read_history
+from ckptfsm.disk.stock import StockVerdict
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import PARTS, FakeJob
 from ckptfsm.testing.simfs import SimDisk, SimStorage

@@ -21,10 +21,10 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import FileStat, Identity, RankJob
 from ckptfsm.core.requests import SaveRequest
 from ckptfsm.core.retention import LatestN
-from ckptfsm.durable import lookup
-from ckptfsm.journal import read_history
+from ckptfsm.disk.durable import lookup
+from ckptfsm.disk.journal import read_history
+from ckptfsm.disk.readers import ReaderLease
 from ckptfsm.manager import Manager
-from ckptfsm.readers import ReaderLease
 from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.testing.faults import FaultStorage, Hook, crash_at
 from ckptfsm.testing.harness import (

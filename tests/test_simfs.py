@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckptfsm.core.ports import Storage
-from ckptfsm.durable import make_dirs, move, put, write_all, write_new
+from ckptfsm.disk.durable import make_dirs, move, put, write_all, write_new
 from ckptfsm.testing.faults import FaultStorage, crash_at
 from ckptfsm.testing.simfs import (
     BLOCK_BYTES,

@@ -22,7 +22,7 @@ from proof import exhaustive, simulation
 from proof.layer import Budget, LayerResult
 
 import ckptfsm.coordinator as coordinator
-import ckptfsm.durable as durable
+import ckptfsm.disk.durable as durable
 from ckptfsm.adapters.fork import Outcome
 from ckptfsm.controller import Controller
 from ckptfsm.coordinator import Coordinator
@@ -33,9 +33,9 @@ from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import CheckpointInfo, LatestN, Policy
-from ckptfsm.effects import Effects
-from ckptfsm.journal import JournalWriter
-from ckptfsm.lease import RootLease
+from ckptfsm.disk.effects import Effects
+from ckptfsm.disk.journal import JournalWriter
+from ckptfsm.disk.ownership import RootLease
 from ckptfsm.manager import Manager
 from ckptfsm.testing import invariants
 from ckptfsm.testing.coverage import Coverage

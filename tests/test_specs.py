@@ -19,7 +19,7 @@ from ckptfsm.core.documents import RECORD, FileEntry, Holder, Manifest, Part, Pi
 from ckptfsm.core.errors import JournalCorrupt
 from ckptfsm.core.events import SaveRequested
 from ckptfsm.core.lifecycle import TABLE, Row, State
-from ckptfsm.journal import BLOCK_BYTES, RESERVE_BYTES, decode_line, parse_segment_bytes
+from ckptfsm.disk.journal import BLOCK_BYTES, RESERVE_BYTES, decode_line, parse_segment_bytes
 
 REPO = Path(__file__).resolve().parent.parent
 SPECS = REPO / "specs"

@@ -32,8 +32,7 @@ from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.layout import TRACKER
 from ckptfsm.core.ports import FileStat
-from ckptfsm.manager import Manager
-from ckptfsm.stock import (
+from ckptfsm.disk.stock import (
     ALLOWED_GLOBALS,
     COMMON_KEY,
     StockVerdict,
@@ -41,6 +40,7 @@ from ckptfsm.stock import (
     inspect_stock,
     load_metadata_stub,
 )
+from ckptfsm.manager import Manager
 from ckptfsm.testing.fakes import fake_ports
 
 pytestmark = pytest.mark.megatron
@@ -713,7 +713,7 @@ def test_F30_any_mix_of_opcodes_is_survived(pieces: list[bytes]) -> None:
 
 def test_inspecting_imports_neither_torch_nor_megatron(stock_root: Path) -> None:
     code = (
-        "import sys; from ckptfsm.stock import inspect_stock;"
+        "import sys; from ckptfsm.disk.stock import inspect_stock;"
         "from ckptfsm.adapters.posix_storage import PosixStorage;"
         f"v = inspect_stock(PosixStorage({str(stock_root)!r}), {STEP!r});"
         "assert v.acceptable, v.reason;"

@@ -22,7 +22,7 @@ import xxhash
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.ports import Storage
-from ckptfsm.durable import put, write_all
+from ckptfsm.disk.durable import put, write_all
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at, pause_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 

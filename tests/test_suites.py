@@ -12,10 +12,10 @@ from proof.layer import Budget
 from proof.recovery_machine import RecoveryMachine
 from proof.trainers import TrainerMachine
 
-from ckptfsm import effects
 from ckptfsm.core import ledger, lifecycle, recovery
 from ckptfsm.core.errors import IllegalTransition
 from ckptfsm.core.layout import TRACKER
+from ckptfsm.disk import effects
 from ckptfsm.testing.profiles import profile
 
 

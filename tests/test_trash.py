@@ -10,15 +10,15 @@ import pytest
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.layout import DIRECTORIES, PINS, READERS, TRACKER, TRASH
-from ckptfsm.durable import make_dirs, write_new
-from ckptfsm.testing.faults import FaultStorage, crash_at
-from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
-from ckptfsm.trash import (
+from ckptfsm.disk.durable import make_dirs, write_new
+from ckptfsm.disk.trash import (
     remove_marker,
     remove_some,
     sweep_attempt,
     sweep_temporaries,
 )
+from ckptfsm.testing.faults import FaultStorage, crash_at
+from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 
 
 @pytest.fixture(params=["posix", "sim"])

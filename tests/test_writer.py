@@ -20,7 +20,7 @@ from ckptfsm.core.events import Failed, ShardReported, WriterForked
 from ckptfsm.core.layout import STAGING, receipt_name, staging_dir
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import RankJob, Written
-from ckptfsm.durable import make_dirs
+from ckptfsm.disk.durable import make_dirs
 from ckptfsm.testing.fakes import FakeShard, Gate
 from ckptfsm.testing.faults import FaultStorage, fail_at
 from ckptfsm.testing.harness import FakePart

@@ -24,8 +24,8 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.layout import MEGATRON
 from ckptfsm.core.retention import CheckpointInfo, EveryNSteps, LatestN
-from ckptfsm.evidence import read_tracker
-from ckptfsm.lease import open_root
+from ckptfsm.disk.inspection import read_tracker
+from ckptfsm.disk.ownership import open_root
 from ckptfsm.lives import read_lives, render_html, render_table
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 

@@ -40,8 +40,8 @@ from ckptfsm.core.layout import MEGATRON
 from ckptfsm.core.parts import OptionalPart
 from ckptfsm.core.ports import Staging
 from ckptfsm.core.retention import EveryNSteps, KeepAll, LatestN, Policy
-from ckptfsm.durable import lookup
-from ckptfsm.evidence import check_digests, check_sizes, read_manifest
+from ckptfsm.disk.durable import lookup
+from ckptfsm.disk.inspection import check_digests, check_sizes, read_manifest
 from ckptfsm.files import FileTree
 from ckptfsm.handle import SaveHandle
 from ckptfsm.integrations.queue import AsyncCallsQueue

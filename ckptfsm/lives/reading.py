@@ -15,8 +15,8 @@ from ckptfsm.core.layout import JOURNAL, parse_segment, segment_name
 from ckptfsm.core.lifecycle import ENDED, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
-from ckptfsm.durable import list_names
-from ckptfsm.journal import Segment, parse_segment_bytes, read_segment
+from ckptfsm.disk.durable import list_names
+from ckptfsm.disk.journal import Segment, parse_segment_bytes, read_segment
 
 S = State
 

@@ -21,7 +21,7 @@ from typing import Any
 from ckptfsm.core.errors import StorageError
 from ckptfsm.core.layout import BEGUN, PRIVATE, STAGING, join
 from ckptfsm.core.ports import Storage
-from ckptfsm.durable import list_names
+from ckptfsm.disk.durable import list_names
 
 _CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _WATCHED = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"})

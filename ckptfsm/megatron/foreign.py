@@ -44,11 +44,11 @@ from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused, describe, 
 from ckptfsm.core.layout import join
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Storage, Written
-from ckptfsm.durable import fsync_existing, list_names
+from ckptfsm.disk.durable import fsync_existing, list_names
+from ckptfsm.disk.stock import COMMON, COMMON_KEY
 from ckptfsm.files import make_inside
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.fence import stay_out_once_it_is_anothers
-from ckptfsm.stock import COMMON, COMMON_KEY
 
 _WATCH_S = 0.1
 _PIECE_BYTES = 1 << 20

@@ -53,9 +53,9 @@ from ckptfsm.core.errors import DamagedRoot, SaveFailed, SaveRefused, WriterDied
 from ckptfsm.core.layout import PLANNED, join, planned_name
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Storage, Written
-from ckptfsm.durable import make_dirs, storage_error
+from ckptfsm.disk.durable import make_dirs, storage_error
+from ckptfsm.disk.stock import COMMON, COMMON_KEY
 from ckptfsm.megatron.shardings import check_not_empty, check_shards
-from ckptfsm.stock import COMMON, COMMON_KEY
 from ckptfsm.writer import ShardFile
 
 _DCP_VERSION = "1.0.0"  # what FileSystemWriter of torch 2.x writes and its reader does not compare

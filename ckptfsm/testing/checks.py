@@ -18,7 +18,7 @@ from ckptfsm.core.layout import RECEIPTS, receipt_name, staging_dir
 from ckptfsm.core.parts import RESERVED, AttemptId
 from ckptfsm.core.ports import Identity, PartJob, RankJob
 from ckptfsm.core.retention import CheckpointInfo, Policy, immutable
-from ckptfsm.durable import TEMPORARY, list_names, lookup, make_dirs, walk_files
+from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, make_dirs, walk_files
 from ckptfsm.testing.faults import FaultStorage, Hook, crash_at, fail_at
 from ckptfsm.testing.harness import FakeJob, check_root
 from ckptfsm.testing.profiles import profile

@@ -40,7 +40,7 @@ from ckptfsm.core.layout import JOURNAL, parse_segment
 from ckptfsm.core.lifecycle import ENDED, IN_FLIGHT, TABLE, UNPUBLISHED, Row, State
 from ckptfsm.core.parts import PartSpec, check_parts
 from ckptfsm.core.ports import Storage
-from ckptfsm.durable import list_names
+from ckptfsm.disk.durable import list_names
 
 RULES: Mapping[str, str] = MappingProxyType(
     {

@@ -26,7 +26,7 @@ from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import Identity, PartFinisher, RankJob, Storage, Written
 from ckptfsm.core.requests import News, RecoveryReport, SaveRequest
 from ckptfsm.core.retention import KeepAll, Policy
-from ckptfsm.durable import make_dirs
+from ckptfsm.disk.durable import make_dirs
 from ckptfsm.testing.invariants import RootBroken, check_root
 from ckptfsm.writer import ShardFile, write_rank
 

@@ -32,8 +32,8 @@ from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import Identity, PartJob, RankJob, Storage, Written
 from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.core.retention import LatestN, Policy
-from ckptfsm.durable import lookup
-from ckptfsm.evidence import read_tracker
+from ckptfsm.disk.durable import lookup
+from ckptfsm.disk.inspection import read_tracker
 from ckptfsm.manager import Manager
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.coverage import Coverage

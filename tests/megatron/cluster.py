@@ -24,8 +24,8 @@ from typing import Any
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.versions import installed, series_of
 from ckptfsm.core.documents import TransitionRecord
-from ckptfsm.evidence import read_manifest, read_tracker
-from ckptfsm.journal import History, read_history, read_segments
+from ckptfsm.disk.inspection import read_manifest, read_tracker
+from ckptfsm.disk.journal import History, read_history, read_segments
 
 HERE = Path(__file__).resolve().parent
 PATIENCE_S = 60.0  # of any wait; the machine may be busy with other work

@@ -19,11 +19,11 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from ckptfsm import CheckpointManager, LatestN
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import RestoreFailed, SaveRefused
+from ckptfsm.disk.stock import COMMON, COMMON_KEY, inspect_stock
 from ckptfsm.integrations import megatron_lm
 from ckptfsm.megatron import driver, manager
 from ckptfsm.megatron.compat import cpu_devices, process_group
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
-from ckptfsm.stock import COMMON, COMMON_KEY, inspect_stock
 
 pytestmark = pytest.mark.megatron
 IN_SHARD = keeps_common_in_shard()

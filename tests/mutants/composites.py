@@ -88,7 +88,7 @@ MUTANTS = (
         "if part.name in job.optional:",
         "if True:",
         (
-            "evidence:dropped_parts",
+            "disk.inspection:dropped_parts",
             "if receipt.dropped and receipt.part not in optional:",
             "if False:",
         ),
@@ -98,10 +98,10 @@ MUTANTS = (
     ),
     mutant(
         "half-of-an-optional-part-is-published",
-        "assembly:Assembly.listed",
+        "disk.assembly:Assembly.listed",
         "own_files = receipt.files if receipt.part not in shares.dropped else ()",
         "own_files = receipt.files",
-        ("effects:Effects.finalize", "self._leave_out(checkpoint, part, directory)", "pass"),
+        ("disk.effects:Effects.finalize", "self._leave_out(checkpoint, part, directory)", "pass"),
         breaks="I4",
         source="F23",
         killers=("tests:test_composite.py",),
@@ -159,7 +159,7 @@ MUTANTS = (
         "self._refuse_unfinishable(history.ledger)",
         "",
         (
-            "assembly:Assembly._metadata_of",
+            "disk.assembly:Assembly._metadata_of",
             ("if finisher is None:\n    raise SaveFailed("),
             ("if finisher is None:\n    return {}\n    raise SaveFailed("),
         ),
@@ -171,7 +171,7 @@ MUTANTS = (
     ),
     mutant(
         "readers-share-a-lease",
-        "reader_leases:ReaderLeases.take",
+        "disk.reader_leases:ReaderLeases.take",
         'name = f"{step}.{tag}-{self._taken}.json"',
         'name = f"{step}.{tag}.json"',
         breaks="F27",

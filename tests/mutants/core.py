@@ -210,12 +210,12 @@ LEDGER = (
         "newest = self.in_state(State.TRACKED, *IN_FLIGHT)\n"
         "offers = (self._offer(c, newest[-1].step, preserved) for c in tracked)",
         (
-            "effects:Effects._kept_by_tracker",
+            "disk.effects:Effects._kept_by_tracker",
             "if tracker.step is None or tracker.step <= checkpoint.step:",
             "if tracker.step is None:",
         ),
         (
-            "effects:Effects._kept_for_want",
+            "disk.effects:Effects._kept_for_want",
             (
                 'if newer is None or newer.kind != "dir":\n'
                 '    return f"step {newer_step} is not there"'
@@ -251,7 +251,7 @@ RECOVERY = (
     ),
     mutant(
         "a-gutted-directory-passes",
-        "evidence:_inspect",
+        "disk.inspection:_inspect",
         "problem = problem or check_sizes(storage, directory, manifest.files)",
         "",
         breaks="I4",
@@ -269,7 +269,7 @@ RECOVERY = (
     ),
     mutant(
         "a-torn-tracker-is-no-tracker",
-        "evidence:read_tracker",
+        "disk.inspection:read_tracker",
         'return TrackerEvidence("torn")',
         'return TrackerEvidence("missing")',
         breaks="F18",
@@ -292,7 +292,7 @@ RECOVERY = (
         "if checkpoint.state is State.SHARDS_WRITTEN and complete:",
         "if checkpoint.state is not State.REQUESTED:",
         (
-            "evidence:inspect_staging",
+            "disk.inspection:inspect_staging",
             "return StagingEvidence(False, str(error))",
             "return StagingEvidence(True)",
         ),
@@ -361,7 +361,7 @@ RECOVERY = (
 DOCUMENTS = (
     mutant(
         "receipts-of-others-count",
-        "receipts:Receipts.read",
+        "disk.receipts:Receipts.read",
         "if actual != expected:",
         "if False:",
         breaks="I5",
@@ -373,7 +373,7 @@ DOCUMENTS = (
     ),
     mutant(
         "sizes-are-not-compared-at-finalize",
-        "assembly:Assembly._await_files",
+        "disk.assembly:Assembly._await_files",
         "while problem := check_sizes(self.storage, directory, receipt.files):",
         'while problem := "":',
         breaks="I3",
@@ -383,7 +383,7 @@ DOCUMENTS = (
     ),
     mutant(
         "digests-are-not-compared",
-        "evidence:check_digests",
+        "disk.inspection:check_digests",
         "if entry.digest is not None and storage.digest(",
         "if False and storage.digest(",
         breaks="F21",
@@ -392,7 +392,7 @@ DOCUMENTS = (
     ),
     mutant(
         "a-document-is-read-before-its-size-is-asked",
-        "durable:read_document",
+        "disk.durable:read_document",
         "if size > limit:",
         "if False:",
         breaks="F30",
@@ -401,7 +401,7 @@ DOCUMENTS = (
     ),
     mutant(
         "a-segment-is-cut-off-at-the-limit",
-        "journal:read_segment",
+        "disk.journal:read_segment",
         "if size > MAX_SEGMENT_BYTES:",
         "if False:",
         breaks="F20",
@@ -414,7 +414,7 @@ DOCUMENTS = (
     ),
     mutant(
         "extra-shards-pass",
-        "evidence:check_extra_shards",
+        "disk.inspection:check_extra_shards",
         'if name.endswith(".distcp") and relative not in listed:',
         "if False:",
         breaks="F21",

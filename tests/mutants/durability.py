@@ -11,14 +11,14 @@ MUTANTS = (
         "self.ledger = history.ledger\nself._run_base, self._opened_at",
         "self.fold(history)\nself.ledger = history.ledger\nself._run_base, self._opened_at",
         (
-            "journal:folded",
+            "disk.journal:folded",
             'return [f"{JOURNAL}/{segment_name(s.epoch)}" for s in older if s.epoch in there]',
             (
                 "gone = [e for e in there if e < seals[-KEPT_SEGMENTS:][0].epoch]\n"
                 'return [f"{JOURNAL}/{segment_name(e)}" for e in gone]'
             ),
         ),
-        ("journal:", "MAX_SEGMENT_BYTES,", ("KEPT_SEGMENTS,\nMAX_SEGMENT_BYTES,")),
+        ("disk.journal:", "MAX_SEGMENT_BYTES,", ("KEPT_SEGMENTS,\nMAX_SEGMENT_BYTES,")),
         breaks="I8",
         source="order",
         killers=(
@@ -28,11 +28,11 @@ MUTANTS = (
     ),
     mutant(
         "segments-are-folded-one-opening-too-early",
-        "journal:folded",
+        "disk.journal:folded",
         'return [f"{JOURNAL}/{segment_name(s.epoch)}" for s in older if s.epoch in there]',
         "gone = [e for e in there if e < seals[-KEPT_SEGMENTS:][0].epoch]\n"
         'return [f"{JOURNAL}/{segment_name(e)}" for e in gone]',
-        ("journal:", "MAX_SEGMENT_BYTES,", ("KEPT_SEGMENTS,\nMAX_SEGMENT_BYTES,")),
+        ("disk.journal:", "MAX_SEGMENT_BYTES,", ("KEPT_SEGMENTS,\nMAX_SEGMENT_BYTES,")),
         breaks="I8",
         source="order",
         killers=(
@@ -53,7 +53,7 @@ MUTANTS = (
     # --------------------------------------------------------- what all ranks have in common
     mutant(
         "a-common-state-in-a-shard-is-not-looked-at",
-        "stock:_check_common_object",
+        "disk.stock:_check_common_object",
         '_check_archive(data, piece.file, f"{COMMON_KEY} is ")',
         "del data",
         breaks="F21",
@@ -62,7 +62,7 @@ MUTANTS = (
     ),
     mutant(
         "a-common-file-beside-a-common-state-is-taken",
-        "stock:_check_common_object",
+        "disk.stock:_check_common_object",
         "if COMMON in _names(storage, directory):",
         "if not COMMON:",
         breaks="I5",
@@ -73,7 +73,7 @@ MUTANTS = (
     # ------------------------------------------------------------------------- durable: a file
     mutant(
         "new-file-without-fsync",
-        "durable:write_new",
+        "disk.durable:write_new",
         "write_all(storage, handle, data)\nstorage.fsync(handle)",
         "write_all(storage, handle, data)",
         breaks="I2",
@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     mutant(
         "put-without-fsync-of-directory",
-        "durable:put",
+        "disk.durable:put",
         "raise\nstorage.fsync_dir(parent_of(path))",
         "raise",
         breaks="I2",
@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     mutant(
         "put-truncates-in-place",
-        "durable:put",
+        "disk.durable:put",
         'temporary = _write_temporary(storage, f"{path}{TEMPORARY}{tag}", data)\n'
         "if check is not None:\n"
         "    check()\n"
@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     mutant(
         "put-with-a-fixed-temporary-name",
-        "durable:put",
+        "disk.durable:put",
         'temporary = _write_temporary(storage, f"{path}{TEMPORARY}{tag}", data)',
         'temporary = f"{path}{TEMPORARY}fixed"\n'
         "if lookup(storage, temporary) is not None:\n"
@@ -125,7 +125,7 @@ MUTANTS = (
     ),
     mutant(
         "put-believes-a-failed-rename",
-        "durable:put",
+        "disk.durable:put",
         "if lookup(storage, temporary) is not None or not content_is(storage, path, data):\n"
         "    raise",
         "pass",
@@ -135,7 +135,7 @@ MUTANTS = (
     ),
     mutant(
         "a-short-write-is-an-end",
-        "durable:write_all",
+        "disk.durable:write_all",
         "view = view[taken:]",
         "return",
         breaks="I3",
@@ -144,7 +144,7 @@ MUTANTS = (
     ),
     mutant(
         "foreign-file-without-fsync",
-        "durable:fsync_existing",
+        "disk.durable:fsync_existing",
         "handle = storage.open_existing(path)\ntry:\n    storage.fsync(handle)",
         "handle = storage.open_existing(path)\ntry:\n    pass",
         breaks="I3",
@@ -155,7 +155,7 @@ MUTANTS = (
     # -------------------------------------------------------------------- durable: a directory
     mutant(
         "move-without-fsync-of-target",
-        "durable:move",
+        "disk.durable:move",
         "storage.fsync_dir(parent_of(dst))",
         "",
         breaks="I1",
@@ -164,7 +164,7 @@ MUTANTS = (
     ),
     mutant(
         "move-without-fsync-of-source",
-        "durable:move",
+        "disk.durable:move",
         "storage.fsync_dir(parent_of(src))",
         "",
         breaks="I4",
@@ -174,7 +174,7 @@ MUTANTS = (
     ),
     mutant(
         "move-does-not-look",
-        "durable:move",
+        "disk.durable:move",
         "if lookup(storage, src) is not None or lookup(storage, dst) is None:\n"
         "    raise\n"
         "if lookup(storage, src) is not None or lookup(storage, dst) is None:\n"
@@ -187,7 +187,7 @@ MUTANTS = (
     ),
     mutant(
         "what-was-published-late-may-be-back-in-staging",
-        "effects:Effects.settle_published",
+        "disk.effects:Effects.settle_published",
         'self.storage.fsync_dir("")\nself.storage.fsync_dir(STAGING)',
         'self.storage.fsync_dir("")',
         breaks="I4",
@@ -202,7 +202,7 @@ MUTANTS = (
     ),
     mutant(
         "directories-without-fsync",
-        "durable:make_dirs",
+        "disk.durable:make_dirs",
         "storage.fsync_dir(parent)  # also when it was there: a crash may have come before its",
         "# also when it was there: a crash may have come before its",
         breaks="I3",
@@ -211,7 +211,7 @@ MUTANTS = (
     ),
     mutant(
         "tree-without-fsync",
-        "durable:fsync_tree_dirs",
+        "disk.durable:fsync_tree_dirs",
         "fsync_tree_dirs(storage, path)\nstorage.fsync_dir(directory)",
         "fsync_tree_dirs(storage, path)",
         breaks="I3",
@@ -220,7 +220,7 @@ MUTANTS = (
     ),
     mutant(
         "an-unreadable-name-is-a-missing-one",
-        "durable:lookup",
+        "disk.durable:lookup",
         "except NotADirectoryError:\n    return None",
         "except OSError:\n    return None",
         breaks="I8",
@@ -244,7 +244,7 @@ MUTANTS = (
         "fsync_tree_dirs(storage, join(job.location, part.directory))",
         "pass",
         (
-            "effects:Effects.finalize",
+            "disk.effects:Effects.finalize",
             ("fsync_tree_dirs(self.storage, directory)\nself.check_epoch()"),
             "self.check_epoch()",
         ),
@@ -265,7 +265,7 @@ MUTANTS = (
     # ------------------------------------------------------------------------------ publishing
     mutant(
         "published-name-without-fsync",
-        "effects:Effects._fsync_names",
+        "disk.effects:Effects._fsync_names",
         'self.storage.fsync_dir("")\nself.storage.fsync_dir(staging_dir',
         "self.storage.fsync_dir(staging_dir",
         breaks="I3",
@@ -274,7 +274,7 @@ MUTANTS = (
     ),
     mutant(
         "staging-name-stays-after-publishing",
-        "effects:Effects._fsync_names",
+        "disk.effects:Effects._fsync_names",
         'self.storage.fsync_dir(staging_dir(checkpoint.id).rpartition("/")[0])',
         "",
         breaks="I4",
@@ -284,7 +284,7 @@ MUTANTS = (
     ),
     mutant(
         "adopted-without-fsync",
-        "effects:Effects.settle_adopted",
+        "disk.effects:Effects.settle_adopted",
         "for file, stat in walk_files(self.storage, name):\n"
         '    if stat.kind == "file":  # a link of somebody\'s is never followed (F16)\n'
         '        fsync_existing(self.storage, f"{name}/{file}")\n'
@@ -297,7 +297,7 @@ MUTANTS = (
     ),
     mutant(
         "staging-without-fsync",
-        "effects:Effects.create_staging",
+        "disk.effects:Effects.create_staging",
         'self.storage.fsync_dir(directory.rpartition("/")[0])  # whoever made it',
         "",
         breaks="I3",
@@ -306,7 +306,7 @@ MUTANTS = (
     ),
     mutant(
         "what-was-moved-is-not-settled",
-        "effects:Effects._settle",
+        "disk.effects:Effects._settle",
         "self.storage.fsync_dir(directory)",
         "pass",
         breaks="I1",
@@ -316,7 +316,7 @@ MUTANTS = (
     ),
     mutant(
         "found-published-without-fsync",
-        "effects:Effects.settle_published",
+        "disk.effects:Effects.settle_published",
         "fsync_tree_dirs(self.storage, self.layout.published_name(step))\n"
         'self.storage.fsync_dir("")',
         "pass",
@@ -327,7 +327,7 @@ MUTANTS = (
     ),
     mutant(
         "moved-aside-before-the-tracker-is-durable",
-        "effects:Effects._move_aside",
+        "disk.effects:Effects._move_aside",
         'self.storage.fsync_dir("")\nfor suffix in',
         "for suffix in",
         breaks="I2",
@@ -337,7 +337,7 @@ MUTANTS = (
     # ----------------------------------------------------------------------------- the journal
     mutant(
         "record-without-fsync",
-        "journal:JournalWriter.append",
+        "disk.journal:JournalWriter.append",
         "self._write(line)\ntry:\n    self._storage.fsync(self._handle)\nexcept OSError as error:",
         "self._write(line)\ntry:\n    pass\nexcept OSError as error:",
         breaks="I2",
@@ -346,7 +346,7 @@ MUTANTS = (
     ),
     mutant(
         "segment-without-fsync",
-        "journal:JournalWriter.open",
+        "disk.journal:JournalWriter.open",
         "self._write(line)\nself._storage.fsync(self._handle)",
         "self._write(line)",
         breaks="I11",
@@ -355,7 +355,7 @@ MUTANTS = (
     ),
     mutant(
         "name-of-segment-without-fsync",
-        "journal:JournalWriter.open",
+        "disk.journal:JournalWriter.open",
         "self._storage.fsync_dir(JOURNAL)",
         "",
         breaks="I11",
@@ -374,7 +374,7 @@ MUTANTS = (
     ),
     mutant(
         "journal-goes-on-after-a-failed-fsync",
-        "journal:JournalWriter.append",
+        "disk.journal:JournalWriter.append",
         "self._give_up()  # nobody knows what is on disk: never touch this segment again\n"
         "raise OutcomeUnknown(\n"
         '    f"the journal could not be made durable: {error}", file=self.file\n'
@@ -386,7 +386,7 @@ MUTANTS = (
     ),
     mutant(
         "no-reserve-in-the-journal",
-        "journal:RESERVE_BYTES",
+        "disk.journal:RESERVE_BYTES",
         "RESERVE_BYTES = 4 * 1024  #",
         "RESERVE_BYTES = 0  #",
         breaks="I10",
@@ -398,7 +398,7 @@ MUTANTS = (
     # ------------------------------------------------------------------------- markers, epochs
     mutant(
         "removed-marker-without-fsync",
-        "trash:remove_marker",
+        "disk.trash:remove_marker",
         'storage.unlink(path)\nstorage.fsync_dir(path.rpartition("/")[0])',
         "storage.unlink(path)",
         breaks="I7",
@@ -408,7 +408,7 @@ MUTANTS = (
     ),
     mutant(
         "directories-of-the-root-without-fsync",
-        "lease:open_root",
+        "disk.ownership:open_root",
         "storage.fsync_dir(directory)  # a killed process may have left names that are not",
         "pass  # a killed process may have left names that are not",
         breaks="I8",

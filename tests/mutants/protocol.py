@@ -65,13 +65,13 @@ ORDER = (
     ),
     mutant(
         "published-before-the-manifest",
-        "effects:Effects.finalize",
+        "disk.effects:Effects.finalize",
         'put(self.storage, f"{directory}/{MANIFEST}",',
         "self.check_epoch()\n"
         "self.storage.rename(directory, target)\n"
         'put(self.storage, f"{target}/{MANIFEST}",',
         (
-            "effects:Effects.finalize",
+            "disk.effects:Effects.finalize",
             "self._publish(checkpoint, directory, target)",
             "self._fsync_names(checkpoint, target)",
         ),
@@ -118,7 +118,7 @@ ORDER = (
     ),
     mutant(
         "trash-emptied-before-a-prune-is-decided",
-        "effects:Effects.prune",
+        "disk.effects:Effects.prune",
         "aside = self._move_aside(source, trash_dir(checkpoint.id))",
         "aside = self._move_aside(source, gone_dir(checkpoint.id))",
         breaks="F27",
@@ -128,7 +128,7 @@ ORDER = (
     ),
     mutant(
         "trash-emptied-before-a-clean-up-is-durable",
-        "effects:Effects.clean_up",
+        "disk.effects:Effects.clean_up",
         "aside = trash_dir if given_up else quarantine_dir  # it may be of value to somebody",
         "aside = gone_dir if given_up else quarantine_dir  # it may be of value to somebody",
         breaks="I4",
@@ -138,7 +138,7 @@ ORDER = (
     ),
     mutant(
         "reader-looks-before-its-lease",
-        "readers:ReaderLease.renew",
+        "disk.readers:ReaderLease.renew",
         "put(self._storage, self._file, encode(mark), tag=self._nonce)\n"
         "found = lookup(self._storage, self._name)",
         "found = lookup(self._storage, self._name)\n"
@@ -149,7 +149,7 @@ ORDER = (
     ),
     mutant(
         "reader-does-not-look",
-        "readers:ReaderLease.renew",
+        "disk.readers:ReaderLease.renew",
         'if found is None or found.kind != "dir":',
         "if False:",
         breaks="F27",
@@ -199,7 +199,7 @@ ORDER = (
 LOOKS = (
     mutant(
         "tracker-not-read-back",
-        "effects:Effects.write_tracker",
+        "disk.effects:Effects.write_tracker",
         "if seen.step != step:",
         "if False:",
         breaks="I2",
@@ -208,11 +208,11 @@ LOOKS = (
     ),
     mutant(
         "published-name-not-read-back",
-        "effects:Effects._fsync_names",
+        "disk.effects:Effects._fsync_names",
         "if manifest is None or manifest.of != checkpoint.id:",
         "if False:",
         (
-            "effects:Effects._publish",
+            "disk.effects:Effects._publish",
             (
                 "if lookup(self.storage, directory) is not None:\n"
                 "    raise  # it certainly did not happen; something else may stand at the name"
@@ -248,7 +248,7 @@ LOOKS = (
     ),
     mutant(
         "another-attempts-manifest-is-our-commit",
-        "effects:Effects._is_committed",
+        "disk.effects:Effects._is_committed",
         "if manifest is None or manifest.of != checkpoint.id:\n    return False",
         "if manifest is None or manifest.of.step != checkpoint.step:\n    return False",
         breaks="I5",
@@ -259,7 +259,7 @@ LOOKS = (
     ),
     mutant(
         "another-attempts-directory-is-ours-published",
-        "effects:Effects._is_published",
+        "disk.effects:Effects._is_published",
         "if manifest is not None and manifest.of == checkpoint.id:\n    return True",
         "if manifest is not None and manifest.of.step == checkpoint.step:\n    return True",
         breaks="I5",
@@ -270,7 +270,7 @@ LOOKS = (
     ),
     mutant(
         "a-mount-is-pruned",
-        "effects:Effects._kept_by_tracker",
+        "disk.effects:Effects._kept_by_tracker",
         "if found is not None and self._is_somebody_elses(found):\n    return",
         "if False:\n    return",
         breaks="F16",
@@ -282,11 +282,11 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-look-for-pins",
-        "effects:Effects.prune",
+        "disk.effects:Effects.prune",
         "or self._kept_by_people(checkpoint.step)\nor self._kept_by_tracker",
         "or self._kept_by_tracker",
         (
-            "effects:Effects.prune",
+            "disk.effects:Effects.prune",
             "kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker",
             "kept = self._kept_by_tracker",
         ),
@@ -296,7 +296,7 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-look-first",
-        "effects:Effects.prune",
+        "disk.effects:Effects.prune",
         "or self._kept_by_people(checkpoint.step)\nor self._kept_by_tracker",
         "or self._kept_by_tracker",
         breaks="F27",
@@ -306,7 +306,7 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-look-again",
-        "effects:Effects.prune",
+        "disk.effects:Effects.prune",
         "kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(checkpoint)\n"
         "return self._bring_back(checkpoint, aside, kept) if kept else Pruned(aside=aside)",
         "return Pruned(aside=aside)",
@@ -317,7 +317,7 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-bring-back",
-        "effects:Effects._prune_moved",
+        "disk.effects:Effects._prune_moved",
         "return self._bring_back(checkpoint, back, kept)",
         "return Pruned()",
         breaks="F27",
@@ -327,7 +327,7 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-read-the-tracker",
-        "effects:Effects._kept_by_tracker",
+        "disk.effects:Effects._kept_by_tracker",
         "if tracker.step is None or tracker.step <= checkpoint.step:",
         "if False:",
         breaks="I2",
@@ -337,7 +337,7 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-look-at-the-newer-one",
-        "effects:Effects._kept_for_want",
+        "disk.effects:Effects._kept_for_want",
         'if newer is None or newer.kind != "dir":\n    return f"step {newer_step} is not there"',
         'if newer is None:\n    return ""\nif False:\n    return f"step {newer_step} is not there"',
         breaks="I2",
@@ -346,7 +346,7 @@ LOOKS = (
     ),
     mutant(
         "prune-takes-whatever-has-the-name",
-        "effects:Effects.prune",
+        "disk.effects:Effects.prune",
         "return self._prune_moved(checkpoint, newer_step)",
         "pass",
         breaks="I1",
@@ -356,7 +356,7 @@ LOOKS = (
     ),
     mutant(
         "prune-deletes-in-place",
-        "effects:Effects.prune",
+        "disk.effects:Effects.prune",
         "aside = self._move_aside(source, trash_dir(checkpoint.id))\nkept",
         "for inner, _ in walk_files(self.storage, source):\n"
         '    if not inner.startswith(".ckptfsm"):\n'
@@ -370,7 +370,7 @@ LOOKS = (
     ),
     mutant(
         "clean-up-takes-what-was-published",
-        "effects:Effects.clean_up",
+        "disk.effects:Effects.clean_up",
         "self._move_aside(name, quarantine_dir(checkpoint.id))",
         "self._move_aside(name, trash_dir(checkpoint.id))",
         (
@@ -385,7 +385,7 @@ LOOKS = (
     ),
     mutant(
         "quarantine-is-the-trash",
-        "effects:Effects.quarantine",
+        "disk.effects:Effects.quarantine",
         "self._move_aside(source, quarantine_dir(checkpoint.id))",
         "self._move_aside(source, trash_dir(checkpoint.id))",
         breaks="I1",
@@ -395,7 +395,7 @@ LOOKS = (
     ),
     mutant(
         "unlisted-files-are-published",
-        "assembly:Assembly.manifest",
+        "disk.assembly:Assembly.manifest",
         "self._refuse_unlisted(directory, files)",
         "",
         breaks="F21",
@@ -450,7 +450,7 @@ LOOKS = (
     ),
     mutant(
         "a-renewal-changes-nothing",
-        "readers:ReaderLease.renew",
+        "disk.readers:ReaderLease.renew",
         'nonce=f"{self._nonce}-{self._renewals}")',
         "nonce=self._nonce)",
         breaks="F27",
@@ -466,7 +466,7 @@ LOOKS = (
     ),
     mutant(
         "renewals-do-not-count",
-        "reader_leases:ReaderLeases._watch",
+        "disk.reader_leases:ReaderLeases._watch",
         "known[0] == content else now",
         "known[0] != b'' else now",
         breaks="F27",
@@ -479,7 +479,7 @@ LOOKS = (
 FENCES = (
     mutant(
         "a-manifest-in-place-is-put-unchecked",
-        "effects:Effects._commit_in_place",
+        "disk.effects:Effects._commit_in_place",
         "put(self.storage, path, manifest, tag=self.tag, check=self.check_epoch)",
         "put(self.storage, path, manifest, tag=self.tag)",
         breaks="I9",
@@ -490,7 +490,7 @@ FENCES = (
     ),
     mutant(
         "published-unchecked",
-        "effects:Effects._publish",
+        "disk.effects:Effects._publish",
         "self.check_epoch()\ntry:\n    self.storage.rename(directory, target)",
         "try:\n    self.storage.rename(directory, target)",
         breaks="I9",
@@ -502,7 +502,7 @@ FENCES = (
     ),
     mutant(
         "a-taker-forgets-all-epochs-but-its-own",
-        "lease:_forget_older",
+        "disk.ownership:_forget_older",
         "if older is not None and older < epoch:",
         "if older is not None and older != epoch:",
         breaks="I9",
@@ -512,7 +512,7 @@ FENCES = (
     ),
     mutant(
         "nobody-is-fenced",
-        "lease:RootLease.check",
+        "disk.ownership:RootLease.check",
         "if newest != self.epoch:\n    raise Fenced(",
         "if False:\n    raise Fenced(",
         breaks="I9",
@@ -521,16 +521,16 @@ FENCES = (
     ),
     mutant(
         "finalize-is-not-fenced",
-        "effects:Effects.finalize",
+        "disk.effects:Effects.finalize",
         "self.check_epoch()\ntarget = self.layout.published_name(checkpoint.step)",
         "target = self.layout.published_name(checkpoint.step)",
         (
-            "effects:Effects.finalize",
+            "disk.effects:Effects.finalize",
             ("fsync_tree_dirs(self.storage, directory)\nself.check_epoch()"),
             "fsync_tree_dirs(self.storage, directory)",
         ),
         (
-            "effects:Effects._publish",
+            "disk.effects:Effects._publish",
             ("self.check_epoch()\ntry:\n    self.storage.rename(directory"),
             ("try:\n    self.storage.rename(directory"),
         ),
@@ -540,7 +540,7 @@ FENCES = (
     ),
     mutant(
         "tracker-is-not-fenced",
-        "effects:Effects.write_tracker",
+        "disk.effects:Effects.write_tracker",
         "self.check_epoch()\n"
         "put(self.storage, TRACKER, tracker_text(step), tag=self.tag, check=self.check_epoch)",
         "put(self.storage, TRACKER, tracker_text(step), tag=self.tag)",
@@ -550,7 +550,7 @@ FENCES = (
     ),
     mutant(
         "prune-is-not-fenced",
-        "effects:Effects.prune",
+        "disk.effects:Effects.prune",
         "self.check_epoch()\n"
         "source = self.layout.published_name(checkpoint.step)\n"
         "if not self._is_at_its_name(checkpoint):",
@@ -562,7 +562,7 @@ FENCES = (
     ),
     mutant(
         "clean-up-is-not-fenced",
-        "effects:Effects.clean_up",
+        "disk.effects:Effects.clean_up",
         "self.check_epoch()\n"
         "directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)\n"
         "name = self.layout.published_name(checkpoint.step)",
@@ -574,7 +574,7 @@ FENCES = (
     ),
     mutant(
         "quarantine-is-not-fenced",
-        "effects:Effects.quarantine",
+        "disk.effects:Effects.quarantine",
         "self.check_epoch()\nfor path in sorted(self.lies_in(TRASH, checkpoint)):",
         "for path in sorted(self.lies_in(TRASH, checkpoint)):",
         breaks="I9",
@@ -583,7 +583,7 @@ FENCES = (
     ),
     mutant(
         "bringing-back-is-not-fenced",
-        "effects:Effects._bring_back",
+        "disk.effects:Effects._bring_back",
         "self.check_epoch()\n"
         "move(self.storage, aside, self.layout.published_name(checkpoint.step))",
         "move(self.storage, aside, self.layout.published_name(checkpoint.step))",
@@ -593,7 +593,7 @@ FENCES = (
     ),
     mutant(
         "what-comes-back-counts-unseen",
-        "effects:Effects._stay",
+        "disk.effects:Effects._stay",
         "if not is_whole(checkpoint, there):",
         "if False:",
         breaks="I2",
@@ -644,7 +644,7 @@ FENCES = (
     ),
     mutant(
         "what-came-back-may-leave-again",
-        "effects:Effects._stay",
+        "disk.effects:Effects._stay",
         'self._settle("", TRASH)\nthere = inspect_published(',
         "there = inspect_published(",
         breaks="I1",
@@ -659,7 +659,7 @@ FENCES = (
     ),
     mutant(
         "the-trash-has-no-say-at-a-restart",
-        "evidence:gather_evidence",
+        "disk.inspection:gather_evidence",
         "frozenset(trashed),",
         "frozenset(),",
         breaks="I7",
@@ -672,7 +672,7 @@ FENCES = (
     ),
     mutant(
         "a-leased-one-is-given-up-for-a-stranger",
-        "effects:Effects._prune_moved",
+        "disk.effects:Effects._prune_moved",
         "raise DamagedRoot(problem, file=name, step=checkpoint.step)",
         'return ""',
         breaks="I7",
@@ -706,7 +706,7 @@ FENCES = (
     ),
     mutant(
         "what-is-in-the-trash-is-not-needed-any-more",
-        "effects:Effects._prune_moved",
+        "disk.effects:Effects._prune_moved",
         "kept = self._kept_for_want(checkpoint, newer_step) or self._kept_by_people(checkpoint.step)",
         "kept = self._kept_by_people(checkpoint.step)",
         breaks="I7",
@@ -754,7 +754,7 @@ FENCES = (
     ),
     mutant(
         "a-withdrawal-takes-whatever-has-the-name-now",
-        "effects:Effects.quarantine",
+        "disk.effects:Effects.quarantine",
         "moved = self.lies_in(QUARANTINE, checkpoint) - earlier\nthere",
         "moved = frozenset()\nthere",
         breaks="I1",
@@ -917,7 +917,7 @@ FENCES = (
     ),
     mutant(
         "the-trash-is-emptied-of-what-is-in-use",
-        "trash:remove_some",
+        "disk.trash:remove_some",
         "names = [name for name in list_names(storage, TRASH) if is_given_up(name)]",
         "names = list_names(storage, TRASH)",
         breaks="I1",
@@ -932,11 +932,11 @@ FENCES = (
     ),
     mutant(
         "whatever-lies-in-a-marked-directory-goes",
-        "effects:Effects.clean_up",
+        "disk.effects:Effects.clean_up",
         "given_up = worthless and is_cut_short(self.storage, directory, checkpoint)",
         "given_up = worthless",
         (
-            "effects:Effects.clean_up",
+            "disk.effects:Effects.clean_up",
             "still = given_up and is_cut_short(self.storage, moved, checkpoint)",
             "still = given_up",
         ),
@@ -952,7 +952,7 @@ FENCES = (
     ),
     mutant(
         "a-clean-up-takes-whatever-has-the-name-now",
-        "effects:Effects.clean_up",
+        "disk.effects:Effects.clean_up",
         "marked = is_marked(self.storage, directory, checkpoint.id)",
         "marked = True",
         breaks="I1",
@@ -967,7 +967,7 @@ FENCES = (
     ),
     mutant(
         "what-somebody-added-is-a-left-over",
-        "evidence:is_cut_short",
+        "disk.inspection:is_cut_short",
         "return all(\n    path.startswith(inner)",
         "return any(\n    path.startswith(inner)",
         breaks="I1",
@@ -997,7 +997,7 @@ FENCES = (
     ),
     mutant(
         "a-roll-forward-writes-over-metadata",
-        "assembly:Assembly.finish",
+        "disk.assembly:Assembly.finish",
         "if there and not content_is(self.storage, path, content):",
         "if False:",
         breaks="I1",
@@ -1009,7 +1009,7 @@ FENCES = (
     ),
     mutant(
         "a-torn-manifest-is-what-a-save-leaves",
-        "effects:Effects.clean_up",
+        "disk.effects:Effects.clean_up",
         'worthless = alone and marked and there is not None and there.found == "unexplained"',
         'worthless = marked and there is not None and there.found != "stock"',
         breaks="I1",
@@ -1021,7 +1021,7 @@ FENCES = (
     ),
     mutant(
         "a-late-manifest-may-still-land",
-        "effects:Effects.clean_up",
+        "disk.effects:Effects.clean_up",
         'sweep_temporaries(self.storage, (f"{name}/{PRIVATE}",))',
         "",
         breaks="I9",
@@ -1045,7 +1045,7 @@ FENCES = (
     ),
     mutant(
         "the-first-of-two-comes-back",
-        "effects:Effects._prune_moved",
+        "disk.effects:Effects._prune_moved",
         "return self._bring_back(checkpoint, back, kept)",
         "return self._bring_back(checkpoint, own[0], kept)",
         breaks="F27",
@@ -1067,7 +1067,7 @@ FENCES = (
     ),
     mutant(
         "a-clean-up-does-not-look-again",
-        "effects:Effects.clean_up",
+        "disk.effects:Effects.clean_up",
         "still = given_up and is_cut_short(self.storage, moved, checkpoint)",
         "still = given_up",
         breaks="I1",
@@ -1079,7 +1079,7 @@ FENCES = (
     ),
     mutant(
         "a-prune-does-not-look-at-the-tracker-again",
-        "effects:Effects.prune",
+        "disk.effects:Effects.prune",
         "kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(checkpoint)",
         "kept = self._kept_by_people(checkpoint.step)",
         breaks="I1",
@@ -1209,7 +1209,7 @@ FENCES = (
     ),
     mutant(
         "a-staged-attempt-makes-evidence",
-        "evidence:gather_evidence",
+        "disk.inspection:gather_evidence",
         "if c.in_place or c.state not in staged}",
         "}",
         breaks="I8",
@@ -1248,7 +1248,7 @@ FENCES = (
     ),
     mutant(
         "what-the-tracker-names-may-lie-in-the-trash",
-        "effects:Effects._prune_moved",
+        "disk.effects:Effects._prune_moved",
         "if not taken and read_tracker(self.storage).step == checkpoint.step:",
         "if False:",
         breaks="I2",
@@ -1263,7 +1263,7 @@ FENCES = (
     ),
     mutant(
         "a-part-left-out-in-place-is-deleted",
-        "effects:Effects._leave_out",
+        "disk.effects:Effects._leave_out",
         "place = QUARANTINE if checkpoint.in_place else TRASH",
         "place = TRASH",
         breaks="I1",
@@ -1275,7 +1275,7 @@ FENCES = (
     ),
     mutant(
         "a-clean-up-tried-again-forgets-staging",
-        "effects:Effects.clean_up",
+        "disk.effects:Effects.clean_up",
         'self._settle(QUARANTINE, TRASH, parent_of(directory), "")',
         'self._settle(TRASH, "")',
         breaks="I10",
@@ -1290,7 +1290,7 @@ FENCES = (
     ),
     mutant(
         "a-stock-one-in-the-trash-is-a-left-over",
-        "evidence:is_manifest_of",
+        "disk.inspection:is_manifest_of",
         'return there.found == "manifest" and there.of == of',
         "return there.of in (None, of)",
         breaks="I1",
@@ -1317,7 +1317,7 @@ FENCES = (
     ),
     mutant(
         "the-trash-is-emptied-by-names-alone",
-        "evidence:is_manifest_of",
+        "disk.inspection:is_manifest_of",
         'return there.found == "manifest" and there.of == of',
         'return there.found == "manifest"',
         breaks="I1",
@@ -1688,7 +1688,7 @@ FENCES = (
     ),
     mutant(
         "what-was-put-aside-is-overwritten",
-        "effects:Effects.put_aside",
+        "disk.effects:Effects.put_aside",
         'return self._move_aside(name, f"{QUARANTINE}/{name}.{self.tag}")',
         'move(self.storage, name, f"{QUARANTINE}/{name}.{self.tag}")\nreturn name',
         breaks="I1",
@@ -1702,7 +1702,7 @@ FENCES = (
     ),
     mutant(
         "an-adopted-one-is-pruned-unseen",
-        "effects:Effects._is_at_its_name",
+        "disk.effects:Effects._is_at_its_name",
         "if own and (there.of is not None or is_whole(checkpoint, there)):",
         'if own and (there.of is not None or checkpoint.provenance == "adopted"):',
         breaks="I1",
@@ -1804,7 +1804,7 @@ FENCES = (
         "self._engine.check_epoch()\nof = AttemptId(",
         "of = AttemptId(",
         (
-            "effects:Effects.create_staging",
+            "disk.effects:Effects.create_staging",
             (
                 "self.check_epoch()\n"
                 "directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)\n"
@@ -1847,7 +1847,7 @@ FENCES = (
     ),
     mutant(
         "the-lock-is-not-asked",
-        "lease:open_root",
+        "disk.ownership:open_root",
         "if not takeover and (lock is None or _lives(storage, holder, identity)):",
         "if False:",
         breaks="F12",
@@ -1860,7 +1860,7 @@ FENCES = (
     ),
     mutant(
         "an-epoch-can-be-taken-twice",
-        "lease:_link_epoch",
+        "disk.ownership:_link_epoch",
         "storage.link(temporary, _epoch_path(epoch))",
         "storage.rename(temporary, _epoch_path(epoch))",
         breaks="I9",
@@ -1873,7 +1873,7 @@ FENCES = (
 JOURNAL = (
     mutant(
         "damage-in-the-middle-is-skipped",
-        "journal:parse_segment_bytes",
+        "disk.journal:parse_segment_bytes",
         "if torn_at is not None:\n"
         "    raise JournalCorrupt(\n"
         '        "journal damaged before its last record", file=file, offset=torn_at\n'
@@ -1885,7 +1885,7 @@ JOURNAL = (
     ),
     mutant(
         "checksums-are-not-compared",
-        "journal:decode_line",
+        "disk.journal:decode_line",
         '== b"%08x" % zlib.crc32(body) else None',
         '!= b"" else None',
         breaks="F20",
@@ -1894,7 +1894,7 @@ JOURNAL = (
     ),
     mutant(
         "seals-are-not-checked",
-        "journal:read_history",
+        "disk.journal:read_history",
         "_check_seals(storage, opened.seals)",
         "",
         breaks="F20",
@@ -1903,7 +1903,7 @@ JOURNAL = (
     ),
     mutant(
         "illegal-moves-are-replayed",
-        "journal:_replay_transition",
+        "disk.journal:_replay_transition",
         "if not legal or created != (record.created is not None):",
         "if False:",
         breaks="I11",

@@ -251,7 +251,7 @@ WRITERS = (
     ),
     mutant(
         "a-lease-of-this-process-lives-for-good",
-        "lease:_lives",
+        "disk.ownership:_lives",
         "return holder.nonce in _living.nonces",
         "return True",
         breaks="F7",
@@ -474,8 +474,8 @@ FIELD = (
         "try:",
         (
             "coordinator:",
-            "from ckptfsm.durable import list_names, lookup, storage_error",
-            "from ckptfsm.durable import list_names, lookup, move, storage_error",
+            "from ckptfsm.disk.durable import list_names, lookup, storage_error",
+            "from ckptfsm.disk.durable import list_names, lookup, move, storage_error",
         ),
         (
             "coordinator:",
@@ -506,7 +506,7 @@ FIELD = (
         "self._storage.fsync(self._handle)",
         "pass",
         (
-            "effects:Effects.finalize",
+            "disk.effects:Effects.finalize",
             ("self.check_epoch()\ntarget = self.layout.published_name(checkpoint.step)"),
             (
                 "self.check_epoch()\n"
@@ -529,7 +529,7 @@ FIELD = (
     ),
     mutant(
         "nobody-writes-the-tracker",
-        "effects:Effects.write_tracker",
+        "disk.effects:Effects.write_tracker",
         "put(self.storage, TRACKER, tracker_text(step), tag=self.tag, check=self.check_epoch)\n"
         "seen = read_tracker(self.storage)\n"
         "if seen.step != step:",
@@ -555,7 +555,7 @@ FIELD = (
         "location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)",
         "location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)\n"
         "if self._rank != 0 and self.view.latest is not None:\n"
-        "    from ckptfsm.durable import walk_files\n"
+        "    from ckptfsm.disk.durable import walk_files\n"
         "\n"
         '    old = f"iter_{self.view.latest:07d}"\n'
         "    for name, _ in walk_files(storage, old):\n"

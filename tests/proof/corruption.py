@@ -63,9 +63,9 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Identity, Storage, Survey
 from ckptfsm.core.retention import LatestN
-from ckptfsm.evidence import read_tracker
+from ckptfsm.disk.inspection import read_tracker
+from ckptfsm.disk.readers import ReaderLease
 from ckptfsm.manager import Manager
-from ckptfsm.readers import ReaderLease
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 from ckptfsm.testing.coverage import watch_moves
 from ckptfsm.testing.fakes import FakeDriver, fake_ports

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import ckptfsm.core.documents as documents
-import ckptfsm.journal as journal
+import ckptfsm.disk.journal as journal
 from ckptfsm.core.errors import Fenced
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import FileStat

@@ -38,7 +38,7 @@ from ckptfsm.core.layout import PINS, QUARANTINE, READERS, STAGING, TRACKER, TRA
 from ckptfsm.core.ledger import Ledger, Rejected
 from ckptfsm.core.lifecycle import EVENTS, IN_FLIGHT, UNPUBLISHED, Checkpoint, State
 from ckptfsm.core.parts import AttemptId, PartSpec
-from ckptfsm.durable import TEMPORARY
+from ckptfsm.disk.durable import TEMPORARY
 from ckptfsm.testing.coverage import Coverage
 from proof.exhaustive_disk import Dir
 from proof.exhaustive_world import (

@@ -56,7 +56,7 @@ from ckptfsm.core.layout import (
 )
 from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
-from ckptfsm.evidence import (
+from ckptfsm.disk.inspection import (
     check_digests,
     check_extra_shards,
     check_sizes,
@@ -64,9 +64,9 @@ from ckptfsm.evidence import (
     read_manifest,
     read_tracker,
 )
-from ckptfsm.journal import encode_line, parse_segment_bytes, read_history
-from ckptfsm.lease import read_holder
-from ckptfsm.stock import (
+from ckptfsm.disk.journal import encode_line, parse_segment_bytes, read_history
+from ckptfsm.disk.ownership import read_holder
+from ckptfsm.disk.stock import (
     COMMON,
     COMMON_KEY,
     CONFIG,

@@ -19,8 +19,8 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Identity
 from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.core.retention import LatestN
-from ckptfsm.durable import TEMPORARY, list_names
-from ckptfsm.journal import read_history
+from ckptfsm.disk.durable import TEMPORARY, list_names
+from ckptfsm.disk.journal import read_history
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 from ckptfsm.testing.coverage import Coverage, watch_moves
 from ckptfsm.testing.harness import FakeJob, RootBroken, check_root

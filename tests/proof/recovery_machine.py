@@ -43,7 +43,7 @@ from ckptfsm.core.layout import MANIFEST, MEGATRON, QUARANTINE, TRACKER, TRASH, 
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Identity
 from ckptfsm.core.retention import KeepAll, LatestN
-from ckptfsm.journal import read_history
+from ckptfsm.disk.journal import read_history
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, check_root, fake_content

@@ -39,7 +39,7 @@ from ckptfsm.core.layout import JOURNAL, MANIFEST, MEGATRON, QUARANTINE, segment
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Identity
 from ckptfsm.core.retention import KeepAll, LatestN
-from ckptfsm.journal import encode_line
+from ckptfsm.disk.journal import encode_line
 from ckptfsm.testing.conformance import (
     RULES,
     Conformance,

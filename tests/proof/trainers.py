@@ -38,10 +38,10 @@ from ckptfsm.core.events import Failed, ShardReported, WriterForked, WriterGone
 from ckptfsm.core.layout import MEGATRON, QUARANTINE
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Identity
-from ckptfsm.durable import lookup
-from ckptfsm.journal import read_history
+from ckptfsm.disk.durable import lookup
+from ckptfsm.disk.journal import read_history
+from ckptfsm.disk.readers import ReaderLease
 from ckptfsm.manager import Manager
-from ckptfsm.readers import ReaderLease
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.fakes import FakeDriver, FakeShard, fake_ports
 from ckptfsm.testing.faults import FaultStorage

@@ -36,10 +36,10 @@ from ckptfsm.core.errors import SaveFailed, StorageError, describe
 from ckptfsm.core.layout import PRIVATE, VERL
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import Clock, PartJob, Storage, Written
-from ckptfsm.durable import fsync_tree_dirs, lookup, move
-from ckptfsm.evidence import read_manifest
+from ckptfsm.disk.durable import fsync_tree_dirs, lookup, move
+from ckptfsm.disk.inspection import read_manifest
+from ckptfsm.disk.receipts import Receipts
 from ckptfsm.files import FilesDraft, FilesDriver, FileTree
-from ckptfsm.receipts import Receipts
 from ckptfsm.system import system_ports
 from ckptfsm.tickets import Ticket
 from ckptfsm.worker import Worker

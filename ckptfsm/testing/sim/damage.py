@@ -11,7 +11,7 @@ import random
 import zlib
 from collections.abc import Callable, Mapping
 
-from ckptfsm.journal import decode_line
+from ckptfsm.disk.journal import decode_line
 from ckptfsm.testing.invariants import TRACKER
 from ckptfsm.testing.sim.faults import draw_rate
 from ckptfsm.testing.sim.site import Site

@@ -35,7 +35,7 @@ from ckptfsm.core.ports import (
     Storage,
     Written,
 )
-from ckptfsm.durable import write_all
+from ckptfsm.disk.durable import write_all
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, FakeRequest, spec_of
 from ckptfsm.testing.harness import FakePart
 from ckptfsm.testing.invariants import Attempt

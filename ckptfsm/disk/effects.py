@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptfsm.adapters.notices import say
-from ckptfsm.assembly import Assembly
 from ckptfsm.core.documents import (
     Pin,
     encode,
@@ -53,7 +52,8 @@ from ckptfsm.core.layout import (
 from ckptfsm.core.lifecycle import Checkpoint
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import FileStat, Storage
-from ckptfsm.durable import (
+from ckptfsm.disk.assembly import Assembly
+from ckptfsm.disk.durable import (
     fsync_existing,
     fsync_tree_dirs,
     list_names,
@@ -64,7 +64,7 @@ from ckptfsm.durable import (
     put,
     walk_files,
 )
-from ckptfsm.evidence import (
+from ckptfsm.disk.inspection import (
     inspect_published,
     is_bare,
     is_cut_short,
@@ -74,7 +74,7 @@ from ckptfsm.evidence import (
     read_tracker,
     which_comes_back,
 )
-from ckptfsm.trash import sweep_attempt, sweep_temporaries
+from ckptfsm.disk.trash import sweep_attempt, sweep_temporaries
 
 log = logging.getLogger("ckptfsm")
 _NAMES = 100

@@ -32,7 +32,7 @@ from typing import Any
 from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.layout import join
 from ckptfsm.core.ports import FileStat, Storage
-from ckptfsm.durable import says_what_is_there
+from ckptfsm.disk.durable import says_what_is_there
 
 METADATA = ".metadata"
 CONFIG = "metadata.json"

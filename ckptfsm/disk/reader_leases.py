@@ -13,8 +13,8 @@ from ckptfsm.core.documents import Pin, encode
 from ckptfsm.core.errors import describe
 from ckptfsm.core.layout import READERS, parse_reader
 from ckptfsm.core.ports import Clock, Storage
-from ckptfsm.durable import TEMPORARY, list_names, lookup, put
-from ckptfsm.trash import remove_marker
+from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, put
+from ckptfsm.disk.trash import remove_marker
 
 log = logging.getLogger("ckptfsm")
 

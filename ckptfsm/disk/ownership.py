@@ -19,8 +19,8 @@ from ckptfsm.core.documents import Holder, decode, encode_sealed
 from ckptfsm.core.errors import DamagedRoot, Fenced, NewerSchema, RootBusy, describe
 from ckptfsm.core.layout import DIRECTORIES, LEASE, LOCK, TAKING, epoch_name, parse_epoch
 from ckptfsm.core.ports import Identity, Storage
-from ckptfsm.durable import list_names, make_dir, put, write_new
-from ckptfsm.trash import remove_marker
+from ckptfsm.disk.durable import list_names, make_dir, put, write_new
+from ckptfsm.disk.trash import remove_marker
 
 log = logging.getLogger("ckptfsm")
 _HOLDER_BYTES = 1 << 16

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ckptfsm.core.layout import JOURNAL, LEASE, PINS, TAKING, TRACKER, TRASH, is_given_up
 from ckptfsm.core.ports import Storage
-from ckptfsm.durable import TEMPORARY, list_names, lookup, walk_files
+from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, walk_files
 
 _DEPTH = 64
 

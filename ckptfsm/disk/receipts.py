@@ -11,7 +11,7 @@ from ckptfsm.core.errors import DamagedRoot, ShardMissing, name_ranks
 from ckptfsm.core.layout import receipt_name
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Storage
-from ckptfsm.durable import read_document
+from ckptfsm.disk.durable import read_document
 
 _LONGEST_PAUSE_S = 0.5  # between two looks at a shared disk for what is not there yet
 

@@ -20,8 +20,8 @@ from ckptfsm.core.documents import Pin, encode
 from ckptfsm.core.errors import StepNotFoundError
 from ckptfsm.core.layout import LAYOUTS, READERS
 from ckptfsm.core.ports import Storage
-from ckptfsm.durable import lookup, put
-from ckptfsm.trash import remove_marker
+from ckptfsm.disk.durable import lookup, put
+from ckptfsm.disk.trash import remove_marker
 
 
 class ReaderLease:

@@ -48,7 +48,7 @@ from ckptfsm.core.lifecycle import FORGOTTEN, TABLE, Checkpoint, State, writing_
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.rollback import NO_INTENT, Intent
-from ckptfsm.durable import list_names
+from ckptfsm.disk.durable import list_names
 
 BLOCK_BYTES = 16 * 1024
 RESERVE_BYTES = 4 * 1024  # of the last block, kept for records that must fit on a full disk

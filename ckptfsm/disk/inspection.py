@@ -41,7 +41,7 @@ from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State, expected_reports
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
-from ckptfsm.durable import (
+from ckptfsm.disk.durable import (
     TEMPORARY,
     list_names,
     lookup,
@@ -49,8 +49,8 @@ from ckptfsm.durable import (
     says_what_is_there,
     walk_files,
 )
-from ckptfsm.receipts import Receipts
-from ckptfsm.stock import COMMON, inspect_stock
+from ckptfsm.disk.receipts import Receipts
+from ckptfsm.disk.stock import COMMON, inspect_stock
 
 log = logging.getLogger("ckptfsm")
 

@@ -17,10 +17,10 @@ from ckptfsm.core.layout import MANIFEST, Layout, join, planned_name, receipt_na
 from ckptfsm.core.lifecycle import Checkpoint, expected_reports
 from ckptfsm.core.parts import FINISHED_BY_US, PartSpec
 from ckptfsm.core.ports import Clock, PartFinisher, Storage
-from ckptfsm.durable import content_is, fsync_existing, lookup, put, read_document, walk_files
-from ckptfsm.evidence import check_sizes, dropped_parts
-from ckptfsm.receipts import Receipts
-from ckptfsm.stock import COMMON, MAX_METADATA_BYTES
+from ckptfsm.disk.durable import content_is, fsync_existing, lookup, put, read_document, walk_files
+from ckptfsm.disk.inspection import check_sizes, dropped_parts
+from ckptfsm.disk.receipts import Receipts
+from ckptfsm.disk.stock import COMMON, MAX_METADATA_BYTES
 
 _FOREIGN_METADATA = (".metadata", "metadata.json")
 _INTEGRITY, _TOKENIZER = "integrity.json", "tokenizer/"  # newer trainers' finalizers leave them

@@ -1,0 +1,1 @@
+"""Keeps the protocol on disk: journal, ownership, receipts, manifests and trash."""
