@@ -34,7 +34,7 @@ from ckptfsm.core.ports import RankJob, Storage, Written
 from ckptfsm.core.requests import SaveRequest
 from ckptfsm.disk.durable import make_dirs
 from ckptfsm.megatron.driver import MegatronDriver
-from ckptfsm.writer import ShardFile, write_rank
+from ckptfsm.writers.rank_writer import ShardFile, write_rank
 
 _TARGET_S = 1.0
 _PART = "state"

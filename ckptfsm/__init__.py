@@ -33,9 +33,9 @@ from ckptfsm.core.retention import (
     Steps,
 )
 from ckptfsm.disk.readers import ReaderLease
-from ckptfsm.files import FileTree
 from ckptfsm.handle import Restored, SaveHandle
 from ckptfsm.tickets import GroupPart, GroupSave, Reading, Ticket
+from ckptfsm.writers.plain_files import FileTree
 
 if TYPE_CHECKING:
     from ckptfsm.megatron.foreign import ForeignRequest

@@ -35,13 +35,13 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import Ports
 from ckptfsm.core.requests import Accepted, Located, SaveRequest
-from ckptfsm.files import FilesDriver
 from ckptfsm.handle import SaveHandle
 from ckptfsm.owner import Owner, whole_step
 from ckptfsm.proposal import measured
 from ckptfsm.pump import Hook
 from ckptfsm.system import system_ports
 from ckptfsm.tickets import GroupPart, GroupSave, Reading, Ticket
+from ckptfsm.writers.plain_files import FilesDriver
 
 log = logging.getLogger("ckptfsm")
 _ASK_EVERY_S = 0.1

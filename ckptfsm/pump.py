@@ -46,10 +46,10 @@ from ckptfsm.core.lifecycle import IN_FLIGHT, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Finalizer, Ports, RankJob, Storage
 from ckptfsm.core.requests import Accepted, Blocked, FinalizersDue, News, NumberedNews, Settled
-from ckptfsm.files import around, at_path
 from ckptfsm.handle import SaveHandle, View, facts_of, named
 from ckptfsm.link import Link, Update
-from ckptfsm.writer import RankWriter
+from ckptfsm.writers.plain_files import around, at_path
+from ckptfsm.writers.rank_writer import RankWriter
 
 log = logging.getLogger("ckptfsm")
 Hook = Callable[[TransitionRecord], None]

@@ -9,7 +9,7 @@ from ckptfsm.adapters.executor import ThreadExecutor
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.signals import HandlersWait
 from ckptfsm.core.ports import Driver, Ports, Staging, Storage, Transport
-from ckptfsm.writer import launch_forked
+from ckptfsm.writers.rank_writer import launch_forked
 
 
 def system_ports(

@@ -31,13 +31,13 @@ from ckptfsm.core.requests import Accepted, Located
 from ckptfsm.disk.durable import make_dirs, read_document
 from ckptfsm.disk.receipts import Receipts
 from ckptfsm.disk.stock import MAX_METADATA_BYTES
-from ckptfsm.files import FileTree, TreePart, UnmadePart, around, at_path
 from ckptfsm.handle import Restored
 from ckptfsm.proposal import Proposal, agree
 from ckptfsm.restoring import Restorer, warn_of_drops
 from ckptfsm.staging import Stage
 from ckptfsm.tickets import Reading, Ticket
-from ckptfsm.writer import RankWriter, ShardFile
+from ckptfsm.writers.plain_files import FileTree, TreePart, UnmadePart, around, at_path
+from ckptfsm.writers.rank_writer import RankWriter, ShardFile
 
 log = logging.getLogger("ckptfsm")
 Parts = Mapping[str, Any]

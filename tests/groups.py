@@ -11,10 +11,10 @@ from ckptfsm.controller import Controller
 from ckptfsm.core.events import Event
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Ports
-from ckptfsm.files import FilesDriver
 from ckptfsm.testing.fakes import FakeDriver, ThreadGroup, fake_ports
 from ckptfsm.tickets import GroupPart, GroupSave, Ticket
 from ckptfsm.worker import Worker
+from ckptfsm.writers.plain_files import FilesDriver
 
 SETTINGS: Mapping[str, Any] = {
     "exit_timeout_s": 0.5,

@@ -18,7 +18,7 @@ from ckptfsm.disk.durable import make_dirs
 from ckptfsm.testing.faults import FaultStorage, Hook
 from ckptfsm.testing.harness import PARTS, FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import SimDisk, SimStorage
-from ckptfsm.writer import write_rank
+from ckptfsm.writers.rank_writer import write_rank
 
 
 def start(

@@ -17,10 +17,10 @@ from ckptfsm.core.parts import OptionalPart, PartSpec
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.assembly import Assembly
 from ckptfsm.disk.readers import ReaderLease
-from ckptfsm.files import FileTree, TreePart, around
 from ckptfsm.manager import Manager
 from ckptfsm.testing.fakes import FakeDriver, FakeRequest, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
+from ckptfsm.writers.plain_files import FileTree, TreePart, around
 
 TEMPLATE = {"w": None}
 QUICK = {"exit_timeout_s": 0.5, "close_timeout_s": 20.0, "busy_timeout_s": 20.0}

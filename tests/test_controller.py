@@ -40,11 +40,11 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.requests import Located
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.effects import Effects
-from ckptfsm.files import FileTree
 from ckptfsm.manager import Manager
 from ckptfsm.testing.fakes import Gate, fake_ports
 from ckptfsm.tickets import GroupPart
 from ckptfsm.worker import GroupShare
+from ckptfsm.writers.plain_files import FileTree
 
 SIZES = {"actor": 2, "critic": 1}
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -59,7 +59,7 @@ from ckptfsm.disk.readers import ReaderLease
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
-from ckptfsm.writer import write_rank
+from ckptfsm.writers.rank_writer import write_rank
 
 
 def below(disk: SimDisk, prefix: str) -> dict[str, object]:

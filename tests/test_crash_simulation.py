@@ -36,7 +36,6 @@ from ckptfsm.core.ports import ChildError, Driver, Identity, Outcome, Ports, Ran
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk import journal
 from ckptfsm.disk.journal import read_history, read_segments
-from ckptfsm.files import FilesDriver
 from ckptfsm.lives import read_lives
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, fake_ports
@@ -46,7 +45,8 @@ from ckptfsm.testing.sim.answers import HandedOn
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.tickets import GroupPart, GroupSave
 from ckptfsm.worker import Worker
-from ckptfsm.writer import write_rank
+from ckptfsm.writers.plain_files import FilesDriver
+from ckptfsm.writers.rank_writer import write_rank
 
 Script = Callable[[FakeJob], None]
 

@@ -837,7 +837,7 @@ def test_megatron_lm_loads_before_the_state_and_offloads_after_the_fork(
     """Catches: a state of what lies in host memory, an offload that the writer sees, an accelerator that
     stays full when the save does not begin; a run whose saves are asynchronous ever after."""
     optimizer = Offloaded(failing)
-    optimizer.watch_forks(monkeypatch, "ckptfsm.writer.fork_child")
+    optimizer.watch_forks(monkeypatch, "ckptfsm.writers.rank_writer.fork_child")
     model = Model()
     make = model.sharded_state_dict
     monkeypatch.setattr(model, "sharded_state_dict", partial(optimizer.noting, "state", make))

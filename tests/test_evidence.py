@@ -37,7 +37,7 @@ from ckptfsm.disk.inspection import (
 from ckptfsm.disk.receipts import Receipts
 from ckptfsm.testing.harness import FakeJob, FakePart, fake_content
 from ckptfsm.testing.simfs import SimDisk, SimStorage
-from ckptfsm.writer import write_rank
+from ckptfsm.writers.rank_writer import write_rank
 
 STEP = "iter_0000001"
 OF = AttemptId(5, 1, 1)

@@ -82,7 +82,6 @@ from ckptfsm.disk import durable
 from ckptfsm.disk import inspection as evidence_module
 from ckptfsm.disk.readers import ReaderLease
 from ckptfsm.disk.stock import StockVerdict
-from ckptfsm.files import FilesDriver, FileTree
 from ckptfsm.handle import SaveHandle
 from ckptfsm.link import Update
 from ckptfsm.manager import Manager
@@ -91,7 +90,8 @@ from ckptfsm.testing.fakes import FakeDriver, Gate, ThreadTransport, fake_ports,
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
-from ckptfsm.writer import launch_forked
+from ckptfsm.writers.plain_files import FilesDriver, FileTree
+from ckptfsm.writers.rank_writer import launch_forked
 
 
 def test_F8_a_file_of_the_same_content_does_not_excuse_a_failed_rename():

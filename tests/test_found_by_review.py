@@ -58,7 +58,7 @@ from ckptfsm.disk.readers import ReaderLease
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
-from ckptfsm.writer import ShardFile, write_rank
+from ckptfsm.writers.rank_writer import ShardFile, write_rank
 
 
 def leave_written(disk: SimDisk, step: int) -> None:

@@ -50,7 +50,7 @@ from ckptfsm.megatron.fence import stay_out_once_it_is_anothers
 from ckptfsm.testing.fakes import Gate
 from ckptfsm.testing.harness import FakeJob, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
-from ckptfsm.writer import write_rank
+from ckptfsm.writers.rank_writer import write_rank
 
 THREE = "iter_0000003"
 

@@ -16,7 +16,7 @@ from ckptfsm.handle import View
 from ckptfsm.link import Link
 from ckptfsm.manager import Manager
 from ckptfsm.pump import Pump
-from ckptfsm.writer import RankWriter
+from ckptfsm.writers.rank_writer import RankWriter
 
 Function = Callable[..., Any]
 ASKING: Sequence[Function] = (Link.ask, Link._outcome, Manager._judge, Manager._ask_for, Link.share)

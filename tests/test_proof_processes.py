@@ -29,7 +29,7 @@ import ckptfsm.disk.assembly as assembly
 import ckptfsm.disk.durable as durable
 import ckptfsm.disk.effects as effects
 import ckptfsm.disk.inspection as evidence
-import ckptfsm.writer as writer
+import ckptfsm.writers.rank_writer as writer
 from ckptfsm.coordinator import Coordinator
 from ckptfsm.core.errors import SaveRefused
 from ckptfsm.core.events import Cleaned

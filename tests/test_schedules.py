@@ -38,7 +38,7 @@ from ckptfsm.testing.harness import (
 )
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.testing.writers import SimWriters
-from ckptfsm.writer import write_rank
+from ckptfsm.writers.rank_writer import write_rank
 
 ONE, TWO = "iter_0000001", "iter_0000002"
 

@@ -51,7 +51,7 @@ from ckptfsm.testing.sim.site import Site
 from ckptfsm.testing.sim.storage import WorldStorage
 from ckptfsm.testing.sim.world import Process, World
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
-from ckptfsm.writer import RankWriter
+from ckptfsm.writers.rank_writer import RankWriter
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

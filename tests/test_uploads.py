@@ -23,12 +23,12 @@ from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import DeadlineExceeded, SaveFailed, SaveFailedWarning, StorageError
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import KeepAll, LatestN
-from ckptfsm.files import FilesDriver
 from ckptfsm.integrations.verl import mirror
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, Upload
 from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.testing.fakes import Gate, fake_ports
 from ckptfsm.testing.faults import FaultStorage
+from ckptfsm.writers.plain_files import FilesDriver
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ from ckptfsm.megatron.foreign import (
     taken_now,
 )
 from ckptfsm.megatron.transport import transport_of
-from ckptfsm.writer import missed_deadline
+from ckptfsm.writers.rank_writer import missed_deadline
 
 if TYPE_CHECKING:
     from ckptfsm.megatron.manager import CheckpointManager

@@ -28,7 +28,6 @@ from ckptfsm.core.errors import ConfigError, RestoreFailed, SaveRefused
 from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
 from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Survey
 from ckptfsm.disk.stock import COMMON, COMMON_KEY, inspect_stock
-from ckptfsm.files import bytes_of, file_spec, load_file, provenance, stage_file
 from ckptfsm.megatron.compat import cpu_devices, process_group
 from ckptfsm.megatron.foreign import ForeignPart, ForeignRequest, stage_foreign
 from ckptfsm.megatron.shardings import check_fit, check_shards, metadata_of
@@ -42,6 +41,7 @@ from ckptfsm.megatron.torch_dist import (
     merge_part,
     stage_part,
 )
+from ckptfsm.writers.plain_files import bytes_of, file_spec, load_file, provenance, stage_file
 
 _ROOT_PART = "state"
 

@@ -46,9 +46,9 @@ from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Storage, Written
 from ckptfsm.disk.durable import fsync_existing, list_names
 from ckptfsm.disk.stock import COMMON, COMMON_KEY
-from ckptfsm.files import make_inside
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.fence import stay_out_once_it_is_anothers
+from ckptfsm.writers.plain_files import make_inside
 
 _WATCH_S = 0.1
 _PIECE_BYTES = 1 << 20

@@ -24,7 +24,7 @@ from ckptfsm.testing.harness import FakeJob, check_root
 from ckptfsm.testing.profiles import profile
 from ckptfsm.testing.simfs import Crash, ProcessDead, SimDisk, SimStorage
 from ckptfsm.testing.strategies import checkpoint_infos
-from ckptfsm.writer import write_rank
+from ckptfsm.writers.rank_writer import write_rank
 
 Keeps = Callable[[Sequence[CheckpointInfo]], Collection[int]]
 _OF = AttemptId(1, 1, 1)

@@ -41,9 +41,9 @@ from ckptfsm.core.ports import (
     Transport,
     Written,
 )
-from ckptfsm.files import file_spec, load_file, stage_file
 from ckptfsm.testing.harness import FINISHERS, FakePart
-from ckptfsm.writer import ShardFile, launch_forked
+from ckptfsm.writers.plain_files import file_spec, load_file, stage_file
+from ckptfsm.writers.rank_writer import ShardFile, launch_forked
 
 T = TypeVar("T")
 State = Mapping[str, Any]

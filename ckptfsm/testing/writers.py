@@ -16,7 +16,7 @@ from ckptfsm.core.errors import CkptFsmError, describe
 from ckptfsm.core.ports import ChildError, Outcome, RankJob, Storage
 from ckptfsm.testing.faults import FaultStorage, Hook, crash_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
-from ckptfsm.writer import write_rank
+from ckptfsm.writers.rank_writer import write_rank
 
 
 class SimWriter:

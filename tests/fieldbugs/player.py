@@ -41,7 +41,7 @@ from ckptfsm.testing.fakes import FakeDriver, FakeRequest, Gate, ShiftedClock, f
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import PARTS, FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
-from ckptfsm.writer import launch_forked, write_rank
+from ckptfsm.writers.rank_writer import launch_forked, write_rank
 from fieldbugs.model import Action
 
 RANKS = 2

@@ -40,9 +40,9 @@ from verl_servers import serve_for_ever
 
 import ckptfsm.integrations.verl.manager as ours
 from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel
-from ckptfsm.files import TreePart
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.driver import MegatronDraft
+from ckptfsm.writers.plain_files import TreePart
 
 SPEC = ModelSpec(hidden_size=32, layers=2, heads=2, sequence_length=16, batch_size=2)
 

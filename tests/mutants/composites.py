@@ -84,7 +84,7 @@ MUTANTS = (
     ),
     mutant(
         "any-part-may-be-left-out",
-        "writer:write_rank",
+        "writers.rank_writer:write_rank",
         "if part.name in job.optional:",
         "if True:",
         (
@@ -136,7 +136,7 @@ MUTANTS = (
     ),
     mutant(
         "a-tree-is-not-made-durable",
-        "files:TreePart.write",
+        "writers.plain_files:TreePart.write",
         "fsync_existing(storage, path)",
         "",
         breaks="I3",

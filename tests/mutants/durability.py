@@ -231,7 +231,7 @@ MUTANTS = (
     # ------------------------------------------------------------------------------- the shards
     mutant(
         "shard-without-fsync",
-        "writer:ShardFile.close_durably",
+        "writers.rank_writer:ShardFile.close_durably",
         "self._storage.fsync(self._handle)",
         "pass",
         breaks="I3",
@@ -240,7 +240,7 @@ MUTANTS = (
     ),
     mutant(
         "names-in-parts-without-fsync",
-        "writer:put_receipt",
+        "writers.rank_writer:put_receipt",
         "fsync_tree_dirs(storage, join(job.location, part.directory))",
         "pass",
         (
@@ -254,7 +254,7 @@ MUTANTS = (
     ),
     mutant(
         "a-full-disk-makes-short-shards",
-        "writer:ShardFile.write",
+        "writers.rank_writer:ShardFile.write",
         "self.error = self.error or error\nraise",
         "self.error = self.error or error\nreturn len(view)",
         breaks="I3",

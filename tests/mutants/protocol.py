@@ -1161,7 +1161,7 @@ FENCES = (
     ),
     mutant(
         "receipts-of-the-fenced",
-        "writer:put_receipt",
+        "writers.rank_writer:put_receipt",
         "put(storage, path, encode_sealed(receipt), tag=str(job.of), check=own)",
         "put(storage, path, encode_sealed(receipt), tag=str(job.of))",
         breaks="I9",

@@ -11,7 +11,7 @@ WRITERS = (
         "return self.exitcode == 0 and self.complete and self.error is None",
         "return True",
         (
-            "writer:RankWriter._judge",
+            "writers.rank_writer:RankWriter._judge",
             (
                 "if tuple(name for name, _, _ in outcome.payload) != self._names:\n"
                 '    problem = "its result is not of its parts"\n'
@@ -20,12 +20,12 @@ WRITERS = (
             "if False:",
         ),
         (
-            "writer:RankWriter._judge",
+            "writers.rank_writer:RankWriter._judge",
             "self.payloads = {name: payload for name, _, payload in outcome.payload}",
             "self.payloads = {}",
         ),
         (
-            "writer:RankWriter._judge",
+            "writers.rank_writer:RankWriter._judge",
             "rank, size, count) for name, count, _ in outcome.payload",
             "rank, size, 0) for name in self._names",
         ),
@@ -49,7 +49,7 @@ WRITERS = (
     ),
     mutant(
         "a-killed-writer-is-polled-for-ever",
-        "writer:RankWriter._ended",
+        "writers.rank_writer:RankWriter._ended",
         "if outcome is not None:\n    return self._judge(outcome)",
         "if outcome is not None and outcome.succeeded:\n    return self._judge(outcome)",
         breaks="I10",
@@ -58,7 +58,7 @@ WRITERS = (
     ),
     mutant(
         "a-hung-writer-is-waited-for",
-        "writer:RankWriter._ended",
+        "writers.rank_writer:RankWriter._ended",
         "if now < self._deadline:",
         "if True:",
         breaks="I10",
@@ -67,7 +67,7 @@ WRITERS = (
     ),
     mutant(
         "no-receipt-is-needed",
-        "writer:RankWriter._judge",
+        "writers.rank_writer:RankWriter._judge",
         "problem = self._missing_receipt()",
         'problem = ""',
         breaks="I3",
@@ -177,7 +177,7 @@ WRITERS = (
     ),
     mutant(
         "a-verdict-before-the-look",
-        "writer:RankWriter.poll",
+        "writers.rank_writer:RankWriter.poll",
         "self._end = self._ended(now)",
         "self._end = ()\nself._end = self._ended(now)",
         breaks="I10",
@@ -292,13 +292,13 @@ WRITERS = (
     ),
     mutant(
         "results-are-shared-between-attempts",
-        "writer:RankWriter._judge",
+        "writers.rank_writer:RankWriter._judge",
         "self.payloads = {name: payload for name, _, payload in outcome.payload}",
         "for name, _, payload in outcome.payload:\n"
         "    _SHARED.setdefault(name, payload)\n"
         "self.payloads = _SHARED",
         (
-            "writer:_OVERLAP_BYTES",
+            "writers.rank_writer:_OVERLAP_BYTES",
             "_OVERLAP_BYTES = 1 << 20  #",
             ("_SHARED: dict[str, Any] = {}\n_OVERLAP_BYTES = 1 << 20  #"),
         ),
@@ -502,7 +502,7 @@ FIELD = (
     ),
     mutant(
         "moved-before-it-is-durable",
-        "writer:ShardFile.close_durably",
+        "writers.rank_writer:ShardFile.close_durably",
         "self._storage.fsync(self._handle)",
         "pass",
         (
@@ -540,7 +540,7 @@ FIELD = (
     ),
     mutant(
         "a-rank-guesses-that-it-writes-the-tracker",
-        "writer:RankWriter._judge",
+        "writers.rank_writer:RankWriter._judge",
         "self.payloads = {name: payload for name, _, payload in outcome.payload}",
         "self.payloads = {name: payload for name, _, payload in outcome.payload}\n"
         "if self._rank == self._world_size - 1:\n"

@@ -40,11 +40,11 @@ from ckptfsm.controller import Controller
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import CkptFsmError
 from ckptfsm.core.events import Failed
-from ckptfsm.files import FilesDriver
 from ckptfsm.manager import Manager
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.tickets import GroupPart
+from ckptfsm.writers.plain_files import FilesDriver
 from proof.layer import Budget, LayerResult, Violation, timed
 from proof.sigint import run_signals
 

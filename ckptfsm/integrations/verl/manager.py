@@ -37,11 +37,11 @@ from ckptfsm.core.events import Event
 from ckptfsm.core.layout import VERL
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Staging
-from ckptfsm.files import FileTree
 from ckptfsm.megatron.driver import refuse_newer
 from ckptfsm.megatron.worker import GroupWorker
 from ckptfsm.tickets import Ticket
 from ckptfsm.worker import Worker
+from ckptfsm.writers.plain_files import FileTree
 
 _FUNNEL = "save_dist_checkpointing"  # what every torch_dist save of verl goes through
 _FSDP = "verl.utils.checkpoint.fsdp_checkpoint_manager"

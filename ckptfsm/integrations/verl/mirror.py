@@ -39,10 +39,10 @@ from ckptfsm.core.ports import Clock, PartJob, Storage, Written
 from ckptfsm.disk.durable import fsync_tree_dirs, lookup, move
 from ckptfsm.disk.inspection import read_manifest
 from ckptfsm.disk.receipts import Receipts
-from ckptfsm.files import FilesDraft, FilesDriver, FileTree
 from ckptfsm.system import system_ports
 from ckptfsm.tickets import Ticket
 from ckptfsm.worker import Worker
+from ckptfsm.writers.plain_files import FilesDraft, FilesDriver, FileTree
 
 NAME = "mirror"
 When = Literal["before", "after"]

@@ -34,7 +34,6 @@ from ckptfsm.coordinator import Coordinator
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.retention import KeepAll, LatestN, Policy
-from ckptfsm.files import FilesDriver
 from ckptfsm.integrations.verl.manager import detach
 from ckptfsm.integrations.verl.position import is_within_an_epoch
 from ckptfsm.integrations.verl.ranks import InsideCall, Ranks
@@ -44,6 +43,7 @@ from ckptfsm.megatron.transport import transport_of
 from ckptfsm.restoring import Restorer
 from ckptfsm.system import system_ports
 from ckptfsm.tickets import Ticket
+from ckptfsm.writers.plain_files import FilesDriver
 
 _ROLE = "engine"
 

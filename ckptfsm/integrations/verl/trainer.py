@@ -43,11 +43,11 @@ from ckptfsm.core.events import Event, Failed
 from ckptfsm.core.layout import PRIVATE, TRACKER, TRACKER_BYTES, VERL, parse_tracker
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import KeepAll, LatestN, Policy
-from ckptfsm.files import FileTree
 from ckptfsm.integrations.verl.mirror import NAME, Mirror, UploadWorker, When, mirror_of
 from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.integrations.verl.workers import Calls, RayCalls, RoleGroups
 from ckptfsm.tickets import GroupPart, GroupSave, Ticket
+from ckptfsm.writers.plain_files import FileTree
 
 log = logging.getLogger("ckptfsm")
 Trainer = TypeVar("Trainer")

@@ -19,7 +19,6 @@ from ckptfsm.core.errors import CkptFsmError, RestoreFailed
 from ckptfsm.core.events import Event
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Ports
-from ckptfsm.files import FilesDriver
 from ckptfsm.handle import SaveHandle
 from ckptfsm.testing.sim.answers import HandedOn, Mail
 from ckptfsm.testing.sim.job import Job, Trainer
@@ -28,6 +27,7 @@ from ckptfsm.testing.sim.site import Site
 from ckptfsm.testing.sim.world import Process, Task
 from ckptfsm.tickets import GroupPart
 from ckptfsm.worker import Worker
+from ckptfsm.writers.plain_files import FilesDriver
 
 GROUPS: Mapping[str, int] = {"actor": 2, "critic": 1}
 _CALL_S = 30.0

@@ -44,7 +44,7 @@ from ckptfsm.testing.sim.storage import WorldStorage
 from ckptfsm.testing.sim.world import Process, SimulationFailed, Task, World
 from ckptfsm.testing.simfs import ProcessDead
 from ckptfsm.worker import GroupShare
-from ckptfsm.writer import FilePart, ShardFile, write_rank
+from ckptfsm.writers.rank_writer import FilePart, ShardFile, write_rank
 
 T = TypeVar("T")
 _NOTICED_S = 0.5

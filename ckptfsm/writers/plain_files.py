@@ -16,7 +16,7 @@ from ckptfsm.core.layout import PRIVATE, join
 from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
 from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Storage, Survey, Written
 from ckptfsm.disk.durable import fsync_existing, walk_files
-from ckptfsm.writer import FilePart
+from ckptfsm.writers.rank_writer import FilePart
 
 
 @dataclass(frozen=True, slots=True)
