@@ -25,7 +25,7 @@ from ckptfsm import CheckpointManager
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.coordinator import Coordinator, CoordinatorOptions
+from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.core.documents import Receipt, decode
 from ckptfsm.core.events import ShardReported, WriterForked
 from ckptfsm.core.layout import MEGATRON, PLANNED, PRIVATE, join, receipt_name

@@ -16,7 +16,7 @@ from benchmarks.measure import MS, Figure, Options, in_unit, timed
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.coordinator import Coordinator, CoordinatorOptions
+from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.core.documents import SegmentOpened, TransitionRecord
 from ckptfsm.core.events import Failed, WriterForked, WritersLost
 from ckptfsm.core.layout import JOURNAL

@@ -26,7 +26,7 @@ from typing import Any
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import OpenPosix
-from ckptfsm.coordinator import Coordinator
+from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.config import CheckpointConfig, Verify, config_of
 from ckptfsm.core.errors import ConfigError, DeadlineExceeded, WriterDied, name_ranks, shorten
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked, WriterGone, WritersLost

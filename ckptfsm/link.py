@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ckptfsm.adapters.notices import say
-from ckptfsm.coordinator import Coordinator
+from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.errors import CkptFsmError, DeadlineExceeded, RankInterrupted, describe
 from ckptfsm.core.events import Event
 from ckptfsm.core.lifecycle import State

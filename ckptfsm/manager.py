@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptfsm.adapters.notices import say
-from ckptfsm.coordinator import Coordinator
+from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.errors import (
     DeadlineExceeded,
     Fenced,

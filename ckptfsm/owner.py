@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfsm.adapters.notices import say, warn_at_end, warn_caller
 from ckptfsm.adapters.signals import OneCall
-from ckptfsm.coordinator import Coordinator, CoordinatorOptions
+from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.errors import (
     CkptFsmError,

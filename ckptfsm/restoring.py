@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from ckptfsm.adapters.notices import say, warn_caller
-from ckptfsm.coordinator import Coordinator
+from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.backoff import pauses
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.documents import FileEntry

@@ -23,7 +23,7 @@ from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.executor import Promise
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.controller import Controller
-from ckptfsm.coordinator import Coordinator
+from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import (
     ConfigError,

@@ -27,7 +27,7 @@ from roots import (
     tracked,
 )
 
-from ckptfsm.coordinator import Coordinator
+from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.errors import (
     CkptFsmError,
     DamagedRoot,

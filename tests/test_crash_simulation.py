@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 from strangers import SHARD, stock_saves
 
-from ckptfsm import engine
 from ckptfsm.adapters.executor import InlineExecutor
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.controller import Controller
+from ckptfsm.coordinator import engine
 from ckptfsm.core import documents
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import CkptFsmError, Fenced, SaveFailed

@@ -9,8 +9,9 @@ from proof.exhaustive import Scope, Search, history, scope_named
 from proof.exhaustive_disk import Dir, EpochLease, tree
 from proof.exhaustive_world import Left
 
-from ckptfsm import engine
-from ckptfsm.coordinator import Coordinator
+from ckptfsm.coordinator import engine
+from ckptfsm.coordinator.coordinator import Coordinator
+from ckptfsm.coordinator.engine import Engine
 from ckptfsm.core import layout, lifecycle, recovery
 from ckptfsm.core.errors import Fenced
 from ckptfsm.core.events import Prune
@@ -19,7 +20,6 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.durable import put
 from ckptfsm.disk.effects import Effects
-from ckptfsm.engine import Engine
 
 
 def without_guard(monkeypatch, guard):

@@ -54,7 +54,7 @@ from ckptfsm.adapters.executor import ThreadExecutor
 from ckptfsm.adapters.fork import Child, fork_child
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.adapters.posix_storage import OpenPosix, PosixStorage
-from ckptfsm.coordinator import Coordinator
+from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.config import make_config
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import (

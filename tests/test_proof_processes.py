@@ -30,13 +30,13 @@ import ckptfsm.disk.durable as durable
 import ckptfsm.disk.effects as effects
 import ckptfsm.disk.inspection as evidence
 import ckptfsm.writers.rank_writer as writer
-from ckptfsm.coordinator import Coordinator
+from ckptfsm.coordinator.coordinator import Coordinator
+from ckptfsm.coordinator.engine import Engine
 from ckptfsm.core.errors import SaveRefused
 from ckptfsm.core.events import Cleaned
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.disk.effects import Effects
-from ckptfsm.engine import Engine
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 MAIN = Site(processes.MAIN_SCRIPT)

@@ -21,11 +21,11 @@ import pytest
 from proof import exhaustive, simulation
 from proof.layer import Budget, LayerResult
 
-import ckptfsm.coordinator as coordinator
+import ckptfsm.coordinator.coordinator as coordinator
 import ckptfsm.disk.durable as durable
 from ckptfsm.adapters.fork import Outcome
 from ckptfsm.controller import Controller
-from ckptfsm.coordinator import Coordinator
+from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import DamagedRoot, RootBusy
 from ckptfsm.core.events import ShardReported, WriterGone

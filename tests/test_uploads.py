@@ -18,7 +18,7 @@ from proof.fuzz import _CONFIG, common_archive, written_metadata
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.controller import Controller
-from ckptfsm.coordinator import Coordinator
+from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import DeadlineExceeded, SaveFailed, SaveFailedWarning, StorageError
 from ckptfsm.core.parts import AttemptId

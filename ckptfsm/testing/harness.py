@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from ckptfsm.coordinator import Coordinator, CoordinatorOptions
+from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.core.documents import FileEntry, TransitionRecord
 from ckptfsm.core.events import Failed, ShardReported, WriterForked, WriterGone
 from ckptfsm.core.layout import MEGATRON, PLANNED, join, planned_name

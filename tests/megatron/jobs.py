@@ -55,7 +55,7 @@ from ckptfsm import (  # noqa: E402
     TransitionRecord,
 )
 from ckptfsm.adapters.posix_storage import PosixStorage  # noqa: E402
-from ckptfsm.coordinator import Coordinator  # noqa: E402
+from ckptfsm.coordinator.coordinator import Coordinator  # noqa: E402
 from ckptfsm.core.errors import CkptFsmError  # noqa: E402
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked  # noqa: E402
 from ckptfsm.core.parts import AttemptId  # noqa: E402

@@ -108,7 +108,7 @@ MUTANTS = (
     ),
     mutant(
         "a-root-is-opened-under-other-names",
-        "coordinator:Coordinator._refuse_other_layout",
+        "coordinator.coordinator:Coordinator._refuse_other_layout",
         "if other:",
         "if False:",
         breaks="I2",
@@ -155,7 +155,7 @@ MUTANTS = (
     ),
     mutant(
         "what-needs-torch-is-published-without",
-        "coordinator:Coordinator._recover",
+        "coordinator.coordinator:Coordinator._recover",
         "self._refuse_unfinishable(history.ledger)",
         "",
         (

@@ -340,7 +340,7 @@ RECOVERY = (
     ),
     mutant(
         "a-restart-forgets-what-to-prune",
-        "engine:Engine.begin",
+        "coordinator.engine:Engine.begin",
         "checkpoints=tuple(checkpoint_record(c) for c in checkpoints)",
         "checkpoints=()",
         breaks="F26",
@@ -349,7 +349,7 @@ RECOVERY = (
     ),
     mutant(
         "the-last-damaged-one-is-withdrawn",
-        "coordinator:Coordinator._withdraw_damaged",
+        "coordinator.coordinator:Coordinator._withdraw_damaged",
         'if not others or self._options.resume == "strict":',
         'if self._options.resume == "strict":',
         breaks="I8",

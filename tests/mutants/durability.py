@@ -7,7 +7,7 @@ from mutants.loader import mutant
 MUTANTS = (
     mutant(
         "segments-are-folded-before-the-new-one-is-durable",
-        "engine:Engine.begin",
+        "coordinator.engine:Engine.begin",
         "self.ledger = history.ledger\nself._run_base, self._opened_at",
         "self.fold(history)\nself.ledger = history.ledger\nself._run_base, self._opened_at",
         (
@@ -42,7 +42,7 @@ MUTANTS = (
     ),
     mutant(
         "receipts-counted-without-fsync",
-        "coordinator:Coordinator._from_receipts",
+        "coordinator.coordinator:Coordinator._from_receipts",
         'self._storage.fsync_dir(f"{location}/{RECEIPTS}/{part}")',
         "del part",
         breaks="I3",
@@ -364,7 +364,7 @@ MUTANTS = (
     ),
     mutant(
         "sealed-without-fsync",
-        "engine:Engine.begin",
+        "coordinator.engine:Engine.begin",
         "self._make_durable(history.seals[-1])",
         "pass",
         breaks="I11",

@@ -7,7 +7,7 @@ from mutants.loader import mutant
 ORDER = (
     mutant(
         "effect-before-journal",
-        "engine:Engine.commit",
+        "coordinator.engine:Engine.commit",
         "if moved.source is not moved.dest:\n"
         "    record = self._record(moved)\n"
         "    self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))\n"
@@ -33,7 +33,7 @@ ORDER = (
     ),
     mutant(
         "pruned-before-prunable-is-journaled",
-        "engine:Engine.commit",
+        "coordinator.engine:Engine.commit",
         "if moved.source is not moved.dest:\n    record = self._record(moved)",
         "if isinstance(command, Prune):\n"
         "    latest = self.ledger.latest()\n"
@@ -47,7 +47,7 @@ ORDER = (
     ),
     mutant(
         "acknowledged-before-the-tracker",
-        "engine:Engine._run_tracker",
+        "coordinator.engine:Engine._run_tracker",
         "self.effects.write_tracker(checkpoint.step)\n"
         "self._finalized_by_rank.discard(checkpoint.id)\n"
         "self._published.discard(checkpoint.id)\n"
@@ -81,11 +81,11 @@ ORDER = (
     ),
     mutant(
         "tracker-after-the-move-to-quarantine",
-        "engine:Engine._run_quarantine",
+        "coordinator.engine:Engine._run_quarantine",
         "self.effects.write_tracker(latest.step)",
         "late = True",
         (
-            "engine:Engine._run_quarantine",
+            "coordinator.engine:Engine._run_quarantine",
             "self.effects.quarantine(checkpoint, alone=alone, earlier=earlier)",
             (
                 "self.effects.quarantine(checkpoint, alone=alone, earlier=earlier)\n"
@@ -99,7 +99,7 @@ ORDER = (
     ),
     mutant(
         "rollback-without-intent",
-        "coordinator:Coordinator._rollback",
+        "coordinator.coordinator:Coordinator._rollback",
         "self._engine.append(RollbackStarted(to_step=step, at=self._clock.wall()))",
         "",
         breaks="I8",
@@ -109,7 +109,7 @@ ORDER = (
     ),
     mutant(
         "unfinished-rollback-is-forgotten",
-        "opening:Opening.run",
+        "coordinator.opening:Opening.run",
         "self._finish_rollback(history.intent, afresh)",
         "pass",
         breaks="I8",
@@ -159,7 +159,7 @@ ORDER = (
     ),
     mutant(
         "trash-kept-from-what-waits-for-space",
-        "coordinator:Coordinator._tick",
+        "coordinator.coordinator:Coordinator._tick",
         "if idle or self._engine.pending or not self._idle_at_last_tick:",
         "if idle or not self._idle_at_last_tick:",
         breaks="F5",
@@ -178,7 +178,7 @@ ORDER = (
     ),
     mutant(
         "tracker-not-repaired-at-start",
-        "opening:Opening.run",
+        "coordinator.opening:Opening.run",
         'self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))',
         "",
         breaks="F18",
@@ -187,7 +187,7 @@ ORDER = (
     ),
     mutant(
         "late-retry-takes-the-tracker-back",
-        "engine:Engine._run_tracker",
+        "coordinator.engine:Engine._run_tracker",
         "if checkpoint.state is not State.FINALIZED and checkpoint != latest:",
         "if False:",
         breaks="I2",
@@ -226,7 +226,7 @@ LOOKS = (
     ),
     mutant(
         "unknown-outcome-is-a-failure",
-        "engine:Engine._finalize",
+        "coordinator.engine:Engine._finalize",
         "except (Fenced, OutcomeUnknown):",
         "except Fenced:",
         breaks="I1",
@@ -239,7 +239,7 @@ LOOKS = (
     ),
     mutant(
         "a-published-one-may-fail",
-        "engine:Engine._finalize",
+        "coordinator.engine:Engine._finalize",
         "if checkpoint.id in self._published:",
         "if False:",
         breaks="I1",
@@ -405,7 +405,7 @@ LOOKS = (
     ),
     mutant(
         "a-taken-name-is-cleared",
-        "coordinator:Coordinator._clear_the_name",
+        "coordinator.coordinator:Coordinator._clear_the_name",
         'if there.found in ("manifest", "stock"):\n    raise StepExistsError(',
         "if there.found in ():\n    raise StepExistsError(",
         breaks="F15",
@@ -415,7 +415,7 @@ LOOKS = (
     ),
     mutant(
         "adopted-without-pin",
-        "opening:Opening._act",
+        "coordinator.opening:Opening._act",
         'self.engine.effects.pin(action.of.step, "adopted")',
         "",
         breaks="I8",
@@ -424,11 +424,11 @@ LOOKS = (
     ),
     mutant(
         "pinned-after-it-is-adopted",
-        "opening:Opening._act",
+        "coordinator.opening:Opening._act",
         'self.engine.effects.pin(action.of.step, "adopted")\nself.engine.reread_protection()',
         "pass",
         (
-            "opening:Opening._act",
+            "coordinator.opening:Opening._act",
             "self.engine.post(action)",
             (
                 "self.engine.post(action)\n"
@@ -769,7 +769,7 @@ FENCES = (
     ),
     mutant(
         "a-refused-start-is-forgotten",
-        "coordinator:Coordinator._recover",
+        "coordinator.coordinator:Coordinator._recover",
         "lost=history.lost",
         "lost=frozenset()",
         breaks="I8",
@@ -824,7 +824,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-leaves-what-waits-to-be-tracked",
-        "opening:Opening.run",
+        "coordinator.opening:Opening.run",
         "if self.engine.ledger.in_flight() is None:\n    self._finish_rollback",
         "if True:\n    self._finish_rollback",
         breaks="I8",
@@ -891,7 +891,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-lets-go-of-the-older-ones",
-        "engine:Engine._run_tracker",
+        "coordinator.engine:Engine._run_tracker",
         "self.retire_due = not self.keep_all",
         "self.retire_due = True",
         breaks="I7",
@@ -1057,7 +1057,7 @@ FENCES = (
     ),
     mutant(
         "a-clean-up-takes-what-was-adopted",
-        "engine:Engine._run_clean_up",
+        "coordinator.engine:Engine._run_clean_up",
         "held = any(self._has_its_name(other) for other in others)",
         "held = False",
         breaks="I1",
@@ -1091,7 +1091,7 @@ FENCES = (
     ),
     mutant(
         "what-waits-for-its-prune-has-no-name",
-        "engine:Engine._has_its_name",
+        "coordinator.engine:Engine._has_its_name",
         "return not self.effects.lies_in(TRASH, other)",
         "return False",
         breaks="I7",
@@ -1151,7 +1151,7 @@ FENCES = (
     ),
     mutant(
         "finalizers-of-the-fenced",
-        "engine:Engine._run_finalize",
+        "coordinator.engine:Engine._run_finalize",
         "self.effects.check_epoch()  # they write by its published name",
         "pass",
         breaks="I9",
@@ -1173,7 +1173,7 @@ FENCES = (
     ),
     mutant(
         "in-place-under-the-tracker",
-        "coordinator:Coordinator._refuse_in_place",
+        "coordinator.coordinator:Coordinator._refuse_in_place",
         "if read_tracker(self._storage).step == request.step:",
         "if False:",
         breaks="I2",
@@ -1185,7 +1185,7 @@ FENCES = (
     ),
     mutant(
         "what-was-moved-still-has-its-name",
-        "engine:Engine._may_be_there",
+        "coordinator.engine:Engine._may_be_there",
         "return adopted and not self.effects.lies_in(QUARANTINE, withdrawn)",
         "return adopted",
         breaks="I10",
@@ -1197,7 +1197,7 @@ FENCES = (
     ),
     mutant(
         "what-is-withdrawn-is-a-failed-ones",
-        "engine:Engine._run_clean_up",
+        "coordinator.engine:Engine._run_clean_up",
         "c.state is not State.QUARANTINED or self._may_be_there(c)",
         "c.state is not State.QUARANTINED",
         breaks="I1",
@@ -1233,7 +1233,7 @@ FENCES = (
     ),
     mutant(
         "what-came-to-the-trash-was-given-up",
-        "engine:Engine._give_up",
+        "coordinator.engine:Engine._give_up",
         "self._sort(of, path, given_up=True, sure=path == aside)",
         "self._sort(of, path, given_up=True, sure=True)",
         breaks="I1",
@@ -1305,7 +1305,7 @@ FENCES = (
     ),
     mutant(
         "what-is-given-up-needs-room-in-the-journal",
-        "engine:Engine.commit",
+        "coordinator.engine:Engine.commit",
         "self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))",
         "self.append(record, essential=moved.dest is State.FAILED)",
         breaks="F5",
@@ -1372,7 +1372,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-keeps-all-for-good",
-        "opening:Opening.run",
+        "coordinator.opening:Opening.run",
         "self.engine.keep_all = False",
         "",
         breaks="I10",
@@ -1414,7 +1414,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-takes-the-tracker-away-last",
-        "opening:Opening._begin_afresh",
+        "coordinator.opening:Opening._begin_afresh",
         "self.engine.effects.put_aside_tracker()\nreturn True",
         "return True",
         breaks="I8",
@@ -1429,7 +1429,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-puts-the-tracker-right",
-        "opening:Opening.run",
+        "coordinator.opening:Opening.run",
         "if not afresh:\n    self._repair_tracker",
         "if True:\n    self._repair_tracker",
         breaks="I2",
@@ -1443,7 +1443,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-only-completes-the-rollback",
-        "opening:Opening._begin_afresh",
+        "coordinator.opening:Opening._begin_afresh",
         'if self.resume != "fresh" or not',
         'if self.resume != "fresh" or history.intent.rolling_back or not',
         breaks="I8",
@@ -1457,11 +1457,11 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-is-journaled-late",
-        "opening:Opening.run",
+        "coordinator.opening:Opening.run",
         "afresh = self.engine.keep_all = self._begin_afresh(history, decided)",
         "",
         (
-            "opening:Opening.run",
+            "coordinator.opening:Opening.run",
             "self.engine.last_hope = None",
             (
                 "self.engine.last_hope = None\n"
@@ -1480,7 +1480,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-is-forgotten-at-the-next",
-        "engine:Engine.begin",
+        "coordinator.engine:Engine.begin",
         "begun_afresh=history.intent.begun_afresh",
         "begun_afresh=False",
         breaks="I8",
@@ -1559,7 +1559,7 @@ FENCES = (
     ),
     mutant(
         "nothing-falls-back-before-a-withdrawal",
-        "opening:Opening.run",
+        "coordinator.opening:Opening.run",
         "self._fall_back(decided.fallback, actions)",
         "",
         breaks="I8",
@@ -1620,7 +1620,7 @@ FENCES = (
     ),
     mutant(
         "what-the-tracker-falls-back-to-is-not-settled",
-        "opening:Opening._fall_back",
+        "coordinator.opening:Opening._fall_back",
         "self.engine.effects.settle_adopted(to)",
         "pass",
         breaks="I2",
@@ -1647,7 +1647,7 @@ FENCES = (
     ),
     mutant(
         "the-tracker-falls-back-before-the-clean-up",
-        "opening:Opening.run",
+        "coordinator.opening:Opening.run",
         "self._carry_out(failing)  # while the tracker tells who went on from there\n"
         "self._fall_back(decided.fallback, actions)",
         "self._fall_back(decided.fallback, actions)\nself._carry_out(failing)",
@@ -1727,7 +1727,7 @@ FENCES = (
     ),
     mutant(
         "what-lay-in-quarantine-before-counts-as-moved",
-        "engine:Engine._run_quarantine",
+        "coordinator.engine:Engine._run_quarantine",
         "self._set_aside[checkpoint.id] = self.effects.lies_in(QUARANTINE, checkpoint)",
         "self._set_aside[checkpoint.id] = frozenset()",
         breaks="I2",
@@ -1742,7 +1742,7 @@ FENCES = (
     ),
     mutant(
         "what-was-lost-is-forgotten-by-the-next-start",
-        "coordinator:Coordinator._recover",
+        "coordinator.coordinator:Coordinator._recover",
         "forget_moved(history.ledger, decided.decisions, history.lost)",
         "forget_moved(history.ledger, decided.decisions)",
         breaks="I8",
@@ -1753,7 +1753,7 @@ FENCES = (
     ),
     mutant(
         "a-root-opens-while-its-last-one-is-in-the-trash",
-        "opening:Opening._refuse_half_open",
+        "coordinator.opening:Opening._refuse_half_open",
         "if leaving:",
         "if False:",
         breaks="I8",
@@ -1767,7 +1767,7 @@ FENCES = (
     ),
     mutant(
         "the-tracker-leaves-what-was-saved-again",
-        "engine:Engine._run_quarantine",
+        "coordinator.engine:Engine._run_quarantine",
         "and named and not self.effects.is_taken(checkpoint, earlier):",
         "and named:",
         breaks="I2",
@@ -1782,7 +1782,7 @@ FENCES = (
     ),
     mutant(
         "rolled-back-to-a-broken-one",
-        "coordinator:Coordinator._rollback",
+        "coordinator.coordinator:Coordinator._rollback",
         "self._refuse_broken_target(self._engine.tracked(step))",
         "self._engine.tracked(step)",
         breaks="I2",
@@ -1791,7 +1791,7 @@ FENCES = (
     ),
     mutant(
         "pruned-before-the-latest-was-read",
-        "opening:Opening.run",
+        "coordinator.opening:Opening.run",
         "self._refuse_half_open(decided.reasons)",
         "self._refuse_half_open(decided.reasons)\nself.engine.retire()",
         breaks="I2",
@@ -1800,7 +1800,7 @@ FENCES = (
     ),
     mutant(
         "a-request-is-not-fenced",
-        "coordinator:Coordinator._request",
+        "coordinator.coordinator:Coordinator._request",
         "self._engine.check_epoch()\nof = AttemptId(",
         "of = AttemptId(",
         (
@@ -1818,17 +1818,21 @@ FENCES = (
     ),
     mutant(
         "emptying-the-trash-is-not-fenced",
-        "engine:Engine.give_space_back",
+        "coordinator.engine:Engine.give_space_back",
         "return remove_some(self._storage, limit, self.check_epoch)",
         "return remove_some(self._storage, limit)",
-        ("coordinator:Coordinator._tick", ("self._engine.check_epoch()\ninterval ="), "interval ="),
+        (
+            "coordinator.coordinator:Coordinator._tick",
+            ("self._engine.check_epoch()\ninterval ="),
+            "interval =",
+        ),
         breaks="I9",
         source="fencing",
         killers=("tests:test_schedules.py", "simulation"),
     ),
     mutant(
         "a-fenced-one-goes-on",
-        "coordinator:Coordinator._guarded",
+        "coordinator.coordinator:Coordinator._guarded",
         "except (Fenced, OutcomeUnknown, IllegalTransition) as error:\n"
         "    self.fatal = error\n"
         "    raise\n"
@@ -1912,7 +1916,7 @@ JOURNAL = (
     ),
     mutant(
         "moves-within-the-table-only-by-name",
-        "engine:Engine._record",
+        "coordinator.engine:Engine._record",
         "source=moved.source,",
         "source=State.REQUESTED if moved.source is State.FORKED else moved.source,",
         breaks="I11",

@@ -239,7 +239,7 @@ WRITERS = (
     ),
     mutant(
         "leaving-does-not-look-at-receipts",
-        "coordinator:Coordinator.leave",
+        "coordinator.coordinator:Coordinator.leave",
         "if busy.state in (State.REQUESTED, State.FORKED) and not foreign:",
         "if False:",
         breaks="I2",
@@ -263,7 +263,7 @@ WRITERS = (
     ),
     mutant(
         "the-trash-waits-for-an-idle-moment",
-        "coordinator:Coordinator._tick",
+        "coordinator.coordinator:Coordinator._tick",
         "if idle or self._engine.pending or not self._idle_at_last_tick:",
         "if idle or self._engine.pending:",
         breaks="F5",
@@ -274,7 +274,7 @@ WRITERS = (
     ),
     mutant(
         "a-fenced-one-says-what-it-did-not-find",
-        "engine:Engine.raise_if_fenced",
+        "coordinator.engine:Engine.raise_if_fenced",
         "raise fenced from error",
         "return",
         breaks="I9",
@@ -331,7 +331,7 @@ PEOPLE = (
     ),
     mutant(
         "a-bad-policy-keeps-nothing",
-        "engine:Engine.retire",
+        "coordinator.engine:Engine.retire",
         'say(log.exception, "retention_policy_failed", said, error=describe(error))\nreturn',
         'say(log.exception, "retention_policy_failed", said, error=describe(error))\n'
         "preserved = frozenset()",
@@ -341,7 +341,7 @@ PEOPLE = (
     ),
     mutant(
         "clean-up-errors-end-the-job",
-        "engine:Engine._retriable",
+        "coordinator.engine:Engine._retriable",
         "self._put_off(command, error)",
         "raise",
         breaks="I10",
@@ -350,7 +350,7 @@ PEOPLE = (
     ),
     mutant(
         "what-failed-is-not-tried-again",
-        "engine:Engine._retriable",
+        "coordinator.engine:Engine._retriable",
         "self._put_off(command, error)",
         "pass",
         breaks="I10",
@@ -398,7 +398,7 @@ PEOPLE = (
     ),
     mutant(
         "a-reason-is-told-once-for-all",
-        "engine:Engine._put_off",
+        "coordinator.engine:Engine._put_off",
         "if told is None or told.summary() != reason.summary():",
         "if told is None:",
         breaks="I10",
@@ -408,7 +408,7 @@ PEOPLE = (
     ),
     mutant(
         "one-ranks-finalizers-are-enough",
-        "engine:Engine.finalizers_ran",
+        "coordinator.engine:Engine.finalizers_ran",
         "elif not waiting:",
         "else:",
         breaks="I6",
@@ -417,7 +417,7 @@ PEOPLE = (
     ),
     mutant(
         "errors-of-finalizers-do-not-count",
-        "engine:Engine.finalizers_ran",
+        "coordinator.engine:Engine.finalizers_ran",
         "if event.error:",
         "if False:",
         breaks="I6",
@@ -453,7 +453,7 @@ FIELD = (
     ),
     mutant(
         "tracker-before-the-save",
-        "coordinator:Coordinator._request",
+        "coordinator.coordinator:Coordinator._request",
         "try:\n    self._engine.post(event)\nexcept OutcomeUnknown:",
         "try:\n"
         "    self._engine.post(event)\n"
@@ -465,7 +465,7 @@ FIELD = (
     ),
     mutant(
         "the-old-one-goes-before-the-new-one-is-there",
-        "coordinator:Coordinator._request",
+        "coordinator.coordinator:Coordinator._request",
         "self._requests = of.attempt\ntry:",
         "self._requests = of.attempt\n"
         "latest = self._engine.ledger.latest()\n"
@@ -473,12 +473,12 @@ FIELD = (
         '    move(self._storage, self._layout.published_name(latest.step), f"{QUARANTINE}/old.{of}")\n'
         "try:",
         (
-            "coordinator:",
+            "coordinator.coordinator:",
             "from ckptfsm.disk.durable import list_names, lookup, storage_error",
             "from ckptfsm.disk.durable import list_names, lookup, move, storage_error",
         ),
         (
-            "coordinator:",
+            "coordinator.coordinator:",
             "from ckptfsm.core.layout import JOURNAL, LAYOUTS,",
             "from ckptfsm.core.layout import QUARANTINE, JOURNAL, LAYOUTS,",
         ),
@@ -489,7 +489,7 @@ FIELD = (
     ),
     mutant(
         "latest-advances-while-the-save-is-pending",
-        "engine:Engine.run",
+        "coordinator.engine:Engine.run",
         "case CreateStaging():\n    self.effects.create_staging(checkpoint)",
         "case CreateStaging():\n"
         "    self.effects.create_staging(checkpoint)\n"
@@ -520,7 +520,7 @@ FIELD = (
     ),
     mutant(
         "async-saves-are-never-finalized",
-        "engine:Engine.run",
+        "coordinator.engine:Engine.run",
         "case Finalize():\n    self._run_finalize(checkpoint)",
         "case Finalize():\n    pass",
         breaks="I10",
@@ -567,12 +567,12 @@ FIELD = (
     ),
     mutant(
         "the-tracker-names-the-live-step",
-        "engine:Engine._run_tracker",
+        "coordinator.engine:Engine._run_tracker",
         "self.effects.write_tracker(checkpoint.step)\nself._finalized_by_rank",
         "self.effects.write_tracker(getattr(self, 'live_step', checkpoint.step))\n"
         "self._finalized_by_rank",
         (
-            "coordinator:Coordinator._request",
+            "coordinator.coordinator:Coordinator._request",
             ("self._engine.check_epoch()\nof = AttemptId("),
             ("self._engine.check_epoch()\nself._engine.live_step = request.step\nof = AttemptId("),
         ),
@@ -583,7 +583,7 @@ FIELD = (
     ),
     mutant(
         "attempts-share-their-number",
-        "coordinator:Coordinator._next_attempt",
+        "coordinator.coordinator:Coordinator._next_attempt",
         "return max(self._requests, max(here, default=0)) + 1",
         "return 1",
         breaks="I5",

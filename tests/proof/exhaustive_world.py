@@ -7,7 +7,7 @@ value; an action loads a coordinator from it, lets it work, and takes the new va
 
 How an action becomes several transitions:
 
-* ``coordinator.py``, ``engine.py`` and ``disk/effects.py`` order it as journal record, effect, next journal
+* ``coordinator/coordinator.py``, ``coordinator/engine.py`` and ``disk/effects.py`` order it as journal record, effect, next journal
   record, ... . Each storage call that changes the tree and each journal record is a point. A crash
   before any point is a transition of its own: what is durable is kept, the rest is gone.
 * The same points, when the epoch is taken over instead: the old process's next rename may land later,
@@ -29,12 +29,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import ckptfsm.coordinator as coordinator_module
+import ckptfsm.coordinator.coordinator as coordinator_module
+import ckptfsm.coordinator.engine as engine_module
 import ckptfsm.core.ledger as ledger_module
 import ckptfsm.disk.inspection as evidence_module
 import ckptfsm.disk.readers as readers_module
-import ckptfsm.engine as engine_module
-from ckptfsm.coordinator import Coordinator, CoordinatorOptions
+from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.core import documents, layout, lifecycle, recovery
 from ckptfsm.core.errors import (
     CkptFsmError,

@@ -30,7 +30,7 @@ import torch
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.controller import Controller, controller_config
-from ckptfsm.coordinator import Coordinator
+from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.retention import KeepAll, LatestN, Policy

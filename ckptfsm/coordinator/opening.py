@@ -18,6 +18,7 @@ from itertools import takewhile
 from typing import Literal
 
 from ckptfsm.adapters.notices import say
+from ckptfsm.coordinator.engine import Engine
 from ckptfsm.core.documents import RollbackFinished, RollbackStarted
 from ckptfsm.core.errors import CkptFsmError, StorageError
 from ckptfsm.core.events import (
@@ -40,7 +41,6 @@ from ckptfsm.disk.durable import lookup, storage_error
 from ckptfsm.disk.inspection import read_tracker
 from ckptfsm.disk.journal import History
 from ckptfsm.disk.trash import sweep_temporaries
-from ckptfsm.engine import Engine
 
 log = logging.getLogger("ckptfsm")
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ckptfsm.adapters.notices import say
+from ckptfsm.coordinator.engine import Engine, Trade
+from ckptfsm.coordinator.opening import Opening, roll_back
 from ckptfsm.core.documents import (
     RollbackStarted,
     SegmentClosed,
@@ -72,8 +74,6 @@ from ckptfsm.disk.ownership import RootLease, open_root
 from ckptfsm.disk.reader_leases import ReaderLeases
 from ckptfsm.disk.receipts import Receipts
 from ckptfsm.disk.trash import remove_marker, remove_some, sweep_temporaries
-from ckptfsm.engine import Engine, Trade
-from ckptfsm.opening import Opening, roll_back
 
 log = logging.getLogger("ckptfsm")
 T = TypeVar("T")

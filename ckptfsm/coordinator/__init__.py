@@ -1,0 +1,1 @@
+"""Sequences the moves of a root: a journal record, then its effect; opens and recovers."""
