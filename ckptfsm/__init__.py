@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ckptfsm.adapters.notices import no_warning_is_an_error
-from ckptfsm.controller import Controller
 from ckptfsm.core.config import CheckpointConfig, load_config, save_again
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import CkptFsmError, DamagedRoot, RootBusy, SaveFailed, SaveRefused
@@ -33,8 +32,9 @@ from ckptfsm.core.retention import (
     Steps,
 )
 from ckptfsm.disk.readers import ReaderLease
-from ckptfsm.handle import Restored, SaveHandle
-from ckptfsm.tickets import GroupPart, GroupSave, Reading, Ticket
+from ckptfsm.ranks.controller import Controller
+from ckptfsm.ranks.handle import Restored, SaveHandle
+from ckptfsm.ranks.tickets import GroupPart, GroupSave, Reading, Ticket
 from ckptfsm.writers.plain_files import FileTree
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.requests import SaveRequest
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.readers import ReaderLease
-from ckptfsm.link import Link
+from ckptfsm.ranks.coordinator_client import Link
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 
 

@@ -22,7 +22,6 @@ from groups import SETTINGS, Group, GroupJob
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.executor import Promise
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.controller import Controller
 from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import (
@@ -40,10 +39,11 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.requests import Located
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.effects import Effects
-from ckptfsm.manager import Manager
+from ckptfsm.ranks.controller import Controller
+from ckptfsm.ranks.group_worker import GroupShare
+from ckptfsm.ranks.manager import Manager
+from ckptfsm.ranks.tickets import GroupPart
 from ckptfsm.testing.fakes import Gate, fake_ports
-from ckptfsm.tickets import GroupPart
-from ckptfsm.worker import GroupShare
 from ckptfsm.writers.plain_files import FileTree
 
 SIZES = {"actor": 2, "critic": 1}

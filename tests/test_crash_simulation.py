@@ -23,7 +23,6 @@ from strangers import SHARD, stock_saves
 
 from ckptfsm.adapters.executor import InlineExecutor
 from ckptfsm.adapters.local_transport import LocalTransport
-from ckptfsm.controller import Controller
 from ckptfsm.coordinator import engine
 from ckptfsm.core import documents
 from ckptfsm.core.documents import TransitionRecord
@@ -37,14 +36,15 @@ from ckptfsm.core.retention import LatestN
 from ckptfsm.disk import journal
 from ckptfsm.disk.journal import read_history, read_segments
 from ckptfsm.lives import read_lives
+from ckptfsm.ranks.controller import Controller
+from ckptfsm.ranks.group_worker import Worker
+from ckptfsm.ranks.tickets import GroupPart, GroupSave
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, fake_ports
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
 from ckptfsm.testing.harness import FakeJob, FakePart, HalfPart, check_root, fake_content
 from ckptfsm.testing.sim.answers import HandedOn
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
-from ckptfsm.tickets import GroupPart, GroupSave
-from ckptfsm.worker import Worker
 from ckptfsm.writers.plain_files import FilesDriver
 from ckptfsm.writers.rank_writer import write_rank
 

@@ -82,10 +82,10 @@ from ckptfsm.disk import durable
 from ckptfsm.disk import inspection as evidence_module
 from ckptfsm.disk.readers import ReaderLease
 from ckptfsm.disk.stock import StockVerdict
-from ckptfsm.handle import SaveHandle
-from ckptfsm.link import Update
-from ckptfsm.manager import Manager
-from ckptfsm.system import system_ports
+from ckptfsm.ranks.coordinator_client import Update
+from ckptfsm.ranks.handle import SaveHandle
+from ckptfsm.ranks.manager import Manager
+from ckptfsm.ranks.wiring import system_ports
 from ckptfsm.testing.fakes import FakeDriver, Gate, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, check_root, fake_content
@@ -418,7 +418,7 @@ def test_I10_an_opening_that_is_interrupted_gives_the_root_back(tmp_path: Path):
 SIGNALS = """
 import os, signal, sys
 from ckptfsm.core.config import make_config
-from ckptfsm.manager import Manager
+from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import fake_ports
 
 def opened(name):
@@ -1294,7 +1294,7 @@ def leaves(manager: Manager, handle: SaveHandle, does: str) -> int:
 COPIES = """
 import shutil, sys, time
 from ckptfsm.core.config import make_config
-from ckptfsm.manager import Manager
+from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import fake_ports
 manager = Manager(fake_ports(sys.argv[1]), make_config({}))
 manager.save(1, parts={"x": b"data"}).wait()

@@ -56,9 +56,9 @@ from ckptfsm.core.events import Event, ShardReported
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import EveryNSeconds, EveryNSteps, LatestN, Policy
 from ckptfsm.disk.stock import StockVerdict
-from ckptfsm.handle import SaveHandle, View
-from ckptfsm.link import Link, Update
-from ckptfsm.manager import Manager
+from ckptfsm.ranks.coordinator_client import Link, Update
+from ckptfsm.ranks.handle import SaveHandle, View
+from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import (
     FakeDraft,
     FakeDriver,
@@ -1243,7 +1243,7 @@ LEFT = """
 import sys, threading
 from pathlib import Path
 from ckptfsm.core.config import make_config
-from ckptfsm.manager import Manager
+from ckptfsm.ranks.manager import Manager
 from ckptfsm.adapters.fork import fork_child
 from ckptfsm.testing.fakes import fake_ports
 def hang(storage, job):

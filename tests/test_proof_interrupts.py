@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from proof.interrupts import ManagerJob, Site, once_each, place_of, sites_of, strike
 
-from ckptfsm.handle import View
-from ckptfsm.link import Link
-from ckptfsm.manager import Manager
-from ckptfsm.pump import Pump
+from ckptfsm.ranks.coordinator_client import Link
+from ckptfsm.ranks.handle import View
+from ckptfsm.ranks.manager import Manager
+from ckptfsm.ranks.participant import Pump
 from ckptfsm.writers.rank_writer import RankWriter
 
 Function = Callable[..., Any]
@@ -60,5 +60,5 @@ def test_I10_a_job_goes_on_after_a_ctrl_c_at_each_line_of(
 
 def test_a_site_that_is_not_reached_is_said():
     """Catches: a layer that counts what it never struck."""
-    _, struck, problem = strike(Site("save", "ckptfsm/pump.py", 1, 1))
+    _, struck, problem = strike(Site("save", "ckptfsm/ranks/participant.py", 1, 1))
     assert (struck, problem) == (False, "")

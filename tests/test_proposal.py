@@ -10,7 +10,7 @@ import pytest
 from ckptfsm.core.errors import ConfigError, SaveRefused
 from ckptfsm.core.parts import AttemptId, OptionalPart, PartSpec, content_of
 from ckptfsm.core.requests import Accepted, SaveRequest
-from ckptfsm.proposal import Proposal, agree, measured, name_parts, propose
+from ckptfsm.ranks.proposal import Proposal, agree, measured, name_parts, propose
 
 STATE = PartSpec("state")
 ACTOR = PartSpec("actor", directory="actor")

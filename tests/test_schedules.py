@@ -24,7 +24,7 @@ from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.journal import read_history
 from ckptfsm.disk.readers import ReaderLease
-from ckptfsm.manager import Manager
+from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.testing.faults import FaultStorage, Hook, crash_at
 from ckptfsm.testing.harness import (

@@ -24,7 +24,6 @@ from proof.layer import Budget, LayerResult
 import ckptfsm.coordinator.coordinator as coordinator
 import ckptfsm.disk.durable as durable
 from ckptfsm.adapters.fork import Outcome
-from ckptfsm.controller import Controller
 from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import DamagedRoot, RootBusy
@@ -36,7 +35,8 @@ from ckptfsm.core.retention import CheckpointInfo, LatestN, Policy
 from ckptfsm.disk.effects import Effects
 from ckptfsm.disk.journal import JournalWriter
 from ckptfsm.disk.ownership import RootLease
-from ckptfsm.manager import Manager
+from ckptfsm.ranks.controller import Controller
+from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing import invariants
 from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.invariants import Confirmed, JournalModel, RootBroken, Watch, check_root

@@ -14,8 +14,8 @@ from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import CkptFsmError, SaveFailed, SaveRefused, StagingFailed
 from ckptfsm.core.events import Failed
 from ckptfsm.core.ports import Staging
-from ckptfsm.handle import SaveHandle
-from ckptfsm.manager import Manager
+from ckptfsm.ranks.handle import SaveHandle
+from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import FakeDriver, Gate, ThreadTransport, fake_ports, run_ranks
 
 QUICK = {"exit_timeout_s": 0.5, "close_timeout_s": 20.0, "busy_timeout_s": 20.0}

@@ -40,7 +40,7 @@ from ckptfsm.disk.stock import (
     inspect_stock,
     load_metadata_stub,
 )
-from ckptfsm.manager import Manager
+from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import fake_ports
 
 pytestmark = pytest.mark.megatron

@@ -17,7 +17,6 @@ from groups import SETTINGS
 from proof.fuzz import _CONFIG, common_archive, written_metadata
 
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.controller import Controller
 from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import DeadlineExceeded, SaveFailed, SaveFailedWarning, StorageError
@@ -26,6 +25,7 @@ from ckptfsm.core.retention import KeepAll, LatestN
 from ckptfsm.integrations.verl import mirror
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, Upload
 from ckptfsm.integrations.verl.uploads import Uploads
+from ckptfsm.ranks.controller import Controller
 from ckptfsm.testing.fakes import Gate, fake_ports
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.writers.plain_files import FilesDriver

@@ -31,7 +31,7 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.integrations.verl import install, trainer
 from ckptfsm.integrations.verl.position import is_within_an_epoch
 from ckptfsm.integrations.verl.workers import attach
-from ckptfsm.tickets import Ticket
+from ckptfsm.ranks.tickets import Ticket
 
 SIZES = {"actor": 2, "critic": 1}
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from groups import SETTINGS
 
-from ckptfsm.controller import Controller
 from ckptfsm.core.config import CheckpointConfig, make_config
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import (
@@ -29,8 +28,9 @@ from ckptfsm.integrations.verl import trainer as trainer_module
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, HdfsMirror
 from ckptfsm.integrations.verl.trainer import Checkpoints, Options
 from ckptfsm.integrations.verl.workers import attach
+from ckptfsm.ranks.controller import Controller
+from ckptfsm.ranks.group_worker import Worker
 from ckptfsm.testing.fakes import FakeDriver, Gate, fake_ports
-from ckptfsm.worker import Worker
 
 
 class Conf(dict):

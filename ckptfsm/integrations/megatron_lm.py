@@ -42,13 +42,13 @@ from ckptfsm.core.ports import Staging
 from ckptfsm.core.retention import EveryNSteps, KeepAll, LatestN, Policy
 from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inspection import check_digests, check_sizes, read_manifest
-from ckptfsm.handle import SaveHandle
 from ckptfsm.integrations.queue import AsyncCallsQueue
 from ckptfsm.integrations.replaced import Replaced
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.driver import refuse_newer, storage_at
 from ckptfsm.megatron.foreign import ready_part
 from ckptfsm.megatron.manager import CheckpointManager
+from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.writers.plain_files import FileTree
 
 log = logging.getLogger("ckptfsm")

@@ -43,7 +43,6 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.ports import Outcome, Staging, Transport
-from ckptfsm.handle import SaveHandle
 from ckptfsm.integrations.replaced import Replaced
 from ckptfsm.megatron.foreign import (
     StagedRequest,
@@ -54,6 +53,7 @@ from ckptfsm.megatron.foreign import (
     taken_now,
 )
 from ckptfsm.megatron.transport import transport_of
+from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.writers.rank_writer import missed_deadline
 
 if TYPE_CHECKING:

@@ -17,14 +17,14 @@ from typing import Any
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.versions import judge, missing
-from ckptfsm.controller import Controller
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.errors import ConfigError, describe
 from ckptfsm.core.events import Event, Failed
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.handle import SaveHandle
-from ckptfsm.pump import Hook
-from ckptfsm.tickets import GroupPart, GroupSave, Ticket
+from ckptfsm.ranks.controller import Controller
+from ckptfsm.ranks.handle import SaveHandle
+from ckptfsm.ranks.participant import Hook
+from ckptfsm.ranks.tickets import GroupPart, GroupSave, Ticket
 
 try:
     import ray

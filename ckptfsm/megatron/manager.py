@@ -9,12 +9,12 @@ from typing import Any
 from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.core.config import CheckpointConfig, config_of
 from ckptfsm.core.ports import Ports, Staging, Storage
-from ckptfsm.manager import Manager
 from ckptfsm.megatron.driver import MegatronDriver
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
 from ckptfsm.megatron.transport import transport_of
-from ckptfsm.pump import Hook
-from ckptfsm.system import system_ports
+from ckptfsm.ranks.manager import Manager
+from ckptfsm.ranks.participant import Hook
+from ckptfsm.ranks.wiring import system_ports
 
 
 class CheckpointManager(Manager):

@@ -10,7 +10,7 @@ from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.core.config import CheckpointConfig, config_of
 from ckptfsm.core.ports import Staging, Storage
 from ckptfsm.megatron.manager import ports_of
-from ckptfsm.worker import Worker
+from ckptfsm.ranks.group_worker import Worker
 
 
 class GroupWorker(Worker):

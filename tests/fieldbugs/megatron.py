@@ -16,7 +16,7 @@ from ckptfsm.core.layout import MEGATRON, TRACKER
 from ckptfsm.core.ledger import Rejected
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
-from ckptfsm.manager import Manager
+from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import FakeDriver, FakeRequest, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakePart, check_root, fake_content

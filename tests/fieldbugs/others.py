@@ -16,7 +16,7 @@ from ckptfsm.core.errors import DamagedRoot, Fenced, StepExistsError
 from ckptfsm.core.layout import MEGATRON, TRACKER, TRASH
 from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.disk.durable import put
-from ckptfsm.manager import Manager
+from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import FakeDriver, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob

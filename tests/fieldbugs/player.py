@@ -34,7 +34,7 @@ from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.core.retention import LatestN, Policy
 from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inspection import read_tracker
-from ckptfsm.manager import Manager
+from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.fakes import FakeDriver, FakeRequest, Gate, ShiftedClock, fake_ports

@@ -40,14 +40,14 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 from verl_servers import die_with_parent, serve_for_ever
 from verl_worker import SPEC, Optimizer, Scheduler, Wrapped
 
-from ckptfsm import restoring
 from ckptfsm.demo.model import Trainer, initialize_parallel
 from ckptfsm.integrations.verl import install
 from ckptfsm.integrations.verl import manager as ours_in_worker
 from ckptfsm.integrations.verl import sft as ours
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.transport import GlooTransport
-from ckptfsm.worker import GroupShare
+from ckptfsm.ranks import restoring
+from ckptfsm.ranks.group_worker import GroupShare
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

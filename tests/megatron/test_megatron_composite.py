@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, assert_complete, common_file, tracked_step
 
-from ckptfsm.controller import Controller
-from ckptfsm.tickets import GroupPart
+from ckptfsm.ranks.controller import Controller
+from ckptfsm.ranks.tickets import GroupPart
 
 pytestmark = pytest.mark.megatron
 

@@ -11,7 +11,7 @@ _HEARD_LATE = (
 MUTANTS = (
     mutant(
         "a-group-is-completed-by-its-first-rank-alone",
-        "worker:GroupShare.write",
+        "ranks.group_worker:GroupShare.write",
         "results = [rows, *self._of_others(storage, location)]",
         "results = [rows]",
         breaks="I3",
@@ -21,7 +21,7 @@ MUTANTS = (
     ),
     mutant(
         "the-controller-waits-for-ever",
-        "controller:Controller._collect",
+        "ranks.controller:Controller._collect",
         "self._end_in_time(self._ports.clock.monotonic())",
         "pass",
         breaks="I10",
@@ -32,7 +32,7 @@ MUTANTS = (
     ),
     mutant(
         "dead-workers-are-awaited",
-        "controller:Controller._lose",
+        "ranks.controller:Controller._lose",
         "elif number not in flight.written:",
         "elif False:",
         breaks="I10",
@@ -43,7 +43,7 @@ MUTANTS = (
     ),
     mutant(
         "any-answer-counts-for-what-is-in-flight",
-        "controller:Controller._take",
+        "ranks.controller:Controller._take",
         "flight = self._flights.get(event.of)",
         "if not isinstance(event, WriterGone):\n"
         "    event = replace(event, of=next(reversed(self._flights), event.of))\n"
@@ -55,7 +55,7 @@ MUTANTS = (
     ),
     mutant(
         "answers-of-older-attempts-are-handed-on",
-        "controller:Controller._take",
+        "ranks.controller:Controller._take",
         "flight = self._flights.get(event.of)",
         "flight = self._flights.get(event.of, next(reversed(self._flights.values()), None))",
         breaks="I5",
@@ -65,7 +65,7 @@ MUTANTS = (
     ),
     mutant(
         "answers-count-each-time",
-        "controller:Controller._take",
+        "ranks.controller:Controller._take",
         "if event in flight.taken:\n    return",
         "",
         breaks="I5",
@@ -74,7 +74,7 @@ MUTANTS = (
     ),
     mutant(
         "doomed-writers-write-on",
-        "worker:Worker.poll",
+        "ranks.group_worker:Worker.poll",
         "self._dying.append(writer)",
         "pass",
         breaks="F13",
@@ -118,7 +118,7 @@ MUTANTS = (
     ),
     mutant(
         "ranks-need-not-name-the-same-parts",
-        "proposal:agree",
+        "ranks.proposal:agree",
         "if (proposal.step, _names(proposal)) != (first.step, _names(first)):",
         "if proposal.step != first.step:",
         breaks="I3",
@@ -127,7 +127,7 @@ MUTANTS = (
     ),
     mutant(
         "a-part-that-nobody-writes-is-complete",
-        "proposal:agree",
+        "ranks.proposal:agree",
         "if nobody:",
         "if False:",
         breaks="I3",
@@ -145,7 +145,7 @@ MUTANTS = (
     ),
     mutant(
         "a-ticket-counts-twice",
-        "worker:Worker.write",
+        "ranks.group_worker:Worker.write",
         "if not self._is_newer(ticket.of):  # a call",
         "if False:  # a call",
         breaks="I4",
@@ -180,7 +180,7 @@ MUTANTS = (
     ),
     mutant(
         "shares-replace-each-other",
-        "worker:Shares.of",
+        "ranks.group_worker:Shares.of",
         'keys = {f"{part.name}.{index}": key for index, key in enumerate(sorted(named))}',
         "keys = {f\"{part.name}.{key.replace('/', '.')}\".rstrip(\".\"): key for key in named}",
         breaks="I3",

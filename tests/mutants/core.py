@@ -423,7 +423,7 @@ DOCUMENTS = (
     ),
     mutant(
         "nothing-is-verified-before-a-restore",
-        "restoring:Restorer.choose",
+        "ranks.restoring:Restorer.choose",
         "problem = self._damage(located)",
         'problem = ""',
         breaks="F21",

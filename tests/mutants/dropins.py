@@ -127,7 +127,7 @@ QUEUE = (
     ),
     mutant(
         "finalizers-begin-where-another-rank-may-not",
-        "pump:Pump._run_finalizers",
+        "ranks.participant:Pump._run_finalizers",
         "ran = self._run_together(part.name, partial(_may_finalize, writer, part))",
         "_may_finalize(writer, part)",
         breaks="I10",
@@ -327,7 +327,7 @@ VERL = (
     ),
     mutant(
         "parts-are-made-though-a-rank-did-not-load",
-        "worker:_parts_of",
+        "ranks.group_worker:_parts_of",
         "if not stage.loaded:\n    return {}",
         "",
         breaks="I10",

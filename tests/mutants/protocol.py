@@ -169,7 +169,7 @@ ORDER = (
     ),
     mutant(
         "lease-given-back-before-the-load",
-        "restoring:Restorer.restore",
+        "ranks.restoring:Restorer.restore",
         "return self.load(located, named)",
         "self.agree(Coordinator.release, located.lease)\nreturn self.load(located, named)",
         breaks="F27",

@@ -76,7 +76,7 @@ WRITERS = (
     ),
     mutant(
         "gone-is-said-of-the-living",
-        "pump:Pump._bury",
+        "ranks.participant:Pump._bury",
         "if writer.kill(timeout_s=0.0):",
         "if True:",
         breaks="I1",
@@ -119,7 +119,7 @@ WRITERS = (
     ),
     mutant(
         "a-save-holds-what-its-writer-has",
-        "pump:Pump.begin_writing",
+        "ranks.participant:Pump.begin_writing",
         "draft.let_go()\nself._ports.driver.accept()",
         "self._ports.driver.accept()",
         breaks="I10",
@@ -151,7 +151,7 @@ WRITERS = (
     ),
     mutant(
         "news-count-before-they-are-taken",
-        "pump:Pump.take_update",
+        "ranks.participant:Pump.take_update",
         "self._take(news, ended=update.fatal is not None)\nself._link.taken = number + 1",
         "self._link.taken = number + 1\nself._take(news, ended=update.fatal is not None)",
         breaks="I10",
@@ -164,7 +164,7 @@ WRITERS = (
     ),
     mutant(
         "an-interrupted-question-is-answered",
-        "link:Link.ask",
+        "ranks.coordinator_client:Link.ask",
         "self._asking = True",
         "",
         breaks="I10",
@@ -190,7 +190,7 @@ WRITERS = (
     ),
     mutant(
         "an-accepted-save-without-a-writer-is-awaited",
-        "pump:Pump._is_orphan",
+        "ranks.participant:Pump._is_orphan",
         "return state in _BEGINNING and of not in known and not self.view.awaiting",
         "return False",
         breaks="I10",
@@ -203,17 +203,17 @@ WRITERS = (
     ),
     mutant(
         "a-report-is-sent-before-it-is-taken",
-        "pump:Pump.exchange",
+        "ranks.participant:Pump.exchange",
         "del self._outbox[: len(sent)]  #",
         "pass  #",
         (
-            "pump:Pump.exchange",
+            "ranks.participant:Pump.exchange",
             "update = self._link.exchange(sent)",
             ("self._outbox.clear()\nupdate = self._link.exchange(sent)"),
         ),
-        ("pump:Pump.exchange", "self._sent.update(sent)", ""),
+        ("ranks.participant:Pump.exchange", "self._sent.update(sent)", ""),
         (
-            "pump:Pump.exchange",
+            "ranks.participant:Pump.exchange",
             "sent = list(self._outbox)",
             ("sent = list(self._outbox)\nself._sent.update(sent)"),
         ),
@@ -312,7 +312,7 @@ WRITERS = (
 PEOPLE = (
     mutant(
         "polling-does-nothing",
-        "owner:Owner.poll",
+        "ranks.session:Owner.poll",
         "self._pump.exchange(expired=False)",
         "pass",
         breaks="F28",
@@ -322,7 +322,7 @@ PEOPLE = (
     ),
     mutant(
         "a-hook-ends-training",
-        "pump:Pump._call_hooks",
+        "ranks.participant:Pump._call_hooks",
         "except Exception:  # a user's hook: training and the machine go on (F24)",
         "except ZeroDivisionError:",
         breaks="F24",
@@ -360,7 +360,7 @@ PEOPLE = (
     ),
     mutant(
         "one-rank-raises-alone",
-        "pump:Pump.begin_writing",
+        "ranks.participant:Pump.begin_writing",
         "self.give_up(of, error)",
         "raise",
         breaks="I10",
@@ -370,7 +370,7 @@ PEOPLE = (
     ),
     mutant(
         "the-coordinators-error-stays-at-rank-0",
-        "link:Link.together",
+        "ranks.coordinator_client:Link.together",
         "answer = self.answer_of(error)",
         "raise",
         breaks="I10",
@@ -379,7 +379,7 @@ PEOPLE = (
     ),
     mutant(
         "what-the-disk-blocks-is-waited-for",
-        "owner:_FinishedOrBlocked.__call__",
+        "ranks.session:_FinishedOrBlocked.__call__",
         "return self.finished(view) or view.blocked_by is not None",
         "return self.finished(view)",
         breaks="I10",
@@ -389,7 +389,7 @@ PEOPLE = (
     ),
     mutant(
         "a-mended-disk-is-not-tried",
-        "owner:Owner._wait_unless_blocked",
+        "ranks.session:Owner._wait_unless_blocked",
         "self._agree(Coordinator.retry)",
         "",
         breaks="I10",
@@ -426,7 +426,7 @@ PEOPLE = (
     ),
     mutant(
         "finalizers-run-twice",
-        "pump:Pump._run_finalizers",
+        "ranks.participant:Pump._run_finalizers",
         "if not ran.failed:",
         "for _ in range(0 if ran.failed else 2):",
         breaks="I6",
@@ -438,7 +438,7 @@ PEOPLE = (
 FIELD = (
     mutant(
         "what-is-not-seen-yet-is-lost",
-        "restoring:Restorer._sizes",
+        "ranks.restoring:Restorer._sizes",
         "self.config.visibility_timeout_s if self.transport.rank else 0.0",
         "0.0",
         breaks="I2",
@@ -551,7 +551,7 @@ FIELD = (
     ),
     mutant(
         "other-ranks-delete",
-        "pump:Pump.begin_writing",
+        "ranks.participant:Pump.begin_writing",
         "location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)",
         "location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)\n"
         "if self._rank != 0 and self.view.latest is not None:\n"

@@ -10,7 +10,7 @@ accepted and tracked at once, a new manager must find the newest one, and no ran
 which no handler can run are left out: in ``interrupts`` itself, and between a fork and its owner.
 
     PYTHONPATH=tests python -m proof.interrupts
-    PYTHONPATH=tests python -m proof.interrupts --site "save ckptfsm/pump.py:123 1"
+    PYTHONPATH=tests python -m proof.interrupts --site "save ckptfsm/ranks/participant.py:123 1"
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from typing import Any
 from groups import Group
 
 import ckptfsm
-from ckptfsm import controller
-from ckptfsm.controller import Controller
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import CkptFsmError
 from ckptfsm.core.events import Failed
-from ckptfsm.manager import Manager
+from ckptfsm.ranks import controller
+from ckptfsm.ranks.controller import Controller
+from ckptfsm.ranks.manager import Manager
+from ckptfsm.ranks.tickets import GroupPart
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.fakes import fake_ports
-from ckptfsm.tickets import GroupPart
 from ckptfsm.writers.plain_files import FilesDriver
 from proof.layer import Budget, LayerResult, Violation, timed
 from proof.sigint import run_signals
@@ -287,7 +287,7 @@ def run(budget: Budget) -> LayerResult:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="proof.interrupts", description=__doc__)
-    parser.add_argument("--site", help='one line: "save ckptfsm/pump.py:123 1"')
+    parser.add_argument("--site", help='one line: "save ckptfsm/ranks/participant.py:123 1"')
     asked = parser.parse_args()
     if asked.site:
         *call, place, nth = asked.site.split()

@@ -21,7 +21,7 @@ from ckptfsm.core.ports import Identity, PartJob, Storage
 from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.core.retention import LatestN, Policy
 from ckptfsm.disk.journal import read_history
-from ckptfsm.manager import Manager
+from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 from ckptfsm.testing.coverage import Coverage, watch_moves
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, ThreadTransport, fake_ports, run_ranks

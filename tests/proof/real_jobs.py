@@ -26,7 +26,7 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Identity, PartJob, Storage
 from ckptfsm.core.retention import LatestN, Policy
-from ckptfsm.manager import Manager
+from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.coverage import watch_moves
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, ShiftedClock, fake_ports
 from ckptfsm.testing.faults import FaultStorage

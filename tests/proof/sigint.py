@@ -29,7 +29,7 @@ from typing import Any
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import CkptFsmError, RankFailed, RankInterrupted
-from ckptfsm.manager import Manager
+from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.fakes import FakeDriver, fake_ports
 from proof.layer import LayerResult, Violation

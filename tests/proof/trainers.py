@@ -41,7 +41,7 @@ from ckptfsm.core.ports import Identity
 from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.journal import read_history
 from ckptfsm.disk.readers import ReaderLease
-from ckptfsm.manager import Manager
+from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.fakes import FakeDriver, FakeShard, fake_ports
 from ckptfsm.testing.faults import FaultStorage

@@ -39,8 +39,8 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Staging
 from ckptfsm.megatron.driver import refuse_newer
 from ckptfsm.megatron.worker import GroupWorker
-from ckptfsm.tickets import Ticket
-from ckptfsm.worker import Worker
+from ckptfsm.ranks.group_worker import Worker
+from ckptfsm.ranks.tickets import Ticket
 from ckptfsm.writers.plain_files import FileTree
 
 _FUNNEL = "save_dist_checkpointing"  # what every torch_dist save of verl goes through

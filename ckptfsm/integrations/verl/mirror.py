@@ -39,9 +39,9 @@ from ckptfsm.core.ports import Clock, PartJob, Storage, Written
 from ckptfsm.disk.durable import fsync_tree_dirs, lookup, move
 from ckptfsm.disk.inspection import read_manifest
 from ckptfsm.disk.receipts import Receipts
-from ckptfsm.system import system_ports
-from ckptfsm.tickets import Ticket
-from ckptfsm.worker import Worker
+from ckptfsm.ranks.group_worker import Worker
+from ckptfsm.ranks.tickets import Ticket
+from ckptfsm.ranks.wiring import system_ports
 from ckptfsm.writers.plain_files import FilesDraft, FilesDriver, FileTree
 
 NAME = "mirror"

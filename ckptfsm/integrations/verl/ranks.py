@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from ckptfsm.adapters.signals import HandlersWait, OneCall
 from ckptfsm.core.errors import CkptFsmError, RankFailed, RankInterrupted, SaveFailed, describe
 from ckptfsm.core.ports import Transport
-from ckptfsm.link import interrupted_rank, typed
+from ckptfsm.ranks.coordinator_client import interrupted_rank, typed
 
 T = TypeVar("T")
 

@@ -29,7 +29,6 @@ import torch
 
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.adapters.posix_storage import OpenPosix
-from ckptfsm.controller import Controller, controller_config
 from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.ports import Storage
@@ -40,9 +39,10 @@ from ckptfsm.integrations.verl.ranks import InsideCall, Ranks
 from ckptfsm.integrations.verl.trainer import Checkpoints, Options, install, of_verl, root_of
 from ckptfsm.integrations.verl.workers import RoleGroups
 from ckptfsm.megatron.transport import transport_of
-from ckptfsm.restoring import Restorer
-from ckptfsm.system import system_ports
-from ckptfsm.tickets import Ticket
+from ckptfsm.ranks.controller import Controller, controller_config
+from ckptfsm.ranks.restoring import Restorer
+from ckptfsm.ranks.tickets import Ticket
+from ckptfsm.ranks.wiring import system_ports
 from ckptfsm.writers.plain_files import FilesDriver
 
 _ROLE = "engine"

@@ -28,7 +28,6 @@ from typing import Any, TypeVar, cast, get_args
 
 from ckptfsm.adapters.notices import say, warn_caller
 from ckptfsm.adapters.versions import installed, judge, missing
-from ckptfsm.controller import Controller, controller_config
 from ckptfsm.core.config import Verify
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import (
@@ -46,7 +45,8 @@ from ckptfsm.core.retention import KeepAll, LatestN, Policy
 from ckptfsm.integrations.verl.mirror import NAME, Mirror, UploadWorker, When, mirror_of
 from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.integrations.verl.workers import Calls, RayCalls, RoleGroups
-from ckptfsm.tickets import GroupPart, GroupSave, Ticket
+from ckptfsm.ranks.controller import Controller, controller_config
+from ckptfsm.ranks.tickets import GroupPart, GroupSave, Ticket
 from ckptfsm.writers.plain_files import FileTree
 
 log = logging.getLogger("ckptfsm")

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from ckptfsm.adapters.fork import Child
 from ckptfsm.adapters.notices import say, warn_caller
 from ckptfsm.adapters.signals import HandlersWait
-from ckptfsm.controller import Controller
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import (
     CkptFsmError,
@@ -38,6 +37,7 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Outcome
 from ckptfsm.integrations.verl.mirror import Mirror, Upload
+from ckptfsm.ranks.controller import Controller
 
 log = logging.getLogger("ckptfsm")
 _OF_A_MOMENT = (OSError, RestoreFailed)  # of a lease, a thread or a fork: the next poll tries again

@@ -13,20 +13,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckptfsm.controller import Controller
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import CkptFsmError, RestoreFailed
 from ckptfsm.core.events import Event
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Ports
-from ckptfsm.handle import SaveHandle
+from ckptfsm.ranks.controller import Controller
+from ckptfsm.ranks.group_worker import Worker
+from ckptfsm.ranks.handle import SaveHandle
+from ckptfsm.ranks.tickets import GroupPart
 from ckptfsm.testing.sim.answers import HandedOn, Mail
 from ckptfsm.testing.sim.job import Job, Trainer
 from ckptfsm.testing.sim.ports import WorldDriver, WorldGroup, WorldTransport, world_ports
 from ckptfsm.testing.sim.site import Site
 from ckptfsm.testing.sim.world import Process, Task
-from ckptfsm.tickets import GroupPart
-from ckptfsm.worker import Worker
 from ckptfsm.writers.plain_files import FilesDriver
 
 GROUPS: Mapping[str, int] = {"actor": 2, "critic": 1}

@@ -34,9 +34,9 @@ from ckptfsm.core.events import Event
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import OptionalPart
 from ckptfsm.disk.readers import ReaderLease
-from ckptfsm.handle import SaveHandle
-from ckptfsm.manager import Manager
-from ckptfsm.owner import Owner
+from ckptfsm.ranks.handle import SaveHandle
+from ckptfsm.ranks.manager import Manager
+from ckptfsm.ranks.session import Owner
 from ckptfsm.testing.invariants import RootBroken, check_directory
 from ckptfsm.testing.sim.ports import (
     WorldDriver,

@@ -36,6 +36,7 @@ from ckptfsm.core.ports import (
     Written,
 )
 from ckptfsm.disk.durable import write_all
+from ckptfsm.ranks.group_worker import GroupShare
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, FakeRequest, spec_of
 from ckptfsm.testing.harness import FakePart
 from ckptfsm.testing.invariants import Attempt
@@ -43,7 +44,6 @@ from ckptfsm.testing.sim.site import Site
 from ckptfsm.testing.sim.storage import WorldStorage
 from ckptfsm.testing.sim.world import Process, SimulationFailed, Task, World
 from ckptfsm.testing.simfs import ProcessDead
-from ckptfsm.worker import GroupShare
 from ckptfsm.writers.rank_writer import FilePart, ShardFile, write_rank
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.errors import StagingFailed, describe
 from ckptfsm.core.ports import Draft, Driver, Staging, Transport
-from ckptfsm.proposal import Proposal, propose
+from ckptfsm.ranks.proposal import Proposal, propose
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -46,8 +46,8 @@ from ckptfsm.core.lifecycle import IN_FLIGHT, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Finalizer, Ports, RankJob, Storage
 from ckptfsm.core.requests import Accepted, Blocked, FinalizersDue, News, NumberedNews, Settled
-from ckptfsm.handle import SaveHandle, View, facts_of, named
-from ckptfsm.link import Link, Update
+from ckptfsm.ranks.coordinator_client import Link, Update
+from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
 from ckptfsm.writers.plain_files import around, at_path
 from ckptfsm.writers.rank_writer import RankWriter
 

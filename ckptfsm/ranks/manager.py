@@ -28,12 +28,12 @@ from ckptfsm.core.errors import (
     describe,
 )
 from ckptfsm.core.requests import Accepted
-from ckptfsm.handle import Restored, SaveHandle
-from ckptfsm.link import Answer
-from ckptfsm.owner import Owner, whole_step
-from ckptfsm.proposal import Proposal, agree
-from ckptfsm.restoring import warn_of_drops
-from ckptfsm.staging import Stage
+from ckptfsm.ranks.coordinator_client import Answer
+from ckptfsm.ranks.handle import Restored, SaveHandle
+from ckptfsm.ranks.offload import Stage
+from ckptfsm.ranks.proposal import Proposal, agree
+from ckptfsm.ranks.restoring import warn_of_drops
+from ckptfsm.ranks.session import Owner, whole_step
 
 log = logging.getLogger("ckptfsm")
 

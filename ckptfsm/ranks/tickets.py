@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckptfsm.core.parts import AttemptId, PartSpec
-from ckptfsm.handle import SaveHandle
+from ckptfsm.ranks.handle import SaveHandle
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The owner of a root in a job with one controller: a Ray driver, say, and groups of workers. No torch.
 
-Workers write their part of a checkpoint (``ckptfsm.worker``) and hand their reports to the controller,
+Workers write their part of a checkpoint (``ckptfsm.ranks.group_worker``) and hand their reports to the controller,
 by whatever call the job has; the controller feeds them to the same coordinator that an SPMD job has in
 its rank 0. The same ledger, the same journal, the same recovery.
 
@@ -35,12 +35,12 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import Ports
 from ckptfsm.core.requests import Accepted, Located, SaveRequest
-from ckptfsm.handle import SaveHandle
-from ckptfsm.owner import Owner, whole_step
-from ckptfsm.proposal import measured
-from ckptfsm.pump import Hook
-from ckptfsm.system import system_ports
-from ckptfsm.tickets import GroupPart, GroupSave, Reading, Ticket
+from ckptfsm.ranks.handle import SaveHandle
+from ckptfsm.ranks.participant import Hook
+from ckptfsm.ranks.proposal import measured
+from ckptfsm.ranks.session import Owner, whole_step
+from ckptfsm.ranks.tickets import GroupPart, GroupSave, Reading, Ticket
+from ckptfsm.ranks.wiring import system_ports
 from ckptfsm.writers.plain_files import FilesDriver
 
 log = logging.getLogger("ckptfsm")

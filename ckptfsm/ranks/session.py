@@ -41,10 +41,10 @@ from ckptfsm.core.lifecycle import UNSETTLED, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Ports, Storage
 from ckptfsm.core.requests import Accepted, RecoveryReport
-from ckptfsm.handle import SaveHandle, View, facts_of, named
-from ckptfsm.link import Answer, Link, interrupted_rank, typed
-from ckptfsm.pump import HandleDone, Hook, Pump
-from ckptfsm.restoring import Restorer
+from ckptfsm.ranks.coordinator_client import Answer, Link, interrupted_rank, typed
+from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
+from ckptfsm.ranks.participant import HandleDone, Hook, Pump
+from ckptfsm.ranks.restoring import Restorer
 
 if TYPE_CHECKING:
     from typing_extensions import Self

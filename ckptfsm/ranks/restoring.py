@@ -33,8 +33,8 @@ from ckptfsm.core.ports import Driver, Pending, Ports, Storage, Survey, Transpor
 from ckptfsm.core.requests import Located
 from ckptfsm.disk.durable import says_what_is_there
 from ckptfsm.disk.inspection import check_digests, check_extra_shards, check_sizes
-from ckptfsm.handle import Restored, only
-from ckptfsm.proposal import name_parts
+from ckptfsm.ranks.handle import Restored, only
+from ckptfsm.ranks.proposal import name_parts
 
 log = logging.getLogger("ckptfsm")
 P = ParamSpec("P")

@@ -31,11 +31,11 @@ from ckptfsm.core.requests import Accepted, Located
 from ckptfsm.disk.durable import make_dirs, read_document
 from ckptfsm.disk.receipts import Receipts
 from ckptfsm.disk.stock import MAX_METADATA_BYTES
-from ckptfsm.handle import Restored
-from ckptfsm.proposal import Proposal, agree
-from ckptfsm.restoring import Restorer, warn_of_drops
-from ckptfsm.staging import Stage
-from ckptfsm.tickets import Reading, Ticket
+from ckptfsm.ranks.handle import Restored
+from ckptfsm.ranks.offload import Stage
+from ckptfsm.ranks.proposal import Proposal, agree
+from ckptfsm.ranks.restoring import Restorer, warn_of_drops
+from ckptfsm.ranks.tickets import Reading, Ticket
 from ckptfsm.writers.plain_files import FileTree, TreePart, UnmadePart, around, at_path
 from ckptfsm.writers.rank_writer import RankWriter, ShardFile
 
