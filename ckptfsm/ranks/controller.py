@@ -1,8 +1,8 @@
 """The owner of a root in a job with one controller: a Ray driver, say, and groups of workers. No torch.
 
-Workers write their part of a checkpoint (``ckptfsm.ranks.group_worker``) and hand their reports to the controller,
-by whatever call the job has; the controller feeds them to the same coordinator that an SPMD job has in
-its rank 0. The same ledger, the same journal, the same recovery.
+Workers write their part of a checkpoint (``ckptfsm.ranks.group_worker``) and hand their reports to the
+controller, by whatever call the job has; the controller feeds them to the same coordinator that an SPMD
+job has in its rank 0. The same ledger, the same journal, the same recovery.
 
 Rules:
 * Every process that may write has a number of its own in the checkpoint: 0 is the controller, each

@@ -25,18 +25,19 @@ from proof.survivors import Judgement, Mutant
 ROOT = Path(__file__).resolve().parents[2]
 TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "lifecycle": ("lifecycle", "scenarios"),
-        "ledger": ("ledger", "scenarios"),
-        "intent": ("journal", "recovery", "found_by_review"),
-        "findings": ("recovery", "found_by_review"),
-        "recovery": ("recovery",),  # the other suites take minutes for each mutant that lives
-        "retention": ("retention", "config"),
-        "messages": ("ledger", "lifecycle"),
-        "documents": ("documents", "journal"),
-        "layout": ("layout", "lease", "stock"),
-        "config": ("config",),
-        "errors": ("errors",),
-        "proposal": ("proposal",),
+        "core/lifecycle": ("lifecycle", "scenarios"),
+        "core/ledger": ("ledger", "scenarios"),
+        "core/rollback": ("journal", "recovery", "found_by_review"),
+        "core/evidence": ("recovery", "found_by_review"),
+        "core/recovery": ("recovery",),  # the other suites take minutes for each mutant that lives
+        "core/retention": ("retention", "config"),
+        "core/events": ("ledger", "lifecycle"),
+        "core/parts": ("ledger", "proposal"),
+        "core/documents": ("documents", "journal"),
+        "core/layout": ("layout", "lease", "stock"),
+        "core/config": ("config",),
+        "core/errors": ("errors",),
+        "ranks/proposal": ("proposal",),
     }
 )
 _COPIED = ("ckptfsm", "tests", "specs", "docs", "benchmarks")
@@ -126,7 +127,7 @@ def judge(place: Path, module: str) -> Judgement:
         ended,
         mutants,
         refused(place, module, mutants),
-        survivors.read_explanations(module, explanations),
+        survivors.read_explanations(module.rpartition("/")[2], explanations),
     )
     print(
         f"{module}: {len(ended)} mutants, {len(found.killed)} killed, {len(found.words)} words only, "

@@ -145,7 +145,7 @@ def read_mutants(module: str, text: str) -> dict[str, Mutant]:
         original = functions[f"{stem}__mutmut_orig"]
         old, new = _difference(_source(original, lines), _source(mutant, lines))
         of = stem.removeprefix("x").removeprefix("_" if stem.startswith("x_") else "ǁ")
-        mutants[f"ckptfsm.{module}.{name}"] = Mutant(
+        mutants[f"ckptfsm.{module.replace('/', '.')}.{name}"] = Mutant(
             Change(of.replace("ǁ", "."), old, new),
             words_only(original, mutant, sought),
             range(mutant.lineno, (mutant.end_lineno or mutant.lineno) + 1),

@@ -1,0 +1,194 @@
+"""Which room may import which, what the core may use, and where torch, deletions and the table are."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+
+from house.source import (
+    MODULES,
+    PACKAGE,
+    ROOT,
+    calls,
+    imported_modules,
+    imports,
+    packages,
+    room,
+    tree,
+)
+
+# From the ground up: a room imports those before it, and nothing after it.
+ROOMS = (
+    "core",
+    "adapters",
+    "disk",
+    "writers",
+    "coordinator",
+    "ranks",
+    "megatron",
+    "integrations",
+    "lives",
+    "testing",
+    "demo",
+)
+APART = {  # rooms that are earlier in the list, and yet not to be imported
+    "lives": {"adapters", "writers", "coordinator", "ranks", "megatron", "integrations"},
+    "testing": {"megatron", "integrations", "lives"},
+    "demo": {"integrations"},
+}
+# What the core may use of the standard library; config.py reads a TOML file besides.
+HARMLESS = {
+    "__future__",
+    "collections",
+    "concurrent",
+    "dataclasses",
+    "difflib",
+    "enum",
+    "functools",
+    "itertools",
+    "json",
+    "math",
+    "re",
+    "signal",  # the names of signals
+    "types",
+    "typing",
+}
+LIBRARIES = {
+    "core/documents.py": {"pydantic", "zlib"},
+    "core/lifecycle.py": {"transitions"},
+    "core/config.py": {"pydantic", "pathlib", "sys", "tomllib", "tomli"},
+}
+HEAVY = {"torch", "megatron", "numpy", "nvidia_resiliency_ext"}
+WITH_TORCH = {"megatron", "demo", "integrations"}
+DELETERS = {"disk/trash.py", "adapters/posix_storage.py"}
+CORE = [module for module in MODULES if room(module) == "core"]
+
+
+def test_imports_point_down():
+    """Catches: a room that imports who drives it, or what has no business in it."""
+    floor = {name: number for number, name in enumerate(ROOMS)}
+    found = [
+        f"{module} imports {other}"
+        for module in MODULES
+        for other in imported_modules(module)
+        if room(module) and room(other) != room(module)
+        if not room(other)
+        and other != "__init__.py"
+        or room(other)
+        and floor[room(other)] > floor[room(module)]
+        or room(other) in APART.get(room(module), ())
+    ]
+    assert found == []
+
+
+def test_there_is_no_import_cycle():
+    """Catches: two modules that cannot be understood, or imported, one without the other."""
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"cycle: {' -> '.join((*path, module))}"
+        if module not in done:
+            for other in sorted(imported_modules(module) - {"__init__.py"}):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in MODULES:
+        visit(module, ())
+
+
+def test_the_core_uses_nothing_of_the_machine():
+    """Catches: I/O, a clock or torch in what decides, which simulation and proofs rely on."""
+    found = [
+        (module, name)
+        for module in CORE
+        for name in packages(module) - HARMLESS - LIBRARIES.get(module, set())
+    ]
+    assert found == []
+
+
+def test_the_core_does_not_open_log_or_print():
+    """Catches: an effect in what decides that no import gives away."""
+    effects = {"open", "print", "input", "exec", "eval", "__import__", "log", "logging"}
+    found = [
+        (module, node.id)
+        for module in CORE
+        if module != "core/config.py"
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Name) and node.id in effects
+    ]
+    assert found == []
+
+
+def test_F14_no_decision_reads_a_clock():
+    """Catches: wall time or mtime in a decision."""
+    forbidden = {"time", "monotonic_ns", "now", "utcnow", "st_mtime", "getmtime"}
+    modules = [
+        *CORE,
+        "disk/journal.py",
+        "disk/assembly.py",
+        "disk/effects.py",
+        "disk/inspection.py",
+    ]
+    found = [
+        (module, node.attr)
+        for module in modules
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Attribute) and node.attr in forbidden
+    ]
+    assert found == []
+    assert not {"time", "datetime"} & {name for module in modules for name in packages(module)}
+
+
+def test_torch_is_in_few_rooms():
+    """Catches: torch needed to read a journal, or to import the package."""
+    found = [m for m in MODULES if room(m) not in WITH_TORCH and packages(m) & HEAVY]
+    assert found == []
+
+
+def test_import_ckptfsm_is_light():
+    """Catches: four seconds of torch and megatron-core for ``import ckptfsm``, by any way."""
+    code = (
+        "import ckptfsm, sys\n"
+        f"print(sorted({{n.partition('.')[0] for n in sys.modules}} & {HEAVY!r}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_only_the_table_uses_transitions():
+    """Catches: a second state machine beside the one table."""
+    assert [m for m in MODULES if "transitions" in packages(m)] == ["core/lifecycle.py"]
+
+
+def test_I1_deletion_is_in_one_place():
+    """Catches: a second place that deletes; the implementations of the port are the exception."""
+    found = {
+        module
+        for module in MODULES
+        if room(module) not in {"testing", "demo"}
+        for name, call in calls(module)
+        if name in {"unlink", "rmdir", "rmtree"} or ast.unparse(call.func) == "os.remove"
+    }
+    assert found == DELETERS
+
+
+def test_no_test_module_imports_another():
+    """Catches: a helper that lives with the tests of something else, and moves with them."""
+    found = [
+        path.name
+        for path in (ROOT / "tests").rglob("*.py")
+        if re.search(r"^\s*(from|import) test_", path.read_text(), re.M)
+    ]
+    assert found == []
+
+
+def test_the_checked_modules_exist():
+    """Catches: a rename that silently takes a module, or a room, out of these checks."""
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert folders == set(ROOMS)
+    assert not (DELETERS | set(LIBRARIES)) - set(MODULES)
+    assert not {name for module in MODULES for name in imports(module)} & {"ckptfsm.core"}
