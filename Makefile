@@ -42,7 +42,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
 specs: $(STAMP)
-	$(BIN)/python -m ckptfsm.specs --write
+	$(BIN)/python specs/generate.py --write
 
 proof: $(STAMP)
 	$(PROOF) --profile release --write

@@ -34,7 +34,8 @@ from ckptfsm.core.ports import RankJob, Storage, Written
 from ckptfsm.core.requests import SaveRequest
 from ckptfsm.disk.durable import make_dirs
 from ckptfsm.megatron.driver import MegatronDriver
-from ckptfsm.writers.rank_writer import ShardFile, write_rank
+from ckptfsm.writers.rank_writer import write_rank
+from ckptfsm.writers.shard_file import ShardFile
 
 _TARGET_S = 1.0
 _PART = "state"

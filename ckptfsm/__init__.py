@@ -31,7 +31,7 @@ from ckptfsm.core.retention import (
     Policy,
     Steps,
 )
-from ckptfsm.disk.readers import ReaderLease
+from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.handle import Restored, SaveHandle
 from ckptfsm.ranks.tickets import GroupPart, GroupSave, Reading, Ticket

@@ -34,7 +34,7 @@
  * -DNO_EPOCH_CHECK, -DEMPTY_UNDECIDED, -DFORGETFUL_RECOVERY, -DNO_SWEEP; with -DTAKING: -DNO_LINK,
  * -DNO_EPOCH_CHECK.
  *
- * Rules: the order of the steps is that of disk/ownership.py, disk/effects.py, coordinator/engine.py, core/recovery.py and disk/readers.py;
+ * Rules: the order of the steps is that of disk/ownership.py, disk/effects.py, coordinator/engine.py, core/recovery.py and disk/reader_lease.py;
  * whoever changes one changes the other. Not in it: power loss and how many there are of anything
  * (inductive.py), leases that expire, errors of the disk but one: the way back may fail once.
  */

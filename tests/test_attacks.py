@@ -39,7 +39,7 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.requests import SaveRequest
 from ckptfsm.core.retention import LatestN
-from ckptfsm.disk.readers import ReaderLease
+from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.ranks.coordinator_client import Link
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 

@@ -16,7 +16,7 @@ from ckptfsm.core.layout import VERL
 from ckptfsm.core.parts import OptionalPart, PartSpec
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.assembly import Assembly
-from ckptfsm.disk.readers import ReaderLease
+from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import FakeDriver, FakeRequest, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage

@@ -55,7 +55,7 @@ from ckptfsm.core.ports import FileStat, RankJob
 from ckptfsm.core.requests import Blocked, FinalizersDue, SaveRequest, Settled
 from ckptfsm.core.retention import KeepAll, LatestN, Policy
 from ckptfsm.disk.journal import read_segments
-from ckptfsm.disk.readers import ReaderLease
+from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage

@@ -39,7 +39,8 @@ from ckptfsm.core.documents import Manifest, Receipt, decode
 from ckptfsm.core.errors import CkptFsmError, DamagedRoot, NewerSchema
 from ckptfsm.core.layout import JOURNAL, MANIFEST, STAGING, parse_tracker, planned_name
 from ckptfsm.disk.journal import parse_segment_bytes
-from ckptfsm.disk.stock import inspect_stock, load_metadata_stub
+from ckptfsm.disk.pickle_stubs import load_metadata_stub
+from ckptfsm.disk.stock import inspect_stock
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 
 pytestmark = pytest.mark.damages_journal("corrupts journals, among other things")

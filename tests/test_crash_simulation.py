@@ -35,7 +35,6 @@ from ckptfsm.core.ports import ChildError, Driver, Identity, Outcome, Ports, Ran
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk import journal
 from ckptfsm.disk.journal import read_history, read_segments
-from ckptfsm.lives import read_lives
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.group_worker import Worker
 from ckptfsm.ranks.tickets import GroupPart, GroupSave
@@ -45,6 +44,7 @@ from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
 from ckptfsm.testing.harness import FakeJob, FakePart, HalfPart, check_root, fake_content
 from ckptfsm.testing.sim.answers import HandedOn
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+from ckptfsm.views import read_lives
 from ckptfsm.writers.plain_files import FilesDriver
 from ckptfsm.writers.rank_writer import write_rank
 

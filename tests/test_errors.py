@@ -194,7 +194,7 @@ def reading():
 def test_a_warning_names_the_line_of_whoever_called_the_library():
     """Catches: a warning that points at a line of ours, or of contextlib: nobody can mend that."""
     names = {**vars(errors), **vars(notices), "contextmanager": contextmanager}
-    names["__name__"] = "ckptfsm.disk.readers"
+    names["__name__"] = "ckptfsm.disk.reader_lease"
     exec(INSIDE, names)
     with pytest.warns(RecoveryWarning) as said, names["reading"]():
         notices.warn_caller(RecoveryWarning("here"))

@@ -80,7 +80,7 @@ from ckptfsm.core.retention import LatestN
 from ckptfsm.demo.run import DemoOptions, _fresh_root
 from ckptfsm.disk import durable
 from ckptfsm.disk import inspection as evidence_module
-from ckptfsm.disk.readers import ReaderLease
+from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.disk.stock import StockVerdict
 from ckptfsm.ranks.coordinator_client import Update
 from ckptfsm.ranks.handle import SaveHandle

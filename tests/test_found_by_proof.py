@@ -53,7 +53,7 @@ from ckptfsm.core.lifecycle import UNSETTLED, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk import inspection as evidence_module
-from ckptfsm.disk.readers import ReaderLease
+from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.disk.stock import StockVerdict
 from ckptfsm.testing.harness import FakeJob
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage

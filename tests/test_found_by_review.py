@@ -54,11 +54,12 @@ from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import RankJob, Written
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.durable import put
-from ckptfsm.disk.readers import ReaderLease
+from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, FakePart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
-from ckptfsm.writers.rank_writer import ShardFile, write_rank
+from ckptfsm.writers.rank_writer import write_rank
+from ckptfsm.writers.shard_file import ShardFile
 
 
 def leave_written(disk: SimDisk, step: int) -> None:

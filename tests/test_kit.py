@@ -12,7 +12,8 @@ from ckptfsm.core.retention import AnyOf, BestN, EveryNSteps, LatestN, Policy
 from ckptfsm.testing import checks
 from ckptfsm.testing.checks import Unsound, assert_policy_sound, assert_writer_sound
 from ckptfsm.testing.harness import FakePart
-from ckptfsm.writers.rank_writer import FilePart, ShardFile
+from ckptfsm.writers.rank_writer import FilePart
+from ckptfsm.writers.shard_file import ShardFile
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from ckptfsm.core.errors import JournalCorrupt
 from ckptfsm.core.layout import JOURNAL, PRIVATE, segment_name
 from ckptfsm.core.lifecycle import State
 from ckptfsm.disk.journal import JournalWriter, encode_line, read_segments
-from ckptfsm.lives import describe_end, format_bytes, read_lives, render_html, render_table
+from ckptfsm.views import describe_end, format_bytes, read_lives, render_html, render_table
 
 pytestmark = pytest.mark.damages_journal("journals made by hand, record by record")
 

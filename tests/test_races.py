@@ -14,7 +14,7 @@ from roots import in_place, write_in_place
 from ckptfsm.core.layout import LEASE, MANIFEST, PINS, READERS, STAGING, TRACKER, TRASH
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import LatestN
-from ckptfsm.disk.readers import ReaderLease
+from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 
@@ -139,7 +139,7 @@ def check_before(storage: Watched, call: str) -> None:
 
 
 def test_F27_a_reader_puts_its_lease_before_it_looks():
-    """Catches: the order of ``disk/readers.py`` turned round, while the model still has it."""
+    """Catches: the order of ``disk/reader_lease.py`` turned round, while the model still has it."""
     disk = SimDisk()
     job, _ = watched_job(disk)
     job.save(1)

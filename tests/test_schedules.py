@@ -23,7 +23,7 @@ from ckptfsm.core.requests import SaveRequest
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.journal import read_history
-from ckptfsm.disk.readers import ReaderLease
+from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.testing.faults import FaultStorage, Hook, crash_at

@@ -32,14 +32,8 @@ from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.layout import TRACKER
 from ckptfsm.core.ports import FileStat
-from ckptfsm.disk.stock import (
-    ALLOWED_GLOBALS,
-    COMMON_KEY,
-    StockVerdict,
-    Stub,
-    inspect_stock,
-    load_metadata_stub,
-)
+from ckptfsm.disk.pickle_stubs import ALLOWED_GLOBALS, Stub, load_metadata_stub
+from ckptfsm.disk.stock import COMMON_KEY, StockVerdict, inspect_stock
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import fake_ports
 

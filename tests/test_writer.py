@@ -25,7 +25,8 @@ from ckptfsm.testing.fakes import FakeShard, Gate
 from ckptfsm.testing.faults import FaultStorage, fail_at
 from ckptfsm.testing.harness import FakePart
 from ckptfsm.testing.simfs import SimDisk, SimStorage
-from ckptfsm.writers.rank_writer import FilePart, RankWriter, ShardFile, launch_forked, write_rank
+from ckptfsm.writers.rank_writer import FilePart, RankWriter, launch_forked, write_rank
+from ckptfsm.writers.shard_file import ShardFile
 
 OF = AttemptId(5, 1, 1)
 LOCATION = staging_dir(OF)

@@ -71,7 +71,7 @@ from ckptfsm.disk.inspection import (
 )
 from ckptfsm.disk.journal import History, newest_segment, read_history
 from ckptfsm.disk.ownership import RootLease, open_root
-from ckptfsm.disk.reader_leases import ReaderLeases
+from ckptfsm.disk.reader_lease import ReaderLeases
 from ckptfsm.disk.receipts import Receipts
 from ckptfsm.disk.trash import remove_marker, remove_some, sweep_temporaries
 

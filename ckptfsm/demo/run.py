@@ -26,8 +26,8 @@ from ckptfsm.core.layout import MEGATRON
 from ckptfsm.core.retention import CheckpointInfo, EveryNSteps, LatestN
 from ckptfsm.disk.inspection import read_tracker
 from ckptfsm.disk.ownership import open_root
-from ckptfsm.lives import read_lives, render_html, render_table
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
+from ckptfsm.views import read_lives, render_html, render_table
 
 _PAUSE_TIMEOUT_S = 120.0
 

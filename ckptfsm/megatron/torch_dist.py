@@ -56,7 +56,7 @@ from ckptfsm.core.ports import Storage, Written
 from ckptfsm.disk.durable import make_dirs, storage_error
 from ckptfsm.disk.stock import COMMON, COMMON_KEY
 from ckptfsm.megatron.shardings import check_not_empty, check_shards
-from ckptfsm.writers.rank_writer import ShardFile
+from ckptfsm.writers.shard_file import ShardFile
 
 _DCP_VERSION = "1.0.0"  # what FileSystemWriter of torch 2.x writes and its reader does not compare
 COMMON_IN_SHARD = (0, 19)  # the first megatron-core that writes and reads it so

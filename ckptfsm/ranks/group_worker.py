@@ -37,7 +37,8 @@ from ckptfsm.ranks.proposal import Proposal, agree
 from ckptfsm.ranks.restoring import Restorer, warn_of_drops
 from ckptfsm.ranks.tickets import Reading, Ticket
 from ckptfsm.writers.plain_files import FileTree, TreePart, UnmadePart, around, at_path
-from ckptfsm.writers.rank_writer import RankWriter, ShardFile
+from ckptfsm.writers.rank_writer import RankWriter
+from ckptfsm.writers.shard_file import ShardFile
 
 log = logging.getLogger("ckptfsm")
 Parts = Mapping[str, Any]

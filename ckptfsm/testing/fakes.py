@@ -43,7 +43,8 @@ from ckptfsm.core.ports import (
 )
 from ckptfsm.testing.harness import FINISHERS, FakePart
 from ckptfsm.writers.plain_files import file_spec, load_file, stage_file
-from ckptfsm.writers.rank_writer import ShardFile, launch_forked
+from ckptfsm.writers.rank_writer import launch_forked
+from ckptfsm.writers.shard_file import ShardFile
 
 T = TypeVar("T")
 State = Mapping[str, Any]

@@ -28,7 +28,8 @@ from ckptfsm.core.requests import News, RecoveryReport, SaveRequest
 from ckptfsm.core.retention import KeepAll, Policy
 from ckptfsm.disk.durable import make_dirs
 from ckptfsm.testing.invariants import RootBroken, check_root
-from ckptfsm.writers.rank_writer import ShardFile, write_rank
+from ckptfsm.writers.rank_writer import write_rank
+from ckptfsm.writers.shard_file import ShardFile
 
 __all__ = [
     "FINISHERS",

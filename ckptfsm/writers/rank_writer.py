@@ -10,90 +10,19 @@ two writers can never share one. Everything goes through the storage port.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ckptfsm.adapters.fork import Child, fork_child
-from ckptfsm.core.documents import FileEntry, Receipt, encode_sealed
+from ckptfsm.core.documents import Receipt, encode_sealed
 from ckptfsm.core.errors import StorageError, WriterDied, describe, printable
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked
 from ckptfsm.core.layout import RECEIPTS, STAGING, begun_name, join, receipt_name
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Launch, Outcome, PartJob, RankJob, Storage, Written
-from ckptfsm.disk.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error, write_all
-
-_OVERLAP_BYTES = 1 << 20  # below this a thread costs more than the digest
-
-
-class ShardFile:
-    """A new file of a checkpoint, as ``torch.save`` wants one: ``write``, ``tell``, ``flush``.
-
-    ``error`` keeps the first OSError: torch reports a full disk as "unexpected pos".
-    """
-
-    def __init__(self, storage: Storage, path: str) -> None:
-        self.error: OSError | None = None
-        self._storage = storage
-        self.path = path
-        self._position = 0
-        self._handle = storage.open_exclusive(path)
-
-    def write(self, data: bytes | memoryview) -> int:
-        view = memoryview(data).cast("B")
-        try:
-            write_all(self._storage, self._handle, view)
-        except OSError as error:
-            self.error = self.error or error
-            raise
-        self._position += len(view)
-        return len(view)
-
-    def tell(self) -> int:
-        return self._position
-
-    def flush(self) -> None:
-        """Nothing is buffered here."""
-
-    def close_durably(self, name: str) -> FileEntry:
-        """fsync, digest, close. The digest is free while the disk is busy with the fsync."""
-        digest = _Digest(self._storage, self.path)
-        overlapped = self._position >= _OVERLAP_BYTES
-        if overlapped:
-            digest.start()
-        try:
-            self._storage.fsync(self._handle)
-        finally:
-            self._storage.close(self._handle)
-            if overlapped:
-                digest.join()
-        if not overlapped:
-            digest.run()
-        return FileEntry(name=name, bytes=self._position, digest=digest.result())
-
-
-class _Digest(threading.Thread):
-    """Digests a file, beside the fsync of the same file."""
-
-    def __init__(self, storage: Storage, path: str) -> None:
-        super().__init__(daemon=True)
-        self._storage = storage
-        self.path = path
-        self._result: str | None = None
-        self._error: OSError | None = None
-
-    def run(self) -> None:
-        try:
-            self._result = self._storage.digest(self.path)
-        except OSError as error:
-            self._error = error
-
-    def result(self) -> str:
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
+from ckptfsm.disk.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error
+from ckptfsm.writers.shard_file import ShardFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,13 +29,13 @@ ROOMS = (
     "ranks",
     "megatron",
     "integrations",
-    "lives",
+    "views",
     "testing",
     "demo",
 )
 APART = {  # rooms that are earlier in the list, and yet not to be imported
-    "lives": {"adapters", "writers", "coordinator", "ranks", "megatron", "integrations"},
-    "testing": {"megatron", "integrations", "lives"},
+    "views": {"adapters", "writers", "coordinator", "ranks", "megatron", "integrations"},
+    "testing": {"megatron", "integrations", "views"},
     "demo": {"integrations"},
 }
 # What the core may use of the standard library; config.py reads a TOML file besides.

@@ -171,7 +171,7 @@ MUTANTS = (
     ),
     mutant(
         "readers-share-a-lease",
-        "disk.reader_leases:ReaderLeases.take",
+        "disk.reader_lease:ReaderLeases.take",
         'name = f"{step}.{tag}-{self._taken}.json"',
         'name = f"{step}.{tag}.json"',
         breaks="F27",

@@ -231,7 +231,7 @@ MUTANTS = (
     # ------------------------------------------------------------------------------- the shards
     mutant(
         "shard-without-fsync",
-        "writers.rank_writer:ShardFile.close_durably",
+        "writers.shard_file:ShardFile.close_durably",
         "self._storage.fsync(self._handle)",
         "pass",
         breaks="I3",
@@ -254,7 +254,7 @@ MUTANTS = (
     ),
     mutant(
         "a-full-disk-makes-short-shards",
-        "writers.rank_writer:ShardFile.write",
+        "writers.shard_file:ShardFile.write",
         "self.error = self.error or error\nraise",
         "self.error = self.error or error\nreturn len(view)",
         breaks="I3",

@@ -138,7 +138,7 @@ ORDER = (
     ),
     mutant(
         "reader-looks-before-its-lease",
-        "disk.readers:ReaderLease.renew",
+        "disk.reader_lease:ReaderLease.renew",
         "put(self._storage, self._file, encode(mark), tag=self._nonce)\n"
         "found = lookup(self._storage, self._name)",
         "found = lookup(self._storage, self._name)\n"
@@ -149,7 +149,7 @@ ORDER = (
     ),
     mutant(
         "reader-does-not-look",
-        "disk.readers:ReaderLease.renew",
+        "disk.reader_lease:ReaderLease.renew",
         'if found is None or found.kind != "dir":',
         "if False:",
         breaks="F27",
@@ -450,7 +450,7 @@ LOOKS = (
     ),
     mutant(
         "a-renewal-changes-nothing",
-        "disk.readers:ReaderLease.renew",
+        "disk.reader_lease:ReaderLease.renew",
         'nonce=f"{self._nonce}-{self._renewals}")',
         "nonce=self._nonce)",
         breaks="F27",
@@ -466,7 +466,7 @@ LOOKS = (
     ),
     mutant(
         "renewals-do-not-count",
-        "disk.reader_leases:ReaderLeases._watch",
+        "disk.reader_lease:ReaderLeases._watch",
         "known[0] == content else now",
         "known[0] != b'' else now",
         breaks="F27",

@@ -298,7 +298,7 @@ WRITERS = (
         "    _SHARED.setdefault(name, payload)\n"
         "self.payloads = _SHARED",
         (
-            "writers.rank_writer:_OVERLAP_BYTES",
+            "writers.shard_file:_OVERLAP_BYTES",
             "_OVERLAP_BYTES = 1 << 20  #",
             ("_SHARED: dict[str, Any] = {}\n_OVERLAP_BYTES = 1 << 20  #"),
         ),
@@ -502,7 +502,7 @@ FIELD = (
     ),
     mutant(
         "moved-before-it-is-durable",
-        "writers.rank_writer:ShardFile.close_durably",
+        "writers.shard_file:ShardFile.close_durably",
         "self._storage.fsync(self._handle)",
         "pass",
         (

@@ -64,7 +64,7 @@ from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Identity, Storage, Survey
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.inspection import read_tracker
-from ckptfsm.disk.readers import ReaderLease
+from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
 from ckptfsm.testing.coverage import watch_moves

@@ -34,7 +34,7 @@ import ckptfsm.coordinator.coordinator as coordinator_module
 import ckptfsm.coordinator.engine as engine_module
 import ckptfsm.core.ledger as ledger_module
 import ckptfsm.disk.inspection as evidence_module
-import ckptfsm.disk.readers as readers_module
+import ckptfsm.disk.reader_lease as readers_module
 from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.core import documents, layout, lifecycle, recovery
 from ckptfsm.core.errors import (

@@ -66,15 +66,8 @@ from ckptfsm.disk.inspection import (
 )
 from ckptfsm.disk.journal import encode_line, parse_segment_bytes, read_history
 from ckptfsm.disk.ownership import read_holder
-from ckptfsm.disk.stock import (
-    COMMON,
-    COMMON_KEY,
-    CONFIG,
-    METADATA,
-    StockVerdict,
-    inspect_stock,
-    load_metadata_stub,
-)
+from ckptfsm.disk.pickle_stubs import METADATA, load_metadata_stub
+from ckptfsm.disk.stock import COMMON, COMMON_KEY, CONFIG, StockVerdict, inspect_stock
 from ckptfsm.testing.conformance import JournalViolation, check_segments
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 from proof.corruption import examine, make_template

@@ -25,7 +25,7 @@ from ckptfsm.core.layout import TRACKER, TRASH
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Identity
 from ckptfsm.core.retention import KeepAll, LatestN, Policy
-from ckptfsm.disk.readers import ReaderLease
+from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, check_root

@@ -40,7 +40,7 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Identity
 from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.journal import read_history
-from ckptfsm.disk.readers import ReaderLease
+from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.fakes import FakeDriver, FakeShard, fake_ports

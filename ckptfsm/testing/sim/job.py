@@ -33,7 +33,7 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.events import Event
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import OptionalPart
-from ckptfsm.disk.readers import ReaderLease
+from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.session import Owner

@@ -44,7 +44,8 @@ from ckptfsm.testing.sim.site import Site
 from ckptfsm.testing.sim.storage import WorldStorage
 from ckptfsm.testing.sim.world import Process, SimulationFailed, Task, World
 from ckptfsm.testing.simfs import ProcessDead
-from ckptfsm.writers.rank_writer import FilePart, ShardFile, write_rank
+from ckptfsm.writers.rank_writer import FilePart, write_rank
+from ckptfsm.writers.shard_file import ShardFile
 
 T = TypeVar("T")
 _NOTICED_S = 0.5

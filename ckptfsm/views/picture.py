@@ -11,9 +11,9 @@ from html import escape
 from itertools import pairwise
 
 from ckptfsm.core.lifecycle import State
-from ckptfsm.lives.axis import Axis, overview_axis, zoom_axis
-from ckptfsm.lives.reading import Entry, Life
-from ckptfsm.lives.timeline import (
+from ckptfsm.views.axis import Axis, overview_axis, zoom_axis
+from ckptfsm.views.reading import Entry, Life
+from ckptfsm.views.timeline import (
     Lane,
     Placed,
     clean,

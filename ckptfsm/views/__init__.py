@@ -5,10 +5,10 @@ Nothing here decides anything, and nothing is written to the root.
 
 from __future__ import annotations
 
-from ckptfsm.lives.picture import render_html
-from ckptfsm.lives.reading import Entry, Life, Run, read_lives
-from ckptfsm.lives.table import render_table
-from ckptfsm.lives.timeline import describe_end, format_bytes
+from ckptfsm.views.picture import render_html
+from ckptfsm.views.reading import Entry, Life, Run, read_lives
+from ckptfsm.views.table import render_table
+from ckptfsm.views.timeline import describe_end, format_bytes
 
 __all__ = [
     "Entry",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptfsm.core.lifecycle import ENDED, State
-from ckptfsm.lives.reading import Life
-from ckptfsm.lives.timeline import Lane, clean, clip, describe_end, format_bytes, place
+from ckptfsm.views.reading import Life
+from ckptfsm.views.timeline import Lane, clean, clip, describe_end, format_bytes, place
 
 S = State
 

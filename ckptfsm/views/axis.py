@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 
 from ckptfsm.core.lifecycle import State
-from ckptfsm.lives.timeline import Placed
+from ckptfsm.views.timeline import Placed
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from ckptfsm.core.lifecycle import ENDED, IN_FLIGHT, State
-from ckptfsm.lives.reading import Entry, Life, Run
+from ckptfsm.views.reading import Entry, Life, Run
 
 S = State
 

@@ -1,0 +1,3 @@
+"""Settings of a checkpointed job; defined in ``ckptfsm.core.config``."""
+
+from ckptfsm.core.config import *  # noqa: F403

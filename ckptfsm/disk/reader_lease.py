@@ -1,0 +1,177 @@
+"""Reader leases: a reader, say an evaluator outside the job, keeps a step from being pruned.
+
+``ReaderLease`` is for the reader. ``ReaderLeases`` is for the coordinator: it keeps the leases of its
+job, and drops those of other processes that have not changed for long, by its monotonic time (F14).
+An error or a crash while a lease is written may leave a file that expires the same way.
+
+Order: the lease is made durable first, then the reader looks whether the step is still there. The
+pruner looks for leases before and after it moves a directory to the trash. So either the step stays,
+or the reader is told that it is gone (F27); nothing is deleted before the second look.
+
+Rules: a lease lives as long as it changes: ``renew`` it at least every ``reader_timeout_s`` of the
+job's configuration. Works without torch; needs write access to the root's ``.ckptfsm/leases``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from types import TracebackType
+from typing import Literal
+
+from ckptfsm.adapters.notices import say
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.core.documents import Pin, encode
+from ckptfsm.core.errors import StepNotFoundError, describe
+from ckptfsm.core.layout import LAYOUTS, READERS, parse_reader
+from ckptfsm.core.ports import Clock, Storage
+from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, put
+from ckptfsm.disk.trash import remove_marker
+
+
+class ReaderLease:
+    """Keeps one step from being pruned while the ``with`` block runs.
+
+    From nothing else: a rollback, or damage that is found, takes it to quarantine, from where nothing is
+    deleted, and the next ``renew`` raises.
+
+    ``layout`` is the job's (see ``CheckpointConfig``). ``path`` is the absolute directory to read;
+    ``nonce`` names the lease and is used once; by default it is made of the pid and chance. Raises
+    ``StepNotFoundError`` if the step is not there, ``ConfigError`` if the root is not; an ``OSError``
+    of the disk, or of a lease that took longer than the timeout to write: then try again.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        step: int,
+        *,
+        layout: Literal["megatron", "verl"] = "megatron",
+        storage: Storage | None = None,
+        nonce: str | None = None,
+    ) -> None:
+        self._owned = storage is None
+        self._storage = storage or PosixStorage(root, create=False)
+        self._step = step
+        self._nonce = nonce or f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._file = f"{READERS}/{step}.{self._nonce}.json"
+        self._renewals = 0
+        self._name = LAYOUTS[layout].published_name(step)
+        self.path = f"{self._storage.root}/{self._name}"
+
+    def __enter__(self) -> ReaderLease:
+        try:
+            self.renew()
+        except BaseException:
+            self._let_go()
+            raise
+        return self
+
+    def renew(self) -> None:
+        """Say that the reader still lives.
+
+        Raises ``StepNotFoundError`` if the step is gone, ``StorageError`` if ``path`` leads to another
+        root than the one that was opened, where the lease is.
+        """
+        self._renewals += 1
+        mark = Pin(step=self._step, reason="reader", nonce=f"{self._nonce}-{self._renewals}")
+        put(self._storage, self._file, encode(mark), tag=self._nonce)
+        found = lookup(self._storage, self._name)
+        if found is None or found.kind != "dir":
+            raise StepNotFoundError(
+                f"step {self._step} is not at {self.path}", step=self._step, file=self.path
+            )
+        self.path = self._storage.absolute(self._name)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        try:
+            remove_marker(self._storage, self._file)
+        finally:
+            if self._owned:
+                self._storage.close_root()
+
+
+log = logging.getLogger("ckptfsm")
+
+
+class ReaderLeases:
+    """The leases that the coordinator knows, each named by its file."""
+
+    def __init__(self, storage: Storage, clock: Clock, timeout_s: float) -> None:
+        self._storage = storage
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._taken = 0
+        self._held: set[str] = set()
+        self._seen: dict[str, tuple[bytes, float]] = {}
+
+    def take(self, step: int, tag: str, nonce: str) -> str:
+        """Make a lease of our own durable."""
+        self._taken += 1
+        name = f"{step}.{tag}-{self._taken}.json"
+        lease = f"{READERS}/{name}"
+        self._held.add(name)
+        try:
+            mark = Pin(step=step, reason="restore", nonce=nonce)
+            put(self._storage, lease, encode(mark), tag=tag)
+        except BaseException:
+            self.give_back(lease)
+            raise
+        return lease
+
+    def give_back(self, lease: str) -> None:
+        """One that cannot be removed expires like any other."""
+        self._held.discard(lease.rpartition("/")[2])
+        try:
+            remove_marker(self._storage, lease)
+        except OSError as error:
+            said = f"the lease {lease} could not be removed: {describe(error)}"
+            say(log.warning, "lease_not_removed", said, file=lease, error=describe(error))
+
+    def expire(self) -> None:
+        """Drop those that have not changed within the timeout. One that is sick keeps no other."""
+        now = self._clock.monotonic()
+        seen: dict[str, tuple[bytes, float]] = {}
+        for name in list_names(self._storage, READERS):
+            if parse_reader(name) is None and TEMPORARY not in name:
+                continue  # not one of ours
+            if name in self._held:
+                continue  # its reader is this process, and lives
+            try:
+                watched = self._watch(name, now)
+            except FileNotFoundError:
+                continue  # its reader finished just now
+            except OSError as error:
+                path, why = f"{READERS}/{name}", describe(error)
+                said = f"the reader's lease {path} could not be looked at: {why}"
+                say(log.warning, "reader_lease_not_looked_at", said, file=path, error=why)
+                watched = self._seen.get(name)
+            if watched is not None:
+                seen[name] = watched
+        self._seen = seen
+
+    def _watch(self, name: str, now: float) -> tuple[bytes, float] | None:
+        """What a lease holds, and since when; None if it was dropped, or is none of ours."""
+        path = f"{READERS}/{name}"
+        found = lookup(self._storage, path)
+        if found is None or found.kind != "file":
+            return None  # not one of ours: it protects, and nobody here removes it
+        content, known = self._storage.read(path, 1 << 16), self._seen.get(name)
+        since = known[1] if known is not None and known[0] == content else now
+        if now - since <= self._timeout_s:
+            return content, since
+        said = (
+            f"the reader's lease {path} has not changed for {self._timeout_s:g} s, and is dropped"
+        )
+        say(log.warning, "reader_lease_expired", said, file=path)
+        remove_marker(self._storage, path)
+        return None

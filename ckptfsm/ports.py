@@ -1,0 +1,3 @@
+"""What the library needs of a machine and of a trainer; defined in ``ckptfsm.core.ports``."""
+
+from ckptfsm.core.ports import *  # noqa: F403

@@ -1,0 +1,80 @@
+"""A file of a checkpoint that is written, counted, digested and made durable in one pass."""
+
+from __future__ import annotations
+
+import threading
+
+from ckptfsm.core.documents import FileEntry
+from ckptfsm.core.ports import Storage
+from ckptfsm.disk.durable import write_all
+
+_OVERLAP_BYTES = 1 << 20  # below this a thread costs more than the digest
+
+
+class ShardFile:
+    """A new file of a checkpoint, as ``torch.save`` wants one: ``write``, ``tell``, ``flush``.
+
+    ``error`` keeps the first OSError: torch reports a full disk as "unexpected pos".
+    """
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        self.error: OSError | None = None
+        self._storage = storage
+        self.path = path
+        self._position = 0
+        self._handle = storage.open_exclusive(path)
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            write_all(self._storage, self._handle, view)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self._position += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self._position
+
+    def flush(self) -> None:
+        """Nothing is buffered here."""
+
+    def close_durably(self, name: str) -> FileEntry:
+        """fsync, digest, close. The digest is free while the disk is busy with the fsync."""
+        digest = _Digest(self._storage, self.path)
+        overlapped = self._position >= _OVERLAP_BYTES
+        if overlapped:
+            digest.start()
+        try:
+            self._storage.fsync(self._handle)
+        finally:
+            self._storage.close(self._handle)
+            if overlapped:
+                digest.join()
+        if not overlapped:
+            digest.run()
+        return FileEntry(name=name, bytes=self._position, digest=digest.result())
+
+
+class _Digest(threading.Thread):
+    """Digests a file, beside the fsync of the same file."""
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        super().__init__(daemon=True)
+        self._storage = storage
+        self.path = path
+        self._result: str | None = None
+        self._error: OSError | None = None
+
+    def run(self) -> None:
+        try:
+            self._result = self._storage.digest(self.path)
+        except OSError as error:
+            self._error = error
+
+    def result(self) -> str:
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
