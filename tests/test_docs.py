@@ -153,7 +153,10 @@ def test_the_reference_is_fresh(tmp_path):
 
 def test_the_reference_needs_no_torch():
     """Catches: a generator that imports what it describes."""
-    code = "import sys, docs.generate_reference as r; r.reference_markdown(); print('torch' in sys.modules)"
+    code = (
+        "import sys, docs.generate_reference as r; r.reference_markdown();"
+        "print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
 
