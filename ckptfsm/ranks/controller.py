@@ -38,7 +38,7 @@ from ckptfsm.core.requests import Accepted, Located, SaveRequest
 from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.ranks.participant import Hook
 from ckptfsm.ranks.proposal import measured
-from ckptfsm.ranks.session import Owner, whole_step
+from ckptfsm.ranks.session import Session, whole_step
 from ckptfsm.ranks.tickets import GroupPart, GroupSave, Reading, Ticket
 from ckptfsm.ranks.wiring import system_ports
 from ckptfsm.writers.plain_files import FilesDriver
@@ -90,7 +90,7 @@ def controller_config(
     return read
 
 
-class Controller(Owner):
+class Controller(Session):
     """The life of the checkpoints below ``root``, for a job of one controller and ``groups`` of workers.
 
     ``groups`` says how many ranks each group has. ``ask_workers(doomed)`` asks every worker that can

@@ -33,12 +33,12 @@ from ckptfsm.ranks.handle import Restored, SaveHandle
 from ckptfsm.ranks.offload import Stage
 from ckptfsm.ranks.proposal import Proposal, agree
 from ckptfsm.ranks.restoring import warn_of_drops
-from ckptfsm.ranks.session import Owner, whole_step
+from ckptfsm.ranks.session import Session, whole_step
 
 log = logging.getLogger("ckptfsm")
 
 
-class Manager(Owner):
+class Manager(Session):
     """The life of the checkpoints of one root, from one rank. See the module for its rules."""
 
     def save(

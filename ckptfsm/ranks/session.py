@@ -53,7 +53,7 @@ log = logging.getLogger("ckptfsm")
 _LET_GO_S = 0.1
 
 
-class Owner:
+class Session:
     """The life of the checkpoints of one root, from one process of its job."""
 
     def __init__(
@@ -503,7 +503,7 @@ def _nothing_unsettled(view: View) -> bool:
     return view.quiet
 
 
-def _left_in_flight(reference: weakref.ref[Owner]) -> str:
+def _left_in_flight(reference: weakref.ref[Session]) -> str:
     """What to say at the end of a program that never closed its manager (F28)."""
     owner = reference()
     busy = owner._pump.view.in_flight if owner is not None and not owner._pump.closed else None

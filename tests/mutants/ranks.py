@@ -312,7 +312,7 @@ WRITERS = (
 PEOPLE = (
     mutant(
         "polling-does-nothing",
-        "ranks.session:Owner.poll",
+        "ranks.session:Session.poll",
         "self._pump.exchange(expired=False)",
         "pass",
         breaks="F28",
@@ -389,7 +389,7 @@ PEOPLE = (
     ),
     mutant(
         "a-mended-disk-is-not-tried",
-        "ranks.session:Owner._wait_unless_blocked",
+        "ranks.session:Session._wait_unless_blocked",
         "self._agree(Coordinator.retry)",
         "",
         breaks="I10",

@@ -36,7 +36,7 @@ from ckptfsm.core.parts import OptionalPart
 from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.ranks.session import Owner
+from ckptfsm.ranks.session import Session
 from ckptfsm.testing.invariants import RootBroken, check_directory
 from ckptfsm.testing.sim.ports import (
     WorldDriver,
@@ -165,7 +165,7 @@ class Trainer:
         self.step = 0
         transport = WorldTransport(group, rank, process, job.sent)
         self.ports = world_ports(self.site, process, transport)
-        self.manager: Owner
+        self.manager: Session
 
     @property
     def newest(self) -> bool:
@@ -255,7 +255,7 @@ class Trainer:
             left.append("F29")
         return [(fault, site.watch.state_in_flight()) for fault in left]
 
-    def _open(self) -> Owner:
+    def _open(self) -> Session:
         return Manager(self.ports, self.job.config, (self._hook,))
 
     def _check_latest(self, floor: int | None) -> None:
