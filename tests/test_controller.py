@@ -491,7 +491,7 @@ def test_F27_a_ctrl_c_that_takes_an_answer_gives_its_lease_back(tmp_path):
             raise KeyboardInterrupt
 
     held = job.begin(20)
-    job.controller._pump._hooks = (strike,)
+    job.controller._participant._hooks = (strike,)
     job.controller._link.ask(Coordinator.report, [Failed(held.tickets["actor"].of, "writer_died")])
     with pytest.raises(KeyboardInterrupt), job.controller.reading(10):
         pass
@@ -523,7 +523,7 @@ def test_I10_a_ctrl_c_in_begin_leaves_nothing_that_nobody_ends(tmp_path):
             struck.append(record.step)
             raise KeyboardInterrupt
 
-    job.controller._pump._hooks = (strike,)
+    job.controller._participant._hooks = (strike,)
     with pytest.raises(KeyboardInterrupt):
         job.begin(10)
     with pytest.raises(SaveFailed):

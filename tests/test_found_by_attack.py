@@ -500,16 +500,16 @@ def test_F24_an_interrupted_hook_loses_no_news(tmp_path: Path):
 
     manager = Manager(fake_ports(tmp_path / "root"), make_config(QUICK))
     of = AttemptId(1, 1, 1)
-    manager._pump._hooks = (hook,)
+    manager._participant._hooks = (hook,)
     ends = [(State.ABSENT, State.REQUESTED), (State.REQUESTED, State.FAILED)]
     ends.append((State.FAILED, State.DISCARDED))
     news = [told(of, source, dest) for source, dest in ends]
     numbered = tuple(enumerate((*news, Settled()), manager._link.taken))
     with pytest.raises(KeyboardInterrupt):
-        manager._pump.take_update(Update(numbered))
-    assert not manager._pump.view.quiet
-    manager._pump.take_update(Update())
-    assert manager._pump.view.quiet
+        manager._participant.take_update(Update(numbered))
+    assert not manager._participant.view.quiet
+    manager._participant.take_update(Update())
+    assert manager._participant.view.quiet
     manager.close()
 
 
@@ -567,7 +567,7 @@ def test_I2_a_rollback_that_was_too_slow_is_seen_once_it_is_done(call: str, tmp_
         if transport.rank == 0:
             go.set()
         manager.wait_until_finished()
-        seen += [manager.all_steps(), manager.should_save(20), manager._pump.view.quiet]
+        seen += [manager.all_steps(), manager.should_save(20), manager._participant.view.quiet]
         idle = transport.exchanges
         manager.poll()
         assert transport.exchanges == idle, "it costs nothing any more"

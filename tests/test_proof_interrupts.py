@@ -15,15 +15,20 @@ from proof.interrupts import ManagerJob, Site, once_each, place_of, sites_of, st
 from ckptfsm.ranks.coordinator_client import Link
 from ckptfsm.ranks.handle import View
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.ranks.participant import Pump
+from ckptfsm.ranks.participant import Participant
 from ckptfsm.writers.rank_writer import RankWriter
 
 Function = Callable[..., Any]
 ASKING: Sequence[Function] = (Link.ask, Link._outcome, Manager._judge, Manager._ask_for, Link.share)
-FORKING: Sequence[Function] = (Manager._begin, Pump.begin_writing, Pump.expect)
+FORKING: Sequence[Function] = (Manager._begin, Participant.begin_writing, Participant.expect)
 JUDGING: Sequence[Function] = (RankWriter.poll, RankWriter._ended, RankWriter._judge)
-SENDING: Sequence[Function] = (Pump.exchange, Link.exchange)
-TAKING: Sequence[Function] = (Pump.take_update, Pump._take, View.apply, Pump._on_tracked)
+SENDING: Sequence[Function] = (Participant.exchange, Link.exchange)
+TAKING: Sequence[Function] = (
+    Participant.take_update,
+    Participant._take,
+    View.apply,
+    Participant._on_tracked,
+)
 
 
 @pytest.fixture(scope="module")

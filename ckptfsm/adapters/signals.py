@@ -130,8 +130,8 @@ class OneCall:
     """Lets one thread at a time into the public calls of a manager; handlers of signals wait meanwhile.
 
     An interrupted call would leave the other ranks in a collective that nobody else takes part in.
-    ``taking_news`` is for the pump: hooks run inside of that, and may call nothing. ``left``: nothing is
-    agreed with other ranks any more, as the manager was left.
+    ``taking_news`` is for the participant: hooks run inside of that, and may call nothing.
+    ``left``: nothing is agreed with other ranks any more, as the manager was left.
     """
 
     def __init__(self, defer: Callable[[], DeferredSignals]) -> None:

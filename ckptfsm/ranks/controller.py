@@ -122,7 +122,7 @@ class Controller(Session):
         if ports is None:
             ports = system_ports(LocalTransport(), FilesDriver(), OpenPosix(os.fspath(root)))
         super().__init__(ports, config, hooks, writers=sum(groups.values()) + 1)
-        self._pump.source = self._collect
+        self._participant.source = self._collect
 
     # ----------------------------------------------------------------------------------- save
 
@@ -152,7 +152,7 @@ class Controller(Session):
                 return self._begin(step, parts, groups, metrics)
         except BaseException as error:  # nobody else has the tickets of what was accepted
             for of in self._flights.keys() - before:
-                self._pump.give_up(of, error)
+                self._participant.give_up(of, error)
             raise
 
     def _begin(
@@ -186,10 +186,10 @@ class Controller(Session):
 
         A Ctrl-C between ``begin`` and the hand-out of the tickets would leave it to its deadline.
         """
-        unsettled = self._pump.view.unsettled
+        unsettled = self._participant.view.unsettled
         for of, state in unsettled.items():
             if of.step == step and state in (State.REQUESTED, State.FORKED):
-                self._pump.report(Failed(of, "fork_failed", shorten(why)))
+                self._participant.report(Failed(of, "fork_failed", shorten(why)))
 
     def _specs_of(self, parts: Mapping[str, GroupPart]) -> dict[str, PartSpec]:
         """The groups' parts as declared. Raises ``ConfigError``."""
@@ -210,10 +210,10 @@ class Controller(Session):
         answer = self._link.together(Coordinator.request, request)
         if answer.value is not None:
             self._flights[answer.value] = self._flight(request.parts)
-            self._pump.expect(answer.value)
+            self._participant.expect(answer.value)
         elif answer.interruption is not None or isinstance(answer.error, DeadlineExceeded):
             self._link.forget_request()
-        self._pump.take_update(answer.update)
+        self._participant.take_update(answer.update)
         problem = answer.interruption or answer.error
         if problem is not None:
             raise problem
@@ -251,7 +251,7 @@ class Controller(Session):
     @property
     def doomed(self) -> tuple[AttemptId, ...]:
         """The attempts that have failed, and those given up since: their writers are to be ended."""
-        unsettled = self._pump.view.unsettled
+        unsettled = self._participant.view.unsettled
         failed = (of for of, state in unsettled.items() if state is State.FAILED)
         return (*failed, *self._unconfirmed)
 
@@ -286,9 +286,9 @@ class Controller(Session):
             # What is written was forked, whichever report comes first.
             self._take(WriterForked(event.of, event.rank, event.world_size))
         if isinstance(event, Failed):
-            self._pump.report(replace(event, detail=shorten(event.detail)))
+            self._participant.report(replace(event, detail=shorten(event.detail)))
         else:
-            self._pump.report(event)
+            self._participant.report(event)
         if not isinstance(event, WriterGone):  # one may come before the failure that it counts for
             flight.taken.add(event)
 
@@ -316,20 +316,20 @@ class Controller(Session):
                 self._lose(of, flight, first + rank, why)
 
     def _lose(self, of: AttemptId, flight: _Flight, number: int, why: str) -> None:
-        state = self._pump.view.unsettled.get(of)
+        state = self._participant.view.unsettled.get(of)
         if number not in flight.ranks or state is None:
             return
         if state is State.FAILED:
-            self._pump.report(WriterGone(of, number))
+            self._participant.report(WriterGone(of, number))
         elif number not in flight.written:
-            self._pump.report(Failed(of, WriterDied.kind, why, number))
-            self._pump.report(WriterGone(of, number))
+            self._participant.report(Failed(of, WriterDied.kind, why, number))
+            self._participant.report(WriterGone(of, number))
 
     def _collect(self) -> None:
         """Ask the workers, not too often, and end what nobody reports on in time."""
         now = self._ports.clock.monotonic()
         try:
-            if self._pump.view.unsettled and now - self._asked_at >= _ASK_EVERY_S:
+            if self._participant.view.unsettled and now - self._asked_at >= _ASK_EVERY_S:
                 self._asked_at = now
                 self.feed(self._ask_workers(self.doomed))
         finally:
@@ -341,7 +341,7 @@ class Controller(Session):
         It was written aside, where a late writer harms nothing; its workers are told to end it for as
         long as a few later attempts go on.
         """
-        unsettled = self._pump.view.unsettled
+        unsettled = self._participant.view.unsettled
         self._flights = {of: self._flights.get(of) or self._unknown() for of in unsettled}
         for of, flight in self._flights.items():
             if unsettled[of] is State.FAILED and not flight.failed:
@@ -357,11 +357,11 @@ class Controller(Session):
                 self._unconfirmed[of] = set(flight.ranks)
                 while len(self._unconfirmed) > _REMEMBERED:
                     del self._unconfirmed[next(iter(self._unconfirmed))]
-                self._pump.report(WritersLost(of))
+                self._participant.report(WritersLost(of))
             elif unsettled[of] in (State.REQUESTED, State.FORKED):
                 missing = name_ranks(sorted(flight.ranks - flight.written))
                 why = f"no report in time from rank {missing or '0'}"
-                self._pump.report(Failed(of, "writer_hung", why))
+                self._participant.report(Failed(of, "writer_hung", why))
 
     # ----------------------------------------------------------------------------------- reading
 
@@ -380,11 +380,11 @@ class Controller(Session):
         try:
             with self._one_call.running():
                 located = self._restorer(config).choose(step)
-            self._pump.say_notes()
+            self._participant.say_notes()
             yield self._reading(located)
         finally:
             # Else the lease expires. As the program ends, the coordinator's thread runs no more.
-            if located is not None and not self._pump.closed and not sys.is_finalizing():
+            if located is not None and not self._participant.closed and not sys.is_finalizing():
                 self._agree(Coordinator.release, located.lease)
 
     def _reading(self, located: Located | None) -> Reading | None:

@@ -105,8 +105,8 @@ class Manager(Session):
             answer, accepted = self._judge(gathered)
         answer = self._link.share(answer)
         if answer.value is not None:
-            self._pump.expect(answer.value.of)
-        self._pump.take_update(answer.update)
+            self._participant.expect(answer.value.of)
+        self._participant.take_update(answer.update)
         return answer, accepted or answer.value
 
     def _judge(self, proposals: list[Proposal]) -> tuple[Answer, Accepted | None]:
@@ -163,7 +163,7 @@ class Manager(Session):
         self._require_open()
         with self._one_call.running():
             restored = self._restorer(self.config).restore(state, parts, step)
-        self._pump.say_notes()
+        self._participant.say_notes()
         if restored is not None and self.rank == 0:
             warn_of_drops(restored)
         return restored

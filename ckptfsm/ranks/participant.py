@@ -74,7 +74,7 @@ def _may_finalize(writer: RankWriter, part: Finalizer) -> None:
         raise problem
 
 
-class Pump:
+class Participant:
     """See the module. ``view`` is the root as every rank sees it.
 
     Attributes: ``save_due`` and ``preempted`` are agreed in an
@@ -177,7 +177,7 @@ class Pump:
     # ------------------------------------------------------------------------------------- rounds
 
     def drive(self, finished: Callable[[View], bool], timeout_s: float, waiting_for: str) -> None:
-        """Pump until ``finished``. The deadline is agreed, so all ranks stop waiting together.
+        """Participant until ``finished``. The deadline is agreed, so all ranks stop waiting together.
 
         An interrupt is agreed too: it is raised where it struck, ``RankInterrupted`` elsewhere. Raises
         ``ManagerClosed`` if the root was given back before that.
@@ -224,7 +224,7 @@ class Pump:
         return DeadlineExceeded(text, timeout_s=timeout_s, waiting_for=waiting_for, **facts)
 
     def settle(self, handle: SaveHandle, timeout_s: float | None = None) -> None:
-        """Pump until a save is tracked or has failed."""
+        """Participant until a save is tracked or has failed."""
         limit = timeout_s if timeout_s is not None else self._config.busy_timeout_s
         self.drive(HandleDone(handle), limit, f"the save of step {handle.step}")
 

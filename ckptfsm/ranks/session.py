@@ -43,7 +43,7 @@ from ckptfsm.core.ports import Draft, Ports, Storage
 from ckptfsm.core.requests import Accepted, RecoveryReport
 from ckptfsm.ranks.coordinator_client import Answer, Link, interrupted_rank, typed
 from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
-from ckptfsm.ranks.participant import HandleDone, Hook, Pump
+from ckptfsm.ranks.participant import HandleDone, Hook, Participant
 from ckptfsm.ranks.restoring import Restorer
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ class Session:
         self._signals: dict[int, Any] = {}
         self._one_call = OneCall(ports.defer_signals)
         self._link = Link(ports.transport, config.effect_timeout_s, self._one_call.hear)
-        self._pump = Pump(ports, config, self._link, self._one_call, hooks, self.writers)
+        self._participant = Participant(
+            ports, config, self._link, self._one_call, hooks, self.writers
+        )
         self._gone = False
         self._storage: Storage
         try:
@@ -120,7 +122,7 @@ class Session:
         if failed:
             raise raised or RankFailed("another rank could not open the root")
         self.recovery, view = answer.value
-        self._pump.begin(view, answer.update)
+        self._participant.begin(view, answer.update)
         self._note_recovery()
 
     def _open_locally(self) -> CkptFsmError | None:
@@ -160,7 +162,7 @@ class Session:
             if d.result == "failed"
         ]
         for note in (*self.recovery.warnings, *notes):
-            self._pump.notes.append(RecoveryWarning(note))
+            self._participant.notes.append(RecoveryWarning(note))
 
     def _make_coordinator(self, storage: Storage) -> Coordinator:
         config, driver = self.config, self._ports.driver
@@ -200,12 +202,12 @@ class Session:
         Raises ``DeadlineExceeded`` after ``close_timeout_s``, what a save failed with, also one that was
         to be tried again and was not; the root is given back all the same.
         """
-        if self._gone or self._pump.is_copy:
+        if self._gone or self._participant.is_copy:
             return
-        self._pump.refuse_inside_a_hook()
+        self._participant.refuse_inside_a_hook()
         try:
             with self._one_call.running():
-                if not self._pump.closed:  # else this was interrupted before
+                if not self._participant.closed:  # else this was interrupted before
                     self.wait_until_finished(self.config.close_timeout_s)
                     self._agree(Coordinator.close)
                 self._let_go(self.config.exit_timeout_s)
@@ -214,8 +216,8 @@ class Session:
             raise
         finally:
             self._unwatch_signals()
-        if self._pump.owed is not None:
-            raise self._pump.owed
+        if self._participant.owed is not None:
+            raise self._participant.owed
 
     def abandon(self) -> None:
         """Leave without the other ranks: a bounded wait for the own writer, then only local work.
@@ -223,14 +225,14 @@ class Session:
         A save whose shards are all durable by then is finished, here or by the next start; one that is
         lost is told with a ``SaveFailedWarning``.
         """
-        if self._gone or self._pump.is_copy:
+        if self._gone or self._participant.is_copy:
             return
-        self._pump.refuse_inside_a_hook()
+        self._participant.refuse_inside_a_hook()
         lost = ""
         try:
             with self._one_call.running():
-                if not self._pump.closed:
-                    lost = self._pump.abandon()
+                if not self._participant.closed:
+                    lost = self._participant.abandon()
                 self._let_go(self.config.exit_timeout_s)
         finally:
             self._unwatch_signals()
@@ -252,7 +254,7 @@ class Session:
 
         The storage stays open if the coordinator still works on the root after ``timeout_s``.
         """
-        self._pump.end()
+        self._participant.end()
         idle = self._link.abandon(timeout_s)
         self._link.stop()
         self._ports.transport.close()
@@ -273,24 +275,24 @@ class Session:
     @property
     def preempted(self) -> bool:
         """True once the ranks agreed that one of them was asked to end (a signal)."""
-        return self._pump.preempted
+        return self._participant.preempted
 
     def latest_step(self) -> int | None:
         """The newest tracked step (not collective)."""
-        return self._pump.view.latest
+        return self._participant.view.latest
 
     def step_in_flight(self) -> int | None:
         """The step whose save is neither tracked nor has failed; None without one (not collective)."""
-        busy = self._pump.view.in_flight
+        busy = self._participant.view.in_flight
         return busy.step if busy is not None else None
 
     def all_steps(self) -> list[int]:
         """Every tracked step, ascending (not collective)."""
-        return sorted(self._pump.view.steps)
+        return sorted(self._participant.view.steps)
 
     def explain(self, step: int) -> str:
         """Say what this rank knows of ``step``, and what is in its way (not collective)."""
-        return self._pump.view.explain(whole_step(step))
+        return self._participant.view.explain(whole_step(step))
 
     def should_save(self, step: int) -> bool:
         """True if a save is due at ``step`` (not collective: the same on every rank).
@@ -299,12 +301,12 @@ class Session:
         an earlier ``poll``, or because a failed save is to be tried again.
         """
         self._watch_polls(step)
-        latest = self._pump.view.latest
+        latest = self._participant.view.latest
         if latest is not None and step <= latest:
             return False
         interval = self.config.save_interval_steps
         return (
-            self._pump.save_due
+            self._participant.save_due
             or step in self.config.save_steps
             or (interval is not None and step > 0 and step % interval == 0)
         )
@@ -317,12 +319,12 @@ class Session:
         """
         if not self.config.needs_agreement:
             raise ConfigError("request_save() needs agree_when_idle=True")
-        self._pump.save_asked = True
+        self._participant.save_asked = True
 
     def _on_signal(self, number: int, frame: object) -> None:
         """Ask for a save; once closed, do what was done before us: a later manager led here."""
-        if not self._pump.closed:
-            self._pump.save_asked = True
+        if not self._participant.closed:
+            self._participant.save_asked = True
             return
         previous = self._signals[number]
         if callable(previous):
@@ -338,9 +340,9 @@ class Session:
         """
         self._require_open()
         self._watch_polls(step)
-        self._pump.catch_up(self.config.effect_timeout_s)
-        self._pump.raise_failures()
-        busy = self._pump.view.in_flight
+        self._participant.catch_up(self.config.effect_timeout_s)
+        self._participant.raise_failures()
+        busy = self._participant.view.in_flight
         if busy is None:
             return True
         if self.config.on_busy == "skip":
@@ -350,8 +352,8 @@ class Session:
         if self.config.on_busy == "raise":
             raise self._refusal(step, busy)
         self._wait_unless_blocked(_no_save_in_flight, f"the save of step {busy.step}")
-        self._pump.raise_failures()
-        busy = self._pump.view.in_flight
+        self._participant.raise_failures()
+        busy = self._participant.view.in_flight
         if busy is None:
             return True
         if self.config.on_failure != "warn":
@@ -364,14 +366,14 @@ class Session:
     def _wait_unless_blocked(self, finished: Callable[[View], bool], waiting_for: str) -> None:
         """Wait for a save. If the disk blocks what is in flight, try that once, then wait no longer."""
         over, limit = _FinishedOrBlocked(finished), self.config.busy_timeout_s
-        self._pump.drive(over, limit, waiting_for)
-        if not finished(self._pump.view):
+        self._participant.drive(over, limit, waiting_for)
+        if not finished(self._participant.view):
             self._agree(Coordinator.retry)
-            self._pump.drive(over, limit, waiting_for)
+            self._participant.drive(over, limit, waiting_for)
 
     def _refusal(self, step: int, busy: AttemptId) -> SaveRefused:
         """Why a save cannot begin: another is in flight, and perhaps blocked."""
-        reason, text = self._pump.view.blocked_by, f"step {busy.step} is still in flight"
+        reason, text = self._participant.view.blocked_by, f"step {busy.step} is still in flight"
         if reason is None:
             return SaveRefused(text, step=step, in_flight=busy.step)
         text = f"{text}, and blocked: {named(reason)}"
@@ -379,7 +381,7 @@ class Session:
 
     def _begin_writing(self, accepted: Accepted, draft: Draft) -> SaveHandle:
         """Stage and fork this process's share; from now on somebody has to poll."""
-        handle = self._pump.begin_writing(self._storage, accepted, draft)
+        handle = self._participant.begin_writing(self._storage, accepted, draft)
         self._unpolled_since = accepted.of.step
         return handle
 
@@ -394,11 +396,11 @@ class Session:
         self._unpolled_since = None
         self._polls += 1
         due = self.config.needs_agreement and self._polls % self.config.exchange_every == 0
-        if due or not self._pump.quiet:
+        if due or not self._participant.quiet:
             with self._one_call.running():
-                self._pump.exchange(expired=False)
+                self._participant.exchange(expired=False)
         self._link.work_in_background()
-        self._pump.raise_failures()
+        self._participant.raise_failures()
 
     def wait_until_finished(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is in flight (collective). Raises failures and ``DeadlineExceeded``.
@@ -407,8 +409,8 @@ class Session:
         """
         limit = timeout_s if timeout_s is not None else self.config.busy_timeout_s
         with self._one_call.running():
-            self._pump.drive(_nothing_unsettled, limit, "the saves in flight")
-            self._pump.raise_failures()
+            self._participant.drive(_nothing_unsettled, limit, "the saves in flight")
+            self._participant.raise_failures()
 
     def wait_for(self, handle: SaveHandle) -> None:
         """Wait until one save is tracked or has failed (collective). Raises what ``poll`` would.
@@ -420,18 +422,18 @@ class Session:
             if self.config.on_failure == "warn":
                 self._wait_unless_blocked(HandleDone(handle), f"the save of step {handle.step}")
             else:
-                self._pump.settle(handle)
-            self._pump.raise_failures()
+                self._participant.settle(handle)
+            self._participant.raise_failures()
 
     def _require_open(self) -> None:
-        if self._pump.closed:
+        if self._participant.closed:
             why = "the manager is closed, or another process's that forked this one"
             raise ManagerClosed(why, file=self._storage.root)
-        self._pump.refuse_inside_a_hook()
+        self._participant.refuse_inside_a_hook()
 
     def _watch_polls(self, step: int) -> None:
         """A save that nobody polls never gets tracked: say so, with its step (F28)."""
-        since, busy = self._unpolled_since, self._pump.view.in_flight
+        since, busy = self._unpolled_since, self._participant.view.in_flight
         if since is None or busy is None or not isinstance(step, int):
             return
         if step - since >= self.config.poll_warning_steps:
@@ -471,7 +473,7 @@ class Session:
         with self._one_call.running():
             try:
                 answer = self._link.together(work, *arguments)
-                self._pump.take_update(answer.update)
+                self._participant.take_update(answer.update)
                 problem = answer.interruption or answer.error
                 if problem is not None:
                     raise problem
@@ -506,7 +508,11 @@ def _nothing_unsettled(view: View) -> bool:
 def _left_in_flight(reference: weakref.ref[Session]) -> str:
     """What to say at the end of a program that never closed its manager (F28)."""
     owner = reference()
-    busy = owner._pump.view.in_flight if owner is not None and not owner._pump.closed else None
+    busy = (
+        owner._participant.view.in_flight
+        if owner is not None and not owner._participant.closed
+        else None
+    )
     if busy is None:
         return ""
     return (

@@ -76,7 +76,7 @@ WRITERS = (
     ),
     mutant(
         "gone-is-said-of-the-living",
-        "ranks.participant:Pump._bury",
+        "ranks.participant:Participant._bury",
         "if writer.kill(timeout_s=0.0):",
         "if True:",
         breaks="I1",
@@ -119,7 +119,7 @@ WRITERS = (
     ),
     mutant(
         "a-save-holds-what-its-writer-has",
-        "ranks.participant:Pump.begin_writing",
+        "ranks.participant:Participant.begin_writing",
         "draft.let_go()\nself._ports.driver.accept()",
         "self._ports.driver.accept()",
         breaks="I10",
@@ -151,7 +151,7 @@ WRITERS = (
     ),
     mutant(
         "news-count-before-they-are-taken",
-        "ranks.participant:Pump.take_update",
+        "ranks.participant:Participant.take_update",
         "self._take(news, ended=update.fatal is not None)\nself._link.taken = number + 1",
         "self._link.taken = number + 1\nself._take(news, ended=update.fatal is not None)",
         breaks="I10",
@@ -190,7 +190,7 @@ WRITERS = (
     ),
     mutant(
         "an-accepted-save-without-a-writer-is-awaited",
-        "ranks.participant:Pump._is_orphan",
+        "ranks.participant:Participant._is_orphan",
         "return state in _BEGINNING and of not in known and not self.view.awaiting",
         "return False",
         breaks="I10",
@@ -203,17 +203,17 @@ WRITERS = (
     ),
     mutant(
         "a-report-is-sent-before-it-is-taken",
-        "ranks.participant:Pump.exchange",
+        "ranks.participant:Participant.exchange",
         "del self._outbox[: len(sent)]  #",
         "pass  #",
         (
-            "ranks.participant:Pump.exchange",
+            "ranks.participant:Participant.exchange",
             "update = self._link.exchange(sent)",
             ("self._outbox.clear()\nupdate = self._link.exchange(sent)"),
         ),
-        ("ranks.participant:Pump.exchange", "self._sent.update(sent)", ""),
+        ("ranks.participant:Participant.exchange", "self._sent.update(sent)", ""),
         (
-            "ranks.participant:Pump.exchange",
+            "ranks.participant:Participant.exchange",
             "sent = list(self._outbox)",
             ("sent = list(self._outbox)\nself._sent.update(sent)"),
         ),
@@ -313,7 +313,7 @@ PEOPLE = (
     mutant(
         "polling-does-nothing",
         "ranks.session:Session.poll",
-        "self._pump.exchange(expired=False)",
+        "self._participant.exchange(expired=False)",
         "pass",
         breaks="F28",
         source="verl #6067 / #7363",
@@ -322,7 +322,7 @@ PEOPLE = (
     ),
     mutant(
         "a-hook-ends-training",
-        "ranks.participant:Pump._call_hooks",
+        "ranks.participant:Participant._call_hooks",
         "except Exception:  # a user's hook: training and the machine go on (F24)",
         "except ZeroDivisionError:",
         breaks="F24",
@@ -360,7 +360,7 @@ PEOPLE = (
     ),
     mutant(
         "one-rank-raises-alone",
-        "ranks.participant:Pump.begin_writing",
+        "ranks.participant:Participant.begin_writing",
         "self.give_up(of, error)",
         "raise",
         breaks="I10",
@@ -426,7 +426,7 @@ PEOPLE = (
     ),
     mutant(
         "finalizers-run-twice",
-        "ranks.participant:Pump._run_finalizers",
+        "ranks.participant:Participant._run_finalizers",
         "if not ran.failed:",
         "for _ in range(0 if ran.failed else 2):",
         breaks="I6",
@@ -551,7 +551,7 @@ FIELD = (
     ),
     mutant(
         "other-ranks-delete",
-        "ranks.participant:Pump.begin_writing",
+        "ranks.participant:Participant.begin_writing",
         "location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)",
         "location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)\n"
         "if self._rank != 0 and self.view.latest is not None:\n"

@@ -52,7 +52,7 @@ _TESTED_BY = {
     "effects": "coordinator",
     "engine": "coordinator",
     "ports": "processes",
-    "pump": "manager",
+    "participant": "manager",
     "link": "manager",
     "restoring": "manager",
     "readers": "attacks",

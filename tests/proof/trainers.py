@@ -192,7 +192,7 @@ class TrainerMachine(RuleBasedStateMachine):
     def save(self, delta, file, die_in):
         step = (self.manager.latest_step() or 0) + delta
         parts = {"state": {"w": step}, **({"data": b"cursor"} if file else {})}
-        if self.manager._pump.view.in_flight is not None:
+        if self.manager._participant.view.in_flight is not None:
             return multiple()  # save() would wait for a writer that only a rule can move
         self.chaos.die_in = die_in
         handle = self.attempt(_Save(self.manager, step, parts))
@@ -269,7 +269,7 @@ class TrainerMachine(RuleBasedStateMachine):
         if what == "delete" and self.manager is not None:
             assert step != max(steps) or step in self.manager.all_steps(), "I7: deleted the latest"
 
-    @precondition(lambda self: self.alive() and self.manager._pump.view.in_flight is None)
+    @precondition(lambda self: self.alive() and self.manager._participant.view.in_flight is None)
     @rule(data=st.data(), die_in=st.none() | st.integers(0, 60))
     def rollback(self, data, die_in):
         steps = self.manager.all_steps()
