@@ -40,7 +40,7 @@ from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.requests import SaveRequest
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.reader_lease import ReaderLease
-from ckptfsm.ranks.coordinator_client import Link
+from ckptfsm.ranks.coordinator_client import CoordinatorClient
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 
 
@@ -237,7 +237,7 @@ def test_F9_a_stale_listing_in_the_background_stops_nobody():
     the coordinator, or after which nothing is done in the background any more."""
     disk = SimDisk()
     job = saved(disk, 1)
-    link = Link(LocalTransport(), 60.0, NoSignals().hear)
+    link = CoordinatorClient(LocalTransport(), 60.0, NoSignals().hear)
     link.start(job.coordinator, InlineExecutor())
     failed = fails_to_look(job, "listdir", lambda p: p == LEASE, errno.ESTALE)
     job.clock.sleep(LATER)

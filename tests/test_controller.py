@@ -492,7 +492,9 @@ def test_F27_a_ctrl_c_that_takes_an_answer_gives_its_lease_back(tmp_path):
 
     held = job.begin(20)
     job.controller._participant._hooks = (strike,)
-    job.controller._link.ask(Coordinator.report, [Failed(held.tickets["actor"].of, "writer_died")])
+    job.controller._client.ask(
+        Coordinator.report, [Failed(held.tickets["actor"].of, "writer_died")]
+    )
     with pytest.raises(KeyboardInterrupt), job.controller.reading(10):
         pass
     with job.controller.reading(10):

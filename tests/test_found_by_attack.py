@@ -504,7 +504,7 @@ def test_F24_an_interrupted_hook_loses_no_news(tmp_path: Path):
     ends = [(State.ABSENT, State.REQUESTED), (State.REQUESTED, State.FAILED)]
     ends.append((State.FAILED, State.DISCARDED))
     news = [told(of, source, dest) for source, dest in ends]
-    numbered = tuple(enumerate((*news, Settled()), manager._link.taken))
+    numbered = tuple(enumerate((*news, Settled()), manager._client.taken))
     with pytest.raises(KeyboardInterrupt):
         manager._participant.take_update(Update(numbered))
     assert not manager._participant.view.quiet

@@ -56,7 +56,7 @@ from ckptfsm.core.events import Event, ShardReported
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import EveryNSeconds, EveryNSteps, LatestN, Policy
 from ckptfsm.disk.stock import StockVerdict
-from ckptfsm.ranks.coordinator_client import Link, Update
+from ckptfsm.ranks.coordinator_client import CoordinatorClient, Update
 from ckptfsm.ranks.handle import SaveHandle, View
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import (
@@ -1803,15 +1803,15 @@ def test_I10_reports_survive_an_interrupt(run: Run, monkeypatch):
     """Catches: a shard that was written and is awaited until the save's deadline."""
     manager = run.open()
     handle = manager.save(1, weights(1))
-    exchange, interrupted = Link.exchange, []
+    exchange, interrupted = CoordinatorClient.exchange, []
 
-    def interrupt(self: Link, outbox: Sequence[Event]) -> Update:
+    def interrupt(self: CoordinatorClient, outbox: Sequence[Event]) -> Update:
         if any(isinstance(event, ShardReported) for event in outbox) and not interrupted:
             interrupted.append(True)
             raise KeyboardInterrupt
         return exchange(self, outbox)
 
-    monkeypatch.setattr(Link, "exchange", interrupt)
+    monkeypatch.setattr(CoordinatorClient, "exchange", interrupt)
     with pytest.raises(KeyboardInterrupt):
         handle.wait()
     handle.wait()

@@ -12,17 +12,23 @@ from typing import Any
 import pytest
 from proof.interrupts import ManagerJob, Site, once_each, place_of, sites_of, strike
 
-from ckptfsm.ranks.coordinator_client import Link
+from ckptfsm.ranks.coordinator_client import CoordinatorClient
 from ckptfsm.ranks.handle import View
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.participant import Participant
 from ckptfsm.writers.rank_writer import RankWriter
 
 Function = Callable[..., Any]
-ASKING: Sequence[Function] = (Link.ask, Link._outcome, Manager._judge, Manager._ask_for, Link.share)
+ASKING: Sequence[Function] = (
+    CoordinatorClient.ask,
+    CoordinatorClient._outcome,
+    Manager._judge,
+    Manager._ask_for,
+    CoordinatorClient.share,
+)
 FORKING: Sequence[Function] = (Manager._begin, Participant.begin_writing, Participant.expect)
 JUDGING: Sequence[Function] = (RankWriter.poll, RankWriter._ended, RankWriter._judge)
-SENDING: Sequence[Function] = (Participant.exchange, Link.exchange)
+SENDING: Sequence[Function] = (Participant.exchange, CoordinatorClient.exchange)
 TAKING: Sequence[Function] = (
     Participant.take_update,
     Participant._take,

@@ -207,12 +207,12 @@ class Controller(Session):
 
     def _accepted(self, request: SaveRequest) -> AttemptId:
         """Ask for the save, and expect its workers' reports."""
-        answer = self._link.together(Coordinator.request, request)
+        answer = self._client.together(Coordinator.request, request)
         if answer.value is not None:
             self._flights[answer.value] = self._flight(request.parts)
             self._participant.expect(answer.value)
         elif answer.interruption is not None or isinstance(answer.error, DeadlineExceeded):
-            self._link.forget_request()
+            self._client.forget_request()
         self._participant.take_update(answer.update)
         problem = answer.interruption or answer.error
         if problem is not None:

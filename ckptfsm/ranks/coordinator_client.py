@@ -59,7 +59,7 @@ class Answer:
     interruption: BaseException | None = None
 
 
-class Link:
+class CoordinatorClient:
     """See the module. ``start`` gives rank 0 its coordinator; ``stop`` ends its thread.
 
     ``hear`` runs the handlers of signals that wait, and returns what one of them raised. ``taken`` is

@@ -103,7 +103,7 @@ class Manager(Session):
         gathered = self._ports.transport.gather(proposal)
         if gathered is not None:
             answer, accepted = self._judge(gathered)
-        answer = self._link.share(answer)
+        answer = self._client.share(answer)
         if answer.value is not None:
             self._participant.expect(answer.value.of)
         self._participant.take_update(answer.update)
@@ -115,24 +115,24 @@ class Manager(Session):
         try:
             request = agree(proposals)
             planned = self._merged(proposals)
-            of = self._link.ask(Coordinator.request, request)
+            of = self._client.ask(Coordinator.request, request)
         except DeadlineExceeded as error:
-            self._link.forget_request()
-            return self._link.answer_of(error), None
+            self._client.forget_request()
+            return self._client.answer_of(error), None
         except (SaveRefused, Fenced, OutcomeUnknown) as error:
             error.facts.setdefault("step", step)
-            return self._link.answer_of(error), None
+            return self._client.answer_of(error), None
         except Exception as error:  # a bad state dict must not strand the other ranks
             say(log.exception, "save_refused", f"step {step}: the save cannot begin", step=step)
             refused = SaveRefused(f"the save cannot begin: {describe(error)}", step=step)
-            return self._link.answer_of(refused), None
+            return self._client.answer_of(refused), None
         except BaseException as error:  # a Ctrl-C: no rank will write it
             if self._one_call.left:  # its handler has left the manager
                 raise
-            self._link.forget_request()
-            return self._link.answer_of(error), None
+            self._client.forget_request()
+            return self._client.answer_of(error), None
         accepted = Accepted(of, request.in_place, request.parts, planned)
-        return Answer(accepted.for_others(), update=self._link.collect()), accepted
+        return Answer(accepted.for_others(), update=self._client.collect()), accepted
 
     def _merged(self, proposals: list[Proposal]) -> Mapping[str, bytes]:
         try:

@@ -46,7 +46,7 @@ from ckptfsm.core.lifecycle import IN_FLIGHT, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Finalizer, Ports, RankJob, Storage
 from ckptfsm.core.requests import Accepted, Blocked, FinalizersDue, News, NumberedNews, Settled
-from ckptfsm.ranks.coordinator_client import Link, Update
+from ckptfsm.ranks.coordinator_client import CoordinatorClient, Update
 from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
 from ckptfsm.writers.plain_files import around, at_path
 from ckptfsm.writers.rank_writer import RankWriter
@@ -86,7 +86,7 @@ class Participant:
         self,
         ports: Ports,
         config: CheckpointConfig,
-        link: Link,
+        link: CoordinatorClient,
         calls: OneCall,
         hooks: Sequence[Hook],
         writers: int,
@@ -105,7 +105,7 @@ class Participant:
         self.source: Callable[[], None] | None = None  # where reports of workers come from
         self._ports = ports
         self._config = config
-        self._link = link
+        self._client = link
         self._hooks = tuple(hooks)
         self._rank, self._world_size = ports.transport.rank, writers
         self._inbox: list[NumberedNews] = []
@@ -138,9 +138,9 @@ class Participant:
         """The root is open: what it holds, and what opening it did."""
         self.view = view
         self._next_timed_save = self._ports.clock.monotonic() + (self._config.save_interval_s or 0)
-        self._link.took(update)
+        self._client.took(update)
         for number, news in update.news:
-            self._link.taken = number + 1
+            self._client.taken = number + 1
             if isinstance(news, TransitionRecord):
                 self._call_hooks(news)
 
@@ -169,7 +169,7 @@ class Participant:
 
     def _finish_alone(self, timeout_s: float) -> str:
         """At rank 0: finish the save in flight from what lies on disk. Returns why that is not done."""
-        known, state = self._link.leave(timeout_s)
+        known, state = self._client.leave(timeout_s)
         if not known:
             return "whether it was finished is not known: the next start decides"
         return "" if state in _KEPT else "is lost: not all of its shards were durable"
@@ -199,7 +199,7 @@ class Participant:
                 )
             if agreed.expired:
                 raise self._too_late(timeout_s, waiting_for)
-            self._link.work_in_background()
+            self._client.work_in_background()
             self._ports.clock.sleep(next(pause))
 
     def catch_up(self, timeout_s: float) -> None:
@@ -212,7 +212,7 @@ class Participant:
 
     def _caught_up(self, view: View) -> bool:
         left = [of for of, state in view.unsettled.items() if self._is_orphan(of, state)]
-        return not left and not self._link.unanswered
+        return not left and not self._client.unanswered
 
     def _too_late(self, timeout_s: float, waiting_for: str) -> DeadlineExceeded:
         """Say that a wait ran out, and why, if the disk does not take something."""
@@ -245,16 +245,16 @@ class Participant:
         A rank that is alone looks whether an interrupted call has left something, too.
         """
         alone = self._ports.transport.world_size == 1
-        left = alone and (self._link.has_news or self._link.unanswered)
+        left = alone and (self._client.has_news or self._client.unanswered)
         return self.view.quiet and not left
 
     def exchange(self, *, expired: bool, interrupted: bool = False) -> Agreed:
         """One cheap exchange; a full one if any rank has news. Returns what the ranks agreed on."""
         now = self._ports.clock.monotonic()
-        self._link.catch_up()
+        self._client.catch_up()
         self._note_what_is_due(now)
         flags = [
-            bool(self._outbox) or self._link.has_news,
+            bool(self._outbox) or self._client.has_news,
             self._timed_save_due(now),
             self.save_asked,
             expired,
@@ -268,7 +268,7 @@ class Participant:
             self._next_timed_save = now + (self._config.save_interval_s or 0)
         if agreed[_NEWS]:
             sent = list(self._outbox)
-            update = self._link.exchange(sent)
+            update = self._client.exchange(sent)
             self._sent.update(sent)
             del self._outbox[: len(sent)]  # an interrupt before this: the ledger takes each once
             self.take_update(update)
@@ -309,22 +309,22 @@ class Participant:
 
     def take_update(self, update: Update) -> None:
         """Act on the news, on every rank in the same order. An interrupt leaves the rest for later."""
-        known = self._inbox[-1][0] if self._inbox else self._link.taken - 1
+        known = self._inbox[-1][0] if self._inbox else self._client.taken - 1
         self._inbox += [item for item in update.news if item[0] > known]
         self.calls.taking_news = True
         try:
             while self._inbox:
                 number, news = self._inbox[0]
-                if number >= self._link.taken:
+                if number >= self._client.taken:
                     self._take(news, ended=update.fatal is not None)
-                    self._link.taken = number + 1
+                    self._client.taken = number + 1
                 del self._inbox[0]
                 if isinstance(news, TransitionRecord):
                     self._call_hooks(news)
             self.view.awaiting = update.awaiting
-            if update.fatal is not None and self._link.is_new(update.fatal):
+            if update.fatal is not None and self._client.is_new(update.fatal):
                 self._end(update.fatal)
-            self._link.took(update)
+            self._client.took(update)
         finally:
             self.calls.taking_news = False
 

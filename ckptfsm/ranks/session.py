@@ -41,7 +41,7 @@ from ckptfsm.core.lifecycle import UNSETTLED, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Ports, Storage
 from ckptfsm.core.requests import Accepted, RecoveryReport
-from ckptfsm.ranks.coordinator_client import Answer, Link, interrupted_rank, typed
+from ckptfsm.ranks.coordinator_client import Answer, CoordinatorClient, interrupted_rank, typed
 from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
 from ckptfsm.ranks.participant import HandleDone, Hook, Participant
 from ckptfsm.ranks.restoring import Restorer
@@ -73,9 +73,11 @@ class Session:
         self._unpolled_since: int | None = None
         self._signals: dict[int, Any] = {}
         self._one_call = OneCall(ports.defer_signals)
-        self._link = Link(ports.transport, config.effect_timeout_s, self._one_call.hear)
+        self._client = CoordinatorClient(
+            ports.transport, config.effect_timeout_s, self._one_call.hear
+        )
         self._participant = Participant(
-            ports, config, self._link, self._one_call, hooks, self.writers
+            ports, config, self._client, self._one_call, hooks, self.writers
         )
         self._gone = False
         self._storage: Storage
@@ -109,14 +111,14 @@ class Session:
         if self.rank == 0:
             try:
                 self._storage = self._ports.open_storage(True)
-                self._link.start(self._make_coordinator(self._storage), self._ports.executor())
-                report = self._link.ask(Coordinator.open)
-                answer = Answer((report, self._link.ask(_view_of)), update=self._link.collect())
+                self._client.start(self._make_coordinator(self._storage), self._ports.executor())
+                report = self._client.ask(Coordinator.open)
+                answer = Answer((report, self._client.ask(_view_of)), update=self._client.collect())
             except Exception as error:  # the other ranks wait for the broadcast
                 answer = Answer(error=typed(error))
             except BaseException as error:  # a Ctrl-C: so do they
                 answer = Answer(error=interrupted_rank(error), interruption=error)
-        answer = self._link.share(answer)
+        answer = self._client.share(answer)
         raised = answer.interruption or answer.error or problem or self._open_locally()
         failed = self._ports.transport.any_flags([raised is not None])[0]
         if failed:
@@ -255,8 +257,8 @@ class Session:
         The storage stays open if the coordinator still works on the root after ``timeout_s``.
         """
         self._participant.end()
-        idle = self._link.abandon(timeout_s)
-        self._link.stop()
+        idle = self._client.abandon(timeout_s)
+        self._client.stop()
         self._ports.transport.close()
         if idle and hasattr(self, "_storage"):
             self._storage.close_root()
@@ -399,7 +401,7 @@ class Session:
         if due or not self._participant.quiet:
             with self._one_call.running():
                 self._participant.exchange(expired=False)
-        self._link.work_in_background()
+        self._client.work_in_background()
         self._participant.raise_failures()
 
     def wait_until_finished(self, timeout_s: float | None = None) -> None:
@@ -472,13 +474,13 @@ class Session:
         answer = Answer()
         with self._one_call.running():
             try:
-                answer = self._link.together(work, *arguments)
+                answer = self._client.together(work, *arguments)
                 self._participant.take_update(answer.update)
                 problem = answer.interruption or answer.error
                 if problem is not None:
                     raise problem
             except BaseException:  # a Ctrl-C
-                self._link.give_back(answer.value)
+                self._client.give_back(answer.value)
                 raise
             return answer.value
 

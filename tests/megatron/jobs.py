@@ -599,7 +599,7 @@ T = TypeVar("T")
 
 def at_coordinator(manager: CheckpointManager, work: Callable[[Coordinator], T]) -> T:
     """Run something on the coordinator's own thread. The one place that looks inside."""
-    return manager._link.ask(work)
+    return manager._client.ask(work)
 
 
 def report(manager: CheckpointManager, *events: Event) -> None:

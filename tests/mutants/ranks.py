@@ -152,8 +152,8 @@ WRITERS = (
     mutant(
         "news-count-before-they-are-taken",
         "ranks.participant:Participant.take_update",
-        "self._take(news, ended=update.fatal is not None)\nself._link.taken = number + 1",
-        "self._link.taken = number + 1\nself._take(news, ended=update.fatal is not None)",
+        "self._take(news, ended=update.fatal is not None)\nself._client.taken = number + 1",
+        "self._client.taken = number + 1\nself._take(news, ended=update.fatal is not None)",
         breaks="I10",
         source="interrupt",
         killers=(
@@ -164,7 +164,7 @@ WRITERS = (
     ),
     mutant(
         "an-interrupted-question-is-answered",
-        "ranks.coordinator_client:Link.ask",
+        "ranks.coordinator_client:CoordinatorClient.ask",
         "self._asking = True",
         "",
         breaks="I10",
@@ -208,8 +208,8 @@ WRITERS = (
         "pass  #",
         (
             "ranks.participant:Participant.exchange",
-            "update = self._link.exchange(sent)",
-            ("self._outbox.clear()\nupdate = self._link.exchange(sent)"),
+            "update = self._client.exchange(sent)",
+            ("self._outbox.clear()\nupdate = self._client.exchange(sent)"),
         ),
         ("ranks.participant:Participant.exchange", "self._sent.update(sent)", ""),
         (
@@ -370,7 +370,7 @@ PEOPLE = (
     ),
     mutant(
         "the-coordinators-error-stays-at-rank-0",
-        "ranks.coordinator_client:Link.together",
+        "ranks.coordinator_client:CoordinatorClient.together",
         "answer = self.answer_of(error)",
         "raise",
         breaks="I10",

@@ -348,7 +348,7 @@ def live_on_manager(strike: Strike, life: Life) -> None:
         manager = Manager(ports, MANAGED, [hook])
     if manager is None:
         manager = Manager(ports, MANAGED, [hook])
-    coordinator = manager._link._coordinator
+    coordinator = manager._client._coordinator
     assert coordinator is not None
     for step in (1, 2, LAST_STEP):
         if step == LAST_STEP and not life.errors:

@@ -240,7 +240,7 @@ class TrainerMachine(RuleBasedStateMachine):
     @rule(of=attempts, rank=st.integers(0, 1), kind=st.integers(0, 3))
     def lie(self, of, rank, kind):
         """A report of whatever attempt arrives late, or from a rank that does not exist (I5)."""
-        living = self.manager._link._coordinator.ledger.checkpoints.get(of)
+        living = self.manager._client._coordinator.ledger.checkpoints.get(of)
         if living is not None and rank == 0:
             return  # that would be the truth
         event = (
@@ -251,7 +251,7 @@ class TrainerMachine(RuleBasedStateMachine):
         )[kind]
         if isinstance(event, Failed) and living is not None:
             return
-        coordinator = self.manager._link._coordinator
+        coordinator = self.manager._client._coordinator
         before = dict(coordinator.ledger.checkpoints)
         self.attempt(coordinator.report, [event])
         assert dict(coordinator.ledger.checkpoints) == before, f"I5: {event} counted"
