@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.coordinator.engine import Engine, Trade
-from ckptfsm.coordinator.opening import Opening, roll_back
+from ckptfsm.coordinator.plan_run import PlanRun, roll_back
 from ckptfsm.core.documents import (
     RollbackStarted,
     SegmentClosed,
@@ -226,7 +226,7 @@ class Coordinator:
         self._opened = Engine(self._storage, self._clock, lease, trade)
         ledger = forget_moved(history.ledger, decided.decisions, history.lost)
         self._engine.begin(replace(history, ledger=ledger), self._identity)
-        Opening(self._storage, self._clock, self._engine, self._options.resume).run(
+        PlanRun(self._storage, self._clock, self._engine, self._options.resume).run(
             history, decided
         )
         for warning in decided.warnings:

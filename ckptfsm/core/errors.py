@@ -263,7 +263,7 @@ class ReshardWarning(UserWarning):
 
 
 class RecoveryWarning(UserWarning):
-    """Opening the root, or restoring from it, found something that a person should know."""
+    """PlanRun the root, or restoring from it, found something that a person should know."""
 
 
 class UntriedVersionWarning(UserWarning):

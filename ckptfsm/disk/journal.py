@@ -6,7 +6,7 @@ file stays plain text: blank lines are padding. Records are overwritten into the
 fsynced one by one.
 
 Rules:
-* A segment belongs to one epoch and is written by nobody else. Opening a root writes a new segment
+* A segment belongs to one epoch and is written by nobody else. PlanRun a root writes a new segment
   whose first record seals the older ones (length, crc) and carries the whole ledger. Bytes after a
   seal are a zombie's and do not count.
 * A damaged line with no valid record after it is a torn tail: the crash came there, it is ignored.

@@ -109,7 +109,7 @@ ORDER = (
     ),
     mutant(
         "unfinished-rollback-is-forgotten",
-        "coordinator.opening:Opening.run",
+        "coordinator.plan_run:PlanRun.run",
         "self._finish_rollback(history.intent, afresh)",
         "pass",
         breaks="I8",
@@ -178,7 +178,7 @@ ORDER = (
     ),
     mutant(
         "tracker-not-repaired-at-start",
-        "coordinator.opening:Opening.run",
+        "coordinator.plan_run:PlanRun.run",
         'self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))',
         "",
         breaks="F18",
@@ -415,7 +415,7 @@ LOOKS = (
     ),
     mutant(
         "adopted-without-pin",
-        "coordinator.opening:Opening._act",
+        "coordinator.plan_run:PlanRun._act",
         'self.engine.effects.pin(action.of.step, "adopted")',
         "",
         breaks="I8",
@@ -424,11 +424,11 @@ LOOKS = (
     ),
     mutant(
         "pinned-after-it-is-adopted",
-        "coordinator.opening:Opening._act",
+        "coordinator.plan_run:PlanRun._act",
         'self.engine.effects.pin(action.of.step, "adopted")\nself.engine.reread_protection()',
         "pass",
         (
-            "coordinator.opening:Opening._act",
+            "coordinator.plan_run:PlanRun._act",
             "self.engine.post(action)",
             (
                 "self.engine.post(action)\n"
@@ -824,7 +824,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-leaves-what-waits-to-be-tracked",
-        "coordinator.opening:Opening.run",
+        "coordinator.plan_run:PlanRun.run",
         "if self.engine.ledger.in_flight() is None:\n    self._finish_rollback",
         "if True:\n    self._finish_rollback",
         breaks="I8",
@@ -1372,7 +1372,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-keeps-all-for-good",
-        "coordinator.opening:Opening.run",
+        "coordinator.plan_run:PlanRun.run",
         "self.engine.keep_all = False",
         "",
         breaks="I10",
@@ -1414,7 +1414,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-takes-the-tracker-away-last",
-        "coordinator.opening:Opening._begin_afresh",
+        "coordinator.plan_run:PlanRun._begin_afresh",
         "self.engine.effects.put_aside_tracker()\nreturn True",
         "return True",
         breaks="I8",
@@ -1429,7 +1429,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-puts-the-tracker-right",
-        "coordinator.opening:Opening.run",
+        "coordinator.plan_run:PlanRun.run",
         "if not afresh:\n    self._repair_tracker",
         "if True:\n    self._repair_tracker",
         breaks="I2",
@@ -1443,7 +1443,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-only-completes-the-rollback",
-        "coordinator.opening:Opening._begin_afresh",
+        "coordinator.plan_run:PlanRun._begin_afresh",
         'if self.resume != "fresh" or not',
         'if self.resume != "fresh" or history.intent.rolling_back or not',
         breaks="I8",
@@ -1457,11 +1457,11 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-is-journaled-late",
-        "coordinator.opening:Opening.run",
+        "coordinator.plan_run:PlanRun.run",
         "afresh = self.engine.keep_all = self._begin_afresh(history, decided)",
         "",
         (
-            "coordinator.opening:Opening.run",
+            "coordinator.plan_run:PlanRun.run",
             "self.engine.last_hope = None",
             (
                 "self.engine.last_hope = None\n"
@@ -1559,7 +1559,7 @@ FENCES = (
     ),
     mutant(
         "nothing-falls-back-before-a-withdrawal",
-        "coordinator.opening:Opening.run",
+        "coordinator.plan_run:PlanRun.run",
         "self._fall_back(decided.fallback, actions)",
         "",
         breaks="I8",
@@ -1620,7 +1620,7 @@ FENCES = (
     ),
     mutant(
         "what-the-tracker-falls-back-to-is-not-settled",
-        "coordinator.opening:Opening._fall_back",
+        "coordinator.plan_run:PlanRun._fall_back",
         "self.engine.effects.settle_adopted(to)",
         "pass",
         breaks="I2",
@@ -1647,7 +1647,7 @@ FENCES = (
     ),
     mutant(
         "the-tracker-falls-back-before-the-clean-up",
-        "coordinator.opening:Opening.run",
+        "coordinator.plan_run:PlanRun.run",
         "self._carry_out(failing)  # while the tracker tells who went on from there\n"
         "self._fall_back(decided.fallback, actions)",
         "self._fall_back(decided.fallback, actions)\nself._carry_out(failing)",
@@ -1753,7 +1753,7 @@ FENCES = (
     ),
     mutant(
         "a-root-opens-while-its-last-one-is-in-the-trash",
-        "coordinator.opening:Opening._refuse_half_open",
+        "coordinator.plan_run:PlanRun._refuse_half_open",
         "if leaving:",
         "if False:",
         breaks="I8",
@@ -1791,7 +1791,7 @@ FENCES = (
     ),
     mutant(
         "pruned-before-the-latest-was-read",
-        "coordinator.opening:Opening.run",
+        "coordinator.plan_run:PlanRun.run",
         "self._refuse_half_open(decided.reasons)",
         "self._refuse_half_open(decided.reasons)\nself.engine.retire()",
         breaks="I2",

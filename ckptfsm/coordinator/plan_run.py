@@ -46,7 +46,7 @@ log = logging.getLogger("ckptfsm")
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class PlanRun:
     """See the module. ``engine`` has journaled the beginning of its epoch."""
 
     storage: Storage
