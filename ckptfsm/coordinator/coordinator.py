@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ckptfsm.adapters.notices import say
-from ckptfsm.coordinator.engine import Engine, Trade
+from ckptfsm.coordinator.engine import Engine, EngineSettings
 from ckptfsm.coordinator.plan_run import PlanRun, roll_back
 from ckptfsm.core.documents import (
     RollbackStarted,
@@ -216,14 +216,14 @@ class Coordinator:
             intent=history.intent,
             lost=history.lost,
         )
-        trade = Trade(
+        settings = EngineSettings(
             self._finishers,
             self._options.retention,
             self._provenance,
             self._options.visibility_timeout_s,
             self._layout,
         )
-        self._opened = Engine(self._storage, self._clock, lease, trade)
+        self._opened = Engine(self._storage, self._clock, lease, settings)
         ledger = forget_moved(history.ledger, decided.decisions, history.lost)
         self._engine.begin(replace(history, ledger=ledger), self._identity)
         PlanRun(self._storage, self._clock, self._engine, self._options.resume).run(

@@ -113,7 +113,7 @@ class NewsQueue:
 
 
 @dataclass(frozen=True, slots=True)
-class Trade:
+class EngineSettings:
     """What an engine works with: how parts are finished, what is kept, what wrote it."""
 
     finishers: Mapping[str, PartFinisher]
@@ -126,7 +126,9 @@ class Trade:
 class Engine:
     """See the module. ``begin`` first; ``end`` last."""
 
-    def __init__(self, storage: Storage, clock: Clock, lease: RootLease, trade: Trade) -> None:
+    def __init__(
+        self, storage: Storage, clock: Clock, lease: RootLease, settings: EngineSettings
+    ) -> None:
         self.ledger = Ledger()
         self.moves = 0
         self.news = NewsQueue()
@@ -139,16 +141,16 @@ class Engine:
             storage,
             clock,
             lease.tag,
-            trade.finishers,
-            trade.provenance,
-            trade.visibility_timeout_s,
-            trade.layout,
+            settings.finishers,
+            settings.provenance,
+            settings.visibility_timeout_s,
+            settings.layout,
         )
-        self.effects = Effects(storage, lease.tag, lease.check, assembly, trade.layout)
+        self.effects = Effects(storage, lease.tag, lease.check, assembly, settings.layout)
         self._storage = storage
         self._clock = clock
         self._lease = lease
-        self._retention = trade.retention
+        self._retention = settings.retention
         self._journal = JournalWriter(storage, lease.epoch)
         self._run_base = 0.0
         self._opened_at = 0.0

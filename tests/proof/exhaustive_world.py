@@ -453,8 +453,8 @@ def load(run: Run, scope: Scope) -> Coordinator:
     live = run.world.live
     if live is None:
         return made
-    trade = engine_module.Trade({}, scope.retention, {}, 0.0, layout.MEGATRON)
-    engine = engine_module.Engine(run.disk, CLOCK, run.lease, trade)  # type: ignore[arg-type]
+    settings = engine_module.EngineSettings({}, scope.retention, {}, 0.0, layout.MEGATRON)
+    engine = engine_module.Engine(run.disk, CLOCK, run.lease, settings)  # type: ignore[arg-type]
     engine.ledger = ledger_module.Ledger(
         MappingProxyType({c.id: c for c in live.checkpoints}), live.pins, live.readers
     )
