@@ -16,7 +16,7 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import CkptFsmError, Fenced, NewerSchema, RootBusy
 from ckptfsm.core.layout import LEASE, epoch_name
 from ckptfsm.core.ports import Identity
-from ckptfsm.disk.ownership import RootLease, newest_epoch, open_root, read_holder
+from ckptfsm.disk.ownership import RootOwnership, newest_epoch, open_root, read_holder
 from ckptfsm.testing.fakes import Gate
 from ckptfsm.testing.faults import FaultStorage, fail_at
 from ckptfsm.testing.simfs import SimDisk, SimStorage
@@ -191,7 +191,7 @@ class TakenOverOnceTaken:
 
     def __init__(self, disk: SimDisk) -> None:
         self.disk = disk
-        self.successor: RootLease | None = None
+        self.successor: RootOwnership | None = None
 
     def __call__(self, index: int, method: str, path: str) -> None:
         if method == "link":

@@ -34,7 +34,7 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import CheckpointInfo, LatestN, Policy
 from ckptfsm.disk.effects import Effects
 from ckptfsm.disk.journal import JournalWriter
-from ckptfsm.disk.ownership import RootLease
+from ckptfsm.disk.ownership import RootOwnership
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing import invariants
@@ -187,7 +187,7 @@ def test_F4_a_missing_fsync_of_a_file_is_found(monkeypatch):
 
 
 def test_F12_missing_fencing_is_found(monkeypatch):
-    monkeypatch.setattr(RootLease, "check", no_effect)
+    monkeypatch.setattr(RootOwnership, "check", no_effect)
     assert first_failure().promise == "I9"
 
 

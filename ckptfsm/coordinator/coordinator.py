@@ -70,7 +70,7 @@ from ckptfsm.disk.inspection import (
     read_tracker,
 )
 from ckptfsm.disk.journal import History, newest_segment, read_history
-from ckptfsm.disk.ownership import RootLease, open_root
+from ckptfsm.disk.ownership import RootOwnership, open_root
 from ckptfsm.disk.reader_lease import ReaderLeases
 from ckptfsm.disk.receipts import Receipts
 from ckptfsm.disk.trash import remove_marker, remove_some, sweep_temporaries
@@ -114,7 +114,7 @@ class Coordinator:
         self._layout = options.layout
         self._finishers = finishers
         self._provenance = provenance
-        self._lease: RootLease | None = None
+        self._lease: RootOwnership | None = None
         self._opened: Engine | None = None
         self._requests = 0
         self._readers = ReaderLeases(storage, clock, options.reader_timeout_s)
@@ -202,7 +202,7 @@ class Coordinator:
                         part=part.name,
                     )
 
-    def _recover(self, lease: RootLease, began: float) -> RecoveryReport:
+    def _recover(self, lease: RootOwnership, began: float) -> RecoveryReport:
         sweep_temporaries(self._storage, (JOURNAL,))  # or a fenced one renames it over a segment
         history = read_history(self._storage)
         self._refuse_other_layout(history)

@@ -81,7 +81,7 @@ from ckptfsm.disk.durable import TEMPORARY, lookup, put, storage_error
 from ckptfsm.disk.effects import Effects, Pruned
 from ckptfsm.disk.inspection import is_manifest_of, moved_aside, read_tracker
 from ckptfsm.disk.journal import History, JournalWriter, folded
-from ckptfsm.disk.ownership import RootLease
+from ckptfsm.disk.ownership import RootOwnership
 from ckptfsm.disk.trash import remove_marker, remove_some
 
 log = logging.getLogger("ckptfsm")
@@ -127,7 +127,7 @@ class Engine:
     """See the module. ``begin`` first; ``end`` last."""
 
     def __init__(
-        self, storage: Storage, clock: Clock, lease: RootLease, settings: EngineSettings
+        self, storage: Storage, clock: Clock, lease: RootOwnership, settings: EngineSettings
     ) -> None:
         self.ledger = Ledger()
         self.moves = 0

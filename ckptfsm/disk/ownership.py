@@ -37,7 +37,7 @@ class _Living:
 _living = _Living()
 
 
-class RootLease:
+class RootOwnership:
     """The right to change a root. ``epoch`` is this run's generation."""
 
     def __init__(self, storage: Storage, identity: Identity, epoch: int, lock: int | None) -> None:
@@ -105,7 +105,7 @@ def read_holder(storage: Storage, epoch: int) -> Holder | None:
 
 def open_root(
     storage: Storage, identity: Identity, *, above: int = 0, takeover: bool = False
-) -> RootLease:
+) -> RootOwnership:
     """Take the root: lock, then a new epoch (greater than ``above`` and than any other).
 
     Raises ``RootBusy`` with host and pid of the living owner, unless ``takeover``.
@@ -125,7 +125,7 @@ def open_root(
         if lock is not None:
             storage.unlock(lock)
         raise
-    lease = RootLease(storage, identity, taken, lock)
+    lease = RootOwnership(storage, identity, taken, lock)
     try:
         remove_marker(storage, temporary)
         storage.fsync_dir(LEASE)

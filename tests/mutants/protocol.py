@@ -512,7 +512,7 @@ FENCES = (
     ),
     mutant(
         "nobody-is-fenced",
-        "disk.ownership:RootLease.check",
+        "disk.ownership:RootOwnership.check",
         "if newest != self.epoch:\n    raise Fenced(",
         "if False:\n    raise Fenced(",
         breaks="I9",

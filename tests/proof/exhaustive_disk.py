@@ -286,7 +286,8 @@ def plain(checkpoint: Checkpoint) -> Checkpoint:
 
 
 class EpochLease:
-    """Stands where ``RootLease`` stands. From its ``fenced_at``-th check on there is a newer epoch."""
+    """Stands where ``RootOwnership`` stands. From its ``fenced_at``-th check on there is a newer
+    epoch."""
 
     def __init__(self, epoch: int, hook: Hook, fenced_at: int = 0) -> None:
         self.epoch = epoch
