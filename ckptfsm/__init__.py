@@ -17,7 +17,7 @@ from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import CkptFsmError, DamagedRoot, RootBusy, SaveFailed, SaveRefused
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import OptionalPart
-from ckptfsm.core.ports import Staging
+from ckptfsm.core.ports import OffloadHook
 from ckptfsm.core.requests import RecoveryReport
 from ckptfsm.core.retention import (
     AllOf,
@@ -61,7 +61,7 @@ __all__ = [
     "ForeignRequest",
     "FileTree",
     "OptionalPart",
-    "Staging",
+    "OffloadHook",
     "Controller",
     "GroupPart",
     "GroupSave",

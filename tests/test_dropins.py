@@ -38,7 +38,7 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.core.layout import STAGING, TRACKER
 from ckptfsm.core.parts import PartSpec
-from ckptfsm.core.ports import Staging
+from ckptfsm.core.ports import OffloadHook
 from ckptfsm.disk.stock import COMMON_KEY
 from ckptfsm.testing.fakes import ThreadTransport, run_ranks
 
@@ -555,7 +555,7 @@ class Offloaded:
     def __init__(self, *failing: str) -> None:
         self.calls: list[str] = []
         self.failing = failing
-        self.staging = Staging(partial(self.note, "load"), partial(self.note, "offload"))
+        self.staging = OffloadHook(partial(self.note, "load"), partial(self.note, "offload"))
 
     def note(self, call: str, *_: Any, **__: Any) -> None:
         self.calls.append(call)
@@ -792,7 +792,7 @@ class Training:
 
     @contextlib.contextmanager
     def installed(
-        self, staging: Staging | None = None, settings: Mapping[str, Any] = {}, **args: Any
+        self, staging: OffloadHook | None = None, settings: Mapping[str, Any] = {}, **args: Any
     ) -> Iterator[Any]:
         from ckptfsm.integrations.megatron_lm import install
         from ckptfsm.megatron.compat import cpu_devices

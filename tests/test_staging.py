@@ -11,9 +11,9 @@ import pytest
 from groups import GroupJob
 
 from ckptfsm.core.config import make_config
-from ckptfsm.core.errors import CkptFsmError, SaveFailed, SaveRefused, StagingFailed
+from ckptfsm.core.errors import CkptFsmError, OffloadFailed, SaveFailed, SaveRefused
 from ckptfsm.core.events import Failed
-from ckptfsm.core.ports import Staging
+from ckptfsm.core.ports import OffloadHook
 from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import FakeDriver, Gate, ThreadTransport, fake_ports, run_ranks
@@ -45,8 +45,8 @@ class Trainer:
         return {"inner": {"where": self.where}}
 
     @property
-    def staging(self) -> Staging:
-        return Staging(self.load, self.offload)
+    def staging(self) -> OffloadHook:
+        return OffloadHook(self.load, self.offload)
 
     def _do(self, call: str, where: str) -> None:
         self.calls.append(call)
@@ -188,7 +188,7 @@ def test_I10_offload_fails_on_one_rank(tmp_path: Path, refused: bool):
         try:
             running.save(1)
             error = None
-        except StagingFailed as failed:
+        except OffloadFailed as failed:
             error = str(failed)
         running.manager.wait_until_finished()
         steps = running.manager.all_steps()
@@ -333,7 +333,7 @@ def test_offload_comes_when_a_groups_parts_were_let_go_of(tmp_path: Path):
     job = GroupJob(tmp_path / "root", {"actor": 1})
     (worker,), watched = job.groups["actor"].workers, Watched()
     ports = worker._ports
-    staging = Staging(lambda: None, watched.offload)
+    staging = OffloadHook(lambda: None, watched.offload)
     worker._ports = fake_ports(
         tmp_path / "root", driver=ports.driver, transport=ports.transport, staging=staging
     )

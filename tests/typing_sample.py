@@ -19,10 +19,10 @@ from ckptfsm import (
     ForeignRequest,
     KeepAll,
     LatestN,
+    OffloadHook,
     Policy,
     Restored,
     SaveHandle,
-    Staging,
     State,
     Steps,
     TransitionRecord,
@@ -131,7 +131,7 @@ def look_after(manager: CheckpointManager) -> list[int]:
 
 
 def offloaded(root: str, load: Callable[[], None], offload: Callable[[], None]) -> SaveHandle:
-    manager = CheckpointManager(root, staging=Staging(load=load, offload=offload))
+    manager = CheckpointManager(root, staging=OffloadHook(load=load, offload=offload))
     return manager.save(1, lambda: {"w": 1})
 
 

@@ -179,7 +179,7 @@ class RankInterrupted(CkptFsmError):
     advice = "that rank raises what its signal handler raised; here, call again or leave"
 
 
-class StagingFailed(CkptFsmError):
+class OffloadFailed(CkptFsmError):
     """A rank could not offload its state after a save (``step``, ``rank``). The save itself goes on."""
 
     kind = "staging_failed"

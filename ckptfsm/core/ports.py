@@ -420,7 +420,7 @@ class Driver(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Staging:
+class OffloadHook:
     """What a trainer does around each save that begins, on every rank, on the training thread.
 
     ``load`` brings the state to the accelerator, ``offload`` brings it back to host memory once the
@@ -430,7 +430,7 @@ class Staging:
     calls neither.
 
     If ``load`` raises on a rank, the save is refused on every rank. If ``offload`` does,
-    ``StagingFailed`` comes out of ``save`` on every rank; a ``GroupWorker`` reports that its share
+    ``OffloadFailed`` comes out of ``save`` on every rank; a ``GroupWorker`` reports that its share
     failed.
     """
 
@@ -462,4 +462,4 @@ class Ports:
     identity: Callable[[], Identity]
     launch: Launch
     defer_signals: Callable[[], DeferredSignals]
-    staging: Staging | None = None
+    staging: OffloadHook | None = None

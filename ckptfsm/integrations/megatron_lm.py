@@ -38,7 +38,7 @@ from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import CkptFsmError, ConfigError, DamagedRoot, RecoveryWarning, describe
 from ckptfsm.core.layout import MEGATRON
 from ckptfsm.core.parts import OptionalPart
-from ckptfsm.core.ports import Staging
+from ckptfsm.core.ports import OffloadHook
 from ckptfsm.core.retention import EveryNSteps, KeepAll, LatestN, Policy
 from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inspection import check_digests, check_sizes, read_manifest
@@ -79,7 +79,7 @@ class MegatronLMCheckpoints:
     ``save_retain_interval`` is Megatron-LM's. ``config`` or keyword arguments are those of
     ``CheckpointManager``, without ``retention`` and ``layout``. Nothing is opened before ``open`` or the
     first save; after ``terminate`` the next save opens the root again. Say ``resumed`` after you load.
-    ``staging`` loads offloaded state around each save, see ``Staging``.
+    ``staging`` loads offloaded state around each save, see ``OffloadHook``.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class MegatronLMCheckpoints:
         save_dir: str | os.PathLike[str],
         *,
         save_retain_interval: int | None = None,
-        staging: Staging | None = None,
+        staging: OffloadHook | None = None,
         config: CheckpointConfig | Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
@@ -152,7 +152,7 @@ class MegatronLMCheckpoints:
     ) -> SaveHandle:
         """Begin the checkpoint ``iter_<iteration>`` of a sharded state dict.
 
-        ``state_dict`` may be a function that returns it, called after ``Staging.load``.
+        ``state_dict`` may be a function that returns it, called after ``OffloadHook.load``.
         ``content_metadata`` is stored as ``dist_checkpointing.save`` does. ``parts`` are further parts
         beside the state, as ``CheckpointManager.save`` takes them. ``reports`` run on this rank once the
         checkpoint is tracked; what they raise is logged. An iteration that this run has saved or
@@ -169,8 +169,8 @@ class MegatronLMCheckpoints:
     def schedule_async_save(self, async_request: Any, iteration: int | None = None) -> None:
         """Take a ready AsyncRequest, made for ``<save_dir>/iter_<iteration>``, and save it in place.
 
-        It may be a function that makes it, called after ``Staging.load``. It must be free of closures
-        that write the tracker or delete. Without ``iteration`` it is only supervised, see
+        It may be a function that makes it, called after ``OffloadHook.load``. It must be free of
+        closures that write the tracker or delete. Without ``iteration`` it is only supervised, see
         ``AsyncCallsQueue``: nothing is tracked, and nothing loaded or offloaded.
         """
         if iteration is None:

@@ -42,7 +42,7 @@ from ckptfsm.core.errors import (
     describe,
 )
 from ckptfsm.core.layout import LAYOUTS
-from ckptfsm.core.ports import Outcome, Staging, Transport
+from ckptfsm.core.ports import OffloadHook, Outcome, Transport
 from ckptfsm.integrations.replaced import Replaced
 from ckptfsm.megatron.foreign import (
     StagedRequest,
@@ -113,7 +113,7 @@ class _Filling:
 
 
 def _fork(call: _Call, request: Any) -> None:
-    """Stage the request of a call and fork its writer."""
+    """OffloadTurn the request of a call and fork its writer."""
     made = make_request(request) if callable(request) else request
     call.request = stage_request(f"call {call.index}", made)
     if call.request.function is not None:
@@ -129,8 +129,8 @@ class AsyncCallsQueue:
     it. ``config`` or keyword arguments are those of ``CheckpointManager``. Alone, the queue uses
     ``writer_timeout_s`` (from schedule to the end of the writer) and ``exchange_timeout_s``. ``manager``
     is the one that ``begin`` saves through; without it the queue opens one at the first ``begin``.
-    ``staging`` is called around each request that is given as a function, see ``Staging``. One that is
-    given ready-made was made before: load before you make it; it is only offloaded.
+    ``staging`` is called around each request that is given as a function, see ``OffloadHook``. One
+    that is given ready-made was made before: load before you make it; it is only offloaded.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class AsyncCallsQueue:
         persistent: bool = False,
         *,
         manager: CheckpointManager | None = None,
-        staging: Staging | None = None,
+        staging: OffloadHook | None = None,
         config: CheckpointConfig | Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
@@ -163,12 +163,12 @@ class AsyncCallsQueue:
     # ------------------------------------------------------------------------------------ schedule
 
     def schedule_async_request(self, async_request: Any) -> int:
-        """Stage the request's tensors, fork its writer, and return the index of the call.
+        """OffloadTurn the request's tensors, fork its writer, and return the index of the call.
 
-        A function is called for its request, after ``Staging.load``; if that raises, ``SaveFailed`` is
-        raised on all ranks. Tensors may change from then on. What else goes wrong on this rank is raised
-        on all ranks by ``maybe_finalize_async_calls``. After ``begin``, raises what
-        ``CheckpointManager.save`` raises.
+        A function is called for its request, after ``OffloadHook.load``; if that raises,
+        ``SaveFailed`` is raised on all ranks. Tensors may change from then on. What else goes
+        wrong on this rank is raised on all ranks by ``maybe_finalize_async_calls``. After
+        ``begin``, raises what ``CheckpointManager.save`` raises.
         """
         if self._filling is not None:
             self._last += 1
@@ -204,7 +204,7 @@ class AsyncCallsQueue:
             if self._staging is not None:
                 self._attempt(call, "offload_failed", self._staging.offload)
 
-    def _load(self, call: _Call, staging: Staging) -> None:
+    def _load(self, call: _Call, staging: OffloadHook) -> None:
         """If a rank could not, none makes its request, which may hold collectives."""
         self._attempt(call, "load_failed", staging.load)
         problem = self._shared(call, no_dist=False)

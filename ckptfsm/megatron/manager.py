@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.core.config import CheckpointConfig, config_of
-from ckptfsm.core.ports import Ports, Staging, Storage
+from ckptfsm.core.ports import OffloadHook, Ports, Storage
 from ckptfsm.megatron.driver import MegatronDriver
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
 from ckptfsm.megatron.transport import transport_of
@@ -25,7 +25,8 @@ class CheckpointManager(Manager):
     ``CheckpointConfig``. ``hooks`` are called with one frozen ``TransitionRecord`` per transition, on
     every rank that registers them, at most once after a crash; what they raise is logged.
     ``open_storage(create)`` replaces the storage adapter of this rank (``root`` is then only a name),
-    for tests and fault injection. ``staging`` loads offloaded state around each save, see ``Staging``.
+    for tests and fault injection. ``staging`` loads offloaded state around each save, see
+    ``OffloadHook``.
 
     Raises ``ConfigError``, ``RootBusy``, ``DamagedRoot``, ``StorageError``, on every rank.
     """
@@ -37,7 +38,7 @@ class CheckpointManager(Manager):
         *,
         hooks: Sequence[Hook] = (),
         open_storage: Callable[[bool], Storage] | None = None,
-        staging: Staging | None = None,
+        staging: OffloadHook | None = None,
         **settings: Any,
     ) -> None:
         config = config_of(config, settings)
@@ -48,7 +49,7 @@ class CheckpointManager(Manager):
 def ports_of(
     config: CheckpointConfig,
     open_storage: Callable[[bool], Storage],
-    staging: Staging | None = None,
+    staging: OffloadHook | None = None,
 ) -> Ports:
     """The real ports of one rank: torch.distributed, megatron-core, forked writers."""
     transport = transport_of(config)

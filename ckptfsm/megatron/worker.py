@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.core.config import CheckpointConfig, config_of
-from ckptfsm.core.ports import Staging, Storage
+from ckptfsm.core.ports import OffloadHook, Storage
 from ckptfsm.megatron.manager import ports_of
 from ckptfsm.ranks.group_worker import Worker
 
@@ -20,7 +20,7 @@ class GroupWorker(Worker):
     (initialise it first); without ``torch.distributed``, a group of one. ``config`` (a model or a dict)
     or keyword arguments: ``writer_files``, ``common_state``, ``exchange_timeout_s``, ``verify`` and
     ``reshard_drops`` count here. ``open_storage(create)`` replaces the storage adapter, for tests and
-    fault injection. ``staging`` loads offloaded state around each ``write``, see ``Staging``.
+    fault injection. ``staging`` loads offloaded state around each ``write``, see ``OffloadHook``.
 
     Raises ``ConfigError``.
     """
@@ -31,7 +31,7 @@ class GroupWorker(Worker):
         config: CheckpointConfig | Mapping[str, Any] | None = None,
         *,
         open_storage: Callable[[bool], Storage] | None = None,
-        staging: Staging | None = None,
+        staging: OffloadHook | None = None,
         **settings: Any,
     ) -> None:
         config = config_of(config, settings)

@@ -32,7 +32,7 @@ from ckptfsm.disk.durable import make_dirs, read_document
 from ckptfsm.disk.receipts import Receipts
 from ckptfsm.disk.stock import MAX_METADATA_BYTES
 from ckptfsm.ranks.handle import Restored
-from ckptfsm.ranks.offload import Stage
+from ckptfsm.ranks.offload import OffloadTurn
 from ckptfsm.ranks.proposal import Proposal, agree
 from ckptfsm.ranks.restoring import Restorer, warn_of_drops
 from ckptfsm.ranks.tickets import Reading, Ticket
@@ -73,9 +73,9 @@ class Worker:
         ``state`` is a sharded state dict that sits at the part's directory itself; ``parts`` maps
         directories inside it to several of them, to a ``FileTree``, or to None where other ranks write
         it; or it is a function that returns that, which is called when everything is loaded (see
-        ``Staging``). When it returns, the tensors may change. A second call with the same ticket does
-        nothing and returns what was reported of it. Raises ``RankFailed`` if a rank of the group is
-        gone.
+        ``OffloadHook``). When it returns, the tensors may change. A second call with the same
+        ticket does nothing and returns what was reported of it. Raises ``RankFailed`` if a rank of
+        the group is gone.
         """
         with self._one_call.running():
             if not self._is_newer(ticket.of):  # a call that was tried again: it counts once
@@ -87,7 +87,7 @@ class Worker:
                 self._writer = None
             self._number = ticket.first_rank + self._ports.transport.rank
             self._begun, self._reports, self._newest = False, [], ticket.of
-            with Stage(self._ports.staging, self._ports.transport, ticket.of.step) as stage:
+            with OffloadTurn(self._ports.staging, self._ports.transport, ticket.of.step) as stage:
                 # nothing here keeps what it is given: offload comes when it was let go of
                 self._write(ticket, Shares.of(ticket.part, state, _parts_of(parts, stage)), stage)
             if stage.problem:
@@ -98,7 +98,7 @@ class Worker:
         newest = self._newest
         return newest is None or (of.epoch, of.attempt) > (newest.epoch, newest.attempt)
 
-    def _write(self, ticket: Ticket, shares: Shares, stage: Stage) -> None:
+    def _write(self, ticket: Ticket, shares: Shares, stage: OffloadTurn) -> None:
         """Plan with the group, stage and fork; what goes wrong becomes a report."""
         transport = self._ports.transport
         draft, proposal = stage.propose(self._ports.driver, (None, shares.values), None)
@@ -168,7 +168,7 @@ class Worker:
             return None, describe(error) or type(error).__name__
 
     def _begin(self, ticket: Ticket, draft: Draft, accepted: Accepted, shares: Shares) -> None:
-        """Stage and fork, as a rank of an SPMD job does."""
+        """OffloadTurn and fork, as a rank of an SPMD job does."""
         rank, storage = self._ports.transport.rank, self._open(ticket.root)
         placed = [shares.place(spec) for spec in accepted.of_rank(rank)]
         if ticket.part.directory:
@@ -286,7 +286,7 @@ class Worker:
         return replace(restored, parts=by_key)
 
 
-def _parts_of(parts: Parts | Callable[[], Parts] | None, stage: Stage) -> Parts | None:
+def _parts_of(parts: Parts | Callable[[], Parts] | None, stage: OffloadTurn) -> Parts | None:
     """What a function returns, if all is loaded. What is wrong comes up where the group hears of it."""
     if parts is None:
         return None

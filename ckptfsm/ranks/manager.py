@@ -30,7 +30,7 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.requests import Accepted
 from ckptfsm.ranks.coordinator_client import Answer
 from ckptfsm.ranks.handle import Restored, SaveHandle
-from ckptfsm.ranks.offload import Stage
+from ckptfsm.ranks.offload import OffloadTurn
 from ckptfsm.ranks.proposal import Proposal, agree
 from ckptfsm.ranks.restoring import warn_of_drops
 from ckptfsm.ranks.session import Session, whole_step
@@ -54,20 +54,20 @@ class Manager(Session):
         ``state`` is a Megatron sharded state dict, saved as the one part ``state`` at the root of the
         step's directory; ``parts`` maps names to several of them, to ``bytes`` (a plain file), or to
         foreign requests. Each may be a function that returns it, called when the save begins (after
-        ``Staging.load``). Returns once this rank's data is owned by its writer: tensors may change
+        ``OffloadHook.load``). Returns once this rank's data is owned by its writer: tensors may change
         from then on. With ``sync`` it returns when the checkpoint is tracked. While the disk
         blocks the one before, the save is refused, or skipped under ``on_failure="warn"``.
 
         Raises ``SaveRefused`` (on every rank) if it was not accepted, ``SaveFailed`` for an earlier
         save that failed under ``on_failure="raise"``, ``DeadlineExceeded`` if another save stays in
-        flight, ``StagingFailed`` if a rank could not offload.
+        flight, ``OffloadFailed`` if a rank could not offload.
         """
         step = whole_step(step)
         with self._one_call.running():
             if not self._make_way(step):
                 return SaveHandle(step)
             call = (state, parts)
-            with Stage(self._ports.staging, self._ports.transport, step) as stage:
+            with OffloadTurn(self._ports.staging, self._ports.transport, step) as stage:
                 try:
                     handle, refused = self._begin(stage, step, call, metrics)
                 except (KeyboardInterrupt, SystemExit) as error:  # the other ranks go on to agree
@@ -81,7 +81,7 @@ class Manager(Session):
 
     def _begin(
         self,
-        stage: Stage,
+        stage: OffloadTurn,
         step: int,
         call: tuple[Any, Mapping[str, Any] | None],
         metrics: Mapping[str, float] | None,

@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckptfsm.adapters.notices import say
-from ckptfsm.core.errors import StagingFailed, describe
-from ckptfsm.core.ports import Draft, Driver, Staging, Transport
+from ckptfsm.core.errors import OffloadFailed, describe
+from ckptfsm.core.ports import Draft, Driver, OffloadHook, Transport
 from ckptfsm.ranks.proposal import Proposal, propose
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptfsm")
 
 
-class Stage:
+class OffloadTurn:
     """One rank's turn of the hook, around one save: a context that loads and offloads.
 
     ``loaded``: every rank could load. ``problem`` is why this rank could not offload.
     """
 
-    def __init__(self, staging: Staging | None, transport: Transport, step: int) -> None:
+    def __init__(self, staging: OffloadHook | None, transport: Transport, step: int) -> None:
         self.problem = ""
         self._staging = staging
         self._transport = transport
@@ -85,20 +85,20 @@ class Stage:
         problems = transport.gather(self.problem) or []
         failed = [(rank, text) for rank, text in enumerate(problems) if text]
         rank, text = transport.broadcast(failed[0] if failed else None)
-        raise StagingFailed(f"rank {rank}: {text}", step=self._step, rank=rank)
+        raise OffloadFailed(f"rank {rank}: {text}", step=self._step, rank=rank)
 
     def _offload(self) -> None:
         if self._staging is not None:
             self.problem = self._call("offload", self._staging)
 
-    def _call(self, name: str, staging: Staging) -> str:
+    def _call(self, name: str, staging: OffloadHook) -> str:
         """Call one side of the hook; what it raised, in words."""
         try:
             (staging.load if name == "load" else staging.offload)()
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # also torch's; carried to the next exchange
-            said = f"step {self._step}: Staging.{name} failed"
+            said = f"step {self._step}: OffloadHook.{name} failed"
             say(log.exception, "staging_failed", said, step=self._step, call=name)
             return f"{name}: {describe(error)}"
         return ""

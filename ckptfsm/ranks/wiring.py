@@ -8,7 +8,7 @@ from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.executor import ThreadExecutor
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.signals import HandlersWait
-from ckptfsm.core.ports import Driver, Ports, Staging, Storage, Transport
+from ckptfsm.core.ports import Driver, OffloadHook, Ports, Storage, Transport
 from ckptfsm.writers.rank_writer import launch_forked
 
 
@@ -16,7 +16,7 @@ def system_ports(
     transport: Transport,
     driver: Driver,
     open_storage: Callable[[bool], Storage],
-    staging: Staging | None = None,
+    staging: OffloadHook | None = None,
 ) -> Ports:
     """What is left to choose: the other ranks, what is saved, and where."""
     return Ports(

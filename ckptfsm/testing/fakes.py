@@ -32,10 +32,10 @@ from ckptfsm.core.ports import (
     Finalizer,
     Identity,
     Launch,
+    OffloadHook,
     PartFinisher,
     PartJob,
     Ports,
-    Staging,
     Storage,
     Survey,
     Transport,
@@ -441,7 +441,7 @@ def fake_ports(
     executor: Callable[[], Executor] = ThreadExecutor,
     identity: Callable[[], Identity] = this_process,
     launch: Launch = launch_forked,
-    staging: Staging | None = None,
+    staging: OffloadHook | None = None,
 ) -> Ports:
     """Ports of a ``Manager`` without torch.
 

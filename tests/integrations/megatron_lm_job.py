@@ -33,7 +33,7 @@ from torch.optim.optimizer import (
 )
 from training_jobs import AtAGate
 
-from ckptfsm import Staging
+from ckptfsm import OffloadHook
 from ckptfsm.core.errors import CkptFsmError
 from ckptfsm.integrations.megatron_lm import (
     _IN_ASYNC_UTILS,
@@ -197,7 +197,7 @@ def train(
         settings: Told = {**TIMES}
         if offloaded:
             stack.enter_context(optimizer.around_steps())
-            settings["staging"] = Staging(load=optimizer.load, offload=optimizer.offload)
+            settings["staging"] = OffloadHook(load=optimizer.load, offload=optimizer.offload)
         owner = install(**settings) if installed else contextlib.nullcontext()
         calls = AsyncCallsQueue(**TIMES)
         if queue:

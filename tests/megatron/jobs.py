@@ -49,8 +49,8 @@ from ckptfsm import (  # noqa: E402
     FileTree,
     ForeignRequest,
     GroupWorker,
+    OffloadHook,
     SaveHandle,
-    Staging,
     Ticket,
     TransitionRecord,
 )
@@ -984,7 +984,7 @@ def save_offloaded(here: Here, root: str) -> Told:
     """Step 1 is saved; at step 2 rank 1 cannot load; step 3 is saved again."""
     trainer = Offloaded(here.rank)
     trainer.step()
-    staging = Staging(trainer.load, trainer.offload)
+    staging = OffloadHook(trainer.load, trainer.offload)
     with managed(here, root, staging=staging) as manager:
         errors, equal = [], []
         for step in (1, 2, 3):

@@ -36,7 +36,7 @@ from ckptfsm.core.errors import ConfigError, SaveFailed
 from ckptfsm.core.events import Event
 from ckptfsm.core.layout import VERL
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.ports import Staging
+from ckptfsm.core.ports import OffloadHook
 from ckptfsm.megatron.driver import refuse_newer
 from ckptfsm.megatron.worker import GroupWorker
 from ckptfsm.ranks.group_worker import Worker
@@ -186,7 +186,7 @@ def _written_already(directory: str) -> None:
     """The files of a role are there: verl's ``save_checkpoint`` wrote them, on whatever rank."""
 
 
-def staging_of(holder: Any, manager: Any) -> Staging | None:
+def staging_of(holder: Any, manager: Any) -> OffloadHook | None:
     """verl's loading and offloading of the optimizer of ``holder``, a worker or an engine of verl's.
 
     A writer is forked with FSDP, too: while it runs, it would keep what was in host memory then. None
@@ -204,13 +204,13 @@ def staging_of(holder: Any, manager: Any) -> Staging | None:
         return None
     if _module_of(manager) is not None:
         memory: Any = import_module("verl.utils.megatron_utils")
-        return Staging(
+        return OffloadHook(
             partial(memory.load_megatron_optimizer, optimizer),
             partial(memory.offload_megatron_optimizer, optimizer),
         )
     if any(kind.__module__ == _FSDP for kind in type(manager).__mro__):
         memory, device = import_module("verl.utils.fsdp_utils"), import_module("verl.utils.device")
-        return Staging(
+        return OffloadHook(
             partial(memory.load_fsdp_optimizer, optimizer, device.get_device_id()),
             partial(memory.offload_fsdp_optimizer, optimizer),
         )
