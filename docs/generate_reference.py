@@ -31,7 +31,7 @@ from ckptfsm.core.errors import (
     ReshardWarning,
     SaveFailedWarning,
 )
-from ckptfsm.ranks.group_worker import Worker
+from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.session import Session
 
@@ -41,7 +41,7 @@ _COMMON: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {
         "CheckpointManager": (Manager, Session),
         "Controller": (Session,),
-        "GroupWorker": (Worker,),
+        "GroupWorker": (BaseGroupWorker,),
     }
 )
 INTEGRATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(

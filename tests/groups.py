@@ -11,7 +11,7 @@ from ckptfsm.core.events import Event
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Ports
 from ckptfsm.ranks.controller import Controller
-from ckptfsm.ranks.group_worker import Worker
+from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.tickets import GroupPart, GroupSave, Ticket
 from ckptfsm.testing.fakes import FakeDriver, ThreadGroup, fake_ports
 from ckptfsm.writers.plain_files import FilesDriver
@@ -32,7 +32,9 @@ class Group:
         transports = ThreadGroup(size, timeout_s=5.0)
         self.drivers = [FakeDriver(rank) for rank in range(size)]
         self.workers = [
-            Worker(fake_ports(root, transport=transports.transport(r), driver=self.drivers[r]))
+            BaseGroupWorker(
+                fake_ports(root, transport=transports.transport(r), driver=self.drivers[r])
+            )
             for r in range(size)
         ]
         self.dead: set[int] = set()

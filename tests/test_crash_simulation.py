@@ -36,7 +36,7 @@ from ckptfsm.core.retention import LatestN
 from ckptfsm.disk import journal
 from ckptfsm.disk.journal import read_history, read_segments
 from ckptfsm.ranks.controller import Controller
-from ckptfsm.ranks.group_worker import Worker
+from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.tickets import GroupPart, GroupSave
 from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, fake_ports
@@ -162,7 +162,9 @@ class Controlled:
         self.transport = JudgedTransport()
         self.answers: dict[int, list[Event]] = {}
         self.drivers = {name: NamingDriver() for name in ("actor", "critic")}
-        self.workers = {name: Worker(self._ports(made)) for name, made in self.drivers.items()}
+        self.workers = {
+            name: BaseGroupWorker(self._ports(made)) for name, made in self.drivers.items()
+        }
         self.controller = Controller(
             job.storage.root,
             dict.fromkeys(self.workers, 1),

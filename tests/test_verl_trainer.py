@@ -29,7 +29,7 @@ from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, HdfsMirror
 from ckptfsm.integrations.verl.trainer import Checkpoints, Options
 from ckptfsm.integrations.verl.workers import attach
 from ckptfsm.ranks.controller import Controller
-from ckptfsm.ranks.group_worker import Worker
+from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.testing.fakes import FakeDriver, Gate, fake_ports
 
 
@@ -46,7 +46,7 @@ class Direct:
     def __init__(self) -> None:
         self.settings: list[dict[str, Any]] = []
 
-    def submit(self, worker: Worker, function: Callable[..., Any], *arguments: Any) -> Any:
+    def submit(self, worker: BaseGroupWorker, function: Callable[..., Any], *arguments: Any) -> Any:
         if function is attach:
             self.settings.append(arguments[2])
             return None
@@ -63,7 +63,7 @@ class Role:
     """verl's worker group of one worker, whose writer is forked."""
 
     def __init__(self, root: Path) -> None:
-        self.workers = [Worker(fake_ports(root, driver=FakeDriver(0)))]
+        self.workers = [BaseGroupWorker(fake_ports(root, driver=FakeDriver(0)))]
         self.said: list[Any] = []
 
     def save_checkpoint(self, directory: str, ticket: Any, step: int, **ignored: Any) -> None:

@@ -27,7 +27,7 @@ _INTEGRITY, _TOKENIZER = "integrity.json", "tokenizer/"  # newer trainers' final
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class ReceivedParts:
     """The receipts of an attempt, and the optional parts that some rank left out, with the reason."""
 
     receipts: Sequence[Receipt]
@@ -46,7 +46,7 @@ class Assembly:
     visibility_timeout_s: float
     layout: Layout
 
-    def shares(self, checkpoint: Checkpoint, directory: str) -> Shares:
+    def shares(self, checkpoint: Checkpoint, directory: str) -> ReceivedParts:
         """Every receipt, and the optional parts that some rank left out, with the reason.
 
         Opened again until a deadline: network file systems show names late (F9).
@@ -59,7 +59,7 @@ class Assembly:
         for receipt in receipts:
             if receipt.part not in dropped:
                 self._await_files(receipt, directory, deadline)
-        return Shares(receipts, dropped)
+        return ReceivedParts(receipts, dropped)
 
     def _await_files(self, receipt: Receipt, directory: str, deadline: float) -> None:
         """The files of a receipt, whole. Raises ``ShardMissing`` once the deadline has passed."""
@@ -75,7 +75,9 @@ class Assembly:
                 )
             self.clock.sleep(next(pause))
 
-    def listed(self, checkpoint: Checkpoint, directory: str, shares: Shares) -> list[FileEntry]:
+    def listed(
+        self, checkpoint: Checkpoint, directory: str, shares: ReceivedParts
+    ) -> list[FileEntry]:
         """The files of all receipts and the receipts themselves; a name may be claimed once."""
         files: dict[str, FileEntry] = {}
         for receipt in shares.receipts:
@@ -95,7 +97,7 @@ class Assembly:
         return list(files.values())
 
     def finish(
-        self, checkpoint: Checkpoint, part: PartSpec, directory: str, shares: Shares
+        self, checkpoint: Checkpoint, part: PartSpec, directory: str, shares: ReceivedParts
     ) -> list[FileEntry]:
         """Write what completes a part (``.metadata``, ``metadata.json``) from its receipts.
 
@@ -119,7 +121,7 @@ class Assembly:
             entries.append(entry)
         return entries
 
-    def _refuse_changed_common(self, part: PartSpec, directory: str, shares: Shares) -> None:
+    def _refuse_changed_common(self, part: PartSpec, directory: str, shares: ReceivedParts) -> None:
         """Whoever makes another request for the directory writes it before anybody is asked."""
         name = join(part.directory, COMMON)
         for receipt in shares.receipts:
@@ -132,7 +134,7 @@ class Assembly:
                     raise SaveFailed(f"{name} was changed after it was written", file=path)
 
     def _metadata_of(
-        self, part: PartSpec, directory: str, shares: Shares, final: str
+        self, part: PartSpec, directory: str, shares: ReceivedParts, final: str
     ) -> Mapping[str, bytes]:
         """What completes a part. A finisher that raises fails its attempt, whatever it raises."""
         finisher = self.finishers.get(part.kind)
@@ -156,7 +158,7 @@ class Assembly:
                 f"part {part.name!r} cannot be completed: {describe(error)}", file=final
             ) from error
 
-    def _beside(self, part: PartSpec, directory: str, shares: Shares) -> list[str]:
+    def _beside(self, part: PartSpec, directory: str, shares: ReceivedParts) -> list[str]:
         """What else the finalizers of a foreign part left that belongs to the checkpoint."""
         claimed = {entry.name for receipt in shares.receipts for entry in receipt.files}
         found = walk_files(self.storage, join(directory, part.directory))
@@ -181,7 +183,11 @@ class Assembly:
         return FileEntry(name=join(part.directory, name), bytes=size, digest=digest)
 
     def manifest(
-        self, checkpoint: Checkpoint, directory: str, shares: Shares, files: Sequence[FileEntry]
+        self,
+        checkpoint: Checkpoint,
+        directory: str,
+        shares: ReceivedParts,
+        files: Sequence[FileEntry],
     ) -> Manifest:
         """The commit record of what is there. Raises ``SaveFailed`` unless that is exactly ``files``."""
         self._refuse_duplicates(checkpoint, files)

@@ -113,7 +113,7 @@ class _Filling:
 
 
 def _fork(call: _Call, request: Any) -> None:
-    """OffloadTurn the request of a call and fork its writer."""
+    """Stage the request of a call and fork its writer."""
     made = make_request(request) if callable(request) else request
     call.request = stage_request(f"call {call.index}", made)
     if call.request.function is not None:
@@ -163,7 +163,7 @@ class AsyncCallsQueue:
     # ------------------------------------------------------------------------------------ schedule
 
     def schedule_async_request(self, async_request: Any) -> int:
-        """OffloadTurn the request's tensors, fork its writer, and return the index of the call.
+        """Stage the request's tensors, fork its writer, and return the index of the call.
 
         A function is called for its request, after ``OffloadHook.load``; if that raises,
         ``SaveFailed`` is raised on all ranks. Tensors may change from then on. What else goes

@@ -327,7 +327,7 @@ def _digest_of(path: Path) -> str:
 
 
 def stage_request(name: str, request: Any) -> StagedRequest:
-    """OffloadTurn the tensors of an AsyncRequest to host memory that a fork freezes."""
+    """Stage the tensors of an AsyncRequest to host memory that a fork freezes."""
     staged = _preloaded(request)
     arguments = list(tree_map(_private, staged))
     queue = next((a for a in arguments if hasattr(a, "put") and hasattr(a, "get")), None)

@@ -10,10 +10,10 @@ from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.core.config import CheckpointConfig, config_of
 from ckptfsm.core.ports import OffloadHook, Storage
 from ckptfsm.megatron.manager import ports_of
-from ckptfsm.ranks.group_worker import Worker
+from ckptfsm.ranks.group_worker import BaseGroupWorker
 
 
-class GroupWorker(Worker):
+class GroupWorker(BaseGroupWorker):
     """One rank of a group of workers, which writes below the ``root`` of its controller.
 
     Construction is collective in the group, whose ranks are those of its default process group

@@ -44,7 +44,7 @@ log = logging.getLogger("ckptfsm")
 Parts = Mapping[str, Any]
 
 
-class Worker:
+class BaseGroupWorker:
     """One rank of a group of workers: ``ports.transport`` is the group's own.
 
     ``open_storage`` of the ports opens the root of a ticket. ``config`` counts for restoring.
@@ -89,7 +89,9 @@ class Worker:
             self._begun, self._reports, self._newest = False, [], ticket.of
             with OffloadTurn(self._ports.staging, self._ports.transport, ticket.of.step) as stage:
                 # nothing here keeps what it is given: offload comes when it was let go of
-                self._write(ticket, Shares.of(ticket.part, state, _parts_of(parts, stage)), stage)
+                self._write(
+                    ticket, GroupParts.of(ticket.part, state, _parts_of(parts, stage)), stage
+                )
             if stage.problem:
                 self._fail(ticket.of, stage.problem)
             return self.poll()
@@ -98,7 +100,7 @@ class Worker:
         newest = self._newest
         return newest is None or (of.epoch, of.attempt) > (newest.epoch, newest.attempt)
 
-    def _write(self, ticket: Ticket, shares: Shares, stage: OffloadTurn) -> None:
+    def _write(self, ticket: Ticket, shares: GroupParts, stage: OffloadTurn) -> None:
         """Plan with the group, stage and fork; what goes wrong becomes a report."""
         transport = self._ports.transport
         draft, proposal = stage.propose(self._ports.driver, (None, shares.values), None)
@@ -133,7 +135,7 @@ class Worker:
             self._fail(ticket.of, f"{problem}; {describe(error)}")
 
     def _judge(
-        self, ticket: Ticket, shares: Shares, gathered: list[tuple[Proposal, tuple[str, ...]]]
+        self, ticket: Ticket, shares: GroupParts, gathered: list[tuple[Proposal, tuple[str, ...]]]
     ) -> tuple[Accepted | None, str]:
         """At the group's first rank: do the shares fit together? Returns the plan, or the problem.
 
@@ -167,8 +169,8 @@ class Worker:
         except BaseException as error:  # torch's CheckpointException is one; the others wait
             return None, describe(error) or type(error).__name__
 
-    def _begin(self, ticket: Ticket, draft: Draft, accepted: Accepted, shares: Shares) -> None:
-        """OffloadTurn and fork, as a rank of an SPMD job does."""
+    def _begin(self, ticket: Ticket, draft: Draft, accepted: Accepted, shares: GroupParts) -> None:
+        """Stage and fork, as a rank of an SPMD job does."""
         rank, storage = self._ports.transport.rank, self._open(ticket.root)
         placed = [shares.place(spec) for spec in accepted.of_rank(rank)]
         if ticket.part.directory:
@@ -195,7 +197,7 @@ class Worker:
         self._writer = RankWriter(storage, job, launch=self._ports.launch, deadline=deadline)
         self._begun = True
 
-    def _to_finish(self, accepted: Accepted, shares: Shares) -> tuple[Unfinished, ...]:
+    def _to_finish(self, accepted: Accepted, shares: GroupParts) -> tuple[Unfinished, ...]:
         """What the group's first rank completes: the parts whose kind has a finisher."""
         finishers = self._ports.driver.finishers
         return tuple(
@@ -273,7 +275,7 @@ class Worker:
                 part=part,
             )
         spec = known.get(part, PartSpec(part, "report", part))
-        shares = Shares.of(spec, state, parts)
+        shares = GroupParts.of(spec, state, parts)
         root, _, name = found.directory.rpartition("/")
         inner = tuple(shares.place(PartSpec(n, _kind_of(v))) for n, v in shares.values.items())
         with self._one_call.running():
@@ -316,7 +318,7 @@ def _ask_nobody(*arguments: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class GroupParts:
     """What the ranks of a group write, under plain names that are unique in the checkpoint.
 
     ``keys`` are the directories inside the part's, by name.
@@ -327,7 +329,7 @@ class Shares:
     values: Mapping[str, Any]
 
     @classmethod
-    def of(cls, part: PartSpec, state: Any, parts: Mapping[str, Any] | None) -> Shares:
+    def of(cls, part: PartSpec, state: Any, parts: Mapping[str, Any] | None) -> GroupParts:
         named = {"": state} if parts is None else parts
         keys = {f"{part.name}.{index}": key for index, key in enumerate(sorted(named))}
         return cls(part, keys, {name: named[key] for name, key in keys.items()})

@@ -501,7 +501,7 @@ class Participant:
         accepted: Accepted,
         draft: Draft,
     ) -> SaveHandle:
-        """OffloadTurn and fork. An error here is carried: the attempt fails at the next exchange.
+        """Stage and fork. An error here is carried: the attempt fails at the next exchange.
 
         A rank that writes none of the parts has no writer.
         """

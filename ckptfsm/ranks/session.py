@@ -382,7 +382,7 @@ class Session:
         return SaveRefused(text, step=step, in_flight=busy.step, **facts_of(reason))
 
     def _begin_writing(self, accepted: Accepted, draft: Draft) -> SaveHandle:
-        """OffloadTurn and fork this process's share; from now on somebody has to poll."""
+        """Stage and fork this process's share; from now on somebody has to poll."""
         handle = self._participant.begin_writing(self._storage, accepted, draft)
         self._unpolled_since = accepted.of.step
         return handle

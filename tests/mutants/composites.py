@@ -74,7 +74,7 @@ MUTANTS = (
     ),
     mutant(
         "doomed-writers-write-on",
-        "ranks.group_worker:Worker.poll",
+        "ranks.group_worker:BaseGroupWorker.poll",
         "self._dying.append(writer)",
         "pass",
         breaks="F13",
@@ -145,7 +145,7 @@ MUTANTS = (
     ),
     mutant(
         "a-ticket-counts-twice",
-        "ranks.group_worker:Worker.write",
+        "ranks.group_worker:BaseGroupWorker.write",
         "if not self._is_newer(ticket.of):  # a call",
         "if False:  # a call",
         breaks="I4",

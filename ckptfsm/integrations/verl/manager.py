@@ -39,7 +39,7 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import OffloadHook
 from ckptfsm.megatron.driver import refuse_newer
 from ckptfsm.megatron.worker import GroupWorker
-from ckptfsm.ranks.group_worker import Worker
+from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.tickets import Ticket
 from ckptfsm.writers.plain_files import FileTree
 
@@ -108,7 +108,7 @@ class VerlCheckpointManager:
     """Takes the place of verl's manager in a worker. Everything else is asked of verl's own."""
 
     def __init__(
-        self, manager: Any, worker: Worker, beside: Callable[[str], None] | None = None
+        self, manager: Any, worker: BaseGroupWorker, beside: Callable[[str], None] | None = None
     ) -> None:
         """``beside(directory)`` writes this rank's other files of a checkpoint."""
         self._manager = manager
@@ -167,7 +167,7 @@ class VerlCheckpointManager:
         self._manager.load_checkpoint(local_path, hdfs_path, del_local_after_load=False)
 
     def poll(self, doomed: Sequence[AttemptId]) -> list[Event]:
-        """See ``Worker.poll`` (local)."""
+        """See ``BaseGroupWorker.poll`` (local)."""
         return self._worker.poll(doomed)
 
     def close(self) -> Any:

@@ -39,7 +39,7 @@ from ckptfsm.core.ports import Clock, PartJob, Storage, Written
 from ckptfsm.disk.durable import fsync_tree_dirs, lookup, move
 from ckptfsm.disk.inspection import read_manifest
 from ckptfsm.disk.receipts import Receipts
-from ckptfsm.ranks.group_worker import Worker
+from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.tickets import Ticket
 from ckptfsm.ranks.wiring import system_ports
 from ckptfsm.writers.plain_files import FilesDraft, FilesDriver, FileTree
@@ -274,7 +274,7 @@ class UploadDriver(FilesDriver):
         return UploadJob(spec.name, spec.directory, self.mirror, self.awaited, self.clock)
 
 
-class UploadWorker(Worker):
+class UploadWorker(BaseGroupWorker):
     """The group of one that uploads a checkpoint before it is tracked."""
 
     def __init__(self, root: str, mirror: Mirror) -> None:

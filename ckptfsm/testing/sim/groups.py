@@ -19,7 +19,7 @@ from ckptfsm.core.events import Event
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Ports
 from ckptfsm.ranks.controller import Controller
-from ckptfsm.ranks.group_worker import Worker
+from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.ranks.tickets import GroupPart
 from ckptfsm.testing.sim.answers import HandedOn, Mail
@@ -72,7 +72,7 @@ class WorkerProcess:
         ports = world_ports(site, self.process, transport)
         assert isinstance(ports.driver, WorldDriver)
         self.driver = ports.driver
-        self._worker = Worker(ports)
+        self._worker = BaseGroupWorker(ports)
         self._task = site.world.spawn(self.process, name, self._serve)
 
     def call(self, method: str, *arguments: Any) -> Call:
