@@ -38,9 +38,9 @@ from ckptfsm.ranks.tickets import GroupPart, GroupSave, Reading, Ticket
 from ckptfsm.writers.plain_files import FileTree
 
 if TYPE_CHECKING:
+    from ckptfsm.megatron.checkpoint_manager import CheckpointManager
     from ckptfsm.megatron.foreign import ForeignRequest
-    from ckptfsm.megatron.manager import CheckpointManager
-    from ckptfsm.megatron.worker import GroupWorker
+    from ckptfsm.megatron.torch_group_worker import GroupWorker
 
 __all__ = [
     "CheckpointManager",
@@ -88,9 +88,9 @@ if (parts_of_moves := logging.getLogger("transitions")).level == logging.NOTSET:
 
 BESIDE_TORCH = MappingProxyType(
     {
-        "CheckpointManager": "ckptfsm.megatron.manager",
+        "CheckpointManager": "ckptfsm.megatron.checkpoint_manager",
         "ForeignRequest": "ckptfsm.megatron.foreign",
-        "GroupWorker": "ckptfsm.megatron.worker",
+        "GroupWorker": "ckptfsm.megatron.torch_group_worker",
     }
 )
 

@@ -352,7 +352,7 @@ def test_a_verl_that_was_never_tried_is_used_with_a_warning(monkeypatch):
             "runpy.run_module('ckptfsm.integrations.verl.sft', run_name='__main__')",
             "torch",
         ),
-        ("torch", "import ckptfsm.integrations.verl.manager", "torch"),
+        ("torch", "import ckptfsm.integrations.verl.rank_manager", "torch"),
         (
             "torch=2.1.0",
             "import ckptfsm.integrations.verl.sft",

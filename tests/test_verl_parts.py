@@ -87,7 +87,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from ckptfsm.core.errors import RestoreFailed
-from ckptfsm.integrations.verl.manager import VerlCheckpointManager
+from ckptfsm.integrations.verl.rank_manager import VerlCheckpointManager
 from ckptfsm.megatron import driver
 
 driver.keeps_common_in_shard = lambda: False  # as megatron-core before 0.19

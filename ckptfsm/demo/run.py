@@ -137,7 +137,7 @@ def _start(
     options: DemoOptions, port: str, arguments: Sequence[str], errors: IO[bytes] | None = None
 ) -> subprocess.Popen[bytes]:
     command = ["--steps", str(options.steps), "--tp", str(options.tp), *arguments]
-    return _torchrun(options.ranks, port, "ckptfsm.demo.worker", command, errors)
+    return _torchrun(options.ranks, port, "ckptfsm.demo.trainer", command, errors)
 
 
 def _torchrun(

@@ -27,14 +27,14 @@ _HOLDER_BYTES = 1 << 16
 _ATTEMPTS = 16
 
 
-class _Living:
+class _OwnedHere:
     """The nonces of the leases that this process holds. Process-wide, because ownership is."""
 
     def __init__(self) -> None:
         self.nonces: set[str] = set()
 
 
-_living = _Living()
+_living = _OwnedHere()
 
 
 class RootOwnership:

@@ -44,10 +44,10 @@ from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inspection import check_digests, check_sizes, read_manifest
 from ckptfsm.integrations.queue import AsyncCallsQueue
 from ckptfsm.integrations.replaced import Replaced
+from ckptfsm.megatron.checkpoint_manager import CheckpointManager
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.driver import refuse_newer, storage_at
 from ckptfsm.megatron.foreign import ready_part
-from ckptfsm.megatron.manager import CheckpointManager
 from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.writers.plain_files import FileTree
 

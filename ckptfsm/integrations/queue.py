@@ -57,7 +57,7 @@ from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.writers.rank_writer import missed_deadline
 
 if TYPE_CHECKING:
-    from ckptfsm.megatron.manager import CheckpointManager
+    from ckptfsm.megatron.checkpoint_manager import CheckpointManager
 
 log = logging.getLogger("ckptfsm")
 MEGATRON_BASE = "megatron.core.dist_checkpointing.strategies.base"
@@ -432,7 +432,9 @@ class AsyncCallsQueue:
         if not layouts or (manager is not None and config.layout not in layouts):
             raise ConfigError(f"{name!r} is not the directory of step {step}", directory=directory)
         if manager is None:
-            from ckptfsm.megatron.manager import CheckpointManager  # not for who never begins
+            from ckptfsm.megatron.checkpoint_manager import (
+                CheckpointManager,  # not for who never begins
+            )
 
             config = config.model_copy(update={"layout": layouts[0]})
             self._owned = manager = CheckpointManager(root, config, staging=self._staging)

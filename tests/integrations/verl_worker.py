@@ -38,7 +38,7 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl_servers import serve_for_ever
 
-import ckptfsm.integrations.verl.manager as ours
+import ckptfsm.integrations.verl.rank_manager as ours
 from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.driver import MegatronDraft

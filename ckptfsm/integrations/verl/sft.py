@@ -33,8 +33,8 @@ from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.retention import KeepAll, LatestN, Policy
-from ckptfsm.integrations.verl.manager import detach
 from ckptfsm.integrations.verl.position import is_within_an_epoch
+from ckptfsm.integrations.verl.rank_manager import detach
 from ckptfsm.integrations.verl.ranks import InsideCall, Ranks
 from ckptfsm.integrations.verl.trainer import Checkpoints, Options, install, of_verl, root_of
 from ckptfsm.integrations.verl.workers import RoleGroups

@@ -139,13 +139,13 @@ def _say_raised(key: tuple[str, int], error: Exception) -> None:
 
 def attach(worker: Any, role: str, root: str, settings: Mapping[str, Any]) -> None:
     """Called in a worker. See ``manager.attach``."""
-    from ckptfsm.integrations.verl.manager import attach as attach_here
+    from ckptfsm.integrations.verl.rank_manager import attach as attach_here
 
     attach_here(worker, role, root, settings)
 
 
 def poll(worker: Any, role: str, doomed: tuple[AttemptId, ...]) -> list[Event]:
     """Called in a worker. See ``manager.poll``."""
-    from ckptfsm.integrations.verl.manager import poll as poll_here
+    from ckptfsm.integrations.verl.rank_manager import poll as poll_here
 
     return poll_here(worker, role, doomed)

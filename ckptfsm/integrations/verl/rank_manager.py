@@ -38,7 +38,7 @@ from ckptfsm.core.layout import VERL
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import OffloadHook
 from ckptfsm.megatron.driver import refuse_newer
-from ckptfsm.megatron.worker import GroupWorker
+from ckptfsm.megatron.torch_group_worker import GroupWorker
 from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.tickets import Ticket
 from ckptfsm.writers.plain_files import FileTree

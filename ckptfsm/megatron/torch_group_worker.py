@@ -9,7 +9,7 @@ from typing import Any
 from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.core.config import CheckpointConfig, config_of
 from ckptfsm.core.ports import OffloadHook, Storage
-from ckptfsm.megatron.manager import ports_of
+from ckptfsm.megatron.checkpoint_manager import ports_of
 from ckptfsm.ranks.group_worker import BaseGroupWorker
 
 
