@@ -32,7 +32,7 @@ from roots import (
 
 from ckptfsm.adapters.executor import InlineExecutor
 from ckptfsm.adapters.local_transport import LocalTransport
-from ckptfsm.adapters.signals import NoSignals
+from ckptfsm.adapters.signals import NoDeferredSignals
 from ckptfsm.core.errors import ConfigError, OutcomeUnknown, StepExistsError, StorageError
 from ckptfsm.core.layout import LEASE, MANIFEST, PINS, PRIVATE, QUARANTINE, READERS, TRACKER, TRASH
 from ckptfsm.core.lifecycle import State
@@ -237,7 +237,7 @@ def test_F9_a_stale_listing_in_the_background_stops_nobody():
     the coordinator, or after which nothing is done in the background any more."""
     disk = SimDisk()
     job = saved(disk, 1)
-    link = CoordinatorClient(LocalTransport(), 60.0, NoSignals().hear)
+    link = CoordinatorClient(LocalTransport(), 60.0, NoDeferredSignals().hear)
     link.start(job.coordinator, InlineExecutor())
     failed = fails_to_look(job, "listdir", lambda p: p == LEASE, errno.ESTALE)
     job.clock.sleep(LATER)

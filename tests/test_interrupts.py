@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfsm.adapters.signals import HandlersWait, OneCall
+from ckptfsm.adapters.signals import OneCall, PosixDeferredSignals
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -49,7 +49,7 @@ def handlers() -> list[object]:
 def test_a_handler_runs_at_the_end_of_the_block(heard: list[int]):
     """Catches: a Ctrl-C between a fork and the line that stores the child; one that is lost."""
     before, stored = handlers(), []
-    with pytest.raises(KeyboardInterrupt), HandlersWait():
+    with pytest.raises(KeyboardInterrupt), PosixDeferredSignals():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGUSR1)
@@ -64,7 +64,7 @@ def test_a_handler_runs_at_the_end_of_the_block(heard: list[int]):
 def test_an_error_in_the_block_comes_out(heard: list[int]):
     """Catches: a fork that failed, taken for one that was stored; a job that cannot be ended."""
     before = handlers()
-    with pytest.raises(BlockingIOError), HandlersWait():
+    with pytest.raises(BlockingIOError), PosixDeferredSignals():
         signal.raise_signal(signal.SIGTERM)
         raise BlockingIOError
     assert (heard, handlers()) == ([signal.SIGTERM], before)
@@ -73,8 +73,8 @@ def test_an_error_in_the_block_comes_out(heard: list[int]):
 def test_blocks_may_be_nested(heard: list[int]):
     """Catches: an inner block that ends the outer one's wait."""
     before, stored = handlers(), []
-    with HandlersWait():
-        with HandlersWait():
+    with PosixDeferredSignals():
+        with PosixDeferredSignals():
             signal.raise_signal(signal.SIGTERM)
         stored.append(list(heard))
     assert (stored, heard, handlers()) == ([[]], [signal.SIGTERM], before)
@@ -94,7 +94,7 @@ def test_what_the_kernel_knew_of_a_handler_comes_back(heard: list[int], tmp_path
     with (tmp_path / "trace").open("w") as trace:
         faulthandler.register(signal.SIGTERM, file=trace, chain=True)
         before = [for_the_kernel(number) for number in (signal.SIGINT, signal.SIGTERM)]
-        with HandlersWait():
+        with PosixDeferredSignals():
             pass
         assert [for_the_kernel(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
         signal.raise_signal(signal.SIGTERM)
@@ -130,7 +130,7 @@ def test_a_signal_on_the_way_in_or_out_is_not_lost(
     with monkeypatch.context() as patched:
         patched.setattr(_signal, "signal", Strike(number, nth, early=early))
         try:
-            with HandlersWait():  # two handlers are put off, and two put back
+            with PosixDeferredSignals():  # two handlers are put off, and two put back
                 pass
         except KeyboardInterrupt:
             ended = "raised"
@@ -149,7 +149,7 @@ def test_one_that_was_put_off_is_not_lost_where_another_comes_on_the_way_out(
     before = handlers()
     with monkeypatch.context() as patched:
         patched.setattr(_signal, "signal", Strike(signal.SIGINT, nth, early=early))
-        with pytest.raises(KeyboardInterrupt), HandlersWait():
+        with pytest.raises(KeyboardInterrupt), PosixDeferredSignals():
             signal.raise_signal(signal.SIGTERM)
     assert sorted(heard) == [signal.SIGINT, signal.SIGTERM]
     assert handlers() == before
@@ -160,7 +160,7 @@ def test_other_threads_have_no_handlers():
     ended: list[bool] = []
 
     def fork() -> None:
-        with HandlersWait():
+        with PosixDeferredSignals():
             ended.append(True)
 
     thread = threading.Thread(target=fork)
@@ -177,14 +177,14 @@ def test_a_thread_that_may_set_no_handler_goes_on(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(_signal, "signal", refuses)
     done = []
-    with HandlersWait():
+    with PosixDeferredSignals():
         done.append(True)
     assert done == [True]
 
 
 def test_a_handler_is_heard_where_the_block_asks(heard: list[int]):
     """Catches: a wait of minutes that no Ctrl-C ends; a handler that runs twice."""
-    waits = HandlersWait()
+    waits = PosixDeferredSignals()
     with waits:
         assert waits.hear() is None
         signal.raise_signal(signal.SIGTERM)
@@ -198,7 +198,7 @@ def test_a_handler_is_heard_where_the_block_asks(heard: list[int]):
 def test_a_thousand_of_one_signal_are_one(heard: list[int]):
     """Found by review. Catches: handlers of a timer that are run one inside the other, until Python has
     no stack left; a frame that is kept for each."""
-    with HandlersWait():
+    with PosixDeferredSignals():
         for _ in range(5000):
             signal.raise_signal(signal.SIGTERM)
     assert heard == [signal.SIGTERM]
@@ -214,7 +214,7 @@ def test_a_handler_that_another_one_set_stays(heard: list[int]):
         signal.signal(signal.SIGTERM, second)
 
     signal.signal(signal.SIGTERM, first)
-    waits = HandlersWait()
+    waits = PosixDeferredSignals()
     with waits:
         signal.raise_signal(signal.SIGTERM)
         waits.hear()
@@ -224,7 +224,7 @@ def test_a_handler_that_another_one_set_stays(heard: list[int]):
 
 def test_a_call_inside_a_call_is_one_call(heard: list[int]):
     """Catches: handlers that run at the end of an inner call, while the outer one has more to do."""
-    one_call, stored = OneCall(HandlersWait), []
+    one_call, stored = OneCall(PosixDeferredSignals), []
     with pytest.raises(KeyboardInterrupt), one_call.running():
         with one_call.running():
             signal.raise_signal(signal.SIGINT)
@@ -236,7 +236,7 @@ def test_a_call_inside_a_call_is_one_call(heard: list[int]):
 
 IN_THE_FORK = """
 import logging, os, signal, threading
-from ckptfsm.adapters.signals import HandlersWait
+from ckptfsm.adapters.signals import PosixDeferredSignals
 from ckptfsm.adapters.fork import fork_child
 signal.signal(signal.SIGINT, signal.default_int_handler)
 me = os.getpid()
@@ -246,7 +246,7 @@ def strike():
 os.register_at_fork(before=strike, after_in_parent=strike)
 child = None
 try:
-    with HandlersWait():
+    with PosixDeferredSignals():
         child = fork_child(lambda: "written", keep=(), group=True)
 except KeyboardInterrupt:
     print("interrupted,", child.wait(20).payload)

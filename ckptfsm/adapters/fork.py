@@ -167,7 +167,7 @@ def fork_child(job: Callable[[], Any], *, keep: Sequence[int], group: bool) -> C
     ``keep``: descriptors the child may keep. ``group``: give it a process group of its own, so that
     it can be killed with everything it forks, and a Ctrl-C at the terminal does not reach it. A child
     without one is a worker that such a child forks: no other thread of it holds a lock.
-    Call it within ``HandlersWait``, until the child is stored where it will be looked for.
+    Call it within ``PosixDeferredSignals``, until the child is stored where it will be looked for.
 
     Returns when the child runs. One that hangs in the fork is killed and forked anew, the last one
     is left to its deadline. CPython 3.10 and 3.11 had a lock for that until September 2024 (issue

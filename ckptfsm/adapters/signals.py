@@ -35,8 +35,9 @@ _SIGACTION_BYTES = 1024  # more than any struct sigaction
 _NUMBERS = tuple(int(number) for number in signal.valid_signals())
 
 
-class HandlersWait:
-    """``with HandlersWait(): self.child = fork_child(...)``: a Ctrl-C meanwhile is raised at its end.
+class PosixDeferredSignals:
+    """``with PosixDeferredSignals(): self.child = fork_child(...)``: a Ctrl-C meanwhile is raised
+    at its end.
 
     Not to be entered twice.
     """
@@ -113,7 +114,7 @@ class HandlersWait:
             self._put_off[number][0](number, frame)
 
 
-class NoSignals:
+class NoDeferredSignals:
     """``DeferredSignals`` where no handler is ever run: a simulated process."""
 
     def __enter__(self) -> None:

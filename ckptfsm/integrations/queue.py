@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckptfsm.adapters.fork import Child, fork_child
 from ckptfsm.adapters.notices import say, warn_at_end
-from ckptfsm.adapters.signals import HandlersWait, OneCall
+from ckptfsm.adapters.signals import OneCall, PosixDeferredSignals
 from ckptfsm.adapters.versions import installed
 from ckptfsm.core.backoff import pauses
 from ckptfsm.core.config import CheckpointConfig, config_of
@@ -143,7 +143,7 @@ class AsyncCallsQueue:
         **settings: Any,
     ) -> None:
         self.persistent = persistent
-        self._one_call = OneCall(HandlersWait)
+        self._one_call = OneCall(PosixDeferredSignals)
         self._process: int | None = None  # whose the calls are: ranks may be forked after this
         self._config = config_of(config, settings)
         self._staging = staging

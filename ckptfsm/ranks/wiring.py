@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.executor import ThreadExecutor
 from ckptfsm.adapters.identity import this_process
-from ckptfsm.adapters.signals import HandlersWait
+from ckptfsm.adapters.signals import PosixDeferredSignals
 from ckptfsm.core.ports import Driver, OffloadHook, Ports, Storage, Transport
 from ckptfsm.writers.rank_writer import launch_forked
 
@@ -27,6 +27,6 @@ def system_ports(
         open_storage,
         this_process,
         launch_forked,
-        HandlersWait,
+        PosixDeferredSignals,
         staging,
     )

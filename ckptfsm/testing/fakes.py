@@ -23,7 +23,7 @@ from ckptfsm.adapters.executor import ThreadExecutor
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.adapters.signals import HandlersWait
+from ckptfsm.adapters.signals import PosixDeferredSignals
 from ckptfsm.core.errors import CkptFsmError, RankFailed, SaveRefused
 from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
 from ckptfsm.core.ports import (
@@ -459,7 +459,7 @@ def fake_ports(
         storage,
         identity,
         launch,
-        HandlersWait,
+        PosixDeferredSignals,
         staging,
     )
 

@@ -140,7 +140,7 @@ WRITERS = (
         "handlers-run-inside-a-call",
         "adapters.signals:OneCall.running",
         "signals = self._defer()",
-        "signals = NoSignals()",
+        "signals = NoDeferredSignals()",
         breaks="I10",
         source="F13",
         killers=(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ckptfsm.adapters.signals import HandlersWait, OneCall
+from ckptfsm.adapters.signals import OneCall, PosixDeferredSignals
 from ckptfsm.core.errors import CkptFsmError, RankFailed, RankInterrupted, SaveFailed, describe
 from ckptfsm.core.ports import Transport
 from ckptfsm.ranks.coordinator_client import interrupted_rank, typed
@@ -64,7 +64,7 @@ class Call:
 
 
 def _one_call() -> OneCall:
-    return OneCall(HandlersWait)
+    return OneCall(PosixDeferredSignals)
 
 
 class InsideCall:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from ckptfsm.adapters.fork import Child
 from ckptfsm.adapters.notices import say, warn_caller
-from ckptfsm.adapters.signals import HandlersWait
+from ckptfsm.adapters.signals import PosixDeferredSignals
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import (
     CkptFsmError,
@@ -94,7 +94,7 @@ class Uploads:
         if self.running is None and self.waiting:
             of = next(iter(self.waiting))
             upload = Upload(self.root, of, self.mirror, look=of.step == self.resumed)
-            with HandlersWait():
+            with PosixDeferredSignals():
                 self.running = of, upload.start()
         if problem is not None:
             raise problem

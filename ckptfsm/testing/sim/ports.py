@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ckptfsm.adapters.executor import run_into
-from ckptfsm.adapters.signals import NoSignals
+from ckptfsm.adapters.signals import NoDeferredSignals
 from ckptfsm.core.errors import CkptFsmError, OutcomeUnknown, RankFailed, describe, first_os_error
 from ckptfsm.core.events import Event, ShardReported, WriterForked
 from ckptfsm.core.parts import PartSpec, content_of
@@ -546,5 +546,5 @@ def world_ports(site: Site, owner: Process, transport: WorldTransport) -> Ports:
             owner.host, owner.pid, f"boot:{owner.pid}", f"nonce{owner.pid:08d}"
         ),
         launch=lambda storage, job: WorldWriter(site, owner, job),
-        defer_signals=NoSignals,
+        defer_signals=NoDeferredSignals,
     )
