@@ -367,7 +367,7 @@ class Coordinator:
                 step=request.step,
                 latest=_step_of(self._engine.ledger.latest()),
             )
-        aside = self._engine.effects.put_aside(name)
+        aside = self._engine.effects.set_aside(name)
         said = f"step {request.step}: {name} is not complete, and was moved to {aside}"
         say(log.warning, "partial_directory_quarantined", said, file=name, to=aside)
 

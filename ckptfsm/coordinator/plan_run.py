@@ -127,7 +127,7 @@ class PlanRun:
             if self.resume != "fresh" or not (known or lookup(self.storage, TRACKER)):
                 return False
             self.engine.append(RollbackStarted(to_step=None, at=self.clock.wall()))
-        self.engine.effects.put_aside_tracker()
+        self.engine.effects.set_aside_tracker()
         return True
 
     def _finish_rollback(self, interrupted: Intent, afresh: bool) -> None:
@@ -199,7 +199,7 @@ def roll_back(engine: Engine, target: int | None, at: str) -> None:
     Tracker first, so that it never names what is being moved; then the later steps.
     """
     if target is None:
-        engine.effects.put_aside_tracker()
+        engine.effects.set_aside_tracker()
     else:
         engine.effects.write_tracker(target)
     reason: Literal["fresh", "rollback"] = "fresh" if target is None else "rollback"

@@ -249,12 +249,12 @@ class Effects:
                 f"the tracker was written as {step} but reads as {seen.step}", file=TRACKER
             )
 
-    def put_aside(self, name: str) -> str:
+    def set_aside(self, name: str) -> str:
         """Move what is partial, and in the way of a save, to quarantine. Returns its name there."""
         self.check_epoch()
         return self._move_aside(name, f"{QUARANTINE}/{name}.{self.tag}")
 
-    def put_aside_tracker(self) -> None:
+    def set_aside_tracker(self) -> None:
         """Move the tracker to quarantine: only a fresh start does this."""
         self.check_epoch()
         if lookup(self.storage, TRACKER) is not None:

@@ -1415,7 +1415,7 @@ FENCES = (
     mutant(
         "a-fresh-start-takes-the-tracker-away-last",
         "coordinator.plan_run:PlanRun._begin_afresh",
-        "self.engine.effects.put_aside_tracker()\nreturn True",
+        "self.engine.effects.set_aside_tracker()\nreturn True",
         "return True",
         breaks="I8",
         source="F33",
@@ -1688,7 +1688,7 @@ FENCES = (
     ),
     mutant(
         "what-was-put-aside-is-overwritten",
-        "disk.effects:Effects.put_aside",
+        "disk.effects:Effects.set_aside",
         'return self._move_aside(name, f"{QUARANTINE}/{name}.{self.tag}")',
         'move(self.storage, name, f"{QUARANTINE}/{name}.{self.tag}")\nreturn name',
         breaks="I1",
