@@ -52,7 +52,7 @@ from ckptfsm.core.layout import (
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import FileStat, RankJob
-from ckptfsm.core.requests import Blocked, FinalizersDue, SaveRequest, Settled
+from ckptfsm.core.requests import Blocked, FinalizersDue, NothingInFlight, SaveRequest
 from ckptfsm.core.retention import KeepAll, LatestN, Policy
 from ckptfsm.disk.journal import read_segments
 from ckptfsm.disk.reader_lease import ReaderLease
@@ -210,7 +210,7 @@ def test_settled_is_said_after_everything_else():
         State.TRACKED,
         State.PRUNABLE,
         State.PRUNED,
-        Settled(),
+        NothingInFlight(),
     ]
 
 

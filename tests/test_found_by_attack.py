@@ -75,7 +75,7 @@ from ckptfsm.core.layout import MANIFEST, QUARANTINE, STAGING, TRACKER, TRASH
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import RankJob, Storage
-from ckptfsm.core.requests import SaveRequest, Settled
+from ckptfsm.core.requests import NothingInFlight, SaveRequest
 from ckptfsm.core.retention import LatestN
 from ckptfsm.demo.run import DemoOptions, _fresh_root
 from ckptfsm.disk import durable
@@ -504,7 +504,7 @@ def test_F24_an_interrupted_hook_loses_no_news(tmp_path: Path):
     ends = [(State.ABSENT, State.REQUESTED), (State.REQUESTED, State.FAILED)]
     ends.append((State.FAILED, State.DISCARDED))
     news = [told(of, source, dest) for source, dest in ends]
-    numbered = tuple(enumerate((*news, Settled()), manager._client.taken))
+    numbered = tuple(enumerate((*news, NothingInFlight()), manager._client.taken))
     with pytest.raises(KeyboardInterrupt):
         manager._participant.take_update(Update(numbered))
     assert not manager._participant.view.quiet

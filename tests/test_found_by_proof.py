@@ -49,7 +49,7 @@ from ckptfsm.core.layout import (
     TRASH,
     planned_name,
 )
-from ckptfsm.core.lifecycle import UNSETTLED, State
+from ckptfsm.core.lifecycle import UNFINISHED, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk import inspection as evidence_module
@@ -84,7 +84,7 @@ def once_before_listing(job: FakeJob, directory: str, happens: Callable[[], obje
 
 
 def is_settled(job: FakeJob) -> bool:
-    return not job.coordinator.busy and not job.coordinator.ledger.in_state(*UNSETTLED)
+    return not job.coordinator.busy and not job.coordinator.ledger.in_state(*UNFINISHED)
 
 
 # ---------------------------------------------------------------------- I8: what a restart resumes

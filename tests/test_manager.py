@@ -318,7 +318,7 @@ def test_a_view_is_quiet_only_when_the_coordinator_says_so(run: Run):
         view.apply(record)
         assert not view.quiet
     assert (view.latest, view.in_flight) == (1, None)
-    view.settling = False
+    view.retention_due = False
     assert view.quiet
 
 

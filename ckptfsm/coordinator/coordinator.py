@@ -54,11 +54,17 @@ from ckptfsm.core.events import (
 from ckptfsm.core.evidence import is_whole, why_not_whole
 from ckptfsm.core.layout import JOURNAL, LAYOUTS, MEGATRON, RECEIPTS, Layout, pin_name
 from ckptfsm.core.ledger import Ledger, Rejected
-from ckptfsm.core.lifecycle import UNSETTLED, Checkpoint, State, expected_reports, writing_ranks
+from ckptfsm.core.lifecycle import UNFINISHED, Checkpoint, State, expected_reports, writing_ranks
 from ckptfsm.core.parts import FINISHED_BY_US, AttemptId
 from ckptfsm.core.ports import Clock, Identity, PartFinisher, Pending, Storage
 from ckptfsm.core.recovery import Resume, forget_moved, plan
-from ckptfsm.core.requests import Located, NumberedNews, RecoveryReport, SaveRequest, Settled
+from ckptfsm.core.requests import (
+    Located,
+    NothingInFlight,
+    NumberedNews,
+    RecoveryReport,
+    SaveRequest,
+)
 from ckptfsm.core.retention import KeepAll, Policy
 from ckptfsm.disk.durable import list_names, lookup, storage_error
 from ckptfsm.disk.inspection import (
@@ -304,7 +310,7 @@ class Coordinator:
 
     @property
     def blocked(self) -> dict[AttemptId, CkptFsmError]:
-        """The unsettled attempts that wait for the disk, and why."""
+        """The unfinished attempts that wait for the disk, and why."""
         return dict(self._engine.blocked)
 
     def wants_tick(self) -> bool:
@@ -731,8 +737,8 @@ class Coordinator:
             self.fatal = OutcomeUnknown(f"interrupted: {describe(error)}")
             raise
         finally:
-            if self._engine.moves != before and not self._engine.ledger.in_state(*UNSETTLED):
-                self._engine.news.append(Settled())
+            if self._engine.moves != before and not self._engine.ledger.in_state(*UNFINISHED):
+                self._engine.news.append(NothingInFlight())
 
 
 def _errno_of(error: OSError) -> int | None:

@@ -66,8 +66,8 @@ from ckptfsm.core.layout import JOURNAL, QUARANTINE, TRACKER, TRASH, Layout, seg
 from ckptfsm.core.ledger import Ledger, Rejected, Transition
 from ckptfsm.core.lifecycle import (
     FORGOTTEN,
+    UNFINISHED,
     UNPUBLISHED,
-    UNSETTLED,
     Checkpoint,
     State,
     writing_ranks,
@@ -133,7 +133,7 @@ class Engine:
         self.moves = 0
         self.news = NewsQueue()
         self.pending: list[Command] = []
-        self.blocked: dict[AttemptId, CkptFsmError] = {}  # unsettled, and why: as it was told
+        self.blocked: dict[AttemptId, CkptFsmError] = {}  # unfinished, and why: as it was told
         self.keep_all = False  # a fresh start deletes nothing
         self.retire_due = False
         self.last_hope: AttemptId | None = None  # nothing but this could be resumed from
@@ -357,7 +357,7 @@ class Engine:
         said = f"step {command.of.step}: {name} failed, and is tried again: {why}"
         say(log.warning, "command_pending", said, command=name, error=why)
         checkpoint = self.ledger.checkpoints.get(command.of)
-        if checkpoint is None or checkpoint.state not in UNSETTLED:
+        if checkpoint is None or checkpoint.state not in UNFINISHED:
             return
         reason, told = self._reason(command, checkpoint, error), self.blocked.get(command.of)
         if told is None or told.summary() != reason.summary():

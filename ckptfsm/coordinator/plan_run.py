@@ -86,11 +86,11 @@ class PlanRun:
             return
         if isinstance(action, Adopted):
             self.engine.continue_from(action.run_seconds)
-            self.engine.effects.settle_adopted(action.of.step)
+            self.engine.effects.make_adopted_durable(action.of.step)
             self.engine.effects.pin(action.of.step, "adopted")
             self.engine.reread_protection()
         if isinstance(action, FoundPublished):
-            self.engine.effects.settle_published(action.of.step)
+            self.engine.effects.make_published_durable(action.of.step)
         self.engine.post(action)
 
     def _fall_back(self, to: int | None, actions: Sequence[Event | Command]) -> None:
@@ -101,7 +101,7 @@ class PlanRun:
         if to is None:
             return
         if any(isinstance(action, Adopted) and action.of.step == to for action in actions):
-            self.engine.effects.settle_adopted(to)
+            self.engine.effects.make_adopted_durable(to)
         try:
             self.engine.effects.write_tracker(to)
         except CkptFsmError:
@@ -204,7 +204,7 @@ def roll_back(engine: Engine, target: int | None, at: str) -> None:
         engine.effects.write_tracker(target)
     reason: Literal["fresh", "rollback"] = "fresh" if target is None else "rollback"
     for checkpoint in engine.ledger.in_state(State.PRUNABLE):
-        _settle_prunable(engine, checkpoint)
+        _resume_prune(engine, checkpoint)
     engine.pending = [c for c in engine.pending if not isinstance(c, WriteTracker)]
     for checkpoint in reversed(engine.ledger.in_state(State.TRACKED)):
         if target is None or checkpoint.step > target:
@@ -212,8 +212,8 @@ def roll_back(engine: Engine, target: int | None, at: str) -> None:
     engine.append(RollbackFinished(at=at))
 
 
-def _settle_prunable(engine: Engine, checkpoint: Checkpoint) -> None:
+def _resume_prune(engine: Engine, checkpoint: Checkpoint) -> None:
     """A prune that waits to be tried again must not come back after a rollback."""
     engine.pending = [c for c in engine.pending if c != Prune(checkpoint.id)]
-    effect = partial(engine.effects.settle_prunable, checkpoint, engine.newest_step())
+    effect = partial(engine.effects.resume_prune, checkpoint, engine.newest_step())
     engine.conclude_prune(checkpoint, effect)

@@ -78,7 +78,7 @@ class State(str, Enum):
 
 IN_FLIGHT = frozenset({State.REQUESTED, State.FORKED, State.SHARDS_WRITTEN, State.FINALIZED})
 UNPUBLISHED = IN_FLIGHT - {State.FINALIZED}  # can still fail
-UNSETTLED = IN_FLIGHT | {State.FAILED}  # something is still to be done for it
+UNFINISHED = IN_FLIGHT | {State.FAILED}  # something is still to be done for it
 ENDED = frozenset({State.PRUNED, State.DISCARDED, State.QUARANTINED})
 FORGOTTEN = frozenset({State.PRUNED, State.DISCARDED})  # nothing of them is left to look after
 

@@ -62,7 +62,7 @@ class FinalizersDue:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class NothingInFlight:
     """Nothing is in flight any more and retention has had its turn."""
 
 
@@ -74,7 +74,7 @@ class Blocked:
     error: CkptFsmError
 
 
-News = TransitionRecord | FinalizersDue | Settled | Blocked
+News = TransitionRecord | FinalizersDue | NothingInFlight | Blocked
 NumberedNews = tuple[int, News]
 
 

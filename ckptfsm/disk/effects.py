@@ -201,7 +201,7 @@ class Effects:
                 step=checkpoint.step,
             ) from error
 
-    def settle_published(self, step: int) -> None:
+    def make_published_durable(self, step: int) -> None:
         """What another process published may have names that are not durable yet.
 
         Also the old one: a fenced one's rename may have come after the opening settled ``staging``.
@@ -215,13 +215,13 @@ class Effects:
         for directory in directories:
             self.storage.fsync_dir(directory)
 
-    def settle_adopted(self, step: int) -> None:
+    def make_adopted_durable(self, step: int) -> None:
         """What somebody else wrote may be in the page cache only: nothing is given up for that."""
         name = self.layout.published_name(step)
         for file, stat in walk_files(self.storage, name):
             if stat.kind == "file":  # a link of somebody's is never followed (F16)
                 fsync_existing(self.storage, f"{name}/{file}")
-        self.settle_published(step)
+        self.make_published_durable(step)
 
     def _leave_out(self, checkpoint: Checkpoint, part: PartSpec, directory: str) -> None:
         """Take an optional part that was not written everywhere out of the unpublished attempt.
@@ -285,7 +285,7 @@ class Effects:
         kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(checkpoint)
         return self._bring_back(checkpoint, aside, kept) if kept else Pruned(aside=aside)
 
-    def settle_prunable(self, checkpoint: Checkpoint, newer_step: int) -> Pruned:
+    def resume_prune(self, checkpoint: Checkpoint, newer_step: int) -> Pruned:
         """Decide a prune that a rollback finds open: what is at its name stays.
 
         Raises ``DamagedRoot`` as ``prune`` does.

@@ -186,8 +186,8 @@ class Controller(Session):
 
         A Ctrl-C between ``begin`` and the hand-out of the tickets would leave it to its deadline.
         """
-        unsettled = self._participant.view.unsettled
-        for of, state in unsettled.items():
+        unfinished = self._participant.view.unfinished
+        for of, state in unfinished.items():
             if of.step == step and state in (State.REQUESTED, State.FORKED):
                 self._participant.report(Failed(of, "fork_failed", shorten(why)))
 
@@ -251,8 +251,8 @@ class Controller(Session):
     @property
     def doomed(self) -> tuple[AttemptId, ...]:
         """The attempts that have failed, and those given up since: their writers are to be ended."""
-        unsettled = self._participant.view.unsettled
-        failed = (of for of, state in unsettled.items() if state is State.FAILED)
+        unfinished = self._participant.view.unfinished
+        failed = (of for of, state in unfinished.items() if state is State.FAILED)
         return (*failed, *self._unconfirmed)
 
     def feed(self, reports: Iterable[Event]) -> None:
@@ -316,7 +316,7 @@ class Controller(Session):
                 self._lose(of, flight, first + rank, why)
 
     def _lose(self, of: AttemptId, flight: _Flight, number: int, why: str) -> None:
-        state = self._participant.view.unsettled.get(of)
+        state = self._participant.view.unfinished.get(of)
         if number not in flight.ranks or state is None:
             return
         if state is State.FAILED:
@@ -329,7 +329,7 @@ class Controller(Session):
         """Ask the workers, not too often, and end what nobody reports on in time."""
         now = self._ports.clock.monotonic()
         try:
-            if self._participant.view.unsettled and now - self._asked_at >= _ASK_EVERY_S:
+            if self._participant.view.unfinished and now - self._asked_at >= _ASK_EVERY_S:
                 self._asked_at = now
                 self.feed(self._ask_workers(self.doomed))
         finally:
@@ -341,15 +341,15 @@ class Controller(Session):
         It was written aside, where a late writer harms nothing; its workers are told to end it for as
         long as a few later attempts go on.
         """
-        unsettled = self._participant.view.unsettled
-        self._flights = {of: self._flights.get(of) or self._unknown() for of in unsettled}
+        unfinished = self._participant.view.unfinished
+        self._flights = {of: self._flights.get(of) or self._unknown() for of in unfinished}
         for of, flight in self._flights.items():
-            if unsettled[of] is State.FAILED and not flight.failed:
+            if unfinished[of] is State.FAILED and not flight.failed:
                 flight.failed, flight.deadline = True, now + self.config.exit_timeout_s
             if now < flight.deadline:
                 continue
             flight.deadline = now + self.config.exit_timeout_s
-            if unsettled[of] is State.FAILED:
+            if unfinished[of] is State.FAILED:
                 said = (
                     f"step {of.step}: workers of a failed save do not answer, and are not awaited"
                 )
@@ -358,7 +358,7 @@ class Controller(Session):
                 while len(self._unconfirmed) > _REMEMBERED:
                     del self._unconfirmed[next(iter(self._unconfirmed))]
                 self._participant.report(WritersLost(of))
-            elif unsettled[of] in (State.REQUESTED, State.FORKED):
+            elif unfinished[of] in (State.REQUESTED, State.FORKED):
                 missing = name_ranks(sorted(flight.ranks - flight.written))
                 why = f"no report in time from rank {missing or '0'}"
                 self._participant.report(Failed(of, "writer_hung", why))

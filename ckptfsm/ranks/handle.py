@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import CkptFsmError
-from ckptfsm.core.lifecycle import IN_FLIGHT, UNSETTLED, State
+from ckptfsm.core.lifecycle import IN_FLIGHT, UNFINISHED, State
 from ckptfsm.core.parts import AttemptId
 
 
@@ -39,7 +39,7 @@ class SaveHandle:
     @property
     def done(self) -> bool:
         """True once it was tracked, failed or skipped."""
-        return self.skipped or self._error is not None or self.state not in UNSETTLED
+        return self.skipped or self._error is not None or self.state not in UNFINISHED
 
     def exception(self) -> CkptFsmError | None:
         """Why the save failed; None while it runs and when it did not fail."""
@@ -80,18 +80,18 @@ class View:
     """
 
     steps: set[int] = field(default_factory=set)
-    unsettled: dict[AttemptId, State] = field(default_factory=dict)
-    settling: bool = False
+    unfinished: dict[AttemptId, State] = field(default_factory=dict)
+    retention_due: bool = False
     awaiting: bool = False
     blocked: dict[AttemptId, CkptFsmError] = field(default_factory=dict)
 
     def apply(self, record: TransitionRecord) -> None:
-        self.settling = True  # until the coordinator says that nothing more follows
+        self.retention_due = True  # until the coordinator says that nothing more follows
         self.blocked.pop(record.of, None)
-        if record.dest in UNSETTLED:
-            self.unsettled[record.of] = record.dest
+        if record.dest in UNFINISHED:
+            self.unfinished[record.of] = record.dest
         else:
-            self.unsettled.pop(record.of, None)
+            self.unfinished.pop(record.of, None)
         if record.dest is State.TRACKED:
             self.steps.add(record.step)
         elif record.source is State.TRACKED:
@@ -100,7 +100,7 @@ class View:
     @property
     def quiet(self) -> bool:
         """True while nothing is in flight, being cleaned up, being pruned, or answered late."""
-        return not self.unsettled and not self.settling and not self.awaiting
+        return not self.unfinished and not self.retention_due and not self.awaiting
 
     @property
     def latest(self) -> int | None:
@@ -108,7 +108,7 @@ class View:
 
     @property
     def in_flight(self) -> AttemptId | None:
-        return next((of for of, state in self.unsettled.items() if state in IN_FLIGHT), None)
+        return next((of for of, state in self.unfinished.items() if state in IN_FLIGHT), None)
 
     @property
     def blocked_by(self) -> CkptFsmError | None:
@@ -121,10 +121,10 @@ class View:
         if step in self.steps:
             latest = " and is the latest" if step == self.latest else ""
             return f"Step {step} is tracked{latest}."
-        of = max((of for of in self.unsettled if of.step == step), default=None)
+        of = max((of for of in self.unfinished if of.step == step), default=None)
         if of is None:
             return f"Step {step} is neither tracked nor in flight."
-        state = self.unsettled[of]
+        state = self.unfinished[of]
         words = "has failed and is not cleaned up yet" if state is State.FAILED else "is in flight"
         said = f"Step {step} {words} (state {state.value})."
         reason = self.blocked.get(of)

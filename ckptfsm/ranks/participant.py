@@ -45,7 +45,14 @@ from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.lifecycle import IN_FLIGHT, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Finalizer, Ports, RankJob, Storage
-from ckptfsm.core.requests import Accepted, Blocked, FinalizersDue, News, NumberedNews, Settled
+from ckptfsm.core.requests import (
+    Accepted,
+    Blocked,
+    FinalizersDue,
+    News,
+    NothingInFlight,
+    NumberedNews,
+)
 from ckptfsm.ranks.coordinator_client import CoordinatorClient, Update
 from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
 from ckptfsm.writers.plain_files import around, at_path
@@ -211,7 +218,7 @@ class Participant:
             self.drive(self._caught_up, timeout_s, "an earlier answer of the disk")
 
     def _caught_up(self, view: View) -> bool:
-        left = [of for of, state in view.unsettled.items() if self._is_orphan(of, state)]
+        left = [of for of, state in view.unfinished.items() if self._is_orphan(of, state)]
         return not left and not self._client.unanswered
 
     def _too_late(self, timeout_s: float, waiting_for: str) -> DeadlineExceeded:
@@ -282,7 +289,7 @@ class Participant:
         if self.writer is not None:
             for event in self.writer.poll(now):
                 self._owe(event)
-        for of, state in self.view.unsettled.items():
+        for of, state in self.view.unfinished.items():
             if self._is_orphan(of, state):
                 detail = f"rank {self._rank}: the call that was to write it was interrupted"
                 self._owe(Failed(of, "fork_failed", detail, self._rank))
@@ -340,8 +347,8 @@ class Participant:
             if not ended:  # fenced, for one
                 self._run_finalizers(news.of)
             return
-        if isinstance(news, Settled):
-            self.view.settling = False
+        if isinstance(news, NothingInFlight):
+            self.view.retention_due = False
             return
         if isinstance(news, Blocked):
             self._on_blocked(news)
@@ -383,7 +390,7 @@ class Participant:
         handle = self._handles.get(news.of)
         if handle is not None:
             handle.blocked_by = news.error
-        if self.view.unsettled.get(news.of) in IN_FLIGHT:
+        if self.view.unfinished.get(news.of) in IN_FLIGHT:
             text = f"step {news.of.step} is published, and waits for the disk: {named(news.error)}"
             self.notes.append(SaveFailedWarning(f"{text}; it is retried"))
 
@@ -402,14 +409,14 @@ class Participant:
         elif record.of not in (*(writer.of for writer in self._dying), self._bystander):
             self._owe(WriterGone(record.of, self._rank))
         self._bury()
-        self._settle_failure(record)
+        self._end_failed(record)
 
     def _on_withdrawn(self, record: TransitionRecord) -> None:
         """It was published, and not tracked after all: for the trainer it failed."""
         self.writer = self._draft = None
-        self._settle_failure(record)
+        self._end_failed(record)
 
-    def _settle_failure(self, record: TransitionRecord) -> None:
+    def _end_failed(self, record: TransitionRecord) -> None:
         """Tell the handle, and do what ``on_failure`` says."""
         error = failure_of(record)
         handle = self._handles.get(record.of)
@@ -507,7 +514,7 @@ class Participant:
         """
         of, specs = accepted.of, accepted.of_rank(self._rank)
         self.save_due = False
-        self._sent = {event for event in self._sent if event.of in self.view.unsettled}
+        self._sent = {event for event in self._sent if event.of in self.view.unfinished}
         handle = self.expect(of)
         location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)
         self._bystander = None if specs else of
@@ -562,7 +569,7 @@ class HandleDone:
     def __call__(self, view: View) -> bool:
         """Also let retention have its turn, unless another attempt is still being cleaned up."""
         failed = self.handle.exception() is not None
-        return self.handle.done and (failed or not view.settling or bool(view.unsettled))
+        return self.handle.done and (failed or not view.retention_due or bool(view.unfinished))
 
 
 def failure_of(record: TransitionRecord) -> SaveFailed:

@@ -37,7 +37,7 @@ from ckptfsm.core.errors import (
     SaveRefused,
 )
 from ckptfsm.core.layout import LAYOUTS
-from ckptfsm.core.lifecycle import UNSETTLED, State
+from ckptfsm.core.lifecycle import UNFINISHED, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Ports, Storage
 from ckptfsm.core.requests import Accepted, RecoveryReport
@@ -411,7 +411,7 @@ class Session:
         """
         limit = timeout_s if timeout_s is not None else self.config.busy_timeout_s
         with self._one_call.running():
-            self._participant.drive(_nothing_unsettled, limit, "the saves in flight")
+            self._participant.drive(_nothing_unfinished, limit, "the saves in flight")
             self._participant.raise_failures()
 
     def wait_for(self, handle: SaveHandle) -> None:
@@ -503,7 +503,7 @@ def _no_save_in_flight(view: View) -> bool:
     return view.in_flight is None
 
 
-def _nothing_unsettled(view: View) -> bool:
+def _nothing_unfinished(view: View) -> bool:
     return view.quiet
 
 
@@ -526,5 +526,5 @@ def _left_in_flight(reference: weakref.ref[Session]) -> str:
 def _view_of(coordinator: Coordinator) -> View:
     ledger = coordinator.ledger
     steps = {c.step for c in ledger.in_state(State.TRACKED)}
-    unsettled = {c.id: c.state for c in ledger.in_state(*UNSETTLED)}
-    return View(steps, unsettled, blocked=coordinator.blocked)
+    unfinished = {c.id: c.state for c in ledger.in_state(*UNFINISHED)}
+    return View(steps, unfinished, blocked=coordinator.blocked)

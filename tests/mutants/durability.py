@@ -187,7 +187,7 @@ MUTANTS = (
     ),
     mutant(
         "what-was-published-late-may-be-back-in-staging",
-        "disk.effects:Effects.settle_published",
+        "disk.effects:Effects.make_published_durable",
         'self.storage.fsync_dir("")\nself.storage.fsync_dir(STAGING)',
         'self.storage.fsync_dir("")',
         breaks="I4",
@@ -284,11 +284,11 @@ MUTANTS = (
     ),
     mutant(
         "adopted-without-fsync",
-        "disk.effects:Effects.settle_adopted",
+        "disk.effects:Effects.make_adopted_durable",
         "for file, stat in walk_files(self.storage, name):\n"
         '    if stat.kind == "file":  # a link of somebody\'s is never followed (F16)\n'
         '        fsync_existing(self.storage, f"{name}/{file}")\n'
-        "self.settle_published(step)",
+        "self.make_published_durable(step)",
         "",
         breaks="I2",
         source="fsync",
@@ -316,7 +316,7 @@ MUTANTS = (
     ),
     mutant(
         "found-published-without-fsync",
-        "disk.effects:Effects.settle_published",
+        "disk.effects:Effects.make_published_durable",
         "fsync_tree_dirs(self.storage, self.layout.published_name(step))\n"
         'self.storage.fsync_dir("")',
         "pass",

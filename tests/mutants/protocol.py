@@ -1621,7 +1621,7 @@ FENCES = (
     mutant(
         "what-the-tracker-falls-back-to-is-not-settled",
         "coordinator.plan_run:PlanRun._fall_back",
-        "self.engine.effects.settle_adopted(to)",
+        "self.engine.effects.make_adopted_durable(to)",
         "pass",
         breaks="I2",
         source="order",

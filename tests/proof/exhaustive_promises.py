@@ -343,7 +343,7 @@ def is_settled(world: World) -> bool:
         return True
     if world.live is None or world.live.pending or world.live.retire_due:
         return False
-    busy = lifecycle.UNSETTLED | {State.PRUNABLE}
+    busy = lifecycle.UNFINISHED | {State.PRUNABLE}
     return not any(c.state in busy for c in world.live.checkpoints)
 
 

@@ -586,7 +586,7 @@ def forget_done(world: World) -> World:
     """Writers that nobody waits for any more and that cannot write again."""
     if world.live is None:
         return world
-    living = {c.id for c in world.live.checkpoints if c.state in lifecycle.UNSETTLED}
+    living = {c.id for c in world.live.checkpoints if c.state in lifecycle.UNFINISHED}
     kept = tuple(w for w in world.writers if w.of in living or w.alive)
     return world._replace(writers=kept)
 

@@ -254,7 +254,7 @@ class Judge:
             if report.latest_step != tracked:
                 raise RootBroken(f"I2: recovery says {report.latest_step}, the tracker {tracked}")
             if job.coordinator.ledger.in_state(State.REQUESTED, State.FORKED, State.FAILED):
-                raise RootBroken("I8: recovery left something unsettled")
+                raise RootBroken("I8: recovery left something unfinished")
         with _opened(root, 102) as (job, report):
             if report.latest_step != tracked or any(d.actions for d in report.decisions):
                 raise RootBroken(f"I8: the second recovery decided {report.decisions}")

@@ -109,9 +109,9 @@ def _restart(
 
 
 def _save_and_close(job: FakeJob, step: int) -> None:
-    unsettled = job.coordinator.ledger.in_state(State.REQUESTED, State.FORKED, State.FAILED)
-    if unsettled:
-        raise broken("I8", f"left unsettled: {[str(c.id) for c in unsettled]}")
+    unfinished = job.coordinator.ledger.in_state(State.REQUESTED, State.FORKED, State.FAILED)
+    if unfinished:
+        raise broken("I8", f"left unfinished: {[str(c.id) for c in unfinished]}")
     job.save(step)
     job.close()
     if step not in job.acknowledged:

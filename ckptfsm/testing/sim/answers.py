@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked, WriterGone
-from ckptfsm.core.lifecycle import IN_FLIGHT, UNSETTLED, State
+from ckptfsm.core.lifecycle import IN_FLIGHT, UNFINISHED, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.testing.sim.site import Site
 
@@ -111,7 +111,7 @@ class HandedOn:
         """The controller was told of this."""
         if record.dest is State.REQUESTED:
             self._begun.add(record.of)
-        if record.dest not in UNSETTLED:
+        if record.dest not in UNFINISHED:
             self._settled.add(record.of)
 
     def begin_round(self) -> None:
