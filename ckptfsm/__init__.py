@@ -80,6 +80,8 @@ __all__ = [
     "AllOf",
 ]
 
+Staging = OffloadHook  # the name it had first
+
 logging.getLogger("ckptfsm").addHandler(logging.NullHandler())
 # It tells the parts of every move at INFO, and trainers log at INFO: fourteen lines for each save.
 if (parts_of_moves := logging.getLogger("transitions")).level == logging.NOTSET:

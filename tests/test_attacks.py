@@ -34,7 +34,7 @@ from ckptfsm.adapters.executor import InlineExecutor
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.adapters.signals import NoDeferredSignals
 from ckptfsm.core.errors import ConfigError, OutcomeUnknown, StepExistsError, StorageError
-from ckptfsm.core.layout import LEASE, MANIFEST, PINS, PRIVATE, QUARANTINE, READERS, TRACKER, TRASH
+from ckptfsm.core.layout import EPOCHS, MANIFEST, PINS, PRIVATE, QUARANTINE, READERS, TRACKER, TRASH
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.requests import SaveRequest
@@ -239,7 +239,7 @@ def test_F9_a_stale_listing_in_the_background_stops_nobody():
     job = saved(disk, 1)
     link = CoordinatorClient(LocalTransport(), 60.0, NoDeferredSignals().hear)
     link.start(job.coordinator, InlineExecutor())
-    failed = fails_to_look(job, "listdir", lambda p: p == LEASE, errno.ESTALE)
+    failed = fails_to_look(job, "listdir", lambda p: p == EPOCHS, errno.ESTALE)
     job.clock.sleep(LATER)
     link.work_in_background()
     assert failed and not link.has_news

@@ -475,7 +475,7 @@ def test_F27_a_lease_that_nobody_waited_for_is_given_back(tmp_path, monkeypatch,
         pass
     assert isinstance(struck[0].result(10), Located), "it took its lease"
     with job.controller.reading(10):
-        assert len(os.listdir(tmp_path / ".ckptfsm/leases")) == 1, "only this one's"
+        assert len(os.listdir(tmp_path / ".ckptfsm/readers")) == 1, "only this one's"
     job.controller.close()
 
 
@@ -498,7 +498,7 @@ def test_F27_a_ctrl_c_that_takes_an_answer_gives_its_lease_back(tmp_path):
     with pytest.raises(KeyboardInterrupt), job.controller.reading(10):
         pass
     with job.controller.reading(10):
-        assert len(os.listdir(tmp_path / ".ckptfsm/leases")) == 1, "only this one's"
+        assert len(os.listdir(tmp_path / ".ckptfsm/readers")) == 1, "only this one's"
     with pytest.raises(SaveFailed):
         job.controller.wait_until_finished()
     job.controller.close()

@@ -41,8 +41,8 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.core.events import Failed, FinalizersRan, ShardReported, WriterForked, WriterGone
 from ckptfsm.core.layout import (
+    EPOCHS,
     JOURNAL,
-    LEASE,
     MANIFEST,
     RECEIPTS,
     TRACKER,
@@ -434,7 +434,7 @@ HOSTILE_NAMES = [
 
 
 @pytest.mark.parametrize(
-    "directory", ["staging", "trash", "pins", "leases", "journal", "quarantine"]
+    "directory", ["staging", "trash", "pins", "readers", "journal", "quarantine"]
 )
 def test_F30_hostile_names_are_left_alone(directory: str):
     """Catches: a name that is parsed into something it is not, followed, or fatal."""
@@ -461,7 +461,7 @@ def test_F30_hostile_names_are_left_alone(directory: str):
 
 
 @pytest.mark.parametrize("kind", ["directory", "symlink", "empty"])
-@pytest.mark.parametrize("where", ["pins/1.json", "leases/1.x.json"])
+@pytest.mark.parametrize("where", ["pins/1.json", "readers/1.x.json"])
 def test_F30_a_marker_that_is_no_document_still_protects(where: str, kind: str):
     """I7. Catches: a pin or lease of another shape that stops the coordinator, or protects nothing."""
     disk = SimDisk()
@@ -584,7 +584,7 @@ def test_F16_a_linked_name_in_the_way_of_a_save():
 
 
 @pytest.mark.damages_journal("puts a link in its place")
-@pytest.mark.parametrize("name", ["staging", "trash", "journal", "lease"])
+@pytest.mark.parametrize("name", ["staging", "trash", "journal", "epochs"])
 def test_F16_a_private_directory_that_is_a_link_is_refused(name: str):
     """Catches: our own files written, or deleted, somewhere else."""
     disk = SimDisk()
@@ -621,7 +621,7 @@ def interrupted_prune(disk: SimDisk) -> None:
     assert "iter_0000001" in disk.snapshot()
 
 
-@pytest.mark.parametrize("guard", ["pin", "lease", "policy", "none"])
+@pytest.mark.parametrize("guard", ["pin", "lease", "earlier lease", "policy", "none"])
 def test_F17_an_interrupted_deletion_looks_at_every_guard_again(guard: str):
     """I7. Catches: a deletion that is completed although it was forbidden meanwhile."""
     disk = SimDisk()
@@ -629,6 +629,9 @@ def test_F17_an_interrupted_deletion_looks_at_every_guard_again(guard: str):
     if guard == "pin":
         disk.plant_file(".ckptfsm/pins/1.json", b"{}")
     elif guard == "lease":
+        disk.plant_file(".ckptfsm/readers/1.reader.json", b"{}")
+    elif guard == "earlier lease":
+        SimStorage(disk, "earlier").mkdir(".ckptfsm/leases")
         disk.plant_file(".ckptfsm/leases/1.reader.json", b"{}")
     job = start(disk, "second", retention=KeepAll() if guard == "policy" else LatestN(1))
     assert tracked(job) == [1, 2], "nobody has read step 2 yet: nothing is given up for it"
@@ -637,6 +640,17 @@ def test_F17_an_interrupted_deletion_looks_at_every_guard_again(guard: str):
     assert tracked(job) == kept
     assert ("iter_0000001" in disk.snapshot()) == (guard != "none")
     check_root(job.storage, 3)
+
+
+def test_I7_a_reader_beside_an_earlier_version_leaves_its_lease_where_that_one_looks():
+    """Catches: a lease that a job of an earlier version, which still runs, does not know of."""
+    disk = SimDisk()
+    saved(disk, 1)
+    storage = SimStorage(disk, "earlier")
+    storage.rename(".ckptfsm/readers", ".ckptfsm/leases")
+    with ReaderLease("/sim", 1, storage=SimStorage(disk, "reader"), nonce="r"):
+        assert storage.listdir(".ckptfsm/leases") == ["1.r.json"]
+    assert storage.listdir(".ckptfsm/leases") == []
 
 
 def test_F17_a_tracker_edited_by_hand_stops_a_deletion():
@@ -772,11 +786,11 @@ def test_F20_damage_in_the_middle_changes_nothing_and_raises():
     at = data.index(b'"dest":"tracked"')
     damaged = data[:at] + b"X" + data[at + 1 :]
     replace(disk, path, damaged)
-    before = {p: v for p, v in disk.snapshot().items() if "lease" not in p and "lock" not in p}
+    before = {p: v for p, v in disk.snapshot().items() if "/epochs" not in p and "lock" not in p}
     with pytest.raises(JournalCorrupt) as caught:
         start(disk, "second")
     assert caught.value.file == path and 0 < caught.value.offset <= at
-    after = {p: v for p, v in disk.snapshot().items() if "lease" not in p and "lock" not in p}
+    after = {p: v for p, v in disk.snapshot().items() if "/epochs" not in p and "lock" not in p}
     assert after == before
 
 
@@ -829,7 +843,7 @@ def test_F5_a_root_on_a_disk_that_is_full_of_our_trash_is_opened():
 
     second = start(disk, "second", wrap=lambda s: FaultStorage(s, before=before))
     assert tracked(second) == [1]
-    assert not [name for name in below(disk, f"{LEASE}/") if "take-" in name]
+    assert not [name for name in below(disk, f"{EPOCHS}/") if "take-" in name]
 
 
 def test_F5_the_trash_of_one_that_saves_all_the_time_is_emptied():
@@ -878,7 +892,7 @@ def newer_manifest(disk: SimDisk) -> str:
 
 
 def newer_holder(disk: SimDisk) -> str:
-    path = max(below(disk, ".ckptfsm/lease/"))
+    path = max(below(disk, ".ckptfsm/epochs/"))
     holder = json.loads(content(disk, path)) | {"schema_version": 2, "from_the_future": True}
     replace(disk, path, json.dumps(holder).encode())
     return path
@@ -936,7 +950,7 @@ def test_I9_a_fenced_coordinator_changes_nothing(call: str):
     if call == "unpin":
         first.coordinator.pin(1, "")
     second = start(disk, "second", takeover=True)
-    disk.plant_file(".ckptfsm/leases/2.somebody.json", b"x")
+    disk.plant_file(".ckptfsm/readers/2.somebody.json", b"x")
     first.clock.now += 10_000
     before = outside_own_journal(disk, 1)
     with pytest.raises(Fenced) as caught:
@@ -1201,19 +1215,19 @@ def test_F27_a_readers_lease_expires_by_our_own_time():
     """F14. Catches: a crashed reader that keeps a checkpoint for ever, or wall time deciding so."""
     disk = SimDisk()
     job = saved(disk, 1, retention=LatestN(1))
-    disk.plant_file(".ckptfsm/leases/1.dead.json", b"once")
+    disk.plant_file(".ckptfsm/readers/1.dead.json", b"once")
     job.save(2)
     job.coordinator.tick()
     job.clock.now += 599
     job.coordinator.tick()
     assert tracked(job) == [1, 2]
-    replace(disk, ".ckptfsm/leases/1.dead.json", b"renewed")
+    replace(disk, ".ckptfsm/readers/1.dead.json", b"renewed")
     job.clock.now += 2
     job.coordinator.tick()
-    assert ".ckptfsm/leases/1.dead.json" in disk.snapshot(), "it was renewed meanwhile"
+    assert ".ckptfsm/readers/1.dead.json" in disk.snapshot(), "it was renewed meanwhile"
     job.clock.now += 601
     job.coordinator.tick()
-    assert ".ckptfsm/leases/1.dead.json" not in disk.snapshot()
+    assert ".ckptfsm/readers/1.dead.json" not in disk.snapshot()
     job.save(3)
     assert tracked(job) == [3]
 
@@ -1229,10 +1243,10 @@ def test_F27_a_reader_that_renews_keeps_its_step_beyond_the_timeout():
             job.clock.now += 400
             lease.renew()
             job.coordinator.tick()
-            assert ".ckptfsm/leases/1.r.json" in disk.snapshot() and tracked(job) == [1, 2]
+            assert ".ckptfsm/readers/1.r.json" in disk.snapshot() and tracked(job) == [1, 2]
         job.clock.now += 601
         job.coordinator.tick()
-        assert ".ckptfsm/leases/1.r.json" not in disk.snapshot(), "it did not renew"
+        assert ".ckptfsm/readers/1.r.json" not in disk.snapshot(), "it did not renew"
     job.save(3)
     assert tracked(job) == [3]
 
@@ -1241,7 +1255,7 @@ def test_what_is_left_of_a_lease_that_could_not_be_written_expires():
     """Catches: files that a full disk or a killed reader leaves among the leases for good."""
     disk = SimDisk()
     job = saved(disk, 1)
-    left, foreign = ".ckptfsm/leases/1.dead.json.tmp-dead.0", ".ckptfsm/leases/notes.txt"
+    left, foreign = ".ckptfsm/readers/1.dead.json.tmp-dead.0", ".ckptfsm/readers/notes.txt"
     disk.plant_file(left, b"ha")
     disk.plant_file(foreign, b"of somebody")
     job.coordinator.tick()
@@ -1259,7 +1273,7 @@ def test_a_lease_that_cannot_be_looked_at_keeps_no_other(sick: str, method: str)
     """Catches: a bad sector under one lease that keeps all others, and the trash full."""
     disk = SimDisk()
     job = saved(disk, 1)
-    bad, dead = f".ckptfsm/leases/{sick}", ".ckptfsm/leases/2.dead.json"
+    bad, dead = f".ckptfsm/readers/{sick}", ".ckptfsm/readers/2.dead.json"
     trash = ".ckptfsm/trash/gone-0.e1.a1"
     for path in (bad, dead, trash):
         disk.plant_file(path, b"{}")
@@ -1280,7 +1294,7 @@ def test_a_lease_that_cannot_be_looked_at_keeps_no_other(sick: str, method: str)
 
 
 @pytest.mark.parametrize(
-    ("marker", "kept_by"), [("leases/1.late.json", "reader"), ("pins/1.json", "pin")]
+    ("marker", "kept_by"), [("readers/1.late.json", "reader"), ("pins/1.json", "pin")]
 )
 def test_F27_a_marker_made_between_the_decision_and_the_rename(marker: str, kept_by: str):
     """Catches: a prune that does not look again right before it moves the directory."""

@@ -270,7 +270,7 @@ def test_F27_a_lease_that_cannot_be_given_back_does_not_undo_a_restore(tmp_path:
     sick: list[bool] = []
 
     def before(index: int, method: str, path: str) -> None:
-        if sick and method == "unlink" and "/leases/" in path:
+        if sick and method == "unlink" and "/readers/" in path:
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
     driver = FakeDriver()
@@ -1245,7 +1245,7 @@ def test_I7_a_lease_does_not_hand_out_another_runs_path(when: str, tmp_path: Pat
     current.symlink_to(tmp_path / "b")
     with pytest.raises(StorageError, match="is not the directory that was opened any more"), lease:
         pytest.fail("entered")
-    assert [p.name for p in (tmp_path / "a/gpt/.ckptfsm/leases").rglob("*.json")] == []
+    assert [p.name for p in (tmp_path / "a/gpt/.ckptfsm/readers").rglob("*.json")] == []
 
 
 @pytest.mark.parametrize("does", ["exit", "raise", "close", "abandon", "poll", "save", "wait"])

@@ -93,7 +93,7 @@ class TakesOver(FaultStorage):
     def listdir(self, path: str) -> list[str]:
         """The pruner sees the lease in its second look, and is paused right there."""
         found = super().listdir(path)
-        if self.successor is None and path == ".ckptfsm/leases" and found:
+        if self.successor is None and path == ".ckptfsm/readers" and found:
             with pytest.raises(StepNotFoundError):
                 self.lease.renew()
             self.lease._let_go()

@@ -39,7 +39,7 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import Pin, encode
 from ckptfsm.core.errors import CkptFsmError, DamagedRoot, StepExistsError, StorageError
 from ckptfsm.core.events import Failed, FinalizersRan, ShardReported, WriterGone
-from ckptfsm.core.layout import LEASE, MANIFEST, PRIVATE, QUARANTINE, TRACKER, TRASH, begun_name
+from ckptfsm.core.layout import EPOCHS, MANIFEST, PRIVATE, QUARANTINE, TRACKER, TRASH, begun_name
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import RankJob
@@ -613,7 +613,7 @@ def test_F27_a_clean_up_tried_again_leaves_what_a_reader_holds():
     job.storage.before = fails("rename", moves(TWO))
     job.save(3)
     assert tracked(job) == [3]
-    disk.plant_file(".ckptfsm/leases/2.r-1.json", encode(Pin(step=2, reason="reader", nonce="r")))
+    disk.plant_file(".ckptfsm/readers/2.r-1.json", encode(Pin(step=2, reason="reader", nonce="r")))
     ticks(job)
     assert tracked(job) == [2, 3] and TWO in names(disk)
 
@@ -853,7 +853,7 @@ def test_F7_an_error_of_the_look_before_the_finalizers_fails_the_attempt_alone()
     """Catches: a coordinator that ends for a directory that could not be listed for a moment."""
     disk = SimDisk()
     job = start(disk)
-    sick = partial(fails_to_look, job, "listdir", LEASE.__eq__, errno.EIO)
+    sick = partial(fails_to_look, job, "listdir", EPOCHS.__eq__, errno.EIO)
     of = foreign_attempt(job, between=sick)
     assert job.coordinator.fatal is None and states(job)[str(of)] == "failed"
     job.save(2)

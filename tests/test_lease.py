@@ -14,7 +14,7 @@ from ckptfsm.adapters.fork import Child, fork_child
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import CkptFsmError, Fenced, NewerSchema, RootBusy
-from ckptfsm.core.layout import LEASE, epoch_name
+from ckptfsm.core.layout import EPOCHS, OLD_EPOCHS, epoch_name
 from ckptfsm.core.ports import Identity
 from ckptfsm.disk.ownership import RootOwnership, newest_epoch, open_root, read_holder
 from ckptfsm.testing.fakes import Gate
@@ -55,6 +55,21 @@ def test_I9_epochs_only_grow(tmp_path: Path):
 def test_I9_an_epoch_is_above_every_journal_segment():
     """Catches: a segment of an older run overwritten because the lease directory was lost."""
     assert take(SimDisk(), "first", above=41).epoch == 42
+
+
+def test_I9_an_epoch_under_its_earlier_name_counts():
+    """Catches: an epoch of an earlier version given again, or its owner going on beside the next."""
+    disk = SimDisk()
+    earlier = take(disk, "earlier")
+    name = epoch_name(earlier.epoch)
+    storage = SimStorage(disk, "look")
+    storage.mkdir(OLD_EPOCHS)
+    storage.rename(f"{EPOCHS}/{name}", f"{OLD_EPOCHS}/{name}")
+    with pytest.raises(RootBusy) as refused:
+        take(disk, "rival")
+    assert refused.value.pid == who("earlier").pid
+    assert take(disk, "next", takeover=True).epoch == 2
+    assert (storage.listdir(OLD_EPOCHS), storage.listdir(EPOCHS)) == ([], [epoch_name(2)])
 
 
 def test_F12_a_living_owner_is_named():
@@ -162,7 +177,7 @@ def test_I9_a_lost_epoch_file_fences():
     """Catches: an owner that goes on although somebody emptied the lease directory."""
     disk = SimDisk()
     first = take(disk, "first")
-    SimStorage(disk, "vandal").unlink(f"{LEASE}/{epoch_name(1)}")
+    SimStorage(disk, "vandal").unlink(f"{EPOCHS}/{epoch_name(1)}")
     with pytest.raises(Fenced):
         first.check()
 
@@ -183,7 +198,7 @@ def test_F12_two_that_race_for_one_epoch():
     lease.check()
     with pytest.raises(Fenced):
         raced[0].check()
-    assert [n for n in other.listdir(LEASE) if n.startswith("take-")] == []
+    assert [n for n in other.listdir(EPOCHS) if n.startswith("take-")] == []
 
 
 class TakenOverOnceTaken:
@@ -238,7 +253,7 @@ def test_F30_a_damaged_holder_does_not_lock_the_root(content: bytes):
     disk = SimDisk()
     take(disk, "first").release()
     disk.kill("first")
-    path = f"{LEASE}/{epoch_name(1)}"
+    path = f"{EPOCHS}/{epoch_name(1)}"
     SimStorage(disk, "vandal").unlink(path)
     disk.plant_file(path, content)
     assert take(disk, "second").epoch == 2
@@ -250,7 +265,7 @@ def test_F34_a_newer_holder_is_a_clear_error(content: bytes):
     disk = SimDisk()
     take(disk, "first").release()
     disk.kill("first")
-    path = f"{LEASE}/{epoch_name(1)}"
+    path = f"{EPOCHS}/{epoch_name(1)}"
     SimStorage(disk, "vandal").unlink(path)
     disk.plant_file(path, content)
     with pytest.raises(NewerSchema) as caught:

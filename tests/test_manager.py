@@ -975,7 +975,9 @@ def test_a_failed_load_is_typed_and_harms_nothing(run: Run):
         manager.restore({"weights": None, "renamed": None})
     assert caught.value.step == 2
     assert manager.all_steps() == [1, 2]
-    assert list((run.root / ".ckptfsm/leases").iterdir()) == [], "the reader's lease is still there"
+    assert list((run.root / ".ckptfsm/readers").iterdir()) == [], (
+        "the reader's lease is still there"
+    )
 
 
 def test_objects_that_do_not_reshard_are_left_out(run: Run):
@@ -1199,7 +1201,7 @@ def test_F26_run_time_goes_on_over_a_restart(run: Run):
 def test_F27_a_leased_checkpoint_is_not_pruned(run: Run):
     """Catches: a checkpoint that is pruned while somebody reads it."""
     manager = run.saved(1, retention=LatestN(1))
-    lease = run.root / ".ckptfsm/leases/1.reader-of-the-evaluation.json"
+    lease = run.root / ".ckptfsm/readers/1.reader-of-the-evaluation.json"
     lease.write_text('{"schema_version":1,"step":1}')
     for step in (2, 3):
         manager.save(step, weights(step)).wait()
@@ -1219,13 +1221,13 @@ def test_F27_restore_holds_a_lease_while_it_loads(run: Run):
 
     class Looking(FakeDriver):
         def load(self, parts, directories, drop):
-            seen.extend(p.name for p in (run.root / ".ckptfsm/leases").iterdir())
+            seen.extend(p.name for p in (run.root / ".ckptfsm/readers").iterdir())
             return super().load(parts, directories, drop)
 
     manager = run.saved(1, driver=Looking())
     manager.restore(TEMPLATE)
     assert len(seen) == 1 and seen[0].startswith("1.")
-    assert list((run.root / ".ckptfsm/leases").iterdir()) == []
+    assert list((run.root / ".ckptfsm/readers").iterdir()) == []
 
 
 def test_F28_nobody_polls(run: Run):
@@ -1544,7 +1546,7 @@ def test_I10_a_disk_that_hangs_does_not_hang_the_training_thread(run: Run):
 def test_I10_an_opening_that_was_too_slow_gives_the_root_back(run: Run):
     """Catches: RootBusy against one's own pid for ever, after a disk that hung while opening."""
     run.saved(1).close()
-    stuck = Stuck("fsync_dir", "lease")
+    stuck = Stuck("fsync_dir", "epochs")
     stuck.armed = True
     storage = FaultStorage(PosixStorage(run.root), before=stuck)
     with pytest.raises(DeadlineExceeded):

@@ -34,7 +34,7 @@ ELSEWHERE = {
     "storage.fsync_dir(join(location, PLANNED))": "finalize does it again; lost before, the save fails",
     "_fsync_path(os.path.dirname(made))": "_fsync_path is made to do nothing",
     'self.storage.fsync_dir(parent_of(f"{directory}/{MANIFEST}"))': "put did it before any retry",
-    "storage.fsync_dir(LEASE)": "remove_marker does it again, in the line before",
+    "storage.fsync_dir(EPOCHS)": "remove_marker does it again, in the line before",
     "storage.fsync_dir(job.location)": "make_dirs does it again, in the next line",
     "self._fsync_names(checkpoint, target)": "each of the two fsyncs in it is left out",
 }  # the calls that no mutant of their own leaves out, and why

@@ -150,15 +150,15 @@ def test_a_descriptor_above_the_limit_is_let_go_of(group: bool):
 
     def job() -> str:
         with pytest.raises(OSError):
-            os.fstat(100)
+            os.fstat(1000)
         return "written"
 
     def trainer() -> str:
         return str(run(job, group=group).payload)
 
-    number = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 100)
+    number = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 1000)
     try:
-        assert number == 100
+        assert number == 1000
         assert in_few_descriptors(trainer, free=10) == "written"
     finally:
         os.close(number)

@@ -225,8 +225,8 @@ def test_every_kind_of_read_is_struck() -> None:
 
 def test_the_bounded_profile_takes_reads_that_are_alike_once() -> None:
     """Would catch: a read left out that is like no other, or one kind of error that is never chosen."""
-    step = [("listdir", "lease"), ("stat", "iter_0000001"), ("stat", "iter_0000001")]
-    life = Ended(0, calls={"trainer": [*step, ("listdir", "lease"), ("stat", "iter_0000002")]})
+    step = [("listdir", "epochs"), ("stat", "iter_0000001"), ("stat", "iter_0000001")]
+    life = Ended(0, calls={"trainer": [*step, ("listdir", "epochs"), ("stat", "iter_0000002")]})
     sites = [(Site("roll_back", i, reads=True), life) for i in range(5)]
     chosen = {whole: processes._read_errors(set(), sites, whole=whole) for whole in (False, True)}
     assert [(s.index, s.kind) for s in chosen[False]] == [
@@ -328,7 +328,7 @@ def test_a_bug_of_a_struck_recovery_is_seen(plant: Plant, monkeypatch: pytest.Mo
 
 
 READING: dict[str, tuple[Plant, tuple[str, str]]] = {
-    "an error without a type": (recovery_without_a_type, ("listdir", ".ckptfsm/lease")),
+    "an error without a type": (recovery_without_a_type, ("listdir", ".ckptfsm/epochs")),
     "a pending command is forgotten": (
         nothing_tried_again,
         ("read", "latest_checkpointed_iteration.txt"),

@@ -11,7 +11,7 @@ from proof import races
 from proof.layer import Budget
 from roots import in_place, write_in_place
 
-from ckptfsm.core.layout import LEASE, MANIFEST, PINS, READERS, STAGING, TRACKER, TRASH
+from ckptfsm.core.layout import EPOCHS, MANIFEST, PINS, READERS, STAGING, TRACKER, TRASH
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.reader_lease import ReaderLease
@@ -88,7 +88,7 @@ def test_F27_the_order_of_a_prune_is_the_models():
     job.save(2)
     assert in_order(
         storage.order,
-        f"listdir {LEASE}",
+        f"listdir {EPOCHS}",
         f"listdir {PINS}",
         f"listdir {READERS}",
         f"read {TRACKER}",
@@ -109,15 +109,15 @@ def test_I9_the_order_of_a_tracker_write_is_the_models():
     temporary = f"{TRACKER}.tmp-"
     assert in_order(
         storage.order,
-        f"listdir {LEASE}",
+        f"listdir {EPOCHS}",
         f"open_exclusive {temporary}",
-        f"listdir {LEASE}",
+        f"listdir {EPOCHS}",
         f"rename {temporary}",
         f"read {TRACKER}",
         "pwrite .ckptfsm/journal",
     )
     at = next(i for i, c in enumerate(storage.order) if c.startswith(f"rename {temporary}"))
-    assert storage.order[at - 1] == f"listdir {LEASE}", "nothing between check and rename"
+    assert storage.order[at - 1] == f"listdir {EPOCHS}", "nothing between check and rename"
 
 
 def test_I9_a_check_comes_directly_before_a_checkpoint_gets_its_name():
@@ -135,7 +135,7 @@ def test_I9_a_check_comes_directly_before_a_checkpoint_gets_its_name():
 def check_before(storage: Watched, call: str) -> None:
     """The epoch is looked at, and nothing is done between that and the one call that begins so."""
     (at,) = (i for i, c in enumerate(storage.order) if c.startswith(call))
-    assert storage.order[at - 1] == f"listdir {LEASE}", "nothing between check and rename"
+    assert storage.order[at - 1] == f"listdir {EPOCHS}", "nothing between check and rename"
 
 
 def test_F27_a_reader_puts_its_lease_before_it_looks():
@@ -163,8 +163,8 @@ def test_F12_an_opening_sweeps_after_it_took_its_epoch_and_before_it_writes():
     races.FakeJob(again, identity=races.Identity("sim", 8, "again", "again")).open()
     assert in_order(
         again.order,
-        f"link {LEASE}/take-",
-        f"fsync_dir {LEASE}",
+        f"link {EPOCHS}/take-",
+        f"fsync_dir {EPOCHS}",
         f"unlink {TRACKER}.tmp-",
         f"read {TRACKER}",
     )
@@ -193,5 +193,9 @@ def test_F27_the_trash_is_emptied_after_a_check_and_never_while_a_prune_is_undec
     storage.order.clear()
     assert engine.give_space_back(99) > 0
     assert in_order(
-        storage.order, f"listdir {LEASE}", f"listdir {TRASH}", f"unlink {TRASH}/", f"rmdir {TRASH}/"
+        storage.order,
+        f"listdir {EPOCHS}",
+        f"listdir {TRASH}",
+        f"unlink {TRASH}/",
+        f"rmdir {TRASH}/",
     )

@@ -524,7 +524,7 @@ def test_the_watch_judges_what_has_no_reason():
 def test_I9_bringing_a_directory_back_needs_a_fresh_look():
     """Catches: a watch that takes a bring-back from the trash for no effect of its own."""
     _, _, watch = watched()
-    watch.changed("p", 0.0, "link", ".ckptfsm/lease/taking", ".ckptfsm/lease/epoch-1")
+    watch.changed("p", 0.0, "link", ".ckptfsm/epochs/taking", ".ckptfsm/epochs/epoch-1")
     back = ("rename", ".ckptfsm/trash/1.e1.a1", "iter_0000001")
     with pytest.raises(RootBroken, match="I9: p acts on .*, its epoch unchecked"):
         watch.changed("p", 0.0, *back)
@@ -542,16 +542,16 @@ def test_I9_the_watch_tells_an_epoch_given_back_from_one_taken_away():
     """Catches: a watch that lets the epoch of a living owner be removed, and then takes the one before
     it for the newest."""
     disk, storage, watch = watched()
-    for path in (".ckptfsm", ".ckptfsm/lease"):
+    for path in (".ckptfsm", ".ckptfsm/epochs"):
         storage.mkdir(path)
 
     def take(process: str, epoch: int) -> None:
-        disk.plant_file(f".ckptfsm/lease/epoch-{epoch}", b"{}")
-        watch.changed(process, 0.0, "link", "taking", f".ckptfsm/lease/epoch-{epoch}")
+        disk.plant_file(f".ckptfsm/epochs/epoch-{epoch}", b"{}")
+        watch.changed(process, 0.0, "link", "taking", f".ckptfsm/epochs/epoch-{epoch}")
 
     def remove(process: str, epoch: int) -> None:
-        storage.unlink(f".ckptfsm/lease/epoch-{epoch}")
-        watch.changed(process, 0.0, "unlink", f".ckptfsm/lease/epoch-{epoch}")
+        storage.unlink(f".ckptfsm/epochs/epoch-{epoch}")
+        watch.changed(process, 0.0, "unlink", f".ckptfsm/epochs/epoch-{epoch}")
 
     take("old", 1)
     take("new", 2)
@@ -563,7 +563,7 @@ def test_I9_the_watch_tells_an_epoch_given_back_from_one_taken_away():
     take("newest", 3)
     for process in ("old", "newer"):
         with pytest.raises(RootBroken, match=f"I9: {process} removes epoch 3, which is newest's"):
-            watch.changed(process, 0.0, "unlink", ".ckptfsm/lease/epoch-3")
+            watch.changed(process, 0.0, "unlink", ".ckptfsm/epochs/epoch-3")
 
 
 def test_I8_the_watch_tells_a_hopeless_root(monkeypatch):

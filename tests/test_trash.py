@@ -158,7 +158,7 @@ def test_only_our_temporaries_are_swept(storage):
         f"{TRASH}/a.tmp-1",
         "take-1",
     ]
-    for path in (*ours, ".ckptfsm/lease/take-1-2-3", *theirs):
+    for path in (*ours, ".ckptfsm/epochs/take-1-2-3", *theirs):
         write_new(storage, path, b"x")
     storage.mkdir("directory.tmp-1")
     assert sweep_temporaries(storage) == 3

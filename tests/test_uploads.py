@@ -94,7 +94,7 @@ class Job:
         return sorted(path.name for path in self.there.iterdir())
 
     def leases(self) -> list[str]:
-        return os.listdir(self.root / ".ckptfsm/leases")
+        return os.listdir(self.root / ".ckptfsm/readers")
 
 
 def nobody(doomed: Any) -> list[Any]:
@@ -216,7 +216,7 @@ class Once:
 def strike_step_1(job: Job, monkeypatch: pytest.MonkeyPatch, what: str) -> Once:
     """Let the lease for the upload of step 1, or the fork of its child, fail once."""
     if what == "lease":
-        job.storage[0].before = fault = Once("/leases/1.")
+        job.storage[0].before = fault = Once("/readers/1.")
     else:
         fault = Once("step=1", mirror.fork_child)
         monkeypatch.setattr(mirror, "fork_child", fault)

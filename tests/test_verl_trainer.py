@@ -389,7 +389,7 @@ def test_a_failed_upload_at_the_end_costs_no_later_copy(run):
     with pytest.raises(SaveFailed, match="the upload of step 1 failed"):
         checkpoints.close()
     assert run.uploaded() == ["global_step_2", "global_step_3"]
-    assert os.listdir(run.root / ".ckptfsm/leases") == [] and is_free(run.root)
+    assert os.listdir(run.root / ".ckptfsm/readers") == [] and is_free(run.root)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,15 +21,18 @@ TRACKER_BYTES = 256  # are read of it: a step has 16 digits at most
 PRIVATE = ".ckptfsm"
 BEGUN = "begun-"
 LOCK = f"{PRIVATE}/lock"
-LEASE = f"{PRIVATE}/lease"
+EPOCHS = f"{PRIVATE}/epochs"
 TAKING = "take-"  # how the name of an epoch begins while it is being taken
 JOURNAL = f"{PRIVATE}/journal"
 STAGING = f"{PRIVATE}/staging"
 PINS = f"{PRIVATE}/pins"
-READERS = f"{PRIVATE}/leases"
+READERS = f"{PRIVATE}/readers"
+# Earlier versions call them so. What lies there counts; nothing new is written there.
+OLD_EPOCHS = f"{PRIVATE}/lease"
+OLD_READERS = f"{PRIVATE}/leases"
 TRASH = f"{PRIVATE}/trash"
 QUARANTINE = f"{PRIVATE}/quarantine"
-DIRECTORIES = (PRIVATE, LEASE, JOURNAL, STAGING, PINS, READERS, TRASH, QUARANTINE)
+DIRECTORIES = (PRIVATE, EPOCHS, JOURNAL, STAGING, PINS, READERS, TRASH, QUARANTINE)
 
 MANIFEST = f"{PRIVATE}/manifest.json"  # inside a step's directory
 RECEIPTS = f"{PRIVATE}/receipts"

@@ -28,6 +28,7 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.evidence import PublishedEvidence, is_its_own, is_whole, went_on, why_not_whole
 from ckptfsm.core.layout import (
     MANIFEST,
+    OLD_READERS,
     PINS,
     PLANNED,
     PRIVATE,
@@ -492,9 +493,13 @@ class Effects:
         return {step for name in names if (step := parse_pin(name)) is not None}
 
     def reader_leases(self) -> dict[str, int]:
-        """Lease file name -> the step it holds."""
-        names = list_names(self.storage, READERS)
-        return {name: step for name in names if (step := parse_reader(name)) is not None}
+        """The step that each reader lease holds, by the path of the lease."""
+        return {
+            f"{directory}/{name}": step
+            for directory in (READERS, OLD_READERS)
+            for name in list_names(self.storage, directory)
+            if (step := parse_reader(name)) is not None
+        }
 
     def pin(self, step: int, reason: str) -> None:
         self.check_epoch()

@@ -17,7 +17,15 @@ from ckptfsm.adapters.identity import _started
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.documents import Holder, decode, encode_sealed
 from ckptfsm.core.errors import DamagedRoot, Fenced, NewerSchema, RootBusy, describe
-from ckptfsm.core.layout import DIRECTORIES, LEASE, LOCK, TAKING, epoch_name, parse_epoch
+from ckptfsm.core.layout import (
+    DIRECTORIES,
+    EPOCHS,
+    LOCK,
+    OLD_EPOCHS,
+    TAKING,
+    epoch_name,
+    parse_epoch,
+)
 from ckptfsm.core.ports import Identity, Storage
 from ckptfsm.disk.durable import list_names, make_dir, put, write_new
 from ckptfsm.disk.trash import remove_marker
@@ -90,17 +98,24 @@ class RootOwnership:
 
 
 def newest_epoch(storage: Storage) -> int:
-    epochs = (parse_epoch(name) for name in list_names(storage, LEASE))
+    """The newest epoch that this version, or an owner with a newer one, has taken."""
+    return _newest_in(storage, EPOCHS)
+
+
+def _newest_in(storage: Storage, directory: str) -> int:
+    epochs = (parse_epoch(name) for name in list_names(storage, directory))
     return max((e for e in epochs if e is not None), default=0)
 
 
 def read_holder(storage: Storage, epoch: int) -> Holder | None:
     """Who took ``epoch``; None when there is no such epoch."""
-    path = _epoch_path(epoch)
-    try:
-        return decode(Holder, storage.read(path, _HOLDER_BYTES), path)
-    except FileNotFoundError:
-        return None
+    for directory in (EPOCHS, OLD_EPOCHS):
+        path = f"{directory}/{epoch_name(epoch)}"
+        try:
+            return decode(Holder, storage.read(path, _HOLDER_BYTES), path)
+        except FileNotFoundError:
+            continue
+    return None
 
 
 def open_root(
@@ -116,7 +131,7 @@ def open_root(
         storage.fsync_dir(directory)  # a killed process may have left names that are not durable
     lock = storage.try_lock(LOCK)
     try:
-        epoch = newest_epoch(storage)
+        epoch = max(newest_epoch(storage), _newest_in(storage, OLD_EPOCHS))
         holder = _known_holder(storage, epoch)
         if not takeover and (lock is None or _lives(storage, holder, identity)):
             raise _busy(storage.root, holder, identity)
@@ -128,7 +143,7 @@ def open_root(
     lease = RootOwnership(storage, identity, taken, lock)
     try:
         remove_marker(storage, temporary)
-        storage.fsync_dir(LEASE)
+        storage.fsync_dir(EPOCHS)
         _forget_older(storage, taken)
     except BaseException:
         lease.release()  # or this very process would be in its own way when it tries again
@@ -201,7 +216,7 @@ def _busy(root: str, holder: Holder | None, identity: Identity) -> RootBusy:
 def _link_epoch(storage: Storage, identity: Identity, newest: int) -> tuple[int, str]:
     """Create the next epoch's file, whole at once. Returns the epoch, and the name it was made under."""
     for epoch in range(newest + 1, newest + 1 + _ATTEMPTS):
-        temporary = f"{LEASE}/{TAKING}{identity.pid}-{identity.nonce}-{epoch}"
+        temporary = f"{EPOCHS}/{TAKING}{identity.pid}-{identity.nonce}-{epoch}"
         _write_taking(storage, temporary, _holder(identity, epoch))
         try:
             storage.link(temporary, _epoch_path(epoch))
@@ -231,10 +246,11 @@ def _write_taking(storage: Storage, path: str, holder: Holder) -> None:
 
 def _forget_older(storage: Storage, epoch: int) -> None:
     """Remove the epochs below ours; a zombie sees ours and stops either way."""
-    for name in list_names(storage, LEASE):
-        older = parse_epoch(name)
-        if older is not None and older < epoch:
-            remove_marker(storage, f"{LEASE}/{name}")
+    for directory in (EPOCHS, OLD_EPOCHS):
+        for name in list_names(storage, directory):
+            older = parse_epoch(name)
+            if older is not None and older < epoch:
+                remove_marker(storage, f"{directory}/{name}")
 
 
 def _holder(identity: Identity, epoch: int, *, released: bool = False) -> Holder:
@@ -249,4 +265,4 @@ def _holder(identity: Identity, epoch: int, *, released: bool = False) -> Holder
 
 
 def _epoch_path(epoch: int) -> str:
-    return f"{LEASE}/{epoch_name(epoch)}"
+    return f"{EPOCHS}/{epoch_name(epoch)}"

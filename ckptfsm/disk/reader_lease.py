@@ -9,7 +9,7 @@ pruner looks for leases before and after it moves a directory to the trash. So e
 or the reader is told that it is gone (F27); nothing is deleted before the second look.
 
 Rules: a lease lives as long as it changes: ``renew`` it at least every ``reader_timeout_s`` of the
-job's configuration. Works without torch; needs write access to the root's ``.ckptfsm/leases``.
+job's configuration. Works without torch; needs write access to the root's ``.ckptfsm/readers``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import Pin, encode
 from ckptfsm.core.errors import StepNotFoundError, describe
-from ckptfsm.core.layout import LAYOUTS, READERS, parse_reader
+from ckptfsm.core.layout import LAYOUTS, OLD_READERS, READERS, parse_reader
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, put
 from ckptfsm.disk.trash import remove_marker
@@ -55,7 +55,7 @@ class ReaderLease:
         self._storage = storage or PosixStorage(root, create=False)
         self._step = step
         self._nonce = nonce or f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        self._file = f"{READERS}/{step}.{self._nonce}.json"
+        self._file = f"{_directory_of(self._storage)}/{step}.{self._nonce}.json"
         self._renewals = 0
         self._name = LAYOUTS[layout].published_name(step)
         self.path = f"{self._storage.root}/{self._name}"
@@ -103,6 +103,12 @@ class ReaderLease:
 log = logging.getLogger("ckptfsm")
 
 
+def _directory_of(storage: Storage) -> str:
+    """The directory that the job looks into: a job of an earlier version knows the old one only."""
+    earlier = lookup(storage, READERS) is None and lookup(storage, OLD_READERS) is not None
+    return OLD_READERS if earlier else READERS
+
+
 class ReaderLeases:
     """The leases that the coordinator knows, each named by its file."""
 
@@ -117,9 +123,8 @@ class ReaderLeases:
     def take(self, step: int, tag: str, nonce: str) -> str:
         """Make a lease of our own durable."""
         self._taken += 1
-        name = f"{step}.{tag}-{self._taken}.json"
-        lease = f"{READERS}/{name}"
-        self._held.add(name)
+        lease = f"{READERS}/{step}.{tag}-{self._taken}.json"
+        self._held.add(lease)
         try:
             mark = Pin(step=step, reason="restore", nonce=nonce)
             put(self._storage, lease, encode(mark), tag=tag)
@@ -130,7 +135,7 @@ class ReaderLeases:
 
     def give_back(self, lease: str) -> None:
         """One that cannot be removed expires like any other."""
-        self._held.discard(lease.rpartition("/")[2])
+        self._held.discard(lease)
         try:
             remove_marker(self._storage, lease)
         except OSError as error:
@@ -141,31 +146,37 @@ class ReaderLeases:
         """Drop those that have not changed within the timeout. One that is sick keeps no other."""
         now = self._clock.monotonic()
         seen: dict[str, tuple[bytes, float]] = {}
-        for name in list_names(self._storage, READERS):
-            if parse_reader(name) is None and TEMPORARY not in name:
-                continue  # not one of ours
-            if name in self._held:
+        for path in self._listed():
+            if path in self._held:
                 continue  # its reader is this process, and lives
             try:
-                watched = self._watch(name, now)
+                watched = self._watch(path, now)
             except FileNotFoundError:
                 continue  # its reader finished just now
             except OSError as error:
-                path, why = f"{READERS}/{name}", describe(error)
+                why = describe(error)
                 said = f"the reader's lease {path} could not be looked at: {why}"
                 say(log.warning, "reader_lease_not_looked_at", said, file=path, error=why)
-                watched = self._seen.get(name)
+                watched = self._seen.get(path)
             if watched is not None:
-                seen[name] = watched
+                seen[path] = watched
         self._seen = seen
 
-    def _watch(self, name: str, now: float) -> tuple[bytes, float] | None:
+    def _listed(self) -> list[str]:
+        """Leases, and what was left of one that was being written. Other files are not ours."""
+        return [
+            f"{directory}/{name}"
+            for directory in (READERS, OLD_READERS)
+            for name in list_names(self._storage, directory)
+            if parse_reader(name) is not None or TEMPORARY in name
+        ]
+
+    def _watch(self, path: str, now: float) -> tuple[bytes, float] | None:
         """What a lease holds, and since when; None if it was dropped, or is none of ours."""
-        path = f"{READERS}/{name}"
         found = lookup(self._storage, path)
         if found is None or found.kind != "file":
             return None  # not one of ours: it protects, and nobody here removes it
-        content, known = self._storage.read(path, 1 << 16), self._seen.get(name)
+        content, known = self._storage.read(path, 1 << 16), self._seen.get(path)
         since = known[1] if known is not None and known[0] == content else now
         if now - since <= self._timeout_s:
             return content, since

@@ -10,7 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from ckptfsm.core.layout import JOURNAL, LEASE, PINS, TAKING, TRACKER, TRASH, is_given_up
+from ckptfsm.core.layout import (
+    EPOCHS,
+    JOURNAL,
+    OLD_EPOCHS,
+    PINS,
+    TAKING,
+    TRACKER,
+    TRASH,
+    is_given_up,
+)
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, walk_files
 
@@ -62,7 +71,7 @@ def _remove(storage: Storage, path: str, limit: int, depth: int) -> int:
 
 
 def sweep_temporaries(
-    storage: Storage, directories: Sequence[str] = ("", PINS, LEASE, JOURNAL)
+    storage: Storage, directories: Sequence[str] = ("", PINS, EPOCHS, OLD_EPOCHS, JOURNAL)
 ) -> int:
     """Delete temporary files that an error or a crash left beside tracker, pins, epochs, segments.
 
@@ -72,7 +81,7 @@ def sweep_temporaries(
     for directory in directories:
         for name in list_names(storage, directory):
             temporary = TEMPORARY in name if directory else name.startswith(TRACKER + TEMPORARY)
-            ours = temporary or (directory == LEASE and name.startswith(TAKING))
+            ours = temporary or (directory in (EPOCHS, OLD_EPOCHS) and name.startswith(TAKING))
             path = f"{directory}/{name}" if directory else name
             if ours and storage.stat(path).kind == "file":
                 storage.unlink(path)

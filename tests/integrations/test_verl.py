@@ -696,7 +696,7 @@ def test_a_mirror_that_fails_after_is_said_and_costs_no_checkpoint(job: Job) -> 
         job, mirror=DirectoryMirror(str(there)), critic=False, max_actor_ckpt_to_keep=1
     )
     polled_until(again, lambda: (there / "global_step_1").is_dir())
-    polled_until(again, lambda: not list((job.root / ".ckptfsm/leases").iterdir()))
+    polled_until(again, lambda: not list((job.root / ".ckptfsm/readers").iterdir()))
     save(again)
     again.checkpoints.close()
     assert job.steps() == ["global_step_2"]

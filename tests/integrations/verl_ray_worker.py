@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from verl.single_controller.base import BaseGroupWorker
+from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl_worker import VerlWorker, fingerprint, train
 
 
-class RoleWorker(BaseGroupWorker):
+class RoleWorker(Worker):
     """One rank of a role, with the calls of verl's ``ActorRolloutRefWorker``."""
 
     def __init__(self, role: str, checkpoint: dict[str, Any]) -> None:

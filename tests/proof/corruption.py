@@ -45,8 +45,8 @@ from ckptfsm.core.errors import (
     StorageError,
 )
 from ckptfsm.core.layout import (
+    EPOCHS,
     JOURNAL,
-    LEASE,
     LOCK,
     MANIFEST,
     MEGATRON,
@@ -376,7 +376,7 @@ def _area(template: Template, path: str) -> tuple[str, int | None]:
         return "tracker", None
     for name, prefix in (
         ("journal", JOURNAL), ("staging", STAGING), ("marker", PINS), ("marker", READERS),
-        ("epoch", LEASE), ("trash", TRASH), ("quarantine", QUARANTINE), ("lock", LOCK),
+        ("epoch", EPOCHS), ("trash", TRASH), ("quarantine", QUARANTINE), ("lock", LOCK),
     ):  # fmt: skip
         if path == prefix or path.startswith(prefix + "/"):
             return name, 30 if name == "staging" else None
@@ -766,7 +766,7 @@ def _to_save_again(corruption: Corruption, outcome: Outcome) -> list[int]:
 
 def _without_owner(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A tree without what opening a root changes before it is known whether it can be opened."""
-    return {p: v for p, v in tree.items() if not p.startswith((LEASE, LOCK))}
+    return {p: v for p, v in tree.items() if not p.startswith((EPOCHS, LOCK))}
 
 
 def _journal_problem(corruption: Corruption, outcome: Outcome, storage: Storage) -> str:

@@ -57,7 +57,7 @@ from proof.exhaustive_world import (
 
 PUBLISHED = frozenset({State.FINALIZED, State.TRACKED, State.PRUNABLE})
 _GONE = f"{TRASH}/gone-"
-_MAY_UNLINK = (TRASH, PINS, READERS, layout.LEASE)
+_MAY_UNLINK = (TRASH, PINS, READERS, layout.EPOCHS)
 
 
 class Verdict(NamedTuple):

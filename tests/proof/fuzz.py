@@ -41,8 +41,8 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import Holder, Pin, Receipt, decode, encode
 from ckptfsm.core.errors import CkptFsmError, DamagedRoot, NewerSchema
 from ckptfsm.core.layout import (
+    EPOCHS,
     JOURNAL,
-    LEASE,
     MANIFEST,
     MEGATRON,
     PINS,
@@ -397,11 +397,11 @@ def read_a_tracker(data: bytes) -> None:
 
 
 def _fuzz_holder(rng: random.Random) -> bytes:
-    return _fuzz_document(next(p for p in written() if p.startswith(f"{LEASE}/epoch-")), rng)
+    return _fuzz_document(next(p for p in written() if p.startswith(f"{EPOCHS}/epoch-")), rng)
 
 
 def read_a_holder(data: bytes) -> None:
-    holder = read_holder(_plant_at(f"{LEASE}/{epoch_name(3)}", data), 3)
+    holder = read_holder(_plant_at(f"{EPOCHS}/{epoch_name(3)}", data), 3)
     assert isinstance(holder, Holder)
     _reads_back(holder)
 
@@ -511,8 +511,8 @@ def attempt(target: Target, seed: int) -> str:
 _STRANGE = (
     "iter_99999999999999999", "iter_-000001", "iter_0000031", "iter_+000003", "iter_0000030.tmp-x",
     f"{STAGING}/..30.e1.a1", f"{STAGING}/30.e999999999.a1", f"{STAGING}/9999999999999999.e1.a1",
-    f"{TRASH}/30.e3.a2", f"{TRASH}/x", f"{LEASE}/epoch-999999999", f"{LEASE}/epoch-0000009",
-    f"{LEASE}/take-x", f"{JOURNAL}/000000.ndjson", f"{JOURNAL}/999999999.ndjson", f"{PINS}/-1.json",
+    f"{TRASH}/30.e3.a2", f"{TRASH}/x", f"{EPOCHS}/epoch-999999999", f"{EPOCHS}/epoch-0000009",
+    f"{EPOCHS}/take-x", f"{JOURNAL}/000000.ndjson", f"{JOURNAL}/999999999.ndjson", f"{PINS}/-1.json",
     f"{PINS}/99999999999999999999.json", f"{PINS}/20.json.tmp-1",
     f"{TRACKER}.tmp-1",
     f"{_STEP}/.ckptfsm/receipts/state/7.json", f"{_STEP}/__9_0.distcp",
@@ -697,7 +697,7 @@ def legal_input_problem() -> str:
     legal = {
         "journal": _written(_FIRST_SEGMENT), "manifest": _written(f"{_STEP}/{MANIFEST}"),
         "receipt": _written(f"{_STEP}/{receipt_name('state', 0)}"), "tracker": _written(TRACKER),
-        "holder": _written(f"{LEASE}/{epoch_name(3)}"), "pin": _written(f"{PINS}/2.json"),
+        "holder": _written(f"{EPOCHS}/{epoch_name(3)}"), "pin": _written(f"{PINS}/2.json"),
         "stock": written_metadata(),
     }  # fmt: skip
     for name, data in legal.items():

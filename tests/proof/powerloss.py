@@ -77,8 +77,8 @@ FILESYSTEMS: Mapping[str, FileSystem] = {
 OMISSIONS = (
     *("fsync:*", "fsync_dir:*", "fsync:*.distcp", "fsync:*/planned/*", "fsync:*/receipts/*"),
     *("fsync:*/.metadata*", "fsync:*manifest.json*", "fsync:latest*", "fsync:.ckptfsm/journal/*"),
-    *("fsync:.ckptfsm/lease/*", "fsync_dir:", "fsync_dir:.ckptfsm/staging"),
-    *("fsync_dir:.ckptfsm/staging/*", "fsync_dir:.ckptfsm/journal", "fsync_dir:.ckptfsm/lease"),
+    *("fsync:.ckptfsm/epochs/*", "fsync_dir:", "fsync_dir:.ckptfsm/staging"),
+    *("fsync_dir:.ckptfsm/staging/*", "fsync_dir:.ckptfsm/journal", "fsync_dir:.ckptfsm/epochs"),
     *("fsync_dir:.ckptfsm/trash", "fsync_dir:.ckptfsm/quarantine", "fsync_dir:.ckptfsm/pins"),
 )
 

@@ -14,7 +14,7 @@ from functools import partial
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import CkptFsmError, JournalCorrupt
-from ckptfsm.core.layout import JOURNAL, LEASE, PINS, STAGING, TRASH
+from ckptfsm.core.layout import EPOCHS, JOURNAL, PINS, STAGING, TRASH
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.ports import Identity
 from ckptfsm.core.requests import RecoveryReport
@@ -138,7 +138,7 @@ def look_for_leftovers(root: str) -> None:
     storage = PosixStorage(root, create=False)
     try:
         left = [f"{d}/{name}" for d in (STAGING, TRASH) for name in storage.listdir(d)]
-        for directory in ("", PINS, LEASE, JOURNAL):
+        for directory in ("", PINS, EPOCHS, JOURNAL):
             names = list_names(storage, directory)
             left += [f"{directory}/{name}" for name in names if TEMPORARY in name]
     finally:

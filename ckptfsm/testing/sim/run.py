@@ -380,4 +380,4 @@ class Scenario:
 
 def _without_leases(files: Mapping[str, object]) -> dict[str, object]:
     """What no reader outside the job changes."""
-    return {path: what for path, what in files.items() if not path.startswith(".ckptfsm/leases")}
+    return {path: what for path, what in files.items() if not path.startswith(".ckptfsm/readers")}

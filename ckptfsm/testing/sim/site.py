@@ -28,7 +28,7 @@ class Site:
     """One run's world, judges and faults. ``switch``: how likely others run before a call,
 
     for ``latency_s`` at most if that is not 0; ``lag_s``: how late names are seen on other hosts, never
-    with rivals, for a fence is a listing of ``lease/`` that is current (I9 in specs/lifecycle.md);
+    with rivals, for a fence is a listing of ``epochs/`` that is current (I9 in specs/lifecycle.md);
     ``orphans``: how likely a writer outlives its trainer; ``stale``: how likely a report is late;
     ``uneven``: how likely one of a writer's parts is late, fails or is missing; ``spoiled``: the journal
     is damaged in a way that a start must refuse; ``aim``: the state in which the coordinator is struck,
@@ -245,6 +245,6 @@ class Site:
         if made:
             self.gone.forget(made)
             self.hidden.forget(made)
-            at_once = made.startswith(".ckptfsm/leases/")  # I7 rests on a listing that is current
+            at_once = made.startswith(".ckptfsm/readers/")  # I7 rests on a listing that is current
             if not at_once and self.chance(0.5):
                 self.hidden.put(made, owner.host, self.world.random.random() * self.lag_s)

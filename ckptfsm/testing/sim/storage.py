@@ -84,7 +84,7 @@ class WorldStorage(SimStorage):
 
     def listdir(self, path: str) -> list[str]:
         names = self._call("listdir", super().listdir, path)
-        if path == ".ckptfsm/lease":
+        if path == ".ckptfsm/epochs":
             self.site.watch.looked(self.owner.name)
         return self._as_seen(path, names) if self.site.lag_s else names
 
