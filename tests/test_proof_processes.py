@@ -29,7 +29,7 @@ import ckptfsm.disk.assembly as assembly
 import ckptfsm.disk.durable as durable
 import ckptfsm.disk.effects as effects
 import ckptfsm.disk.inspection as evidence
-import ckptfsm.writers.rank_writer as writer
+import ckptfsm.writers.shard_file as writer
 from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.coordinator.engine import Engine
 from ckptfsm.core.errors import SaveRefused

@@ -61,7 +61,7 @@ def test_a_dead_worker_is_lost_once():
 
 ATTACH = """
 from types import SimpleNamespace
-from ckptfsm.integrations.verl import manager
+from ckptfsm.integrations.verl import rank_manager as manager
 
 def stopped(*arguments, **more):
     raise OSError(5, "made-up")

@@ -46,7 +46,7 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.core.retention import KeepAll, LatestN
 from ckptfsm.integrations.verl import install, install_in_verl, retention_of
-from ckptfsm.integrations.verl import manager as manager_module
+from ckptfsm.integrations.verl import rank_manager as manager_module
 from ckptfsm.integrations.verl import trainer as trainer_module
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror
 from ckptfsm.testing.fakes import Gate

@@ -42,7 +42,7 @@ from verl_worker import SPEC, Optimizer, Scheduler, Wrapped
 
 from ckptfsm.demo.model import Trainer, initialize_parallel
 from ckptfsm.integrations.verl import install
-from ckptfsm.integrations.verl import manager as ours_in_worker
+from ckptfsm.integrations.verl import rank_manager as ours_in_worker
 from ckptfsm.integrations.verl import sft as ours
 from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.transport import GlooTransport

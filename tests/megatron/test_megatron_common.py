@@ -21,7 +21,8 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import RestoreFailed, SaveRefused
 from ckptfsm.disk.stock import COMMON, COMMON_KEY, inspect_stock
 from ckptfsm.integrations import megatron_lm
-from ckptfsm.megatron import driver, manager
+from ckptfsm.megatron import checkpoint_manager as manager
+from ckptfsm.megatron import driver
 from ckptfsm.megatron.compat import cpu_devices, process_group
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
 

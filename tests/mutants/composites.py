@@ -172,15 +172,15 @@ MUTANTS = (
     mutant(
         "readers-share-a-lease",
         "disk.reader_lease:ReaderLeases.take",
-        'name = f"{step}.{tag}-{self._taken}.json"',
-        'name = f"{step}.{tag}.json"',
+        'lease = f"{READERS}/{step}.{tag}-{self._taken}.json"',
+        'lease = f"{READERS}/{step}.{tag}.json"',
         breaks="F27",
         source="F27",
         killers=("tests:test_controller.py::test_F27_two_readings_of_one_step_keep_it_both",),
     ),
     mutant(
         "shares-replace-each-other",
-        "ranks.group_worker:Shares.of",
+        "ranks.group_worker:GroupParts.of",
         'keys = {f"{part.name}.{index}": key for index, key in enumerate(sorted(named))}',
         "keys = {f\"{part.name}.{key.replace('/', '.')}\".rstrip(\".\"): key for key in named}",
         breaks="I3",

@@ -298,9 +298,9 @@ WRITERS = (
         "    _SHARED.setdefault(name, payload)\n"
         "self.payloads = _SHARED",
         (
-            "writers.shard_file:_OVERLAP_BYTES",
-            "_OVERLAP_BYTES = 1 << 20  #",
-            ("_SHARED: dict[str, Any] = {}\n_OVERLAP_BYTES = 1 << 20  #"),
+            "writers.rank_writer:missed_deadline",
+            "def missed_deadline(",
+            "_SHARED: dict[str, Any] = {}\n\n\ndef missed_deadline(",
         ),
         breaks="I5",
         source="Megatron-core (results queue)",

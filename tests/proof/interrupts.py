@@ -49,7 +49,7 @@ from proof.layer import Budget, LayerResult, Violation, timed
 from proof.sigint import run_signals
 
 LIBRARY = Path(ckptfsm.__file__).parent
-NO_HANDLER_RUNS = frozenset({"adapters/signals.py", "adapters/fork.py"})
+NO_HANDLER_RUNS = frozenset({"signals.py", "fork.py"})
 SETTINGS: dict[str, Any] = {
     "on_failure": "warn",
     "busy_timeout_s": 5.0,
