@@ -62,8 +62,12 @@ FOREIGN_TESTS = (
     "tests/megatron/test_megatron_foreign.py",
     "tests/megatron/test_megatron_installed.py",
 )
-COMMON_TESTS = ("tests/megatron/test_megatron_common.py", "tests/test_stock.py")
-NEWER_TESTS = ("tests/megatron", "tests/test_stock.py", "tests/test_versions.py")
+COMMON_TESTS = ("tests/megatron/test_megatron_common.py", "tests/unit/disk/test_stock.py")
+NEWER_TESTS = (
+    "tests/megatron",
+    "tests/unit/disk/test_stock.py",
+    "tests/unit/adapters/test_versions.py",
+)
 TODAY_TESTS = ("tests/integrations/test_field_bugs_today.py",)
 NVRX_TESTS = ("tests/megatron/test_megatron_nvrx.py", *FOREIGN_TESTS)
 LM_TESTS = ("tests/integrations/test_megatron_lm.py",)

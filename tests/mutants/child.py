@@ -22,6 +22,16 @@ PLANTED = "CKPTFSM_MUTANT"
 TESTS = "tests:"
 SEEDS = "seeds:"
 _MOST_CHARACTERS = 8_000
+_FOLDER = Path(__file__).parents[1]
+
+
+def find_test(name: str) -> str:
+    """The path of ``test_x.py`` or ``test_x.py::test_name``: file names are unique below tests/."""
+    file, colons, test = name.partition("::")
+    found = sorted(_FOLDER.rglob(file))
+    if len(found) != 1:
+        raise FileNotFoundError(f"{len(found)} files below tests/ are called {file}")
+    return f"{found[0]}{colons}{test}"
 
 
 def answer(name: str, layer: str, profile: str, out: int) -> NoReturn:
@@ -89,11 +99,10 @@ class _FirstFailure:
 def _judge_by_tests(layer: str, profile: str) -> dict[str, Any]:
     import pytest
 
-    tests = Path(__file__).parents[1]
-    files = [str(tests / name) for name in layer.removeprefix(TESTS).split(",")]
-    missing = [file for file in files if not Path(file.partition("::")[0]).exists()]
-    if missing:
-        return {"skipped": f"there is no {Path(missing[0]).name}"}
+    try:
+        files = [find_test(name) for name in layer.removeprefix(TESTS).split(",")]
+    except FileNotFoundError as error:
+        return {"skipped": str(error)}
     first = _FirstFailure()
     arguments = [
         "-x",
@@ -102,7 +111,7 @@ def _judge_by_tests(layer: str, profile: str) -> dict[str, Any]:
         "no:cacheprovider",
         "-m",
         "not megatron",
-        f"--rootdir={tests.parent}",
+        f"--rootdir={_FOLDER.parent}",
     ]
     code = pytest.main([*arguments, *files], plugins=[first])
     if code == pytest.ExitCode.TESTS_FAILED:

@@ -367,7 +367,7 @@ DOCUMENTS = (
         breaks="I5",
         source="I5",
         killers=(
-            "tests:test_evidence.py",
+            "tests:test_inspection.py",
             "tests:test_controller.py::test_I5_a_receipt_of_another_attempt_does_not_complete_a_group",
         ),
     ),

@@ -333,7 +333,7 @@ VERL = (
         breaks="I10",
         source="verl #4638 / #4667",
         killers=(
-            "tests:test_staging.py::test_parts_that_one_function_makes_are_made_when_all_are_loaded",
+            "tests:test_offload.py::test_parts_that_one_function_makes_are_made_when_all_are_loaded",
         ),
         why="verl's code holds collectives",
     ),

@@ -259,7 +259,7 @@ MUTANTS = (
         "self.error = self.error or error\nreturn len(view)",
         breaks="I3",
         source="metaseq #53",
-        killers=("tests:test_writer.py", "simulation"),
+        killers=("tests:test_rank_writer.py", "simulation"),
         why="the error is swallowed, and a shard of zero bytes gets a receipt",
     ),
     # ------------------------------------------------------------------------------ publishing
@@ -441,7 +441,7 @@ MUTANTS = (
         "try:\n    os.fstat(fd)",
         breaks="I2",
         source="fsync",
-        killers=("tests:test_storage_contract.py",),
+        killers=("tests:test_posix_storage.py",),
         why="a new root, with the first checkpoint in it, is lost with its name",
     ),
     mutant(
@@ -471,7 +471,7 @@ MUTANTS = (
         "_EXCLUSIVE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC |",
         breaks="I5",
         source="Megatron-core (late writer)",
-        killers=("tests:test_storage_contract.py",),
+        killers=("tests:test_posix_storage.py",),
         why="a late writer truncates the shard of the attempt after it",
     ),
     mutant(
@@ -481,6 +481,6 @@ MUTANTS = (
         "_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY |",
         breaks="F16",
         source="F16",
-        killers=("tests:test_storage_contract.py", "corruption"),
+        killers=("tests:test_posix_storage.py", "corruption"),
     ),
 )

@@ -507,7 +507,7 @@ FENCES = (
         "if older is not None and older != epoch:",
         breaks="I9",
         source="fencing",
-        killers=("tests:test_lease.py::test_I9_a_paused_taker_leaves_its_successors_epoch",),
+        killers=("tests:test_ownership.py::test_I9_a_paused_taker_leaves_its_successors_epoch",),
         why="a paused one removes its successor's, and goes on as the owner",
     ),
     mutant(

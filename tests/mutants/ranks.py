@@ -31,7 +31,7 @@ WRITERS = (
         ),
         breaks="I10",
         source="Megatron-core (temporal caller)",
-        killers=("tests:test_processes.py",),
+        killers=("tests:test_fork.py",),
         why="a writer that was killed has succeeded",
     ),
     mutant(
@@ -42,7 +42,7 @@ WRITERS = (
         breaks="I6",
         source="exit code",
         killers=(
-            "tests:test_processes.py::test_SIGCHLD_ignored_is_a_failure_not_a_success",
+            "tests:test_fork.py::test_SIGCHLD_ignored_is_a_failure_not_a_success",
             "simulation",
         ),
         why="it sent its result, then died",
@@ -54,7 +54,7 @@ WRITERS = (
         "if outcome is not None and outcome.succeeded:\n    return self._judge(outcome)",
         breaks="I10",
         source="Megatron-LM #6970",
-        killers=("tests:test_writer.py", "fieldbugs", "simulation"),
+        killers=("tests:test_rank_writer.py", "fieldbugs", "simulation"),
     ),
     mutant(
         "a-hung-writer-is-waited-for",
@@ -63,7 +63,7 @@ WRITERS = (
         "if True:",
         breaks="I10",
         source="F1",
-        killers=("tests:test_writer.py", "simulation"),
+        killers=("tests:test_rank_writer.py", "simulation"),
     ),
     mutant(
         "no-receipt-is-needed",
@@ -72,7 +72,7 @@ WRITERS = (
         'problem = ""',
         breaks="I3",
         source="receipt",
-        killers=("tests:test_writer.py", "simulation"),
+        killers=("tests:test_rank_writer.py", "simulation"),
     ),
     mutant(
         "gone-is-said-of-the-living",
@@ -91,7 +91,7 @@ WRITERS = (
         "",
         breaks="F29",
         source="F29",
-        killers=("tests:test_processes.py::test_F29_a_child_dies_with_its_trainer",),
+        killers=("tests:test_fork.py::test_F29_a_child_dies_with_its_trainer",),
     ),
     mutant(
         "a-descriptor-above-the-limit-ends-the-writer",
@@ -100,7 +100,7 @@ WRITERS = (
         "if True:",
         breaks="I10",
         source="I10",
-        killers=("tests:test_processes.py::test_a_descriptor_above_the_limit_is_let_go_of",),
+        killers=("tests:test_fork.py::test_a_descriptor_above_the_limit_is_let_go_of",),
     ),
     mutant(
         "a-trainer-that-died-at-once-is-not-missed",
@@ -110,10 +110,7 @@ WRITERS = (
         breaks="F29",
         source="F29",
         killers=(
-            (
-                "tests:test_processes.py::"
-                "test_F29_a_child_whose_trainer_died_before_it_could_ask_ends"
-            ),
+            ("tests:test_fork.py::test_F29_a_child_whose_trainer_died_before_it_could_ask_ends"),
         ),
         why="the kernel signals only the death that comes after it was asked",
     ),
@@ -134,7 +131,7 @@ WRITERS = (
         "return child",
         breaks="I10",
         source="CPython #112275",
-        killers=("tests:test_processes.py::test_a_child_that_hangs_in_its_fork_is_forked_anew",),
+        killers=("tests:test_fork.py::test_a_child_that_hangs_in_its_fork_is_forked_anew",),
     ),
     mutant(
         "handlers-run-inside-a-call",
@@ -288,7 +285,7 @@ WRITERS = (
         "",
         breaks="F29",
         source="F29",
-        killers=("tests:test_processes.py::test_F29_a_child_does_not_hold_a_listening_socket",),
+        killers=("tests:test_fork.py::test_F29_a_child_does_not_hold_a_listening_socket",),
     ),
     mutant(
         "results-are-shared-between-attempts",

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from mutants.catalogue import MUTANTS, by_name
 from mutants.child import CONTROL, SEEDS, TESTS
@@ -47,17 +46,31 @@ _SHARE_S = 30.0  # of a layer, while others are still to be asked
 _HINTED_S = 50.0  # of a layer that the mutant names
 _CONTROL_S = 8.0
 _REPLAY = "PYTHONPATH=tests python -m proof.mutants --only"
-_TESTED_BY = {
+_TESTED_BY = {  # modules that have no test file of their name
     "assembly": "coordinator",
     "effects": "coordinator",
     "engine": "coordinator",
-    "ports": "processes",
+    "plan_run": "coordinator",
+    "receipts": "inspection",
+    "shard_file": "rank_writer",
+    "ports": "fork",
+    "session": "manager",
     "participant": "manager",
-    "link": "manager",
+    "coordinator_client": "manager",
+    "handle": "manager",
     "restoring": "manager",
-    "readers": "attacks",
+    "wiring": "manager",
+    "reader_lease": "attacks",
+    "evidence": "recovery",
+    "rollback": "recovery",
+    "group_worker": "controller",
+    "plain_files": "composite",
+    "mirror": "uploads",
+    "queue": "dropins",
+    "foreign": "dropins",
+    "fence": "in_place",
+    "trainer": "verl_driver",
 }
-_TESTS = Path(__file__).parents[1]
 
 
 Tell = Callable[[str], None]

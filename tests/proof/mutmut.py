@@ -19,14 +19,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from mutants.child import find_test
+
 from proof import survivors
 from proof.survivors import Judgement, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "core/lifecycle": ("lifecycle", "scenarios"),
-        "core/ledger": ("ledger", "scenarios"),
+        "core/lifecycle": ("lifecycle", "ledger_stories"),
+        "core/ledger": ("ledger", "ledger_stories"),
         "core/rollback": ("journal", "recovery", "found_by_review"),
         "core/evidence": ("recovery", "found_by_review"),
         "core/recovery": ("recovery",),  # the other suites take minutes for each mutant that lives
@@ -34,7 +36,7 @@ TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "core/events": ("ledger", "lifecycle"),
         "core/parts": ("ledger", "proposal"),
         "core/documents": ("documents", "journal"),
-        "core/layout": ("layout", "lease", "stock"),
+        "core/layout": ("layout", "ownership", "stock"),
         "core/config": ("config",),
         "core/errors": ("errors",),
         "ranks/proposal": ("proposal",),
@@ -54,7 +56,8 @@ def prepare(place: Path, module: str) -> None:
     for name in _FILES:
         shutil.copy(ROOT / name, place / name)
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    tests = ", ".join(f'"tests/test_{name}.py"' for name in TESTS[module])
+    found = [Path(find_test(f"test_{name}.py")).relative_to(ROOT) for name in TESTS[module]]
+    tests = ", ".join(f'"{path}"' for path in found)
     section = (
         "\n[tool.mutmut]\n"
         'source_paths = ["ckptfsm"]\n'

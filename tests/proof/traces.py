@@ -591,7 +591,7 @@ def _controls(result: LayerResult) -> None:
     legal = refused_by(forged(Forgery("", "", lambda segments: None)))
     if legal:
         _violate(result, "I11", f"the sample itself is refused by {legal}", replay)
-    seen = {"file": 1, "line": 1}  # the first needs a disk: tests/test_conformance.py
+    seen = {"file": 1, "line": 1}  # the first needs a disk: tests/unit/testing/test_conformance.py
     if refused_by(damaged_lines()) != "line":
         _violate(result, "I11", "damage in the middle is accepted", replay)
     for forgery in FORGERIES:

@@ -39,7 +39,7 @@ from ckptfsm.testing.fakes import fake_ports
 
 pytestmark = pytest.mark.megatron
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[3]
 STEP = "iter_0000005"
 OBJECTS = {"rng_state/shard_0.0_1.2", "rng_state/shard_0.1_1.2"}
 TENSORS = {"w.whole", "w.half", "w.scalar", "w.split"}

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutants import anchors
+from mutants import anchors, child
 from mutants.catalogue import MUTANTS, by_name
 from mutants.loader import Edit, Mutant, mutant, mutated_sources
 from mutants.nursery import Nursery
 from proof import mutants as layer
 from proof.layer import Budget
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[2]
 LIBRARY = TESTS.parent / "ckptfsm"
 PROMISES = {f"I{number}" for number in range(1, 12)}
 REPORTS = """verl #4253; verl #4638 / #4667; verl #4873; verl #5016; verl #6067 / #7363;
@@ -127,6 +127,16 @@ def test_every_ordering_of_the_protocol_is_turned_round_by_a_mutant() -> None:
     """Catches an ordering that is turned round by nobody any more."""
     assert set(ORDERINGS.values()) <= {m.name for m in MUTANTS}
     assert len(set(ORDERINGS.values())) == len(ORDERINGS)
+
+
+def test_every_test_that_is_to_kill_a_mutant_is_there() -> None:
+    """Catches a test that was renamed: nobody would ask it about the mutant that it is to kill."""
+    for planted in MUTANTS:
+        for killer in layer.layers_for(planted, ()):
+            for name in killer.removeprefix(child.TESTS).split(","):
+                path, _, test = child.find_test(name).partition("::")
+                defined = f"def {test.partition('[')[0]}("
+                assert not test or defined in Path(path).read_text(), f"{planted.name}: {name}"
 
 
 def test_an_old_text_that_moved_is_an_error() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--bytes", "65536", "--pairs", "2", "--checkpoints", "3")
 TIMEOUT_S = 300
 

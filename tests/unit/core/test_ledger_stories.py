@@ -2,8 +2,8 @@
 
 A file in ``scenarios/`` is a story: a line that begins with ``>`` is something that happens, the
 indented lines after it are what the library makes of it: rejections, decisions of a restart, the
-commands it asks for, and last the table of all checkpoints. Comments begin with ``#``. Rewrite the
-indented lines with ``CKPTFSM_UPDATE_GOLDEN=1 pytest tests/test_scenarios.py`` and read the diff.
+commands it asks for, and last the table of all checkpoints. Comments begin with ``#``. Run this module
+with ``CKPTFSM_UPDATE_GOLDEN=1`` to rewrite the indented lines, and read the diff.
 
     save STEP xRANKS [PART[:RANK,...]]...      forked RANK [of=ATTEMPT] [world=N]
     shard PART RANK [of=...] [world=N]         published | tracker_written
@@ -32,7 +32,7 @@ from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.recovery import plan
 from ckptfsm.core.retention import describe_tracked, parse_policy
 
-FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
+FILES = sorted((Path(__file__).parent / "ledger_stories").glob("*.txt"))
 UPDATE = os.environ.get("CKPTFSM_UPDATE_GOLDEN") == "1"
 
 

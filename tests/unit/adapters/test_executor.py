@@ -12,7 +12,7 @@ import pytest
 
 from ckptfsm.adapters.executor import InlineExecutor, ThreadExecutor
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 WAIT_S = 10.0
 
 

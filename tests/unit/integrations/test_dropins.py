@@ -818,7 +818,7 @@ class Training:
 
 @pytest.fixture
 def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "megatron"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "megatron"))
     try:
         with one_rank():
             yield Training(tmp_path / "root")

@@ -465,7 +465,7 @@ sys.stdin.read()
 
 
 def _holder(root: str) -> subprocess.Popen[str]:
-    repository = str(Path(__file__).parents[1])
+    repository = str(Path(__file__).parents[3])
     return subprocess.Popen(
         [sys.executable, "-c", _HOLDER, root],
         stdin=subprocess.PIPE,

@@ -20,7 +20,7 @@ from proof.fieldbugs import violations
 
 from ckptfsm.testing.coverage import Coverage
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 NAMES = [report.name for report in REPORTS]
 HARMLESS = SaveLoop()
 

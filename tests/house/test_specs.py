@@ -21,7 +21,7 @@ from ckptfsm.core.lifecycle import TABLE, Row, State
 from ckptfsm.disk.journal import BLOCK_BYTES, RESERVE_BYTES, decode_line, parse_segment_bytes
 from specs import generate as specs
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 SPECS = REPO / "specs"
 TEXTS = ("lifecycle.md", "journal-v1.md", "layout.md", "recovery.md")
 FILES = (FileEntry(name="a/__0_0.distcp", bytes=3, digest="xxh3_128:" + "0" * 32),)

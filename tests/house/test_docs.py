@@ -27,7 +27,7 @@ from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.testing import assert_journal_conforms
 from docs import generate_reference as reference
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 LINKED = [*PAGES, ROOT / "README.md"]

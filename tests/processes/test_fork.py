@@ -28,7 +28,7 @@ from ckptfsm.adapters.fork import Child, _ask_kernel, children_of, fork_child
 from ckptfsm.core.ports import ChildError, Outcome
 from ckptfsm.testing.fakes import Gate
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 20.0
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from ckptfsm.adapters.signals import OneCall, PosixDeferredSignals
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
