@@ -1,4 +1,4 @@
-"""How long to wait between two looks."""
+"""Pauses between two polls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 def pauses(first_s: float = 0.002, longest_s: float = 0.05) -> Iterator[float]:
-    """How long to wait between two looks, in seconds: short at first, then longer; never ends."""
+    """Yield pauses in seconds without end: 2 ms at first, then 20% longer each time, up to 50 ms."""
     pause = first_s
     while True:
         yield pause

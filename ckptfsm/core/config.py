@@ -1,4 +1,4 @@
-"""Everything a manager can be told, in one frozen model.
+"""All settings of a manager, in one frozen model.
 
 Rules: buildable from keyword arguments, a dict or TOML; an unknown key is an error that names the
 nearest known one; nothing reads the environment. Times are in seconds and end in ``_s``.
@@ -34,15 +34,19 @@ _WORDS = ("raise", "warn")
 
 
 class CheckpointConfig(BaseModel):
-    """The configuration of a ``CheckpointManager``.
+    """The configuration of a ``CheckpointManager``. Raises ``ConfigError`` for bad values.
 
-    When to save: ``save_interval_steps``, ``save_steps``, ``save_interval_s`` (decided by the
-    coordinator's clock), ``preemption_signals`` (names; no handler is installed unasked);
-    ``agree_when_idle`` lets ``request_save`` work without either of the last two.
-    What to keep: ``retention``. What a failed save does: ``on_failure`` is ``raise``, ``warn`` or
-    ``save_again(n)``. What a save does while one is in flight:
-    ``on_busy``. What to resume from: ``resume``. How deep ``restore`` verifies: ``verify``.
-    Raises ``ConfigError`` for anything else.
+    - ``save_interval_steps``, ``save_steps``: the steps to save at.
+    - ``save_interval_s``: seconds between saves, by the coordinator's clock.
+    - ``preemption_signals``: names of signals that ask for a save; by default no handler is
+      installed.
+    - ``agree_when_idle``: lets ``request_save`` work without either of the last two.
+    - ``retention``: the checkpoints to keep.
+    - ``on_failure``: after a failed save, ``raise``, ``warn`` or ``save_again(n)``.
+    - ``on_busy``: while another save is in flight, ``wait``, ``skip`` or ``raise``.
+    - ``resume``: ``fallback`` to an older checkpoint if the latest is damaged, ``strict`` (raise
+      then), or ``fresh``.
+    - ``verify``: how deep ``restore`` verifies.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -129,7 +133,7 @@ class CheckpointConfig(BaseModel):
 
     @property
     def saves_again(self) -> int:
-        """How often a failed save is tried again at a later step."""
+        """The number of retries of a failed save, each at a later step."""
         return self.on_failure if isinstance(self.on_failure, int) else 0
 
     @property
@@ -163,7 +167,7 @@ def config_of(
 
 
 def _as_config_error(error: ValidationError) -> ConfigError:
-    """Our own error where one of our validators raised it, with its facts."""
+    """The ``ConfigError`` that a validator raised, with its facts; any other error as a new one."""
     for problem in error.errors(include_url=False):
         cause = problem.get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):

@@ -1,10 +1,9 @@
 """Everything the library writes to disk, as pydantic models: journal records, receipts, manifests.
 
-Rules: frozen, strict, no unknown fields. ``schema_version`` is checked before the rest, so that a
-document of a newer version is refused with ``NewerSchema`` and never rewritten. Receipts and manifests
-begin with a checksum of their other bytes, so that no flipped bit of them is believed. Reading never
-trusts a size: ``durable.read_document`` refuses one that is too large. Names of files inside a
-document must be plain relative names.
+Rules: frozen, strict, no unknown fields. ``schema_version`` is checked first, so that a document of
+a newer version is refused with ``NewerSchema`` and never rewritten. Receipts and manifests begin
+with a checksum of their other bytes, so that a flipped bit is detected. ``durable.read_document``
+refuses a document that is too large. Names of files inside a document must be plain relative names.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import MAX_STEP, AttemptId, PartKind, PartSpec
 
 SCHEMA_VERSION = 1
-# A manifest of 10,000 ranks, each with 20 files of 120 bytes an entry, has 24 MB; a receipt with a
+# A manifest of 10,000 ranks, each with 20 files of 120 bytes an entry, has 24 MB. A receipt with a
 # million rows of 150 bytes has 150 MB.
 MAX_DOCUMENT_BYTES = 256 << 20
 # 250,000 saves in one run, at 4 KB each: half a year with one a minute.
 MAX_SEGMENT_BYTES = 1 << 30
-# The newest older segments, which a new one seals. The older ones are removed at the opening after that.
+# Number of older segments that a new segment seals; older ones are removed at the next opening.
 KEPT_SEGMENTS = 16
 
 Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
@@ -44,7 +43,7 @@ Number = Annotated[int, Field(ge=1, le=10**9)]
 
 
 def _check_name(name: str) -> str:
-    """Only a plain relative name may come out of a document."""
+    """``name``, if it is a plain relative name. Raises ``ValueError`` for any other."""
     if "\0" in name or any(piece in ("", ".", "..") for piece in name.split("/")):
         raise ValueError("not a plain relative name")
     return name
@@ -83,11 +82,11 @@ class Part(Document):
 
 
 class Receipt(Document):
-    """What one rank wrote for one part: every file, fsynced, and its write results.
+    """The shards that one rank wrote for one part: every file, fsynced, and its write results.
 
-    ``files`` are named relative to the step's directory. ``results`` are the part's own rows: for
+    ``files`` are named relative to the step's directory. ``results`` are rows of the part: for
     ``torch_dist`` one ``[key, offset or null, index or null, file, offset, length]`` per item.
-    ``dropped`` is why this rank could not write an optional part; it lists no files then.
+    ``dropped`` says why this rank could not write an optional part; ``files`` is empty then.
     """
 
     schema_version: Literal[1] = 1
@@ -109,8 +108,9 @@ class Receipt(Document):
 class Manifest(Document):
     """The commit record inside a published directory: a directory that carries it is complete.
 
-    ``files`` lists everything else in it, receipts included; ``provenance`` says what wrote it
-    (library versions), for people. ``dropped`` are optional parts that are not in it, and why.
+    ``files`` lists all other files of the directory, receipts included. ``provenance`` names the
+    library versions that wrote the directory, for people. ``dropped`` are the optional parts that
+    were left out, and why.
     """
 
     schema_version: Literal[1] = 1
@@ -132,7 +132,7 @@ class Manifest(Document):
 
 
 class Holder(Document):
-    """Who took an epoch. ``released`` once its manager let go of the root, in whatever way."""
+    """The process that took an epoch. ``released`` once its manager let go of the root in any way."""
 
     schema_version: Literal[1] = 1
     epoch: Number
@@ -171,7 +171,7 @@ class CheckpointRecord(Document):
 
 
 class Seal(Document):
-    """An older segment as it was when a newer epoch began; later bytes of it do not count."""
+    """An older segment as it was when a newer epoch began; later bytes of the segment do not count."""
 
     epoch: Number
     bytes: Count
@@ -179,7 +179,9 @@ class Seal(Document):
 
 
 class SegmentOpened(Document):
-    """First record of a segment: who, what came before, and the ledger as it stood."""
+    """First record of a segment: the process, the sealed older segments, and the ledger at that
+    time.
+    """
 
     type: Literal["segment_opened"] = "segment_opened"
     schema_version: Literal[1] = 1
@@ -198,9 +200,11 @@ class SegmentOpened(Document):
 
 
 class TransitionRecord(Document):
-    """One transition, as journaled and as hooks receive it. ``at`` is for people, never decisions.
+    """A transition, as journaled and as hooks receive it. ``at`` is for people, never for
+    decisions.
 
-    ``created`` is filled by the events that begin a checkpoint, ``rank`` by the failure of one rank.
+    ``created`` is filled by the events that begin a checkpoint, ``rank`` by the failure of one
+    rank.
     """
 
     type: Literal["transition"] = "transition"
@@ -225,7 +229,7 @@ class TransitionRecord(Document):
 
     @property
     def acknowledges(self) -> bool:
-        """True if a save became tracked: not what was adopted, or came back."""
+        """True if a save became tracked; False for an adopted or a restored checkpoint."""
         return self.dest is State.TRACKED and self.source is State.FINALIZED
 
 
@@ -238,7 +242,7 @@ class RollbackStarted(Document):
 
 
 class RollbackFinished(Document):
-    """Tracker and directories are as the intent said."""
+    """Tracker and directories are as the intent demands."""
 
     type: Literal["rollback_finished"] = "rollback_finished"
     at: str = ""
@@ -269,9 +273,9 @@ def encode(document: BaseModel) -> bytes:
 
 
 def encode_sealed(document: BaseModel) -> bytes:
-    """The same with a checksum of it in front: ``{"crc":"xxxxxxxx",...}``.
+    """Canonical bytes with a checksum in front: ``{"crc":"xxxxxxxx",...}``.
 
-    Raises ``SaveFailed`` for one that no reader would take.
+    Raises ``SaveFailed`` for a document that is too large to be read back.
     """
     body = encode(document)
     if len(body) + _SEAL_BYTES > MAX_DOCUMENT_BYTES:
@@ -281,9 +285,9 @@ def encode_sealed(document: BaseModel) -> bytes:
 
 
 def decode(model: type[D], data: bytes, file: str) -> D:
-    """Parse ``data``, read from ``file``; if it carries a checksum, that must be right.
+    """Parse ``data``, read from ``file``, and verify its checksum if it carries one.
 
-    Raises ``NewerSchema`` for a newer ``schema_version``, ``DamagedRoot`` for anything else.
+    Raises ``NewerSchema`` for a newer ``schema_version``, ``DamagedRoot`` for any other fault.
     """
     if data.startswith(_SEAL):
         end = len(_SEAL) + 8
@@ -337,7 +341,7 @@ def part_records(parts: tuple[PartSpec, ...]) -> tuple[Part, ...]:
 
 
 def checkpoint_record(checkpoint: Checkpoint) -> CheckpointRecord:
-    """A checkpoint as its record. Which ranks reported is not kept: receipts on disk say so."""
+    """A checkpoint as its record. The record omits which ranks reported: receipts on disk say so."""
     return CheckpointRecord(
         step=checkpoint.id.step,
         epoch=checkpoint.id.epoch,

@@ -1,8 +1,7 @@
 """Every error the library raises, with a stable ``kind`` and the facts a caller needs.
 
-Rules: an error carries attributes, not only text; it survives pickling (ranks exchange errors); and
-its ``advice`` says what the caller can do: fix the call, skip this save, retry, page someone, or
-report a bug of ours.
+Rules: an error carries attributes besides its text, and survives pickling (ranks exchange errors).
+Its ``advice`` tells the caller: fix the call, skip this save, retry, page someone, or report a bug.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 class CkptFsmError(Exception):
     """Base of all errors of this library.
 
-    Attributes: ``kind`` (stable identifier), ``advice`` (what the caller can do), ``facts`` (the
+    Attributes: ``kind`` (stable identifier), ``advice`` (the remedy for the caller), ``facts`` (the
     keyword arguments: file, step, rank, ... as far as they are known).
     """
 
@@ -79,7 +78,7 @@ class Fenced(CkptFsmError):
 class SaveRefused(CkptFsmError):
     """A save was not accepted; nothing was written, training can go on (``step``, ``in_flight``).
 
-    ``reason``, ``file`` and ``errno_name`` say what the disk refuses, if that is why.
+    If the disk refused the save, ``reason``, ``file`` and ``errno_name`` describe the refusal.
     """
 
     kind = "save_refused"
@@ -93,7 +92,7 @@ class StepExistsError(SaveRefused, FileExistsError):
 
 
 class SaveFailed(CkptFsmError):
-    """An accepted save failed; its space is given back, training can go on (``step``, ``attempt``)."""
+    """An accepted save failed; its space is freed, training can go on (``step``, ``attempt``)."""
 
     kind = "save_failed"
     advice = "save again at a later step"
@@ -106,7 +105,7 @@ class WriterDied(SaveFailed):
 
 
 class ShardMissing(SaveFailed):
-    """Ranks did not report what the checkpoint declared (``ranks``)."""
+    """Ranks did not report all the shards that the checkpoint declared (``ranks``)."""
 
     kind = "shard_missing"
 
@@ -114,7 +113,8 @@ class ShardMissing(SaveFailed):
 class RestoreFailed(CkptFsmError):
     """A verified checkpoint could not be loaded into the given state (``step``, ``file``).
 
-    On the rank whose key does not fit also ``part``, ``key``, and the shapes ``wanted`` and ``found``.
+    The rank whose key does not fit also has ``part``, ``key``, and the shapes ``wanted`` and
+    ``found``.
     """
 
     kind = "restore_failed"
@@ -122,14 +122,14 @@ class RestoreFailed(CkptFsmError):
 
 
 class StepNotFoundError(CkptFsmError, FileNotFoundError):
-    """No such tracked checkpoint (``step``, ``available``)."""
+    """No tracked checkpoint has this step (``step``, ``available``)."""
 
     kind = "step_not_found"
     advice = "choose one of all_steps()"
 
 
 class DamagedRoot(CkptFsmError):
-    """What is on disk contradicts itself; nothing was changed (``file``)."""
+    """The files on disk contradict each other; nothing was changed (``file``)."""
 
     kind = "damaged_root"
     advice = "page someone: look at the named file; `ckptfsm` changed nothing"
@@ -151,7 +151,8 @@ class NewerSchema(DamagedRoot):
 class DeadlineExceeded(CkptFsmError, TimeoutError):
     """A bounded wait ran out (``timeout_s``, ``waiting_for``).
 
-    ``reason``, ``file`` and ``errno_name`` say what the disk refuses, if that is known.
+    If the disk is known to refuse a write, ``reason``, ``file`` and ``errno_name`` describe the
+    refusal.
     """
 
     kind = "deadline_exceeded"
@@ -159,7 +160,7 @@ class DeadlineExceeded(CkptFsmError, TimeoutError):
 
 
 class ManagerClosed(CkptFsmError):
-    """The manager was closed, or left after an error; it can do nothing more (``file``)."""
+    """The manager was closed, or left after an error; every further call raises this (``file``)."""
 
     kind = "manager_closed"
     advice = "fix the call: make a new manager"
@@ -173,7 +174,7 @@ class RankFailed(CkptFsmError):
 
 
 class RankInterrupted(CkptFsmError):
-    """A rank was interrupted in a call that all ranks were in; all of them left it (``rank``)."""
+    """A signal interrupted a rank in a collective call; all ranks left the call (``rank``)."""
 
     kind = "rank_interrupted"
     advice = "that rank raises what its signal handler raised; here, call again or leave"
@@ -201,13 +202,15 @@ class OutcomeUnknown(StorageError):
 
 
 def describe(error: BaseException) -> str:
-    """One bounded line about ``error``, for journals and reports."""
+    """A single bounded line about ``error``, for journals and reports."""
     words = error.summary() if isinstance(error, CkptFsmError) else _words_of(error)
     return shorten(f"{type(error).__name__}: {words}").replace("\n", " ")
 
 
 def _words_of(error: BaseException) -> str:
-    """The message. Torch's ``CheckpointException`` has tracebacks of ranks as one: only their causes."""
+    """The message of ``error``; for torch's ``CheckpointException`` only the causes, without
+    tracebacks.
+    """
     failures = getattr(error, "failures", None)
     if not isinstance(failures, dict) or not failures:
         return str(error)
@@ -217,18 +220,18 @@ def _words_of(error: BaseException) -> str:
 
 
 def shorten(text: str, limit: int = 500) -> str:
-    """``text`` as a journal can hold it on a full disk, too: printable, ``limit`` characters at most."""
+    """``text`` fit for a journal on a full disk: printable, and at most ``limit`` characters."""
     text = printable(text)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def printable(text: str) -> str:
-    """``text`` without what UTF-8 cannot hold: file names may be any bytes."""
+    """``text`` with escapes for bytes that UTF-8 cannot hold: file names may be any bytes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def one_line(text: str) -> str:
-    """``text`` with escapes for what is not printable: file names may move a terminal's cursor."""
+    """``text`` with escapes for unprintable characters: file names may move a terminal's cursor."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
@@ -255,19 +258,19 @@ def name_ranks(ranks: Sequence[int], limit: int = 8) -> str:
 
 
 class SaveFailedWarning(UserWarning):
-    """A save failed and ``on_failure`` is ``warn``; or the disk refuses what a published save needs."""
+    """A save failed and ``on_failure`` is ``warn``, or the disk refuses an effect after publishing."""
 
 
 class ReshardWarning(UserWarning):
-    """Part of a checkpoint cannot be loaded under another sharding and was left out."""
+    """A part of a checkpoint cannot be loaded under another sharding and was left out."""
 
 
 class RecoveryWarning(UserWarning):
-    """PlanRun the root, or restoring from it, found something that a person should know."""
+    """Opening the root, or restoring from it, found a problem that a person should know."""
 
 
 class UntriedVersionWarning(UserWarning):
-    """A package beside this library is of a release series with which it was never tried."""
+    """An installed package is of a release series that this library was never tested with."""
 
 
 class PollMissingWarning(UserWarning):

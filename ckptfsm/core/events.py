@@ -1,7 +1,8 @@
-"""What the machine is told and what it asks for: events (past tense) and commands (imperative).
+"""Events (past tense) that move a checkpoint, and commands (imperative) that the state machine
+emits.
 
-Rules: plain frozen data, no behaviour beyond validation of itself. Every event names the attempt it
-belongs to (epoch, step, attempt), so that a completion can count only for its own attempt (I5).
+Rules: plain frozen data, which validates itself and does nothing else. Every event names its
+attempt (epoch, step, attempt), so that a completion counts only for that attempt (I5).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ckptfsm.core.parts import AttemptId, PartSpec
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that has happened to an attempt."""
+    """A fact about an attempt."""
 
     name: ClassVar[str] = "event"
     of: AttemptId
@@ -24,7 +25,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class SaveRequested(Event):
-    """The coordinator accepted a save. Everything later steps need is frozen here."""
+    """The coordinator accepted a save. The event carries all facts that later transitions need."""
 
     name: ClassVar[str] = "save_requested"
     parts: tuple[PartSpec, ...]
@@ -63,7 +64,7 @@ class Published(Event):
 
 @dataclass(frozen=True, slots=True)
 class FoundPublished(Event):
-    """Recovery found the attempt published, with a valid manifest of its own."""
+    """Recovery found the attempt published, with a valid manifest that names the attempt."""
 
     name: ClassVar[str] = "found_published"
 
@@ -86,7 +87,7 @@ class Superseded(Event):
 
 @dataclass(frozen=True, slots=True)
 class Reprieved(Event):
-    """Something keeps a prunable checkpoint after all."""
+    """A prunable checkpoint has to stay after all: a reader, a pin or a rule keeps it."""
 
     name: ClassVar[str] = "reprieved"
     reason: str
@@ -103,7 +104,7 @@ class Removed(Event):
 class Failed(Event):
     """The attempt cannot become a checkpoint.
 
-    ``reason`` is a stable word, ``detail`` for people, ``rank`` the one that failed if it was one.
+    ``reason`` is a stable word, ``detail`` is for people, ``rank`` is the rank that failed, if any.
     """
 
     name: ClassVar[str] = "failed"
@@ -136,7 +137,7 @@ class Cleaned(Event):
 
 
 UNUSABLE: Final = frozenset({"damaged", "missing"})
-"""Why one is withdrawn that nobody asked to withdraw."""
+"""Reasons of a withdrawal that no person asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,8 @@ class Adopted(Event):
 
 @dataclass(frozen=True, slots=True)
 class FinalizersRan(Event):
-    """A rank ran the foreign finalizers of an attempt, once; ``error`` is "" if they all returned.
+    """A rank ran the foreign finalizers of an attempt, once; ``error`` is "" if all of them
+    returned.
 
     Not an event of the table: it completes the command ``Finalize`` where a part is foreign (I6).
     """
@@ -174,7 +176,7 @@ class FinalizersRan(Event):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """An effect the machine asks for. All are idempotent: recovery may emit them again."""
+    """An effect the state machine asks for. All are idempotent: recovery may emit them again."""
 
     of: AttemptId
 

@@ -1,7 +1,7 @@
-"""What there is on disk, as recovery and the effects see it, and whose it is. Pure.
+"""The findings on disk that recovery and the effects decide from. Pure.
 
-Rules: whose a directory is, one function answers, for the plan and for the effects; a directory is taken
-for a checkpoint's only on evidence.
+Rules: recovery and the effects ask the same function which checkpoint a directory belongs to. A
+directory is taken for a checkpoint only on evidence.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from ckptfsm.core.parts import AttemptId
 
 @dataclass(frozen=True, slots=True)
 class PublishedEvidence:
-    """A directory under a published name.
+    """A directory under a published name, and how it was recognised (``found``).
 
-    ``manifest``: carries our manifest and every file of it; ``stock``: none, but a stock loader would
-    accept it; ``damaged``: our manifest does not hold; ``unexplained``: neither; ``no_directory``: a
-    link or a file, which is somebody else's.
+    - ``manifest``: it carries our manifest and every file listed there.
+    - ``stock``: it has no manifest, but a stock loader would accept it.
+    - ``damaged``: our manifest does not match the files.
+    - ``unexplained``: none of these.
+    - ``no_directory``: the name is a link or a file, which this library never makes.
     """
 
     step: int
@@ -42,9 +44,9 @@ class StagingEvidence:
 
 @dataclass(frozen=True, slots=True)
 class TrackerEvidence:
-    """What the tracker file says: a step, ``release``, nothing, or something else (torn).
+    """The content of the tracker file: a step, ``release``, no file, or torn (any other content).
 
-    ``by_us``: it is written as we write it, and as trainers do not.
+    ``by_us``: the text ends with a newline, as this library writes it and trainers do not.
     """
 
     found: Literal["missing", "step", "release", "torn"]
@@ -54,12 +56,13 @@ class TrackerEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Everything on disk that recovery looks at.
+    """All findings on disk that recovery looks at.
 
-    ``strays`` are names it cannot explain and that are no checkpoint: in staging, or a directory that a
-    save has only begun. ``aside`` are the attempts of which a directory lies in quarantine, ``trashed``
-    those of which one lies in the trash, ``restorable`` the prunable ones that lie there whole.
-    ``mounts`` are published names on another file system.
+    - ``strays``: unexplained names in staging, and directories that a save has only begun.
+    - ``aside``: the attempts with a directory in quarantine.
+    - ``trashed``: the attempts with a directory in the trash.
+    - ``restorable``: the prunable attempts with a whole directory in the trash.
+    - ``mounts``: published names on another file system.
     """
 
     tracker: TrackerEvidence
@@ -75,17 +78,18 @@ class Evidence:
 
 
 def is_whole(checkpoint: Checkpoint, there: PublishedEvidence) -> bool:
-    """True if what stands at its name is this very checkpoint, with all its files."""
+    """True if the directory at the checkpoint's name is this very checkpoint, with all its files."""
     if there.found == "stock":
         return checkpoint.provenance == "adopted"
     return there.found == "manifest" and there.of == checkpoint.id
 
 
 def is_its_own(checkpoint: Checkpoint, there: PublishedEvidence, moved: bool) -> bool:
-    """True if what stands at a checkpoint's name is its own, whole or damaged, and not a stranger's.
+    """True if the directory at a checkpoint's name belongs to that checkpoint, whole or damaged.
 
-    A directory that names no attempt (what was adopted has no manifest, and one may be torn or gone) is
-    taken for its own, unless that was ``moved`` to the trash or to quarantine.
+    A directory without a readable manifest names no attempt: an adopted one has none, and a
+    manifest may be torn. Such a directory belongs to the checkpoint unless ``moved`` says that the
+    checkpoint's directory lies in the trash or in quarantine.
     """
     if checkpoint.reason == "missing":  # it was not there when it was withdrawn
         return False
@@ -95,9 +99,10 @@ def is_its_own(checkpoint: Checkpoint, there: PublishedEvidence, moved: bool) ->
 
 
 def went_on(checkpoint: Checkpoint, tracker: TrackerEvidence) -> bool:
-    """True if another trainer went on from what stands at the name of an attempt in place.
+    """True if another trainer resumed from the directory of an attempt in place.
 
-    It wrote the tracker then, at that step or at a newer one. Our own names nothing unfinished.
+    That trainer then wrote the tracker, at the attempt's step or at a newer one. Our tracker never
+    names an unfinished attempt.
     """
     if tracker.step is None or tracker.step < checkpoint.step:
         return False
@@ -105,7 +110,7 @@ def went_on(checkpoint: Checkpoint, tracker: TrackerEvidence) -> bool:
 
 
 def why_not_whole(there: PublishedEvidence | None) -> str:
-    """What to tell people of a checkpoint that is not."""
+    """The reason, for people, why a checkpoint is not whole."""
     if there is None:
         return "its directory is missing"
     if there.found == "stock":

@@ -1,9 +1,9 @@
 """Names on disk. Pure: builds and parses names, touches nothing.
 
-A ``Layout`` is what differs between trainers: how a step's directory is called, and where in it a stock
-reader looks for torch_dist directories. Everything else is the same for all of them.
+A ``Layout`` holds the differences between trainers: the name of a step's directory, and where in it
+a stock reader looks for torch_dist directories. All other names are the same for every trainer.
 
-Rules: a name is accepted only if building it again gives the same text, so that ``iter_5``,
+Rules: a name is accepted only if building it again gives the same text. So ``iter_5``,
 ``iter_+0000005`` or a step of a thousand digits is not taken for a checkpoint. Paths are relative
 to the root (see ``ports``).
 """
@@ -17,17 +17,17 @@ from types import MappingProxyType
 from ckptfsm.core.parts import MAX_STEP, AttemptId
 
 TRACKER = "latest_checkpointed_iteration.txt"
-TRACKER_BYTES = 256  # are read of it: a step has 16 digits at most
+TRACKER_BYTES = 256  # bytes read at most: a step has 16 digits
 PRIVATE = ".ckptfsm"
 BEGUN = "begun-"
 LOCK = f"{PRIVATE}/lock"
 EPOCHS = f"{PRIVATE}/epochs"
-TAKING = "take-"  # how the name of an epoch begins while it is being taken
+TAKING = "take-"  # prefix of an epoch's name while it is being taken
 JOURNAL = f"{PRIVATE}/journal"
 STAGING = f"{PRIVATE}/staging"
 PINS = f"{PRIVATE}/pins"
 READERS = f"{PRIVATE}/readers"
-# Earlier versions call them so. What lies there counts; nothing new is written there.
+# Names of earlier versions: files there are read and obeyed, new files are never written there.
 OLD_EPOCHS = f"{PRIVATE}/lease"
 OLD_READERS = f"{PRIVATE}/leases"
 TRASH = f"{PRIVATE}/trash"
@@ -45,9 +45,10 @@ _SEGMENT = re.compile(r"(\d{6,9})\.ndjson\Z")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a trainer names the directory of a step.
+    """The naming of step directories in a trainer.
 
-    ``tree`` is the name of the torch_dist directories inside it, "" if it is one itself.
+    ``tree`` is the name of the torch_dist directories inside a step's directory, "" if the step's
+    directory is one itself.
     """
 
     name: str
@@ -68,7 +69,9 @@ class Layout:
         return step if step <= MAX_STEP and self.published_name(step) == name else None
 
     def working_dir(self, of: AttemptId, in_place: bool) -> str:
-        """Where an attempt is written: staging, or its final name if the trainer fixed the path."""
+        """The directory an attempt is written in: staging, or the final name if the trainer fixed
+        the path.
+        """
         return self.published_name(of.step) if in_place else staging_dir(of)
 
 
@@ -91,7 +94,7 @@ def parse_attempt(name: str) -> AttemptId | None:
 
 
 def parse_aside(name: str) -> AttemptId | None:
-    """The attempt whose directory was moved aside as ``name``: a second one got a number."""
+    """The attempt whose directory was set aside as ``name``; a second directory of it got a number."""
     first, _, number = name.rpartition(".")
     if number.isascii() and number.isdigit() and (of := parse_attempt(first)):
         return of
@@ -107,22 +110,22 @@ def trash_dir(of: AttemptId) -> str:
 
 
 def begun_name(of: AttemptId) -> str:
-    """Inside a directory in place: an empty directory, which says whose attempt began there."""
+    """An empty directory inside a directory in place: its name is the attempt that began there."""
     return f"{PRIVATE}/{BEGUN}{attempt_name(of)}"
 
 
 def gone_dir(of: AttemptId) -> str:
-    """Where what was given up goes: ``parse_aside`` does not take it for its step's directory."""
+    """The trash name of files that may be deleted: ``parse_aside`` does not read it as an attempt."""
     return f"{TRASH}/gone-{attempt_name(of)}"
 
 
 def left_out_name(of: AttemptId) -> str:
-    """Of a part that is left out: ``parse_aside`` does not take it for its step's directory."""
+    """The trash name of a part that was left out: ``parse_aside`` does not read it as an attempt."""
     return f"part-{attempt_name(of)}"
 
 
 def is_given_up(name: str) -> bool:
-    """True for what may be deleted from the trash: what is given up, and parts that were left out."""
+    """True for a trash name that may be deleted: files given up, and parts that were left out."""
     return name.startswith(("gone-", "part-"))
 
 
@@ -131,12 +134,14 @@ def quarantine_dir(of: AttemptId) -> str:
 
 
 def receipt_name(part: str, rank: int) -> str:
-    """Inside a step's directory."""
+    """The receipt of a rank for a part, relative to the step's directory."""
     return f"{RECEIPTS}/{part}/{rank}.json"
 
 
 def planned_name(part: str) -> str:
-    """Inside a step's directory: what is needed to write ``.metadata`` after a restart."""
+    """The planned metadata of a part, relative to the step's directory: a restart writes
+    ``.metadata`` from it.
+    """
     return f"{PLANNED}/{part}.bin"
 
 

@@ -1,9 +1,9 @@
 """All checkpoints of one root together: the pure core that the coordinator drives.
 
-Rules: frozen; every method returns a new ledger or raises and changes nothing. It only ever moves a
-checkpoint through ``lifecycle.apply``. What concerns more than one checkpoint is decided here: one
-in flight per root, steps only grow, what is kept from retention, and whether a report from a rank
-belongs to a living attempt (I5).
+Rules: frozen; every method returns a new ledger, or raises and changes nothing. Checkpoints move
+only through ``lifecycle.apply``. The ledger decides all questions about several checkpoints: one in
+flight per root, steps only grow, retention. Reports from ranks that belong to no living attempt are
+rejected (I5).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _nothing() -> Mapping[AttemptId, Checkpoint]:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One move that was made. ``checkpoint`` is the checkpoint after it."""
+    """A move of a checkpoint. ``checkpoint`` is the checkpoint after the move."""
 
     source: State
     event: Event
@@ -63,9 +63,10 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The checkpoints that still have files to look after, and what protects them.
+    """The checkpoints with files to look after, and the steps protected from pruning.
 
-    ``pins`` and ``readers`` are steps: pinned by a person (or adopted), and leased by a reader.
+    ``pins`` are the steps pinned by a person or by adoption, ``readers`` the steps leased by a
+    reader.
     """
 
     checkpoints: Mapping[AttemptId, Checkpoint] = field(default_factory=_nothing)
@@ -101,7 +102,7 @@ class Ledger:
         return self._offer(checkpoint, latest.step if latest is not None else -1, preserved)
 
     def prunable(self, preserved: Collection[int]) -> list[Superseded]:
-        """One event per tracked checkpoint that nothing keeps, oldest first."""
+        """The pruning events of all tracked checkpoints that nothing keeps, oldest first."""
         tracked = self.in_state(State.TRACKED)
         offers = (self._offer(c, tracked[-1].step, preserved) for c in tracked)
         return [offer for offer in offers if offer.newer_step is not None and not offer.kept_by]
@@ -120,7 +121,7 @@ class Ledger:
     # ----------------------------------------------------------------------------------- moves
 
     def post(self, event: Event) -> tuple[Ledger, Transition, Command | None]:
-        """Apply an event of our own. Raises ``IllegalTransition`` if the table has no row."""
+        """Apply an event of the coordinator. Raises ``IllegalTransition`` if the table has no row."""
         before = self.checkpoints.get(event.of)
         if before is None:
             before = absent(event.of)
@@ -156,7 +157,7 @@ class Ledger:
         check_parts(event.parts, event.world_size)
 
     def report(self, event: Event) -> tuple[Ledger, Transition, Command | None] | Rejected:
-        """Apply a report from a rank. What does not fit a living attempt is rejected (I5)."""
+        """Apply a report from a rank, or reject it if it fits no living attempt (I5)."""
         living = self.checkpoints.get(event.of)
         if living is None:
             return Rejected(event, f"no living attempt {event.of}")
@@ -181,7 +182,7 @@ class Ledger:
         )
 
     def protected(self, pins: Collection[int], readers: Collection[int]) -> Ledger:
-        """The same ledger with what protects from pruning as it was just read from disk."""
+        """The same ledger with pins and reader leases as they were just read from disk."""
         return replace(self, pins=frozenset(pins), readers=frozenset(readers))
 
 

@@ -1,4 +1,4 @@
-"""Names of what is saved: the attempt at a step, and the parts of a checkpoint."""
+"""Identifiers of saved data: the attempt at a step, and the parts of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MAX_STEP = 10**15
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 PartKind = Literal["torch_dist", "foreign", "file", "tree", "report"]
 FINISHED_BY_US = frozenset({"torch_dist"})
-"""Kinds of parts that the coordinator completes, from what their ranks wrote."""
+"""Kinds of parts whose metadata the coordinator writes, from the results of their ranks."""
 RESERVED = frozenset({".ckptfsm", ".metadata", "metadata.json", "common.pt"})
-"""Names that the library or megatron-core writes itself, in the directory of a torch_dist part."""
+"""Names that the library or megatron-core writes into the directory of a torch_dist part."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class AttemptId:
-    """One attempt at one step: ``epoch`` is the run generation that asked for it."""
+    """An attempt at a step: ``epoch`` is the run generation that asked for it."""
 
     step: int
     epoch: int
@@ -34,8 +34,8 @@ class PartSpec:
     """A declared part of a checkpoint.
 
     ``directory`` is relative to the step's directory ("" is its root). ``ranks`` are the ranks that
-    write it; None means every rank of the job. The checkpoint goes on without an ``optional`` part
-    that a rank could not write.
+    write the part; None means every rank of the job. If a rank cannot write an ``optional`` part,
+    the checkpoint is completed without the part.
     """
 
     name: str
@@ -46,7 +46,7 @@ class PartSpec:
 
     @property
     def first_rank(self) -> int:
-        """The rank that writes what is common to all ranks of the part."""
+        """The rank that writes the files common to all ranks of the part."""
         return 0 if self.ranks is None else self.ranks[0]
 
 
@@ -92,7 +92,10 @@ def check_parts(parts: tuple[PartSpec, ...], world_size: int) -> None:
 
 
 def _check_optional(part: PartSpec, parts: tuple[PartSpec, ...]) -> None:
-    """What is left out goes with its whole directory: nothing else may live there."""
+    """Raise ``ConfigError`` if leaving ``part`` out would remove files of another part.
+
+    Leaving a part out removes its whole directory.
+    """
     if not part.directory or part.kind in ("foreign", "file"):
         raise ConfigError(
             f"part {part.name!r} cannot be optional: it needs a directory of its own, and a plain file "
@@ -110,15 +113,16 @@ def _check_optional(part: PartSpec, parts: tuple[PartSpec, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OptionalPart:
-    """A part that the checkpoint can do without: if a rank cannot write it, it is left out.
+    """A part that the checkpoint can do without.
 
-    ``content`` is what would be given for a required part. The checkpoint is then complete without
-    it, and its manifest says why. A writer that dies fails the checkpoint all the same.
+    ``content`` is the value that a required part would have. If a rank cannot write the part, the
+    checkpoint is completed without it, and the manifest says why. A writer that dies fails the
+    checkpoint all the same.
     """
 
     content: Any
 
 
 def content_of(value: Any) -> Any:
-    """What a part's value is, required or not."""
+    """The content of a part's value, required or optional."""
     return value.content if isinstance(value, OptionalPart) else value

@@ -1,8 +1,8 @@
-"""The ports: what the library needs from a disk, a clock, other ranks and a part's format.
+"""The ports: protocols for the disk, the clock, other ranks and the format of a part.
 
 Rules: protocols only, no behaviour. Every port has at least two implementations (the real one and
-one in ``ckptfsm.testing``), and the same production code runs on both. Storage is at the granularity
-of system calls so that a simulation can crash between any two of them.
+one in ``ckptfsm.testing``), and the same production code runs on both. Storage is at the
+granularity of system calls, so that a simulation can crash between any two of them.
 
 Paths are relative to the store's root, with ``/`` between components; a component is never empty,
 ``.`` or ``..``. The empty string is the root itself.
@@ -23,7 +23,7 @@ FileKind = Literal["file", "dir", "symlink", "other"]
 
 
 class FileStat(NamedTuple):
-    """What ``lstat`` says: the kind, the size in bytes, and the device the entry is on."""
+    """The result of ``lstat``: the kind, the size in bytes, and the device the entry is on."""
 
     kind: FileKind
     size: int
@@ -64,7 +64,7 @@ class Storage(Protocol):
         ...
 
     def link(self, src: str, dst: str) -> None:
-        """Hard link; ``FileExistsError`` if ``dst`` exists. The one atomic test-and-set we use."""
+        """Hard link; ``FileExistsError`` if ``dst`` exists. The only atomic test-and-set in use."""
         ...
 
     def mkdir(self, path: str) -> None: ...
@@ -94,7 +94,7 @@ class Storage(Protocol):
         ...
 
     def try_lock(self, path: str) -> int | None:
-        """Take the liveness lock; a handle, or None if a living process holds it.
+        """Take the liveness lock. Returns a handle, or None if a living process holds the lock.
 
         The lock ends with the process, and a forked child does not have it.
         """
@@ -103,7 +103,7 @@ class Storage(Protocol):
     def unlock(self, handle: int) -> None: ...
 
     def close_root(self) -> None:
-        """Let go of the root; every later call fails with ``EBADF``. May be called twice."""
+        """Let go of the root; every later call fails with ``EBADF``. A second call has no effect."""
         ...
 
     def absolute(self, path: str) -> str:
@@ -119,7 +119,7 @@ class Storage(Protocol):
 
 
 class Clock(Protocol):
-    """Time is passed in. No decision may use ``wall``: it is for people to read."""
+    """Clock that is passed in. No decision may use ``wall``: it is for people to read."""
 
     def monotonic(self) -> float:
         """Seconds from an arbitrary origin; never goes back."""
@@ -133,7 +133,9 @@ class Clock(Protocol):
 
 
 class Identity(NamedTuple):
-    """Who holds a root: enough to tell a living process from a later one with the same pid."""
+    """The process that holds a root: distinguishes a living process from a later one with the same
+    pid.
+    """
 
     host: str
     pid: int
@@ -147,10 +149,10 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class Pending(Protocol[T_co]):
-    """What submitted work comes to; ``concurrent.futures.Future`` is one.
+    """The outcome of submitted work; ``concurrent.futures.Future`` is an implementation.
 
-    ``result`` and ``exception`` wait, and raise ``concurrent.futures.TimeoutError`` after ``timeout``
-    seconds; ``result`` raises what the work raised.
+    ``result`` and ``exception`` wait, and raise ``concurrent.futures.TimeoutError`` after
+    ``timeout`` seconds; ``result`` raises the exception of the work.
     """
 
     def done(self) -> bool: ...
@@ -177,13 +179,13 @@ class Executor(Protocol):
 
 
 class Transport(Protocol):
-    """Talks to the other ranks. Every call is collective; all may raise ``RankFailed``."""
+    """Talks to the other ranks. Every call is collective and may raise ``RankFailed``."""
 
     rank: int
     world_size: int
 
     def any_flags(self, flags: Sequence[bool]) -> list[bool]:
-        """Element-wise OR over all ranks: the one cheap exchange."""
+        """Element-wise OR over all ranks: the only exchange that is cheap enough for every poll."""
         ...
 
     def gather(self, item: Any) -> list[Any] | None:
@@ -198,10 +200,11 @@ class Transport(Protocol):
 
 
 class PartFinisher(Protocol):
-    """Completes a part from what its ranks wrote; pure, so that a restart can do it too.
+    """Completes a part from the results of its ranks; pure, so that a restart can do it too.
 
-    Args: the planned metadata the writer of rank 0 left, each rank's write results, and the absolute
-    path the part will have. Returns the files to put into the part's directory, in writing order.
+    Args: the planned metadata that the writer of rank 0 left, each rank's write results, and the
+    absolute path that the part will have. Returns the files to put into the part's directory, in
+    writing order.
     """
 
     def __call__(
@@ -210,7 +213,8 @@ class PartFinisher(Protocol):
 
 
 class Written(NamedTuple):
-    """What a part wrote: its files (relative to the step's directory), its result rows, its payload.
+    """The output of a part: its files (relative to the step's directory), its result rows, its
+    payload.
 
     ``payload`` goes back to the rank that forked the writer (foreign parts need it to finalize).
     ``dropped`` says why an optional part was left out.
@@ -223,7 +227,7 @@ class Written(NamedTuple):
 
 
 class PartJob(Protocol):
-    """One part of one rank, ready to be written by a child that owns a copy of its data."""
+    """The share of a rank in a part, ready to be written by a child that holds a copy of the data."""
 
     @property
     def name(self) -> str: ...
@@ -265,7 +269,7 @@ class ChildError:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a child ended. ``exitcode`` is negative for a signal, None if it could not be learned."""
+    """The end of a child. ``exitcode`` is negative for a signal, None if it could not be learned."""
 
     exitcode: int | None
     payload: Any = None
@@ -277,12 +281,12 @@ class Outcome:
         return self.exitcode == 0 and self.complete and self.error is None
 
     def explain(self) -> str:
-        """One line for people: the child's own words first, then how it ended."""
+        """A line for people: the child's error message, or else its exit status."""
         if self.error is not None:
             first = f" (first system error: {self.error.os_error})" if self.error.os_error else ""
             return f"{self.error.text}{first}"
         if self.exitcode is None:
-            return "its exit status is unknown: SIGCHLD is ignored or somebody else reaped it"
+            return "its exit status is unknown: SIGCHLD is ignored, or other code reaped it"
         if self.exitcode < 0:
             return f"killed by {_signal_name(-self.exitcode)}"
         return f"exit code {self.exitcode} without a complete result"
@@ -296,27 +300,27 @@ def _signal_name(number: int) -> str:
 
 
 class WriterProcess(Protocol):
-    """A process that writes a ``RankJob`` from its own copy of the data, seen from its trainer."""
+    """A process that writes a ``RankJob`` from its copy of the data, seen from its trainer."""
 
     def poll(self) -> Outcome | None:
-        """How it ended, or None while it runs. Never blocks."""
+        """The outcome, or None while the process runs. Never blocks."""
         ...
 
     def wait(self, timeout_s: float) -> Outcome | None:
-        """Wait for its end, at most ``timeout_s``; None if it still runs then."""
+        """Wait for the process to end, at most ``timeout_s``; None if it still runs then."""
         ...
 
     def kill(self, timeout_s: float) -> bool:
-        """Kill it and everything it started. True once it is certainly gone."""
+        """Kill the process and everything it started. True once it is certainly gone."""
         ...
 
     def whereabouts(self) -> str:
-        """Where it and its workers stand, for people who look for a hang; "" if nobody can tell."""
+        """Where the process and its workers hang, for people; "" if that cannot be told."""
         ...
 
 
 Launch = Callable[[Storage, RankJob], WriterProcess]
-"""Starts a rank's writer. When it returns, the writer owns a copy: the data may change."""
+"""Starts a rank's writer. When it returns, the writer holds a copy: the data may change."""
 
 
 class Draft(Protocol):
@@ -330,26 +334,29 @@ class Draft(Protocol):
     def stage(
         self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
     ) -> tuple[PartJob, ...]:
-        """Bring the data of these parts, in order, to where a forked child owns it.
+        """Bring the data of these parts, in order, to memory that a forked child copies.
 
         ``specs`` are this rank's parts as all ranks agreed on them, ``location`` is absolute.
-        ``planned`` is what ``Driver.merge`` returned, for parts whose first rank this is.
+        ``planned`` is the result of ``Driver.merge``, for parts whose first rank this is.
         """
         ...
 
     def let_go(self) -> None:
-        """The writer owns the data now: hold nothing of the trainer's, nor any copy of it."""
+        """Drop all references to the trainer's data and to copies of it: the writer has its copy
+        now.
+        """
         ...
 
     def finalizers(self) -> list[Finalizer]:
-        """Of the foreign parts, in the order in which every rank runs them."""
+        """The finalizers of the foreign parts, in the order in which every rank runs them."""
         ...
 
 
 class Finalizer(NamedTuple):
-    """What finishes the foreign part ``name``, once.
+    """The call that finishes the foreign part ``name``, once.
 
-    ``problem`` says what forbids it on this rank (local); ``run`` gets the part's payload (collective).
+    ``problem`` returns the reason that forbids it on this rank (local); ``run`` gets the part's
+    payload (collective).
     """
 
     name: str
@@ -358,10 +365,10 @@ class Finalizer(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What one rank wants to load.
+    """The comparison of the state that one rank wants to load with the checkpoint.
 
-    ``missing``: keys of sharded objects that the checkpoint does not have in this sharding.
-    ``shardings``: for each part, what its shards cover; the driver's own matter.
+    - ``missing``: keys of sharded objects that the checkpoint does not have in this sharding.
+    - ``shardings``: for each part, the regions that its shards cover, in the driver's format.
     """
 
     missing: set[str]
@@ -374,35 +381,37 @@ class Driver(Protocol):
     finishers: Mapping[str, PartFinisher]
 
     def provenance(self) -> Mapping[str, str]:
-        """Versions of what writes, for the manifest."""
+        """Versions of the libraries that write, for the manifest."""
         ...
 
     def draft(self, parts: Mapping[str, Any]) -> Draft:
         """Plan a save of named parts. Local: no collective, no effect; may raise.
 
-        A part that is None is one that other ranks write.
+        A value of None means that other ranks write the part.
         """
         ...
 
     def merge(self, summaries: Sequence[Any]) -> Mapping[str, bytes]:
-        """At rank 0: check the drafts of all ranks together; planned metadata for each part.
+        """At rank 0: check the drafts of all ranks together. Returns planned metadata for each
+        part.
 
-        A rank's summary says nothing of parts that it does not write.
+        A rank's summary covers only the parts that the rank writes.
         """
         ...
 
     def accept(self) -> None:
-        """The last draft was accepted, and this rank writes it: what it planned may be reused."""
+        """The last draft was accepted, and this rank writes it: its plan may be reused."""
         ...
 
     def refuse(self) -> None:
-        """The last draft was not: plan and send everything anew next time."""
+        """The last draft was refused: plan and send everything anew next time."""
         ...
 
     def survey(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], droppable: Collection[str]
     ) -> Survey:
-        """Compare the state that this rank wants to load with what is there. Local.
+        """Compare the state that this rank wants to load with the checkpoint in ``directories``.
+        Local.
 
         Raises ``RestoreFailed`` for a key that does not fit and is not droppable.
         """
@@ -421,17 +430,16 @@ class Driver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OffloadHook:
-    """What a trainer does around each save that begins, on every rank, on the training thread.
+    """Calls of a trainer around each save that begins, on every rank, on the training thread.
 
-    ``load`` brings the state to the accelerator, ``offload`` brings it back to host memory once the
-    writer owns its copy. Give the state to ``save`` as a function then: it is called after ``load``.
-    ``offload`` is called too when ``load`` raised, or the save is refused or fails: it must cope with
-    state that is loaded in part, or not at all. Neither may hold a collective. A save that is skipped
+    ``load`` brings the state to the accelerator; ``offload`` brings it back to host memory once the
+    writer has its copy. Give the state to ``save`` as a function then: it is called after ``load``.
+    ``offload`` is also called when ``load`` raised, or the save is refused or fails. The state may
+    then be loaded in part, or not at all. Neither may hold a collective. A save that is skipped
     calls neither.
 
-    If ``load`` raises on a rank, the save is refused on every rank. If ``offload`` does,
-    ``OffloadFailed`` comes out of ``save`` on every rank; a ``GroupWorker`` reports that its share
-    failed.
+    If ``load`` raises on a rank, the save is refused on every rank. If ``offload`` raises, ``save``
+    raises ``OffloadFailed`` on every rank; a ``GroupWorker`` reports that its share failed.
     """
 
     load: Callable[[], object]
@@ -439,20 +447,22 @@ class OffloadHook:
 
 
 class DeferredSignals(Protocol):
-    """A block of code in which handlers of signals wait; not to be entered twice."""
+    """A block of code in which signal handlers wait; not to be entered twice."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
 
     def hear(self) -> BaseException | None:
-        """Run what has arrived so far. Returns what a handler raised, if one did."""
+        """Run the handlers that have arrived so far. Returns the exception of a handler, if one
+        raised.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """What a manager is built from: ``open_storage(create)`` gives this rank's storage."""
+    """The dependencies of a manager: ``open_storage(create)`` gives this rank's storage."""
 
     transport: Transport
     driver: Driver

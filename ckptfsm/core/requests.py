@@ -1,6 +1,6 @@
-"""Plain data between the side of a trainer and the coordinator: requests, answers, and news of a save.
+"""Plain data between a trainer's side and the coordinator: requests, answers, and news of a save.
 
-Rules: frozen, and without behaviour but for small questions about the data themselves.
+Rules: frozen, and no behaviour except small questions about the data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckptfsm.core.recovery import Decision
 
 @dataclass(frozen=True, slots=True)
 class RecoveryReport:
-    """What opening a root found and decided. ``seconds`` is how long it took."""
+    """The findings and decisions of opening a root. ``seconds`` is the duration of the opening."""
 
     epoch: int
     latest_step: int | None
@@ -27,7 +27,7 @@ class RecoveryReport:
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """A proposed save: ``expected_bytes`` is what its ranks will write, as far as known."""
+    """A proposed save: ``expected_bytes`` is the size that its ranks will write, as far as known."""
 
     step: int
     parts: tuple[PartSpec, ...]
@@ -41,8 +41,8 @@ class SaveRequest:
 class Located:
     """A checkpoint to read, held by a reader's lease named ``lease`` until ``release``.
 
-    ``files`` is empty where there is no manifest (adopted from a stock run). ``problem`` says what is
-    wrong with its manifest, if anything is; ``of`` is the attempt that it names.
+    ``files`` is empty if the checkpoint has no manifest (adopted from a stock run). ``problem``
+    describes the fault of a bad manifest; ``of`` is the attempt that the manifest names.
     """
 
     step: int
@@ -63,12 +63,12 @@ class FinalizersDue:
 
 @dataclass(frozen=True, slots=True)
 class NothingInFlight:
-    """Nothing is in flight any more and retention has had its turn."""
+    """Nothing is in flight any more and retention has been applied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """The disk does not take the next effect of an attempt; it is tried again. Told once per reason."""
+    """The disk refuses the next effect of an attempt, which is retried. Sent once per reason."""
 
     of: AttemptId
     error: CkptFsmError
@@ -91,7 +91,7 @@ class Accepted:
     planned: Mapping[str, bytes] = field(default_factory=dict)
 
     def for_others(self) -> Accepted:
-        """The same, to be sent: rank 0 keeps the plans of its own parts."""
+        """The copy for the other ranks, without the plans that only rank 0 needs."""
         far = {p.name for p in self.parts if p.ranks is not None and 0 not in p.ranks}
         planned = {name: plan for name, plan in self.planned.items() if name in far}
         return replace(self, planned=planned)

@@ -1,9 +1,9 @@
 """Which checkpoints to keep: policies, and how they combine.
 
 A policy looks at the tracked checkpoints, oldest first, and returns the steps to preserve. Policies
-are pure and may be wrong: the ledger keeps the latest, the pinned and the leased whatever a policy
-says (I7), and a policy that raises keeps everything. What they are given cannot be changed, so that
-one that sorts or empties it raises, and does not decide for the policies beside it.
+are pure and may be wrong: the ledger keeps the latest, the pinned and the leased checkpoints in any
+case (I7). A policy that raises keeps everything. Policies receive immutable data: a policy that
+tries to sort or empty it raises, and does not influence the next policy.
 
 Rules: no policy reads a clock or a file. ``EveryNSeconds`` counts accumulated run time, which the
 journal carries over restarts, never wall time or mtime.
@@ -24,7 +24,9 @@ from ckptfsm.core.lifecycle import State
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """What a policy may look at. ``run_seconds`` is accumulated training time, in seconds."""
+    """The facts that a policy may look at. ``run_seconds`` is accumulated training time, in
+    seconds.
+    """
 
     step: int
     run_seconds: float
@@ -32,7 +34,7 @@ class CheckpointInfo:
 
 
 def immutable(checkpoints: Iterable[CheckpointInfo]) -> tuple[CheckpointInfo, ...]:
-    """The same checkpoints, for a policy that is not trusted to leave them alone."""
+    """Read-only copies of ``checkpoints``, for policies that might change them."""
     return tuple(replace(c, metrics=MappingProxyType(dict(c.metrics))) for c in checkpoints)
 
 
@@ -40,7 +42,7 @@ class Policy:
     """Base of all policies. Subclass it and return the steps to keep from ``preserve``."""
 
     def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
-        """The steps to keep, of ``checkpoints`` (oldest first, all tracked)."""
+        """The steps to keep among ``checkpoints`` (oldest first, all tracked)."""
         raise TypeError(f"{type(self).__name__} does not define preserve()")
 
     def __or__(self, other: Policy) -> Policy:
@@ -60,7 +62,7 @@ class KeepAll(Policy):
 
 @dataclass(frozen=True)
 class LatestN(Policy):
-    """Keep the ``n`` newest. ``n=0`` still leaves the tracked one: the ledger sees to it."""
+    """Keep the ``n`` newest. With ``n=0`` the ledger still keeps the latest tracked checkpoint."""
 
     n: int
 
@@ -145,7 +147,7 @@ class Steps(Policy):
 
 @dataclass(frozen=True)
 class AnyOf(Policy):
-    """Keep what at least one policy keeps (``a | b``)."""
+    """Keep a step that at least one policy keeps (``a | b``)."""
 
     policies: tuple[Policy, ...]
 
@@ -156,7 +158,7 @@ class AnyOf(Policy):
 
 @dataclass(frozen=True)
 class AllOf(Policy):
-    """Keep what every policy keeps (``a & b``)."""
+    """Keep a step that every policy keeps (``a & b``)."""
 
     policies: tuple[Policy, ...]
 
@@ -196,7 +198,7 @@ POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
 def parse_policy(value: Any) -> Policy:
     """A policy from plain data, as TOML or a dict has it.
 
-    ``{"latest_n": 2}``; ``{"best_n": {"metric": "loss", "n": 3}}``; several keys in one table, or
+    ``{"latest_n": 2}``; ``{"best_n": {"metric": "loss", "n": 3}}``. Several keys in one table, or
     ``{"any_of": [...]}``, mean ``|``; ``{"all_of": [...]}`` means ``&``.
     """
     if isinstance(value, Policy):

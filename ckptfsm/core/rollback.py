@@ -1,7 +1,7 @@
-"""What a person asked of a whole root, followed through the journal. Pure.
+"""The intent to roll back a root or to start afresh, followed through the journal. Pure.
 
-A rollback and a fresh start move many checkpoints, and a crash may come in between. So the intent is
-journaled before anything is changed for it, and every opening knows of it until it is completed.
+A rollback and a fresh start move many checkpoints, and a crash may come in between. So the intent
+is journaled before any change, and every opening reads the intent until it is completed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from ckptfsm.core.parts import AttemptId
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """``rolling_back``: to ``target``, or to nothing at all (None), which is a fresh start.
+    """A rollback or a fresh start, as far as the journal has recorded it.
 
-    ``lowered``: something was withdrawn for it, so the tracker was at the target, durably, and nobody
-    had to lift it from there since, as what it names was lost.
-    ``begun_afresh``: a fresh start was begun, and nothing was tracked since it was completed.
+    - ``rolling_back``: the rollback to ``target`` is unfinished; ``target`` None is a fresh start.
+    - ``lowered``: a checkpoint was withdrawn for the rollback, so the tracker durably named the
+      target. False again once the checkpoint at the target was lost and withdrawn too.
+    - ``begun_afresh``: a fresh start was begun, and no checkpoint was tracked since its completion.
     """
 
     rolling_back: bool = False
@@ -37,7 +38,7 @@ class Intent:
 
     @classmethod
     def carried_by(cls, opened: SegmentOpened) -> Intent:
-        """That of the runs before a segment."""
+        """The intent that a new segment carries over from the earlier ones."""
         return cls(
             opened.rolling_back,
             opened.rolling_back_to,
@@ -46,7 +47,7 @@ class Intent:
         )
 
     def after(self, record: Record, checkpoints: Mapping[AttemptId, Checkpoint]) -> Intent:
-        """What stands of it once ``record`` is journaled; ``checkpoints`` as they were before it."""
+        """The intent after ``record`` is journaled; ``checkpoints`` are those before ``record``."""
         match record:
             case RollbackStarted(to_step=target):
                 afresh = self.begun_afresh or target is None
@@ -70,7 +71,7 @@ class Intent:
 
     @property
     def unfinished(self) -> Literal["", "rollback", "fresh"]:
-        """What an opening has to complete."""
+        """The kind of intent that an opening has to complete, "" for none."""
         if not self.rolling_back:
             return ""
         return "fresh" if self.target is None else "rollback"
