@@ -1,8 +1,11 @@
 """The coordinator's thread: work runs in order, off the training thread.
 
-Rules: one daemon thread, so that a hanging file system hangs neither training nor the exit of the
-process; a bounded queue, so that a hanging one cannot pile up work without end; between the two threads
-no ``Condition``: a Ctrl-C in the training thread may leave one locked for good, and then both hang.
+Rules:
+
+- The thread is a daemon, so that a hanging file system hangs neither training nor the exit.
+- The queue is bounded, so that work cannot pile up without end behind a hanging file system.
+- The two threads share no ``Condition``: a Ctrl-C in the training thread could leave one locked for
+  good, and then both threads hang.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ _LIMIT = 10_000
 
 
 class Promise(Generic[T]):
-    """What submitted work comes to, see ``ports.Pending``. One thread makes it, one waits for it."""
+    """The outcome of submitted work, see ``ports.Pending``. Set by one thread, awaited by another."""
 
     def __init__(self) -> None:
         self._outcome: tuple[Any, BaseException | None] | None = None
@@ -51,7 +54,10 @@ class Promise(Generic[T]):
         return self._wait(timeout)[1]
 
     def _wait(self, timeout: float | None) -> tuple[Any, BaseException | None]:
-        """An interrupt here leaves the lock taken at worst when the outcome is there already."""
+        """Wait for the outcome, at most ``timeout`` seconds.
+
+        An interrupt here leaves the lock taken at worst when the outcome is there already.
+        """
         if self._outcome is None and self._running.acquire(
             timeout=-1 if timeout is None else timeout
         ):
@@ -62,7 +68,7 @@ class Promise(Generic[T]):
 
 
 class ThreadExecutor:
-    """Runs submitted work one by one on its own thread."""
+    """Runs submitted work in order on a separate thread."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Promise[Any]] | None]
@@ -79,7 +85,7 @@ class ThreadExecutor:
         return promise
 
     def shutdown(self) -> None:
-        """No more work; what is queued still runs, nobody waits for it."""
+        """Stop after the queued work; returns at once."""
         self._queue.put(None)
 
     def _work(self) -> None:
@@ -87,7 +93,7 @@ class ThreadExecutor:
             work, promise = item
             try:
                 run_into(work, promise)
-            except BaseException as error:  # torch's CheckpointException is one; the next must run
+            except BaseException as error:  # such as torch's CheckpointException
                 promise.set_exception(error)
 
 
@@ -104,10 +110,10 @@ class InlineExecutor:
 
 
 def run_into(work: Callable[[], T], promise: Settable[T]) -> None:
-    """Run ``work`` and put what comes of it into ``promise``. Only an Exception is kept."""
+    """Run ``work`` and put its result or its ``Exception`` into ``promise``; let others pass."""
     try:
         result = work()
-    except Exception as error:  # it belongs to whoever asks the promise
+    except Exception as error:  # kept for the thread that waits
         promise.set_exception(error)
     else:
         promise.set_result(result)

@@ -1,19 +1,21 @@
-"""Forked children that own a copy of the trainer's memory, and their supervision. No torch here.
+"""Forked children that hold a copy of the trainer's memory, and their supervision. No torch here.
 
-A child owns an immutable copy of everything from the moment of the fork. It must hold nothing else
-of its parent's: no listening socket (a restarted job needs the port), no lock, no lease, no journal.
-It dies with its parent, once it runs, and its parent never takes "not alive" for "succeeded".
+A child has an immutable copy of everything from the moment of the fork. The child must keep nothing
+else of its parent: no listening socket (a restarted job needs the port), no lock, no lease, no
+journal. A running child dies with its parent, and the parent never takes "not alive" for
+"succeeded".
 
 Rules:
-* Success is exit code 0 *and* a complete payload. Everything else is a failure with a reason.
-* A child lets go of every inherited descriptor it was not told to keep, resets signal handlers, and
-  leaves only through ``os._exit``: it never returns into its parent's frames.
-* The kernel kills a child when the *thread* that forked it ends. Forked from another thread than the
-  main one, a child watches for its parent instead.
-* A lock that another thread of the parent held at the fork stays locked in the child for good. The
-  parent goes on when the child says that it runs: until then the data is what it was, and a child
-  that hangs can be forked anew.
-* The garbage collector stays off from before the fork: collecting the parent's CUDA tensors in a
+
+- Success is exit code 0 *and* a complete payload. Everything else is a failure with a reason.
+- A child closes every inherited descriptor it was not told to keep, and resets signal handlers. A
+  child ends only through ``os._exit``: it never returns into its parent's frames.
+- The kernel kills a child when the *thread* that forked it ends. A child forked from another thread
+  than the main one watches for its parent instead.
+- A lock that another thread of the parent held at the fork stays locked in the child for good. The
+  parent continues only when the child reports that it runs. Until then the data is unchanged, and a
+  child that hangs can be forked anew.
+- The garbage collector stays off from before the fork: collecting the parent's CUDA tensors in a
   child crashes it.
 """
 
@@ -69,7 +71,7 @@ class Child:
         os.set_blocking(pipe, False)
 
     def begins(self, timeout_s: float) -> bool:
-        """Wait until the child runs code of ours or has ended. False if neither, after ``timeout_s``."""
+        """Wait until the child runs code of this library or has ended; False after ``timeout_s``."""
         if self._pipe is not None and not self.began:
             watch = select.poll()
             watch.register(self._pipe, select.POLLIN)
@@ -80,7 +82,7 @@ class Child:
     def poll(self) -> Outcome | None:
         """The outcome, or None while the child runs. Never blocks.
 
-        None, too, in a process that the parent has forked: the child is none of its business.
+        Also None in a process that the parent has forked, which cannot reap the child.
         """
         if self._outcome is None and self._is_ours():
             self._drain()
@@ -115,7 +117,7 @@ class Child:
         return self.wait(timeout_s) is not None
 
     def whereabouts(self) -> str:
-        """Pid, state and kernel function of it and its workers. See ``ports.WriterProcess``."""
+        """Pid, state and kernel function of the child and its workers, see ``ports.WriterProcess``."""
         return ", ".join(_stand(pid) for pid in [self.pid, *children_of(self.pid)])
 
     def _is_ours(self) -> bool:
@@ -134,11 +136,11 @@ class Child:
             self._data += piece
 
     def _reap(self) -> tuple[int | None] | None:
-        """None while it runs; else its exit code, which is None if somebody else reaped it."""
+        """None while the child runs, else its exit code: None if another handler reaped the child."""
         try:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
-            self._kill_group()  # before it is reaped: until then its number is nobody else's
+            self._kill_group()  # before its number is free for another process
             return (os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]),)
         except ChildProcessError:
             if not Path(
@@ -155,7 +157,7 @@ class Child:
         self._data.clear()
 
     def _kill_group(self) -> None:
-        """Workers that outlived their writer must not write on."""
+        """Kill the child's group: workers that outlived their writer must not write on."""
         if self._group:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -164,14 +166,14 @@ class Child:
 def fork_child(job: Callable[[], Any], *, keep: Sequence[int], group: bool) -> Child:
     """Fork a child that runs ``job`` and reports its (picklable) result or its error.
 
-    ``keep``: descriptors the child may keep. ``group``: give it a process group of its own, so that
-    it can be killed with everything it forks, and a Ctrl-C at the terminal does not reach it. A child
-    without one is a worker that such a child forks: no other thread of it holds a lock.
-    Call it within ``PosixDeferredSignals``, until the child is stored where it will be looked for.
+    ``keep``: descriptors the child may keep. ``group``: put the child into a new process group. The
+    child can then be killed with everything it forks, and a Ctrl-C at the terminal does not reach
+    it. A child without a group is a worker forked by such a child: no other thread of its parent
+    holds a lock. Call within ``PosixDeferredSignals``, until the child is stored.
 
-    Returns when the child runs. One that hangs in the fork is killed and forked anew, the last one
-    is left to its deadline. CPython 3.10 and 3.11 had a lock for that until September 2024 (issue
-    112275), which threads of torch take when they let go of tensors.
+    Returns when the child runs. A child that hangs in the fork is killed and forked anew; the last
+    attempt is left to its deadline. CPython 3.10 and 3.11 could hang there until September 2024
+    (issue 112275): at a lock that threads of torch take when they free tensors.
     """
     for _ in range(_FORKS - 1 if group else 0):
         child = _fork(job, keep, group)
@@ -179,9 +181,9 @@ def fork_child(job: Callable[[], Any], *, keep: Sequence[int], group: bool) -> C
             if child.begins(_BEGIN_S):
                 return child
             where = child.whereabouts()
-            if not child.kill() or child.began:  # it may have left files: it is a writer that died
+            if not child.kill() or child.began:  # it may have left files: a writer that died
                 return child
-        except BaseException:  # a Ctrl-C: nobody will hear of this child
+        except BaseException:  # a Ctrl-C: the caller will not get this child
             child.kill()
             raise
         said = f"a child did not begin, and is forked anew; it was {where}"
@@ -208,13 +210,15 @@ def _fork(job: Callable[[], Any], keep: Sequence[int], group: bool) -> Child:
     os.close(write_end)
     if group:
         with contextlib.suppress(PermissionError, ProcessLookupError):
-            os.setpgid(pid, pid)  # both sides do it: neither may wait for the other
+            os.setpgid(pid, pid)  # both sides set the group: neither may wait for the other
     return Child(pid, read_end, group=group)
 
 
 def _forked() -> int:
-    """``os.fork``, tried again where an audit hook refuses it: filelock's does (4.2.12), for as long as
-    another thread opens or closes the file of a lock."""
+    """``os.fork``, retried while an audit hook refuses it.
+
+    The hook of filelock 4.2.12 does so while another thread opens or closes the file of a lock.
+    """
     for pause in _REFUSED_S:
         try:
             return os.fork()
@@ -225,7 +229,7 @@ def _forked() -> int:
 
 @contextlib.contextmanager
 def _named(call: str) -> Iterator[None]:
-    """Errors inside say which call failed, and with what."""
+    """Name the failed call and the error code in errors raised inside."""
     try:
         yield
     except OSError as error:
@@ -237,7 +241,7 @@ def _named(call: str) -> Iterator[None]:
 def _run_child(
     job: Callable[[], Any], pipe: tuple[int, int], keep: Sequence[int], group: bool, parent: int
 ) -> None:
-    """The child's whole life. Does not return. ``pipe`` has both ends: the first is the parent's."""
+    """Run the child from its begin to its exit; never returns. ``pipe[0]`` is the parent's end."""
     code = 1
     try:
         try:
@@ -247,14 +251,17 @@ def _run_child(
                 os.setpgid(0, 0)
             _die_with(abs(parent), by_kernel=parent > 0)
             _reset_signals()
-            os.close(pipe[0])  # nobody here knew its number: it is free for what comes next
+            os.close(pipe[0])  # its number is free for the next file
             _let_go_of_all_but({0, 1, 2, pipe[1], *keep})
             frame, ending = _frame(_RESULT, job()), 0
-        except BaseException as error:  # whatever it is, the parent must hear of it
+        except BaseException as error:  # the parent must hear of every error
             cause = first_os_error(error)
             words = describe(cause) if cause else ""
             told = ChildError(describe(error), words, getattr(error, "kind", ""))
-            frame, ending = _RUNS + _frame(_ERROR, told), 1  # it may not have said so yet
+            frame, ending = (
+                _RUNS + _frame(_ERROR, told),
+                1,
+            )  # the first byte may be unsent
         _send(pipe[1], frame)
         code = ending
     finally:
@@ -262,17 +269,17 @@ def _run_child(
 
 
 def _die_with(parent: int, *, by_kernel: bool) -> None:
-    """End when the parent ends, however it ends."""
+    """End when the parent ends, in whatever way."""
     if by_kernel:
         _ask_kernel()
     else:
         threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it died between the fork and now
+    if os.getppid() != parent:  # the parent died between the fork and now
         os._exit(_ORPHANED)
 
 
 def let_children_die_too() -> None:
-    """Make whatever this child forks later, by whatever means, end with it as well.
+    """Make all later forks of this child, by any code, end with the child as well.
 
     The kernel's death signal is not inherited by a fork.
     """
@@ -284,7 +291,7 @@ def _ask_kernel() -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that any thread of one has forked and not reaped. Empty if it is gone."""
+    """The processes that any thread of ``pid`` has forked and not reaped. Empty if ``pid`` is gone."""
     found: list[int] = []
     tasks = Path(f"/proc/{pid}/task")
     with contextlib.suppress(FileNotFoundError):
@@ -295,7 +302,9 @@ def children_of(pid: int) -> list[int]:
 
 
 def _stand(pid: int) -> str:
-    """As ``ps -o pid,state,wchan`` has it, for example "4242 D jbd2_log_wait_commit"."""
+    """Pid, state and kernel function as ``ps -o pid,state,wchan``, e.g. "4242 D
+    jbd2_log_wait_commit".
+    """
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return f"{pid} {state} {Path(f'/proc/{pid}/wchan').read_text()}"
@@ -310,9 +319,9 @@ def _watch_parent(parent: int) -> None:
 
 
 def _reset_signals() -> None:
-    """The trainer's handlers must not run here; signals to the whole job are the trainer's business.
+    """Ignore signals in the child: the trainer's handlers must not run here.
 
-    The writer ends with its trainer, or is killed by it; until then it finishes what it has.
+    The writer ends with its trainer, or is killed by it; until then the writer finishes its shards.
     """
     with contextlib.suppress(ValueError):  # not in a main thread: no handler can be set
         signal.set_wakeup_fd(-1)
@@ -327,11 +336,11 @@ def _reset_signals() -> None:
 def _let_go_of_all_but(keep: set[int]) -> None:
     """Point every other descriptor at /dev/null.
 
-    Closing them would free their numbers: a shard would get one, and a log handler of the trainer's
-    that still knows the number would write into it. Those that were opened before the limit of open
-    files was lowered may be above it: they can only be closed, and no other file gets their number.
+    Closing them would free their numbers. A shard would get such a number, and a log handler of the
+    trainer that still knows the number would write into the shard. Descriptors above a lowered
+    limit of open files cannot be redirected: they are closed, and no other file gets their number.
 
-    One free number is enough: the listing's is free again when the null device is opened.
+    The null device needs only one free number: the number of the closed listing is free again.
     """
     numbers = [int(name) for name in os.listdir("/proc/self/fd")]
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
@@ -361,7 +370,7 @@ def _send(pipe: int, frame: bytes) -> None:
 
 
 def _read_outcome(exitcode: int | None, data: bytes) -> Outcome:
-    """The frame comes from our own fork; a torn one is no result."""
+    """The outcome from the child's frame; a torn frame is no result."""
     frame = data.lstrip(_RUNS)
     if len(frame) < _HEAD.size:
         return Outcome(exitcode)
@@ -371,7 +380,7 @@ def _read_outcome(exitcode: int | None, data: bytes) -> Outcome:
         return Outcome(exitcode)
     try:
         value = pickle.loads(body)
-    except Exception as error:  # a payload's own code; its writer failed, and its trainer goes on
+    except Exception as error:  # a payload's code: its writer failed, and its trainer goes on
         return Outcome(exitcode, error=ChildError(f"its result cannot be read: {describe(error)}"))
     if kind == _ERROR:
         return Outcome(exitcode, error=value)

@@ -1,4 +1,4 @@
-"""This process, as a record on disk names it."""
+"""The running process, as a record on disk names it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ckptfsm.core.ports import Identity
 
 
 def this_process() -> Identity:
-    """The running process: its start time tells it from an earlier one with the same pid."""
+    """The running process: its start time distinguishes it from an earlier one with the same pid."""
     return Identity(socket.gethostname(), os.getpid(), _started("self"), uuid.uuid4().hex)
 
 
 def _started(process: int | str) -> str:
-    """Boot and start time of a process on this machine; "" if none has that number, or it is hidden.
+    """Boot and start time of a process on this machine; "" if there is none, or it is hidden.
 
-    By its own name for the running one: ``/proc`` may be that of another pid namespace.
+    ``process`` is ``"self"`` for the running one: ``/proc`` may be that of another pid namespace.
     """
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""The transport of a process that decides alone: the same calls, nobody to ask."""
+"""The transport of a process that decides alone: every call returns at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class LocalTransport:
-    """One rank, alone."""
+    """A transport with a single rank."""
 
     rank = 0
     world_size = 1

@@ -1,6 +1,6 @@
-"""Log lines and warnings that reach a person.
+"""Log lines and warnings for people.
 
-Warnings come at the line of whoever called the library, or at the program's end.
+Warnings are shown at the line that called the library, or at the program's end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from typing import Any, TypeVar
 from ckptfsm.core.errors import PollMissingWarning, one_line
 
 State = TypeVar("State")
-_INSIDE = ("ckptfsm", "contextlib")  # whose lines nobody can change
+_INSIDE = (
+    "ckptfsm",
+    "contextlib",
+)  # a warning must not name a line in them
 
 
 def say(
@@ -24,14 +27,15 @@ def say(
 ) -> None:
     """Log ``text`` through a logger's method: one line for people, safe for a terminal.
 
-    ``event`` is a stable word for log processors. It and the facts are attributes of the record.
+    ``event`` is a stable word for log processors. The record has ``event`` and the facts as
+    attributes.
     """
     options = {} if exc_info is None else {"exc_info": exc_info}
     write(one_line(text), extra={"event": event, **facts}, stacklevel=2, **options)
 
 
 def warn_caller(warning: Warning) -> None:
-    """Warn at the innermost line that is not the library's own."""
+    """Warn at the innermost line outside the library."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _package(frame.f_globals) in _INSIDE:
         level, frame = level + 1, frame.f_back
@@ -42,8 +46,8 @@ def warn_caller(warning: Warning) -> None:
 def no_warning_is_an_error() -> Iterator[None]:
     """Show the warnings that foreign code raises in the block, also under ``-W error``.
 
-    For the thread that trains, and for a writer's: filters belong to the process, and whoever changes
-    them on two threads at once may leave the wrong ones behind.
+    For the thread that trains, and for a writer's. Filters belong to the process: changing them on
+    two threads at once may leave the wrong ones behind.
     """
     with warnings.catch_warnings():
         warnings.filters = [
@@ -53,9 +57,9 @@ def no_warning_is_an_error() -> Iterator[None]:
 
 
 def warn_at_end(subject: object, left: Callable[[State], str], state: State) -> None:
-    """Warn of what ``left(state)`` says, if any, once ``subject`` or this program ends.
+    """Warn with the text of ``left(state)``, if any, once ``subject`` or this program ends.
 
-    ``state`` must not lead to ``subject``, but by a weak reference.
+    ``state`` may refer to ``subject`` only weakly.
     """
     weakref.finalize(subject, _at_end, left, state, os.getpid())
 

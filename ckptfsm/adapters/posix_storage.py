@@ -2,17 +2,17 @@
 
 Rules:
 
-- Every call is relative to a descriptor of the root. Parents are walked one component at a time with
-  ``O_NOFOLLOW``, so no symbolic link is followed in any component, also not one that was swapped in
-  a moment ago, and nothing outside the root can be touched.
+- Every call is relative to a descriptor of the root. Parents are walked one component at a time
+  with ``O_NOFOLLOW``: no symbolic link is followed, not even one that was swapped in a moment ago.
+  So nothing outside the root can be touched.
 - Nothing is changed through a directory on another device than the root (a mount point inside it):
   ``EXDEV``. A bind mount of the same device cannot be told apart this way.
 - Only regular files are opened, never blocking: a FIFO or a device in the store hangs nothing.
-- Errors are ``OSError`` with ``errno``; ``filename`` is the path relative to the root. A path that no
-  caller may pass (absolute, ``..``, NUL) is a ``ConfigError``.
+- Errors are ``OSError`` with ``errno``; ``filename`` is the path relative to the root. A path that
+  no caller may pass (absolute, ``..``, NUL) is a ``ConfigError``.
 - POSIX record locks belong to the process: closing *any* descriptor of the locked file drops the
-  lock. So the locked files of this process are known here, by inode, and never opened again while
-  held: ``try_lock`` says None, any other opening fails with ``EBUSY``.
+  lock. So the inodes of locked files are remembered and never opened again while held. ``try_lock``
+  returns None for them, any other opening fails with ``EBUSY``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _ProcessLocks:
         self.held: set[_Inode] = set()
 
     def forget(self) -> None:
-        """In a forked child: it has none of the locks, and nobody to release the mutex."""
+        """Reset in a forked child, which holds none of the locks; the mutex may be locked for good."""
         self.mutex = threading.Lock()
         self.held = set()
 
@@ -115,11 +115,13 @@ class PosixStorage:
         return self._root_fd
 
     def descriptors(self) -> tuple[int, ...]:
-        """The root only: a forked writer opens its own files and does not have the locks."""
+        """The root's descriptor only: a forked writer opens its files anew and does not have the
+        locks.
+        """
         return () if self._root_fd < 0 else (self._root_fd,)
 
     def absolute(self, path: str) -> str:
-        """See ``ports.Storage``. All other calls go to the opened directory, wherever it lies now."""
+        """See ``ports.Storage``. All other calls go to the opened directory, even if it was moved."""
         try:
             found, problem = _inode(os.stat(self.root, follow_symlinks=False)), ""
         except OSError as error:
@@ -163,7 +165,7 @@ class PosixStorage:
     def close(self, handle: int) -> None:
         with _named(self._path_of(handle)):
             # Forgotten first: Linux releases the descriptor even when close fails, and a second
-            # close could hit a file that somebody else opened in between.
+            # close could hit a file that another thread opened in between.
             del self._open[handle]
             os.close(handle)
 
@@ -211,8 +213,8 @@ class PosixStorage:
 
     def listdir(self, path: str) -> list[str]:
         with self._directory(path, split_path(path), changes=False) as fd:
-            # A description of its own: the root's has one position for all threads and forked
-            # writers, and btrfs shows through it only the names of the listing before.
+            # A new description: the root's has one position for all threads and forked writers.
+            # Through the root's, btrfs shows only the names of the previous listing.
             own = os.open(".", _DIRECTORY, dir_fd=fd)
             try:
                 return sorted(os.listdir(own))
@@ -235,12 +237,12 @@ class PosixStorage:
     def try_lock(self, path: str) -> int | None:
         with self._entry(path, changes=True) as (parent, name), _locks.mutex:
             if _regular_inode(parent, name) in _locks.held:
-                return None  # opening it, and closing that again, would drop the lock we have
+                return None  # opening the file and closing it again would drop the lock we have
             fd = os.open(name, _LOCK, 0o644, dir_fd=parent)
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 inode = _inode(os.fstat(fd))
-                if _regular_inode(parent, name) != inode:  # two could each lock "the" file
+                if _regular_inode(parent, name) != inode:  # else two could each lock "the" file
                     raise OSError(errno.ESTALE, "the lock file was replaced")
             except BaseException as error:
                 os.close(fd)
@@ -257,7 +259,7 @@ class PosixStorage:
             if inode is None:
                 raise OSError(errno.EBADF, "not a lock of this storage")
             _locks.held.discard(inode)
-            os.close(handle)  # releases the lock; in a forked child it only closes the copy
+            os.close(handle)  # releases the lock; in a forked child only the copy is closed
 
     # -- the walk ------------------------------------------------------------------------------
 
@@ -310,7 +312,7 @@ class PosixStorage:
 
 @contextmanager
 def _named(path: str, other: str | None = None) -> Iterator[None]:
-    """Errors inside carry the path relative to the root, not the last component alone."""
+    """Name the path relative to the root in errors inside, not the last component alone."""
     try:
         yield
     except OSError as error:
@@ -393,7 +395,7 @@ def _file_stat(found: os.stat_result) -> FileStat:
 
 
 def _make_durable_dirs(root: str) -> None:
-    """Create ``root`` and its missing parents, each fsynced in its own parent."""
+    """Create ``root`` and its missing parents, each fsynced in its parent."""
     missing: list[str] = []
     path = root
     while not os.path.lexists(path):
@@ -403,7 +405,7 @@ def _make_durable_dirs(root: str) -> None:
         try:
             os.mkdir(made, 0o755)
         except FileExistsError:
-            pass  # somebody else was first; it may not be durable yet
+            pass  # another process was first; the directory may not be durable yet
         except NotADirectoryError:
             raise ConfigError(
                 "a parent of the root is not a directory", root=root, reason="not_a_directory"
@@ -420,7 +422,7 @@ def _fsync_path(directory: str) -> None:
 
 
 def _open_root(root: str) -> int:
-    """Open the root itself; its parents may be symbolic links, it may not."""
+    """Open the root itself; only its parents may be symbolic links."""
     try:
         return os.open(root, _DIRECTORY)
     except FileNotFoundError:

@@ -1,17 +1,18 @@
-"""Handlers of signals that wait while a public call runs, or while a child gets an owner. No torch here.
+"""Defers Python signal handlers during a public call, or while a child is forked and stored. No
+torch.
 
 CPython runs a handler between two instructions of the main thread, and the usual one for Ctrl-C
-raises. Between two collectives it would leave the other ranks waiting in the second one. Between a fork
-and the line that stores the child it would leave a writer that nobody knows of. Inside ``os.fork``, out
-of what is called before and after it, the error is printed and forgotten, and logging's lock may stay
-held.
+raises. Between two collectives that would leave the other ranks waiting in the second one. Between
+a fork and the line that stores the child, it would leave an unknown writer. Inside ``os.fork``, in
+the calls before and after it, the error is printed and lost, and logging's lock may stay held.
 
 Rules:
-* Handlers are put off, not lost: each runs at the end of the block, or where the block hears it, and
-  may raise there.
-* Only handlers written in Python, and only in the main thread: nothing else is ever run in between.
-* The kernel gets back what it knew of a handler: the flags, or a handler in C above ours. Only a
-  handler that somebody else set in the block stays.
+
+- Handlers are deferred, not lost: each runs at the end of the block, or where the block calls
+  ``hear``, and may raise there.
+- Only handlers written in Python are deferred, and only in the main thread.
+- The kernel's setting of a handler is restored: its flags, or a handler in C above ours. Only a
+  handler that was newly set inside the block stays.
 """
 
 from __future__ import annotations
@@ -36,15 +37,14 @@ _NUMBERS = tuple(int(number) for number in signal.valid_signals())
 
 
 class PosixDeferredSignals:
-    """``with PosixDeferredSignals(): self.child = fork_child(...)``: a Ctrl-C meanwhile is raised
-    at its end.
+    """``with PosixDeferredSignals(): self.child = fork_child(...)``: a Ctrl-C is raised at the end.
 
     Not to be entered twice.
     """
 
     def __init__(self) -> None:
         self._put_off: dict[int, tuple[Handler, ctypes.Array[ctypes.c_char]]] = {}
-        self._arrived: dict[int, FrameType | None] = {}  # one of each, as the kernel keeps them
+        self._arrived: dict[int, FrameType | None] = {}  # one per signal, as in the kernel
         self._waiting = True
 
     def __enter__(self) -> None:
@@ -57,7 +57,7 @@ class PosixDeferredSignals:
                     self._wait_with(number, handler)
         except ValueError:  # the interpreter calls another thread its main one
             self._put_off.clear()
-        except BaseException:  # one that arrived before its turn
+        except BaseException:  # a handler that ran before its signal was deferred
             self.__exit__()
             raise
 
@@ -65,21 +65,23 @@ class PosixDeferredSignals:
         try:
             self._put_back(list(self._put_off))
         finally:
-            self._waiting = False  # one that could not be put back is called at once from now on
+            self._waiting = False  # an unrestored handler is called at once from now on
             self._hand_on()
 
     def hear(self) -> BaseException | None:
-        """Run here the handlers of what has arrived so far. Returns what one of them raised."""
+        """Run the handlers that have arrived so far. Returns the exception of the first that
+        raises.
+        """
         while self._arrived:
             number = next(iter(self._arrived))
             try:
                 self._put_off[number][0](number, self._arrived.pop(number))
-            except BaseException as error:  # a Ctrl-C: its caller decides where to raise it
+            except BaseException as error:  # a Ctrl-C: the caller decides where to raise it
                 return error
         return None
 
     def _hand_on(self) -> None:
-        """Run what was put off, in order: each of them, then raise what the first one raised."""
+        """Run all deferred handlers in order, then raise the first exception, if any."""
         first = self.hear()
         while self._arrived:
             self.hear()
@@ -93,16 +95,16 @@ class PosixDeferredSignals:
         _signal.signal(number, self._arrives)
 
     def _put_back(self, numbers: list[int]) -> None:
-        """Put back each handler, the last one first, whatever is raised on the way."""
+        """Restore each handler, the last one first, even if restoring another one raises."""
         if not numbers:
             return
         number = numbers.pop()
         handler, found = self._put_off[number]
         try:
-            if _signal.getsignal(number) == self._arrives:  # else one that was heard set another
+            if _signal.getsignal(number) == self._arrives:  # else a handler has set another
                 try:
                     _signal.signal(number, handler)
-                finally:  # it raises what another handler raises
+                finally:  # also if a handler that runs now raises
                     _LIBC.sigaction(number, found, None)
         finally:
             self._put_back(numbers)
@@ -115,24 +117,25 @@ class PosixDeferredSignals:
 
 
 class NoDeferredSignals:
-    """``DeferredSignals`` where no handler is ever run: a simulated process."""
+    """``DeferredSignals`` for a simulated process, in which no handler ever runs."""
 
     def __enter__(self) -> None:
-        """Nothing to put off."""
+        """Nothing to defer."""
 
     def __exit__(self, *_: object) -> None:
-        """Nothing to put back."""
+        """Nothing to restore."""
 
     def hear(self) -> BaseException | None:
         return None
 
 
 class OneCall:
-    """Lets one thread at a time into the public calls of a manager; handlers of signals wait meanwhile.
+    """Allows one thread at a time into the public calls of a manager, and defers signal handlers
+    there.
 
-    An interrupted call would leave the other ranks in a collective that nobody else takes part in.
-    ``taking_news`` is for the participant: hooks run inside of that, and may call nothing.
-    ``left``: nothing is agreed with other ranks any more, as the manager was left.
+    An interrupted call would leave the other ranks waiting in a collective. ``taking_news`` is set
+    by the participant while hooks run, which may call nothing. ``left``: the manager was left, so
+    there are no more agreements with other ranks.
     """
 
     def __init__(self, defer: Callable[[], DeferredSignals]) -> None:
@@ -150,7 +153,7 @@ class OneCall:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run a call, or a call inside it. ``ConfigError`` if another thread is in one."""
+        """Run a call, or a call inside it. ``ConfigError`` if another thread is inside a call."""
         if self._thread is threading.current_thread():
             yield
             return
@@ -167,9 +170,9 @@ class OneCall:
                 self._lock.release()
 
     def hear(self) -> BaseException | None:
-        """Run the handlers that wait for the end of the call. Returns what one of them raised.
+        """Run the handlers that wait for the end of the call. Returns the exception of a handler.
 
-        Raises it at once if a handler left the manager.
+        If a handler left the manager, raises that exception at once.
         """
         interruption = self._signals.hear() if self._signals is not None else None
         if interruption is not None and self.left:

@@ -1,7 +1,7 @@
-"""The versions of the packages beside this library: which were tried, and which cannot work.
+"""The tested versions of the packages beside this library, and those that cannot work.
 
-Nothing here is pinned in ``pyproject.toml``: a trainer brings its own torch and megatron-core. A release
-series that was never tried is used, with one warning; one that is known not to work is refused.
+Nothing is pinned in ``pyproject.toml``: a trainer brings its torch and megatron-core. An untested
+release series is used, with one warning; a series that is known not to work is refused.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _BESIDE = MappingProxyType({"megatron-core": ("nvidia-resiliency-ext",)})
 def require(*packages: str, extra: str) -> None:
     """Import packages that the extra ``extra`` installs, and judge their versions.
 
-    Raises ``ConfigError`` if one is missing, cannot be imported, or is too old. Warns once of a release
-    series that was never tried.
+    Raises ``ConfigError`` if one is missing, cannot be imported, or is too old. Warns once of a
+    release series that was never tested.
     """
     for name in packages:
         try:
@@ -52,7 +52,7 @@ def require(*packages: str, extra: str) -> None:
                 import_module(_INSIDE.get(name, module.__name__))
         except ImportError as error:
             raise missing(extra, error) from error
-        except Exception as error:  # megatron-core asserts the version of what it finds beside it
+        except Exception as error:  # megatron-core asserts the versions of packages beside it
             raise ConfigError(
                 f"{name} {installed(name)} cannot be imported: {describe(error)}{_beside(name)}"
             ) from error
@@ -60,7 +60,7 @@ def require(*packages: str, extra: str) -> None:
 
 
 def missing(extra: str, error: ImportError) -> ConfigError:
-    """What to raise where a package of an extra is not there, or is only half installed."""
+    """The error for a package of an extra that is missing or only half installed."""
     said = (
         f"{describe(error)}. What ckptfsm itself needs here comes with `pip install "
         f"'ckptfsm[{extra}]'`; what else is missing, install by its name"
@@ -72,7 +72,7 @@ def missing(extra: str, error: ImportError) -> ConfigError:
 
 
 def judge(name: str, found: str) -> None:
-    """Refuse a version that cannot work; warn of a release series that was never tried."""
+    """Refuse a version that cannot work; warn of a release series that was never tested."""
     series = series_of(found)
     if series is None:
         return
@@ -102,11 +102,11 @@ def installed(name: str) -> str:
     """The version of an installed package, or "not installed"."""
     try:
         return version(name)
-    except PackageNotFoundError:  # also what lies in a source tree
+    except PackageNotFoundError:  # also a package in a source tree
         return "not installed"
 
 
 def _beside(name: str) -> str:
-    """What a package looks for beside itself, and finds."""
+    """The installed versions of the packages that ``name`` depends on, for an error message."""
     found: list[Any] = [f"{each} is {installed(each)}" for each in _BESIDE.get(name, ())]
     return f" ({', '.join(found)}: install what it asks for, or uninstall it)" if found else ""
