@@ -1,4 +1,4 @@
-"""Parts that are plain files: bytes that are there already, or what a call writes. No torch."""
+"""Parts that are plain files: bytes in memory, or files written by a call. No torch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from ckptfsm.writers.rank_writer import FilePart
 
 @dataclass(frozen=True, slots=True)
 class FileTree:
-    """A part that is a directory of files which ``make(directory)`` writes, on its first rank.
+    """A part that is a directory of files, written by ``make(directory)`` on its first rank.
 
-    ``make`` is called on the training thread, with the absolute path of a directory that is there; in
-    it lies at most what ``make`` of other ranks or other parts inside it wrote. The writer makes durable
-    and lists what is there. Symbolic links are refused; a hard link must not be written through again.
+    ``make`` is called on the training thread, with the absolute path of an existing directory. The
+    directory holds at most files that ``make`` of other ranks, or of parts inside it, wrote. The
+    writer lists the files and makes them durable. Symbolic links are refused; a hard link must not
+    be written through again.
     """
 
     make: Callable[[str], None]
@@ -33,8 +34,10 @@ class FileTree:
 
 @dataclass(frozen=True, slots=True)
 class TreePart:
-    """Files that are there already: the writer fsyncs and digests them. ``skip`` are inner directories
-    whose files are another part's."""
+    """Files that exist already: the writer fsyncs and digests them.
+
+    ``skip`` are inner directories that belong to other parts.
+    """
 
     name: str
     directory: str
@@ -57,7 +60,7 @@ class TreePart:
 
 @dataclass(frozen=True, slots=True)
 class UnmadePart:
-    """An optional part whose files could not be made: there is nothing to write."""
+    """An optional part whose ``make`` raised: only the receipt is written, with the reason."""
 
     name: str
     directory: str
@@ -69,10 +72,10 @@ class UnmadePart:
 
 @contextmanager
 def at_path(storage: Storage, location: str, specs: Iterable[PartSpec]) -> Iterator[str]:
-    """The absolute path of an attempt, for parts that the trainer writes itself, by path.
+    """The absolute path of an attempt, for parts that the trainer writes by path.
 
-    ``StorageError`` if there are such, and the path leads elsewhere (``Storage.absolute``), now or at
-    the end of the block: what was made by path was made where it counts.
+    If there are such parts, raises ``StorageError`` at the begin or the end of the block if the
+    path leads elsewhere (``Storage.absolute``). So files made by path were made in the right place.
     """
     if any(spec.kind in ("tree", "foreign") for spec in specs):
         yield storage.absolute(location)
@@ -82,7 +85,7 @@ def at_path(storage: Storage, location: str, specs: Iterable[PartSpec]) -> Itera
 
 
 def make_inside(location: str, directory: str) -> str:
-    """The absolute path of ``directory`` in an attempt's own, which must be there; made if need be."""
+    """The absolute path of ``directory`` below ``location``, which must exist; made if missing."""
     path = Path(location)
     for piece in filter(None, directory.split("/")):
         path /= piece
@@ -91,7 +94,7 @@ def make_inside(location: str, directory: str) -> str:
 
 
 def around(job: PartJob, parts: Iterable[PartSpec]) -> PartJob:
-    """A tree of files around other parts' directories lists only what is its own."""
+    """Exclude the directories of other parts from a tree of files around them."""
     if not isinstance(job, TreePart):
         return job
     base = f"{job.directory}/" if job.directory else ""
@@ -101,9 +104,9 @@ def around(job: PartJob, parts: Iterable[PartSpec]) -> PartJob:
 
 
 def stage_tree(spec: PartSpec, tree: FileTree, location: str) -> TreePart | UnmadePart:
-    """Let the trainer write the files of a tree. ``location`` is the step's, absolute.
+    """Let the trainer write the files of a tree. ``location`` is the step's absolute directory.
 
-    What ``make`` raises comes out, unless the part is optional.
+    An exception of ``make`` passes, unless the part is optional.
     """
     try:
         tree.make(make_inside(location, spec.directory))
@@ -148,14 +151,14 @@ class FilesDraft:
         return tuple(stage_file(spec, self.values[spec.name], location) for spec in specs)
 
     def let_go(self) -> None:
-        """Bytes do not change."""
+        """Nothing to free: bytes do not change."""
 
     def finalizers(self) -> list[Finalizer]:
         return []
 
 
 class FilesDriver:
-    """``ports.Driver`` of a process that has no tensors: a controller's own files."""
+    """``ports.Driver`` of a process without tensors, such as a controller."""
 
     finishers: Mapping[str, PartFinisher] = MappingProxyType({})
 
@@ -190,7 +193,7 @@ class FilesDriver:
         return Survey(set(), {})
 
     def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:
-        """Files fit everywhere."""
+        """Plain files fit any sharding."""
 
     def load(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]
@@ -199,7 +202,7 @@ class FilesDriver:
 
 
 def load_file(name: str, value: Any, directory: str) -> Any:
-    """A plain file comes back as bytes, a tree as the absolute path of its directory."""
+    """The content of a plain file as bytes; for a tree, the absolute path of its directory."""
     if isinstance(value, FileTree):
         return directory
     return (Path(directory) / name).read_bytes()

@@ -1,11 +1,11 @@
-"""One rank's writer: a forked child that writes all parts of the rank, and a receipt for each.
+"""The writer of one rank: a forked child that writes all parts of the rank, and a receipt for each.
 
 Order inside the child: shards -> fsync each (digest meanwhile) -> fsync of directories -> receipt.
-The receipt comes last and is durable before the child says so; it lists every file the rank made.
+The receipt comes last and is durable before the child reports; it lists every file of the rank.
 
-Rules: the directory of the attempt is the coordinator's: a writer makes directories only below it,
-so that a late one cannot bring back what was moved away. Every file is created exclusively, so that
-two writers can never share one. Everything goes through the storage port.
+Rules: the coordinator makes the attempt's directory. A writer makes directories only below it: a
+late writer cannot recreate a directory that was moved away. Every file is created exclusively, so
+that two writers can never share one. All I/O goes through the storage port.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckptfsm.writers.shard_file import ShardFile
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A part that is one plain file, made of bytes that are there already."""
+    """A part that is one plain file, from bytes in memory."""
 
     name: str
     file: str
@@ -62,17 +62,17 @@ def _write_part(storage: Storage, job: RankJob, part: PartJob) -> Written:
 
 
 def _try_part(storage: Storage, job: RankJob, part: PartJob) -> Written:
-    """An optional part that cannot be written is left out, and its receipt says why."""
+    """Write an optional part. If that fails, the part is left out, and its receipt says why."""
     try:
         return _write_part(storage, job, part)
-    except BaseException as error:  # also torch's; nobody above catches it, this is a child
+    except BaseException as error:  # also torch's; nothing above catches in this child
         return Written((), dropped=describe(error) or type(error).__name__)
 
 
 def put_receipt(storage: Storage, job: RankJob, part: PartJob, result: Written) -> None:
     """Make the part's names durable, then its receipt: from here on the shard counts (I3).
 
-    Raises ``StorageError`` if the directory is another attempt's by now: this job is fenced then.
+    Raises ``StorageError`` if the directory now belongs to another attempt: this job is fenced.
     """
     if part.directory and not result.dropped:
         fsync_tree_dirs(storage, join(job.location, part.directory))
@@ -95,7 +95,10 @@ def put_receipt(storage: Storage, job: RankJob, part: PartJob, result: Written) 
 
 
 def _require_own(storage: Storage, of: AttemptId, location: str) -> None:
-    """In place, a file has a name that a later attempt's has too: the mark tells whose it is."""
+    """Raise ``StorageError`` unless the directory in place still belongs to attempt ``of``.
+
+    A later attempt uses the same file names there: the mark of an attempt tells them apart.
+    """
     in_place = not location.startswith(f"{STAGING}/")
     if in_place and lookup(storage, f"{location}/{begun_name(of)}") is None:
         raise StorageError(f"{of} has no right to {location} any more", file=location)
@@ -115,9 +118,9 @@ class RankWriter:
         self.process = launch(storage, job)
 
     def poll(self, now: float) -> list[Event]:
-        """Everything there is to report so far, at every call: the caller knows what was taken.
+        """Every report so far, again at every call: the caller remembers the ones it took.
 
-        The writer was forked; it wrote its shards, or this is why there are none.
+        The reports: the writer was forked, and its shards, or the reason why there are none.
         """
         if self._end is None:
             self._end = self._ended(now)
@@ -125,7 +128,7 @@ class RankWriter:
         return [forked, *(self._end or ())]
 
     def _ended(self, now: float) -> tuple[Event, ...] | None:
-        """The reports of a writer that ended, or that missed its deadline. None while it may go on."""
+        """The last reports of a writer that ended or missed its deadline, else None."""
         outcome = self.process.poll()
         if outcome is not None:
             return self._judge(outcome)
@@ -143,17 +146,19 @@ class RankWriter:
     def kill(self, timeout_s: float) -> bool:
         """End the writer and everything it forked; True once it is certainly gone.
 
-        It has nothing more to report than it had.
+        A killed writer reports nothing further.
         """
         self._end = self._end or ()
         return self.process.kill(timeout_s)
 
     def refuse_anothers_place(self) -> None:
-        """Raise ``StorageError`` if its directory is another's by now: finalizers write there."""
+        """Raise ``StorageError`` if the directory now belongs to another attempt: finalizers write
+        there.
+        """
         _require_own(self._storage, self.of, self._location)
 
     def _judge(self, outcome: Outcome) -> tuple[Event, ...]:
-        """Exit code, payload and the attempt's own receipts: all three, or it failed."""
+        """The reports of a writer that ended: a success needs exit code, payload and all receipts."""
         rank, size = self._rank, self._world_size
         if not outcome.succeeded:
             said = outcome.error.kind if outcome.error is not None else WriterDied.kind
@@ -175,18 +180,18 @@ class RankWriter:
             try:
                 if lookup(self._storage, path) is None:
                     return f"no receipt {path}"
-            except OSError as error:  # the disk is sick: the other ranks must not wait for this one
+            except OSError as error:  # the disk fails: the other ranks must not wait for this one
                 return f"{path}: {describe(error)}"
         return ""
 
 
 def missed_deadline(whereabouts: str) -> str:
-    """What to tell people of a writer that hangs: on a disk, or on a lock?"""
+    """The reason of a missed deadline for people, with the place of the hang: a disk, or a lock."""
     return "its writer missed its deadline" + (f" at {whereabouts}" if whereabouts else "")
 
 
 def launch_forked(storage: Storage, job: RankJob) -> Child:
-    """Start the writer as a forked child: the fork is what freezes the data (``ports.Launch``)."""
+    """Start the writer as a forked child: the fork freezes the data (``ports.Launch``)."""
     return fork_child(_BoundJob(storage, job), keep=storage.descriptors(), group=True)
 
 

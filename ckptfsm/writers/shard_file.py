@@ -41,7 +41,7 @@ class ShardFile:
         """Nothing is buffered here."""
 
     def close_durably(self, name: str) -> FileEntry:
-        """fsync, digest, close. The digest is free while the disk is busy with the fsync."""
+        """Fsync, digest, close. The digest costs no time while the disk is busy with the fsync."""
         digest = _Digest(self._storage, self.path)
         overlapped = self._position >= _OVERLAP_BYTES
         if overlapped:
@@ -58,7 +58,7 @@ class ShardFile:
 
 
 class _Digest(threading.Thread):
-    """Digests a file, beside the fsync of the same file."""
+    """Digests a file during the fsync of the same file."""
 
     def __init__(self, storage: Storage, path: str) -> None:
         super().__init__(daemon=True)
