@@ -1,8 +1,8 @@
-"""The two durable moves everything on disk is made of: ``put`` a file, ``move`` a directory.
+"""The two durable operations behind everything on disk: ``put`` a file, ``move`` a directory.
 
-``put``: unique temporary name -> write all of it -> fsync -> checked close -> rename -> fsync of the
-directory. A crash before the rename leaves the old content and a temporary file; after it, the new
-content. A reader never sees a part of it.
+``put``: unique temporary name -> write all -> fsync -> checked close -> rename -> fsync of the
+directory. A crash before the rename leaves the old content and a temporary file; after the rename,
+the new content. A reader never sees a partial file.
 
 ``move``: rename -> look at both names -> fsync both directories. A rename whose outcome is unknown
 (``ESTALE`` on a network file system) is decided by looking, never by assuming.
@@ -58,9 +58,9 @@ def put(
 ) -> None:
     """Make ``path`` hold ``data``, atomically and durably. ``check`` runs just before the rename.
 
-    ``tag`` is unique to the writing process (epoch, pid, nonce), so that two never share a temporary
-    name. A temporary file left by an error or a crash is never used again: it may be one whose fsync
-    failed. It is swept when the root is opened.
+    ``tag`` is unique to the writing process (epoch, pid, nonce), so that two processes never share
+    a temporary name. A temporary file left by an error or a crash is never used again, as its fsync
+    may have failed. Opening the root removes such files.
     """
     temporary = _write_temporary(storage, f"{path}{TEMPORARY}{tag}", data)
     if check is not None:
@@ -84,7 +84,7 @@ def _write_temporary(storage: Storage, base: str, data: bytes) -> str:
 
 
 def fsync_existing(storage: Storage, path: str) -> None:
-    """Make a file durable that somebody else wrote."""
+    """Make a file durable that another program wrote."""
     handle = storage.open_existing(path)
     try:
         storage.fsync(handle)
@@ -93,7 +93,7 @@ def fsync_existing(storage: Storage, path: str) -> None:
 
 
 def move(storage: Storage, src: str, dst: str) -> None:
-    """Rename a directory (or file) durably. If it was moved already, only make that durable."""
+    """Rename a directory (or file) durably. If it was renamed already, only make that durable."""
     try:
         storage.rename(src, dst)
     except OSError:
@@ -106,15 +106,15 @@ def move(storage: Storage, src: str, dst: str) -> None:
 
 
 def says_what_is_there(error: OSError) -> bool:
-    """True if an error tells something about the disk's content, not about the disk's health.
+    """True if an error describes the disk's content, not the disk's health.
 
-    ``EIO`` or ``ESTALE`` say nothing of what is there; nobody may conclude damage from them.
+    ``EIO`` or ``ESTALE`` describe the health: never conclude damage from them.
     """
     return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.EISDIR)
 
 
 def lookup(storage: Storage, path: str) -> FileStat | None:
-    """``stat``, with None where there is nothing."""
+    """``stat``, or None if the name does not exist."""
     try:
         return storage.stat(path)
     except FileNotFoundError:
@@ -134,9 +134,9 @@ def read_document(storage: Storage, path: str, limit: int) -> bytes:
 
 
 def make_dirs(storage: Storage, path: str, *, base: str = "") -> None:
-    """Create ``path`` below ``base``, each directory made durable in its own parent.
+    """Create ``path`` below ``base``, each directory made durable in its parent.
 
-    ``base`` must be there already: a late writer must not bring a directory back that was moved away.
+    ``base`` must exist: a late writer must not recreate a directory that was moved away.
     """
     made = base
     for piece in path.split("/"):
@@ -155,7 +155,7 @@ def make_dir(storage: Storage, path: str) -> None:
 
 
 def list_names(storage: Storage, path: str) -> list[str]:
-    """Names in a directory; nothing where there is no directory."""
+    """Names in a directory; empty if there is no directory."""
     try:
         return storage.listdir(path)
     except FileNotFoundError:
@@ -165,7 +165,7 @@ def list_names(storage: Storage, path: str) -> list[str]:
 def walk_files(
     storage: Storage, directory: str, limit: int = 5_000_000
 ) -> list[tuple[str, FileStat]]:
-    """Everything below ``directory`` that is not a directory: (name relative to it, stat)."""
+    """All entries below ``directory`` except directories: (name relative to ``directory``, stat)."""
     found: list[tuple[str, FileStat]] = []
     pending = [""]
     while pending:
@@ -193,7 +193,7 @@ def fsync_tree_dirs(storage: Storage, directory: str) -> None:
 
 
 def storage_error(error: OSError, what: str, path: str | None = None) -> StorageError:
-    """``error`` as a typed one that names the file, what was being done, and the errno."""
+    """``error`` as a ``StorageError`` that names the file, the call and the errno."""
     name = errno.errorcode.get(error.errno or 0)
     reason = os.strerror(error.errno) if error.errno else str(error)
     return StorageError(
@@ -202,6 +202,6 @@ def storage_error(error: OSError, what: str, path: str | None = None) -> Storage
 
 
 def content_is(storage: Storage, path: str, data: bytes) -> bool:
-    """True if a regular file is there that holds ``data`` and no more."""
+    """True if ``path`` is a regular file that holds exactly ``data``."""
     found = lookup(storage, path)
     return found is not None and found.kind == "file" and storage.read(path, len(data) + 1) == data

@@ -1,19 +1,21 @@
 """The journal: one segment per epoch, one checksummed line per record.
 
 A line is ``{"crc":"xxxxxxxx","record":{...}}``; the crc32 covers the bytes of the record. A segment
-is allocated ahead in blocks of newlines, so that a failure can be journaled on a full disk and the
-file stays plain text: blank lines are padding. Records are overwritten into the padding in place and
+is allocated ahead in blocks of newlines, so that a failure can be journaled on a full disk. The
+file stays plain text: blank lines are padding. Records overwrite the padding in place and are
 fsynced one by one.
 
 Rules:
-* A segment belongs to one epoch and is written by nobody else. PlanRun a root writes a new segment
+
+- A segment belongs to one epoch; no other epoch writes to it. Opening a root writes a new segment,
   whose first record seals the older ones (length, crc) and carries the whole ledger. Bytes after a
-  seal are a zombie's and do not count.
-* A damaged line with no valid record after it is a torn tail: the crash came there, it is ignored.
-  A damaged line with a valid record after it is corruption: ``JournalCorrupt``, nothing is changed.
-* After a failed fsync the segment is lost: nothing more is written to it.
-* A new segment seals the newest ``KEPT_SEGMENTS`` older ones. A segment is removed only when neither
-  the newest nor the one before it names it: should the newest be unreadable, the one before counts.
+  seal come from a zombie and do not count.
+- A damaged line without a valid record after it is a torn tail, left by a crash, and is ignored. A
+  damaged line with a valid record after it is corruption: ``JournalCorrupt``, nothing is changed.
+- After a failed fsync the segment is lost: nothing more is written to it.
+- A new segment seals the newest ``KEPT_SEGMENTS`` older ones. A segment is removed only when
+  neither the newest segment nor the one before names it. If the newest is unreadable, the one
+  before counts.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from ckptfsm.core.rollback import NO_INTENT, Intent
 from ckptfsm.disk.durable import list_names
 
 BLOCK_BYTES = 16 * 1024
-RESERVE_BYTES = 4 * 1024  # of the last block, kept for records that must fit on a full disk
+RESERVE_BYTES = 4 * 1024  # kept free in the last block for records that must fit on a full disk
 _PREFIX = b'{"crc":"'
 _MIDDLE = b'","record":'
 _HEAD = len(_PREFIX) + 8 + len(_MIDDLE)
@@ -119,11 +121,12 @@ def _decode_record(body: bytes, file: str, offset: int) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the journal of a root says.
+    """The content of a root's journal.
 
-    ``layout`` is the name of the one it was written in, "" where there is no journal. ``lost`` are the
-    attempts that were withdrawn as damaged or missing, if nothing is tracked and nobody began afresh.
-    ``known`` are all that the newest segment names.
+    - ``layout``: the name of the layout, "" if there is no journal.
+    - ``lost``: the attempts that were withdrawn as damaged or missing. Empty if a checkpoint is
+      tracked or a fresh start was begun.
+    - ``known``: all attempts that the newest segment names.
     """
 
     ledger: Ledger
@@ -137,7 +140,7 @@ class History:
 
     @property
     def given_up(self) -> frozenset[AttemptId]:
-        """What was pruned, or cleaned up after it had failed, in the newest segment."""
+        """The attempts in the newest segment that were pruned, or failed and were cleaned up."""
         return self.known - self.ledger.checkpoints.keys()
 
 
@@ -157,9 +160,10 @@ def read_segments(storage: Storage) -> list[Segment]:
 
 
 def read_segment(storage: Storage, epoch: int) -> Segment:
-    """A segment as it lies there. Raises ``JournalCorrupt`` if it is damaged, or larger than any can be:
+    """A segment as found on disk, without regard to seals.
 
-    nobody looks whether a valid record follows, so it is no torn tail.
+    Raises ``JournalCorrupt`` if the segment is damaged, or larger than any segment can be. The size
+    rules out a torn tail without a search for valid records.
     """
     file = f"{JOURNAL}/{segment_name(epoch)}"
     size = storage.stat(file).size
@@ -209,8 +213,10 @@ def _check_seals(storage: Storage, seals: Sequence[Seal]) -> None:
 
 
 def folded(storage: Storage, seals: Sequence[Seal]) -> list[str]:
-    """The files that a new segment which seals ``seals`` folds, oldest first: those that the oldest of
-    these sealed itself. A segment that nobody sealed is left to people.
+    """The files that become removable with a new segment that seals ``seals``, oldest first.
+
+    These are the segments that the oldest sealed segment itself sealed. A segment that no other one
+    sealed is left to people.
     """
     if not seals:
         return []
@@ -219,7 +225,7 @@ def folded(storage: Storage, seals: Sequence[Seal]) -> list[str]:
     try:
         opened = RECORD.validate_json(decode_line(data.partition(b"\n")[0]) or b"")
     except ValidationError:
-        return []  # another version's: nobody here knows what it sealed
+        return []  # written by another version: its seals are unknown
     older = opened.seals if isinstance(opened, SegmentOpened) else ()
     there = _segment_epochs(storage)
     return [f"{JOURNAL}/{segment_name(s.epoch)}" for s in older if s.epoch in there]
@@ -337,8 +343,8 @@ class JournalWriter:
     def append(self, record: Record, *, essential: bool = False) -> None:
         """Append durably. ``essential`` records may use the reserve of a full disk.
 
-        Raises ``OSError`` if it cannot be written; ``OutcomeUnknown`` if its fsync failed, and
-        ``StorageError`` for every later call then.
+        Raises ``OSError`` if the record cannot be written, and ``OutcomeUnknown`` if its fsync
+        failed. After a failed fsync every later call raises ``StorageError``.
         """
         if self._handle is None:
             raise StorageError("the journal segment is lost or closed", file=self.file)
@@ -350,7 +356,7 @@ class JournalWriter:
         try:
             self._storage.fsync(self._handle)
         except OSError as error:
-            self._give_up()  # nobody knows what is on disk: never touch this segment again
+            self._give_up()  # the content on disk is unknown: never write to this segment again
             raise OutcomeUnknown(
                 f"the journal could not be made durable: {error}", file=self.file
             ) from error
@@ -392,5 +398,5 @@ class JournalWriter:
     def _give_up(self) -> None:
         handle, self._handle = self._handle, None
         assert handle is not None
-        with contextlib.suppress(OSError):  # the failed fsync says all there is to say
+        with contextlib.suppress(OSError):  # the failed fsync is reported already
             self._storage.close(handle)

@@ -1,10 +1,12 @@
-"""Who owns a root: a liveness lock that dies with its process, and an epoch that fences zombies.
+"""Ownership of a root: a liveness lock that dies with its process, and an epoch that fences
+zombies.
 
-Rules: the lock (a POSIX record lock: dropped at death, not inherited by fork) tells living from
-dead on one host. The epoch, a file created by ``link``, tells old from new even when the lock
-cannot: on a file system without locks, after a takeover, or when a paused process wakes up. Every
-effect is preceded by ``check`` (I9). Leases of this process are known here: one that could not say on a
-dead disk that it was given back is given back all the same.
+Rules: the lock (a POSIX record lock: dropped at death, not inherited by fork) distinguishes a
+living owner from a dead one on one host. The epoch is a file created by ``link``. An epoch
+distinguishes new from old even where the lock cannot: without locks in the file system, after a
+takeover, or for a paused process. Every effect is preceded by ``check`` (I9). This process
+remembers which roots it owns: an ownership that was released on a dead disk is released here all
+the same.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _ATTEMPTS = 16
 
 
 class _OwnedHere:
-    """The nonces of the leases that this process holds. Process-wide, because ownership is."""
+    """The nonces of the roots that this process owns. Process-wide, because ownership is."""
 
     def __init__(self) -> None:
         self.nonces: set[str] = set()
@@ -69,12 +71,12 @@ class RootOwnership:
             )
 
     def claim_lock(self) -> None:
-        """After a takeover: take the lock as soon as the one before has died (F32)."""
+        """After a takeover: take the lock as soon as the previous owner has died (F32)."""
         if self._lock is None:
             self._lock = self._storage.try_lock(LOCK)
 
     def release(self) -> None:
-        """Let go of the root: another manager of this very process may open it now."""
+        """Let go of the root: another manager in the same process may open it now."""
         try:
             if newest_epoch(self._storage) == self.epoch:
                 self._say_released()
@@ -86,11 +88,11 @@ class RootOwnership:
         path = _epoch_path(self.epoch)
         try:
             put(self._storage, path, encode_sealed(holder), tag=self.tag)
-        except OSError:  # a full disk still lets go of a file
+        except OSError:  # even a full disk lets a file be removed
             remove_marker(self._storage, path)
 
     def drop(self) -> None:
-        """Give up the lock only, as death would."""
+        """Give up the lock only, as the death of the process would."""
         _living.nonces.discard(self._identity.nonce)
         if self._lock is not None:
             lock, self._lock = self._lock, None
@@ -98,7 +100,7 @@ class RootOwnership:
 
 
 def newest_epoch(storage: Storage) -> int:
-    """The newest epoch that this version, or an owner with a newer one, has taken."""
+    """The newest epoch in the directory of this version (``EPOCHS``)."""
     return _newest_in(storage, EPOCHS)
 
 
@@ -108,7 +110,7 @@ def _newest_in(storage: Storage, directory: str) -> int:
 
 
 def read_holder(storage: Storage, epoch: int) -> Holder | None:
-    """Who took ``epoch``; None when there is no such epoch."""
+    """The holder of ``epoch``; None if there is no such epoch."""
     for directory in (EPOCHS, OLD_EPOCHS):
         path = f"{directory}/{epoch_name(epoch)}"
         try:
@@ -146,13 +148,13 @@ def open_root(
         storage.fsync_dir(EPOCHS)
         _forget_older(storage, taken)
     except BaseException:
-        lease.release()  # or this very process would be in its own way when it tries again
+        lease.release()  # otherwise this process would be refused when it tries again
         raise
     return lease
 
 
 def _known_holder(storage: Storage, epoch: int) -> Holder | None:
-    """Who took ``epoch``; None if that cannot be told. A newer version's holder is refused."""
+    """The holder of ``epoch``, or None if its file is damaged. Raises ``NewerSchema``."""
     try:
         return read_holder(storage, epoch)
     except NewerSchema:
@@ -162,11 +164,12 @@ def _known_holder(storage: Storage, epoch: int) -> Holder | None:
 
 
 def _lives(storage: Storage, holder: Holder | None, identity: Identity) -> bool:
-    """True if a manager of this process holds it, or one of this machine that has the lock's file open.
+    """True if the holder lives: a manager of this process, or a process here that has the lock's
+    file open.
 
-    Some file systems know no locks, and a process that opens the file once more and closes it, to copy
-    the root say, has lost its lock. The copy has the holder's name
-    too: the holder does not have *its* file open.
+    Some file systems know no locks. A process that opens and closes the lock's file once more, say
+    to copy the root, has lost its lock. A copied root names the holder too, but the holder does not
+    have the *copy's* lock file open.
     """
     if holder is None or holder.released:
         return False
@@ -179,20 +182,20 @@ def _lives(storage: Storage, holder: Holder | None, identity: Identity) -> bool:
 
 
 def _has_open(pid: int, path: str) -> bool:
-    """True if a process has a file open; False also if we may not see that."""
+    """True if a process has the file ``path`` open; False also if that cannot be seen."""
     descriptors = Path(f"/proc/{pid}/fd")
     try:
         names = os.listdir(descriptors)
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # ended, or another user's process
         return False
     return any(_leads_to(descriptors / name, path) for name in names)
 
 
 def _leads_to(descriptor: Path, path: str) -> bool:
     try:
-        named = descriptor.readlink().name == Path(path).name  # no look at any other file of it
+        named = descriptor.readlink().name == Path(path).name  # touch no other file of it
         return named and descriptor.samefile(path)
-    except OSError:  # closed meanwhile, or not ours to see
+    except OSError:  # closed meanwhile, or forbidden
         return False
 
 
@@ -214,14 +217,15 @@ def _busy(root: str, holder: Holder | None, identity: Identity) -> RootBusy:
 
 
 def _link_epoch(storage: Storage, identity: Identity, newest: int) -> tuple[int, str]:
-    """Create the next epoch's file, whole at once. Returns the epoch, and the name it was made under."""
+    """Create the next epoch's file, complete at once. Returns the epoch and the temporary name."""
     for epoch in range(newest + 1, newest + 1 + _ATTEMPTS):
         temporary = f"{EPOCHS}/{TAKING}{identity.pid}-{identity.nonce}-{epoch}"
         _write_taking(storage, temporary, _holder(identity, epoch))
         try:
             storage.link(temporary, _epoch_path(epoch))
         except OSError as error:
-            # It may have happened all the same (F8): NFS even says EEXIST when it repeats its own.
+            # The link may exist all the same (F8): NFS even reports EEXIST when it repeats our
+            # request.
             holder = _known_holder(storage, epoch)
             if holder is None or holder.nonce != identity.nonce:
                 if not isinstance(error, FileExistsError):
@@ -233,7 +237,7 @@ def _link_epoch(storage: Storage, identity: Identity, newest: int) -> tuple[int,
 
 
 def _write_taking(storage: Storage, path: str, holder: Holder) -> None:
-    """Write the file that becomes an epoch. Nothing of it stays if the disk is full."""
+    """Write the file that becomes an epoch; on a full disk, remove the partial file."""
     try:
         write_new(storage, path, encode_sealed(holder))
     except OSError:
@@ -245,7 +249,7 @@ def _write_taking(storage: Storage, path: str, holder: Holder) -> None:
 
 
 def _forget_older(storage: Storage, epoch: int) -> None:
-    """Remove the epochs below ours; a zombie sees ours and stops either way."""
+    """Remove the epochs below ``epoch``; a zombie sees ``epoch`` and stops either way."""
     for directory in (EPOCHS, OLD_EPOCHS):
         for name in list_names(storage, directory):
             older = parse_epoch(name)

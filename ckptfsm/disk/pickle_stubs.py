@@ -1,13 +1,14 @@
 """Read a ``.metadata`` file, which is a pickle, without unpickling it: objects become stubs.
 
-A standard unpickler is not safe on a hostile file even with an allow-list: hashing a deeply nested
-tuple overflows the C stack and kills the process, and one memo opcode can ask for gigabytes. So the few
-opcodes that real files use are interpreted here. Nothing is imported or called; a global outside
-``ALLOWED_GLOBALS``, an opcode outside the table, and a dict key that is not a string or a stub are
-refused.
+A standard unpickler is not safe on a hostile file even with an allow-list. Hashing a deeply nested
+tuple overflows the C stack and kills the process, and one memo opcode can ask for gigabytes. So
+this module interprets the few opcodes that real files use, and imports or calls nothing. Refused
+are a global outside ``ALLOWED_GLOBALS``, an opcode outside the table, and a dict key that is not a
+string or a stub.
 
-The globals and opcodes were taken from files written by megatron-core 0.13.1, 0.14.0, 0.15.0 and
-0.16.1 with torch 2.13 (``all_local_plans`` included), and 0.17.1, 0.18.2 and 0.19.2 with torch 2.14.
+The globals and opcodes come from files of megatron-core 0.13.1, 0.14.0, 0.15.0 and 0.16.1 with
+torch 2.13, ``all_local_plans`` included. Files of 0.17.1, 0.18.2 and 0.19.2 with torch 2.14 were
+added.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ ALLOWED_GLOBALS: frozenset[tuple[str, str]] = frozenset(
 
 @dataclass(eq=False, slots=True)
 class Stub:
-    """Stands for an object in ``.metadata``: the name of its class, and what it was built from.
+    """A stand-in for an object in ``.metadata``: the name of its class, and its arguments.
 
-    Compared and hashed by identity, so that no content of a file decides how long that takes.
+    Compared and hashed by identity, so that a file's content cannot make that slow.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Stub:
 
 @dataclass(eq=False, frozen=True, slots=True)
 class _Global:
-    """An allowed global before it is called; also what a dtype stays."""
+    """An allowed global before it is called; a dtype stays one."""
 
     name: str
 
@@ -102,7 +103,7 @@ def damaged_file(file: str, message: str) -> DamagedRoot:
 
 @dataclass(eq=False, slots=True)
 class _Machine:
-    """The pickle stack machine, for the opcodes real files use. One file, then thrown away."""
+    """The pickle stack machine, for the opcodes that real files use. Used for a single file."""
 
     data: bytes
     at: int = 0
@@ -111,7 +112,7 @@ class _Machine:
     memo: list[Any] = field(default_factory=list)
 
     def run(self) -> Any:
-        """The object in the file. Raises IndexError, ValueError, TypeError, or our own."""
+        """The object in the file. Raises IndexError, ValueError, TypeError, or ``DamagedRoot``."""
         data, memo, handlers = self.data, self.memo, _HANDLERS
         while True:
             opcode = data[self.at]
@@ -133,7 +134,9 @@ class _Machine:
         return self.stack[0]
 
     def take(self, count: int) -> bytes:
-        """The next bytes; fewer in a file that is cut off, whose next opcode then does not exist."""
+        """The next ``count`` bytes, or fewer if the file is cut off: the next opcode is then
+        missing.
+        """
         begin = self.at
         self.at += count
         return self.data[begin : self.at]
@@ -163,7 +166,7 @@ def _op_proto(m: _Machine) -> None:
 
 
 def _op_frame(m: _Machine) -> None:
-    m.take(8)  # its length only helps to read ahead
+    m.take(8)  # the frame's length only helps to read ahead
 
 
 def _op_mark(m: _Machine) -> None:

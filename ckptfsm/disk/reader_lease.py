@@ -1,12 +1,13 @@
 """Reader leases: a reader, say an evaluator outside the job, keeps a step from being pruned.
 
-``ReaderLease`` is for the reader. ``ReaderLeases`` is for the coordinator: it keeps the leases of its
-job, and drops those of other processes that have not changed for long, by its monotonic time (F14).
-An error or a crash while a lease is written may leave a file that expires the same way.
+``ReaderLease`` is for the reader. ``ReaderLeases`` is for the coordinator, which keeps the leases
+of its job. The coordinator drops a lease of another process that has not changed for long, by its
+monotonic time (F14). An error or a crash while a lease is written may leave a file that expires the
+same way.
 
 Order: the lease is made durable first, then the reader looks whether the step is still there. The
-pruner looks for leases before and after it moves a directory to the trash. So either the step stays,
-or the reader is told that it is gone (F27); nothing is deleted before the second look.
+coordinator looks for leases before and after it moves a directory to the trash. So either the step
+stays, or the reader learns that it is gone (F27); nothing is deleted before the second look.
 
 Rules: a lease lives as long as it changes: ``renew`` it at least every ``reader_timeout_s`` of the
 job's configuration. Works without torch; needs write access to the root's ``.ckptfsm/readers``.
@@ -33,13 +34,16 @@ from ckptfsm.disk.trash import remove_marker
 class ReaderLease:
     """Keeps one step from being pruned while the ``with`` block runs.
 
-    From nothing else: a rollback, or damage that is found, takes it to quarantine, from where nothing is
-    deleted, and the next ``renew`` raises.
+    The lease does not stop a rollback or the withdrawal of a damaged step. Both move the step to
+    quarantine, where nothing is deleted, and the next ``renew`` raises.
 
-    ``layout`` is the job's (see ``CheckpointConfig``). ``path`` is the absolute directory to read;
-    ``nonce`` names the lease and is used once; by default it is made of the pid and chance. Raises
-    ``StepNotFoundError`` if the step is not there, ``ConfigError`` if the root is not; an ``OSError``
-    of the disk, or of a lease that took longer than the timeout to write: then try again.
+    ``layout`` is the job's (see ``CheckpointConfig``). ``path`` is the absolute directory to read.
+    ``nonce`` names the lease and is used once; by default it is made of the pid and a random
+    number.
+
+    Raises ``StepNotFoundError`` if the step is missing, ``ConfigError`` if the root is missing.
+    Raises ``OSError`` if the disk fails, or if writing the lease took longer than the timeout: then
+    try again.
     """
 
     def __init__(
@@ -69,10 +73,10 @@ class ReaderLease:
         return self
 
     def renew(self) -> None:
-        """Say that the reader still lives.
+        """Show the job that the reader still lives.
 
-        Raises ``StepNotFoundError`` if the step is gone, ``StorageError`` if ``path`` leads to another
-        root than the one that was opened, where the lease is.
+        Raises ``StepNotFoundError`` if the step is gone. Raises ``StorageError`` if ``path`` now
+        leads to another root than the opened one, which holds the lease.
         """
         self._renewals += 1
         mark = Pin(step=self._step, reason="reader", nonce=f"{self._nonce}-{self._renewals}")
@@ -104,7 +108,9 @@ log = logging.getLogger("ckptfsm")
 
 
 def _directory_of(storage: Storage) -> str:
-    """The directory that the job looks into: a job of an earlier version knows the old one only."""
+    """The directory of leases that the job reads: a job of an earlier version reads only the old
+    one.
+    """
     earlier = lookup(storage, READERS) is None and lookup(storage, OLD_READERS) is not None
     return OLD_READERS if earlier else READERS
 
@@ -121,7 +127,7 @@ class ReaderLeases:
         self._seen: dict[str, tuple[bytes, float]] = {}
 
     def take(self, step: int, tag: str, nonce: str) -> str:
-        """Make a lease of our own durable."""
+        """Make a lease for a restore of this job durable. Returns its file."""
         self._taken += 1
         lease = f"{READERS}/{step}.{tag}-{self._taken}.json"
         self._held.add(lease)
@@ -134,7 +140,7 @@ class ReaderLeases:
         return lease
 
     def give_back(self, lease: str) -> None:
-        """One that cannot be removed expires like any other."""
+        """Remove a lease of this job; if that fails, the lease expires like any other."""
         self._held.discard(lease)
         try:
             remove_marker(self._storage, lease)
@@ -143,16 +149,16 @@ class ReaderLeases:
             say(log.warning, "lease_not_removed", said, file=lease, error=describe(error))
 
     def expire(self) -> None:
-        """Drop those that have not changed within the timeout. One that is sick keeps no other."""
+        """Drop the leases that have not changed within the timeout. An unreadable lease stays."""
         now = self._clock.monotonic()
         seen: dict[str, tuple[bytes, float]] = {}
         for path in self._listed():
             if path in self._held:
-                continue  # its reader is this process, and lives
+                continue  # the reader is this process, which lives
             try:
                 watched = self._watch(path, now)
             except FileNotFoundError:
-                continue  # its reader finished just now
+                continue  # the reader finished just now
             except OSError as error:
                 why = describe(error)
                 said = f"the reader's lease {path} could not be looked at: {why}"
@@ -163,7 +169,7 @@ class ReaderLeases:
         self._seen = seen
 
     def _listed(self) -> list[str]:
-        """Leases, and what was left of one that was being written. Other files are not ours."""
+        """The files of leases, including half-written ones. Other files are ignored."""
         return [
             f"{directory}/{name}"
             for directory in (READERS, OLD_READERS)
@@ -172,10 +178,12 @@ class ReaderLeases:
         ]
 
     def _watch(self, path: str, now: float) -> tuple[bytes, float] | None:
-        """What a lease holds, and since when; None if it was dropped, or is none of ours."""
+        """The content of a lease, and since when; None if it was dropped, or is no lease of this
+        library.
+        """
         found = lookup(self._storage, path)
         if found is None or found.kind != "file":
-            return None  # not one of ours: it protects, and nobody here removes it
+            return None  # no lease of this library: it protects its step, and is never removed
         content, known = self._storage.read(path, 1 << 16), self._seen.get(path)
         since = known[1] if known is not None and known[0] == content else now
         if now - since <= self._timeout_s:

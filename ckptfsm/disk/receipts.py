@@ -1,4 +1,6 @@
-"""The receipts of one attempt: read as its own (I5), and awaited on a disk that shows them late (F9)."""
+"""The receipts of one attempt: checked to belong to it (I5), and awaited on a disk that shows them
+late (F9).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.disk.durable import read_document
 
-_LONGEST_PAUSE_S = 0.5  # between two looks at a shared disk for what is not there yet
+_LONGEST_PAUSE_S = 0.5  # between two looks for a missing receipt on a shared disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Receipts:
     world_size: int
 
     def read(self, part: str, rank: int) -> Receipt:
-        """The receipt of one share. Raises ``DamagedRoot`` if it is not of this attempt."""
+        """The receipt of a rank for a part. Raises ``DamagedRoot`` if it is not of this attempt."""
         path = f"{self.location}/{receipt_name(part, rank)}"
         data = read_document(self.storage, path, MAX_DOCUMENT_BYTES)
         receipt = decode(Receipt, data, path)
@@ -44,9 +46,9 @@ class Receipts:
     def arriving(
         self, shares: Collection[tuple[str, int]], clock: Clock, deadline: float
     ) -> Iterator[Receipt]:
-        """The receipts of ``shares``, (part, rank), each as soon as it is there.
+        """The receipts of ``shares`` (pairs of part and rank), each as soon as it appears.
 
-        Raises ``ShardMissing`` when some are not there at ``deadline``.
+        Raises ``ShardMissing`` if some are missing at ``deadline``.
         """
         missing = sorted(shares)
         pause = pauses(longest_s=_LONGEST_PAUSE_S)

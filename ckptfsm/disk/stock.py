@@ -1,12 +1,14 @@
 """Decides whether a stock loader would accept a torch_dist directory, from its files alone.
 
 Rules:
-* No torch, no megatron, no ``pickle``: ``disk.pickle_stubs`` reads the ``.metadata`` file.
-* The verdict is a value: ``inspect_stock`` does not raise for anything that can be on a disk.
-* Every read is bounded, and every file is looked at once, without following links.
 
-What is common to all ranks is a file ``common.pt`` up to megatron-core 0.18. From 0.19 on it is one
-object, ``common_state/shard_0_1``, inside a shard; a ``common.pt`` beside it would be read in its place.
+- No torch, no megatron, no ``pickle``: ``disk.pickle_stubs`` reads the ``.metadata`` file.
+- The verdict is a value: ``inspect_stock`` never raises because of a file's content.
+- Every read is bounded, and every file is looked at once, without following links.
+
+Up to megatron-core 0.18 the state common to all ranks is a file ``common.pt``. From 0.19 on it is
+one object inside a shard, ``common_state/shard_0_1``; a ``common.pt`` beside that would be read
+instead.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ CONFIG = "metadata.json"
 COMMON = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
 CONTENTS = "ckpt_contents.json"
-# Of all ranks: at some 500 bytes an entry, 2 million pieces of tensors.
+# For all ranks together: with some 500 bytes an entry, 2 million pieces of tensors.
 MAX_METADATA_BYTES = 1 << 30
 MAX_COMMON_BYTES = 1 << 30  # usually some 100 KB; a trainer may put its whole data loader into it
 MAX_CONFIG_BYTES = 64 << 10  # one line
@@ -44,12 +46,15 @@ _PLAIN_PATH = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class StockVerdict:
-    """Whether a stock loader would accept a directory, and what is in it.
+    """The verdict on a directory: acceptable for a stock loader or not, and its content.
 
-    ``reason`` is "" when acceptable, else names the file and what is wrong. ``files`` are the files
-    a loader needs, relative to the directory, each with the bytes it must at least have;
-    ``total_bytes`` is their sum. ``object_keys`` are Megatron's ShardedObjects, such as
-    ``rng_state/shard_0.1_1.2`` (key, offset, global shape); ``tensor_keys`` its ShardedTensors.
+    - ``reason``: "" if acceptable, else the file and its fault.
+    - ``files``: the files that a loader needs, relative to the directory, each with its least size
+      in bytes.
+    - ``total_bytes``: the sum of these sizes.
+    - ``object_keys``: Megatron's ShardedObjects, such as ``rng_state/shard_0.1_1.2`` (key, offset,
+      global shape).
+    - ``tensor_keys``: Megatron's ShardedTensors.
     """
 
     acceptable: bool
@@ -61,11 +66,14 @@ class StockVerdict:
 
 
 def inspect_stock(storage: Storage, directory: str, tree: str = "") -> StockVerdict:
-    """Whether a stock Megatron-core loader would accept ``directory``; never raises for content.
+    """Decide whether a stock Megatron-core loader would accept ``directory``.
 
-    ``tree`` is the name of the torch_dist directories inside it, at most three levels down: there must
-    be one, and each must be acceptable. "" says that ``directory`` is one itself. What is no file or
-    directory where one must be is a reason too; an error that does not tell what is there is raised.
+    ``tree`` is the name of the torch_dist directories inside ``directory``, at most three levels
+    down. At least one must exist, and each must be acceptable. With "", ``directory`` is a
+    torch_dist directory itself. An entry of the wrong kind (file, directory, link) is a reason
+    against acceptance.
+
+    Never raises because of the content; an ``OSError`` about the disk's health passes.
     """
     try:
         return _inspect_trees(storage, directory, tree) if tree else _inspect(storage, directory)
@@ -98,7 +106,7 @@ def _inspect(storage: Storage, directory: str) -> StockVerdict:
 
 
 def _inspect_trees(storage: Storage, directory: str, tree: str) -> StockVerdict:
-    """The verdicts of all trees as one; files and keys are named from the directory's top."""
+    """The combined verdict of all trees; files and keys are named from the directory's top."""
     files: list[tuple[str, int]] = []
     objects: set[str] = set()
     tensors: set[str] = set()
@@ -117,7 +125,7 @@ def _inspect_trees(storage: Storage, directory: str, tree: str) -> StockVerdict:
 
 
 def _trees_in_use(storage: Storage, directory: str, tree: str) -> list[str]:
-    """The trees that a loader reads: verl 0.9 makes empty ones too, and lists what is in use."""
+    """The trees that a loader reads: verl 0.9 makes empty ones too, and lists those in use."""
     found = _find_trees(storage, directory, tree, _TREE_DEPTH)
     split = [path for path in found if path.count("/") == _TREE_DEPTH - 1]
     listed: set[str] = set()
@@ -134,7 +142,9 @@ def _trees_in_use(storage: Storage, directory: str, tree: str) -> list[str]:
 
 
 def _contents_of(storage: Storage, directory: str, role: str) -> set[str]:
-    """What verl lists of a role, last of all: without that list the save was cut off."""
+    """The paths in verl's list for a role. verl writes the list last: without it the save was cut
+    off.
+    """
     name = join(role, CONTENTS)
     try:
         contents = json.loads(_read(storage, directory, name, MAX_CONFIG_BYTES))["contents"]
@@ -151,7 +161,7 @@ def _contents_of(storage: Storage, directory: str, role: str) -> set[str]:
 
 
 def _find_trees(storage: Storage, directory: str, tree: str, depth: int) -> list[str]:
-    """Directories called ``tree`` inside ``directory``, in the order of their names."""
+    """Directories named ``tree`` inside ``directory``, sorted by name."""
     found: list[str] = []
     for name in _names(storage, directory):
         path = join(directory, name)
@@ -227,7 +237,7 @@ def _check_shard(storage: Storage, directory: str, name: str, needed: int) -> No
 
 
 def _check_config(data: bytes) -> None:
-    """Refuses what ``CheckpointingConfig(**...)`` or the choice of a strategy would refuse."""
+    """Refuse a value that ``CheckpointingConfig(**...)`` or the choice of a strategy would refuse."""
     try:
         config = json.loads(data)
     except (ValueError, RecursionError):
@@ -251,7 +261,7 @@ def _check_config(data: bytes) -> None:
 
 
 def _check_common_object(storage: Storage, directory: str, piece: _Piece) -> None:
-    """The common state of megatron-core 0.19, which lies inside a shard."""
+    """Check the common state of megatron-core 0.19, which lies inside a shard."""
     if COMMON in _names(storage, directory):
         raise damaged_file(
             COMMON, f"beside {COMMON_KEY} in {piece.file}: a loader would take the older of the two"
@@ -263,7 +273,9 @@ def _check_common_object(storage: Storage, directory: str, piece: _Piece) -> Non
 
 
 def _check_archive(data: bytes, file: str, what: str = "") -> None:
-    """``torch.save`` writes a zip archive; its directory, at the end, goes when it is cut off."""
+    """Check a file of ``torch.save``, a zip archive: a file cut off has lost the directory at its
+    end.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = archive.namelist()
@@ -281,7 +293,7 @@ _Place = tuple[str, tuple[int, ...] | None]
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Where a piece of a tensor, or an object, is stored."""
+    """The place of a piece of a tensor, or of an object: file, offset and length in bytes."""
 
     file: str
     offset: int
@@ -289,7 +301,7 @@ class _Piece:
 
 
 def _storage_entries(top: Stub) -> tuple[dict[_Place, _Piece], dict[str, int]]:
-    """Where the pieces are stored, and how many bytes each file must have for that."""
+    """The places of all pieces, and the size in bytes that each file must have for them."""
     entries = top.get("storage_data")
     if type(entries) is not dict:
         raise damaged_file(METADATA, "no storage_data")
@@ -313,7 +325,7 @@ def _storage_entries(top: Stub) -> tuple[dict[_Place, _Piece], dict[str, int]]:
 def _check_coverage(
     top: Stub, stored: Mapping[_Place, _Piece]
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """The keys of tensors and of objects, every piece of each being in ``stored``."""
+    """The keys of tensors and of objects. Raises ``DamagedRoot`` unless ``stored`` has every piece."""
     declared = top.get("state_dict_metadata")
     if type(declared) is not dict:
         raise damaged_file(METADATA, "no state_dict_metadata")
@@ -337,7 +349,7 @@ def _check_coverage(
 
 
 def _chunk_offsets(key: str, value: Stub) -> tuple[tuple[int, ...], ...]:
-    """Where the chunks of a tensor are; together they must fill it."""
+    """The offsets of a tensor's chunks, which together must fill the tensor."""
     size = _numbers(_attribute(value, "TensorStorageMetadata", "size"))
     chunks = value.get("chunks")
     if type(chunks) is not list:
