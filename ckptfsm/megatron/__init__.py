@@ -3,4 +3,4 @@
 from ckptfsm.adapters.versions import installed, judge, require
 
 require("torch", "megatron-core", extra="megatron")
-judge("nvidia-resiliency-ext", installed("nvidia-resiliency-ext"))  # nobody must have it
+judge("nvidia-resiliency-ext", installed("nvidia-resiliency-ext"))  # optional

@@ -22,11 +22,14 @@ class CheckpointManager(Manager):
 
     Construction is collective under torch.distributed (initialise it first); without it, a job of
     one process. ``config`` (a model or a dict) or keyword arguments configure it, see
-    ``CheckpointConfig``. ``hooks`` are called with one frozen ``TransitionRecord`` per transition, on
-    every rank that registers them, at most once after a crash; what they raise is logged.
-    ``open_storage(create)`` replaces the storage adapter of this rank (``root`` is then only a name),
-    for tests and fault injection. ``staging`` loads offloaded state around each save, see
-    ``OffloadHook``.
+    ``CheckpointConfig``.
+
+    - ``hooks`` are called with one frozen ``TransitionRecord`` per transition, on every rank that
+      registers them. A crash may lose a call, but never repeats one. Exceptions of hooks are
+      logged.
+    - ``open_storage(create)`` replaces the storage adapter of this rank (``root`` is then only a
+      name), for tests and fault injection.
+    - ``staging`` loads offloaded state around each save, see ``OffloadHook``.
 
     Raises ``ConfigError``, ``RootBusy``, ``DamagedRoot``, ``StorageError``, on every rank.
     """

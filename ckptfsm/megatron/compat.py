@@ -1,15 +1,15 @@
-"""The two places where Megatron-core must be given what it takes for granted. Scoped, here only.
+"""The two substitutes that Megatron-core needs in this library: a device and a process group.
 
-In both, a warning of megatron-core or torch is shown and is never an error (``-W error``): it would
-fail a save or a restore.
+Each lasts for one foreign call. In both, a warning of megatron-core or torch is never raised, even
+under ``-W error``: it would fail a save or a restore.
 
 ``cpu_devices``: megatron-core calls ``torch.cuda.synchronize()`` and asks
-``torch.cuda.current_device()`` for the device of small tensors, also where there is no CUDA (0.16.1:
-``filesystem_async.preload_tensors``, ``state_dict_saver.save_state_dict_async_finalize``). Without
-CUDA both are replaced for the duration of one foreign call; with CUDA nothing is touched.
+``torch.cuda.current_device()`` for the device of small tensors, also without CUDA. (0.16.1:
+``filesystem_async.preload_tensors``, ``state_dict_saver.save_state_dict_async_finalize``.) Without
+CUDA both functions are replaced during the call; with CUDA nothing is touched.
 
 ``process_group``: planning and loading ask for a rank. A job of one process without
-``torch.distributed`` gets a group of one for the duration of the call, from an in-memory store.
+``torch.distributed`` gets a group of one during the call, from an in-memory store.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def cpu_devices() -> Iterator[None]:
 
 
 def _nothing_to_wait_for(device: object = None) -> None:
-    """Stands for ``torch.cuda.synchronize`` where there is no CUDA."""
+    """Replaces ``torch.cuda.synchronize`` without CUDA."""
 
 
 def _cpu() -> torch.device:
-    """Stands for ``torch.cuda.current_device`` where there is no CUDA."""
+    """Replaces ``torch.cuda.current_device`` without CUDA."""
     return torch.device("cpu")
 
 
@@ -62,7 +62,7 @@ def process_group() -> Iterator[None]:
         hook = sys.excepthook
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
-            sys.excepthook = hook  # torch lays one more over it each time, for the rank's number
+            sys.excepthook = hook  # torch adds a hook at each call, for the rank's number
             yield
         finally:
             dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""The driver: a trainer's sharded state dicts to parts and back.
+"""The driver: turns a trainer's sharded state dicts into parts and back.
 
-Rules: ``draft`` is local and has no effect, so that a bad state dict on one rank becomes a refusal on
-all of them. A rank's plan is sent to rank 0 only when it changed since the last accepted save; its
-digest stands for it otherwise.
+Rules: ``draft`` is local and has no effect, so that a bad state dict on one rank becomes a refusal
+on all of them. A rank's plan is sent to rank 0 only when it changed since the last accepted save;
+otherwise its digest is sent instead.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Summary:
 
 @dataclass(slots=True)
 class MegatronDraft:
-    """One rank's planned save, see ``ports.Draft``."""
+    """The planned save of one rank, see ``ports.Draft``."""
 
     specs: tuple[PartSpec, ...]
     in_place: bool
@@ -100,9 +100,10 @@ class MegatronDraft:
 
 
 class MegatronDriver:
-    """See ``ports.Driver``. ``files`` is how many files (and workers) a rank writes per part.
+    """See ``ports.Driver``. ``files`` is the number of files (and workers) of a rank per part.
 
-    ``common_in_shard``: write what is common to all ranks as megatron-core does from 0.19 on.
+    ``common_in_shard``: write the state common to all ranks into a shard, as megatron-core does
+    from 0.19 on.
     """
 
     finishers: Mapping[str, PartFinisher] = MappingProxyType({"torch_dist": finish_part})
@@ -113,7 +114,7 @@ class MegatronDriver:
         self._common_in_shard = common_in_shard
         self._sent = ""
         self._accepted = ""
-        self._plans: dict[str, bytes] = {}  # of the accepted saves, by digest
+        self._plans: dict[str, bytes] = {}  # plans of the accepted saves, by digest
         self._candidates: dict[str, bytes] = {}
         self._merged: tuple[tuple[str, ...], Mapping[str, bytes]] = ((), {})
 
@@ -149,7 +150,7 @@ class MegatronDriver:
 
     def accept(self) -> None:
         self._plans = dict(self._candidates)
-        self._accepted = self._sent  # last: an interrupt before it sends every plan again
+        self._accepted = self._sent  # last: an interrupt before this line sends every plan again
 
     def refuse(self) -> None:
         self._accepted = ""
@@ -206,7 +207,7 @@ class MegatronDriver:
 
 @contextmanager
 def storage_at(root: Path) -> Iterator[PosixStorage]:
-    """The files below an existing directory, to look at."""
+    """A storage on an existing directory, for reading."""
     storage = PosixStorage(root, create=False)
     try:
         yield storage
@@ -238,7 +239,7 @@ def refuse_newer(name: str, directory: str) -> None:
 
 
 def _load_part(name: str, state: Any, directory: str, drop: set[str]) -> Any:
-    """Access was validated before, see ``check``."""
+    """Load a part. Overlaps were ruled out before, see ``check``."""
     if file_spec(name, state) is not None:
         return load_file(name, state, directory)
     wanted = _without(state, drop)
@@ -246,7 +247,7 @@ def _load_part(name: str, state: Any, directory: str, drop: set[str]) -> Any:
 
 
 def _spec_of(name: str, value: Any, count: int) -> PartSpec:
-    """A lone part sits at the root of the step's directory, as Megatron-LM expects it."""
+    """The spec of a part. A lone part sits at the root of the step's directory, as in Megatron-LM."""
     if isinstance(value, OptionalPart):
         return replace(_spec_of(name, value.content, count), optional=True)
     plain = file_spec(name, value)

@@ -1,13 +1,14 @@
-"""Keeps the writer of a ready-made request out of a directory that is another attempt's by now.
+"""Keeps a late writer of a ready-made request out of a directory that now belongs to another
+attempt.
 
-A request whose path the trainer fixed is written in place, by foreign code that opens its files late
-and by path. A writer that was stopped, or that outlived its job on another rank, would wake up after
-the next job has saved the same step, and write over it. Python tells an audit hook of each file before
-it is opened; the hook looks for the mark of the attempt first.
+A request with a path fixed by the trainer is written in place, by foreign code that opens its files
+late and by path. Such a writer may be stopped, or outlive its job on another rank. If it wakes up
+after the next job has saved the same step, it would overwrite that save. Python calls an audit hook
+before each file is opened; the hook first looks for the mark of the attempt.
 
-Rules: only for changes, and only below the attempt's directory. Between the look and the change a
-process can still be stopped: at most one file that was already looked at can be opened late. Paths
-that are relative to a descriptor are not seen, as megatron-core uses none.
+Rules: only for changes, and only below the attempt's directory. A process can still be stopped
+between the look and the change: at most one file that was already looked at can be opened late.
+Paths relative to a descriptor are not seen, as megatron-core uses none.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _WATCHED = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", 
 
 
 def stay_out_once_it_is_anothers(storage: Storage, location: str) -> None:
-    """In a writer: from now on it changes nothing below ``location`` once its mark is gone from there.
+    """Forbid this writer process all changes below ``location`` once its mark is gone from there.
 
-    A staging directory is the attempt's alone, and has another name for each. A hook cannot be taken
-    back: it lives as long as the writer.
+    No hook is needed in a staging directory, whose name is unique to the attempt. A hook cannot be
+    removed: it lives as long as the writer.
     """
     if location.startswith(f"{STAGING}/"):
         return
@@ -43,7 +44,7 @@ def stay_out_once_it_is_anothers(storage: Storage, location: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Fence:
-    """An audit hook. While all ``marks`` are there, the directory is the writer's."""
+    """An audit hook. While all ``marks`` exist, the directory belongs to the writer."""
 
     directory: Path
     marks: tuple[Path, ...]

@@ -1,18 +1,19 @@
-"""Ready-made AsyncRequests of megatron-core (and of anything with the same field names).
+"""Ready-made AsyncRequests of megatron-core, and objects with the same field names.
 
-A request is used by its field names only, since fields were added over versions. Its writer runs in
-our supervised child with a private results channel in place of the shared queue, so requests in
-flight together cannot swap results; its payload is put into the queue it came from immediately before
-its own finalizers run, which is once, on the training thread of every rank.
+A request is used by its field names only, since fields were added over versions. The writer of a
+request runs in a supervised child with a private results channel instead of the shared queue. So
+requests in flight together cannot swap results. The payload goes into the request's queue
+immediately before the finalizers run: once, on the training thread of every rank.
 
 Rules: exit code, payload and receipt are all required. An exception as payload is a failure. A fork
-freezes pageable memory only: tensors in memory that processes share are copied when a request is taken,
-and pinned ones are kept until the writer has ended, since the next request would be staged into both.
+freezes pageable memory only, and the next request could be staged into the same shared or pinned
+memory. So tensors in shared memory are copied when a request is taken, and pinned ones are kept
+until the writer has ended.
 
-Write workers are processes up to megatron-core 0.16 and threads from 0.17 on. One that dies leaves
-megatron-core's writer waiting for ever (it never counts down), so the writer ends when a worker did not
-end well: a thread that raised, or a child, also where ``multiprocessing`` reaps it, which it does when
-the next worker starts.
+Write workers are processes up to megatron-core 0.16 and threads from 0.17 on. A worker that dies
+never counts down, and megatron-core's writer would wait for ever. So the writer ends as soon as a
+thread raised or a child failed. That includes a child that ``multiprocessing`` reaps when the next
+worker starts.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from ckptfsm.writers.plain_files import make_inside
 _WATCH_S = 0.1
 _PIECE_BYTES = 1 << 20
 _WORKER_DIED = 78
-_LOGGED = 3  # lines of a writer's log that go into its error
+_LOGGED = 3  # lines of a writer's log that its error quotes
 _NVRX_WRITER = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
 _NVRX_CORE = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
 _poll = popen_fork.Popen.poll
@@ -63,10 +64,11 @@ _poll = popen_fork.Popen.poll
 class ForeignRequest:
     """A part that is an AsyncRequest.
 
-    ``build`` is called on every rank once the save is accepted, with the absolute directory to write
-    into (collective: it may hold megatron-core's own collectives), and returns the request. Where
-    the trainer fixed the path, pass a ready ``request`` made for ``<root>/iter_<step>`` instead: the
-    checkpoint is then written in place. ``directory`` is the part's, inside the step's.
+    ``build`` is called on every rank once the save is accepted, with the absolute directory to
+    write into, and returns the request. The call is collective: it may hold collectives of
+    megatron-core. If the trainer fixed the path, pass a ready ``request`` made for
+    ``<root>/iter_<step>`` instead: the checkpoint is then written in place. ``directory`` is
+    relative to the step's directory.
     """
 
     build: Callable[[str], Any] | None = None
@@ -79,19 +81,24 @@ class ForeignRequest:
 
 
 def ready_part(request: Any, directory: str = "") -> Any:
-    """The part that a ready request is; of a function that makes one, a function too."""
+    """The part for a ready request; for a function that makes a request, a function that makes the
+    part.
+    """
     if callable(request):
         return partial(_made, request, directory)
     return ForeignRequest(request=request, directory=directory)
 
 
 def _made(make: Callable[[], Any], directory: str) -> ForeignRequest:
-    """Taken at once: the functions of the other parts are called before any part is staged."""
+    """The part for the request that ``make`` returns, with its tensors copied at once.
+
+    The functions of the other parts are called before any part is staged.
+    """
     return ForeignRequest(request=taken_now(make_request(make)), directory=directory)
 
 
 def make_request(make: Callable[..., Any], *arguments: Any) -> Any:
-    """Call the function that makes a request. Raises ``ConfigError`` for a package that it misses."""
+    """Call the function that makes a request. Raises ``ConfigError`` if it misses a package."""
     try:
         return make(*arguments)
     except ImportError as error:
@@ -107,7 +114,7 @@ def _installed() -> str:
 
 
 class PrivateChannel:
-    """Stands for the results queue inside one writer."""
+    """Replaces the results queue inside one writer."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []
@@ -118,10 +125,10 @@ class PrivateChannel:
 
 @dataclass(slots=True)
 class StagedRequest:
-    """One rank's side of a request whose tensors are in host memory.
+    """A request on one rank, with its tensors in host memory.
 
-    ``queue`` is the one its finalizers will read; None if it has none. ``shared``: the addresses of the
-    memory that processes share, out of which its tensors were copied.
+    ``queue`` is the queue that the finalizers will read; None if there is none. ``shared``: the
+    addresses of the shared memory from which the tensors were copied.
     """
 
     name: str
@@ -133,7 +140,9 @@ class StagedRequest:
     shared: frozenset[int] = frozenset()
 
     def run(self) -> Any:
-        """In the child: run the request's own writer. What it put into its queue, if it has one."""
+        """In the child: run the writer of the request. Returns the content of its queue, if there
+        is one.
+        """
         assert self.function is not None
         channel = PrivateChannel()
         arguments = self.arguments
@@ -160,11 +169,13 @@ class StagedRequest:
         return payload
 
     def problem(self) -> SaveFailed | None:
-        """What forbids the finalizers on this rank: another queue's results where they look for ours."""
+        """The error that forbids the finalizers on this rank: results of another queue wait in
+        theirs.
+        """
         try:
             if self.queue is None or self.function is None or self.queue.empty():
                 return None
-        except Exception as error:  # another process's, which this rank alone may miss
+        except Exception as error:  # its process may be gone for this rank alone
             return SaveFailed(
                 f"the results queue of {self.name} cannot be read ({describe(error)}): megatron-core's "
                 "process for it is gone; start the job anew",
@@ -178,10 +189,10 @@ class StagedRequest:
         )
 
     def finalize(self, payload: Any) -> None:
-        """Give the request its own payload and run its finalizers. Once (I6).
+        """Put ``payload`` into the queue of the request and run its finalizers. Once (I6).
 
-        What they leave of it in the queue, the next request must not find. Raises ``SaveFailed`` if
-        there are results of another queue, and leaves those.
+        Remaining results are removed for the next request. Raises ``SaveFailed`` if the queue holds
+        results of another queue, which are left there.
         """
         self.arguments = []
         problem = self.problem()
@@ -198,16 +209,19 @@ class StagedRequest:
                 self.queue.get_nowait()
 
     def let_go(self) -> None:
-        """The child owns the data now, except in pinned memory, which it may share with this process."""
+        """The child has its copy of the data now, except pinned memory, which it may share with
+        this process.
+        """
         pinned = torch.cuda.is_initialized()
         self.arguments = [a for a in tree_leaves(self.arguments) if pinned and _is_pinned(a)]
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignPart:
-    """One rank's side of a part that is a foreign request. See ``ports.PartJob``.
+    """The share of a rank in a part that is a foreign request. See ``ports.PartJob``.
 
-    ``made`` is the digest of what the maker of a ready request wrote itself, "" if that is nothing.
+    ``made`` is the digest of the ``common.pt`` that the maker of a ready request wrote, "" if there
+    is none.
     """
 
     name: str
@@ -217,7 +231,7 @@ class ForeignPart:
     made: str = ""
 
     def write(self, storage: Storage, location: str) -> Written:
-        """Run the request's own writer, then fsync and digest what it wrote."""
+        """Run the writer of the request, then fsync and digest its files."""
         payload: Any = None
         if self.request.function is not None:
             stay_out_once_it_is_anothers(storage, location)
@@ -225,7 +239,7 @@ class ForeignPart:
                 self._refuse_older_common(storage, location)
             payload = self.request.run()
             if self.request.queue is None:
-                raise SaveFailed(f"the request of {self.name} has no queue: nobody knows its files")
+                raise SaveFailed(f"the request of {self.name} has no queue: its files are unknown")
         results = _results_in(payload)
         self._require_all(results)
         ends = _ends_of(results)
@@ -239,7 +253,9 @@ class ForeignPart:
         return Written(tuple(entries), (), payload)
 
     def _require_all(self, results: Sequence[Any]) -> None:
-        """The finalizers write what can be loaded from the results: one that is not there is lost."""
+        """Raise ``SaveFailed`` if a result is missing: the finalizers would write metadata without
+        its item.
+        """
         asked = {index for index in map(_index_of, tree_leaves(self.request.arguments)) if index}
         lost = asked - {result.index for result in results}
         if lost:
@@ -250,7 +266,9 @@ class ForeignPart:
             )
 
     def _refuse_older_common(self, storage: Storage, location: str) -> None:
-        """A loader of megatron-core takes ``common.pt`` before the common state that lies in a shard."""
+        """Refuse a ``common.pt`` beside a common state in a shard: a loader would read
+        ``common.pt``.
+        """
         place = join(location, self.directory)
         if COMMON in list_names(storage, place):
             raise SaveFailed(
@@ -289,7 +307,9 @@ class ForeignPart:
 def stage_foreign(
     spec: PartSpec, foreign: ForeignRequest, rank: int, location: str, before: Sequence[ForeignPart]
 ) -> ForeignPart:
-    """Make (or take) the request and stage its tensors to host memory. ``before``: the save's others."""
+    """Make (or take) the request and stage its tensors to host memory. ``before``: the save's
+    earlier ones.
+    """
     request, made = foreign.request, ""
     if foreign.build is not None:
         with cpu_devices():
@@ -303,7 +323,7 @@ def stage_foreign(
 
 
 def _refuse_memory_of_another(staged: StagedRequest, before: Sequence[ForeignPart]) -> None:
-    """In one memory, and made before either was copied: both requests have the values of the later."""
+    """Refuse requests staged into the same memory: both would hold the values of the later one."""
     for other in before:
         if staged.shared & other.request.shared:
             raise SaveRefused(
@@ -315,7 +335,7 @@ def _refuse_memory_of_another(staged: StagedRequest, before: Sequence[ForeignPar
 
 
 def _digest_of(path: Path) -> str:
-    """The digest of a file of some 100 KB; "" if it is not there, which the writer says."""
+    """The digest of a file of some 100 KB; "" if it is missing, which the writer reports."""
     hasher = xxhash.xxh3_128()
     try:
         with path.open("rb") as file:
@@ -345,7 +365,7 @@ def stage_request(name: str, request: Any) -> StagedRequest:
 
 @dataclass(frozen=True, slots=True)
 class TakenRequest:
-    """A request whose tensors are staged already."""
+    """A request with its tensors in host memory."""
 
     async_fn: Callable[..., None] | None
     async_fn_args: Sequence[Any]
@@ -355,7 +375,8 @@ class TakenRequest:
 
 
 def taken_now(request: Any) -> Any:
-    """The same request with its tensors staged: the next one may be staged into the same memory.
+    """The same request with its tensors copied: the next request may be staged into the same
+    memory.
 
     An error is raised later, where the request is staged with the others of its save.
     """
@@ -374,7 +395,7 @@ def _raise(error: BaseException) -> None:
 
 
 def _preloaded(request: Any) -> list[Any]:
-    """The arguments of the request's writer, staged as megatron-core's own callers do."""
+    """The arguments of the request's writer, staged as the callers of megatron-core do."""
     arguments = list(request.async_fn_args or ())
     preload = getattr(request, "preload_fn", None)
     with cpu_devices():
@@ -385,13 +406,15 @@ def _preloaded(request: Any) -> list[Any]:
                 forget_what_workers_have()
                 raise
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # copies that do not wait, also those made before this call
+        torch.cuda.synchronize()  # wait for asynchronous copies, also earlier ones
     return arguments
 
 
 def _private(value: Any) -> Any:
-    """A copy of what lies in memory that processes share: the trainer's next change would reach a
-    writer that was forked before."""
+    """A copy of a tensor in shared memory, any other value as it is.
+
+    A change by the trainer would reach an already forked writer through shared memory.
+    """
     return value.detach().clone() if _is_shared(value) else value
 
 
@@ -409,10 +432,10 @@ def _in_host_memory(value: Any) -> bool:
 
 
 def forget_what_workers_have() -> None:
-    """Have nvidia-resiliency-ext put all tensors into its next request.
+    """Make nvidia-resiliency-ext put all tensors into its next request.
 
-    It leaves out what it believes a worker to have already. Whoever takes the requests from now on has
-    none of it.
+    Otherwise it leaves out the tensors that its persistent worker has cached, which this library's
+    writers do not have.
     """
     writer = getattr(sys.modules.get(_NVRX_WRITER), "FileSystemWriterAsync", None)
     caller = getattr(sys.modules.get(_NVRX_CORE), "PersistentAsyncCaller", None)
@@ -420,7 +443,7 @@ def forget_what_workers_have() -> None:
         (writer, "cleanup_tensor_caches"),
         (caller, "cleanup_worker_data_cache"),
     ):
-        if hasattr(holder, name):  # older ones keep nothing
+        if hasattr(holder, name):  # older versions have no cache
             getattr(holder, name)()
 
 
@@ -432,7 +455,7 @@ def _results_in(payload: Any) -> list[Any]:
 
 
 def _ends_of(results: Sequence[Any]) -> dict[str, int]:
-    """How many bytes each file must have at least for the results that lie in it."""
+    """The least size in bytes that each file must have for the results stored in it."""
     ends: dict[str, int] = {}
     for result in results:
         place = result.storage_data
@@ -443,19 +466,19 @@ def _ends_of(results: Sequence[Any]) -> dict[str, int]:
 
 
 def _index_of(item: Any) -> Any:
-    """Which tensor or object a write item or a write result is of; None for anything else."""
+    """The index (key, offset) of a write item or a write result; None for anything else."""
     index = getattr(item, "index", None)
     return index if hasattr(index, "fqn") else None
 
 
 def _has_common(items: Any) -> bool:
-    """Whether the common state is among these write items or write results."""
+    """True if the common state is among these write items or write results."""
     found = map(_index_of, tree_leaves(items))
     return any(index is not None and index.fqn == COMMON_KEY for index in found)
 
 
 class _Logged(logging.Handler):
-    """What a writer logs of errors: megatron-core's says there which one, and tells only its class."""
+    """Collects the error logs of a writer: megatron-core names the cause only there."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -477,9 +500,9 @@ class _Logged(logging.Handler):
 
 @contextmanager
 def _watched_workers() -> Iterator[None]:
-    """In the block this writer ends as soon as one of its workers ended badly: nobody else would notice.
+    """End this writer as soon as a worker in the block fails: megatron-core would not notice.
 
-    Workers are children or threads. After it come other parts, which judge their own workers.
+    Workers are children or threads. Later parts of the same writer watch their workers themselves.
     """
     let_children_die_too()
     hook, threading.excepthook = threading.excepthook, _end_with_thread
@@ -495,16 +518,18 @@ def _watched_workers() -> Iterator[None]:
 
 
 def _end_with_thread(raised: threading.ExceptHookArgs) -> None:
-    """A thread that raised (``SystemExit``, too) never counts down, and its writer waits for that."""
+    """End the writer: a thread that raised (also ``SystemExit``) never counts down, and the writer
+    would wait.
+    """
     try:
         text = "".join(traceback.format_exception(raised.exc_value))
         os.write(2, f"a write worker, which is a thread, ended the writer:\n{text}".encode())
-    finally:  # whatever comes of printing
+    finally:  # even if printing fails
         os._exit(_WORKER_DIED)
 
 
 def _judging_poll(worker: popen_fork.Popen, flag: int = os.WNOHANG) -> int | None:
-    """``multiprocessing`` has reaped it: the watch will not find it any more."""
+    """Judge the exit code of a worker that ``multiprocessing`` reaps, before the watch can see it."""
     code = _poll(worker, flag)
     if code:
         os._exit(_WORKER_DIED)
@@ -518,7 +543,7 @@ def _watch_workers(over: threading.Event) -> None:
 
 
 def _ended_badly(pid: int) -> bool:
-    """Look without reaping: that is megatron-core's business."""
+    """True if a child ended badly. Does not reap the child: megatron-core does that."""
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

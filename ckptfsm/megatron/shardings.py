@@ -1,6 +1,7 @@
 """Checks of a part's shards by key: of a save before it begins, of a load before its collectives.
 
-Megatron-core finds the same, but says it without a key, or inside the load, where the other ranks wait.
+Megatron-core finds the same faults, but without naming a key, or inside the load, where the other
+ranks wait.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def check_shards(part: str, ranks: Sequence[Sequence[Any]], error: type[CkptFsmE
 
 
 def check_not_empty(part: str, shards: Sequence[Any], error: type[CkptFsmError]) -> None:
-    """Refuse an empty shard of a regular grid: megatron-core divides by the sizes of those."""
+    """Refuse an empty shard of a regular grid: megatron-core divides by the shard's sizes."""
     for shard in shards:
         # ``has_regular_grid`` says the same, from megatron-core 0.14 on.
         regular = isinstance(shard, ShardedTensor) and shard.axis_fragmentations is not None
@@ -53,9 +54,9 @@ def check_not_empty(part: str, shards: Sequence[Any], error: type[CkptFsmError])
 def metadata_of(directory: str) -> Mapping[str, Any]:
     """The tensors and objects of a checkpoint, by key, without data.
 
-    megatron-core's ``load_sharded_metadata`` gives the same, and fails up to 0.19.2 with torch 2.15,
-    whose tensors' properties have a field that ``torch.empty`` does not take. Tensors that an older
-    megatron-core reformulated are left to it.
+    megatron-core's ``load_sharded_metadata`` gives the same, but up to 0.19.2 it fails with torch
+    2.15: tensor properties have a new field that ``torch.empty`` does not take. Tensors that an
+    older megatron-core reformulated are still read by that function.
     """
     metadata = FileSystemReader(directory).read_metadata()
     if getattr(metadata, "mcore_data", None):
@@ -75,7 +76,8 @@ def _without_data(key: str, value: Any) -> tuple[str, Any]:
 def check_fit(
     part: str, wanted: Sequence[Any], have: Mapping[str, Any], droppable: Collection[str]
 ) -> set[str]:
-    """Check that a checkpoint has what one rank wants. Returns the droppable keys that it lacks.
+    """Check that a checkpoint fits the shards that one rank wants. Returns the droppable missing
+    keys.
 
     ``have`` is the checkpoint's sharded metadata. Raises ``RestoreFailed`` for the first other key.
     """
@@ -101,7 +103,10 @@ def check_fit(
 
 
 def _fits(shard: Any, found: Any, have: Mapping[str, Any]) -> bool:
-    """Megatron-core compares no types, and no shapes that may differ or that it flattened."""
+    """True if a stored tensor or object fits ``shard``.
+
+    Megatron-core compares neither types nor shapes that may differ or that it flattened.
+    """
     if isinstance(shard, ShardedObject):
         return shard.unique_key in have
     if not isinstance(found, ShardedTensor):

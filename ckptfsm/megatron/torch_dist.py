@@ -1,16 +1,17 @@
-"""Own saves in Megatron's torch_dist format: plan, write, finish. Stock loaders read the result.
+"""Saves in Megatron's torch_dist format: plan, write, finish. Stock loaders read the result.
 
-The save is composed from megatron-core's parts instead of ``dist_checkpointing.save``, because that
-holds collectives in which one failing rank leaves the others, and a queue in a manager process that
-all saves share. Here planning is local (``draft``), the ranks' plans are merged at rank 0 through our
-own transport, and results travel in receipts.
+The save is composed from megatron-core's building blocks instead of ``dist_checkpointing.save``.
+That function holds collectives in which one failing rank leaves the others waiting, and a queue in
+a manager process that all saves share. Here planning is local (``draft``), the ranks' plans are
+merged at rank 0 through the library's transport, and results travel in receipts.
 
-What a stock reader needs is the same, byte for byte in meaning: ``__<rank>_<n>.distcp`` holding one
-``torch.save`` per item, ``.metadata``, ``metadata.json``, and what is common to all ranks: ``common.pt``
-up to megatron-core 0.18, from 0.19 on an object in a shard, which older ones cannot read.
+The files mean the same to a stock reader: ``__<rank>_<n>.distcp`` with one ``torch.save`` per item,
+``.metadata``, ``metadata.json``, and the state common to all ranks. That state is a file
+``common.pt`` up to megatron-core 0.18. From 0.19 on it is an object in a shard, which older
+versions cannot read.
 
-Rules: nothing here opens a file except through the storage port. One bucket is one file is one
-worker process; a worker that dies fails the writer at once.
+Rules: files are opened only through the storage port. Every bucket is a file with its worker
+process; a worker that dies fails the writer at once.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ from ckptfsm.disk.stock import COMMON, COMMON_KEY
 from ckptfsm.megatron.shardings import check_not_empty, check_shards
 from ckptfsm.writers.shard_file import ShardFile
 
-_DCP_VERSION = "1.0.0"  # what FileSystemWriter of torch 2.x writes and its reader does not compare
-COMMON_IN_SHARD = (0, 19)  # the first megatron-core that writes and reads it so
+_DCP_VERSION = "1.0.0"  # written by FileSystemWriter of torch 2.x, ignored by its reader
+COMMON_IN_SHARD = (0, 19)  # the first megatron-core with the common state in a shard
 Bucket = tuple[tuple[WriteItem, Any], ...]
 Row = tuple[str, "list[int] | None", "int | None", str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """What rank 0 needs of a rank's draft of a part: its plan and its shardings, without data."""
+    """A rank's draft of a part for rank 0: its plan and its shardings, without data."""
 
     plan: SavePlan
     shardings: list[Any]
@@ -74,7 +75,7 @@ class PartSummary:
 
 @dataclass(frozen=True, slots=True)
 class PartDraft:
-    """A part as one rank planned it. ``buckets`` still refer to the trainer's own tensors."""
+    """A part as one rank planned it. ``buckets`` still refer to the trainer's tensors."""
 
     spec: PartSpec
     buckets: tuple[Bucket, ...]
@@ -84,7 +85,7 @@ class PartDraft:
 
 
 def draft_part(spec: PartSpec, state: Any, files: int) -> PartDraft:
-    """Plan one sharded state dict. Local; may raise what megatron-core raises for a bad one."""
+    """Plan one sharded state dict. Local; may raise megatron-core's error for a bad one."""
     sharded, common = save_preprocess(state, validate_access_integrity=False)
     shardings = [value.without_data() for value in nested_values(sharded)]
     check_not_empty(spec.name, shardings, SaveRefused)
@@ -110,7 +111,7 @@ def draft_part(spec: PartSpec, state: Any, files: int) -> PartDraft:
 
 
 def _resolve(planner: MCoreSavePlanner, item: WriteItem) -> Any:
-    """The data of an item: the trainer's own tensor, or a view of it."""
+    """The data of an item: the trainer's tensor itself, or a view of it."""
     value = planner.resolve_data(item)
     return value if item.type == WriteItemType.BYTE_IO else value.detach()
 
@@ -122,7 +123,8 @@ def _size_of(value: Any) -> int:
 
 
 def merge_part(name: str, summaries: Sequence[PartSummary]) -> bytes:
-    """At rank 0: check that the shards of all ranks make whole tensors; the planned metadata.
+    """At rank 0: check that the shards of all ranks make whole tensors. Returns the planned
+    metadata.
 
     Raises ``SaveRefused`` when shards overlap or do not cover a tensor.
     """
@@ -133,9 +135,9 @@ def merge_part(name: str, summaries: Sequence[PartSummary]) -> bytes:
 
 
 def keeps_common_in_shard() -> bool:
-    """Whether the installed megatron-core writes and reads the common state as an object in a shard."""
+    """True if the installed megatron-core keeps the common state as an object in a shard."""
     series = series_of(str(megatron.core.__version__))
-    if series is None:  # what reads the older files came with the newer
+    if series is None:  # the reader of older files came with the new format
         return hasattr(serialization, "_legacy_common_state_exists")
     return series >= COMMON_IN_SHARD
 
@@ -144,11 +146,11 @@ def keeps_common_in_shard() -> bool:
 def stage_part(
     spec: PartSpec, draft: PartDraft, rank: int, planned: bytes | None, common_in_shard: bool
 ) -> TorchDistPart:
-    """Bring accelerator tensors to host memory. CPU tensors stay: the fork makes them immutable, except
-    in memory that processes share.
+    """Bring accelerator tensors to host memory. CPU tensors stay, except in shared memory: the fork
+    freezes them.
 
-    ``spec`` is the part as all ranks agreed on it. ``planned`` is None except on the part's first rank,
-    which writes what is common to all.
+    ``spec`` is the part as all ranks agreed on it. ``planned`` is None except on the part's first
+    rank, which writes the state common to all ranks.
     """
     buckets = tuple(
         tuple((item, _to_host(value)) for item, value in bucket) for bucket in draft.buckets
@@ -158,15 +160,15 @@ def stage_part(
 
 
 def _to_host(value: Any) -> Any:
-    """In pageable memory, which a fork freezes; shared and pinned memory is copied.
+    """A copy in pageable memory, which a fork freezes; a CPU tensor in pageable memory as it is.
 
-    Not ``non_blocking``: torch would stage into pinned memory, which a child may share with its parent.
-    The parent's allocator gives it out again as soon as the draft is let go of, to the trainer's own
-    offloading for one, while the writer still reads it.
+    Not ``non_blocking``: torch would stage into pinned memory, which a child may share with its
+    parent. The parent's allocator reuses pinned memory as soon as the draft is dropped, e.g. for
+    the trainer's offloading. The writer may still be reading it then.
     """
     if not isinstance(value, torch.Tensor):
         return value
-    strided = value.layout is torch.strided  # a sparse one cannot be asked
+    strided = value.layout is torch.strided  # a sparse tensor cannot be asked
     if value.device.type == "cpu" and (not strided or value.is_shared() or value.is_pinned()):
         return value.detach().clone()
     return value.detach().to("cpu")
@@ -174,7 +176,7 @@ def _to_host(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TorchDistPart:
-    """One rank's shard of a part, ready to be written by a child."""
+    """The shard of a rank of a part, ready to be written by a child."""
 
     name: str
     directory: str
@@ -186,7 +188,9 @@ class TorchDistPart:
 
     @no_warning_is_an_error()
     def write(self, storage: Storage, location: str) -> Written:
-        """Buckets in worker processes side by side; common state and planned metadata meanwhile."""
+        """Write the buckets in parallel worker processes; common state and planned metadata
+        meanwhile.
+        """
         names = [f"__{self.rank}_{i}.distcp" for i in range(len(self.buckets))]
         workers = [
             fork_child(
@@ -208,7 +212,9 @@ class TorchDistPart:
         return Written(tuple(files), tuple(rows))
 
     def _write_common(self, storage: Storage, location: str) -> tuple[list[FileEntry], list[Row]]:
-        """At the part's first rank: what is common to all, as ``common.pt`` or as a shard of its own."""
+        """At the part's first rank: write the common state, as ``common.pt`` or as a separate
+        shard.
+        """
         if self.common is None:
             return [], []
         file = f"__{self.rank}_{len(self.buckets)}.distcp" if self.common_in_shard else COMMON
@@ -219,7 +225,7 @@ class TorchDistPart:
         return [shard.close_durably(name)], [row] if self.common_in_shard else []
 
     def _write_planned(self, storage: Storage, location: str) -> list[FileEntry]:
-        """At the part's first rank: the metadata that its finish is made from."""
+        """At the part's first rank: write the planned metadata, from which the part is finished."""
         if self.planned is None:
             return []
         make_dirs(storage, PLANNED, base=location)
@@ -233,7 +239,7 @@ class TorchDistPart:
 
 @dataclass(frozen=True, slots=True)
 class _BucketJob:
-    """One file of one rank, written by one worker process."""
+    """A file of one rank, written by one worker process."""
 
     storage: Storage
     path: str
@@ -256,13 +262,13 @@ class _BucketJob:
 
 
 def save_into(shard: ShardFile, value: Any) -> None:
-    """Write bytes as they are, anything else with ``torch.save``; report the real disk error."""
+    """Write bytes as they are, anything else with ``torch.save``; raise the real disk error."""
     try:
         if isinstance(value, io.BytesIO):
             shard.write(value.getbuffer())
         else:
             exact = _exact(value) if isinstance(value, torch.Tensor) else value
-            torch.save(exact, cast(IO[bytes], shard))  # it needs write, tell and flush only
+            torch.save(exact, cast(IO[bytes], shard))  # torch.save needs write, tell and flush only
     except Exception as error:
         if shard.error is not None and error is not shard.error:
             raise storage_error(shard.error, "write", shard.path) from shard.error
@@ -270,8 +276,11 @@ def save_into(shard: ShardFile, value: Any) -> None:
 
 
 def _exact(value: torch.Tensor) -> torch.Tensor:
-    """The same values in a storage of just their size: ``torch.save`` would write the whole storage of a
-    view. Copies only what does not lie in one piece."""
+    """The same values in a storage of exactly their size.
+
+    For a view, ``torch.save`` would write the whole storage. Copies only values that are not
+    contiguous in memory.
+    """
     storage, size = value.untyped_storage(), value.numel() * value.itemsize
     if storage.size() == size:
         return value
@@ -285,7 +294,7 @@ def _exact(value: torch.Tensor) -> torch.Tensor:
 
 
 def _collect(workers: Sequence[Child], rank: int) -> list[tuple[FileEntry, list[Row]]]:
-    """Every worker's result, or the first failure as soon as it is there."""
+    """Every worker's result. Raises the first failure at once."""
     results: dict[int, tuple[FileEntry, list[Row]]] = {}
     while len(results) < len(workers):
         for index, worker in enumerate(workers):
@@ -323,10 +332,10 @@ _ALLOWED_NAMES = frozenset(
 
 
 class _PlannedUnpickler(pickle.Unpickler):
-    """Reads planned metadata back after a restart: only the classes it is made of."""
+    """Reads planned metadata back after a restart, and allows only the classes in it."""
 
     def find_class(self, module: str, name: str) -> Any:
-        plain_name = "." not in name  # a dotted name would reach into whatever the module imported
+        plain_name = "." not in name  # a dotted name would reach other modules
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if plain_name and (dtype or (module, name) in _ALLOWED_NAMES):
             return super().find_class(module, name)
@@ -339,7 +348,7 @@ def read_planned(data: bytes) -> Metadata:
         metadata = _PlannedUnpickler(io.BytesIO(data)).load()
     except DamagedRoot:
         raise
-    except Exception as error:  # pickle raises almost anything on damaged input
+    except Exception as error:  # pickle raises almost any error on damaged input
         raise DamagedRoot(f"planned metadata is damaged: {error}") from error
     if not isinstance(metadata, Metadata):
         raise DamagedRoot("planned metadata is not metadata")
@@ -349,9 +358,10 @@ def read_planned(data: bytes) -> Metadata:
 def finish_part(
     planned: bytes, results: Sequence[Sequence[Any]], location: str
 ) -> Mapping[str, bytes]:
-    """``.metadata`` and ``metadata.json`` from the planned metadata and the ranks' result rows.
+    """Make ``.metadata`` and ``metadata.json`` from the planned metadata and the ranks' result
+    rows.
 
-    ``location`` is the absolute path the part will be published at.
+    ``location`` is the absolute path that the part will be published at.
     """
     metadata = read_planned(planned)
     metadata.storage_data = {

@@ -1,4 +1,4 @@
-"""``GroupWorker``: the worker of a group wired to torch.distributed, megatron-core and a real disk."""
+"""``GroupWorker``: a group's worker wired to torch.distributed, megatron-core and a real disk."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from ckptfsm.ranks.group_worker import BaseGroupWorker
 
 
 class GroupWorker(BaseGroupWorker):
-    """One rank of a group of workers, which writes below the ``root`` of its controller.
+    """A rank of a group of workers that writes below the ``root`` of its controller.
 
-    Construction is collective in the group, whose ranks are those of its default process group
-    (initialise it first); without ``torch.distributed``, a group of one. ``config`` (a model or a dict)
-    or keyword arguments: ``writer_files``, ``common_state``, ``exchange_timeout_s``, ``verify`` and
-    ``reshard_drops`` count here. ``open_storage(create)`` replaces the storage adapter, for tests and
-    fault injection. ``staging`` loads offloaded state around each ``write``, see ``OffloadHook``.
+    Construction is collective in the group. Its ranks are those of the default process group
+    (initialise it first); without ``torch.distributed``, a group of one. ``config`` (a model or a
+    dict) or keyword arguments: ``writer_files``, ``common_state``, ``exchange_timeout_s``,
+    ``verify`` and ``reshard_drops`` are used here. ``open_storage(create)`` replaces the storage
+    adapter, for tests and fault injection. ``staging`` loads offloaded state around each ``write``,
+    see ``OffloadHook``.
 
     Raises ``ConfigError``.
     """

@@ -1,8 +1,8 @@
-"""The transport over torch.distributed: a gloo group of its own, beside the trainer's groups.
+"""The transport over torch.distributed: a separate gloo group beside the trainer's groups.
 
-Rules: nothing here uses the default group, so a collective of the trainer's can never be taken for
-one of ours. A collective that fails means that a rank is gone: ``RankFailed``; the job has to be
-restarted, and recovery decides from disk.
+Rules: nothing here uses the default group, so the trainer's collectives and ours cannot mix. A
+collective that fails means that a rank is gone: ``RankFailed``; the job has to be restarted, and
+recovery decides from disk.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class GlooTransport:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        # Newer versions of torch declare a number too, for a rank that is no member.
+        # Newer versions of torch also declare a number as the type, for a rank that is no member.
         self._group = cast(dist.ProcessGroup, group)
         self._flags = torch.zeros(8, dtype=torch.uint8)
 
     def any_flags(self, flags: Sequence[bool]) -> list[bool]:
-        """One all-reduce of a few bytes."""
+        """A single all-reduce of a few bytes."""
         count = len(flags)
         self._flags[:count] = torch.tensor(flags, dtype=torch.uint8)
         with _named("agree on flags"):
@@ -53,7 +53,7 @@ class GlooTransport:
         return box[0]
 
     def close(self) -> None:
-        """The group ends with the process group of the job, or now if that lives on."""
+        """Destroy the group, unless the process group of the job has ended and taken it along."""
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
