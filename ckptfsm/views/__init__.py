@@ -1,6 +1,6 @@
 """The lives of a root's checkpoints, for people: read from the journal, as a table, as a picture.
 
-Nothing here decides anything, and nothing is written to the root.
+This package decides nothing and writes nothing to the root.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From seconds to pixels: an axis for the whole run with idle time cut out, and one for a save alone."""
+"""Axes that map seconds to pixels: for the whole run without idle time, and for a single save."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def _nice_step(least: float) -> float:
 
 
 def overview_axis(placed: Placed, left: float, right: float) -> Axis:
-    """Idle times of more than ten times the usual distance of two saves are drawn short."""
+    """The axis of the whole run. Idle times of more than ten usual distances of saves are drawn
+    short.
+    """
     moments = placed.moments()
     if moments[-1] <= moments[0]:
         moments = [moments[0], moments[0] + 1.0]
@@ -86,7 +88,10 @@ def overview_axis(placed: Placed, left: float, right: float) -> Axis:
 
 
 def zoom_axis(placed: Placed, left: float, right: float) -> Axis:
-    """From the request on. Wide enough for every good save unless one is far from usual."""
+    """The axis of a single save, from its request on.
+
+    Wide enough for every successful save, unless one took far longer than usual.
+    """
     good, all_ = [], []
     for lane in placed.lanes:
         if lane.life.adopted:

@@ -29,7 +29,7 @@ S = State
 _MAX_LANES = 1000
 _WIDTH, _ROW, _BAR, _TOP = 1380, 26, 14, 74
 _OVER = (150.0, 756.0)  # left and right of the panel with the whole run
-_ZOOM = (796.0, 1140.0)  # and of the one with the save alone
+_ZOOM = (796.0, 1140.0)  # left and right of the panel with the single saves
 _END_X = 1160
 _LEAST = 3.0  # pixels of the shortest state in the overview
 
@@ -91,7 +91,7 @@ def _attribute(value: object) -> str:
 
 
 def render_html(lives: Sequence[Life]) -> str:
-    """A page of its own: no scripts, no other files. The newest ``_MAX_LANES`` attempts."""
+    """A complete HTML page: no scripts, no other files. Shows the newest ``_MAX_LANES`` attempts."""
     shown = tuple(lives)[-_MAX_LANES:]
     placed = place(shown)
     body = [_tag("h1", text="Lives of the checkpoints")]
@@ -198,7 +198,7 @@ def _breaks(axis: Axis, bottom: int) -> Iterable[str]:
 
 
 def _downtimes(placed: Placed, axis: Axis, bottom: int) -> Iterable[str]:
-    """Between two epochs nobody ran; where the earlier one was not closed, it crashed."""
+    """The pauses between two epochs, marked as a crash if the earlier one was not closed."""
     for (run, _, last), (_, opened, _) in pairwise(placed.runs):
         how = "was closed" if run.closed else "ended without closing: a crash or a kill"
         said = f"epoch {run.epoch} {how}; {format_duration(opened - last)} until the next"
@@ -243,7 +243,7 @@ def _overview_bars(lane: Lane, middle: float, axis: Axis) -> Iterable[str]:
     edges: list[float] = []
     for t in (*(start for _, start, _ in spans), lane.until):
         edges.append(max(axis.at(t), edges[-1] + _LEAST if edges else -math.inf))
-    for index in range(len(edges)):  # what widening pushed out of the panel is pushed back
+    for index in range(len(edges)):  # push bars back that widening pushed out of the panel
         room = axis.pixels[-1] - _LEAST * (len(edges) - 1 - index)
         edges[index] = min(edges[index], room)
     for (entry, start, stop), (x0, x1) in zip(spans, pairwise(edges), strict=True):
@@ -252,7 +252,7 @@ def _overview_bars(lane: Lane, middle: float, axis: Axis) -> Iterable[str]:
 
 
 def _zoom_bars(lane: Lane, middle: float, axis: Axis) -> Iterable[str]:
-    """The states up to tracked, and a stub of it. What is longer than the panel goes on."""
+    """The bars of the states up to tracked, cut at the end of the panel."""
     zero, limit = lane.times[0], axis.seconds[-1]
     for entry, start, stop in lane.spans():
         if start - zero >= limit:

@@ -1,8 +1,8 @@
 """Reads the lives of a root's checkpoints back from its journal. Changes nothing.
 
-Rules: seals count: of an older segment only the bytes that the newest one sealed are read; a segment
-that is older but not sealed never began, or was left behind by many restarts. What a zombie appended
-later is not shown.
+Rules: of an older segment, only the bytes sealed by the newest one are read. An older segment
+without a seal never began, or was left behind by many restarts. Lines that a zombie appended later
+are not shown.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One epoch: its ``SegmentOpened``, its last record, and whether it was closed in order."""
+    """An epoch: its ``SegmentOpened``, its last record, and whether it was closed in order."""
 
     epoch: int
     opened: str
@@ -42,10 +42,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One attempt at a checkpoint. ``entered`` is never empty and in order.
+    """An attempt at a checkpoint. ``entered`` is never empty and in order.
 
-    ``left`` is when a segment no longer knew of it though it had not ended (somebody moved its
-    directory away), or "". ``resumed`` is every epoch of the root, the same in each life.
+    ``left``: the time when a segment no longer listed the attempt though it had not ended, or "". A
+    person moved its directory away then. ``resumed``: every epoch of the root, the same in each
+    life.
     """
 
     step: int
@@ -60,7 +61,7 @@ class Life:
 
     @property
     def end(self) -> State:
-        """The state it is in now, or ended in."""
+        """The current state, or the last one."""
         return self.entered[-1].state
 
 
@@ -96,7 +97,7 @@ class _Draft:
 
 
 def read_lives(storage: Storage) -> tuple[Life, ...]:
-    """One life per attempt, in order of request.
+    """The lives of all attempts, in order of request.
 
     Raises ``JournalCorrupt`` and ``NewerSchema`` like ``journal.read_history``.
     """
@@ -161,7 +162,7 @@ def _read_run(segment: Segment) -> Run:
 
 
 def _take_snapshot(drafts: dict[AttemptId, _Draft], opened: SegmentOpened) -> None:
-    """A snapshot normally repeats what is known; whom it no longer has was moved away."""
+    """Take the snapshot that opens a segment: a missing attempt that had not ended was moved away."""
     present: set[AttemptId] = set()
     for record in opened.checkpoints:
         of = AttemptId(record.step, record.epoch, record.attempt)

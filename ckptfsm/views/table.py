@@ -20,11 +20,11 @@ _COLUMNS: tuple[tuple[str, str, frozenset[State]], ...] = (
     ("pruned or", "put away", ENDED),
 )
 _MAX_END = 36  # characters of the last column
-_MAX_LINE = 130  # characters; where two spaces between columns do not fit, one does
+_MAX_LINE = 130  # characters; columns are one space apart if two do not fit
 
 
 def render_table(lives: Sequence[Life]) -> str:
-    """A monospaced table, one row per attempt. A time is when a state was first entered.
+    """A monospaced table, one row per attempt. Each time is the first entry into a state.
 
     "put away" is discarded or quarantined; the last column says which.
     """

@@ -1,7 +1,7 @@
-"""Lives placed in time, and the words for what became of them.
+"""Lives placed in time, and their ends in words.
 
-Times in a journal are wall clock. They may be missing or step back; then the time before them is used,
-so that no state ever lasts less than nothing.
+Times in a journal are wall clock. If a time is missing or steps back, the time before is used, so
+that no state has a negative duration.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ S = State
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A life with the seconds its states were entered, and until when the last one is known."""
+    """A life with the entry times of its states in seconds, and the end of the last one."""
 
     life: Life
     times: tuple[float, ...]
     until: float
 
     def spans(self) -> Iterator[tuple[Entry, float, float]]:
-        """(entry, from, to) of every state that lasts; where a life ended nothing lasts."""
+        """The triple (entry, from, to) of every state that lasts; an end state does not."""
         stops = (*self.times[1:], self.until)
         for entry, start, stop in zip(self.life.entered, self.times, stops, strict=True):
             if entry.state not in ENDED:
@@ -34,14 +34,14 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Everything in seconds since the first record, whose wall-clock text is ``origin``."""
+    """All lives in seconds since the first record; ``origin`` is that record's wall-clock text."""
 
     lanes: tuple[Lane, ...]
     runs: tuple[tuple[Run, float, float], ...]
     origin: str
 
     def moments(self) -> list[float]:
-        """Every time something is known to have happened, ascending, without repeats."""
+        """All times of known events, ascending, without repeats."""
         moments = {t for _, opened, last in self.runs for t in (opened, last)}
         for lane in self.lanes:
             moments.update(lane.times)
@@ -90,7 +90,7 @@ def place(lives: Sequence[Life]) -> Placed:
 
 
 def describe_end(life: Life) -> str:
-    """How it ended or how it stands, in a few words: ``discarded: process_lost``."""
+    """The end or the state of a life, in a few words: ``discarded: process_lost``."""
     adopted = ", adopted" if life.adopted else ""
     if life.left:
         return f"{life.end.value}, then moved away{adopted}"
@@ -106,7 +106,7 @@ def describe_end(life: Life) -> str:
 
 
 def clean(text: str) -> str:
-    """One line, without characters that move a terminal's cursor or that HTML does not allow."""
+    """``text`` without characters that move a terminal's cursor or that HTML does not allow."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -115,7 +115,7 @@ def clip(text: str, length: int) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """``12.50 MiB``; GiB and TiB for what is larger."""
+    """``count`` as ``12.50 MiB``; larger sizes in GiB and TiB."""
     size = count / 2**20
     for unit in ("MiB", "GiB"):
         if size < 1024:
