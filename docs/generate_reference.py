@@ -71,37 +71,6 @@ KIT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _WARNINGS = (RecoveryWarning, SaveFailedWarning, PollMissingWarning, ReshardWarning)
-MEANINGS: Mapping[str, str] = MappingProxyType(
-    {
-        "retention": "which tracked checkpoints to keep, see [retention](retention.md)",
-        "save_interval_steps": "a save is due at every multiple of it; steps",
-        "save_steps": "a save is due at these steps as well",
-        "save_interval_s": "a save is due when this much time has passed; seconds",
-        "preemption_signals": "names of signals after which a save is due, such as `SIGTERM`",
-        "sync": "`save` returns when the checkpoint is tracked",
-        "on_failure": "a failed save raises, warns, or is tried again that many times in a row",
-        "on_busy": "what `save` does while another one is in flight",
-        "resume": "what to do with a root that is not as it should be",
-        "takeover": "take the root although its owner seems to live",
-        "verify": "how much `restore` checks before it loads",
-        "layout": "how steps are named: `megatron` (`iter_0000100`) or `verl` (`global_step_100`)",
-        "writer_files": "files, and worker processes, per rank and part",
-        "common_state": "what all ranks have in common lies where the installed megatron-core puts it "
-        "(`auto`), or in `common.pt` (`file`), which every megatron-core reads",
-        "reshard_drops": "keys of sharded objects that may be left out under another sharding",
-        "agree_when_idle": "`poll` agrees also while nothing is in flight: `request_save` needs it",
-        "exchange_every": "how often an idle `poll` agrees, if it has to; polls",
-        "poll_warning_steps": "warn if a save is in flight and `poll` was not called; steps",
-        "writer_timeout_s": "a writer that takes longer is killed; seconds",
-        "busy_timeout_s": "how long `save`, `wait` and `wait_until_finished` wait; seconds",
-        "close_timeout_s": "how long `close` drains; seconds",
-        "exit_timeout_s": "how long leaving with an exception waits for the own writer; seconds",
-        "effect_timeout_s": "how long the disk may take for one answer; seconds",
-        "exchange_timeout_s": "how long ranks wait for each other in an exchange; seconds",
-        "visibility_timeout_s": "how long a name that is not visible is awaited; seconds",
-        "reader_timeout_s": "a reader's lease that did not change for so long expires; seconds",
-    }
-)
 
 
 def reference_markdown() -> str:
@@ -261,7 +230,7 @@ def _config_table() -> list[str]:
     for name, field in CheckpointConfig.model_fields.items():
         default = "KeepAll()" if name == "retention" else repr(field.default)
         kind = _kind(name)
-        lines.append(f"| `{name}` | `{default}` | {kind} | {MEANINGS.get(name, '')} |")
+        lines.append(f"| `{name}` | `{default}` | {kind} | {field.description} |")
     return lines
 
 

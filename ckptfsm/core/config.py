@@ -57,32 +57,95 @@ class CheckpointConfig(BaseModel):
         except ValidationError as error:
             raise _as_config_error(error) from error
 
-    retention: Policy = Field(default_factory=KeepAll)
-    save_interval_steps: Steps | None = None
-    save_steps: frozenset[int] = frozenset()
-    save_interval_s: Seconds | None = None
-    preemption_signals: tuple[str, ...] = ()
-    sync: bool = False
-    on_failure: Literal["raise", "warn"] | Annotated[int, Field(ge=1, le=1000)] = "raise"
-    on_busy: Literal["wait", "skip", "raise"] = "wait"
-    resume: Resume = "fallback"
-    takeover: bool = False
-    verify: Verify = "digests"
-    layout: Literal["megatron", "verl"] = "megatron"
-    writer_files: Annotated[int, Field(ge=1, le=64)] = 2
-    common_state: Literal["auto", "file"] = "auto"
-    reshard_drops: tuple[str, ...] = ("rng_state",)
-    agree_when_idle: bool = False
-    exchange_every: Steps = 10
-    poll_warning_steps: Steps = 50
-    writer_timeout_s: Seconds = 1800.0
-    busy_timeout_s: Seconds = 1800.0
-    close_timeout_s: Seconds = 1800.0
-    exit_timeout_s: Seconds = 10.0
-    effect_timeout_s: Seconds = 300.0
-    exchange_timeout_s: Seconds = 600.0
-    visibility_timeout_s: Seconds = 10.0
-    reader_timeout_s: Seconds = 600.0
+    retention: Policy = Field(
+        default_factory=KeepAll,
+        description="which tracked checkpoints to keep, see [retention](retention.md)",
+    )
+    save_interval_steps: Steps | None = Field(
+        default=None, description="a save is due at every multiple of it; steps"
+    )
+    save_steps: frozenset[int] = Field(
+        default=frozenset(), description="a save is due at these steps as well"
+    )
+    save_interval_s: Seconds | None = Field(
+        default=None, description="a save is due when this much time has passed; seconds"
+    )
+    preemption_signals: tuple[str, ...] = Field(
+        default=(), description="names of signals after which a save is due, such as `SIGTERM`"
+    )
+    sync: bool = Field(
+        default=False, description="`save` waits until the checkpoint is tracked, failed or blocked"
+    )
+    on_failure: Literal["raise", "warn"] | Annotated[int, Field(ge=1, le=1000)] = Field(
+        default="raise",
+        description="a failed save raises, warns, or is tried again that many times in a row",
+    )
+    on_busy: Literal["wait", "skip", "raise"] = Field(
+        default="wait", description="reaction of `save` to another save that is in flight"
+    )
+    resume: Resume = Field(
+        default="fallback", description="reaction of a start to a damaged or missing checkpoint"
+    )
+    takeover: bool = Field(
+        default=False, description="take the root although the job that has it seems to live"
+    )
+    verify: Verify = Field(
+        default="digests", description="depth of the check that `restore` makes before it loads"
+    )
+    layout: Literal["megatron", "verl"] = Field(
+        default="megatron",
+        description="names of steps: `megatron` (`iter_0000100`) or `verl` (`global_step_100`)",
+    )
+    writer_files: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=2, description="files, and worker processes, per rank and part"
+    )
+    common_state: Literal["auto", "file"] = Field(
+        default="auto",
+        description="place of the values that all ranks have in common: the one that the installed "
+        "megatron-core uses (`auto`), or `common.pt` (`file`), which every megatron-core reads",
+    )
+    reshard_drops: tuple[str, ...] = Field(
+        default=("rng_state",),
+        description="keys of sharded objects that may be left out under another sharding",
+    )
+    agree_when_idle: bool = Field(
+        default=False,
+        description="`poll` agrees also while nothing is in flight: `request_save` needs it",
+    )
+    exchange_every: Steps = Field(
+        default=10, description="polls from one agreement to the next while nothing is in flight"
+    )
+    poll_warning_steps: Steps = Field(
+        default=50,
+        description="steps without a `poll`, while a save is in flight, after which a warning comes",
+    )
+    writer_timeout_s: Seconds = Field(
+        default=1800.0, description="a writer that takes longer is killed; seconds"
+    )
+    busy_timeout_s: Seconds = Field(
+        default=1800.0, description="longest wait of `save`, `wait`, `wait_until_finished`; seconds"
+    )
+    close_timeout_s: Seconds = Field(
+        default=1800.0, description="longest wait of `close` for the save in flight; seconds"
+    )
+    exit_timeout_s: Seconds = Field(
+        default=10.0,
+        description="longest wait for this rank's writer when an exception ends the run; seconds",
+    )
+    effect_timeout_s: Seconds = Field(
+        default=300.0, description="longest wait for one answer of the disk; seconds"
+    )
+    exchange_timeout_s: Seconds = Field(
+        default=600.0, description="longest wait of the ranks for each other; seconds"
+    )
+    visibility_timeout_s: Seconds = Field(
+        default=10.0,
+        description="longest wait for a file that is not visible on this rank's host yet; seconds",
+    )
+    reader_timeout_s: Seconds = Field(
+        default=600.0,
+        description="a reader's lease that did not change for so long expires; seconds",
+    )
 
     @field_validator("on_failure", mode="before")
     @classmethod

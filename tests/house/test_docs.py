@@ -104,10 +104,11 @@ def test_the_deadlines_are_those_of_the_code():
 
 
 def test_every_setting_is_in_the_reference_with_its_meaning():
-    """Catches: a new field that nobody explained, an explanation of one that is gone."""
-    assert set(reference.MEANINGS) == set(CheckpointConfig.model_fields)
+    """Catches: a new field that nobody explained."""
+    fields = CheckpointConfig.model_fields
+    assert [name for name, field in fields.items() if not field.description] == []
     text = (DOCS / "reference.md").read_text(encoding="utf-8")
-    assert all(f"| `{name}` |" in text for name in CheckpointConfig.model_fields)
+    assert all(f"| `{name}` |" in text for name in fields)
 
 
 def test_every_public_name_is_in_the_reference():
