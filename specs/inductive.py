@@ -80,6 +80,7 @@ older = Function("older", Step, Step, BOOL)
 writing = Function("writing", Checkpoint, Rank, BOOL)
 expected = Function("expected", Checkpoint, Report, BOOL)
 rank_of = Function("rank_of", Report, Rank)
+foreign = Function("foreign", Checkpoint, BOOL)  # it has finalizers, which every rank runs
 
 VARIABLES: dict[str, tuple[Any, ...]] = {
     # The ledger, as journaled.
@@ -92,6 +93,8 @@ VARIABLES: dict[str, tuple[Any, ...]] = {
     "forked": (Checkpoint, Rank, BOOL),
     "reported": (Checkpoint, Report, BOOL),
     "gone": (Checkpoint, Rank, BOOL),
+    "finalizers_ran": (Checkpoint, Rank, BOOL),
+    "published": (Checkpoint, BOOL),  # it has its name; the journal may not say so yet
     "seen_pin": (Step, BOOL),
     "seen_lease": (Step, BOOL),
     "cleared": (Checkpoint, BOOL),  # the second look of its prune found nobody
@@ -282,6 +285,23 @@ def _others_reported(w: World) -> Any:
     return ForAll([_q], Implies(And(expected(P, _q), _q != Q), w.reported(P, _q)))
 
 
+def _others_finalizers_ran(w: World) -> Any:
+    return ForAll([_r], Implies(And(writing(P, _r), _r != R), w.finalizers_ran(P, _r)))
+
+
+def _news_of_finalizers(w: World) -> Any:
+    awaited = And(foreign(P), Not(w.published(P)))
+    return And(awaited, writing(P, R), Not(w.finalizers_ran(P, R)))
+
+
+def _finalizers(w: World) -> World:
+    return w.at("finalizers_ran", P, R, to=BoolVal(True))
+
+
+def _published_durably(w: World) -> Any:
+    return And(w.place(P) == PUBLISHED, surely(w, P, PUBLISHED))
+
+
 def _others_gone(w: World) -> Any:
     return ForAll([_r], Implies(And(writing(P, _r), _r != R), w.gone(P, _r)))
 
@@ -438,15 +458,51 @@ ROWS = (
         "shard_reported",
         SHARDS_WRITTEN,
         "every_shard_is_durable",
-        lambda w: And(_news_of_shard(w), _others_reported(w)),
+        lambda w: And(_news_of_shard(w), _others_reported(w), Not(foreign(P))),
+        _report,
+        its_receipt_is_durable=_receipt,
+    ),
+    _row(
+        FORKED,
+        "shard_reported",
+        SHARDS_WRITTEN,
+        "every_shard_is_durable_and_finalizers_are_due",
+        lambda w: And(_news_of_shard(w), _others_reported(w), foreign(P)),
         _report,
         its_receipt_is_durable=_receipt,
     ),
     _row(
         SHARDS_WRITTEN,
+        "finalizers_ran",
+        SHARDS_WRITTEN,
+        "another_ranks_finalizers_are_awaited",
+        lambda w: And(_news_of_finalizers(w), Not(_others_finalizers_ran(w))),
+        _finalizers,
+    ),
+    _row(
+        SHARDS_WRITTEN,
+        "finalizers_ran",
+        SHARDS_WRITTEN,
+        "every_ranks_finalizers_have_run",
+        lambda w: And(_news_of_finalizers(w), _others_finalizers_ran(w)),
+        _finalizers,
+    ),
+    _row(
+        SHARDS_WRITTEN,
+        "published_on_disk",
+        SHARDS_WRITTEN,
+        "it_is_not_published",
+        lambda w: Not(w.published(P)),
+        lambda w: w.at("published", P, to=BoolVal(True)),
+        published_durably=_published_durably,
+    ),
+    _row(
+        SHARDS_WRITTEN,
         "published",
         FINALIZED,
-        published_durably=lambda w: And(w.place(P) == PUBLISHED, surely(w, P, PUBLISHED)),
+        "it_is_published",
+        lambda w: w.published(P),
+        published_durably=_published_durably,
     ),
     _row(
         FINALIZED,
@@ -479,7 +535,14 @@ ROWS = (
         left_its_name_durably=lambda w: Or(surely(w, P, TRASH, GONE), w.damaged(P)),
         second_look=lambda w: w.cleared(P),
     ),
-    *(_row(source, "failed", FAILED) for source in (REQUESTED, FORKED, SHARDS_WRITTEN)),
+    *(_row(source, "failed", FAILED) for source in (REQUESTED, FORKED)),
+    _row(
+        SHARDS_WRITTEN,
+        "failed",
+        FAILED,
+        "it_is_not_published",
+        lambda w: Not(w.published(P)),
+    ),
     _row(
         FAILED,
         "writer_gone",
@@ -816,6 +879,8 @@ def _crash(w: World) -> World:
     """What only the process knew is gone; a snapshot may remember forks."""
     return w.having(
         forked=RECALLED,
+        finalizers_ran=lambda c, r: BoolVal(False),
+        published=lambda c: BoolVal(False),
         reported=lambda c, q: BoolVal(False),
         gone=lambda c, r: BoolVal(False),
         seen_pin=lambda s: BoolVal(False),

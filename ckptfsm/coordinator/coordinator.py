@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.coordinator.engine import Engine, EngineSettings
@@ -45,7 +46,6 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.events import (
     Event,
     Failed,
-    FinalizersRan,
     SaveRequested,
     ShardReported,
     WriterForked,
@@ -54,7 +54,14 @@ from ckptfsm.core.events import (
 from ckptfsm.core.evidence import is_whole, why_not_whole
 from ckptfsm.core.layout import JOURNAL, LAYOUTS, MEGATRON, RECEIPTS, Layout, pin_name
 from ckptfsm.core.ledger import Ledger, Rejected
-from ckptfsm.core.lifecycle import UNFINISHED, Checkpoint, State, expected_reports, writing_ranks
+from ckptfsm.core.lifecycle import (
+    UNFINISHED,
+    Checkpoint,
+    State,
+    expected_reports,
+    has_finalizers,
+    writing_ranks,
+)
 from ckptfsm.core.parts import FINISHED_BY_US, AttemptId
 from ckptfsm.core.ports import Clock, Identity, PartFinisher, Pending, Storage
 from ckptfsm.core.recovery import Resume, forget_moved, plan
@@ -82,7 +89,6 @@ from ckptfsm.disk.receipts import Receipts
 from ckptfsm.disk.trash import remove_marker, remove_some, sweep_temporaries
 
 log = logging.getLogger("ckptfsm")
-T = TypeVar("T")
 _TRASH_SLICE = 256
 
 
@@ -311,7 +317,7 @@ class Coordinator:
     @property
     def blocked(self) -> dict[AttemptId, CkptFsmError]:
         """The unfinished attempts that wait for the disk, and why."""
-        return dict(self._engine.blocked)
+        return self._engine.blocked
 
     def wants_tick(self) -> bool:
         """True if ``tick`` would have something to do by now. Safe from another thread."""
@@ -321,37 +327,35 @@ class Coordinator:
 
     def request(self, request: SaveRequest) -> AttemptId:
         """Accept a save: journal it, make its directory. Raises ``SaveRefused`` or a fatal error."""
-        return self._guarded(self._request, request)
-
-    def _request(self, request: SaveRequest) -> AttemptId:
-        self._engine.check_epoch()
-        of = AttemptId(request.step, self.epoch, self._next_attempt())
-        event = SaveRequested(
-            of,
-            request.parts,
-            request.world_size,
-            request.in_place,
-            request.metrics,
-            self._engine.run_seconds(),
-        )
-        self._engine.ledger.refuse(event)
-        self._refuse_old_writers(request)
-        self._clear_the_name(request)
-        self._check_space(request)
-        self._requests = of.attempt
-        try:
-            self._engine.post(event)
-        except OutcomeUnknown:
-            raise
-        except StorageError as error:
-            raise SaveRefused(f"cannot journal the save: {error}", step=request.step) from error
-        except OSError as error:
-            self._give_up(Failed(of, "staging", describe(error)))
-            raise SaveRefused(
-                f"cannot make the staging directory: {storage_error(error, 'mkdir')}",
-                step=request.step,
-            ) from error
-        return of
+        with self._guarded("request"):
+            self._engine.check_epoch()
+            of = AttemptId(request.step, self.epoch, self._next_attempt())
+            event = SaveRequested(
+                of,
+                request.parts,
+                request.world_size,
+                request.in_place,
+                request.metrics,
+                self._engine.run_seconds(),
+            )
+            self._engine.ledger.refuse(event)
+            self._refuse_old_writers(request)
+            self._clear_the_name(request)
+            self._check_space(request)
+            self._requests = of.attempt
+            try:
+                self._engine.post(event)
+            except OutcomeUnknown:
+                raise
+            except StorageError as error:
+                raise SaveRefused(f"cannot journal the save: {error}", step=request.step) from error
+            except OSError as error:
+                self._give_up(Failed(of, "staging", describe(error)))
+                raise SaveRefused(
+                    f"cannot make the staging directory: {storage_error(error, 'mkdir')}",
+                    step=request.step,
+                ) from error
+            return of
 
     def _next_attempt(self) -> int:
         """A number that no attempt of this epoch has, adopted ones included."""
@@ -422,7 +426,8 @@ class Coordinator:
         """Fail a request that was accepted after nobody waited for it any more."""
         busy = self._engine.ledger.in_flight()
         if busy is not None and busy.state is State.REQUESTED:
-            self._guarded(self._give_up, Failed(busy.id, "request_timed_out"))
+            with self._guarded("forget_request"):
+                self._give_up(Failed(busy.id, "request_timed_out"))
 
     def _give_up(self, failed: Failed) -> None:
         """Fail an attempt that no rank was asked to write. If even that cannot be journaled: stop."""
@@ -442,10 +447,12 @@ class Coordinator:
         busy = self.ledger.in_flight() if self.fatal is None else None
         if busy is None:
             return None
-        foreign = any(part.kind == "foreign" for part in busy.parts)
+        foreign = has_finalizers(busy)
         if busy.state in (State.REQUESTED, State.FORKED) and not foreign:
             deadline = self._clock.monotonic() + wait_s
-            self._guarded(self._report, self._from_receipts(busy, deadline))
+            found = self._from_receipts(busy, deadline)
+            with self._guarded("report"):
+                self._report(found)
         after = self.ledger.checkpoints.get(busy.id)
         if foreign and after is not None and after.state is State.SHARDS_WRITTEN:
             return State.FAILED  # nobody runs its finalizers any more: a restart gives it up
@@ -458,9 +465,7 @@ class Coordinator:
         receipts = Receipts(self._storage, location, of, size)
         try:
             found = list(receipts.arriving(expected_reports(busy), self._clock, deadline))
-            for part in {
-                receipt.part for receipt in found
-            }:  # their writers may have died before that
+            for part in {receipt.part for receipt in found}:  # a writer may have died before that
                 self._storage.fsync_dir(f"{location}/{RECEIPTS}/{part}")
         except (ShardMissing, DamagedRoot) as error:
             why = describe(error)
@@ -478,21 +483,15 @@ class Coordinator:
     def report(self, events: Sequence[Event]) -> None:
         """Take the reports of the ranks. What belongs to no living attempt is logged and dropped."""
         try:
-            self._guarded(self._report, events)
+            with self._guarded("report"):
+                self._report(events)
         except StorageError as error:  # the journal has not even room for a failure: stop
             self.fatal = self.fatal or error
             raise
 
     def _report(self, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, FinalizersRan):
-                self._engine.finalizers_ran(event)
-                continue
-            before = self._engine.ledger
-            if isinstance(event, Failed) and self._engine.is_published(event.of):
-                self._engine.reject(Rejected(event, "it is published: it can no longer fail"))
-                continue
-            outcome = before.report(event)
+            outcome = self._engine.ledger.report(event)
             if isinstance(outcome, Rejected):
                 self._engine.reject(outcome)
                 continue
@@ -505,31 +504,27 @@ class Coordinator:
 
     def tick(self) -> None:
         """Retry what is pending, expire readers' leases, delete a slice of the trash."""
-        self._guarded(self._tick)
-
-    def _tick(self) -> None:
-        self._engine.check_epoch()
-        interval = self._options.retry_interval_s
-        self._tick_at = self._clock.monotonic() + interval
-        if self._engine.pending:
-            self._sweep_tracker()
-        pending, self._engine.pending = self._engine.pending, []
-        for command in pending:
-            self._engine.run(command)
-        self._engine.retire_if_due()
-        removed = 0
-        idle = self._engine.ledger.in_flight() is None
-        # While a save is written the disk is its own; but one that saves all the time is never idle.
-        if idle or self._engine.pending or not self._idle_at_last_tick:
-            try:
-                if self._lease is not None:
-                    self._lease.claim_lock()
-                self._readers.expire()
-                removed = self._engine.give_space_back(_TRASH_SLICE)
-            except OSError as error:
-                _put_off(error)
-        self._idle_at_last_tick = idle
-        self._tick_at = self._clock.monotonic() + (0.0 if removed else interval)
+        with self._guarded("tick"):
+            self._engine.check_epoch()
+            interval = self._options.retry_interval_s
+            self._tick_at = self._clock.monotonic() + interval
+            if self._engine.pending:
+                self._sweep_tracker()
+            self._engine.retry_pending()
+            self._engine.retire_if_due()
+            removed = 0
+            idle = self._engine.ledger.in_flight() is None
+            # While a save is written the disk is its own; but one that saves all the time is never idle.
+            if idle or self._engine.pending or not self._idle_at_last_tick:
+                try:
+                    if self._lease is not None:
+                        self._lease.claim_lock()
+                    self._readers.expire()
+                    removed = self._engine.give_space_back(_TRASH_SLICE)
+                except OSError as error:
+                    _put_off(error)
+            self._idle_at_last_tick = idle
+            self._tick_at = self._clock.monotonic() + (0.0 if removed else interval)
 
     def retry(self) -> None:
         """Try what is pending now; once more if the trash gave space back. Raises fatal errors only."""
@@ -554,61 +549,53 @@ class Coordinator:
 
     def pin(self, step: int, reason: str) -> None:
         """Keep ``step`` from retention until ``unpin``. Raises ``StepNotFoundError``."""
-        self._guarded(self._pin, step, reason)
-
-    def _pin(self, step: int, reason: str) -> None:
-        self._engine.tracked(step)
-        self._engine.effects.pin(step, reason)
-        self._engine.reread_protection()
-        self._engine.tracked(step)
+        with self._guarded("pin"):
+            self._engine.tracked(step)
+            self._engine.effects.pin(step, reason)
+            self._engine.reread_protection()
+            self._engine.tracked(step)
 
     def unpin(self, step: int) -> None:
         """Release a pin; retention decides anew."""
-        self._guarded(self._unpin, step)
-
-    def _unpin(self, step: int) -> None:
-        self._engine.check_epoch()
-        remove_marker(self._storage, pin_name(step))
-        self._engine.retire()
+        with self._guarded("unpin"):
+            self._engine.check_epoch()
+            remove_marker(self._storage, pin_name(step))
+            self._engine.retire()
 
     def delete(self, step: int) -> None:
         """Delete ``step`` through the machine. Raises ``SaveRefused`` if anything keeps it (I7)."""
-        self._guarded(self._delete, step)
-
-    def _delete(self, step: int) -> None:
-        self._engine.reread_protection()
-        checkpoint = self._engine.tracked(step)
-        offer = self._engine.ledger.superseded(checkpoint, ())
-        if offer.kept_by or offer.newer_step is None:
-            raise SaveRefused(
-                f"step {step} is kept by: {', '.join(offer.kept_by)}",
-                step=step,
-                kept_by=offer.kept_by,
-            )
-        self._engine.post(offer)
-        if self._engine.ledger.at(step) is not None:
-            raise SaveRefused(f"step {step} was taken into use meanwhile", step=step)
+        with self._guarded("delete"):
+            self._engine.reread_protection()
+            checkpoint = self._engine.tracked(step)
+            offer = self._engine.ledger.superseded(checkpoint, ())
+            if offer.kept_by or offer.newer_step is None:
+                raise SaveRefused(
+                    f"step {step} is kept by: {', '.join(offer.kept_by)}",
+                    step=step,
+                    kept_by=offer.kept_by,
+                )
+            self._engine.post(offer)
+            if self._engine.ledger.at(step) is not None:
+                raise SaveRefused(f"step {step} was taken into use meanwhile", step=step)
 
     def rollback(self, step: int) -> None:
         """Make ``step`` the latest again; later steps go to quarantine. Journaled intent first."""
-        self._guarded(self._rollback, step)
-
-    def _rollback(self, step: int) -> None:
-        busy = self._engine.ledger.in_flight()
-        if busy is not None:
-            raise SaveRefused(
-                f"step {busy.step} is in flight; wait for it before going back", step=step
-            )
-        self._refuse_broken_target(self._engine.tracked(step))
-        self._engine.check_epoch()
-        self._engine.append(RollbackStarted(to_step=step, at=self._clock.wall()))
-        try:
-            roll_back(self._engine, step, self._clock.wall())
-        except OSError as error:
-            raise OutcomeUnknown(
-                f"the rollback to step {step} is not finished, a restart goes on with it: {error}",
-                step=step,
-            ) from error
+        with self._guarded("rollback"):
+            busy = self._engine.ledger.in_flight()
+            if busy is not None:
+                raise SaveRefused(
+                    f"step {busy.step} is in flight; wait for it before going back", step=step
+                )
+            self._refuse_broken_target(self._engine.tracked(step))
+            self._engine.check_epoch()
+            self._engine.append(RollbackStarted(to_step=step, at=self._clock.wall()))
+            try:
+                roll_back(self._engine, step, self._clock.wall())
+            except OSError as error:
+                raise OutcomeUnknown(
+                    f"the rollback to step {step} is not finished, a restart goes on with it: {error}",
+                    step=step,
+                ) from error
 
     def _refuse_broken_target(self, checkpoint: Checkpoint) -> None:
         """What is to be the latest must be whole: everything newer leaves its name for it (I2)."""
@@ -628,25 +615,23 @@ class Coordinator:
 
         Raises ``StepNotFoundError`` if ``step`` is given and not tracked.
         """
-        return self._guarded(self._locate, step)
-
-    def _locate(self, step: int | None) -> Located | None:
-        latest = self._engine.ledger.latest()
-        if step is None and latest is None:
-            named = read_tracker(self._storage).found == "release"
-            released = named and lookup(self._storage, "release") is not None
-            return Located(0, "release", "", (), ()) if released else None
-        checkpoint = self._engine.tracked(step) if step is not None else latest
-        assert checkpoint is not None
-        self._engine.check_epoch()
-        tag = self._engine.effects.tag
-        lease = self._readers.take(checkpoint.step, tag, self._identity.nonce)
-        try:
-            self._engine.reread_protection()
-            return self._look_at(checkpoint, lease)
-        except BaseException:
-            self.release(lease)
-            raise
+        with self._guarded("locate"):
+            latest = self._engine.ledger.latest()
+            if step is None and latest is None:
+                named = read_tracker(self._storage).found == "release"
+                released = named and lookup(self._storage, "release") is not None
+                return Located(0, "release", "", (), ()) if released else None
+            checkpoint = self._engine.tracked(step) if step is not None else latest
+            assert checkpoint is not None
+            self._engine.check_epoch()
+            tag = self._engine.effects.tag
+            lease = self._readers.take(checkpoint.step, tag, self._identity.nonce)
+            try:
+                self._engine.reread_protection()
+                return self._look_at(checkpoint, lease)
+            except BaseException:
+                self.release(lease)
+                raise
 
     def _look_at(self, checkpoint: Checkpoint, lease: str) -> Located:
         directory, problem, manifest = self._layout.published_name(checkpoint.step), "", None
@@ -689,56 +674,58 @@ class Coordinator:
 
     def withdraw_damaged(self, step: int, detail: str) -> None:
         """Take a damaged checkpoint out of service. Raises ``DamagedRoot`` if none would be left."""
-        self._guarded(self._withdraw_damaged, step, detail)
+        with self._guarded("withdraw_damaged"):
+            checkpoint = self._engine.tracked(step)
+            others = [c for c in self._engine.ledger.in_state(State.TRACKED) if c.step != step]
+            if not others or self._options.resume == "strict":
+                raise DamagedRoot(
+                    f"step {step} is damaged ({detail}) and "
+                    + ("resume='strict'" if others else "there is no other checkpoint"),
+                    step=step,
+                    file=self._layout.published_name(step),
+                )
+            self._engine.withdraw(checkpoint, detail)
 
-    def _withdraw_damaged(self, step: int, detail: str) -> None:
-        checkpoint = self._engine.tracked(step)
-        others = [c for c in self._engine.ledger.in_state(State.TRACKED) if c.step != step]
-        if not others or self._options.resume == "strict":
-            raise DamagedRoot(
-                f"step {step} is damaged ({detail}) and "
-                + ("resume='strict'" if others else "there is no other checkpoint"),
-                step=step,
-                file=self._layout.published_name(step),
-            )
-        self._engine.withdraw(checkpoint, detail)
-
-    def _saying_fenced(self, work: Callable[..., T], *arguments: object) -> T:
-        try:
-            return work(*arguments)
-        except (Fenced, IllegalTransition):
-            raise
-        except (CkptFsmError, OSError) as error:
-            self._engine.raise_if_fenced(error)
-            raise
-
-    def _guarded(self, work: Callable[..., T], *arguments: object) -> T:
-        """Run a method's body; a fatal error stops this coordinator for good."""
+    @contextmanager
+    def _guarded(self, call: str) -> Iterator[None]:
+        """Run a call's body; a fatal error stops this coordinator for good."""
         if self.fatal is not None:
             raise self.fatal
         if self._lease is None:
             raise StorageError("the coordinator is not open", file=self._storage.root)
         before = self._engine.moves
         try:
-            return self._saying_fenced(work, *arguments)
+            with self._saying_fenced():
+                yield
         except (Fenced, OutcomeUnknown, IllegalTransition) as error:
             self.fatal = error
             raise
         except OSError as error:
             if isinstance(error, CkptFsmError):
                 raise
-            raise storage_error(error, work.__name__.strip("_")) from error
+            raise storage_error(error, call) from error
         except CkptFsmError:
             raise
         except Exception as error:  # whatever was half done, only a restart can tell
             self.fatal = OutcomeUnknown(f"an unexpected error: {describe(error)}")
             raise self.fatal from error
-        except BaseException as error:  # sys.exit in somebody's policy: nobody may wait for us
+        except BaseException as error:  # sys.exit in a user's policy: no rank may wait for us
             self.fatal = OutcomeUnknown(f"interrupted: {describe(error)}")
             raise
         finally:
             if self._engine.moves != before and not self._engine.ledger.in_state(*UNFINISHED):
                 self._engine.news.append(NothingInFlight())
+
+    @contextmanager
+    def _saying_fenced(self) -> Iterator[None]:
+        """Where a newer owner moved things away, raise ``Fenced`` and not what was not found."""
+        try:
+            yield
+        except (Fenced, IllegalTransition):
+            raise
+        except (CkptFsmError, OSError) as error:
+            self._engine.raise_if_fenced(error)
+            raise
 
 
 def _errno_of(error: OSError) -> int | None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -52,12 +53,13 @@ from ckptfsm.core.events import (
     Event,
     Failed,
     Finalize,
-    FinalizersRan,
     Prune,
     Published,
+    PublishedOnDisk,
     Quarantine,
     Removed,
     Reprieved,
+    RunFinalizers,
     TrackerWritten,
     Withdrawn,
     WriteTracker,
@@ -70,7 +72,7 @@ from ckptfsm.core.lifecycle import (
     UNPUBLISHED,
     Checkpoint,
     State,
-    writing_ranks,
+    find_row,
 )
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Identity, PartFinisher, Storage
@@ -132,11 +134,6 @@ class Engine:
         self.ledger = Ledger()
         self.moves = 0
         self.news = NewsQueue()
-        self.pending: list[Command] = []
-        self.blocked: dict[AttemptId, CkptFsmError] = {}  # unfinished, and why: as it was told
-        self.keep_all = False  # a fresh start deletes nothing
-        self.retire_due = False
-        self.last_hope: AttemptId | None = None  # nothing but this could be resumed from
         assembly = Assembly(
             storage,
             clock,
@@ -154,9 +151,11 @@ class Engine:
         self._journal = JournalWriter(storage, lease.epoch)
         self._run_base = 0.0
         self._opened_at = 0.0
-        self._finalizers: dict[AttemptId, set[int]] = {}
-        self._finalized_by_rank: set[AttemptId] = set()
-        self._published: set[AttemptId] = set()  # on disk; the journal may not know it yet
+        self._pending: tuple[Command, ...] = ()  # to be tried again
+        self._blocked: dict[AttemptId, CkptFsmError] = {}  # unfinished, and why: as it was told
+        self._retire_due = False
+        self._last_hope: AttemptId | None = None  # nothing but this could be resumed from
+        self._keep_all = False  # a fresh start deletes nothing
         self._set_aside: dict[AttemptId, frozenset[str]] = {}  # what lay there at the first try
 
     @property
@@ -231,6 +230,48 @@ class Engine:
         """Nothing more is journaled."""
         self._journal.close()
 
+    @contextmanager
+    def opening(self, *, afresh: bool) -> Iterator[None]:
+        """While an opening carries out its plan: a fresh start deletes nothing."""
+        self._keep_all = afresh
+        try:
+            yield
+        finally:
+            self._keep_all = False
+
+    @contextmanager
+    def not_failing(self, last_hope: AttemptId | None) -> Iterator[None]:
+        """An error of the disk stops the opening, and does not fail the only attempt that is left."""
+        self._last_hope = last_hope
+        try:
+            yield
+        finally:
+            self._last_hope = None
+
+    @property
+    def pending(self) -> tuple[Command, ...]:
+        """The commands that failed, and are tried again at the next tick."""
+        return self._pending
+
+    @property
+    def blocked(self) -> dict[AttemptId, CkptFsmError]:
+        """The unfinished attempts that wait for the disk, and why."""
+        return dict(self._blocked)
+
+    def retry_pending(self) -> None:
+        """Try each pending command once more. A command that fails again is pending again."""
+        pending, self._pending = self._pending, ()
+        for command in pending:
+            self.run(command)
+
+    def forget_trackers(self) -> None:
+        """Before a rollback: a tracker that waits to be written must not come after it."""
+        self._pending = tuple(c for c in self._pending if not isinstance(c, WriteTracker))
+
+    def forget_prune(self, of: AttemptId) -> None:
+        """Before a rollback: a prune that waits to be tried again must not come after it."""
+        self._pending = tuple(c for c in self._pending if c != Prune(of))
+
     def run_seconds(self) -> float:
         """Training time accumulated over all runs on this root, in seconds."""
         return self._run_base + (self._clock.monotonic() - self._opened_at)
@@ -249,7 +290,7 @@ class Engine:
             record = self._record(moved)
             self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))
             self.moves += 1
-            self.blocked.pop(moved.of, None)
+            self._blocked.pop(moved.of, None)
             self.news.append(record)
             say(log.info, "transition", _told(record), record=record)
         self.ledger = ledger
@@ -333,6 +374,8 @@ class Engine:
         match command:
             case CreateStaging():
                 self.effects.create_staging(checkpoint)
+            case RunFinalizers():
+                self._ask_for_finalizers(checkpoint)
             case Finalize():
                 self._run_finalize(checkpoint)
             case WriteTracker():
@@ -352,16 +395,16 @@ class Engine:
 
     def _put_off(self, command: Command, error: CkptFsmError | OSError) -> None:
         """Try a command again at every tick; say why a checkpoint is waited for, once per reason."""
-        self.pending.append(command)
+        self._pending = (*self._pending, command)
         name, why = type(command).__name__, describe(error)
         said = f"step {command.of.step}: {name} failed, and is tried again: {why}"
         say(log.warning, "command_pending", said, command=name, error=why)
         checkpoint = self.ledger.checkpoints.get(command.of)
         if checkpoint is None or checkpoint.state not in UNFINISHED:
             return
-        reason, told = self._reason(command, checkpoint, error), self.blocked.get(command.of)
+        reason, told = self._reason(command, checkpoint, error), self._blocked.get(command.of)
         if told is None or told.summary() != reason.summary():
-            self.blocked[command.of] = reason
+            self._blocked[command.of] = reason
             self.news.append(Blocked(command.of, reason))
             step, file = command.of.step, reason.facts.get("file")
             said = f"step {step} is {checkpoint.state.value}, and blocked: {reason.summary()}"
@@ -381,37 +424,34 @@ class Engine:
         named = (error.filename or file).partition(TEMPORARY)[0]
         return storage_error(error, what, named)
 
-    def _run_finalize(self, checkpoint: Checkpoint) -> None:
-        foreign = any(part.kind == "foreign" for part in checkpoint.parts)
-        if foreign and checkpoint.id not in self._finalized_by_rank:
-            try:
-                self.effects.check_epoch()  # they write by its published name
-            except OutcomeUnknown:
-                raise
-            except OSError as error:
-                self.post(Failed(checkpoint.id, "finalize", describe(error)))
-                return
-            self._finalizers[checkpoint.id] = set(writing_ranks(checkpoint))
-            self.news.append(FinalizersDue(checkpoint.id))
-        else:
-            self._finalize(checkpoint)
+    def _ask_for_finalizers(self, checkpoint: Checkpoint) -> None:
+        try:
+            self.check_epoch()  # finalizers write by the published name
+        except OutcomeUnknown:
+            raise
+        except OSError as error:
+            self.post(Failed(checkpoint.id, "finalize", describe(error)))
+            return
+        self.news.append(FinalizersDue(checkpoint.id))
 
-    def _finalize(self, checkpoint: Checkpoint) -> None:
+    def _run_finalize(self, checkpoint: Checkpoint) -> None:
+        """Publish it, then journal that. Once it has its name it is retried, and cannot fail (I1)."""
         try:
             self.effects.finalize(checkpoint)
         except (Fenced, OutcomeUnknown):
             raise
         except (CkptFsmError, OSError) as error:
             self.raise_if_fenced(error)
-            if checkpoint.id in self._published:
+            if checkpoint.published:
                 self._put_off(Finalize(checkpoint.id), error)
                 return
-            if checkpoint.id == self.last_hope and isinstance(error, OSError):
+            if checkpoint.id == self._last_hope and isinstance(error, OSError):
                 raise _typed(error, "finalize") from error  # a disk that works can still finish it
             reason = error.kind if isinstance(error, ShardMissing) else "finalize"
             self.post(Failed(checkpoint.id, reason, describe(error)))
             return
-        self._published.add(checkpoint.id)
+        if not checkpoint.published:
+            self.post(PublishedOnDisk(checkpoint.id))
         self._retriable(Finalize(checkpoint.id), self.post, Published(checkpoint.id))
 
     def _run_tracker(self, checkpoint: Checkpoint) -> None:
@@ -422,11 +462,9 @@ class Engine:
             self.post(Withdrawn(checkpoint.id, "damaged", "not newer than the tracked one"))
             return
         self.effects.write_tracker(checkpoint.step)
-        self._finalized_by_rank.discard(checkpoint.id)
-        self._published.discard(checkpoint.id)
         if checkpoint.state is State.FINALIZED:
             self.post(TrackerWritten(checkpoint.id))
-            self.retire_due = not self.keep_all
+            self._retire_due = not self._keep_all
             self.retire_if_due()
 
     def _run_prune(self, checkpoint: Checkpoint) -> None:
@@ -469,8 +507,6 @@ class Engine:
         self.post(Withdrawn(checkpoint.id, "missing" if missing else "damaged", detail))
 
     def _run_clean_up(self, checkpoint: Checkpoint) -> None:
-        self._finalizers.pop(checkpoint.id, None)
-        self._finalized_by_rank.discard(checkpoint.id)
         states = (State.FINALIZED, State.TRACKED, State.PRUNABLE, State.QUARANTINED)
         same = [c for c in self.ledger.in_state(*states) if c.step == checkpoint.step]
         others = [c for c in same if c.state is not State.QUARANTINED or self._may_be_there(c)]
@@ -510,7 +546,7 @@ class Engine:
 
     def retire_if_due(self) -> None:
         """Let retention have its turn; if the disk does not let it, at the next tick again."""
-        if not self.retire_due:
+        if not self._retire_due:
             return
         try:
             self.retire()
@@ -520,7 +556,7 @@ class Engine:
             said = f"retention is put off: {describe(error)}"
             say(log.warning, "retention_put_off", said, error=describe(error))
             return
-        self.retire_due = False
+        self._retire_due = False
 
     def retire(self) -> None:
         """Offer for pruning what no policy, pin or reader keeps. A policy that raises keeps all."""
@@ -577,41 +613,20 @@ class Engine:
         except OSError as error:
             raise storage_error(error, "journal", self._journal.file) from error
 
-    def finalizers_ran(self, event: FinalizersRan) -> None:
-        """A rank ran its foreign finalizers; once all have, the attempt can be finalized (I6)."""
-        waiting = self._finalizers.get(event.of)
-        checkpoint = self.ledger.checkpoints.get(event.of)
-        settled = checkpoint is None or checkpoint.state is not State.SHARDS_WRITTEN
-        if waiting is None or checkpoint is None or settled or event.rank not in waiting:
-            self.reject(Rejected(event, "no finalizers are awaited from this rank"))
-            return
-        waiting.discard(event.rank)
-        if event.error:
-            del self._finalizers[event.of]
-            detail = f"rank {event.rank}: {event.error}"
-            self.post(Failed(event.of, "finalizers", detail))
-        elif not waiting:
-            del self._finalizers[event.of]
-            self._finalized_by_rank.add(event.of)
-            self._finalize(checkpoint)
-
     def fail_unjournaled(self, event: Event, error: StorageError) -> None:
         """A move that the journal cannot take fails its attempt; the reserve has room for that."""
+        failed = Failed(event.of, "journal", describe(error))
         checkpoint = self.ledger.checkpoints.get(event.of)
-        if checkpoint is None or checkpoint.state not in UNPUBLISHED:
+        if checkpoint is None or find_row(checkpoint, failed) is None:
             raise error
-        self.post(Failed(event.of, "journal", describe(error)))
-
-    def is_published(self, of: AttemptId) -> bool:
-        """True once its directory has its name, also while the journal could not take that yet."""
-        return of in self._published
+        self.post(failed)
 
     def reject(self, rejected: Rejected) -> None:
         """Drop a report that does not count; one of another world size condemns its attempt."""
         name, why = rejected.event.name, rejected.why
         said = f"step {rejected.event.of.step}: a report is rejected: {name}: {why}"
         say(log.warning, "report_rejected", said, report=name, why=why)
-        if rejected.wrong_world_size and not self.is_published(rejected.event.of):
+        if rejected.wrong_world_size:
             self.post(Failed(rejected.event.of, "wrong_world_size", rejected.why))
 
 

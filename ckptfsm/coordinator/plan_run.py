@@ -58,14 +58,17 @@ class PlanRun:
         """Carry out what was decided. Raises ``DamagedRoot``, or what the disk raises."""
         sweep_temporaries(self.storage)
         self.engine.reread_protection()
-        afresh = self.engine.keep_all = self._begin_afresh(history, decided)
-        self.engine.last_hope = decided.last_hope
+        afresh = self._begin_afresh(history, decided)
+        with self.engine.opening(afresh=afresh):
+            self._follow(history, decided, afresh)
+
+    def _follow(self, history: History, decided: Plan, afresh: bool) -> None:
         actions = decided.actions
         failing = list(takewhile(_is_failing, actions))
-        self._carry_out(failing)  # while the tracker tells who went on from there
-        self._fall_back(decided.fallback, actions)
-        self._carry_out(actions[len(failing) :])
-        self.engine.last_hope = None
+        with self.engine.not_failing(decided.last_hope):
+            self._carry_out(failing)  # while the tracker tells who went on from there
+            self._fall_back(decided.fallback, actions)
+            self._carry_out(actions[len(failing) :])
         self._let_writers_go()
         if self.engine.ledger.in_flight() is None:
             self._finish_rollback(history.intent, afresh)
@@ -74,7 +77,6 @@ class PlanRun:
         self.engine.sort_trash(history.given_up)
         self.engine.fold(history)
         self._refuse_half_open(decided.reasons)
-        self.engine.keep_all = False
 
     def _carry_out(self, actions: Sequence[Event | Command]) -> None:
         for action in actions:
@@ -205,7 +207,7 @@ def roll_back(engine: Engine, target: int | None, at: str) -> None:
     reason: Literal["fresh", "rollback"] = "fresh" if target is None else "rollback"
     for checkpoint in engine.ledger.in_state(State.PRUNABLE):
         _resume_prune(engine, checkpoint)
-    engine.pending = [c for c in engine.pending if not isinstance(c, WriteTracker)]
+    engine.forget_trackers()
     for checkpoint in reversed(engine.ledger.in_state(State.TRACKED)):
         if target is None or checkpoint.step > target:
             engine.post(Withdrawn(checkpoint.id, reason, f"to {target}"))
@@ -213,7 +215,7 @@ def roll_back(engine: Engine, target: int | None, at: str) -> None:
 
 
 def _resume_prune(engine: Engine, checkpoint: Checkpoint) -> None:
-    """A prune that waits to be tried again must not come back after a rollback."""
-    engine.pending = [c for c in engine.pending if c != Prune(checkpoint.id)]
+    """Decide now what an interrupted prune has left: it must not come back after a rollback."""
+    engine.forget_prune(checkpoint.id)
     effect = partial(engine.effects.resume_prune, checkpoint, engine.newest_step())
     engine.conclude_prune(checkpoint, effect)

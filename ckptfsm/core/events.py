@@ -56,8 +56,23 @@ class ShardReported(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Published(Event):
+class FinalizersRan(Event):
+    """A rank ran the foreign finalizers of an attempt, once, and all of them returned (I6)."""
+
+    name: ClassVar[str] = "finalizers_ran"
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedOnDisk(Event):
     """Metadata and manifest are durable and the directory has its published name."""
+
+    name: ClassVar[str] = "published_on_disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Published(Event):
+    """The journal says that the directory has its published name."""
 
     name: ClassVar[str] = "published"
 
@@ -158,19 +173,6 @@ class Adopted(Event):
     metrics: tuple[tuple[str, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class FinalizersRan(Event):
-    """A rank ran the foreign finalizers of an attempt, once; ``error`` is "" if all of them
-    returned.
-
-    Not an event of the table: it completes the command ``Finalize`` where a part is foreign (I6).
-    """
-
-    name: ClassVar[str] = "finalizers_ran"
-    rank: int
-    error: str = ""
-
-
 # ------------------------------------------------------------------------------------- commands
 
 
@@ -184,6 +186,11 @@ class Command:
 @dataclass(frozen=True, slots=True)
 class CreateStaging(Command):
     """Make the directory the attempt is written in."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFinalizers(Command):
+    """Ask every rank to run the foreign finalizers, on its training thread."""
 
 
 @dataclass(frozen=True, slots=True)

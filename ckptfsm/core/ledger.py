@@ -168,9 +168,10 @@ class Ledger:
                 f"rank {event.rank} reports a world size of {event.world_size}, the request had "
                 f"{living.world_size}"
             )
-            return Rejected(event, why, wrong_world_size=living.state in UNPUBLISHED)
+            return Rejected(event, why, wrong_world_size=_can_fail(living))
         if find_row(living, event) is None:
-            return Rejected(event, f"{event.name} does not fit {living.state.value}")
+            published = ", published" if living.published else ""
+            return Rejected(event, f"{event.name} does not fit {living.state.value}{published}")
         return self.post(event)
 
     def restore(self, checkpoint: Checkpoint) -> Ledger:
@@ -184,6 +185,10 @@ class Ledger:
     def protected(self, pins: Collection[int], readers: Collection[int]) -> Ledger:
         """The same ledger with pins and reader leases as they were just read from disk."""
         return replace(self, pins=frozenset(pins), readers=frozenset(readers))
+
+
+def _can_fail(checkpoint: Checkpoint) -> bool:
+    return checkpoint.state in UNPUBLISHED and not checkpoint.published
 
 
 def _by_id(checkpoint: Checkpoint) -> AttemptId:

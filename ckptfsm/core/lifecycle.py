@@ -13,8 +13,8 @@ Rules of this module:
   raises ``IllegalTransition`` and changes nothing.
 * A row is (source, event, guard, dest, command). For one (source, event) at most one guard is true;
   no guard true means the event is illegal there. Guards are named functions of (checkpoint, event).
-* The same rows are compiled to a ``transitions.Machine``, which executes the moves, and are what the
-  diagrams, the test matrix and the checkers are made from.
+* The rows are compiled to a ``transitions.Machine``, and that machine makes every move. The diagrams,
+  the test matrix and the checkers are made from the same rows.
 * A command runs only after the transition that asks for it is in the journal.
 
 Why a throwaway cursor: ``transitions`` sets attributes on its model, and an exception in a callback
@@ -41,12 +41,15 @@ from ckptfsm.core.events import (
     Event,
     Failed,
     Finalize,
+    FinalizersRan,
     FoundPublished,
     Prune,
     Published,
+    PublishedOnDisk,
     Quarantine,
     Removed,
     Reprieved,
+    RunFinalizers,
     SaveRequested,
     ShardReported,
     Superseded,
@@ -88,6 +91,8 @@ class Checkpoint:
     """One attempt at a checkpoint, frozen. ``shard_bytes`` counts what its ranks wrote, in bytes.
 
     ``run_seconds`` is the training time accumulated when it was requested, over all restarts.
+    ``finalizers_ran`` are the ranks whose foreign finalizers have run. ``published``: the directory has
+    its published name, which the journal may not say yet. A restart learns both from disk.
     """
 
     id: AttemptId
@@ -100,6 +105,8 @@ class Checkpoint:
     run_seconds: float = 0.0
     forked: frozenset[int] = frozenset()
     reported: frozenset[tuple[str, int]] = frozenset()
+    finalizers_ran: frozenset[int] = frozenset()
+    published: bool = False
     gone: frozenset[int] = frozenset()
     shard_bytes: int = 0
     reason: str = ""
@@ -134,6 +141,11 @@ def writing_ranks(checkpoint: Checkpoint) -> frozenset[int]:
     return _writers_of(checkpoint.parts, checkpoint.world_size)
 
 
+def has_finalizers(checkpoint: Checkpoint) -> bool:
+    """True if a part was written by foreign code, whose finalizers every rank runs (I6)."""
+    return any(part.kind == "foreign" for part in checkpoint.parts)
+
+
 # ---------------------------------------------------------------------------------------- guards
 
 
@@ -153,8 +165,35 @@ def another_shard_is_awaited(checkpoint: Checkpoint, event: ShardReported) -> bo
 
 
 def every_shard_is_durable(checkpoint: Checkpoint, event: ShardReported) -> bool:
-    """The last declared shard is durable: all parts of all ranks (I3)."""
-    return _is_news_of_a_shard(checkpoint, event) and _shards_complete(checkpoint)
+    """The last declared shard is durable, all parts of all ranks (I3), and no finalizers are due."""
+    return _is_last_shard(checkpoint, event) and not has_finalizers(checkpoint)
+
+
+def every_shard_is_durable_and_finalizers_are_due(
+    checkpoint: Checkpoint, event: ShardReported
+) -> bool:
+    """The last declared shard is durable (I3); the ranks run their finalizers next (I6)."""
+    return _is_last_shard(checkpoint, event) and has_finalizers(checkpoint)
+
+
+def another_ranks_finalizers_are_awaited(checkpoint: Checkpoint, event: FinalizersRan) -> bool:
+    """A rank's finalizers have run, for the first time; those of other ranks have not (I6)."""
+    return _is_news_of_finalizers(checkpoint, event) and not _finalizers_complete(checkpoint)
+
+
+def every_ranks_finalizers_have_run(checkpoint: Checkpoint, event: FinalizersRan) -> bool:
+    """The finalizers of the last rank have run (I6)."""
+    return _is_news_of_finalizers(checkpoint, event) and _finalizers_complete(checkpoint)
+
+
+def it_is_not_published(checkpoint: Checkpoint, event: Event) -> bool:
+    """The directory has no published name yet. Once it has one, the attempt cannot fail (I1)."""
+    return not checkpoint.published
+
+
+def it_is_published(checkpoint: Checkpoint, event: Event) -> bool:
+    """The directory has its published name, durably (I4)."""
+    return checkpoint.published
 
 
 def a_newer_one_is_tracked_and_nothing_keeps_it(checkpoint: Checkpoint, event: Superseded) -> bool:
@@ -210,6 +249,20 @@ def _shards_complete(checkpoint: Checkpoint) -> bool:
     return len(checkpoint.reported) + 1 == len(expected_reports(checkpoint))
 
 
+def _is_last_shard(checkpoint: Checkpoint, event: ShardReported) -> bool:
+    return _is_news_of_a_shard(checkpoint, event) and _shards_complete(checkpoint)
+
+
+def _is_news_of_finalizers(checkpoint: Checkpoint, event: FinalizersRan) -> bool:
+    awaited = has_finalizers(checkpoint) and not checkpoint.published
+    known = event.rank in checkpoint.finalizers_ran
+    return awaited and event.rank in writing_ranks(checkpoint) and not known
+
+
+def _finalizers_complete(checkpoint: Checkpoint) -> bool:
+    return len(checkpoint.finalizers_ran) + 1 == len(writing_ranks(checkpoint))
+
+
 def _is_news_of_an_end(checkpoint: Checkpoint, event: WriterGone) -> bool:
     return event.rank in writing_ranks(checkpoint) and event.rank not in checkpoint.gone
 
@@ -244,8 +297,25 @@ TABLE: tuple[Row, ...] = (
     Row(S.REQUESTED, ShardReported, another_shard_is_awaited, S.REQUESTED),
     Row(S.FORKED, ShardReported, another_shard_is_awaited, S.FORKED),
     Row(S.FORKED, ShardReported, every_shard_is_durable, S.SHARDS_WRITTEN, Finalize),
-    Row(S.SHARDS_WRITTEN, Published, None, S.FINALIZED, WriteTracker),
+    Row(S.SHARDS_WRITTEN, PublishedOnDisk, it_is_not_published, S.SHARDS_WRITTEN),
+    Row(S.SHARDS_WRITTEN, Published, it_is_published, S.FINALIZED, WriteTracker),
     Row(S.FINALIZED, TrackerWritten, None, S.TRACKED),
+    # A part that foreign code wrote: its finalizers run on every rank before it is published (I6).
+    Row(
+        S.FORKED,
+        ShardReported,
+        every_shard_is_durable_and_finalizers_are_due,
+        S.SHARDS_WRITTEN,
+        RunFinalizers,
+    ),
+    Row(S.SHARDS_WRITTEN, FinalizersRan, another_ranks_finalizers_are_awaited, S.SHARDS_WRITTEN),
+    Row(
+        S.SHARDS_WRITTEN,
+        FinalizersRan,
+        every_ranks_finalizers_have_run,
+        S.SHARDS_WRITTEN,
+        Finalize,
+    ),
     # The end of a good checkpoint: only from tracked, only when a newer one is tracked (I1, I7).
     Row(S.TRACKED, Superseded, a_newer_one_is_tracked_and_nothing_keeps_it, S.PRUNABLE, Prune),
     Row(S.PRUNABLE, Reprieved, None, S.TRACKED),
@@ -253,7 +323,7 @@ TABLE: tuple[Row, ...] = (
     # What goes wrong before publishing.
     Row(S.REQUESTED, Failed, None, S.FAILED),
     Row(S.FORKED, Failed, None, S.FAILED),
-    Row(S.SHARDS_WRITTEN, Failed, None, S.FAILED),
+    Row(S.SHARDS_WRITTEN, Failed, it_is_not_published, S.FAILED),
     Row(S.FAILED, WriterGone, another_writer_may_live, S.FAILED),
     Row(S.FAILED, WriterGone, every_writer_is_gone, S.FAILED, CleanUp),
     Row(S.FAILED, WritersLost, writers_may_live, S.FAILED, CleanUp),
@@ -281,6 +351,17 @@ class _Cursor:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self.state: State | str = checkpoint.state
+        self.row: Row | None = None
+
+
+class _TakeRow:
+    """A callback of ``transitions``: note which row the machine took."""
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+
+    def __call__(self, data: Any) -> None:
+        data.model.row = self.row
 
 
 class _RowCondition:
@@ -313,6 +394,7 @@ def compile_machine() -> Machine:
             row.source,
             row.dest,
             conditions=[_RowCondition(row.guard)] if row.guard else None,
+            after=_TakeRow(row),
         )
     return machine
 
@@ -332,31 +414,29 @@ def absent(of: AttemptId) -> Checkpoint:
 
 
 def apply(checkpoint: Checkpoint, event: Event) -> tuple[Checkpoint, Command | None]:
-    """Move ``checkpoint`` by ``event``: executed by the compiled machine, checked against the table.
+    """Move ``checkpoint`` by ``event``: the compiled machine makes the move.
 
     Returns the moved checkpoint and the command to run once the move is journaled (or None).
     Raises ``IllegalTransition`` if the table has no row for it; nothing changes then.
     """
-    if event.of == checkpoint.id:
-        machine = compile_machine()
-        cursor = _Cursor(checkpoint)
-        known = event.name in machine.get_triggers(checkpoint.state)
-        made = known and machine.events[event.name].trigger(cursor, event)
-        row = find_row(checkpoint, event)
-        if bool(made) != (row is not None) or (row is not None and cursor.state != row.dest):
-            raise IllegalTransition(
-                "the compiled machine disagrees with the table", step=checkpoint.step
-            )
-    return apply_row(checkpoint, event)
+    machine, cursor = compile_machine(), _Cursor(checkpoint)
+    if event.of == checkpoint.id and event.name in machine.get_triggers(checkpoint.state):
+        machine.events[event.name].trigger(cursor, event)
+    return _moved(checkpoint, event, cursor.row)
 
 
 def apply_row(checkpoint: Checkpoint, event: Event) -> tuple[Checkpoint, Command | None]:
     """The same as ``apply``, by the table alone: for searches over many states."""
+    return _moved(checkpoint, event, find_row(checkpoint, event))
+
+
+def _moved(
+    checkpoint: Checkpoint, event: Event, row: Row | None
+) -> tuple[Checkpoint, Command | None]:
     if event.of != checkpoint.id:
         raise IllegalTransition(
             f"{event.name} of {event.of} was posted to {checkpoint.id}", step=checkpoint.step
         )
-    row = find_row(checkpoint, event)
     if row is None:
         raise IllegalTransition(
             f"no row for event {event.name} in state {checkpoint.state.value}",
@@ -389,6 +469,10 @@ def _absorb(checkpoint: Checkpoint, event: Event) -> Checkpoint:
                 reported=checkpoint.reported | {(event.part, event.rank)},
                 shard_bytes=checkpoint.shard_bytes + event.shard_bytes,
             )
+        case FinalizersRan():
+            return replace(checkpoint, finalizers_ran=checkpoint.finalizers_ran | {event.rank})
+        case PublishedOnDisk():
+            return replace(checkpoint, published=True)
         case WriterGone():
             return replace(checkpoint, gone=checkpoint.gone | {event.rank})
         case WritersLost():

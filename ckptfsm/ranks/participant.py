@@ -445,10 +445,10 @@ class Participant:
         """Foreign finalizers hold collectives: here all ranks run them at the same point, once."""
         draft, writer = self._draft, self.writer
         if draft is None or writer is None or writer.of != of:
-            self._owe(FinalizersRan(of, self._rank, "this rank has no such save"))
+            self._fail_finalizers(of, "this rank has no such save")
             return
         if self._finalizing == of:  # nobody knows how far they came (I6)
-            self._owe(FinalizersRan(of, self._rank, "interrupted"))
+            self._fail_finalizers(of, "interrupted")
             return
         self._finalizing = of
         ran = _Ran("", None, False)
@@ -460,9 +460,15 @@ class Participant:
                 )
             if ran.failed:
                 break
-        self._owe(FinalizersRan(of, self._rank, ran.error))
+        if ran.error:
+            self._fail_finalizers(of, ran.error)
+        else:
+            self._owe(FinalizersRan(of, self._rank))
         if ran.leaving is not None:
             raise ran.leaving
+
+    def _fail_finalizers(self, of: AttemptId, error: str) -> None:
+        self._owe(Failed(of, "finalizers", f"rank {self._rank}: {error}", self._rank))
 
     def _run_together(self, name: str, work: Callable[[], None]) -> _Ran:
         """Do it, and hear whether all could: else some would wait in the next collectives for ever."""

@@ -79,8 +79,9 @@ TABLE = (
     mutant(
         "what-is-published-may-fail",
         "core.lifecycle:TABLE",
-        "Row(S.SHARDS_WRITTEN, Failed, None, S.FAILED),",
-        "Row(S.SHARDS_WRITTEN, Failed, None, S.FAILED),\nRow(S.FINALIZED, Failed, None, S.FAILED),",
+        "Row(S.SHARDS_WRITTEN, Failed, it_is_not_published, S.FAILED),",
+        "Row(S.SHARDS_WRITTEN, Failed, it_is_not_published, S.FAILED),\n"
+        "Row(S.FINALIZED, Failed, None, S.FAILED),",
         breaks="I1",
         source="table",
         killers=("tests:test_lifecycle.py",),
@@ -98,8 +99,8 @@ TABLE = (
     mutant(
         "published-before-all-shards",
         "core.lifecycle:TABLE",
-        "Row(S.SHARDS_WRITTEN, Published, None, S.FINALIZED, WriteTracker),",
-        "Row(S.SHARDS_WRITTEN, Published, None, S.FINALIZED, WriteTracker),\n"
+        "Row(S.SHARDS_WRITTEN, Published, it_is_published, S.FINALIZED, WriteTracker),",
+        "Row(S.SHARDS_WRITTEN, Published, it_is_published, S.FINALIZED, WriteTracker),\n"
         "Row(S.FORKED, Published, None, S.FINALIZED, WriteTracker),",
         breaks="I3",
         source="table",
@@ -349,7 +350,7 @@ RECOVERY = (
     ),
     mutant(
         "the-last-damaged-one-is-withdrawn",
-        "coordinator.coordinator:Coordinator._withdraw_damaged",
+        "coordinator.coordinator:Coordinator.withdraw_damaged",
         'if not others or self._options.resume == "strict":',
         'if self._options.resume == "strict":',
         breaks="I8",

@@ -12,7 +12,7 @@ ORDER = (
         "    record = self._record(moved)\n"
         "    self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))\n"
         "    self.moves += 1\n"
-        "    self.blocked.pop(moved.of, None)\n"
+        "    self._blocked.pop(moved.of, None)\n"
         "    self.news.append(record)\n"
         '    say(log.info, "transition", _told(record), record=record)\n'
         "self.ledger = ledger\n"
@@ -49,15 +49,11 @@ ORDER = (
         "acknowledged-before-the-tracker",
         "coordinator.engine:Engine._run_tracker",
         "self.effects.write_tracker(checkpoint.step)\n"
-        "self._finalized_by_rank.discard(checkpoint.id)\n"
-        "self._published.discard(checkpoint.id)\n"
         "if checkpoint.state is State.FINALIZED:\n"
         "    self.post(TrackerWritten(checkpoint.id))",
         "if checkpoint.state is State.FINALIZED:\n"
         "    self.post(TrackerWritten(checkpoint.id))\n"
         "self.effects.write_tracker(checkpoint.step)\n"
-        "self._finalized_by_rank.discard(checkpoint.id)\n"
-        "self._published.discard(checkpoint.id)\n"
         "if checkpoint.state is State.FINALIZED:",
         breaks="I2",
         source="order",
@@ -99,7 +95,7 @@ ORDER = (
     ),
     mutant(
         "rollback-without-intent",
-        "coordinator.coordinator:Coordinator._rollback",
+        "coordinator.coordinator:Coordinator.rollback",
         "self._engine.append(RollbackStarted(to_step=step, at=self._clock.wall()))",
         "",
         breaks="I8",
@@ -109,7 +105,7 @@ ORDER = (
     ),
     mutant(
         "unfinished-rollback-is-forgotten",
-        "coordinator.plan_run:PlanRun.run",
+        "coordinator.plan_run:PlanRun._follow",
         "self._finish_rollback(history.intent, afresh)",
         "pass",
         breaks="I8",
@@ -159,7 +155,7 @@ ORDER = (
     ),
     mutant(
         "trash-kept-from-what-waits-for-space",
-        "coordinator.coordinator:Coordinator._tick",
+        "coordinator.coordinator:Coordinator.tick",
         "if idle or self._engine.pending or not self._idle_at_last_tick:",
         "if idle or not self._idle_at_last_tick:",
         breaks="F5",
@@ -178,7 +174,7 @@ ORDER = (
     ),
     mutant(
         "tracker-not-repaired-at-start",
-        "coordinator.plan_run:PlanRun.run",
+        "coordinator.plan_run:PlanRun._follow",
         'self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))',
         "",
         breaks="F18",
@@ -226,7 +222,7 @@ LOOKS = (
     ),
     mutant(
         "unknown-outcome-is-a-failure",
-        "coordinator.engine:Engine._finalize",
+        "coordinator.engine:Engine._run_finalize",
         "except (Fenced, OutcomeUnknown):",
         "except Fenced:",
         breaks="I1",
@@ -239,8 +235,8 @@ LOOKS = (
     ),
     mutant(
         "a-published-one-may-fail",
-        "coordinator.engine:Engine._finalize",
-        "if checkpoint.id in self._published:",
+        "coordinator.engine:Engine._run_finalize",
+        "if checkpoint.published:",
         "if False:",
         breaks="I1",
         source="F5",
@@ -824,7 +820,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-leaves-what-waits-to-be-tracked",
-        "coordinator.plan_run:PlanRun.run",
+        "coordinator.plan_run:PlanRun._follow",
         "if self.engine.ledger.in_flight() is None:\n    self._finish_rollback",
         "if True:\n    self._finish_rollback",
         breaks="I8",
@@ -892,8 +888,8 @@ FENCES = (
     mutant(
         "a-fresh-start-lets-go-of-the-older-ones",
         "coordinator.engine:Engine._run_tracker",
-        "self.retire_due = not self.keep_all",
-        "self.retire_due = True",
+        "self._retire_due = not self._keep_all",
+        "self._retire_due = True",
         breaks="I7",
         source="F21",
         killers=("tests:test_found_by_review.py::test_I7_a_fresh_start_deletes_nothing",),
@@ -1151,8 +1147,8 @@ FENCES = (
     ),
     mutant(
         "finalizers-of-the-fenced",
-        "coordinator.engine:Engine._run_finalize",
-        "self.effects.check_epoch()  # they write by its published name",
+        "coordinator.engine:Engine._ask_for_finalizers",
+        "self.check_epoch()  # finalizers write by the published name",
         "pass",
         breaks="I9",
         source="F13",
@@ -1372,9 +1368,9 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-keeps-all-for-good",
-        "coordinator.plan_run:PlanRun.run",
-        "self.engine.keep_all = False",
-        "",
+        "coordinator.engine:Engine.opening",
+        "self._keep_all = False",
+        "pass",
         breaks="I10",
         source="F33",
         killers=("tests:test_found_by_review.py::test_I7_a_fresh_start_deletes_nothing",),
@@ -1429,7 +1425,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-puts-the-tracker-right",
-        "coordinator.plan_run:PlanRun.run",
+        "coordinator.plan_run:PlanRun._follow",
         "if not afresh:\n    self._repair_tracker",
         "if True:\n    self._repair_tracker",
         breaks="I2",
@@ -1458,14 +1454,14 @@ FENCES = (
     mutant(
         "a-fresh-start-is-journaled-late",
         "coordinator.plan_run:PlanRun.run",
-        "afresh = self.engine.keep_all = self._begin_afresh(history, decided)",
-        "",
+        "afresh = self._begin_afresh(history, decided)",
+        "afresh = False",
         (
-            "coordinator.plan_run:PlanRun.run",
-            "self.engine.last_hope = None",
+            "coordinator.plan_run:PlanRun._follow",
+            "self._let_writers_go()",
             (
-                "self.engine.last_hope = None\n"
-                "afresh = self.engine.keep_all = self._begin_afresh(history, decided)"
+                "afresh = self.engine._keep_all = self._begin_afresh(history, decided)\n"
+                "self._let_writers_go()"
             ),
         ),
         breaks="I8",
@@ -1559,7 +1555,7 @@ FENCES = (
     ),
     mutant(
         "nothing-falls-back-before-a-withdrawal",
-        "coordinator.plan_run:PlanRun.run",
+        "coordinator.plan_run:PlanRun._follow",
         "self._fall_back(decided.fallback, actions)",
         "",
         breaks="I8",
@@ -1647,7 +1643,7 @@ FENCES = (
     ),
     mutant(
         "the-tracker-falls-back-before-the-clean-up",
-        "coordinator.plan_run:PlanRun.run",
+        "coordinator.plan_run:PlanRun._follow",
         "self._carry_out(failing)  # while the tracker tells who went on from there\n"
         "self._fall_back(decided.fallback, actions)",
         "self._fall_back(decided.fallback, actions)\nself._carry_out(failing)",
@@ -1782,7 +1778,7 @@ FENCES = (
     ),
     mutant(
         "rolled-back-to-a-broken-one",
-        "coordinator.coordinator:Coordinator._rollback",
+        "coordinator.coordinator:Coordinator.rollback",
         "self._refuse_broken_target(self._engine.tracked(step))",
         "self._engine.tracked(step)",
         breaks="I2",
@@ -1791,7 +1787,7 @@ FENCES = (
     ),
     mutant(
         "pruned-before-the-latest-was-read",
-        "coordinator.plan_run:PlanRun.run",
+        "coordinator.plan_run:PlanRun._follow",
         "self._refuse_half_open(decided.reasons)",
         "self._refuse_half_open(decided.reasons)\nself.engine.retire()",
         breaks="I2",
@@ -1800,7 +1796,7 @@ FENCES = (
     ),
     mutant(
         "a-request-is-not-fenced",
-        "coordinator.coordinator:Coordinator._request",
+        "coordinator.coordinator:Coordinator.request",
         "self._engine.check_epoch()\nof = AttemptId(",
         "of = AttemptId(",
         (
@@ -1822,7 +1818,7 @@ FENCES = (
         "return remove_some(self._storage, limit, self.check_epoch)",
         "return remove_some(self._storage, limit)",
         (
-            "coordinator.coordinator:Coordinator._tick",
+            "coordinator.coordinator:Coordinator.tick",
             ("self._engine.check_epoch()\ninterval ="),
             "interval =",
         ),

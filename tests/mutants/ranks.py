@@ -260,7 +260,7 @@ WRITERS = (
     ),
     mutant(
         "the-trash-waits-for-an-idle-moment",
-        "coordinator.coordinator:Coordinator._tick",
+        "coordinator.coordinator:Coordinator.tick",
         "if idle or self._engine.pending or not self._idle_at_last_tick:",
         "if idle or self._engine.pending:",
         breaks="F5",
@@ -405,17 +405,17 @@ PEOPLE = (
     ),
     mutant(
         "one-ranks-finalizers-are-enough",
-        "coordinator.engine:Engine.finalizers_ran",
-        "elif not waiting:",
-        "else:",
+        "core.lifecycle:_finalizers_complete",
+        "return len(checkpoint.finalizers_ran) + 1 == len(writing_ranks(checkpoint))",
+        "return True",
         breaks="I6",
         source="I6",
         killers=("tests:test_coordinator.py", "simulation"),
     ),
     mutant(
         "errors-of-finalizers-do-not-count",
-        "coordinator.engine:Engine.finalizers_ran",
-        "if event.error:",
+        "ranks.participant:Participant._run_finalizers",
+        "if ran.error:",
         "if False:",
         breaks="I6",
         source="I6",
@@ -450,7 +450,7 @@ FIELD = (
     ),
     mutant(
         "tracker-before-the-save",
-        "coordinator.coordinator:Coordinator._request",
+        "coordinator.coordinator:Coordinator.request",
         "try:\n    self._engine.post(event)\nexcept OutcomeUnknown:",
         "try:\n"
         "    self._engine.post(event)\n"
@@ -462,7 +462,7 @@ FIELD = (
     ),
     mutant(
         "the-old-one-goes-before-the-new-one-is-there",
-        "coordinator.coordinator:Coordinator._request",
+        "coordinator.coordinator:Coordinator.request",
         "self._requests = of.attempt\ntry:",
         "self._requests = of.attempt\n"
         "latest = self._engine.ledger.latest()\n"
@@ -565,11 +565,11 @@ FIELD = (
     mutant(
         "the-tracker-names-the-live-step",
         "coordinator.engine:Engine._run_tracker",
-        "self.effects.write_tracker(checkpoint.step)\nself._finalized_by_rank",
+        "self.effects.write_tracker(checkpoint.step)\nif checkpoint.state",
         "self.effects.write_tracker(getattr(self, 'live_step', checkpoint.step))\n"
-        "self._finalized_by_rank",
+        "if checkpoint.state",
         (
-            "coordinator.coordinator:Coordinator._request",
+            "coordinator.coordinator:Coordinator.request",
             ("self._engine.check_epoch()\nof = AttemptId("),
             ("self._engine.check_epoch()\nself._engine.live_step = request.step\nof = AttemptId("),
         ),

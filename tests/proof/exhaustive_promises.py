@@ -21,8 +21,10 @@ from ckptfsm.core.events import (
     Cleaned,
     Event,
     Failed,
+    FinalizersRan,
     FoundPublished,
     Published,
+    PublishedOnDisk,
     Removed,
     Reprieved,
     SaveRequested,
@@ -359,6 +361,7 @@ def offers(checkpoint: Checkpoint) -> Iterator[Event]:
     for rank in (*range(size), size, -1):
         yield WriterForked(of, rank, size)
         yield WriterGone(of, rank)
+        yield FinalizersRan(of, rank)
         for part in (*(p.name for p in parts), "ghost"):
             yield ShardReported(of, part, rank, size, 1)
     yield WriterForked(of, 0, size + 1)
@@ -367,6 +370,7 @@ def offers(checkpoint: Checkpoint) -> Iterator[Event]:
     for newer in (None, of.step - 1, of.step, of.step + 1):
         yield Superseded(of, newer)
         yield Superseded(of, newer, ("pin",))
+    yield PublishedOnDisk(of)
     yield Published(of)
     yield FoundPublished(of)
     yield TrackerWritten(of)
@@ -498,6 +502,13 @@ def check_move(before: Checkpoint, event: Event, after: Checkpoint) -> None:
         require(before.state in allowed[dest], "I1", what)
     if dest is State.FAILED:
         require(before.state in UNPUBLISHED | {State.FAILED}, "I1", what)
+    if isinstance(event, Failed):
+        require(not before.published, "I1", what)
+    if isinstance(event, Published):
+        require(before.published, "I4", what)
+    if isinstance(event, FinalizersRan):
+        fresh = event.rank in ranks and event.rank not in before.finalizers_ran
+        require(fresh and lifecycle.has_finalizers(before), "I6", what)
     if isinstance(event, Superseded):
         newer = event.newer_step is not None and event.newer_step > before.step
         require(newer and not event.kept_by, "I7", what)

@@ -127,7 +127,6 @@ class Live(NamedTuple):
     readers: frozenset[int]
     pending: tuple[Command, ...]
     retire_due: bool
-    published: frozenset[AttemptId]
     requests: int
 
 
@@ -458,9 +457,8 @@ def load(run: Run, scope: Scope) -> Coordinator:
     engine.ledger = ledger_module.Ledger(
         MappingProxyType({c.id: c for c in live.checkpoints}), live.pins, live.readers
     )
-    engine.pending = list(live.pending)
-    engine.retire_due = live.retire_due
-    engine._published = set(live.published)
+    engine._pending = live.pending
+    engine._retire_due = live.retire_due
     made._requests = live.requests
     made._opened, made._lease = engine, run.lease  # type: ignore[assignment]
     return made
@@ -475,8 +473,7 @@ def save(coordinator: Coordinator) -> Live:
         frozenset(ledger.pins),
         frozenset(ledger.readers),
         tuple(dict.fromkeys(engine.pending)),
-        engine.retire_due,
-        frozenset(engine._published),
+        engine._retire_due,
         coordinator._requests,
     )
 

@@ -32,7 +32,13 @@ from ckptfsm.core import events as m
 from ckptfsm.core.errors import IllegalTransition, SaveRefused
 from ckptfsm.core.events import Event
 from ckptfsm.core.ledger import Ledger, Rejected
-from ckptfsm.core.lifecycle import Checkpoint, State, expected_reports, writing_ranks
+from ckptfsm.core.lifecycle import (
+    Checkpoint,
+    State,
+    expected_reports,
+    has_finalizers,
+    writing_ranks,
+)
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.testing.coverage import ALL_ROWS, Coverage
 from proof.layer import Budget, LayerResult, Violation, timed
@@ -221,7 +227,7 @@ CONTROLS = (
         "I2 once one is tracked there is a tracker",
     ),
     Control(
-        "shards_written published -> finalized",
+        "shards_written published[it_is_published] -> finalized",
         "published durably",
         "I2 what is finalized or tracked is complete",
     ),
@@ -350,7 +356,7 @@ def compiled(term: Any) -> Compiled:
 class Evaluated:
     """One row of the relation: its conditions, and the ledger after it, as Python functions."""
 
-    REMEMBERS = ("state", "declared", "forked", "reported", "gone")
+    REMEMBERS = ("state", "declared", "forked", "reported", "gone", "finalizers_ran", "published")
 
     def __init__(self, spec: ModuleType, rule: Any) -> None:
         world = spec.World.symbolic()
@@ -379,6 +385,8 @@ LAYOUTS = (
     (PartSpec("state"),),
     (PartSpec("state"), PartSpec("data", "file", ranks=(0,))),
     (PartSpec("actor", directory="actor"), PartSpec("critic", directory="critic", ranks=(1,))),
+    (PartSpec("state", "foreign"),),
+    (PartSpec("state", "foreign"), PartSpec("data", "file", ranks=(0,))),
 )
 WORLD_SIZE = 2
 
@@ -386,7 +394,8 @@ WORLD_SIZE = 2
 def random_ledger(rng: random.Random) -> Ledger:
     """Any few checkpoints in any states: most are unreachable, and the table must be right there too."""
     ledger = Ledger()
-    likely = (State.REQUESTED, State.FORKED, State.FAILED, *[State.TRACKED] * 8)
+    likely = (State.REQUESTED, *[State.FORKED] * 4, State.FAILED, *[State.SHARDS_WRITTEN] * 3)
+    likely = (*likely, *[State.TRACKED] * 8)
     for attempt in range(1, rng.randrange(5) + 1):
         of = AttemptId(rng.randrange(5), 1, attempt)
         state = rng.choice((*State, *likely))
@@ -398,9 +407,11 @@ def random_ledger(rng: random.Random) -> Ledger:
                 base.state,
                 base.parts,
                 WORLD_SIZE,
-                forked=frozenset(r for r in sorted(ranks) if rng.random() < 0.6),
-                reported=frozenset(q for q in sorted(reports) if rng.random() < 0.6),
+                forked=frozenset(r for r in sorted(ranks) if rng.random() < 0.7),
+                reported=frozenset(q for q in sorted(reports) if rng.random() < 0.7),
                 gone=frozenset(r for r in sorted(ranks) if rng.random() < 0.6),
+                finalizers_ran=frozenset(r for r in sorted(ranks) if rng.random() < 0.3),
+                published=rng.random() < 0.3,
             )
         )
     steps = range(5)
@@ -424,6 +435,9 @@ def random_event(rng: random.Random, ledger: Ledger) -> Event:
             m.SaveRequested(of, rng.choice(LAYOUTS), WORLD_SIZE),
             m.WriterForked(of, rank, size),
             m.ShardReported(of, part, rank, size, 5),
+            m.FinalizersRan(of, rank),
+            m.FinalizersRan(of, rank),
+            m.PublishedOnDisk(of),
             m.Published(of),
             m.FoundPublished(of),
             m.TrackerWritten(of),
@@ -464,6 +478,9 @@ def scope_of(ledger: Ledger, event: Event) -> Scope:
         "forked": lambda of, r: r in there[of].forked,
         "reported": lambda of, q: q in there[of].reported,
         "gone": lambda of, r: r in there[of].gone,
+        "foreign": lambda of: has_finalizers(there[of]),
+        "finalizers_ran": lambda of, r: r in there[of].finalizers_ran,
+        "published": lambda of: there[of].published,
         "seen_pin": lambda step: step in ledger.pins,
         "seen_lease": lambda step: step in ledger.readers,
         "p": event.of,
@@ -513,6 +530,8 @@ class Agreement:
                 "forked": frozenset(known.forked),
                 "reported": frozenset(known.reported),
                 "gone": frozenset(known.gone),
+                "finalizers_ran": frozenset(known.finalizers_ran),
+                "published": known.published,
             }
             if said != seen:
                 return f"{row.key} leaves {of} as {said}, production as {seen}"
@@ -530,6 +549,8 @@ class Agreement:
             "forked": members("forked", "r1", "Rank"),
             "reported": members("reported", "q1", "Report"),
             "gone": members("gone", "r1", "Rank"),
+            "finalizers_ran": members("finalizers_ran", "r1", "Rank"),
+            "published": row.after["published"](here, ()),
         }
 
     def _reports(self, ledger: Ledger, event: Event, row: Evaluated | None) -> str:

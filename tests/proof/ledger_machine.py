@@ -20,7 +20,13 @@ from hypothesis.stateful import (
 from ckptfsm.core import events as m
 from ckptfsm.core.errors import IllegalTransition, SaveRefused, StepExistsError
 from ckptfsm.core.ledger import Ledger, Rejected
-from ckptfsm.core.lifecycle import IN_FLIGHT, State, expected_reports, writing_ranks
+from ckptfsm.core.lifecycle import (
+    IN_FLIGHT,
+    State,
+    expected_reports,
+    has_finalizers,
+    writing_ranks,
+)
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.retention import BestN, EveryNSteps, KeepAll, LatestN, Policy, describe_tracked
 from ckptfsm.testing.strategies import policies
@@ -30,6 +36,7 @@ LAYOUTS = (
     (PartSpec("state"),),
     (PartSpec("state"), PartSpec("data", "file", ranks=(0,))),
     (PartSpec("actor", directory="actor"), PartSpec("critic", directory="critic", ranks=(0, 1))),
+    (PartSpec("state", "foreign"),),
 )
 
 
@@ -112,10 +119,10 @@ class LedgerMachine(RuleBasedStateMachine):
             assert key not in self.accepted[event.of], "I5: a duplicate counted"
             self.accepted[event.of].add(key)
         others = {of: c for of, c in content.items() if of != event.of}
-        self.take(outcome)
+        command = self.take(outcome)
         now = {of: c for of, c in self.ledger.checkpoints.items() if of != event.of}
         assert now == others, "I5: a report touched another attempt"
-        return None
+        return command
 
     def flying(self):
         return self.ledger.in_flight()
@@ -177,7 +184,18 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ledger.in_state(S.SHARDS_WRITTEN))
     @rule()
     def published(self):
-        assert isinstance(self.post(m.Published(self.flying().id)), m.WriteTracker)
+        c = self.flying()
+        if has_finalizers(c):
+            missing = sorted(writing_ranks(c) - c.finalizers_ran)
+            ran = [self.report(m.FinalizersRan(c.id, rank)) for rank in missing]
+            assert not missing or ran[-1] == m.Finalize(c.id), (
+                "I6: the last finalizers are not told"
+            )
+        self.post(m.PublishedOnDisk(c.id))
+        assert isinstance(self.report(m.Failed(c.id, "late")), Rejected), (
+            "something published failed"
+        )
+        assert isinstance(self.post(m.Published(c.id)), m.WriteTracker)
 
     @precondition(lambda self: self.ledger.in_state(S.FINALIZED))
     @rule()

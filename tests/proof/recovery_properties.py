@@ -57,6 +57,7 @@ class Played:
         match command:
             case m.Finalize():
                 self._publish(PublishedEvidence(of.step, "manifest", of))
+                self.post(m.PublishedOnDisk(of))
                 self.post(m.Published(of))
             case m.WriteTracker():
                 self.evidence = replace(self.evidence, tracker=_our_tracker(of.step))

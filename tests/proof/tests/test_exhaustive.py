@@ -10,7 +10,6 @@ from proof.exhaustive_disk import Dir, EpochLease, tree
 from proof.exhaustive_world import Left
 
 from ckptfsm.coordinator import engine
-from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.coordinator.engine import Engine
 from ckptfsm.core import layout, lifecycle, recovery
 from ckptfsm.core.errors import Fenced
@@ -123,7 +122,7 @@ def nobody_looks_at_the_epoch(monkeypatch):
 
 
 def a_tick_that_breaks(monkeypatch):
-    monkeypatch.setattr(Coordinator, "_tick", lambda coordinator: {}["a bug"])
+    monkeypatch.setattr(engine.Engine, "retry_pending", lambda engine: {}["a bug"])
 
 
 def a_tracker_written_unlooked(monkeypatch):

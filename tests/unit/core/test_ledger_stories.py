@@ -122,7 +122,9 @@ class Story:
         self.report(m.ShardReported(of, part, int(rank), self.world(of, named), 1))
 
     def do_published(self) -> None:
-        self.post(m.Published(self.attempt(None)))
+        of = self.attempt(None)
+        self.post(m.PublishedOnDisk(of))
+        self.post(m.Published(of))
 
     def do_tracker_written(self) -> None:
         self.post(m.TrackerWritten(self.attempt(None)))

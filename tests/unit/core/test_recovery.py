@@ -1103,6 +1103,7 @@ class World:
                 staging = {k: v for k, v in self.ev.staging.items() if k != of}
                 published[of.step] = whole(of.step, of)
                 self.ev = replace(self.ev, published=published, staging=staging)
+                self.post(m.PublishedOnDisk(of))
                 self.post(m.Published(of))
             case m.WriteTracker():
                 self.ev = replace(self.ev, tracker=names(of.step))
