@@ -7,6 +7,7 @@ the tutorial's test. The other python blocks are compiled only.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from integrations.run import BEGIN, END, IN_A_CLONE, TARGETS, table
+from proof.faults import TABLE as FAULTS
 
 import ckptfsm
 from ckptfsm.adapters.versions import TRIED
@@ -30,10 +32,14 @@ from docs import generate_reference as reference
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-LINKED = [*PAGES, ROOT / "README.md"]
+SPECS = ROOT / "specs"
+LINKED = [*PAGES, *sorted(SPECS.glob("*.md")), ROOT / "README.md"]
+# Pages that send a reader into the code: a file, and the names in it that he is to look at.
+GUIDES = [DOCS / "glossary.md", SPECS / "faults.md"]
 DECISIONS = sorted((DOCS / "decisions").glob("*.md"))
 FENCE = re.compile(r"^```(\S*)(?: (\S+))?\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+PLACE = re.compile(r"`((?:\w+/)*\w+\.py)`((?:,? `[A-Za-z_][\w.]*`)*)")
 TIMEOUT_S = 120.0
 
 
@@ -75,6 +81,61 @@ def test_internal_links_resolve(page):
         assert there.exists(), target
         if anchor:
             assert anchor in anchors(there), target
+
+
+def places(page: Path) -> Iterator[tuple[str, str]]:
+    """(file, name in it) of every place in the code that a page names; "" for a file alone."""
+    for file, names in PLACE.findall(page.read_text(encoding="utf-8")):
+        yield from ((file, name) for name in re.findall(r"`([\w.]+)`", names) or [""])
+
+
+def defined_in(path: Path) -> set[str]:
+    """The functions, classes, constants and members that a module defines, as people name them."""
+
+    def names_of(body: list[ast.stmt], prefix: str) -> Iterator[str]:
+        for node in body:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                yield prefix + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from names_of(node.body, f"{prefix}{node.name}.")
+            if isinstance(node, (ast.Assign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                yield from (prefix + t.id for t in targets if isinstance(t, ast.Name))
+
+    return set(names_of(ast.parse(path.read_text(encoding="utf-8")).body, ""))
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+def test_a_guide_names_places_that_are_there(page):
+    """Catches: a file or a function that was renamed, and a page that still sends people there."""
+    found, missing = list(places(page)), []
+    for file, name in found:
+        path = next((p for p in (ROOT / "ckptfsm" / file, ROOT / file) if p.is_file()), None)
+        if path is None or (name and name not in defined_in(path)):
+            missing.append((file, name))
+    assert missing == []
+    assert len(found) >= 3
+
+
+def test_every_fault_is_explained_and_tested():
+    """Catches: a number in a test's name that no page explains, a fault that no test injects."""
+    text = (SPECS / "faults.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| (F\d+) \|", text, re.M)
+    assert told == [f"F{n}" for n in range(1, 35)] == list(FAULTS)
+    sources = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    named = [name for text in sources for name in re.findall(r"def test_(\w+)", text)]
+    tested = {number for name in named for number in re.findall(r"(?:^|_)(F\d+)(?=_)", name)}
+    assert tested == set(told)
+
+
+def test_the_glossary_defines_a_word_once():
+    """Catches: a word with two meanings, or an entry without a place in the code."""
+    text = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", text, re.M)
+    entries = [row for row in rows if row[0] not in ("word", "---")]
+    words = [word for row in entries for word in row[0].split(", ")]
+    assert sorted(set(words)) == sorted(words)
+    assert len(entries) > 50 and all("`" in where or "](" in where for _, _, where in entries)
 
 
 def test_the_pages_that_readme_promises_exist():
