@@ -85,7 +85,7 @@ def reference_markdown() -> str:
         lines += _module(f"ckptfsm.testing.{module}", names)
     lines += ["## Configuration fields", "", "Times are in seconds and end in `_s`.", ""]
     lines += [*_config_table(), "", "## Errors", ""]
-    lines += ["What to do about each is in [failures](failures.md). All carry `kind`, `advice` and"]
+    lines += ["What to do about each is in [errors](errors.md). All carry `kind`, `advice` and"]
     lines += ["`facts`; each fact is also an attribute.", "", *_error_table(), ""]
     lines += ["## Warnings", "", "| warning | module | meaning |", "|---|---|---|"]
     for warning in _WARNINGS:

@@ -1109,7 +1109,7 @@ def test_I8_a_root_is_not_opened_while_its_newest_checkpoint_is_in_the_trash(tro
             job.open()
         disk.kill(who)
     by_hand = disk.fork()
-    for attempt in SimStorage(by_hand, "person").listdir(TRASH):  # what docs/failures.md says
+    for attempt in SimStorage(by_hand, "person").listdir(TRASH):  # what docs/starts.md says
         SimStorage(by_hand, "person").rename(f"{TRASH}/{attempt}", ONE)
     for there in (disk, by_hand):
         job = start(there, "f")

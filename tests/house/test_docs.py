@@ -27,16 +27,23 @@ import ckptfsm
 from ckptfsm.adapters.versions import TRIED
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.testing import assert_journal_conforms
+from docs import generate_picture
 from docs import generate_reference as reference
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 SPECS = ROOT / "specs"
-LINKED = [*PAGES, *sorted(SPECS.glob("*.md")), ROOT / "README.md"]
+LINKED = [*PAGES, *sorted(SPECS.glob("*.md")), *sorted(ROOT.glob("*.md"))]
 # Pages that send a reader into the code: a file, and the names in it that he is to look at.
-GUIDES = [DOCS / "glossary.md", SPECS / "faults.md"]
+GUIDES = [
+    DOCS / "architecture.md",
+    DOCS / "glossary.md",
+    SPECS / "faults.md",
+    ROOT / "CONTRIBUTING.md",
+]
 DECISIONS = sorted((DOCS / "decisions").glob("*.md"))
+BUILT = {"reference.md", "mutmut.md", "power-loss.md"}  # reached from other pages
 FENCE = re.compile(r"^```(\S*)(?: (\S+))?\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 PLACE = re.compile(r"`((?:\w+/)*\w+\.py)`((?:,? `[A-Za-z_][\w.]*`)*)")
@@ -110,7 +117,9 @@ def test_a_guide_names_places_that_are_there(page):
     """Catches: a file or a function that was renamed, and a page that still sends people there."""
     found, missing = list(places(page)), []
     for file, name in found:
-        path = next((p for p in (ROOT / "ckptfsm" / file, ROOT / file) if p.is_file()), None)
+        anywhere = (ROOT / "tests").rglob(file) if file.startswith("test_") else ()
+        places_of = (ROOT / "ckptfsm" / file, ROOT / file, *anywhere)
+        path = next((p for p in places_of if p.is_file()), None)
         if path is None or (name and name not in defined_in(path)):
             missing.append((file, name))
     assert missing == []
@@ -128,6 +137,27 @@ def test_every_fault_is_explained_and_tested():
     assert tested == set(told)
 
 
+def test_the_picture_of_the_rooms_is_that_of_the_imports(tmp_path, monkeypatch):
+    """Catches: a picture that shows an older package, a room that it leaves out."""
+    folders = {path.parent.name for path in (ROOT / "ckptfsm").glob("*/__init__.py")}
+    assert set(generate_picture.ROOMS) == folders
+    assert generate_picture.main(["--check"]) == 0
+    page = tmp_path / "architecture.md"
+    text = generate_picture.PAGE.read_text()
+    page.write_text(text.replace("    core --> adapters\n", ""))
+    monkeypatch.setattr(generate_picture, "PAGE", page)
+    assert generate_picture.main(["--check"]) == 1
+    assert generate_picture.main(["--write"]) == 0
+    assert page.read_text() == text
+
+
+def test_the_index_names_every_page():
+    """Catches: a page that nobody finds."""
+    linked = {target.partition("#")[0] for target in LINK.findall((DOCS / "README.md").read_text())}
+    pages = {page.name for page in DOCS.glob("*.md")} - {"README.md", *BUILT}
+    assert pages - linked == set()
+
+
 def test_the_glossary_defines_a_word_once():
     """Catches: a word with two meanings, or an entry without a place in the code."""
     text = (DOCS / "glossary.md").read_text(encoding="utf-8")
@@ -141,13 +171,15 @@ def test_the_glossary_defines_a_word_once():
 def test_the_pages_that_readme_promises_exist():
     """Catches: tests that pass because there is nothing to test."""
     names = {p.name for p in DOCS.glob("*.md")}
-    wanted = "tutorial adopt retention failures protocol foreign reference"
+    wanted = (
+        "README tutorial adopt retention failures starts errors leaving protocol foreign glossary"
+    )
     assert names >= {f"{name}.md" for name in wanted.split()}
 
 
 def test_every_error_says_what_to_do():
     """Catches: an error that is new, or renamed, and that no page explains."""
-    text = (DOCS / "failures.md").read_text(encoding="utf-8")
+    text = (DOCS / "errors.md").read_text(encoding="utf-8")
     section = text.partition("## Every error")[2].partition("\n## ")[0]
     rows = [[c.strip() for c in line.strip("|").split("|")] for line in section.splitlines()]
     named = [row[0].strip("`") for row in rows if len(row) == 3 and row[0].startswith("`")]
