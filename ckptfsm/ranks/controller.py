@@ -122,7 +122,8 @@ class Controller(Session):
         if ports is None:
             ports = system_ports(LocalTransport(), FilesDriver(), OpenPosix(os.fspath(root)))
         super().__init__(ports, config, hooks, writers=sum(groups.values()) + 1)
-        self._participant.source = self._collect
+        self._reports = self._participant.reports
+        self._reports.source = self._collect
 
     # ----------------------------------------------------------------------------------- save
 
@@ -152,7 +153,8 @@ class Controller(Session):
                 return self._begin(step, parts, groups, metrics)
         except BaseException as error:  # nobody else has the tickets of what was accepted
             for of in self._flights.keys() - before:
-                self._participant.give_up(of, error)
+                self._participant.expect(of)
+                self._reports.give_up(of, error)
             raise
 
     def _begin(
@@ -189,7 +191,7 @@ class Controller(Session):
         unfinished = self._participant.view.unfinished
         for of, state in unfinished.items():
             if of.step == step and state in (State.REQUESTED, State.FORKED):
-                self._participant.report(Failed(of, "fork_failed", shorten(why)))
+                self._reports.outbox.append(Failed(of, "fork_failed", shorten(why)))
 
     def _specs_of(self, parts: Mapping[str, GroupPart]) -> dict[str, PartSpec]:
         """The groups' parts as declared. Raises ``ConfigError``."""
@@ -286,9 +288,9 @@ class Controller(Session):
             # What is written was forked, whichever report comes first.
             self._take(WriterForked(event.of, event.rank, event.world_size))
         if isinstance(event, Failed):
-            self._participant.report(replace(event, detail=shorten(event.detail)))
+            self._reports.outbox.append(replace(event, detail=shorten(event.detail)))
         else:
-            self._participant.report(event)
+            self._reports.outbox.append(event)
         if not isinstance(event, WriterGone):  # one may come before the failure that it counts for
             flight.taken.add(event)
 
@@ -320,10 +322,10 @@ class Controller(Session):
         if number not in flight.ranks or state is None:
             return
         if state is State.FAILED:
-            self._participant.report(WriterGone(of, number))
+            self._reports.outbox.append(WriterGone(of, number))
         elif number not in flight.written:
-            self._participant.report(Failed(of, WriterDied.kind, why, number))
-            self._participant.report(WriterGone(of, number))
+            self._reports.outbox.append(Failed(of, WriterDied.kind, why, number))
+            self._reports.outbox.append(WriterGone(of, number))
 
     def _collect(self) -> None:
         """Ask the workers, not too often, and end what nobody reports on in time."""
@@ -357,11 +359,11 @@ class Controller(Session):
                 self._unconfirmed[of] = set(flight.ranks)
                 while len(self._unconfirmed) > _REMEMBERED:
                     del self._unconfirmed[next(iter(self._unconfirmed))]
-                self._participant.report(WritersLost(of))
+                self._reports.outbox.append(WritersLost(of))
             elif unfinished[of] in (State.REQUESTED, State.FORKED):
                 missing = name_ranks(sorted(flight.ranks - flight.written))
                 why = f"no report in time from rank {missing or '0'}"
-                self._participant.report(Failed(of, "writer_hung", why))
+                self._reports.outbox.append(Failed(of, "writer_hung", why))
 
     # ----------------------------------------------------------------------------------- reading
 

@@ -1,16 +1,14 @@
-"""One rank's share of the saves in flight: its writer, its reports, and the news that come back.
+"""This rank's side of the protocol: rounds with the other ranks, and the news that come back.
 
-Every rank pumps at the same points. A round is one tiny exchange ("has anybody news?"), and a full one
-if so: all reports go to the coordinator, all news come back, the same on every rank in the same order.
+All ranks run a round at the same points. A round is one tiny exchange ("has any rank news?"), and a
+full one if so: all reports go to the coordinator, and all news come back, the same on every rank and
+in the same order.
 
 Rules:
-* A local error is never raised between collectives: it is a report, and comes back to every rank.
-* What there is to raise or to warn of waits for a point that every rank reaches.
-* News are taken one after the other: what is called meanwhile (a hook) cannot take any.
-* The writer of a failed attempt is killed; only one that is certainly gone is reported gone.
-* Whatever is interrupted, nothing accepted is forgotten. Each round asks anew what this rank owes: an
-  attempt in flight that it has no share of is given up, a report is sent until an exchange took it, and
-  news count as taken after the last thing that they call for. Taking them twice changes nothing.
+* An error or a warning waits for a point that every rank reaches.
+* News are taken one after the other: a hook that is called meanwhile cannot take any.
+* An interrupt loses nothing. News count as taken after the last thing that they call for, and taking
+  them twice changes nothing. ``reports`` does the same for what this rank has to tell.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from ckptfsm.adapters.notices import say, warn_caller
@@ -38,13 +35,11 @@ from ckptfsm.core.errors import (
     SaveFailedWarning,
     ShardMissing,
     WriterDied,
-    describe,
 )
-from ckptfsm.core.events import UNUSABLE, Event, Failed, FinalizersRan, WriterGone
-from ckptfsm.core.layout import LAYOUTS
+from ckptfsm.core.events import UNUSABLE
 from ckptfsm.core.lifecycle import IN_FLIGHT, State
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.ports import Draft, Finalizer, Ports, RankJob, Storage
+from ckptfsm.core.ports import Draft, Ports, Storage
 from ckptfsm.core.requests import (
     Accepted,
     Blocked,
@@ -55,8 +50,7 @@ from ckptfsm.core.requests import (
 )
 from ckptfsm.ranks.coordinator_client import CoordinatorClient, Update
 from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
-from ckptfsm.writers.plain_files import around, at_path
-from ckptfsm.writers.rank_writer import RankWriter
+from ckptfsm.ranks.reports import RankReports
 
 log = logging.getLogger("ckptfsm")
 Hook = Callable[[TransitionRecord], None]
@@ -64,21 +58,6 @@ _NEWS, _SAVE_DUE, _PREEMPTED, _EXPIRED, _INTERRUPTED = range(5)
 _KEPT = (State.SHARDS_WRITTEN, State.FINALIZED, State.TRACKED)  # a restart goes on with it
 _LEAVE_S = 0.5  # at least this long the disk has to answer, however long the writer took
 _BEGINNING = (State.REQUESTED, State.FORKED)  # each rank that writes has a writer of these
-
-
-class _Ran(NamedTuple):
-    """What became of a step of the finalizers here; ``failed``: on some rank."""
-
-    error: str
-    leaving: BaseException | None
-    failed: bool
-
-
-def _may_finalize(writer: RankWriter, part: Finalizer) -> None:
-    writer.refuse_anothers_place()
-    problem = part.problem()
-    if problem is not None:
-        raise problem
 
 
 class Participant:
@@ -108,22 +87,14 @@ class Participant:
         self.failures: dict[AttemptId | None, CkptFsmError] = {}
         self.owed: SaveFailed | None = None  # of a save that is to be tried again
         self.notes: list[Warning] = []
-        self.writer: RankWriter | None = None
-        self.source: Callable[[], None] | None = None  # where reports of workers come from
+        self.reports = RankReports(ports, config, writers)
         self._ports = ports
         self._config = config
         self._client = link
         self._hooks = tuple(hooks)
-        self._rank, self._world_size = ports.transport.rank, writers
+        self._rank = ports.transport.rank
         self._inbox: list[NumberedNews] = []
-        self._outbox: list[Event] = []
-        self._sent: set[Event] = set()  # reports of our own that an exchange took
         self._handles: dict[AttemptId, SaveHandle] = {}
-        self._dying: list[RankWriter] = []
-        self._draft: Draft | None = None
-        self._bystander: AttemptId | None = None  # an attempt that this rank writes nothing of
-        self._given_up: AttemptId | None = None
-        self._finalizing: AttemptId | None = None  # its finalizers were begun here
         self._lost: set[AttemptId] = set()  # attempts that failed since the last one was tracked
         self._next_timed_save = 0.0
 
@@ -152,24 +123,17 @@ class Participant:
                 self._call_hooks(news)
 
     def abandon(self) -> str:
-        """Wait for the own writer, without the other ranks, then let its save be finished.
+        """Wait for this rank's writer, without the other ranks, then let its save be finished.
 
         Bounded by ``exit_timeout_s``. Returns what is lost, in words.
         """
-        busy, writer = self.view.in_flight, self.writer
-        began = self._ports.clock.monotonic()
+        busy, began = self.view.in_flight, self._ports.clock.monotonic()
         timeout_s = self._config.exit_timeout_s
-        problem = ""
-        if writer is not None and not writer.wait(timeout_s):
-            writer.kill(timeout_s)
-            problem = f"is lost: its writer had not ended after {timeout_s} s"
-        elif writer is not None:
-            ends = writer.poll(self._ports.clock.monotonic())
-            problem = next((f"is lost: {e.detail}" for e in ends if isinstance(e, Failed)), "")
+        problem = self.reports.await_writer(timeout_s)
         if busy is not None and self._rank == 0 and not problem:
             left_s = max(0.0, began + timeout_s - self._ports.clock.monotonic())
             problem = self._finish_alone(max(left_s, _LEAVE_S))
-        self.writer = None
+        self.reports.forget()
         if busy is None or not problem:
             return ""
         return f"step {busy.step} was in flight when its manager was left, and {problem}"
@@ -218,8 +182,8 @@ class Participant:
             self.drive(self._caught_up, timeout_s, "an earlier answer of the disk")
 
     def _caught_up(self, view: View) -> bool:
-        left = [of for of, state in view.unfinished.items() if self._is_orphan(of, state)]
-        return not left and not self._client.unanswered
+        orphans = (self.reports.is_orphan(of, state, view) for of, state in view.unfinished.items())
+        return not any(orphans) and not self._client.unanswered
 
     def _too_late(self, timeout_s: float, waiting_for: str) -> DeadlineExceeded:
         """Say that a wait ran out, and why, if the disk does not take something."""
@@ -259,9 +223,9 @@ class Participant:
         """One cheap exchange; a full one if any rank has news. Returns what the ranks agreed on."""
         now = self._ports.clock.monotonic()
         self._client.catch_up()
-        self._note_what_is_due(now)
+        self.reports.note_due(now, self.view)
         flags = [
-            bool(self._outbox) or self._client.has_news,
+            bool(self.reports.outbox) or self._client.has_news,
             self._timed_save_due(now),
             self.save_asked,
             expired,
@@ -274,41 +238,11 @@ class Participant:
             self.save_due = True
             self._next_timed_save = now + (self._config.save_interval_s or 0)
         if agreed[_NEWS]:
-            sent = list(self._outbox)
+            sent = list(self.reports.outbox)
             update = self._client.exchange(sent)
-            self._sent.update(sent)
-            del self._outbox[: len(sent)]  # an interrupt before this: the ledger takes each once
+            self.reports.taken(sent)
             self.take_update(update)
         return Agreed(agreed[_EXPIRED], agreed[_INTERRUPTED])
-
-    def _note_what_is_due(self, now: float) -> None:
-        """Everything that this rank has to report, into the outbox."""
-        self._bury()
-        if self.source is not None:
-            self.source()
-        if self.writer is not None:
-            for event in self.writer.poll(now):
-                self._owe(event)
-        for of, state in self.view.unfinished.items():
-            if self._is_orphan(of, state):
-                detail = f"rank {self._rank}: the call that was to write it was interrupted"
-                self._owe(Failed(of, "fork_failed", detail, self._rank))
-                self._given_up = of
-
-    def _is_orphan(self, of: AttemptId, state: State) -> bool:
-        """True of an attempt that was accepted, and of which this rank has no share, nor gave it up."""
-        shares = [writer.of for writer in (self.writer, *self._dying) if writer is not None]
-        known = (*shares, self._bystander, self._given_up)
-        return state in _BEGINNING and of not in known and not self.view.awaiting
-
-    def _owe(self, event: Event) -> None:
-        """Report an event of our own, until an exchange takes it."""
-        if event not in self._sent and event not in self._outbox:
-            self._outbox.append(event)
-
-    def report(self, event: Event) -> None:
-        """Take the report of another process to the next exchange."""
-        self._outbox.append(event)
 
     def _timed_save_due(self, now: float) -> bool:
         timed = self._rank == 0 and self._config.save_interval_s is not None
@@ -345,7 +279,7 @@ class Participant:
         """Act on one of the news; again, if that was interrupted. ``ended``: the coordinator is gone."""
         if isinstance(news, FinalizersDue):
             if not ended:  # fenced, for one
-                self._run_finalizers(news.of)
+                self.reports.run_finalizers(news.of)
             return
         if isinstance(news, NothingInFlight):
             self.view.retention_due = False
@@ -361,7 +295,8 @@ class Participant:
         if used and news.reason in UNUSABLE:
             self._say_unusable(news)
         if news.dest is State.FAILED:
-            self._on_failed(news)
+            self.reports.end_writer(news.of)
+            self._end_failed(news)
         elif news.dest is State.QUARANTINED and handle is not None:
             self._on_withdrawn(news)
         elif news.acknowledges:
@@ -372,10 +307,7 @@ class Participant:
         self.failures[None] = fatal
         for handle in self._handles.values():
             handle._error = handle._error or fatal
-        if self.writer is not None:
-            self._dying.append(self.writer)
-            self.writer = self._draft = None
-            self._bury()
+        self.reports.end()
         self.view = View(self.view.steps)
 
     def _say_unusable(self, record: TransitionRecord) -> None:
@@ -397,23 +329,12 @@ class Participant:
     def _on_tracked(self, record: TransitionRecord) -> None:
         self.owed = None
         self._lost.clear()
-        self.writer = self._draft = None
+        self.reports.forget()
         self._handles.pop(record.of, None)
-
-    def _on_failed(self, record: TransitionRecord) -> None:
-        """End our own writer, and tell the coordinator so."""
-        if self.writer is not None and self.writer.of == record.of:
-            if self.writer not in self._dying:
-                self._dying.append(self.writer)
-            self.writer = self._draft = None
-        elif record.of not in (*(writer.of for writer in self._dying), self._bystander):
-            self._owe(WriterGone(record.of, self._rank))
-        self._bury()
-        self._end_failed(record)
 
     def _on_withdrawn(self, record: TransitionRecord) -> None:
         """It was published, and not tracked after all: for the trainer it failed."""
-        self.writer = self._draft = None
+        self.reports.forget()
         self._end_failed(record)
 
     def _end_failed(self, record: TransitionRecord) -> None:
@@ -433,55 +354,6 @@ class Participant:
         else:
             self.failures[record.of] = error
         self._handles.pop(record.of, None)
-
-    def _bury(self) -> None:
-        """Kill writers of failed attempts; only one that is certainly gone is reported so."""
-        for writer in list(self._dying):
-            if writer.kill(timeout_s=0.0):
-                self._owe(WriterGone(writer.of, self._rank))
-                self._dying.remove(writer)
-
-    def _run_finalizers(self, of: AttemptId) -> None:
-        """Foreign finalizers hold collectives: here all ranks run them at the same point, once."""
-        draft, writer = self._draft, self.writer
-        if draft is None or writer is None or writer.of != of:
-            self._fail_finalizers(of, "this rank has no such save")
-            return
-        if self._finalizing == of:  # nobody knows how far they came (I6)
-            self._fail_finalizers(of, "interrupted")
-            return
-        self._finalizing = of
-        ran = _Ran("", None, False)
-        for part in draft.finalizers():
-            ran = self._run_together(part.name, partial(_may_finalize, writer, part))
-            if not ran.failed:
-                ran = self._run_together(
-                    part.name, partial(part.run, writer.payloads.get(part.name))
-                )
-            if ran.failed:
-                break
-        if ran.error:
-            self._fail_finalizers(of, ran.error)
-        else:
-            self._owe(FinalizersRan(of, self._rank))
-        if ran.leaving is not None:
-            raise ran.leaving
-
-    def _fail_finalizers(self, of: AttemptId, error: str) -> None:
-        self._owe(Failed(of, "finalizers", f"rank {self._rank}: {error}", self._rank))
-
-    def _run_together(self, name: str, work: Callable[[], None]) -> _Ran:
-        """Do it, and hear whether all could: else some would wait in the next collectives for ever."""
-        error, leaving = "", None
-        try:
-            work()
-        except (KeyboardInterrupt, SystemExit) as problem:  # raised once the others have heard
-            error, leaving = "interrupted", problem
-        except BaseException as problem:  # torch's CheckpointException is one
-            error = f"{name}: {describe(problem)}"
-            said = f"the finalizers of {name} failed"  # the others may wait in their collectives
-            say(log.exception, "finalizers_failed", said, part=name)
-        return _Ran(error, leaving, self._ports.transport.any_flags([bool(error)])[0])
 
     def _call_hooks(self, record: TransitionRecord) -> None:
         for hook in self._hooks:
@@ -508,57 +380,18 @@ class Participant:
 
     # -------------------------------------------------------------------------------------- a save
 
-    def begin_writing(
-        self,
-        storage: Storage,
-        accepted: Accepted,
-        draft: Draft,
-    ) -> SaveHandle:
-        """Stage and fork. An error here is carried: the attempt fails at the next exchange.
-
-        A rank that writes none of the parts has no writer.
-        """
-        of, specs = accepted.of, accepted.of_rank(self._rank)
+    def begin_writing(self, storage: Storage, accepted: Accepted, draft: Draft) -> SaveHandle:
+        """Stage and fork this rank's share of an accepted save."""
         self.save_due = False
-        self._sent = {event for event in self._sent if event.of in self.view.unfinished}
-        handle = self.expect(of)
-        location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)
-        self._bystander = None if specs else of
-        if not specs:
-            self._ports.driver.accept()
-            return handle
-        try:
-            with at_path(storage, location, specs) as path:
-                staged = draft.stage(path, specs, accepted.planned)
-            parts = tuple(around(job, accepted.parts) for job in staged)
-            optional = frozenset(spec.name for spec in specs if spec.optional)
-            job = RankJob(of, self._rank, self._world_size, location, parts, optional)
-            deadline = self._ports.clock.monotonic() + self._config.writer_timeout_s
-            self._draft = draft
-            self.writer = RankWriter(storage, job, launch=self._ports.launch, deadline=deadline)
-            draft.let_go()
-            self._ports.driver.accept()
-        except BaseException as error:  # also torch's; the others must not wait for this rank
-            self.give_up(of, error)
-            self._ports.driver.refuse()
-            draft.let_go()
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                raise
+        self.reports.forget_sent(self.view.unfinished)
+        handle = self.expect(accepted.of)
+        self.reports.begin_writing(storage, accepted, draft)
         return handle
 
     def expect(self, of: AttemptId) -> SaveHandle:
         """The handle of an accepted save: from now on its failure comes out here as on every rank."""
         fresh = SaveHandle(of.step, State.REQUESTED, of, None, self.wait_for)
         return self._handles.setdefault(of, fresh)
-
-    def give_up(self, of: AttemptId, error: BaseException) -> None:
-        """This rank will not write what was accepted: the attempt fails at the next exchange."""
-        self.expect(of)
-        detail = f"rank {self._rank}: {describe(error)}"
-        said = f"step {of.step}: the writer cannot start: {detail}"
-        say(log.error, "fork_failed", said, exc_info=error, step=of.step, rank=self._rank)
-        self._owe(Failed(of, "fork_failed", detail, self._rank))
-        self._given_up = of
 
 
 class Agreed(NamedTuple):

@@ -127,7 +127,7 @@ QUEUE = (
     ),
     mutant(
         "finalizers-begin-where-another-rank-may-not",
-        "ranks.participant:Participant._run_finalizers",
+        "ranks.reports:RankReports.run_finalizers",
         "ran = self._run_together(part.name, partial(_may_finalize, writer, part))",
         "_may_finalize(writer, part)",
         breaks="I10",

@@ -76,7 +76,7 @@ WRITERS = (
     ),
     mutant(
         "gone-is-said-of-the-living",
-        "ranks.participant:Participant._bury",
+        "ranks.reports:RankReports.bury",
         "if writer.kill(timeout_s=0.0):",
         "if True:",
         breaks="I1",
@@ -116,7 +116,7 @@ WRITERS = (
     ),
     mutant(
         "a-save-holds-what-its-writer-has",
-        "ranks.participant:Participant.begin_writing",
+        "ranks.reports:RankReports.begin_writing",
         "draft.let_go()\nself._ports.driver.accept()",
         "self._ports.driver.accept()",
         breaks="I10",
@@ -187,8 +187,8 @@ WRITERS = (
     ),
     mutant(
         "an-accepted-save-without-a-writer-is-awaited",
-        "ranks.participant:Participant._is_orphan",
-        "return state in _BEGINNING and of not in known and not self.view.awaiting",
+        "ranks.reports:RankReports.is_orphan",
+        "return state in _BEGINNING and of not in known and not view.awaiting",
         "return False",
         breaks="I10",
         source="interrupt",
@@ -201,19 +201,8 @@ WRITERS = (
     mutant(
         "a-report-is-sent-before-it-is-taken",
         "ranks.participant:Participant.exchange",
-        "del self._outbox[: len(sent)]  #",
-        "pass  #",
-        (
-            "ranks.participant:Participant.exchange",
-            "update = self._client.exchange(sent)",
-            ("self._outbox.clear()\nupdate = self._client.exchange(sent)"),
-        ),
-        ("ranks.participant:Participant.exchange", "self._sent.update(sent)", ""),
-        (
-            "ranks.participant:Participant.exchange",
-            "sent = list(self._outbox)",
-            ("sent = list(self._outbox)\nself._sent.update(sent)"),
-        ),
+        "update = self._client.exchange(sent)\nself.reports.taken(sent)",
+        "self.reports.taken(sent)\nupdate = self._client.exchange(sent)",
         breaks="I10",
         source="interrupt",
         killers=(
@@ -357,7 +346,7 @@ PEOPLE = (
     ),
     mutant(
         "one-rank-raises-alone",
-        "ranks.participant:Participant.begin_writing",
+        "ranks.reports:RankReports.begin_writing",
         "self.give_up(of, error)",
         "raise",
         breaks="I10",
@@ -414,7 +403,7 @@ PEOPLE = (
     ),
     mutant(
         "errors-of-finalizers-do-not-count",
-        "ranks.participant:Participant._run_finalizers",
+        "ranks.reports:RankReports.run_finalizers",
         "if ran.error:",
         "if False:",
         breaks="I6",
@@ -423,7 +412,7 @@ PEOPLE = (
     ),
     mutant(
         "finalizers-run-twice",
-        "ranks.participant:Participant._run_finalizers",
+        "ranks.reports:RankReports.run_finalizers",
         "if not ran.failed:",
         "for _ in range(0 if ran.failed else 2):",
         breaks="I6",
@@ -548,7 +537,7 @@ FIELD = (
     ),
     mutant(
         "other-ranks-delete",
-        "ranks.participant:Participant.begin_writing",
+        "ranks.reports:RankReports.begin_writing",
         "location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)",
         "location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)\n"
         "if self._rank != 0 and self.view.latest is not None:\n"

@@ -108,7 +108,7 @@ def take_older(controller: Any, take: Any, event: Any) -> None:
     if event.of in controller._flights or isinstance(event, WriterGone):
         take(controller, event)
     else:
-        controller._participant.report(event)
+        controller._reports.outbox.append(event)
 
 
 def take_again(controller: Any, take: Any, event: Any) -> None:

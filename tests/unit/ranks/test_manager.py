@@ -1305,7 +1305,7 @@ def test_F25_leaving_with_an_exception_abandons(run: Run):
     run.driver.before_write = gate.hold
     with pytest.raises(KeyError, match="the trainer's own"), run.open() as manager:
         handle = manager.save(1, weights(1))
-        child = manager._participant.writer.process
+        child = manager._participant.reports.writer.process
         raise KeyError("the trainer's own")
     assert child.poll() is not None and not child.poll().succeeded
     assert not handle.done
@@ -1418,7 +1418,7 @@ def test_F25_a_disk_that_does_not_say_is_no_loss(run: Run):
     said = "whether it was finished is not known: the next start decides"
     with pytest.warns(SaveFailedWarning, match=said), pytest.raises(KeyError), manager:
         manager.save(1, weights(1))
-        assert manager._participant.writer.wait(20.0)
+        assert manager._participant.reports.writer.wait(20.0)
         raise KeyError
     stuck.go.set()
 
@@ -1499,7 +1499,7 @@ def test_I10_a_writer_that_hangs_fails_at_its_deadline(run: Run):
     run.driver.before_write = gate.hold
     manager = run.open(writer_timeout_s=100.0)
     handle = manager.save(1, weights(1))
-    child = manager._participant.writer.process
+    child = manager._participant.reports.writer.process
     manager.poll()
     assert not handle.done
     run.clock.advance(101)
