@@ -35,7 +35,9 @@ from ckptfsm.core.events import (
 from ckptfsm.core.layout import TRACKER, trash_dir
 from ckptfsm.core.lifecycle import Checkpoint, State, writing_ranks
 from ckptfsm.core.ports import Clock, Storage
-from ckptfsm.core.recovery import Plan, Resume, hopeless
+from ckptfsm.core.recovery import Plan, Resume
+from ckptfsm.core.recovery_refusals import hopeless
+from ckptfsm.core.recovery_rules import Result
 from ckptfsm.core.rollback import Intent
 from ckptfsm.disk.durable import lookup, storage_error
 from ckptfsm.disk.inspection import read_tracker
@@ -73,7 +75,7 @@ class PlanRun:
         if self.engine.ledger.in_flight() is None:
             self._finish_rollback(history.intent, afresh)
         if not afresh:
-            self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))
+            self._repair_tracker(rewrite=any(d.result is Result.ADOPTED for d in decided.decisions))
         self.engine.sort_trash(history.given_up)
         self.engine.fold(history)
         self._refuse_half_open(decided.reasons)
@@ -124,7 +126,7 @@ class PlanRun:
         """
         if history.intent.unfinished != "fresh":
             known = history.ledger.checkpoints or any(
-                d.result == "adopted" for d in decided.decisions
+                d.result is Result.ADOPTED for d in decided.decisions
             )
             if self.resume != "fresh" or not (known or lookup(self.storage, TRACKER)):
                 return False

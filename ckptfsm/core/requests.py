@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from ckptfsm.core.documents import FileEntry, TransitionRecord
 from ckptfsm.core.errors import CkptFsmError
 from ckptfsm.core.parts import AttemptId, PartSpec
-from ckptfsm.core.recovery import Decision
+from ckptfsm.core.recovery_rules import Decision
 
 
 @dataclass(frozen=True, slots=True)

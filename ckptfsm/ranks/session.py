@@ -40,6 +40,7 @@ from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.lifecycle import UNFINISHED, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Ports, Storage
+from ckptfsm.core.recovery_rules import Result
 from ckptfsm.core.requests import Accepted, RecoveryReport
 from ckptfsm.ranks.coordinator_client import Answer, CoordinatorClient, interrupted_rank, typed
 from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
@@ -157,11 +158,13 @@ class Session:
         """What a person should know before hours of training go by; said at the first step."""
         assert self.recovery is not None
         decisions = self.recovery.decisions
-        notes = [f"{d.subject} is left alone: {d.why}" for d in decisions if d.result == "reported"]
+        notes = [
+            f"{d.subject} is left alone: {d.why}" for d in decisions if d.result is Result.REPORTED
+        ]
         notes += [
             f"{d.subject} was in flight ({d.last}) when the last run ended, and is lost: {d.why}"
             for d in decisions
-            if d.result == "failed"
+            if d.result is Result.FAILED
         ]
         for note in (*self.recovery.warnings, *notes):
             self._participant.notes.append(RecoveryWarning(note))

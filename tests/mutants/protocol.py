@@ -175,7 +175,7 @@ ORDER = (
     mutant(
         "tracker-not-repaired-at-start",
         "coordinator.plan_run:PlanRun._follow",
-        'self._repair_tracker(rewrite=any(d.result == "adopted" for d in decided.decisions))',
+        "self._repair_tracker(rewrite=any(d.result is Result.ADOPTED for d in decided.decisions))",
         "",
         breaks="F18",
         source="order",
@@ -370,9 +370,9 @@ LOOKS = (
         "self._move_aside(name, quarantine_dir(checkpoint.id))",
         "self._move_aside(name, trash_dir(checkpoint.id))",
         (
-            "core.recovery:_decide_unpublished",
-            ('if whole:\n    why = "published with its own manifest; only the journal lagged"'),
-            ('if False:\n    why = "published with its own manifest; only the journal lagged"'),
+            "core.recovery_rules:RULES",
+            "(State.REQUESTED, State.FORKED, State.SHARDS_WRITTEN)",
+            "()",
         ),
         breaks="I1",
         source="I1",
@@ -610,9 +610,9 @@ FENCES = (
     ),
     mutant(
         "what-left-for-the-trash-is-still-at-its-name",
-        "core.recovery:_is_elsewhere",
-        "return checkpoint.id in evidence.trashed or (left and checkpoint.id in evidence.aside)",
-        "gone = evidence.trashed | evidence.aside\nreturn left and checkpoint.id in gone",
+        "core.recovery_rules:_lies_elsewhere",
+        "return facts.in_trash or (left and facts.in_quarantine)",
+        "return left and (facts.in_trash or facts.in_quarantine)",
         breaks="I8",
         source="F16",
         killers=(
@@ -625,9 +625,9 @@ FENCES = (
     ),
     mutant(
         "a-stranger-inherits-the-name-of-what-was-moved",
-        "core.recovery:_is_elsewhere",
-        "return checkpoint.id in evidence.trashed or (left and checkpoint.id in evidence.aside)",
-        "return checkpoint.id in evidence.trashed",
+        "core.recovery_rules:_lies_elsewhere",
+        "return facts.in_trash or (left and facts.in_quarantine)",
+        "return facts.in_trash",
         breaks="I8",
         source="F16",
         killers=(
@@ -693,7 +693,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-passes-over-a-mount",
-        "core.recovery:_refuse_leftovers",
+        "core.recovery_refusals:refuse_leftovers",
         "stuck += [name for name in evidence.mounts if name not in stuck]",
         "",
         breaks="I8",
@@ -720,7 +720,7 @@ FENCES = (
         "prunes-are-decided-before-withdrawals",
         "core.recovery:_in_order",
         "ordered = [*failed, *first, *staying, *(d for d in rest if d not in last)]\n"
-        "for step, prunes in groupby(reversed(leaving), key=_step):",
+        "for step, prunes in groupby(reversed(leaving), key=lambda d: d.step):",
         "ordered = [*failed, *first, *leaving, *staying, *(d for d in rest if d not in last)]\n"
         "for step, prunes in ():",
         breaks="I7",
@@ -778,8 +778,8 @@ FENCES = (
     mutant(
         "a-fresh-start-goes-on-over-what-it-leaves",
         "core.recovery:plan",
-        "if afresh:\n    _refuse_leftovers",
-        'if resume == "fresh":\n    _refuse_leftovers',
+        "if afresh:\n    refuse_leftovers",
+        'if resume == "fresh":\n    refuse_leftovers',
         breaks="I8",
         source="F33",
         killers=(
@@ -791,7 +791,7 @@ FENCES = (
     ),
     mutant(
         "a-fresh-start-is-completed-over-what-came-since",
-        "core.recovery:_refuse_newcomer",
+        "core.recovery_refusals:refuse_newcomer",
         'used = tracker.found != "missing"',
         'used = tracker.found == "release"',
         breaks="I8",
@@ -806,7 +806,7 @@ FENCES = (
     ),
     mutant(
         "a-rollback-is-completed-over-what-came-since",
-        "core.recovery:_refuse_newcomer",
+        "core.recovery_refusals:refuse_newcomer",
         "used = above and _is_anothers(tracker.step, intent, ledger, evidence)",
         "used = False",
         breaks="I8",
@@ -835,7 +835,7 @@ FENCES = (
     ),
     mutant(
         "a-lowered-tracker-counts-as-it-was-before",
-        "core.recovery:_is_anothers",
+        "core.recovery_refusals:_is_anothers",
         "if there is None or intent.lowered:\n    return there is not None",
         "if there is None:\n    return False",
         breaks="I8",
@@ -860,7 +860,7 @@ FENCES = (
     ),
     mutant(
         "what-is-not-whole-is-a-newcomers",
-        "core.recovery:_is_anothers",
+        "core.recovery_refusals:_is_anothers",
         'return there.found in ("manifest", "stock") or not withdrawn',
         "return True",
         breaks="I8",
@@ -978,9 +978,9 @@ FENCES = (
     ),
     mutant(
         "in-place-rolls-forward-over-what-is-in-use",
-        "core.recovery:_decide_unpublished",
-        "taken = went_on(checkpoint, evidence.tracker)",
-        "taken = False",
+        "core.recovery_rules:_name_is_taken",
+        "return went_on(facts.checkpoint, facts.tracker)",
+        "return False",
         breaks="I8",
         source="F16",
         killers=(
@@ -1343,7 +1343,7 @@ FENCES = (
     ),
     mutant(
         "the-newest-saved-anew-is-our-own",
-        "core.recovery:_is_anothers",
+        "core.recovery_refusals:_is_anothers",
         'return there.found == "stock" and latest.provenance == "saved"',
         "return False",
         breaks="I8",
@@ -1378,9 +1378,9 @@ FENCES = (
     ),
     mutant(
         "a-roll-forward-passes-over-what-is-in-use",
-        "core.recovery:_warnings",
-        "if tracker.step in adopted or not (",
-        "if not (",
+        "core.recovery_refusals:_lags",
+        "return tracker.step not in adopted and (",
+        "return (",
         breaks="I8",
         source="F33",
         killers=("tests:test_recovery.py::test_a_roll_forward_over_what_is_in_use_is_said",),
@@ -1388,8 +1388,8 @@ FENCES = (
     ),
     mutant(
         "a-rollback-asks-for-any-loss",
-        "core.recovery:_is_asked_for",
-        "or _step(withdrawn) > intent.target",
+        "core.recovery_refusals:_is_asked_for",
+        "or withdrawn.step > intent.target",
         "or True",
         breaks="I8",
         source="F33",
@@ -1400,7 +1400,7 @@ FENCES = (
     ),
     mutant(
         "what-nobody-knows-is-in-nobodys-use",
-        "core.recovery:_is_anothers",
+        "core.recovery_refusals:_is_anothers",
         'there.found in ("manifest", "stock") or not withdrawn',
         'there.found in ("manifest", "stock")',
         breaks="I8",
@@ -1499,9 +1499,9 @@ FENCES = (
     ),
     mutant(
         "what-was-repaired-is-moved-away-again",
-        "core.recovery:_put_back",
-        'checkpoint.reason == "damaged" and latest is not None',
-        'checkpoint.reason == "damaged"',
+        "core.recovery_rules:was_put_back",
+        'facts.checkpoint.reason == "damaged" and facts.newest is not None',
+        'facts.checkpoint.reason == "damaged"',
         breaks="I8",
         source="F33",
         killers=(
@@ -1513,9 +1513,9 @@ FENCES = (
     ),
     mutant(
         "our-own-tracker-is-a-persons",
-        "core.recovery:_put_back",
-        "if any(c.step == tracker for c in ledger.in_state(State.FINALIZED)):",
-        "if False:",
+        "core.recovery_rules:was_put_back",
+        "named is None or facts.tracker_leads",
+        "named is None",
         breaks="I2",
         source="order",
         killers=(
@@ -1529,8 +1529,8 @@ FENCES = (
     mutant(
         "an-adoption-waits-for-nothing",
         "core.recovery:_in_order",
-        "busy = {_step(d) for d in known if d.actions and d not in failed}",
-        "busy = {c.step for c in _all(ledger)}",
+        "busy = {d.step for d in known if d.actions and d not in failed}",
+        "busy = {d.step for d in known}",
         breaks="I2",
         source="order",
         killers=(
@@ -1714,7 +1714,7 @@ FENCES = (
     mutant(
         "a-prune-that-comes-back-lowers-the-tracker",
         "core.recovery:_in_order",
-        "last = [d for d in rest if any(a.of.step in pruned for a in d.actions)]",
+        "last = [d for d in rest if d.actions and d.step in pruned]",
         "last = rest",
         breaks="I2",
         source="order",

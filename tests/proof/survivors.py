@@ -38,7 +38,7 @@ def _is_error(thing: object) -> bool:
 # Where words for people stand. A raised error's message is its first argument; these are the others.
 _MESSAGES = frozenset(cls.__name__ for cls in vars(errors).values() if _is_error(cls))
 _ARGUMENTS: Mapping[str, int] = MappingProxyType(
-    {"Decision": 4, "_decision": 3, "Rejected": 1, "Withdrawn": 2, "Failed": 2}
+    {"Decision": 4, "Rejected": 1, "Withdrawn": 2, "Failed": 2}
 )
 _VARIABLES = frozenset({"why", "hint", "lies", "asked", "remedy", "advice"})
 _FIELDS = frozenset({"why", "detail"})

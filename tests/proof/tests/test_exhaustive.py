@@ -61,13 +61,13 @@ def no_second_look(monkeypatch):
 
 
 def the_finalized_are_passed_over(monkeypatch):
-    decide = recovery._decide
+    decide = recovery.decide
 
-    def forgetful(checkpoint, ledger, evidence):
-        found = decide(checkpoint, ledger, evidence)
-        return replace(found, actions=()) if checkpoint.state is State.FINALIZED else found
+    def forgetful(facts):
+        found = decide(facts)
+        return replace(found, actions=()) if facts.checkpoint.state is State.FINALIZED else found
 
-    monkeypatch.setattr(recovery, "_decide", forgetful)
+    monkeypatch.setattr(recovery, "decide", forgetful)
 
 
 def the_tracked_are_withdrawn(monkeypatch):
@@ -75,13 +75,13 @@ def the_tracked_are_withdrawn(monkeypatch):
 
 
 def missing_ones_are_kept(monkeypatch):
-    decide = recovery._decide
+    decide = recovery.decide
 
-    def trusting(checkpoint, ledger, evidence):
-        found = decide(checkpoint, ledger, evidence)
-        return replace(found, actions=()) if checkpoint.state is State.TRACKED else found
+    def trusting(facts):
+        found = decide(facts)
+        return replace(found, actions=()) if facts.checkpoint.state is State.TRACKED else found
 
-    monkeypatch.setattr(recovery, "_decide", trusting)
+    monkeypatch.setattr(recovery, "decide", trusting)
 
 
 def pruned_before_journaled(monkeypatch):

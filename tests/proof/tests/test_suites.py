@@ -12,7 +12,7 @@ from proof.layer import Budget
 from proof.recovery_machine import RecoveryMachine
 from proof.trainers import TrainerMachine
 
-from ckptfsm.core import ledger, lifecycle, recovery
+from ckptfsm.core import ledger, lifecycle, recovery_rules
 from ckptfsm.core.errors import IllegalTransition
 from ckptfsm.core.layout import TRACKER
 from ckptfsm.disk import effects
@@ -196,12 +196,12 @@ def without_a_tracker(monkeypatch):
 
 def tracked_is_trusted(monkeypatch):
     """A tracked checkpoint is resumed from without a look at it."""
-    whole = recovery.is_whole
+    whole = recovery_rules.is_whole
 
     def trusting(checkpoint, there):
         return checkpoint.state is lifecycle.State.TRACKED or whole(checkpoint, there)
 
-    monkeypatch.setattr(recovery, "is_whole", trusting)
+    monkeypatch.setattr(recovery_rules, "is_whole", trusting)
 
 
 @pytest.mark.parametrize("plant", [without_a_tracker, tracked_is_trusted])

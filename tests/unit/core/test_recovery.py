@@ -35,7 +35,9 @@ from ckptfsm.core.layout import MEGATRON
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.recovery import Decision, Plan, forget_moved, hopeless, plan
+from ckptfsm.core.recovery import Plan, forget_moved, plan
+from ckptfsm.core.recovery_refusals import hopeless
+from ckptfsm.core.recovery_rules import Decision
 from ckptfsm.core.rollback import Intent
 
 S = State

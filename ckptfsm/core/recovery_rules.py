@@ -1,0 +1,472 @@
+"""The decision table of recovery, as data. Pure.
+
+``RULES`` is read from top to bottom. The first rule that is for the checkpoint's state, and whose
+condition holds, decides. The last rule of every state has no condition, so a rule always decides.
+
+A rule looks only at ``Facts``: typed evidence of one checkpoint. Texts for people are made from the rule
+and the facts, and no decision reads one. A directory that no checkpoint of the journal explains has the
+state ``absent``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from ckptfsm.core.events import (
+    Adopted,
+    Command,
+    Event,
+    Failed,
+    Finalize,
+    FoundPublished,
+    Prune,
+    Quarantine,
+    Reprieved,
+    Withdrawn,
+    WritersLost,
+    WriteTracker,
+)
+from ckptfsm.core.evidence import (
+    PublishedEvidence,
+    StagingEvidence,
+    TrackerEvidence,
+    is_its_own,
+    is_whole,
+    went_on,
+    why_not_whole,
+)
+from ckptfsm.core.layout import QUARANTINE, TRASH
+from ckptfsm.core.lifecycle import Checkpoint, State
+
+
+class Result(str, Enum):
+    """What recovery decides about a checkpoint, as reports print it."""
+
+    FINALIZED = "finalized"
+    FAILED = "failed"
+    TRACKED = "tracked"
+    KEPT = "kept"
+    WITHDRAWN = "withdrawn"
+    WITHDRAWN_DAMAGED = "withdrawn(damaged)"
+    WITHDRAWN_MISSING = "withdrawn(missing)"
+    PRUNED = "pruned"
+    DISCARDED = "discarded"
+    QUARANTINED = "quarantined"
+    FORGOTTEN = "forgotten"
+    ADOPTED = "adopted"
+    REPORTED = "reported"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything that a rule may look at, about one checkpoint.
+
+    ``name`` is its published name, and ``there`` is the directory at that name. ``in_trash`` and
+    ``in_quarantine`` tell where else a directory of this attempt lies. ``newest`` is the newest tracked
+    step. ``tracker_leads``: the tracker names a step that the journal knows as finalized only.
+    ``in_use`` is the newest step that was in use; None if nothing tells.
+    """
+
+    checkpoint: Checkpoint
+    name: str
+    tracker: TrackerEvidence
+    there: PublishedEvidence | None = None
+    staging: StagingEvidence | None = None
+    in_trash: bool = False
+    in_quarantine: bool = False
+    newest: int | None = None
+    tracker_leads: bool = False
+    in_use: int | None = None
+
+
+# ------------------------------------------------------------------------------------- conditions
+
+
+def always(facts: Facts) -> bool:
+    """In any other case."""
+    return True
+
+
+def is_whole_at_its_name(facts: Facts) -> bool:
+    """The directory at its name is whole, and this attempt's."""
+    return facts.there is not None and is_whole(facts.checkpoint, facts.there)
+
+
+def is_there(facts: Facts) -> bool:
+    """The directory at its name is its own, whole or damaged."""
+    if facts.there is None or _was_saved_again(facts):
+        return False
+    return is_its_own(facts.checkpoint, facts.there, _lies_elsewhere(facts))
+
+
+def _was_saved_again(facts: Facts) -> bool:
+    """True if a stock trainer has saved the step since this checkpoint was withdrawn.
+
+    Its own directory went to quarantine then, and a person may have emptied that.
+    """
+    checkpoint, there = facts.checkpoint, facts.there
+    withdrawn = checkpoint.state is State.QUARANTINED and checkpoint.provenance == "saved"
+    return withdrawn and there is not None and there.found == "stock"
+
+
+def _lies_elsewhere(facts: Facts) -> bool:
+    """True if its own directory was moved to trash or quarantine.
+
+    A tracked one lies in the trash where a fenced run's rename landed late, or a power loss left both
+    names. Quarantine tells only of what has left its state.
+    """
+    left = facts.checkpoint.state in (State.PRUNABLE, State.QUARANTINED)
+    return facts.in_trash or (left and facts.in_quarantine)
+
+
+def can_be_rolled_forward(facts: Facts) -> bool:
+    """Its staging directory is complete, its name free (in place: nobody else went on from it)."""
+    return facts.staging is not None and facts.staging.complete and not _name_is_taken(facts)
+
+
+def _name_is_taken(facts: Facts) -> bool:
+    if facts.checkpoint.in_place:
+        return went_on(facts.checkpoint, facts.tracker)
+    return facts.there is not None
+
+
+def staging_is_gone(facts: Facts) -> bool:
+    """Its staging directory is gone."""
+    return facts.staging is None
+
+
+def staging_is_incomplete(facts: Facts) -> bool:
+    """Its staging directory is not complete."""
+    return facts.staging is not None and not facts.staging.complete
+
+
+def is_whole_and_newer(facts: Facts) -> bool:
+    """It is whole, and newer than every tracked one."""
+    newer = facts.newest is None or facts.checkpoint.step > facts.newest
+    return is_whole_at_its_name(facts) and newer
+
+
+def is_whole_and_its_own(facts: Facts) -> bool:
+    """The directory at its name is whole and its own."""
+    return is_whole_at_its_name(facts) and is_there(facts)
+
+
+def is_gone_from_its_name(facts: Facts) -> bool:
+    """Its name is free, or a stranger's while its own lies in trash or quarantine."""
+    return facts.there is None or (_lies_elsewhere(facts) and not is_there(facts))
+
+
+def is_left_in_the_trash(facts: Facts) -> bool:
+    """A directory of it lies in the trash, and none with its manifest is whole at its name."""
+    there = facts.there
+    back = is_whole_at_its_name(facts) and there is not None and there.of == facts.checkpoint.id
+    return facts.in_trash and not back
+
+
+def was_put_back(facts: Facts) -> bool:
+    """It is whole, and somebody else moved the tracker to where it uses this step again.
+
+    A rollback moves the tracker below, durably, before it withdraws anything. The tracker may go on
+    naming what was withdrawn as damaged: that was repaired only where nothing is tracked.
+    """
+    named = facts.tracker.step
+    if named is None or facts.tracker_leads or not is_whole_at_its_name(facts):
+        return False
+    if facts.checkpoint.reason == "damaged" and facts.newest is not None:
+        return False
+    return facts.checkpoint.step <= named and (facts.newest is None or facts.newest < named)
+
+
+def is_newer_than_any_in_use(facts: Facts) -> bool:
+    """It is newer than what was in use."""
+    return facts.in_use is not None and facts.checkpoint.step > facts.in_use
+
+
+def is_complete(facts: Facts) -> bool:
+    """A loader would take it: it has a manifest that holds, or is a stock one."""
+    return facts.there is not None and facts.there.found in ("manifest", "stock")
+
+
+# ------------------------------------------------------------------------- explanations for people
+
+
+def _of_staging(facts: Facts) -> str:
+    return facts.staging.detail if facts.staging is not None else ""
+
+
+def _of_the_directory(facts: Facts) -> str:
+    return facts.there.detail if facts.there is not None else ""
+
+
+def _not_whole(facts: Facts) -> str:
+    trashed = facts.there is None and facts.in_trash
+    lies = f"; look in {TRASH} and {QUARANTINE}" if trashed else ""
+    return why_not_whole(facts.there) + lies
+
+
+# ------------------------------------------------------------------------------------------ rules
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """If a checkpoint is in one of ``states`` and ``when`` holds: ``result``, by ``actions`` in order.
+
+    ``why`` explains it to people, in words or by a function that makes them. ``found`` stands in reports
+    for what is at the published name, where that is not what decided.
+    """
+
+    name: str
+    states: tuple[State, ...]
+    when: Callable[[Facts], bool]
+    result: Result
+    actions: tuple[type[Event | Command], ...]
+    why: str | Callable[[Facts], str]
+    found: str = ""
+
+
+RULES: Final[tuple[Rule, ...]] = (
+    Rule(
+        "journal_lags_behind_publishing",
+        (State.REQUESTED, State.FORKED, State.SHARDS_WRITTEN),
+        is_whole_at_its_name,
+        Result.FINALIZED,
+        (FoundPublished,),
+        "published with its own manifest; only the journal lagged",
+    ),
+    Rule(
+        "roll_forward",
+        (State.SHARDS_WRITTEN,),
+        can_be_rolled_forward,
+        Result.FINALIZED,
+        (Finalize,),
+        "every shard has a valid receipt: rolled forward",
+        found="receipts complete",
+    ),
+    Rule(
+        "staging_gone",
+        (State.SHARDS_WRITTEN,),
+        staging_is_gone,
+        Result.FAILED,
+        (Failed, WritersLost),
+        "its staging directory is gone",
+        found="not published",
+    ),
+    Rule(
+        "staging_incomplete",
+        (State.SHARDS_WRITTEN,),
+        staging_is_incomplete,
+        Result.FAILED,
+        (Failed, WritersLost),
+        _of_staging,
+        found="not published",
+    ),
+    Rule(
+        "name_taken",
+        (State.SHARDS_WRITTEN,),
+        always,
+        Result.FAILED,
+        (Failed, WritersLost),
+        "its name is somebody else's by now",
+        found="not published",
+    ),
+    Rule(
+        "writers_died",
+        (State.REQUESTED, State.FORKED),
+        always,
+        Result.FAILED,
+        (Failed, WritersLost),
+        "the processes writing it are gone",
+        found="not published",
+    ),
+    Rule(
+        "tracker_lags_behind_journal",
+        (State.FINALIZED,),
+        is_whole_and_newer,
+        Result.TRACKED,
+        (WriteTracker,),
+        "complete under its published name",
+    ),
+    Rule(
+        "not_newer",
+        (State.FINALIZED,),
+        is_whole_at_its_name,
+        Result.WITHDRAWN,
+        (Withdrawn,),
+        "not newer than the tracked one",
+    ),
+    Rule(
+        "whole",
+        (State.TRACKED,),
+        is_whole_and_its_own,
+        Result.KEPT,
+        (),
+        "complete",
+    ),
+    Rule(
+        "prune_was_cut_short",
+        (State.PRUNABLE,),
+        is_gone_from_its_name,
+        Result.PRUNED,
+        (Prune,),
+        "gone from its name: removed, unless it is needed after all",
+    ),
+    Rule(
+        "prune_had_not_begun",
+        (State.PRUNABLE,),
+        is_whole_and_its_own,
+        Result.TRACKED,
+        (Reprieved,),
+        "still at its name: every guard is looked at again",
+    ),
+    Rule(
+        "damaged",
+        (State.FINALIZED, State.TRACKED, State.PRUNABLE),
+        is_there,
+        Result.WITHDRAWN_DAMAGED,
+        (Withdrawn,),
+        _not_whole,
+    ),
+    Rule(
+        "missing",
+        (State.FINALIZED, State.TRACKED, State.PRUNABLE),
+        always,
+        Result.WITHDRAWN_MISSING,
+        (Withdrawn,),
+        _not_whole,
+    ),
+    Rule(
+        "failed",
+        (State.FAILED,),
+        always,
+        Result.DISCARDED,
+        (WritersLost,),
+        "it had failed",
+    ),
+    Rule(
+        "left_in_the_trash",
+        (State.QUARANTINED,),
+        is_left_in_the_trash,
+        Result.QUARANTINED,
+        (Quarantine,),
+        "withdrawn before",
+    ),
+    Rule(
+        "put_back",
+        (State.QUARANTINED,),
+        was_put_back,
+        Result.FORGOTTEN,
+        (),
+        "somebody put it back",
+    ),
+    Rule(
+        "left_at_its_name",
+        (State.QUARANTINED,),
+        is_there,
+        Result.QUARANTINED,
+        (Quarantine,),
+        "withdrawn before",
+    ),
+    Rule(
+        "moved_aside",
+        (State.QUARANTINED,),
+        always,
+        Result.FORGOTTEN,
+        (),
+        "moved aside before",
+    ),
+    Rule(
+        "never_in_use",
+        (State.ABSENT,),
+        is_newer_than_any_in_use,
+        Result.REPORTED,
+        (),
+        "newer than the tracker: never resumed from unasked",
+    ),
+    Rule(
+        "unknown_and_complete",
+        (State.ABSENT,),
+        is_complete,
+        Result.ADOPTED,
+        (Adopted,),
+        "complete, and no journal explains it: adopted in place and pinned",
+    ),
+    Rule(
+        "unknown",
+        (State.ABSENT,),
+        always,
+        Result.REPORTED,
+        (),
+        _of_the_directory,
+    ),
+)
+
+
+# -------------------------------------------------------------------------------------- decisions
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One thing recovery decided about one attempt (or name), and why.
+
+    ``actions`` are carried out in order: events through the table, commands as the table would emit
+    them. A decision without actions is a report. ``rule`` names the rule that decided, and ``step`` the
+    checkpoint's step; a stray name has neither.
+    """
+
+    subject: str
+    last: str
+    found: str
+    result: Result
+    why: str
+    actions: tuple[Event | Command, ...] = ()
+    rule: str = ""
+    step: int | None = None
+
+
+def actions_of(decisions: Sequence[Decision]) -> list[Event | Command]:
+    """The actions of all decisions, in their order."""
+    return [action for decision in decisions for action in decision.actions]
+
+
+def rule_for(facts: Facts) -> Rule:
+    """The first rule for its state whose condition holds."""
+    state = facts.checkpoint.state
+    return next(rule for rule in RULES if state in rule.states and rule.when(facts))
+
+
+def decide(facts: Facts) -> Decision:
+    """Let the rules decide about one checkpoint."""
+    rule, checkpoint = rule_for(facts), facts.checkpoint
+    unknown = checkpoint.state is State.ABSENT
+    at_name = facts.there.found if facts.there is not None else "not published"
+    why = rule.why if isinstance(rule.why, str) else rule.why(facts)
+    return Decision(
+        facts.name if unknown else f"step {checkpoint.step} ({checkpoint.id})",
+        "none" if unknown else checkpoint.state.value,
+        rule.found or at_name,
+        rule.result,
+        why,
+        tuple(_action(kind, rule, facts, why) for kind in rule.actions),
+        rule.name,
+        checkpoint.step,
+    )
+
+
+def _action(kind: type[Event | Command], rule: Rule, facts: Facts, why: str) -> Event | Command:
+    of, there = facts.checkpoint.id, facts.there
+    if kind is Failed:
+        return Failed(of, "process_lost", why)
+    if kind is Withdrawn:
+        missing = rule.result is Result.WITHDRAWN_MISSING
+        return Withdrawn(of, "missing" if missing else "damaged", why)
+    if kind is Reprieved:
+        return Reprieved(of, "restart")
+    if kind is Adopted and there is not None:
+        return Adopted(of, there.run_seconds, there.metrics)
+    return kind(of)
