@@ -36,7 +36,7 @@ from ckptfsm.core.events import (
 )
 from ckptfsm.core.evidence import Evidence, TrackerEvidence, went_on
 from ckptfsm.core.ledger import Ledger
-from ckptfsm.core.lifecycle import UNPUBLISHED, Checkpoint, State
+from ckptfsm.core.lifecycle import UNPUBLISHED, Checkpoint, State, absent
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.recovery_refusals import (
     hopeless,
@@ -205,7 +205,7 @@ def _unknown(
     for step, there in sorted(evidence.published.items(), reverse=True):
         if step in explained:
             continue
-        unknown = Checkpoint(there.of or AttemptId(step, epoch, adopted + 1), State.ABSENT)
+        unknown = absent(there.of or AttemptId(step, epoch, adopted + 1))
         name = evidence.layout.published_name(step)
         decision = decide(Facts(unknown, name, evidence.tracker, there, in_use=in_use))
         adopted += decision.result is Result.ADOPTED

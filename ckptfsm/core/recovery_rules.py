@@ -136,14 +136,9 @@ def _name_is_taken(facts: Facts) -> bool:
     return facts.there is not None
 
 
-def staging_is_gone(facts: Facts) -> bool:
-    """Its staging directory is gone."""
-    return facts.staging is None
-
-
 def staging_is_incomplete(facts: Facts) -> bool:
-    """Its staging directory is not complete."""
-    return facts.staging is not None and not facts.staging.complete
+    """Its staging directory is not complete, or gone."""
+    return facts.staging is None or not facts.staging.complete
 
 
 def is_whole_and_newer(facts: Facts) -> bool:
@@ -197,7 +192,7 @@ def is_complete(facts: Facts) -> bool:
 
 
 def _of_staging(facts: Facts) -> str:
-    return facts.staging.detail if facts.staging is not None else ""
+    return facts.staging.detail if facts.staging is not None else "its staging directory is gone"
 
 
 def _of_the_directory(facts: Facts) -> str:
@@ -247,15 +242,6 @@ RULES: Final[tuple[Rule, ...]] = (
         (Finalize,),
         "every shard has a valid receipt: rolled forward",
         found="receipts complete",
-    ),
-    Rule(
-        "staging_gone",
-        (State.SHARDS_WRITTEN,),
-        staging_is_gone,
-        Result.FAILED,
-        (Failed, WritersLost),
-        "its staging directory is gone",
-        found="not published",
     ),
     Rule(
         "staging_incomplete",

@@ -32,7 +32,7 @@ TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "core/rollback": ("journal", "recovery", "found_by_review"),
         "core/evidence": ("recovery", "found_by_review"),
         "core/recovery": ("recovery",),  # the other suites take minutes for each mutant that lives
-        "core/recovery_rules": ("recovery",),
+        "core/recovery_rules": ("recovery_rules", "recovery"),
         "core/recovery_refusals": ("recovery",),
         "core/retention": ("retention", "config"),
         "core/events": ("ledger", "lifecycle"),
