@@ -1,7 +1,8 @@
-"""What a run exercised: rows of the table, state x event, and faults by the state they struck in.
+"""What a run exercised: rows of the table, state x event, faults by state, and rules of recovery.
 
 Rules: only counts; adding two of them is what running both would have counted. ``watch_moves`` looks
-on while the production ledger moves checkpoints; it changes nothing.
+on while the production ledger moves checkpoints, ``watch_rules`` while recovery decides. Both change
+nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptfsm.core import ledger as _ledger
+from ckptfsm.core import recovery_rules as _rules
 from ckptfsm.core.events import Command, Event
 from ckptfsm.core.lifecycle import EVENTS, TABLE, Checkpoint, Row, State, find_row
+from ckptfsm.core.recovery_rules import RULES, Facts, Rule
 
 
 def row_key(row: Row) -> str:
@@ -30,15 +33,21 @@ def pair_key(state: State, event: type[Event]) -> str:
 
 ALL_ROWS = tuple(row_key(row) for row in TABLE)
 ALL_PAIRS = tuple(pair_key(state, event) for state in State for event in EVENTS)
+ALL_RULES = tuple(rule.name for rule in RULES)
 
 
 @dataclass
 class Coverage:
-    """How often each was exercised. ``faults`` counts ``F5 x forked``: fault and state it struck."""
+    """How often each was exercised.
+
+    ``faults`` counts ``F5 x forked``: fault and state it struck. ``rules`` counts the rules of recovery
+    by name.
+    """
 
     rows: Counter[str] = field(default_factory=Counter)
     pairs: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
+    rules: Counter[str] = field(default_factory=Counter)
 
     def move(self, checkpoint: Checkpoint, event: Event) -> None:
         """``event`` was offered to ``checkpoint``, whatever became of it."""
@@ -55,6 +64,7 @@ class Coverage:
         self.rows += other.rows
         self.pairs += other.pairs
         self.faults += other.faults
+        self.rules += other.rules
 
     def as_json(self) -> dict[str, dict[str, int]]:
         return {
@@ -63,12 +73,13 @@ class Coverage:
                 ("rows", self.rows),
                 ("pairs", self.pairs),
                 ("faults", self.faults),
+                ("rules", self.rules),
             )
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Mapping[str, int]]) -> Coverage:
-        return cls(*(Counter(data[name]) for name in ("rows", "pairs", "faults")))
+        return cls(*(Counter(data[name]) for name in ("rows", "pairs", "faults", "rules")))
 
 
 @contextmanager
@@ -96,3 +107,24 @@ def watch_moves(coverage: Coverage) -> Iterator[Coverage]:
         yield coverage
     finally:
         module.apply, module.find_row = apply, find
+
+
+@contextmanager
+def watch_rules(coverage: Coverage) -> Iterator[Coverage]:
+    """Count every rule of recovery that decides about a checkpoint inside the block.
+
+    Looks over the shoulder of ``recovery_rules.decide``; for one thread at a time.
+    """
+    module: Any = _rules
+    rule_for = module.rule_for
+
+    def watched(facts: Facts) -> Rule:
+        rule: Rule = rule_for(facts)
+        coverage.rules[rule.name] += 1
+        return rule
+
+    module.rule_for = watched
+    try:
+        yield coverage
+    finally:
+        module.rule_for = rule_for

@@ -22,7 +22,7 @@ from functools import partial
 from ckptfsm.core import layout
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.retention import LatestN
-from ckptfsm.testing.coverage import Coverage
+from ckptfsm.testing.coverage import ALL_RULES, Coverage, watch_rules
 from proof.exhaustive_disk import Dir
 from proof.exhaustive_moves import Moves
 from proof.exhaustive_promises import Table, check_world, is_settled, judge
@@ -68,6 +68,8 @@ SCOPES: tuple[Scope, ...] = (
         retention=LatestN(1),
     ),
     Scope("failing", Left(requests=2, errors=2), retention=LatestN(1)),
+    Scope("landing", Left(requests=2, crashes=2, takeovers=1), retention=LatestN(1)),
+    Scope("outsiders", Left(requests=2, crashes=2, rollbacks=1, outsiders=1)),
 )
 
 WIDER: tuple[Scope, ...] = (
@@ -144,7 +146,7 @@ class Search:
 
     def run(self) -> Found:
         began = time.process_time()
-        with production():
+        with production(), watch_rules(self.found.coverage):
             self._add(first_world(self.scope), -1, -1)
             index, level_end = 0, 1
             while index < len(self._worlds) and len(self._worlds) < self.limit:
@@ -320,9 +322,22 @@ def run(budget: Budget) -> LayerResult:
             break
     for each in sorted(found, key=lambda f: f.scope):
         _report(each, result)
-    if budget.profile == "pr" and not budget.stop_at_first and not result.violations:
-        result.violations += _too_small(found)
+    used = {name: result.coverage.rules[name] for name in ALL_RULES if result.coverage.rules[name]}
+    result.explored["rules of recovery"] = len(used)
+    result.notes.append("rules of recovery: " + ", ".join(f"{n} {c:,}" for n, c in used.items()))
+    if not budget.stop_at_first and not result.violations:
+        result.violations += _unexercised_rules(result.coverage)
+        if budget.profile == "pr":
+            result.violations += _too_small(found)
     return result
+
+
+def _unexercised_rules(coverage: Coverage) -> Iterator[Violation]:
+    """Every rule of recovery decides somewhere: one that never does is dead, or is not looked at."""
+    for name in ALL_RULES:
+        if not coverage.rules[name]:
+            command = "PYTHONPATH=tests python -m proof.exhaustive --profile pr"
+            yield Violation("", f"rule {name} of recovery was not exercised", command)
 
 
 def _too_small(found: list[Found]) -> Iterator[Violation]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 from ckptfsm.core import layout
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
-from proof.exhaustive_disk import Dir
+from proof.exhaustive_disk import Dir, tree
 from proof.exhaustive_promises import PUBLISHED, Watch, judge, tracker_step
 from proof.exhaustive_world import (
     TORN,
@@ -139,7 +139,7 @@ class Moves:
         after = reopen(run, scope)
         known = [c for c in before.journal.checkpoints if c.state in PUBLISHED]
         whole = [c for c in known if _is_whole(before.disk, c.id, c.provenance, scope)]
-        if after.refused and whole:
+        if after.refused and whole and not _is_in_others_use(before):
             raise Broken("I8", f"refused to start, and {whole[0].id} is whole")
         if after.live is None:
             return after
@@ -192,6 +192,8 @@ class Moves:
             yield Next(f"the reader of step {reader.step} goes on{said}", after)
         if world.left.damages:
             yield from self._damage(world)
+        if world.left.outsiders and world.live is None:
+            yield from _outsiders(world._replace(left=world.left.less("outsiders")))
 
     def _write(self, world: World, writer: Writer) -> Iterator[Next]:
         """A writer goes on, dies by itself, or is killed because its attempt has failed."""
@@ -275,6 +277,13 @@ def _is_whole(disk: Dir, of: AttemptId, provenance: str, scope: Scope) -> bool:
     return verdict.complete and (verdict.of == of or provenance == "adopted")
 
 
+def _is_in_others_use(world: World) -> bool:
+    """True if an outsider wrote the tracker while a rollback was unfinished: a person must look."""
+    content = world.disk.names.get(layout.TRACKER)
+    by_outsider = isinstance(content, bytes) and not content.endswith(b"\n")
+    return world.journal.intent.rolling_back and by_outsider
+
+
 def _check_unasked(before: World, after: World) -> None:
     """A directory newer than what was in use is reported, never resumed from unasked."""
     assert after.live is not None
@@ -303,6 +312,34 @@ def _land(world: World) -> World:
     except OSError:
         return world._replace(zombie=None)
     return world._replace(zombie=None, scarred=True, disk=run.disk.value)
+
+
+def _outsiders(world: World) -> Iterator[Next]:
+    """Another trainer goes on from the tracker. A person puts a checkpoint back, or clears staging."""
+    disk, named = world.disk, tracker_step(world.disk) or 0
+    step = next(s for s in count(named + 1) if not disk.get(layout.MEGATRON.published_name(s)))
+    saved = disk.put(layout.MEGATRON.published_name(step), tree(stock=b"", shard=b"%d" % step))
+    yield Next(f"another trainer saves step {step}", _named(world, saved, step))
+    for name in _names_in(disk, layout.QUARANTINE):
+        of = layout.parse_aside(name)
+        home = layout.MEGATRON.published_name(of.step) if of is not None else ""
+        if of is not None and of.step > named and not disk.get(home):
+            node = disk.get(f"{layout.QUARANTINE}/{name}")
+            back = disk.put(f"{layout.QUARANTINE}/{name}", None).put(home, node)
+            yield Next(f"a person puts {of} back", _named(world, back, of.step))
+    for name in _names_in(disk, layout.STAGING):
+        gone = disk.put(f"{layout.STAGING}/{name}", None)
+        yield Next(f"a person removes {name} in staging", world._replace(disk=gone))
+
+
+def _named(world: World, disk: Dir, step: int) -> World:
+    """The tracker as a stock trainer or a person writes it: without a newline."""
+    return world._replace(disk=disk.put(layout.TRACKER, b"%d" % step))
+
+
+def _names_in(disk: Dir, directory: str) -> list[str]:
+    node = disk.get(directory)
+    return sorted(node.names) if isinstance(node, Dir) else []
 
 
 def _release(world: World) -> World:

@@ -219,7 +219,14 @@ class Watch:
             require(at_name.of != of, "I1", f"{of} was published and is discarded")
         elif record.dest is State.QUARANTINED and record.reason in UNUSABLE:
             known = is_gutted(run.world, of) or at_name != (of, True)
-            require(known, "I2", f"{of} is withdrawn as damaged, and is whole")
+            passed = record.source is State.FINALIZED and _is_passed(run, of.step)
+            require(known or passed, "I2", f"{of} is withdrawn as damaged, and is whole")
+
+
+def _is_passed(run: Run, step: int) -> bool:
+    """True if a newer step is tracked: one that was never acknowledged must not take its place."""
+    checkpoints = run.journal.value.checkpoints
+    return any(c.step > step for c in checkpoints if c.state is State.TRACKED)
 
 
 def _foreign(writer: Any, run: Run) -> bool:

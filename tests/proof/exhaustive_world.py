@@ -83,7 +83,10 @@ class Paused(BaseException):
 
 
 class Left(NamedTuple):
-    """How often each thing may still happen in one history: the bounds of the search."""
+    """How often each thing may still happen in one history: the bounds of the search.
+
+    ``outsiders``: something that a person or another trainer does at the root between two runs.
+    """
 
     requests: int = 0
     crashes: int = 0
@@ -95,6 +98,7 @@ class Left(NamedTuple):
     pins: int = 0
     deletes: int = 0
     rollbacks: int = 0
+    outsiders: int = 0
 
     def less(self, name: str) -> Left:
         return self._replace(**{name: getattr(self, name) - 1})

@@ -12,14 +12,14 @@ import pytest
 from proof import determinism, exhaustive, running
 from proof.__main__ import judge_coverage
 from proof.catalogue import LAYERS, layers_of
-from proof.exhaustive import Found, _too_small
+from proof.exhaustive import Found, _too_small, _unexercised_rules
 from proof.faults import STATES, TABLE, applicable, cannot_happen, mark_of
 from proof.layer import Budget, LayerResult, Violation
 from proof.report import document, rows, table, unexercised
 from proof.running import Running, run_one
 
 from ckptfsm.core.lifecycle import State
-from ckptfsm.testing.coverage import ALL_PAIRS, ALL_ROWS, Coverage
+from ckptfsm.testing.coverage import ALL_PAIRS, ALL_ROWS, ALL_RULES, Coverage
 
 EVERYWHERE = ("pruned", "discarded", "quarantined", "any")  # what they mean is said for all faults
 
@@ -30,6 +30,7 @@ def everything(layer: str) -> LayerResult:
             "rows": dict.fromkeys(ALL_ROWS, 1),
             "pairs": dict.fromkeys(ALL_PAIRS, 1),
             "faults": dict.fromkeys(applicable("release"), 1),
+            "rules": dict.fromkeys(ALL_RULES, 1),
         }
     )
     return LayerResult(layer, {"runs": 3}, coverage=coverage)
@@ -115,6 +116,16 @@ def test_a_search_that_shrank_is_red():
     assert list(_too_small([whole])) == []
     for less in (replace(whole, states=exhaustive.STATES - 1), replace(whole, closed=False)):
         assert len(list(_too_small([less]))) == 1
+
+
+def test_a_rule_of_recovery_that_is_not_exercised_is_red():
+    """Catches: a rule that no state of the search asks for, and a check that lets it pass."""
+    assert list(_unexercised_rules(everything("exhaustive").coverage)) == []
+    lacking = everything("exhaustive").coverage
+    del lacking.rules["put_back"]
+    assert [v.what for v in _unexercised_rules(lacking)] == [
+        "rule put_back of recovery was not exercised"
+    ]
 
 
 def test_another_trace_is_red(monkeypatch):
