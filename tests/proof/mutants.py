@@ -55,6 +55,7 @@ _TESTED_BY = {  # modules that have no test file of their name
     "shard_file": "rank_writer",
     "ports": "fork",
     "session": "manager",
+    "recovery_refusals": "recovery",
     "participant": "manager",
     "coordinator_client": "manager",
     "handle": "manager",
