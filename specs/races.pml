@@ -34,8 +34,8 @@
  * -DNO_EPOCH_CHECK, -DEMPTY_UNDECIDED, -DFORGETFUL_RECOVERY, -DNO_SWEEP; with -DTAKING: -DNO_LINK,
  * -DNO_EPOCH_CHECK.
  *
- * Rules: the order of the steps is that of disk/ownership.py, disk/effects.py, coordinator/engine.py, core/recovery.py and disk/reader_lease.py;
- * whoever changes one changes the other. Not in it: power loss and how many there are of anything
+ * Rules: the order of the steps is that of disk/ownership.py, disk/publishing.py, disk/setting_aside.py,
+ * coordinator/engine.py, core/recovery.py and disk/reader_lease.py; whoever changes one changes the other. Not in it: power loss and how many there are of anything
  * (inductive.py), leases that expire, errors of the disk but one: the way back may fail once.
  */
 
@@ -214,7 +214,7 @@ inline may_die() {
   fi
 }
 
-/* effects.prune and engine._run_prune */
+/* Mover.prune and engine._run_prune */
 inline prune(me, s) {
   BOOK(me, s) = prunable;
   check(me);
@@ -316,7 +316,7 @@ inline remove(me) {
   }
 }
 
-/* effects.write_tracker: the check comes just before the rename, the look back after it */
+/* Publisher.write_tracker: the check comes just before the rename, the look back after it */
 inline write_tracker(me, s) {
   check(me);
   temporary[me] = true;

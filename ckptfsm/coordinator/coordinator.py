@@ -377,7 +377,7 @@ class Coordinator:
                 step=request.step,
                 latest=_step_of(self._engine.ledger.latest()),
             )
-        aside = self._engine.effects.set_aside(name)
+        aside = self._engine.mover.set_aside(name)
         said = f"step {request.step}: {name} is not complete, and was moved to {aside}"
         say(log.warning, "partial_directory_quarantined", said, file=name, to=aside)
 
@@ -551,7 +551,7 @@ class Coordinator:
         """Keep ``step`` from retention until ``unpin``. Raises ``StepNotFoundError``."""
         with self._guarded("pin"):
             self._engine.tracked(step)
-            self._engine.effects.pin(step, reason)
+            self._engine.protection.pin(step, reason)
             self._engine.reread_protection()
             self._engine.tracked(step)
 
@@ -624,7 +624,7 @@ class Coordinator:
             checkpoint = self._engine.tracked(step) if step is not None else latest
             assert checkpoint is not None
             self._engine.check_epoch()
-            tag = self._engine.effects.tag
+            tag = self._engine.publisher.tag
             lease = self._readers.take(checkpoint.step, tag, self._identity.nonce)
             try:
                 self._engine.reread_protection()

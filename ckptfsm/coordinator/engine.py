@@ -80,10 +80,12 @@ from ckptfsm.core.requests import Blocked, FinalizersDue, News, NumberedNews
 from ckptfsm.core.retention import Policy, describe_tracked
 from ckptfsm.disk.assembly import Assembly
 from ckptfsm.disk.durable import TEMPORARY, lookup, put, storage_error
-from ckptfsm.disk.effects import Effects, Pruned
 from ckptfsm.disk.inspection import is_manifest_of, moved_aside, read_tracker
 from ckptfsm.disk.journal import History, JournalWriter, folded
 from ckptfsm.disk.ownership import RootOwnership
+from ckptfsm.disk.protection import Protection
+from ckptfsm.disk.publishing import Publisher
+from ckptfsm.disk.setting_aside import Mover, Pruned
 from ckptfsm.disk.trash import remove_marker, remove_some
 
 log = logging.getLogger("ckptfsm")
@@ -143,7 +145,10 @@ class Engine:
             settings.visibility_timeout_s,
             settings.layout,
         )
-        self.effects = Effects(storage, lease.tag, lease.check, assembly, settings.layout)
+        self.layout = settings.layout
+        self.publisher = Publisher(storage, lease.tag, lease.check, assembly, settings.layout)
+        self.protection = Protection(storage, lease.tag, lease.check)
+        self.mover = Mover(storage, lease.tag, lease.check, settings.layout, self.protection)
         self._storage = storage
         self._clock = clock
         self._lease = lease
@@ -191,7 +196,7 @@ class Engine:
                 rolling_back_to=history.intent.target,
                 rolling_back_lowered=history.intent.lowered,
                 begun_afresh=history.intent.begun_afresh,
-                layout=self.effects.layout.name,
+                layout=self.layout.name,
                 checkpoints=tuple(checkpoint_record(c) for c in checkpoints),
             )
         )
@@ -329,12 +334,11 @@ class Engine:
 
     def _sort(self, of: AttemptId, path: str, *, given_up: bool, sure: bool = False) -> None:
         """Give up what lies in the trash, or keep it. What fails is done by the next opening."""
-        layout = self.effects.layout
         try:
-            if sure or (given_up and is_manifest_of(self._storage, layout, of, path)):
-                self.effects.give_up(of, path)
+            if sure or (given_up and is_manifest_of(self._storage, self.layout, of, path)):
+                self.mover.give_up(of, path)
                 return
-            self.effects.keep_for_a_person(of, path)
+            self.mover.keep_for_a_person(of, path)
         except (Fenced, OutcomeUnknown):
             raise
         except (NewerSchema, OSError) as error:
@@ -373,7 +377,7 @@ class Engine:
             return
         match command:
             case CreateStaging():
-                self.effects.create_staging(checkpoint)
+                self.publisher.create_staging(checkpoint)
             case RunFinalizers():
                 self._ask_for_finalizers(checkpoint)
             case Finalize():
@@ -416,10 +420,10 @@ class Engine:
         """``error`` with the file that it is about; a temporary one stands for what it is to become."""
         if isinstance(error, CkptFsmError):
             return error
-        working = self.effects.layout.working_dir(checkpoint.id, checkpoint.in_place)
+        working = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
         what, file = {
             WriteTracker: ("tracker", TRACKER),
-            Finalize: ("finalize", self.effects.layout.published_name(checkpoint.step)),
+            Finalize: ("finalize", self.layout.published_name(checkpoint.step)),
         }.get(type(command), ("clean_up", working))
         named = (error.filename or file).partition(TEMPORARY)[0]
         return storage_error(error, what, named)
@@ -437,7 +441,7 @@ class Engine:
     def _run_finalize(self, checkpoint: Checkpoint) -> None:
         """Publish it, then journal that. Once it has its name it is retried, and cannot fail (I1)."""
         try:
-            self.effects.finalize(checkpoint)
+            self.publisher.finalize(checkpoint)
         except (Fenced, OutcomeUnknown):
             raise
         except (CkptFsmError, OSError) as error:
@@ -461,7 +465,7 @@ class Engine:
         if latest is not None and latest.step > checkpoint.step:  # brought back meanwhile
             self.post(Withdrawn(checkpoint.id, "damaged", "not newer than the tracked one"))
             return
-        self.effects.write_tracker(checkpoint.step)
+        self.publisher.write_tracker(checkpoint.step)
         if checkpoint.state is State.FINALIZED:
             self.post(TrackerWritten(checkpoint.id))
             self._retire_due = not self._keep_all
@@ -470,7 +474,7 @@ class Engine:
     def _run_prune(self, checkpoint: Checkpoint) -> None:
         if checkpoint.state is not State.PRUNABLE:
             return
-        effect = partial(self.effects.prune, checkpoint, self.newest_step())
+        effect = partial(self.mover.prune, checkpoint, self.newest_step())
         kept = self.conclude_prune(checkpoint, effect)
         latest = self.ledger.latest()
         if kept and latest is not None and latest.id == checkpoint.id:
@@ -502,7 +506,7 @@ class Engine:
 
     def withdraw(self, checkpoint: Checkpoint, detail: str) -> None:
         """Take what is not whole out of service: it is to be moved aside, if it is not missing."""
-        name = self.effects.layout.published_name(checkpoint.step)
+        name = self.layout.published_name(checkpoint.step)
         missing = lookup(self._storage, name) is None
         self.post(Withdrawn(checkpoint.id, "missing" if missing else "damaged", detail))
 
@@ -511,19 +515,19 @@ class Engine:
         same = [c for c in self.ledger.in_state(*states) if c.step == checkpoint.step]
         others = [c for c in same if c.state is not State.QUARANTINED or self._may_be_there(c)]
         held = any(self._has_its_name(other) for other in others)
-        aside = self.effects.clean_up(checkpoint, alone=not others, held=held)
+        aside = self.mover.clean_up(checkpoint, alone=not others, held=held)
         self.post(Cleaned(checkpoint.id))
         self._give_up(checkpoint.id, aside)
 
     def _may_be_there(self, withdrawn: Checkpoint) -> bool:
         """True if a withdrawn one may still be at its name: it has no manifest, and was not moved."""
         adopted = withdrawn.provenance == "adopted"
-        return adopted and not self.effects.lies_in(QUARANTINE, withdrawn)
+        return adopted and not self.mover.lies_in(QUARANTINE, withdrawn)
 
     def _has_its_name(self, other: Checkpoint) -> bool:
         """True of one that is in use, or whose prune has not begun."""
         if other.state is State.PRUNABLE:
-            return not self.effects.lies_in(TRASH, other)
+            return not self.mover.lies_in(TRASH, other)
         return other.state is not State.QUARANTINED
 
     def _run_quarantine(self, command: Quarantine) -> None:
@@ -534,15 +538,15 @@ class Engine:
         alone = not any(other.step == checkpoint.step for other in living)
         latest = self.ledger.latest()
         if checkpoint.id not in self._set_aside:
-            self._set_aside[checkpoint.id] = self.effects.lies_in(QUARANTINE, checkpoint)
+            self._set_aside[checkpoint.id] = self.mover.lies_in(QUARANTINE, checkpoint)
         earlier = self._set_aside[checkpoint.id]
         named = alone and read_tracker(self._storage).step == checkpoint.step
-        if latest is not None and named and not self.effects.is_taken(checkpoint, earlier):
-            self.effects.write_tracker(latest.step)
+        if latest is not None and named and not self.mover.is_taken(checkpoint, earlier):
+            self.publisher.write_tracker(latest.step)
         undecided = self.ledger.in_state(State.PRUNABLE)
         if any(other.step == checkpoint.step for other in undecided):
             raise StorageError("an earlier attempt's prune is undecided", step=checkpoint.step)
-        self.effects.quarantine(checkpoint, alone=alone, earlier=earlier)
+        self.mover.quarantine(checkpoint, alone=alone, earlier=earlier)
 
     def retire_if_due(self) -> None:
         """Let retention have its turn; if the disk does not let it, at the next tick again."""
@@ -573,8 +577,8 @@ class Engine:
 
     def reread_protection(self) -> None:
         """Take pins and readers' leases as they are on disk now."""
-        leases = self.effects.reader_leases()
-        self.ledger = self.ledger.protected(self.effects.pinned_steps(), leases.values())
+        leases = self.protection.reader_leases()
+        self.ledger = self.ledger.protected(self.protection.pinned_steps(), leases.values())
 
     def tracked(self, step: int) -> Checkpoint:
         """The tracked checkpoint of ``step``. Raises ``StepNotFoundError``."""

@@ -90,11 +90,11 @@ class PlanRun:
             return
         if isinstance(action, Adopted):
             self.engine.continue_from(action.run_seconds)
-            self.engine.effects.make_adopted_durable(action.of.step)
-            self.engine.effects.pin(action.of.step, "adopted")
+            self.engine.publisher.make_adopted_durable(action.of.step)
+            self.engine.protection.pin(action.of.step, "adopted")
             self.engine.reread_protection()
         if isinstance(action, FoundPublished):
-            self.engine.effects.make_published_durable(action.of.step)
+            self.engine.publisher.make_published_durable(action.of.step)
         self.engine.post(action)
 
     def _fall_back(self, to: int | None, actions: Sequence[Event | Command]) -> None:
@@ -105,9 +105,9 @@ class PlanRun:
         if to is None:
             return
         if any(isinstance(action, Adopted) and action.of.step == to for action in actions):
-            self.engine.effects.make_adopted_durable(to)
+            self.engine.publisher.make_adopted_durable(to)
         try:
-            self.engine.effects.write_tracker(to)
+            self.engine.publisher.write_tracker(to)
         except CkptFsmError:
             raise
         except OSError as error:
@@ -131,7 +131,7 @@ class PlanRun:
             if self.resume != "fresh" or not (known or lookup(self.storage, TRACKER)):
                 return False
             self.engine.append(RollbackStarted(to_step=None, at=self.clock.wall()))
-        self.engine.effects.set_aside_tracker()
+        self.engine.mover.set_aside_tracker()
         return True
 
     def _finish_rollback(self, interrupted: Intent, afresh: bool) -> None:
@@ -167,7 +167,7 @@ class PlanRun:
 
     def _next_file(self, waiting: Checkpoint) -> str:
         tracked_next = waiting.state is State.FINALIZED
-        return TRACKER if tracked_next else self.engine.effects.layout.published_name(waiting.step)
+        return TRACKER if tracked_next else self.engine.layout.published_name(waiting.step)
 
     def _refuse_half_open(self, reasons: Sequence[str]) -> None:
         """A published checkpoint that the disk did not let be tracked is not passed over (I8).
@@ -203,9 +203,9 @@ def roll_back(engine: Engine, target: int | None, at: str) -> None:
     Tracker first, so that it never names what is being moved; then the later steps.
     """
     if target is None:
-        engine.effects.set_aside_tracker()
+        engine.mover.set_aside_tracker()
     else:
-        engine.effects.write_tracker(target)
+        engine.publisher.write_tracker(target)
     reason: Literal["fresh", "rollback"] = "fresh" if target is None else "rollback"
     for checkpoint in engine.ledger.in_state(State.PRUNABLE):
         _resume_prune(engine, checkpoint)
@@ -219,5 +219,5 @@ def roll_back(engine: Engine, target: int | None, at: str) -> None:
 def _resume_prune(engine: Engine, checkpoint: Checkpoint) -> None:
     """Decide now what an interrupted prune has left: it must not come back after a rollback."""
     engine.forget_prune(checkpoint.id)
-    effect = partial(engine.effects.resume_prune, checkpoint, engine.newest_step())
+    effect = partial(engine.mover.resume_prune, checkpoint, engine.newest_step())
     engine.conclude_prune(checkpoint, effect)

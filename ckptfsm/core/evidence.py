@@ -1,6 +1,6 @@
-"""The findings on disk that recovery and the effects decide from. Pure.
+"""The findings on disk that recovery and ``keeping`` decide from. Pure.
 
-Rules: recovery and the effects ask the same function which checkpoint a directory belongs to. A
+Rules: recovery and ``keeping`` ask the same function which checkpoint a directory belongs to. A
 directory is taken for a checkpoint only on evidence.
 """
 

@@ -101,7 +101,11 @@ MUTANTS = (
         "disk.assembly:Assembly.listed",
         "own_files = receipt.files if receipt.part not in shares.dropped else ()",
         "own_files = receipt.files",
-        ("disk.effects:Effects.finalize", "self._leave_out(checkpoint, part, directory)", "pass"),
+        (
+            "disk.publishing:Publisher.finalize",
+            "self._leave_out(checkpoint, part, directory)",
+            "pass",
+        ),
         breaks="I4",
         source="F23",
         killers=("tests:test_composite.py",),

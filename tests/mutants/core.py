@@ -211,12 +211,12 @@ LEDGER = (
         "newest = self.in_state(State.TRACKED, *IN_FLIGHT)\n"
         "offers = (self._offer(c, newest[-1].step, preserved) for c in tracked)",
         (
-            "disk.effects:Effects._kept_by_tracker",
+            "disk.setting_aside:Mover._kept_by_tracker",
             "if tracker.step is None or tracker.step <= checkpoint.step:",
             "if tracker.step is None:",
         ),
         (
-            "disk.effects:Effects._kept_for_want",
+            "disk.setting_aside:Mover._kept_for_want",
             (
                 'if newer is None or newer.kind != "dir":\n'
                 '    return f"step {newer_step} is not there"'

@@ -187,7 +187,7 @@ MUTANTS = (
     ),
     mutant(
         "what-was-published-late-may-be-back-in-staging",
-        "disk.effects:Effects.make_published_durable",
+        "disk.publishing:Publisher.make_published_durable",
         'self.storage.fsync_dir("")\nself.storage.fsync_dir(STAGING)',
         'self.storage.fsync_dir("")',
         breaks="I4",
@@ -244,7 +244,7 @@ MUTANTS = (
         "fsync_tree_dirs(storage, join(job.location, part.directory))",
         "pass",
         (
-            "disk.effects:Effects.finalize",
+            "disk.publishing:Publisher.finalize",
             ("fsync_tree_dirs(self.storage, directory)\nself.check_epoch()"),
             "self.check_epoch()",
         ),
@@ -265,7 +265,7 @@ MUTANTS = (
     # ------------------------------------------------------------------------------ publishing
     mutant(
         "published-name-without-fsync",
-        "disk.effects:Effects._fsync_names",
+        "disk.publishing:Publisher._fsync_names",
         'self.storage.fsync_dir("")\nself.storage.fsync_dir(staging_dir',
         "self.storage.fsync_dir(staging_dir",
         breaks="I3",
@@ -274,7 +274,7 @@ MUTANTS = (
     ),
     mutant(
         "staging-name-stays-after-publishing",
-        "disk.effects:Effects._fsync_names",
+        "disk.publishing:Publisher._fsync_names",
         'self.storage.fsync_dir(staging_dir(checkpoint.id).rpartition("/")[0])',
         "",
         breaks="I4",
@@ -284,7 +284,7 @@ MUTANTS = (
     ),
     mutant(
         "adopted-without-fsync",
-        "disk.effects:Effects.make_adopted_durable",
+        "disk.publishing:Publisher.make_adopted_durable",
         "for file, stat in walk_files(self.storage, name):\n"
         '    if stat.kind == "file":  # a link of somebody\'s is never followed (F16)\n'
         '        fsync_existing(self.storage, f"{name}/{file}")\n'
@@ -297,7 +297,7 @@ MUTANTS = (
     ),
     mutant(
         "staging-without-fsync",
-        "disk.effects:Effects.create_staging",
+        "disk.publishing:Publisher.create_staging",
         'self.storage.fsync_dir(directory.rpartition("/")[0])  # whoever made it',
         "",
         breaks="I3",
@@ -306,7 +306,7 @@ MUTANTS = (
     ),
     mutant(
         "what-was-moved-is-not-settled",
-        "disk.effects:Effects._settle",
+        "disk.setting_aside:Mover._settle",
         "self.storage.fsync_dir(directory)",
         "pass",
         breaks="I1",
@@ -316,7 +316,7 @@ MUTANTS = (
     ),
     mutant(
         "found-published-without-fsync",
-        "disk.effects:Effects.make_published_durable",
+        "disk.publishing:Publisher.make_published_durable",
         "fsync_tree_dirs(self.storage, self.layout.published_name(step))\n"
         'self.storage.fsync_dir("")',
         "pass",
@@ -327,8 +327,8 @@ MUTANTS = (
     ),
     mutant(
         "moved-aside-before-the-tracker-is-durable",
-        "disk.effects:Effects._move_aside",
-        'self.storage.fsync_dir("")\nfor suffix in',
+        "disk.setting_aside:move_aside",
+        'storage.fsync_dir("")\nfor suffix in',
         "for suffix in",
         breaks="I2",
         source="fsync",

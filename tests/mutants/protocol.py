@@ -37,7 +37,7 @@ ORDER = (
         "if moved.source is not moved.dest:\n    record = self._record(moved)",
         "if isinstance(command, Prune):\n"
         "    latest = self.ledger.latest()\n"
-        "    self.effects.prune(moved.checkpoint, latest.step if latest else -1)\n"
+        "    self.mover.prune(moved.checkpoint, latest.step if latest else -1)\n"
         "if moved.source is not moved.dest:\n"
         "    record = self._record(moved)",
         breaks="I1",
@@ -48,12 +48,12 @@ ORDER = (
     mutant(
         "acknowledged-before-the-tracker",
         "coordinator.engine:Engine._run_tracker",
-        "self.effects.write_tracker(checkpoint.step)\n"
+        "self.publisher.write_tracker(checkpoint.step)\n"
         "if checkpoint.state is State.FINALIZED:\n"
         "    self.post(TrackerWritten(checkpoint.id))",
         "if checkpoint.state is State.FINALIZED:\n"
         "    self.post(TrackerWritten(checkpoint.id))\n"
-        "self.effects.write_tracker(checkpoint.step)\n"
+        "self.publisher.write_tracker(checkpoint.step)\n"
         "if checkpoint.state is State.FINALIZED:",
         breaks="I2",
         source="order",
@@ -61,13 +61,13 @@ ORDER = (
     ),
     mutant(
         "published-before-the-manifest",
-        "disk.effects:Effects.finalize",
+        "disk.publishing:Publisher.finalize",
         'put(self.storage, f"{directory}/{MANIFEST}",',
         "self.check_epoch()\n"
         "self.storage.rename(directory, target)\n"
         'put(self.storage, f"{target}/{MANIFEST}",',
         (
-            "disk.effects:Effects.finalize",
+            "disk.publishing:Publisher.finalize",
             "self._publish(checkpoint, directory, target)",
             "self._fsync_names(checkpoint, target)",
         ),
@@ -78,15 +78,15 @@ ORDER = (
     mutant(
         "tracker-after-the-move-to-quarantine",
         "coordinator.engine:Engine._run_quarantine",
-        "self.effects.write_tracker(latest.step)",
+        "self.publisher.write_tracker(latest.step)",
         "late = True",
         (
             "coordinator.engine:Engine._run_quarantine",
-            "self.effects.quarantine(checkpoint, alone=alone, earlier=earlier)",
+            "self.mover.quarantine(checkpoint, alone=alone, earlier=earlier)",
             (
-                "self.effects.quarantine(checkpoint, alone=alone, earlier=earlier)\n"
+                "self.mover.quarantine(checkpoint, alone=alone, earlier=earlier)\n"
                 "if 'late' in locals():\n"
-                "    self.effects.write_tracker(latest.step)"
+                "    self.publisher.write_tracker(latest.step)"
             ),
         ),
         breaks="I2",
@@ -114,9 +114,9 @@ ORDER = (
     ),
     mutant(
         "trash-emptied-before-a-prune-is-decided",
-        "disk.effects:Effects.prune",
-        "aside = self._move_aside(source, trash_dir(checkpoint.id))",
-        "aside = self._move_aside(source, gone_dir(checkpoint.id))",
+        "disk.setting_aside:Mover.prune",
+        "aside = move_aside(self.storage, source, trash_dir(checkpoint.id))",
+        "aside = move_aside(self.storage, source, gone_dir(checkpoint.id))",
         breaks="F27",
         source="order",
         killers=("tests:test_schedules.py", "simulation"),
@@ -124,7 +124,7 @@ ORDER = (
     ),
     mutant(
         "trash-emptied-before-a-clean-up-is-durable",
-        "disk.effects:Effects.clean_up",
+        "disk.setting_aside:Mover.clean_up",
         "aside = trash_dir if given_up else quarantine_dir  # it may be of value to somebody",
         "aside = gone_dir if given_up else quarantine_dir  # it may be of value to somebody",
         breaks="I4",
@@ -195,7 +195,7 @@ ORDER = (
 LOOKS = (
     mutant(
         "tracker-not-read-back",
-        "disk.effects:Effects.write_tracker",
+        "disk.publishing:Publisher.write_tracker",
         "if seen.step != step:",
         "if False:",
         breaks="I2",
@@ -204,11 +204,11 @@ LOOKS = (
     ),
     mutant(
         "published-name-not-read-back",
-        "disk.effects:Effects._fsync_names",
+        "disk.publishing:Publisher._fsync_names",
         "if manifest is None or manifest.of != checkpoint.id:",
         "if False:",
         (
-            "disk.effects:Effects._publish",
+            "disk.publishing:Publisher._publish",
             (
                 "if lookup(self.storage, directory) is not None:\n"
                 "    raise  # it certainly did not happen; something else may stand at the name"
@@ -244,7 +244,7 @@ LOOKS = (
     ),
     mutant(
         "another-attempts-manifest-is-our-commit",
-        "disk.effects:Effects._is_committed",
+        "disk.publishing:Publisher._is_committed",
         "if manifest is None or manifest.of != checkpoint.id:\n    return False",
         "if manifest is None or manifest.of.step != checkpoint.step:\n    return False",
         breaks="I5",
@@ -255,7 +255,7 @@ LOOKS = (
     ),
     mutant(
         "another-attempts-directory-is-ours-published",
-        "disk.effects:Effects._is_published",
+        "disk.publishing:Publisher._is_published",
         "if manifest is not None and manifest.of == checkpoint.id:\n    return True",
         "if manifest is not None and manifest.of.step == checkpoint.step:\n    return True",
         breaks="I5",
@@ -266,7 +266,7 @@ LOOKS = (
     ),
     mutant(
         "a-mount-is-pruned",
-        "disk.effects:Effects._kept_by_tracker",
+        "disk.setting_aside:Mover._kept_by_tracker",
         "if found is not None and self._is_somebody_elses(found):\n    return",
         "if False:\n    return",
         breaks="F16",
@@ -278,11 +278,11 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-look-for-pins",
-        "disk.effects:Effects.prune",
+        "disk.setting_aside:Mover.prune",
         "or self._kept_by_people(checkpoint.step)\nor self._kept_by_tracker",
         "or self._kept_by_tracker",
         (
-            "disk.effects:Effects.prune",
+            "disk.setting_aside:Mover.prune",
             "kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker",
             "kept = self._kept_by_tracker",
         ),
@@ -292,7 +292,7 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-look-first",
-        "disk.effects:Effects.prune",
+        "disk.setting_aside:Mover.prune",
         "or self._kept_by_people(checkpoint.step)\nor self._kept_by_tracker",
         "or self._kept_by_tracker",
         breaks="F27",
@@ -302,7 +302,7 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-look-again",
-        "disk.effects:Effects.prune",
+        "disk.setting_aside:Mover.prune",
         "kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(checkpoint)\n"
         "return self._bring_back(checkpoint, aside, kept) if kept else Pruned(aside=aside)",
         "return Pruned(aside=aside)",
@@ -313,7 +313,7 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-bring-back",
-        "disk.effects:Effects._prune_moved",
+        "disk.setting_aside:Mover._prune_moved",
         "return self._bring_back(checkpoint, back, kept)",
         "return Pruned()",
         breaks="F27",
@@ -323,7 +323,7 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-read-the-tracker",
-        "disk.effects:Effects._kept_by_tracker",
+        "disk.setting_aside:Mover._kept_by_tracker",
         "if tracker.step is None or tracker.step <= checkpoint.step:",
         "if False:",
         breaks="I2",
@@ -333,7 +333,7 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-look-at-the-newer-one",
-        "disk.effects:Effects._kept_for_want",
+        "disk.setting_aside:Mover._kept_for_want",
         'if newer is None or newer.kind != "dir":\n    return f"step {newer_step} is not there"',
         'if newer is None:\n    return ""\nif False:\n    return f"step {newer_step} is not there"',
         breaks="I2",
@@ -342,7 +342,7 @@ LOOKS = (
     ),
     mutant(
         "prune-takes-whatever-has-the-name",
-        "disk.effects:Effects.prune",
+        "disk.setting_aside:Mover.prune",
         "return self._prune_moved(checkpoint, newer_step)",
         "pass",
         breaks="I1",
@@ -352,12 +352,13 @@ LOOKS = (
     ),
     mutant(
         "prune-deletes-in-place",
-        "disk.effects:Effects.prune",
-        "aside = self._move_aside(source, trash_dir(checkpoint.id))\nkept",
+        "disk.setting_aside:Mover.prune",
+        "aside = move_aside(self.storage, source, trash_dir(checkpoint.id))\nkept",
+        "from ckptfsm.disk.durable import walk_files\n"
         "for inner, _ in walk_files(self.storage, source):\n"
         '    if not inner.startswith(".ckptfsm"):\n'
         '        self.storage.unlink(f"{source}/{inner}")\n'
-        "aside = self._move_aside(source, trash_dir(checkpoint.id))\n"
+        "aside = move_aside(self.storage, source, trash_dir(checkpoint.id))\n"
         "kept",
         breaks="I4",
         source="verl (open): gutted directory",
@@ -366,9 +367,9 @@ LOOKS = (
     ),
     mutant(
         "clean-up-takes-what-was-published",
-        "disk.effects:Effects.clean_up",
-        "self._move_aside(name, quarantine_dir(checkpoint.id))",
-        "self._move_aside(name, trash_dir(checkpoint.id))",
+        "disk.setting_aside:Mover.clean_up",
+        "move_aside(self.storage, name, quarantine_dir(checkpoint.id))",
+        "move_aside(self.storage, name, trash_dir(checkpoint.id))",
         (
             "core.recovery_rules:RULES",
             "(State.REQUESTED, State.FORKED, State.SHARDS_WRITTEN)",
@@ -381,9 +382,9 @@ LOOKS = (
     ),
     mutant(
         "quarantine-is-the-trash",
-        "disk.effects:Effects.quarantine",
-        "self._move_aside(source, quarantine_dir(checkpoint.id))",
-        "self._move_aside(source, trash_dir(checkpoint.id))",
+        "disk.setting_aside:Mover.quarantine",
+        "move_aside(self.storage, source, quarantine_dir(checkpoint.id))",
+        "move_aside(self.storage, source, trash_dir(checkpoint.id))",
         breaks="I1",
         source="I1",
         killers=("simulation", "fieldbugs"),
@@ -412,7 +413,7 @@ LOOKS = (
     mutant(
         "adopted-without-pin",
         "coordinator.plan_run:PlanRun._act",
-        'self.engine.effects.pin(action.of.step, "adopted")',
+        'self.engine.protection.pin(action.of.step, "adopted")',
         "",
         breaks="I8",
         source="F26",
@@ -421,7 +422,7 @@ LOOKS = (
     mutant(
         "pinned-after-it-is-adopted",
         "coordinator.plan_run:PlanRun._act",
-        'self.engine.effects.pin(action.of.step, "adopted")\nself.engine.reread_protection()',
+        'self.engine.protection.pin(action.of.step, "adopted")\nself.engine.reread_protection()',
         "pass",
         (
             "coordinator.plan_run:PlanRun._act",
@@ -429,7 +430,7 @@ LOOKS = (
             (
                 "self.engine.post(action)\n"
                 "if isinstance(action, Adopted):\n"
-                '    self.engine.effects.pin(action.of.step, "adopted")\n'
+                '    self.engine.protection.pin(action.of.step, "adopted")\n'
                 "    self.engine.reread_protection()"
             ),
         ),
@@ -475,7 +476,7 @@ LOOKS = (
 FENCES = (
     mutant(
         "a-manifest-in-place-is-put-unchecked",
-        "disk.effects:Effects._commit_in_place",
+        "disk.publishing:Publisher._commit_in_place",
         "put(self.storage, path, manifest, tag=self.tag, check=self.check_epoch)",
         "put(self.storage, path, manifest, tag=self.tag)",
         breaks="I9",
@@ -486,7 +487,7 @@ FENCES = (
     ),
     mutant(
         "published-unchecked",
-        "disk.effects:Effects._publish",
+        "disk.publishing:Publisher._publish",
         "self.check_epoch()\ntry:\n    self.storage.rename(directory, target)",
         "try:\n    self.storage.rename(directory, target)",
         breaks="I9",
@@ -517,16 +518,16 @@ FENCES = (
     ),
     mutant(
         "finalize-is-not-fenced",
-        "disk.effects:Effects.finalize",
+        "disk.publishing:Publisher.finalize",
         "self.check_epoch()\ntarget = self.layout.published_name(checkpoint.step)",
         "target = self.layout.published_name(checkpoint.step)",
         (
-            "disk.effects:Effects.finalize",
+            "disk.publishing:Publisher.finalize",
             ("fsync_tree_dirs(self.storage, directory)\nself.check_epoch()"),
             "fsync_tree_dirs(self.storage, directory)",
         ),
         (
-            "disk.effects:Effects._publish",
+            "disk.publishing:Publisher._publish",
             ("self.check_epoch()\ntry:\n    self.storage.rename(directory"),
             ("try:\n    self.storage.rename(directory"),
         ),
@@ -536,7 +537,7 @@ FENCES = (
     ),
     mutant(
         "tracker-is-not-fenced",
-        "disk.effects:Effects.write_tracker",
+        "disk.publishing:Publisher.write_tracker",
         "self.check_epoch()\n"
         "put(self.storage, TRACKER, tracker_text(step), tag=self.tag, check=self.check_epoch)",
         "put(self.storage, TRACKER, tracker_text(step), tag=self.tag)",
@@ -546,7 +547,7 @@ FENCES = (
     ),
     mutant(
         "prune-is-not-fenced",
-        "disk.effects:Effects.prune",
+        "disk.setting_aside:Mover.prune",
         "self.check_epoch()\n"
         "source = self.layout.published_name(checkpoint.step)\n"
         "if not self._is_at_its_name(checkpoint):",
@@ -558,7 +559,7 @@ FENCES = (
     ),
     mutant(
         "clean-up-is-not-fenced",
-        "disk.effects:Effects.clean_up",
+        "disk.setting_aside:Mover.clean_up",
         "self.check_epoch()\n"
         "directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)\n"
         "name = self.layout.published_name(checkpoint.step)",
@@ -570,7 +571,7 @@ FENCES = (
     ),
     mutant(
         "quarantine-is-not-fenced",
-        "disk.effects:Effects.quarantine",
+        "disk.setting_aside:Mover.quarantine",
         "self.check_epoch()\nfor path in sorted(self.lies_in(TRASH, checkpoint)):",
         "for path in sorted(self.lies_in(TRASH, checkpoint)):",
         breaks="I9",
@@ -579,7 +580,7 @@ FENCES = (
     ),
     mutant(
         "bringing-back-is-not-fenced",
-        "disk.effects:Effects._bring_back",
+        "disk.setting_aside:Mover._bring_back",
         "self.check_epoch()\n"
         "move(self.storage, aside, self.layout.published_name(checkpoint.step))",
         "move(self.storage, aside, self.layout.published_name(checkpoint.step))",
@@ -589,7 +590,7 @@ FENCES = (
     ),
     mutant(
         "what-comes-back-counts-unseen",
-        "disk.effects:Effects._stay",
+        "disk.setting_aside:Mover._stay",
         "if not is_whole(checkpoint, there):",
         "if False:",
         breaks="I2",
@@ -640,7 +641,7 @@ FENCES = (
     ),
     mutant(
         "what-came-back-may-leave-again",
-        "disk.effects:Effects._stay",
+        "disk.setting_aside:Mover._stay",
         'self._settle("", TRASH)\nthere = inspect_published(',
         "there = inspect_published(",
         breaks="I1",
@@ -668,7 +669,7 @@ FENCES = (
     ),
     mutant(
         "a-leased-one-is-given-up-for-a-stranger",
-        "disk.effects:Effects._prune_moved",
+        "disk.setting_aside:Mover._prune_moved",
         "raise DamagedRoot(problem, file=name, step=checkpoint.step)",
         'return ""',
         breaks="I7",
@@ -702,7 +703,7 @@ FENCES = (
     ),
     mutant(
         "what-is-in-the-trash-is-not-needed-any-more",
-        "disk.effects:Effects._prune_moved",
+        "disk.setting_aside:Mover._prune_moved",
         "kept = self._kept_for_want(checkpoint, newer_step) or self._kept_by_people(checkpoint.step)",
         "kept = self._kept_by_people(checkpoint.step)",
         breaks="I7",
@@ -750,7 +751,7 @@ FENCES = (
     ),
     mutant(
         "a-withdrawal-takes-whatever-has-the-name-now",
-        "disk.effects:Effects.quarantine",
+        "disk.setting_aside:Mover.quarantine",
         "moved = self.lies_in(QUARANTINE, checkpoint) - earlier\nthere",
         "moved = frozenset()\nthere",
         breaks="I1",
@@ -883,7 +884,7 @@ FENCES = (
         killers=(
             "tests:test_found_by_review.py::test_I10_a_fresh_start_is_planned_as_it_is_carried_out",
         ),
-        why="the effects do not see it any more, and decide otherwise",
+        why="what moves directories does not see it any more, and decides otherwise",
     ),
     mutant(
         "a-fresh-start-lets-go-of-the-older-ones",
@@ -928,11 +929,11 @@ FENCES = (
     ),
     mutant(
         "whatever-lies-in-a-marked-directory-goes",
-        "disk.effects:Effects.clean_up",
+        "disk.setting_aside:Mover.clean_up",
         "given_up = worthless and is_cut_short(self.storage, directory, checkpoint)",
         "given_up = worthless",
         (
-            "disk.effects:Effects.clean_up",
+            "disk.setting_aside:Mover.clean_up",
             "still = given_up and is_cut_short(self.storage, moved, checkpoint)",
             "still = given_up",
         ),
@@ -948,7 +949,7 @@ FENCES = (
     ),
     mutant(
         "a-clean-up-takes-whatever-has-the-name-now",
-        "disk.effects:Effects.clean_up",
+        "disk.setting_aside:Mover.clean_up",
         "marked = is_marked(self.storage, directory, checkpoint.id)",
         "marked = True",
         breaks="I1",
@@ -1005,7 +1006,7 @@ FENCES = (
     ),
     mutant(
         "a-torn-manifest-is-what-a-save-leaves",
-        "disk.effects:Effects.clean_up",
+        "disk.setting_aside:Mover.clean_up",
         'worthless = alone and marked and there is not None and there.found == "unexplained"',
         'worthless = marked and there is not None and there.found != "stock"',
         breaks="I1",
@@ -1017,7 +1018,7 @@ FENCES = (
     ),
     mutant(
         "a-late-manifest-may-still-land",
-        "disk.effects:Effects.clean_up",
+        "disk.setting_aside:Mover.clean_up",
         'sweep_temporaries(self.storage, (f"{name}/{PRIVATE}",))',
         "",
         breaks="I9",
@@ -1041,7 +1042,7 @@ FENCES = (
     ),
     mutant(
         "the-first-of-two-comes-back",
-        "disk.effects:Effects._prune_moved",
+        "disk.setting_aside:Mover._prune_moved",
         "return self._bring_back(checkpoint, back, kept)",
         "return self._bring_back(checkpoint, own[0], kept)",
         breaks="F27",
@@ -1063,7 +1064,7 @@ FENCES = (
     ),
     mutant(
         "a-clean-up-does-not-look-again",
-        "disk.effects:Effects.clean_up",
+        "disk.setting_aside:Mover.clean_up",
         "still = given_up and is_cut_short(self.storage, moved, checkpoint)",
         "still = given_up",
         breaks="I1",
@@ -1075,7 +1076,7 @@ FENCES = (
     ),
     mutant(
         "a-prune-does-not-look-at-the-tracker-again",
-        "disk.effects:Effects.prune",
+        "disk.setting_aside:Mover.prune",
         "kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(checkpoint)",
         "kept = self._kept_by_people(checkpoint.step)",
         breaks="I1",
@@ -1088,7 +1089,7 @@ FENCES = (
     mutant(
         "what-waits-for-its-prune-has-no-name",
         "coordinator.engine:Engine._has_its_name",
-        "return not self.effects.lies_in(TRASH, other)",
+        "return not self.mover.lies_in(TRASH, other)",
         "return False",
         breaks="I7",
         source="F27",
@@ -1182,7 +1183,7 @@ FENCES = (
     mutant(
         "what-was-moved-still-has-its-name",
         "coordinator.engine:Engine._may_be_there",
-        "return adopted and not self.effects.lies_in(QUARANTINE, withdrawn)",
+        "return adopted and not self.mover.lies_in(QUARANTINE, withdrawn)",
         "return adopted",
         breaks="I10",
         source="F5",
@@ -1244,7 +1245,7 @@ FENCES = (
     ),
     mutant(
         "what-the-tracker-names-may-lie-in-the-trash",
-        "disk.effects:Effects._prune_moved",
+        "disk.setting_aside:Mover._prune_moved",
         "if not taken and read_tracker(self.storage).step == checkpoint.step:",
         "if False:",
         breaks="I2",
@@ -1259,7 +1260,7 @@ FENCES = (
     ),
     mutant(
         "a-part-left-out-in-place-is-deleted",
-        "disk.effects:Effects._leave_out",
+        "disk.publishing:Publisher._leave_out",
         "place = QUARANTINE if checkpoint.in_place else TRASH",
         "place = TRASH",
         breaks="I1",
@@ -1271,7 +1272,7 @@ FENCES = (
     ),
     mutant(
         "a-clean-up-tried-again-forgets-staging",
-        "disk.effects:Effects.clean_up",
+        "disk.setting_aside:Mover.clean_up",
         'self._settle(QUARANTINE, TRASH, parent_of(directory), "")',
         'self._settle(TRASH, "")',
         breaks="I10",
@@ -1411,7 +1412,7 @@ FENCES = (
     mutant(
         "a-fresh-start-takes-the-tracker-away-last",
         "coordinator.plan_run:PlanRun._begin_afresh",
-        "self.engine.effects.set_aside_tracker()\nreturn True",
+        "self.engine.mover.set_aside_tracker()\nreturn True",
         "return True",
         breaks="I8",
         source="F33",
@@ -1617,7 +1618,7 @@ FENCES = (
     mutant(
         "what-the-tracker-falls-back-to-is-not-settled",
         "coordinator.plan_run:PlanRun._fall_back",
-        "self.engine.effects.make_adopted_durable(to)",
+        "self.engine.publisher.make_adopted_durable(to)",
         "pass",
         breaks="I2",
         source="order",
@@ -1684,8 +1685,8 @@ FENCES = (
     ),
     mutant(
         "what-was-put-aside-is-overwritten",
-        "disk.effects:Effects.set_aside",
-        'return self._move_aside(name, f"{QUARANTINE}/{name}.{self.tag}")',
+        "disk.setting_aside:Mover.set_aside",
+        'return move_aside(self.storage, name, f"{QUARANTINE}/{name}.{self.tag}")',
         'move(self.storage, name, f"{QUARANTINE}/{name}.{self.tag}")\nreturn name',
         breaks="I1",
         source="F30",
@@ -1698,7 +1699,7 @@ FENCES = (
     ),
     mutant(
         "an-adopted-one-is-pruned-unseen",
-        "disk.effects:Effects._is_at_its_name",
+        "disk.setting_aside:Mover._is_at_its_name",
         "if own and (there.of is not None or is_whole(checkpoint, there)):",
         'if own and (there.of is not None or checkpoint.provenance == "adopted"):',
         breaks="I1",
@@ -1724,7 +1725,7 @@ FENCES = (
     mutant(
         "what-lay-in-quarantine-before-counts-as-moved",
         "coordinator.engine:Engine._run_quarantine",
-        "self._set_aside[checkpoint.id] = self.effects.lies_in(QUARANTINE, checkpoint)",
+        "self._set_aside[checkpoint.id] = self.mover.lies_in(QUARANTINE, checkpoint)",
         "self._set_aside[checkpoint.id] = frozenset()",
         breaks="I2",
         source="F33",
@@ -1764,7 +1765,7 @@ FENCES = (
     mutant(
         "the-tracker-leaves-what-was-saved-again",
         "coordinator.engine:Engine._run_quarantine",
-        "and named and not self.effects.is_taken(checkpoint, earlier):",
+        "and named and not self.mover.is_taken(checkpoint, earlier):",
         "and named:",
         breaks="I2",
         source="F19",
@@ -1800,7 +1801,7 @@ FENCES = (
         "self._engine.check_epoch()\nof = AttemptId(",
         "of = AttemptId(",
         (
-            "disk.effects:Effects.create_staging",
+            "disk.publishing:Publisher.create_staging",
             (
                 "self.check_epoch()\n"
                 "directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)\n"

@@ -443,7 +443,7 @@ FIELD = (
         "try:\n    self._engine.post(event)\nexcept OutcomeUnknown:",
         "try:\n"
         "    self._engine.post(event)\n"
-        "    self._engine.effects.write_tracker(of.step)\n"
+        "    self._engine.publisher.write_tracker(of.step)\n"
         "except OutcomeUnknown:",
         breaks="I2",
         source="verl #4638 / #4667",
@@ -476,12 +476,12 @@ FIELD = (
     mutant(
         "latest-advances-while-the-save-is-pending",
         "coordinator.engine:Engine.run",
-        "case CreateStaging():\n    self.effects.create_staging(checkpoint)",
+        "case CreateStaging():\n    self.publisher.create_staging(checkpoint)",
         "case CreateStaging():\n"
-        "    self.effects.create_staging(checkpoint)\n"
-        "    self.effects.write_tracker(checkpoint.step)\n"
+        "    self.publisher.create_staging(checkpoint)\n"
+        "    self.publisher.write_tracker(checkpoint.step)\n"
         "    for old in self.ledger.in_state(State.TRACKED):\n"
-        "        self.effects.prune(old, old.step)",
+        "        self.mover.prune(old, old.step)",
         breaks="I2",
         source="SkyRL #2145",
         killers=("fieldbugs", "simulation", "processes"),
@@ -492,7 +492,7 @@ FIELD = (
         "self._storage.fsync(self._handle)",
         "pass",
         (
-            "disk.effects:Effects.finalize",
+            "disk.publishing:Publisher.finalize",
             ("self.check_epoch()\ntarget = self.layout.published_name(checkpoint.step)"),
             (
                 "self.check_epoch()\n"
@@ -515,7 +515,7 @@ FIELD = (
     ),
     mutant(
         "nobody-writes-the-tracker",
-        "disk.effects:Effects.write_tracker",
+        "disk.publishing:Publisher.write_tracker",
         "put(self.storage, TRACKER, tracker_text(step), tag=self.tag, check=self.check_epoch)\n"
         "seen = read_tracker(self.storage)\n"
         "if seen.step != step:",
@@ -554,8 +554,8 @@ FIELD = (
     mutant(
         "the-tracker-names-the-live-step",
         "coordinator.engine:Engine._run_tracker",
-        "self.effects.write_tracker(checkpoint.step)\nif checkpoint.state",
-        "self.effects.write_tracker(getattr(self, 'live_step', checkpoint.step))\n"
+        "self.publisher.write_tracker(checkpoint.step)\nif checkpoint.state",
+        "self.publisher.write_tracker(getattr(self, 'live_step', checkpoint.step))\n"
         "if checkpoint.state",
         (
             "coordinator.coordinator:Coordinator.request",

@@ -1,16 +1,17 @@
 """The states of the exhaustive search, and what can happen in them.
 
-Production runs as it is: coordinator, engine, effects, evidence, trash, readers' leases, and below
-them ledger, lifecycle, recovery and retention. Only the environment is modelled (``exhaustive_disk``:
-tree of tokens, record journal, epoch), and what the world does: writers, damage, crashes. A state is a
-value; an action loads a coordinator from it, lets it work, and takes the new value out.
+Production runs as it is: coordinator, engine, publishing, setting aside, evidence, trash, readers'
+leases, and below them ledger, lifecycle, recovery and retention. Only the environment is modelled
+(``exhaustive_disk``: tree of tokens, record journal, epoch), and what the world does: writers, damage,
+crashes. A state is a value; an action loads a coordinator from it, lets it work, and takes the new value
+out.
 
 How an action becomes several transitions:
 
-* ``coordinator/coordinator.py``, ``coordinator/engine.py`` and ``disk/effects.py`` order it as journal
-  record, effect, next journal record, ... . Each storage call that changes the tree and each journal
-  record is a point. A crash before any point is a transition of its own: what is durable is kept, the
-  rest is gone.
+* ``coordinator/coordinator.py``, ``coordinator/engine.py``, ``disk/publishing.py`` and
+  ``disk/setting_aside.py`` order it as journal record, effect, next journal record, ... . Each storage
+  call that changes the tree and each journal record is a point. A crash before any point is a transition
+  of its own: what is durable is kept, the rest is gone.
 * The same points, when the epoch is taken over instead: the old process's next rename may land later,
   at any time (the zombie); its writers may go on writing; anything else of it must stop (I9).
 * A reader may take a step at any point of an action: its calls are recorded and replayed, so that it

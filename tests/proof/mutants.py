@@ -48,7 +48,9 @@ _CONTROL_S = 8.0
 _REPLAY = "PYTHONPATH=tests python -m proof.mutants --only"
 _TESTED_BY = {  # modules that have no test file of their name
     "assembly": "coordinator",
-    "effects": "coordinator",
+    "publishing": "coordinator",
+    "setting_aside": "coordinator",
+    "protection": "coordinator",
     "engine": "coordinator",
     "plan_run": "coordinator",
     "receipts": "inspection",

@@ -18,7 +18,8 @@ from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.durable import put
-from ckptfsm.disk.effects import Effects
+from ckptfsm.disk.publishing import Publisher
+from ckptfsm.disk.setting_aside import Mover
 
 
 def without_guard(monkeypatch, guard):
@@ -57,7 +58,7 @@ def the_latest_is_offered(monkeypatch):
 
 
 def no_second_look(monkeypatch):
-    monkeypatch.setattr(Effects, "_kept_by_people", lambda self, step: "")
+    monkeypatch.setattr(Mover, "_kept_by_people", lambda self, step: "")
 
 
 def the_finalized_are_passed_over(monkeypatch):
@@ -89,24 +90,24 @@ def pruned_before_journaled(monkeypatch):
 
     def hasty(self, ledger, moved, command):
         if isinstance(command, Prune):
-            self.effects.prune(moved.checkpoint, moved.event.newer_step)
+            self.mover.prune(moved.checkpoint, moved.event.newer_step)
         commit(self, ledger, moved, command)
 
     monkeypatch.setattr(Engine, "commit", hasty)
 
 
 def tracker_before_publishing(monkeypatch):
-    finalize = Effects.finalize
+    finalize = Publisher.finalize
 
     def hasty(self, checkpoint):
         self.write_tracker(checkpoint.step)
         finalize(self, checkpoint)
 
-    monkeypatch.setattr(Effects, "finalize", hasty)
+    monkeypatch.setattr(Publisher, "finalize", hasty)
 
 
 def fenced_and_deaf(monkeypatch):
-    write = Effects.write_tracker
+    write = Publisher.write_tracker
 
     def deaf(self, step):
         try:
@@ -114,7 +115,7 @@ def fenced_and_deaf(monkeypatch):
         except Fenced:
             return
 
-    monkeypatch.setattr(Effects, "write_tracker", deaf)
+    monkeypatch.setattr(Publisher, "write_tracker", deaf)
 
 
 def nobody_looks_at_the_epoch(monkeypatch):
@@ -129,7 +130,7 @@ def a_tracker_written_unlooked(monkeypatch):
     def write(self, step):
         put(self.storage, layout.TRACKER, layout.tracker_text(step), tag=self.tag)
 
-    monkeypatch.setattr(Effects, "write_tracker", write)
+    monkeypatch.setattr(Publisher, "write_tracker", write)
 
 
 def clean_up_is_forgotten(monkeypatch):
@@ -145,7 +146,7 @@ def prune_by_deleting(monkeypatch):
         return ""
 
     monkeypatch.setattr(engine, "published_name", lambda step: f"iter_{step:07d}", raising=False)
-    monkeypatch.setattr(Effects, "prune", prune)
+    monkeypatch.setattr(Mover, "prune", prune)
 
 
 PLANTED = (

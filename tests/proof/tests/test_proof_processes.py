@@ -27,8 +27,8 @@ from proof.real_site import CUTS, ROLES, Ended, Role, Site
 
 import ckptfsm.disk.assembly as assembly
 import ckptfsm.disk.durable as durable
-import ckptfsm.disk.effects as effects
 import ckptfsm.disk.inspection as evidence
+import ckptfsm.disk.publishing as publishing
 import ckptfsm.writers.shard_file as writer
 from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.coordinator.engine import Engine
@@ -36,7 +36,7 @@ from ckptfsm.core.errors import SaveRefused
 from ckptfsm.core.events import Cleaned
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.requests import RecoveryReport
-from ckptfsm.disk.effects import Effects
+from ckptfsm.disk.publishing import Publisher
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 MAIN = Site(processes.MAIN_SCRIPT)
@@ -62,13 +62,13 @@ def strike_first(method: str, ending: str, kind: str, after: Site = MAIN) -> Fin
 
 
 def tracker_first(patch: pytest.MonkeyPatch) -> None:
-    whole = Effects.finalize
+    whole = Publisher.finalize
 
-    def finalize(self: Effects, checkpoint: Any) -> None:
+    def finalize(self: Publisher, checkpoint: Any) -> None:
         self.write_tracker(checkpoint.step)
         whole(self, checkpoint)
 
-    patch.setattr(Effects, "finalize", finalize)
+    patch.setattr(Publisher, "finalize", finalize)
 
 
 def rename_errors_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def rename_errors_ignored(patch: pytest.MonkeyPatch) -> None:
             return
         storage.fsync_dir(durable.parent_of(path))
 
-    patch.setattr(effects, "put", put)
+    patch.setattr(publishing, "put", put)
     patch.setattr(assembly, "put", put)
 
 

@@ -80,7 +80,7 @@ def test_where_spin_is_missing_the_layer_says_so(monkeypatch):
 
 
 def test_F27_the_order_of_a_prune_is_the_models():
-    """Catches: a look or a check of ``effects.prune`` moved or left out, and the model unaware."""
+    """Catches: a look or a check of ``Mover.prune`` moved or left out, and the model unaware."""
     disk = SimDisk()
     job, storage = watched_job(disk)
     job.save(1)

@@ -32,9 +32,11 @@ from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import CheckpointInfo, LatestN, Policy
-from ckptfsm.disk.effects import Effects
 from ckptfsm.disk.journal import JournalWriter
 from ckptfsm.disk.ownership import RootOwnership
+from ckptfsm.disk.protection import Protection
+from ckptfsm.disk.publishing import Publisher
+from ckptfsm.disk.setting_aside import Mover
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing import invariants
@@ -172,7 +174,7 @@ def no_effect(*arguments: Any, **keywords: Any) -> None:
 
 
 def test_F4_a_missing_fsync_of_a_directory_is_found(monkeypatch):
-    monkeypatch.setattr(Effects, "_fsync_names", no_effect)
+    monkeypatch.setattr(Publisher, "_fsync_names", no_effect)
     assert first_failure().promise == "I4"
 
 
@@ -204,13 +206,13 @@ def test_F1_an_ignored_exit_code_is_found(monkeypatch):
 def test_I7_retention_that_forgets_pins_is_found(monkeypatch):
     real = Ledger.protected
     monkeypatch.setattr(Ledger, "protected", lambda s, pins, readers: real(s, (), ()))
-    monkeypatch.setattr(Effects, "_kept_by_people", lambda *ignored: "")
+    monkeypatch.setattr(Mover, "_kept_by_people", lambda *ignored: "")
     assert first_failure().promise == "I7"
 
 
 def test_F26_an_adoption_without_its_pin_is_found(monkeypatch):
     """Catches: what a stranger saved in use, and nothing that keeps it from retention."""
-    monkeypatch.setattr(Effects, "pin", no_effect)
+    monkeypatch.setattr(Protection, "pin", no_effect)
     assert first_failure(what="without its pin").promise == "I8"
 
 
@@ -646,7 +648,7 @@ def test_a_dead_process_cannot_use_its_storage():
 
 def test_the_layer_counts_and_names_the_command(monkeypatch, capsys):
     """Catches: a violation that is lost on its way, or cannot be replayed."""
-    monkeypatch.setattr(Effects, "_fsync_names", no_effect)
+    monkeypatch.setattr(Publisher, "_fsync_names", no_effect)
     part = simulation.run_chunk(range(2))
     result = LayerResult("simulation")
     simulation._add(result, part)
@@ -677,7 +679,7 @@ def test_the_layer_shares_seeds_out_and_stops_when_told(monkeypatch):
     monkeypatch.setattr(simulation, "_check_reruns", no_effect)
     monkeypatch.setattr(simulation, "AIMED", {State.FORKED: 3})
     assert simulation.run(Budget(processes=2)).explored["runs"] == 9
-    monkeypatch.setattr(Effects, "_fsync_names", no_effect)
+    monkeypatch.setattr(Publisher, "_fsync_names", no_effect)
     assert simulation.run(Budget(processes=1, stop_at_first=True)).explored["runs"] == 3
 
 

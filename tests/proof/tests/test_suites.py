@@ -15,7 +15,7 @@ from proof.trainers import TrainerMachine
 from ckptfsm.core import ledger, lifecycle, recovery_rules
 from ckptfsm.core.errors import IllegalTransition
 from ckptfsm.core.layout import TRACKER
-from ckptfsm.disk import effects
+from ckptfsm.disk.publishing import Publisher
 from ckptfsm.testing.profiles import profile
 
 
@@ -184,14 +184,14 @@ def test_I11_an_illegal_move_is_a_violation():
 
 def without_a_tracker(monkeypatch):
     """Between publishing a step and pruning an older one, the tracker is gone for a moment."""
-    put = effects.Effects.write_tracker
+    put = Publisher.write_tracker
 
     def write_tracker(self, step):
         if TRACKER in self.storage.listdir(""):
             self.storage.unlink(TRACKER)
         put(self, step)
 
-    monkeypatch.setattr(effects.Effects, "write_tracker", write_tracker)
+    monkeypatch.setattr(Publisher, "write_tracker", write_tracker)
 
 
 def tracked_is_trusted(monkeypatch):

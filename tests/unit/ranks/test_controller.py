@@ -38,7 +38,7 @@ from ckptfsm.core.events import Failed, ShardReported, WriterForked, WriterGone
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.requests import Located
 from ckptfsm.core.retention import LatestN
-from ckptfsm.disk.effects import Effects
+from ckptfsm.disk.publishing import Publisher
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.group_worker import GroupShare
 from ckptfsm.ranks.manager import Manager
@@ -348,7 +348,7 @@ def test_I8_a_controller_does_not_finish_what_needs_torch(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         manager = Manager(fake_ports(tmp_path), make_config(dict(SETTINGS)))
         manager.save(10, {"w": 1}).wait()
-        patch.setattr(Effects, "finalize", stop)
+        patch.setattr(Publisher, "finalize", stop)
         with pytest.raises(OutcomeUnknown, match="interrupted"):
             manager.save(20, {"w": 2}).wait()
         manager.abandon()

@@ -1,9 +1,7 @@
-"""What the commands do to the disk: the place where a checkpoint's directory changes its name.
+"""Setting aside: a directory leaves its name for the trash or for quarantine, and may come back.
 
-Rules: every effect checks the epoch first (I9), is idempotent, and either happened durably when it
-returns or raises. Deletion is not here but in ``trash``; here things are only renamed aside.
-``OutcomeUnknown`` says that the disk may or may not show the effect: the coordinator stops then, and
-a restart decides from what is there.
+Rules: every method checks the epoch first (I9), is idempotent, and either happened durably when it
+returns or raises. Nothing is deleted here (that is done in ``trash``): everything is only renamed.
 """
 
 from __future__ import annotations
@@ -14,68 +12,33 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptfsm.adapters.notices import say
-from ckptfsm.core.documents import (
-    Pin,
-    encode,
-    encode_sealed,
-)
-from ckptfsm.core.errors import (
-    DamagedRoot,
-    OutcomeUnknown,
-    SaveFailed,
-    StorageError,
-)
+from ckptfsm.core.errors import DamagedRoot, StorageError
 from ckptfsm.core.evidence import PublishedEvidence, is_its_own, is_whole, went_on, why_not_whole
 from ckptfsm.core.layout import (
-    MANIFEST,
-    OLD_READERS,
-    PINS,
-    PLANNED,
     PRIVATE,
     QUARANTINE,
-    READERS,
-    STAGING,
     TRACKER,
     TRASH,
     Layout,
-    begun_name,
     gone_dir,
-    join,
-    left_out_name,
-    parse_pin,
-    parse_reader,
-    pin_name,
     quarantine_dir,
-    staging_dir,
-    tracker_text,
     trash_dir,
 )
 from ckptfsm.core.lifecycle import Checkpoint
-from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import FileStat, Storage
-from ckptfsm.disk.assembly import Assembly
-from ckptfsm.disk.durable import (
-    fsync_existing,
-    fsync_tree_dirs,
-    list_names,
-    lookup,
-    make_dirs,
-    move,
-    parent_of,
-    put,
-    walk_files,
-)
+from ckptfsm.disk.durable import lookup, move, parent_of
 from ckptfsm.disk.inspection import (
     inspect_published,
     is_bare,
     is_cut_short,
     is_marked,
     moved_aside,
-    read_manifest,
     read_tracker,
     which_comes_back,
 )
-from ckptfsm.disk.trash import sweep_attempt, sweep_temporaries
+from ckptfsm.disk.protection import Protection
+from ckptfsm.disk.trash import sweep_temporaries
 
 log = logging.getLogger("ckptfsm")
 _NAMES = 100
@@ -89,179 +52,25 @@ class Pruned(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Effects:
-    """The effects of one epoch. ``check_epoch`` raises ``Fenced``; ``tag`` names our temporaries."""
+class Mover:
+    """Moves directories of one epoch. ``check_epoch`` raises ``Fenced``; ``tag`` is in new names."""
 
     storage: Storage
     tag: str
     check_epoch: Callable[[], None]
-    assembly: Assembly
     layout: Layout
-
-    # ----------------------------------------------------------------------------------- staging
-
-    def create_staging(self, checkpoint: Checkpoint) -> None:
-        """Make the attempt's directory. In place, a stock trainer may have made it already.
-
-        There it gets a mark, as its name does not say whose it is: without one nothing is taken for it.
-        """
-        self.check_epoch()
-        directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
-        if not (checkpoint.in_place and lookup(self.storage, directory) is not None):
-            self.storage.mkdir(directory)
-        self.storage.fsync_dir(directory.rpartition("/")[0])  # whoever made it
-        if checkpoint.in_place:
-            make_dirs(self.storage, begun_name(checkpoint.id), base=directory)
-
-    # ---------------------------------------------------------------------------------- finalize
-
-    def finalize(self, checkpoint: Checkpoint) -> None:
-        """Check every receipt, write metadata and manifest, publish by one rename (I3, I4)."""
-        self.check_epoch()
-        target = self.layout.published_name(checkpoint.step)
-        directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
-        if checkpoint.in_place:
-            if self._is_committed(checkpoint, directory):
-                return
-        elif self._is_published(checkpoint, target):
-            self._fsync_names(checkpoint, target)
-            return
-        shares = self.assembly.shares(checkpoint, directory)
-        files = self.assembly.listed(checkpoint, directory, shares)
-        sweep_attempt(self.storage, directory, {entry.name for entry in files})
-        for part in checkpoint.parts:
-            if part.name not in shares.dropped:
-                files += self.assembly.finish(checkpoint, part, directory, shares)
-            else:
-                why, step = shares.dropped[part.name], checkpoint.step
-                said = f"step {step}: part {part.name!r} is left out: {why}"
-                say(log.warning, "part_left_out", said, step=step, part=part.name, why=why)
-                self._leave_out(checkpoint, part, directory)
-        manifest = self.assembly.manifest(checkpoint, directory, shares, files)
-        fsync_tree_dirs(self.storage, directory)
-        self.check_epoch()
-        if checkpoint.in_place:
-            self._commit_in_place(checkpoint, directory, encode_sealed(manifest))
-        else:
-            put(self.storage, f"{directory}/{MANIFEST}", encode_sealed(manifest), tag=self.tag)
-            self._publish(checkpoint, directory, target)
-
-    def _commit_in_place(self, checkpoint: Checkpoint, directory: str, manifest: bytes) -> None:
-        """In place the manifest is the commit: once it may be seen, an error cannot be undone."""
-        path = f"{directory}/{MANIFEST}"
-        try:
-            put(self.storage, path, manifest, tag=self.tag, check=self.check_epoch)
-        except OSError as error:
-            if lookup(self.storage, path) is None:
-                raise  # it certainly did not happen
-            raise OutcomeUnknown(
-                f"the manifest is there but not known to be durable: {error}",
-                file=path,
-                step=checkpoint.step,
-            ) from error
-
-    def _is_committed(self, checkpoint: Checkpoint, directory: str) -> bool:
-        """True if this attempt's manifest is there already, in place: then it is made durable again."""
-        manifest = read_manifest(self.storage, directory)
-        if manifest is None or manifest.of != checkpoint.id:
-            return False
-        self.storage.fsync_dir(parent_of(f"{directory}/{MANIFEST}"))
-        return True
-
-    def _is_published(self, checkpoint: Checkpoint, target: str) -> bool:
-        """True if this very attempt has its name already; another one there is an error."""
-        found = lookup(self.storage, target)
-        if found is None:
-            return False
-        manifest = read_manifest(self.storage, target) if found.kind == "dir" else None
-        if manifest is not None and manifest.of == checkpoint.id:
-            return True
-        raise SaveFailed(f"{target} is taken by something else", file=target, step=checkpoint.step)
-
-    def _publish(self, checkpoint: Checkpoint, directory: str, target: str) -> None:
-        self.check_epoch()
-        try:
-            self.storage.rename(directory, target)
-        except OSError:
-            if lookup(self.storage, directory) is not None:
-                raise  # it certainly did not happen; something else may stand at the name
-        self._fsync_names(checkpoint, target)
-
-    def _fsync_names(self, checkpoint: Checkpoint, target: str) -> None:
-        """The rename is done: from here an error leaves an outcome that only a restart decides."""
-        try:
-            self.storage.fsync_dir("")
-            self.storage.fsync_dir(staging_dir(checkpoint.id).rpartition("/")[0])
-            manifest = read_manifest(self.storage, target)
-            if manifest is None or manifest.of != checkpoint.id:
-                raise StorageError("the published name is not this attempt's", file=target)
-        except (OSError, DamagedRoot) as error:
-            raise OutcomeUnknown(
-                f"{target} was renamed but is not known to be durable: {error}",
-                file=target,
-                step=checkpoint.step,
-            ) from error
-
-    def make_published_durable(self, step: int) -> None:
-        """What another process published may have names that are not durable yet.
-
-        Also the old one: a fenced one's rename may have come after the opening settled ``staging``.
-        """
-        fsync_tree_dirs(self.storage, self.layout.published_name(step))
-        self.storage.fsync_dir("")
-        self.storage.fsync_dir(STAGING)
-
-    def _settle(self, *directories: str) -> None:
-        """What was found moved stays there. Directories that it may have come to are first."""
-        for directory in directories:
-            self.storage.fsync_dir(directory)
-
-    def make_adopted_durable(self, step: int) -> None:
-        """What somebody else wrote may be in the page cache only: nothing is given up for that."""
-        name = self.layout.published_name(step)
-        for file, stat in walk_files(self.storage, name):
-            if stat.kind == "file":  # a link of somebody's is never followed (F16)
-                fsync_existing(self.storage, f"{name}/{file}")
-        self.make_published_durable(step)
-
-    def _leave_out(self, checkpoint: Checkpoint, part: PartSpec, directory: str) -> None:
-        """Take an optional part that was not written everywhere out of the unpublished attempt.
-
-        In place it is kept: a fenced manager's late rename takes what somebody has saved there since.
-        """
-        planned = list_names(self.storage, f"{directory}/{PLANNED}")
-        own = [f"{PLANNED}/{name}" for name in planned if _plans(name, part)]
-        for path in (join(directory, part.directory), *(f"{directory}/{name}" for name in own)):
-            if lookup(self.storage, path) is not None:
-                self.check_epoch()
-                place = QUARANTINE if checkpoint.in_place else TRASH
-                aside = f"{place}/{left_out_name(checkpoint.id)}-{path.rpartition('/')[2]}"
-                self._move_aside(path, aside)
-
-    # ----------------------------------------------------------------------------------- tracker
-
-    def write_tracker(self, step: int) -> None:
-        """Make the tracker name ``step``, durably, and read it back (I2)."""
-        self.check_epoch()
-        put(self.storage, TRACKER, tracker_text(step), tag=self.tag, check=self.check_epoch)
-        seen = read_tracker(self.storage)
-        if seen.step != step:
-            raise OutcomeUnknown(
-                f"the tracker was written as {step} but reads as {seen.step}", file=TRACKER
-            )
+    protection: Protection
 
     def set_aside(self, name: str) -> str:
         """Move what is partial, and in the way of a save, to quarantine. Returns its name there."""
         self.check_epoch()
-        return self._move_aside(name, f"{QUARANTINE}/{name}.{self.tag}")
+        return move_aside(self.storage, name, f"{QUARANTINE}/{name}.{self.tag}")
 
     def set_aside_tracker(self) -> None:
         """Move the tracker to quarantine: only a fresh start does this."""
         self.check_epoch()
         if lookup(self.storage, TRACKER) is not None:
-            self._move_aside(TRACKER, f"{QUARANTINE}/tracker.{self.tag}")
-
-    # ------------------------------------------------------------------------------ out of the way
+            move_aside(self.storage, TRACKER, f"{QUARANTINE}/tracker.{self.tag}")
 
     def prune(self, checkpoint: Checkpoint, newer_step: int) -> Pruned:
         """Move a prunable checkpoint to the trash, unless something keeps it after all (I7).
@@ -282,7 +91,7 @@ class Effects:
         )
         if kept:
             return self._stay(checkpoint, kept)
-        aside = self._move_aside(source, trash_dir(checkpoint.id))
+        aside = move_aside(self.storage, source, trash_dir(checkpoint.id))
         kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(checkpoint)
         return self._bring_back(checkpoint, aside, kept) if kept else Pruned(aside=aside)
 
@@ -382,9 +191,9 @@ class Effects:
         return ""
 
     def _kept_by_people(self, step: int) -> str:
-        if step in self.pinned_steps():
+        if step in self.protection.pinned_steps():
             return "pin"
-        return "reader" if step in self.reader_leases().values() else ""
+        return "reader" if step in self.protection.reader_leases().values() else ""
 
     def clean_up(self, checkpoint: Checkpoint, *, alone: bool, held: bool) -> str:
         """Move a failed attempt's files aside. Returns where to if it was in place and may be deleted.
@@ -409,7 +218,7 @@ class Effects:
         # of what is torn, only the missing staging directory tells whose it was
         gone = checkpoint.in_place or lookup(self.storage, directory) is None
         if owner == checkpoint.id or (torn and alone and gone):
-            self._move_aside(name, quarantine_dir(checkpoint.id))
+            move_aside(self.storage, name, quarantine_dir(checkpoint.id))
             return ""
         others = owner is not None or held
         if checkpoint.in_place and (others or went_on(checkpoint, read_tracker(self.storage))):
@@ -420,7 +229,7 @@ class Effects:
             self._settle(QUARANTINE, TRASH, parent_of(directory), "")
             return ""
         if not checkpoint.in_place:
-            self._move_aside(directory, gone_dir(checkpoint.id))
+            move_aside(self.storage, directory, gone_dir(checkpoint.id))
             return ""
         marked = is_marked(self.storage, directory, checkpoint.id)
         if not marked and is_bare(self.storage, directory):
@@ -428,19 +237,19 @@ class Effects:
         worthless = alone and marked and there is not None and there.found == "unexplained"
         given_up = worthless and is_cut_short(self.storage, directory, checkpoint)
         aside = trash_dir if given_up else quarantine_dir  # it may be of value to somebody
-        moved = self._move_aside(directory, aside(checkpoint.id))
+        moved = move_aside(self.storage, directory, aside(checkpoint.id))
         still = given_up and is_cut_short(self.storage, moved, checkpoint)
         return moved if still else ""
 
     def give_up(self, of: AttemptId, path: str) -> None:
         """Let what lies in the trash be deleted: it gets a name that no other's late rename aims at."""
         self.check_epoch()
-        self._move_aside(path, gone_dir(of))
+        move_aside(self.storage, path, gone_dir(of))
 
     def keep_for_a_person(self, of: AttemptId, path: str) -> None:
         """Move to quarantine what lies in the trash and nobody gave up."""
         self.check_epoch()
-        self._move_aside(path, quarantine_dir(of))
+        move_aside(self.storage, path, quarantine_dir(of))
 
     def is_taken(self, checkpoint: Checkpoint, earlier: frozenset[str]) -> bool:
         """True if a complete checkpoint of somebody else stands at its name. See ``quarantine``."""
@@ -458,7 +267,7 @@ class Effects:
         """
         self.check_epoch()
         for path in sorted(self.lies_in(TRASH, checkpoint)):
-            self._move_aside(path, quarantine_dir(checkpoint.id))
+            move_aside(self.storage, path, quarantine_dir(checkpoint.id))
         moved = self.lies_in(QUARANTINE, checkpoint) - earlier
         there = self._look(checkpoint.step) if alone else None
         if there is None or not is_its_own(checkpoint, there, bool(moved)):
@@ -468,50 +277,29 @@ class Effects:
         if self._is_somebody_elses(self.storage.stat(source)):
             _say_left(checkpoint.step, source)
             return
-        self._move_aside(source, quarantine_dir(checkpoint.id))
+        move_aside(self.storage, source, quarantine_dir(checkpoint.id))
 
     def _is_somebody_elses(self, found: FileStat) -> bool:
         """True for a link, a file or a mount at a step's name: it is never followed nor moved."""
         return found.kind != "dir" or found.device != self.storage.stat(QUARANTINE).device
 
-    def _move_aside(self, source: str, target: str) -> str:
-        """Move to ``target``, or beside it: a power loss can leave a rename at both of its names.
-
-        What makes this one dispensable, the tracker above all, is made durable under its name first.
-        """
-        self.storage.fsync_dir("")
-        for suffix in ("", *(f".{n}" for n in range(1, _NAMES))):
-            if lookup(self.storage, target + suffix) is None:
-                move(self.storage, source, target + suffix)
-                return target + suffix
-        raise StorageError(f"{_NAMES} directories stand at {target}", file=target)
-
-    # ------------------------------------------------------------------------------ pins and leases
-
-    def pinned_steps(self) -> set[int]:
-        names = list_names(self.storage, PINS)
-        return {step for name in names if (step := parse_pin(name)) is not None}
-
-    def reader_leases(self) -> dict[str, int]:
-        """The step that each reader lease holds, by the path of the lease."""
-        return {
-            f"{directory}/{name}": step
-            for directory in (READERS, OLD_READERS)
-            for name in list_names(self.storage, directory)
-            if (step := parse_reader(name)) is not None
-        }
-
-    def pin(self, step: int, reason: str) -> None:
-        self.check_epoch()
-        put(self.storage, pin_name(step), encode(Pin(step=step, reason=reason)), tag=self.tag)
+    def _settle(self, *directories: str) -> None:
+        """What was found moved stays there. Directories that it may have come to are first."""
+        for directory in directories:
+            self.storage.fsync_dir(directory)
 
 
-def _plans(name: str, part: PartSpec) -> bool:
-    """True if a file of planned metadata is of this part: of a group's, there is one for each share."""
-    if part.kind != "report":
-        return name == f"{part.name}.bin"
-    share = name.removeprefix(f"{part.name}.").removesuffix(".bin")
-    return share.isdigit() and name == f"{part.name}.{share}.bin"
+def move_aside(storage: Storage, source: str, target: str) -> str:
+    """Move to ``target``, or beside it: a power loss can leave a rename at both of its names.
+
+    What makes this one dispensable, the tracker above all, is made durable under its name first.
+    """
+    storage.fsync_dir("")
+    for suffix in ("", *(f".{n}" for n in range(1, _NAMES))):
+        if lookup(storage, target + suffix) is None:
+            move(storage, source, target + suffix)
+            return target + suffix
+    raise StorageError(f"{_NAMES} directories stand at {target}", file=target)
 
 
 def _say_left(step: int, path: str) -> None:

@@ -1,0 +1,42 @@
+"""Pins and readers' leases on disk: both keep a checkpoint from being pruned.
+
+Rules: a name alone tells which step it keeps, so that a damaged document keeps it as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckptfsm.core.documents import Pin, encode
+from ckptfsm.core.layout import OLD_READERS, PINS, READERS, parse_pin, parse_reader, pin_name
+from ckptfsm.core.ports import Storage
+from ckptfsm.disk.durable import list_names, put
+
+
+@dataclass(frozen=True, slots=True)
+class Protection:
+    """Reads what protects a checkpoint, and pins it. ``tag`` names our temporaries."""
+
+    storage: Storage
+    tag: str
+    check_epoch: Callable[[], None]
+
+    def pinned_steps(self) -> set[int]:
+        """The steps that somebody pinned, at an adoption or by hand."""
+        names = list_names(self.storage, PINS)
+        return {step for name in names if (step := parse_pin(name)) is not None}
+
+    def reader_leases(self) -> dict[str, int]:
+        """The step that each reader lease holds, by the path of the lease."""
+        return {
+            f"{directory}/{name}": step
+            for directory in (READERS, OLD_READERS)
+            for name in list_names(self.storage, directory)
+            if (step := parse_reader(name)) is not None
+        }
+
+    def pin(self, step: int, reason: str) -> None:
+        """Keep ``step`` until its pin is removed, durably."""
+        self.check_epoch()
+        put(self.storage, pin_name(step), encode(Pin(step=step, reason=reason)), tag=self.tag)

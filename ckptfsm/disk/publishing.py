@@ -1,0 +1,212 @@
+"""Publishing: a staging directory, its manifest, one rename to its name, and the tracker that names it.
+
+Rules: every method checks the epoch first (I9), is idempotent, and either happened durably when it
+returns or raises. ``OutcomeUnknown`` says that the disk may or may not show the change: the coordinator
+stops then, and a restart decides from what is there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckptfsm.adapters.notices import say
+from ckptfsm.core.documents import encode_sealed
+from ckptfsm.core.errors import DamagedRoot, OutcomeUnknown, SaveFailed, StorageError
+from ckptfsm.core.layout import (
+    MANIFEST,
+    PLANNED,
+    QUARANTINE,
+    STAGING,
+    TRACKER,
+    TRASH,
+    Layout,
+    begun_name,
+    join,
+    left_out_name,
+    staging_dir,
+    tracker_text,
+)
+from ckptfsm.core.lifecycle import Checkpoint
+from ckptfsm.core.parts import PartSpec
+from ckptfsm.core.ports import Storage
+from ckptfsm.disk.assembly import Assembly
+from ckptfsm.disk.durable import (
+    fsync_existing,
+    fsync_tree_dirs,
+    list_names,
+    lookup,
+    make_dirs,
+    parent_of,
+    put,
+    walk_files,
+)
+from ckptfsm.disk.inspection import read_manifest, read_tracker
+from ckptfsm.disk.setting_aside import move_aside
+from ckptfsm.disk.trash import sweep_attempt
+
+log = logging.getLogger("ckptfsm")
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """Publishes the attempts of one epoch.
+
+    ``check_epoch`` raises ``Fenced``; ``tag`` names our temporary files.
+    """
+
+    storage: Storage
+    tag: str
+    check_epoch: Callable[[], None]
+    assembly: Assembly
+    layout: Layout
+
+    def create_staging(self, checkpoint: Checkpoint) -> None:
+        """Make the attempt's directory. In place, a stock trainer may have made it already.
+
+        There it gets a mark, as its name does not say whose it is: without one nothing is taken for it.
+        """
+        self.check_epoch()
+        directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
+        if not (checkpoint.in_place and lookup(self.storage, directory) is not None):
+            self.storage.mkdir(directory)
+        self.storage.fsync_dir(directory.rpartition("/")[0])  # whoever made it
+        if checkpoint.in_place:
+            make_dirs(self.storage, begun_name(checkpoint.id), base=directory)
+
+    def finalize(self, checkpoint: Checkpoint) -> None:
+        """Check every receipt, write metadata and manifest, publish by one rename (I3, I4)."""
+        self.check_epoch()
+        target = self.layout.published_name(checkpoint.step)
+        directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
+        if checkpoint.in_place:
+            if self._is_committed(checkpoint, directory):
+                return
+        elif self._is_published(checkpoint, target):
+            self._fsync_names(checkpoint, target)
+            return
+        shares = self.assembly.shares(checkpoint, directory)
+        files = self.assembly.listed(checkpoint, directory, shares)
+        sweep_attempt(self.storage, directory, {entry.name for entry in files})
+        for part in checkpoint.parts:
+            if part.name not in shares.dropped:
+                files += self.assembly.finish(checkpoint, part, directory, shares)
+            else:
+                why, step = shares.dropped[part.name], checkpoint.step
+                said = f"step {step}: part {part.name!r} is left out: {why}"
+                say(log.warning, "part_left_out", said, step=step, part=part.name, why=why)
+                self._leave_out(checkpoint, part, directory)
+        manifest = self.assembly.manifest(checkpoint, directory, shares, files)
+        fsync_tree_dirs(self.storage, directory)
+        self.check_epoch()
+        if checkpoint.in_place:
+            self._commit_in_place(checkpoint, directory, encode_sealed(manifest))
+        else:
+            put(self.storage, f"{directory}/{MANIFEST}", encode_sealed(manifest), tag=self.tag)
+            self._publish(checkpoint, directory, target)
+
+    def _commit_in_place(self, checkpoint: Checkpoint, directory: str, manifest: bytes) -> None:
+        """In place the manifest is the commit: once it may be seen, an error cannot be undone."""
+        path = f"{directory}/{MANIFEST}"
+        try:
+            put(self.storage, path, manifest, tag=self.tag, check=self.check_epoch)
+        except OSError as error:
+            if lookup(self.storage, path) is None:
+                raise  # it certainly did not happen
+            raise OutcomeUnknown(
+                f"the manifest is there but not known to be durable: {error}",
+                file=path,
+                step=checkpoint.step,
+            ) from error
+
+    def _is_committed(self, checkpoint: Checkpoint, directory: str) -> bool:
+        """True if this attempt's manifest is there already, in place: then it is made durable again."""
+        manifest = read_manifest(self.storage, directory)
+        if manifest is None or manifest.of != checkpoint.id:
+            return False
+        self.storage.fsync_dir(parent_of(f"{directory}/{MANIFEST}"))
+        return True
+
+    def _is_published(self, checkpoint: Checkpoint, target: str) -> bool:
+        """True if this very attempt has its name already; another one there is an error."""
+        found = lookup(self.storage, target)
+        if found is None:
+            return False
+        manifest = read_manifest(self.storage, target) if found.kind == "dir" else None
+        if manifest is not None and manifest.of == checkpoint.id:
+            return True
+        raise SaveFailed(f"{target} is taken by something else", file=target, step=checkpoint.step)
+
+    def _publish(self, checkpoint: Checkpoint, directory: str, target: str) -> None:
+        self.check_epoch()
+        try:
+            self.storage.rename(directory, target)
+        except OSError:
+            if lookup(self.storage, directory) is not None:
+                raise  # it certainly did not happen; something else may stand at the name
+        self._fsync_names(checkpoint, target)
+
+    def _fsync_names(self, checkpoint: Checkpoint, target: str) -> None:
+        """The rename is done: from here an error leaves an outcome that only a restart decides."""
+        try:
+            self.storage.fsync_dir("")
+            self.storage.fsync_dir(staging_dir(checkpoint.id).rpartition("/")[0])
+            manifest = read_manifest(self.storage, target)
+            if manifest is None or manifest.of != checkpoint.id:
+                raise StorageError("the published name is not this attempt's", file=target)
+        except (OSError, DamagedRoot) as error:
+            raise OutcomeUnknown(
+                f"{target} was renamed but is not known to be durable: {error}",
+                file=target,
+                step=checkpoint.step,
+            ) from error
+
+    def make_published_durable(self, step: int) -> None:
+        """What another process published may have names that are not durable yet.
+
+        Also the old one: a fenced one's rename may have come after the opening settled ``staging``.
+        """
+        fsync_tree_dirs(self.storage, self.layout.published_name(step))
+        self.storage.fsync_dir("")
+        self.storage.fsync_dir(STAGING)
+
+    def make_adopted_durable(self, step: int) -> None:
+        """What somebody else wrote may be in the page cache only: nothing is given up for that."""
+        name = self.layout.published_name(step)
+        for file, stat in walk_files(self.storage, name):
+            if stat.kind == "file":  # a link of somebody's is never followed (F16)
+                fsync_existing(self.storage, f"{name}/{file}")
+        self.make_published_durable(step)
+
+    def _leave_out(self, checkpoint: Checkpoint, part: PartSpec, directory: str) -> None:
+        """Take an optional part that was not written everywhere out of the unpublished attempt.
+
+        In place it is kept: a fenced manager's late rename takes what somebody has saved there since.
+        """
+        planned = list_names(self.storage, f"{directory}/{PLANNED}")
+        own = [f"{PLANNED}/{name}" for name in planned if _plans(name, part)]
+        for path in (join(directory, part.directory), *(f"{directory}/{name}" for name in own)):
+            if lookup(self.storage, path) is not None:
+                self.check_epoch()
+                place = QUARANTINE if checkpoint.in_place else TRASH
+                aside = f"{place}/{left_out_name(checkpoint.id)}-{path.rpartition('/')[2]}"
+                move_aside(self.storage, path, aside)
+
+    def write_tracker(self, step: int) -> None:
+        """Make the tracker name ``step``, durably, and read it back (I2)."""
+        self.check_epoch()
+        put(self.storage, TRACKER, tracker_text(step), tag=self.tag, check=self.check_epoch)
+        seen = read_tracker(self.storage)
+        if seen.step != step:
+            raise OutcomeUnknown(
+                f"the tracker was written as {step} but reads as {seen.step}", file=TRACKER
+            )
+
+
+def _plans(name: str, part: PartSpec) -> bool:
+    """True if a file of planned metadata is of this part: of a group's, there is one for each share."""
+    if part.kind != "report":
+        return name == f"{part.name}.bin"
+    share = name.removeprefix(f"{part.name}.").removesuffix(".bin")
+    return share.isdigit() and name == f"{part.name}.{share}.bin"
