@@ -20,6 +20,7 @@ from ckptfsm.core.evidence import (
     TrackerEvidence,
     is_whole,
 )
+from ckptfsm.core.keeping import Contents
 from ckptfsm.core.layout import (
     MANIFEST,
     PRIVATE,
@@ -222,12 +223,24 @@ def is_bare(storage: Storage, directory: str) -> bool:
     found = lookup(storage, directory)
     if found is None or found.kind != "dir":
         return False
-    files = (name.rpartition("/")[2] for name, _ in walk_files(storage, directory))
-    return all(name == COMMON for name in files)
+    return all(_comes_first(name) for name, _ in walk_files(storage, directory))
 
 
-def is_cut_short(storage: Storage, directory: str, checkpoint: Checkpoint) -> bool:
-    """True if a directory holds what this attempt leaves before it gets its metadata, and no more."""
+def contents_of(storage: Storage, directory: str, checkpoint: Checkpoint) -> Contents:
+    """How far the save of an attempt got in a directory in place, by the names of its files."""
+    names = [name for name, _ in walk_files(storage, directory)]
+    if all(map(_comes_first, names)):
+        return Contents.BARE
+    return Contents.CUT_SHORT if _is_cut_short(names, checkpoint) else Contents.MORE
+
+
+def _comes_first(name: str) -> bool:
+    """True for the file that a stock save leaves before its writers begin."""
+    return name.rpartition("/")[2] == COMMON
+
+
+def _is_cut_short(names: Iterable[str], checkpoint: Checkpoint) -> bool:
+    """True if this attempt leaves these files before its metadata."""
     parts = checkpoint.parts
     plain = {join(part.directory, part.name) for part in parts if part.kind == "file"}
     inner = (f"{PRIVATE}/", *(f"{part.directory}/" for part in parts if part.kind == "tree"))
@@ -236,7 +249,7 @@ def is_cut_short(storage: Storage, directory: str, checkpoint: Checkpoint) -> bo
         or path in plain
         or f"/{path}".endswith((".distcp", f"/{COMMON}"))
         or TEMPORARY in path.rpartition("/")[2]
-        for path, _ in walk_files(storage, directory)
+        for path in names
     )
 
 

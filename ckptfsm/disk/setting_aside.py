@@ -1,19 +1,46 @@
 """Setting aside: a directory leaves its name for the trash or for quarantine, and may come back.
 
+Each method looks at the disk, lets ``core.keeping`` decide, and moves.
+
 Rules: every method checks the epoch first (I9), is idempotent, and either happened durably when it
-returns or raises. Nothing is deleted here (that is done in ``trash``): everything is only renamed.
+returns or raises. Nothing is deleted here (``trash`` does that): directories are only renamed. A link, a
+file or a mount at a step's name is never followed nor moved (F16).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.errors import DamagedRoot, StorageError
-from ckptfsm.core.evidence import PublishedEvidence, is_its_own, is_whole, went_on, why_not_whole
+from ckptfsm.core.evidence import PublishedEvidence, is_whole, went_on, why_not_whole
+from ckptfsm.core.keeping import (
+    AtName,
+    CleanUpDecision,
+    CleanUpFacts,
+    Holds,
+    InPlaceDecision,
+    InPlaceFacts,
+    Place,
+    PruneDecision,
+    PruneFacts,
+    QuarantineDecision,
+    QuarantineFacts,
+    ReturnDecision,
+    at_name,
+    decide_clean_up,
+    decide_in_place,
+    decide_left,
+    decide_prune,
+    decide_quarantine,
+    decide_return,
+    is_taken,
+    place_of,
+    why_kept,
+)
 from ckptfsm.core.layout import (
     PRIVATE,
     QUARANTINE,
@@ -29,9 +56,8 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import FileStat, Storage
 from ckptfsm.disk.durable import lookup, move, parent_of
 from ckptfsm.disk.inspection import (
+    contents_of,
     inspect_published,
-    is_bare,
-    is_cut_short,
     is_marked,
     moved_aside,
     read_tracker,
@@ -45,7 +71,7 @@ _NAMES = 100
 
 
 class Pruned(NamedTuple):
-    """How a prune ended: what keeps it after all, or where this very call has moved it, or neither."""
+    """How a prune ended: the reason why it stays after all, or where this call moved it, or neither."""
 
     kept: str = ""
     aside: str = ""
@@ -61,8 +87,10 @@ class Mover:
     layout: Layout
     protection: Protection
 
+    # ------------------------------------------------------------------------------ in the way
+
     def set_aside(self, name: str) -> str:
-        """Move what is partial, and in the way of a save, to quarantine. Returns its name there."""
+        """Move a partial directory, in the way of a save, to quarantine. Returns its name there."""
         self.check_epoch()
         return move_aside(self.storage, name, f"{QUARANTINE}/{name}.{self.tag}")
 
@@ -72,229 +100,257 @@ class Mover:
         if lookup(self.storage, TRACKER) is not None:
             move_aside(self.storage, TRACKER, f"{QUARANTINE}/tracker.{self.tag}")
 
+    # ------------------------------------------------------------------------------------- prune
+
     def prune(self, checkpoint: Checkpoint, newer_step: int) -> Pruned:
         """Move a prunable checkpoint to the trash, unless something keeps it after all (I7).
 
-        Every guard is looked at again on disk: pins, leases, the tracker, and that the newer one,
-        which makes this one removable, is really there. Pins, leases and the tracker are looked at
-        once more after the move: what was taken in between brings the directory back (F27), also if a
-        crash came between the two. Raises ``DamagedRoot`` if what stands at its name then is not whole.
+        Everything that may keep it is looked at on disk: also the newer one, for which it may go. Raises
+        ``DamagedRoot`` if the directory that stands at its name then is not whole.
         """
         self.check_epoch()
-        source = self.layout.published_name(checkpoint.step)
         if not self._is_at_its_name(checkpoint):
-            return self._prune_moved(checkpoint, newer_step)
-        kept = (
-            self._kept_for_want(checkpoint, newer_step)
-            or self._kept_by_people(checkpoint.step)
-            or self._kept_by_tracker(checkpoint)
-        )
-        if kept:
-            return self._stay(checkpoint, kept)
+            return self._prune_left(checkpoint, newer_step)
+        facts = self._look_at_prunable(checkpoint, newer_step)
+        decision = decide_prune(facts)
+        if decision is not PruneDecision.MOVE:
+            return self._stay(checkpoint, why_kept(decision, facts))
+        source = self.layout.published_name(checkpoint.step)
         aside = move_aside(self.storage, source, trash_dir(checkpoint.id))
-        kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(checkpoint)
-        return self._bring_back(checkpoint, aside, kept) if kept else Pruned(aside=aside)
+        # A pin, a lease or a tracker that came between look and move brings it back (F27). If a crash
+        # comes first, ``_prune_left`` does so: the journal has it as prunable until then.
+        facts = replace(facts, holds=self._look_at_holds(checkpoint.step))
+        decision = decide_prune(facts)
+        if decision is not PruneDecision.MOVE:
+            return self._bring_back(checkpoint, aside, why_kept(decision, facts))
+        return Pruned(aside=aside)
 
     def resume_prune(self, checkpoint: Checkpoint, newer_step: int) -> Pruned:
-        """Decide a prune that a rollback finds open: what is at its name stays.
+        """Decide a prune that a rollback finds undecided: a directory at its name stays.
 
         Raises ``DamagedRoot`` as ``prune`` does.
         """
         self.check_epoch()
         if self._is_at_its_name(checkpoint):
             return self._stay(checkpoint, "rollback")
-        return self._prune_moved(checkpoint, newer_step)
+        return self._prune_left(checkpoint, newer_step)
 
     def _is_at_its_name(self, checkpoint: Checkpoint) -> bool:
-        """False if it left: nothing is there, or what is a stranger's.
+        """False if it left its name before. Raises ``DamagedRoot`` if neither is certain."""
+        _, there = self._look(checkpoint.step)
+        place = place_of(checkpoint, there, there is not None and self._was_moved(checkpoint))
+        if place is Place.DAMAGED:
+            name = self.layout.published_name(checkpoint.step)
+            raise DamagedRoot(why_not_whole(there), file=name, step=checkpoint.step)
+        return place is Place.AT_ITS_NAME
 
-        Raises ``DamagedRoot`` if it did not leave, and what is there does not say that it is its own.
-        """
-        there = self._look(checkpoint.step)
-        if there is None:
-            return False
-        moved = bool(self.lies_in(TRASH, checkpoint) | self.lies_in(QUARANTINE, checkpoint))
-        own = is_its_own(checkpoint, there, moved)
-        if own and (there.of is not None or is_whole(checkpoint, there)):
-            return True
-        if not own and (moved or there.of is not None):
-            return False
-        name = self.layout.published_name(checkpoint.step)
-        raise DamagedRoot(why_not_whole(there), file=name, step=checkpoint.step)
+    def _look(self, step: int) -> tuple[FileStat | None, PublishedEvidence | None]:
+        """Look at a step's name: the kind of file there, and whose checkpoint; None for nothing."""
+        found = lookup(self.storage, self.layout.published_name(step))
+        if found is None:
+            return None, None
+        return found, inspect_published(self.storage, self.layout, step, files=False)
 
-    def _look(self, step: int) -> PublishedEvidence | None:
-        """Whose is what stands at a step's name? None if nothing does."""
-        if lookup(self.storage, self.layout.published_name(step)) is None:
-            return None
-        return inspect_published(self.storage, self.layout, step, files=False)
+    def _was_moved(self, checkpoint: Checkpoint) -> bool:
+        return bool(self.lies_in(TRASH, checkpoint) | self.lies_in(QUARANTINE, checkpoint))
 
     def lies_in(self, directory: str, checkpoint: Checkpoint) -> frozenset[str]:
-        """Where its own directories were moved to in trash or quarantine."""
+        """The paths in trash or quarantine to which directories of this checkpoint were moved."""
         return frozenset(moved_aside(self.storage, directory).get(checkpoint.id, ()))
 
-    def _prune_moved(self, checkpoint: Checkpoint, newer_step: int) -> Pruned:
-        """It left its name before. Bring it back, if it is needed after all.
+    def _look_at_prunable(self, checkpoint: Checkpoint, newer_step: int) -> PruneFacts:
+        """Look at the newer one, for which a checkpoint may go, and then at all that may keep it."""
+        newer = lookup(self.storage, self.layout.published_name(newer_step))
+        return PruneFacts(
+            step=checkpoint.step,
+            newer_step=newer_step,
+            newer_is_there=newer is not None and newer.kind == "dir",
+            holds=self._look_at_holds(checkpoint.step),
+        )
 
-        Raises ``DamagedRoot`` if something else has its name by now: it is kept elsewhere then.
+    def _look_at_holds(self, step: int) -> Holds:
+        """Look at pins, leases, the tracker and the name of a step, in this order."""
+        pinned = step in self.protection.pinned_steps()
+        leased = step in self.protection.reader_leases().values()
+        tracker = read_tracker(self.storage)
+        found = lookup(self.storage, self.layout.published_name(step))
+        foreign = found is not None and self._is_somebody_elses(found)
+        return Holds(pinned, leased, tracker.step, foreign)
+
+    def _prune_left(self, checkpoint: Checkpoint, newer_step: int) -> Pruned:
+        """Decide the prune of a checkpoint that left its name before: an error or a crash came then.
+
+        Raises ``DamagedRoot`` if it is needed and another directory has its name: it stays in the trash.
         """
-        self._settle(TRASH, "")
-        own = sorted(self.lies_in(TRASH, checkpoint))
-        if not own:
+        self._make_durable(TRASH, "")  # else a power loss undoes the move of a killed process
+        paths = sorted(self.lies_in(TRASH, checkpoint))
+        if not paths:
             return Pruned()
         name = self.layout.published_name(checkpoint.step)
         taken = lookup(self.storage, name) is not None
-        kept = self._kept_for_want(checkpoint, newer_step) or self._kept_by_people(checkpoint.step)
-        if not taken and read_tracker(self.storage).step == checkpoint.step:
-            kept = kept or "the tracker names it"  # what somebody has saved over it since
-        if not kept:
-            return Pruned()
-        if taken:
-            problem = f"something else has its name, and it cannot come back: {kept}"
-            raise DamagedRoot(problem, file=name, step=checkpoint.step)
-        back = which_comes_back(self.storage, self.layout, checkpoint, own) or own[0]
-        return self._bring_back(checkpoint, back, kept)
+        facts = self._look_at_prunable(checkpoint, newer_step)
+        left = decide_left(facts, taken)
+        match decide_return(left, taken):
+            case ReturnDecision.STAY:
+                return Pruned()
+            case ReturnDecision.NAME_TAKEN:
+                why = why_kept(left, facts)
+                problem = f"something else has its name, and it cannot come back: {why}"
+                raise DamagedRoot(problem, file=name, step=checkpoint.step)
+            case ReturnDecision.BRING_BACK:
+                back = which_comes_back(self.storage, self.layout, checkpoint, paths) or paths[0]
+                return self._bring_back(checkpoint, back, why_kept(left, facts))
 
     def _bring_back(self, checkpoint: Checkpoint, aside: str, why: str) -> Pruned:
-        """An effect of its own: a successor may be emptying the trash by now (I9)."""
+        """Move it back to its name, after another look at the epoch.
+
+        A successor may be emptying the trash by now (I9).
+        """
         self.check_epoch()
         move(self.storage, aside, self.layout.published_name(checkpoint.step))
         return self._stay(checkpoint, why)
 
     def _stay(self, checkpoint: Checkpoint, why: str) -> Pruned:
-        """It is not pruned: it is at its name, durably, also if it had left it.
-
-        Raises ``DamagedRoot`` if it is not whole: somebody may have been at it before.
-        """
-        self._settle("", TRASH)
+        """Make its name durable, also if it had left it. Raises ``DamagedRoot`` if it is not whole."""
+        self._make_durable(
+            "", TRASH
+        )  # else a power loss puts a checkpoint in use back into the trash
         there = inspect_published(self.storage, self.layout, checkpoint.step)
         if not is_whole(checkpoint, there):
             name = self.layout.published_name(checkpoint.step)
             raise DamagedRoot(why_not_whole(there), file=name, step=checkpoint.step)
         return Pruned(kept=why)
 
-    def _kept_for_want(self, checkpoint: Checkpoint, newer_step: int) -> str:
-        """The newer one, or another attempt at its step, must really be there."""
-        if newer_step < checkpoint.step:
-            return "nothing newer is tracked any more"
-        newer = lookup(self.storage, self.layout.published_name(newer_step))
-        if newer is None or newer.kind != "dir":
-            return f"step {newer_step} is not there"
-        return ""
-
-    def _kept_by_tracker(self, checkpoint: Checkpoint) -> str:
-        tracker = read_tracker(self.storage)
-        if tracker.step is None or tracker.step <= checkpoint.step:
-            return f"the tracker says {tracker.step}"
-        found = lookup(self.storage, self.layout.published_name(checkpoint.step))
-        if found is not None and self._is_somebody_elses(found):
-            return "not a directory of this file system"
-        return ""
-
-    def _kept_by_people(self, step: int) -> str:
-        if step in self.protection.pinned_steps():
-            return "pin"
-        return "reader" if step in self.protection.reader_leases().values() else ""
+    # ---------------------------------------------------------------------------------- clean up
 
     def clean_up(self, checkpoint: Checkpoint, *, alone: bool, held: bool) -> str:
-        """Move a failed attempt's files aside. Returns where to if it was in place and may be deleted.
+        """Move a failed attempt's directory aside. Returns its path if it is to be given up from there.
 
-        What was staged may be deleted: nobody else writes there. What stands at its published name after
-        all (a fenced trainer's rename can land late) is moved to quarantine: what was published is never
-        deleted from here (I1), nor what somebody completes while it is moved. ``alone``: what stands
-        there can be no other attempt's; ``held``: it is one's.
+        ``alone``: no other attempt may stand at its name; ``held``: another one has it in use. If it
+        stands at its published name (a fenced trainer's rename can land late), it is kept (I1).
         """
         self.check_epoch()
         directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
         name = self.layout.published_name(checkpoint.step)
-        found = lookup(self.storage, name)
-        there = None
-        if found is not None and not self._is_somebody_elses(found):
-            there = self._look(checkpoint.step)
-        elif found is not None and checkpoint.in_place:
-            _say_left(checkpoint.step, name)
-            return ""
-        owner = there.of if there is not None else None
-        torn = there is not None and there.found == "damaged" and owner is None
-        # of what is torn, only the missing staging directory tells whose it was
-        gone = checkpoint.in_place or lookup(self.storage, directory) is None
-        if owner == checkpoint.id or (torn and alone and gone):
-            move_aside(self.storage, name, quarantine_dir(checkpoint.id))
-            return ""
-        others = owner is not None or held
-        if checkpoint.in_place and (others or went_on(checkpoint, read_tracker(self.storage))):
-            # and no manifest of ours may land there
-            sweep_temporaries(self.storage, (f"{name}/{PRIVATE}",))
-            return ""
-        if lookup(self.storage, directory) is None:
-            self._settle(QUARANTINE, TRASH, parent_of(directory), "")
-            return ""
-        if not checkpoint.in_place:
-            move_aside(self.storage, directory, gone_dir(checkpoint.id))
-            return ""
+        facts = self._look_at_failed(checkpoint, alone=alone, held=held)
+        match decide_clean_up(facts):
+            case CleanUpDecision.LEAVE_SOMEBODY_ELSES:
+                _say_left(checkpoint.step, name)
+            case CleanUpDecision.QUARANTINE_PUBLISHED:
+                move_aside(self.storage, name, quarantine_dir(checkpoint.id))
+            case CleanUpDecision.LEAVE_TO_OTHERS:
+                # A late rename of the process that failed would put our manifest over their files (I9).
+                sweep_temporaries(self.storage, (f"{name}/{PRIVATE}",))
+            case CleanUpDecision.NOTHING_LEFT:
+                # Else a power loss brings it back, at the name that an earlier try moved it from.
+                self._make_durable(QUARANTINE, TRASH, parent_of(directory), "")
+            case CleanUpDecision.GIVE_UP:
+                move_aside(self.storage, directory, gone_dir(checkpoint.id))
+            case CleanUpDecision.LOOK_INSIDE:
+                return self._clean_up_in_place(checkpoint, alone, facts.at_name)
+        return ""
+
+    def _look_at_failed(self, checkpoint: Checkpoint, *, alone: bool, held: bool) -> CleanUpFacts:
+        """Look at a failed attempt's published name, and at its working directory."""
+        found = lookup(self.storage, self.layout.published_name(checkpoint.step))
+        if found is None:
+            whose = AtName.NOTHING
+        elif self._is_somebody_elses(found):
+            whose = AtName.SOMEBODY_ELSES
+        else:
+            there = inspect_published(self.storage, self.layout, checkpoint.step, files=False)
+            whose = at_name(checkpoint, there)
+        tracker_tells = checkpoint.in_place and went_on(checkpoint, read_tracker(self.storage))
+        directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
+        return CleanUpFacts(
+            in_place=checkpoint.in_place,
+            at_name=whose,
+            working_dir=lookup(self.storage, directory) is not None,
+            alone=alone,
+            held=held,
+            went_on=tracker_tells,
+        )
+
+    def _clean_up_in_place(self, checkpoint: Checkpoint, alone: bool, whose: AtName) -> str:
+        """Move a directory in place aside. Returns its path if it is to be given up from there."""
+        directory = self.layout.published_name(checkpoint.step)
         marked = is_marked(self.storage, directory, checkpoint.id)
-        if not marked and is_bare(self.storage, directory):
-            return ""  # somebody made it anew, or the mark could not be made: another may begin
-        worthless = alone and marked and there is not None and there.found == "unexplained"
-        given_up = worthless and is_cut_short(self.storage, directory, checkpoint)
-        aside = trash_dir if given_up else quarantine_dir  # it may be of value to somebody
-        moved = move_aside(self.storage, directory, aside(checkpoint.id))
-        still = given_up and is_cut_short(self.storage, moved, checkpoint)
-        return moved if still else ""
+        contents = contents_of(self.storage, directory, checkpoint)
+        facts = InPlaceFacts(alone, whose, marked, contents)
+        match decide_in_place(facts):
+            case InPlaceDecision.LEAVE:
+                return ""
+            case InPlaceDecision.QUARANTINE:
+                move_aside(self.storage, directory, quarantine_dir(checkpoint.id))
+                return ""
+            case InPlaceDecision.GIVE_UP:
+                # Not to a name that may be deleted: a power loss in the midst of that would bring it
+                # back gutted, under its published name (I4).
+                aside = move_aside(self.storage, directory, trash_dir(checkpoint.id))
+                # A stock trainer may have completed it between look and move (I1).
+                contents = contents_of(self.storage, aside, checkpoint)
+                still = decide_in_place(replace(facts, contents=contents))
+                return aside if still is InPlaceDecision.GIVE_UP else ""
 
     def give_up(self, of: AttemptId, path: str) -> None:
-        """Let what lies in the trash be deleted: it gets a name that no other's late rename aims at."""
+        """Let a directory in the trash be deleted, under a name that no other's late rename aims at."""
         self.check_epoch()
         move_aside(self.storage, path, gone_dir(of))
 
     def keep_for_a_person(self, of: AttemptId, path: str) -> None:
-        """Move to quarantine what lies in the trash and nobody gave up."""
+        """Move a directory that lies in the trash, and was not given up, to quarantine."""
         self.check_epoch()
         move_aside(self.storage, path, quarantine_dir(of))
+
+    # -------------------------------------------------------------------------------- quarantine
 
     def is_taken(self, checkpoint: Checkpoint, earlier: frozenset[str]) -> bool:
         """True if a complete checkpoint of somebody else stands at its name. See ``quarantine``."""
         there = inspect_published(self.storage, self.layout, checkpoint.step)
-        moved = self.lies_in(TRASH, checkpoint) | (self.lies_in(QUARANTINE, checkpoint) - earlier)
-        complete = there.found in ("manifest", "stock")
-        return complete and not is_its_own(checkpoint, there, bool(moved))
+        in_trash = self.lies_in(TRASH, checkpoint)
+        moved = in_trash | (self.lies_in(QUARANTINE, checkpoint) - earlier)
+        return is_taken(checkpoint, there, bool(moved))
 
     def quarantine(self, checkpoint: Checkpoint, *, alone: bool, earlier: frozenset[str]) -> None:
         """Move a withdrawn checkpoint aside, for a person to look at. It is never deleted.
 
-        Only what is its own is moved, wherever it lies: its step may have been saved again meanwhile.
-        ``alone``: no other attempt has a right to its name. ``earlier``: what lay in quarantine when
-        this was tried first. What came since is what was to be moved.
+        Only its own directories are moved: its step may have been saved again meanwhile. ``alone``: no
+        other attempt has a right to its name. ``earlier``: the paths in quarantine when this was tried
+        first; those that came since are its own, moved by an earlier try.
         """
         self.check_epoch()
         for path in sorted(self.lies_in(TRASH, checkpoint)):
             move_aside(self.storage, path, quarantine_dir(checkpoint.id))
         moved = self.lies_in(QUARANTINE, checkpoint) - earlier
-        there = self._look(checkpoint.step) if alone else None
-        if there is None or not is_its_own(checkpoint, there, bool(moved)):
-            self._settle(QUARANTINE, "", TRASH)
-            return
+        found, there = self._look(checkpoint.step) if alone else (None, None)
+        foreign = found is not None and self._is_somebody_elses(found)
         source = self.layout.published_name(checkpoint.step)
-        if self._is_somebody_elses(self.storage.stat(source)):
-            _say_left(checkpoint.step, source)
-            return
-        move_aside(self.storage, source, quarantine_dir(checkpoint.id))
+        facts = QuarantineFacts(alone, there, bool(moved), foreign)
+        match decide_quarantine(checkpoint, facts):
+            case QuarantineDecision.NOTHING_TO_MOVE:
+                self._make_durable(
+                    QUARANTINE, "", TRASH
+                )  # else a power loss undoes an earlier move
+            case QuarantineDecision.LEAVE_SOMEBODY_ELSES:
+                _say_left(checkpoint.step, source)
+            case QuarantineDecision.MOVE:
+                move_aside(self.storage, source, quarantine_dir(checkpoint.id))
+
+    # ------------------------------------------------------------------------------------ common
 
     def _is_somebody_elses(self, found: FileStat) -> bool:
-        """True for a link, a file or a mount at a step's name: it is never followed nor moved."""
+        """True for a link, a file or a mount at a step's name."""
         return found.kind != "dir" or found.device != self.storage.stat(QUARANTINE).device
 
-    def _settle(self, *directories: str) -> None:
-        """What was found moved stays there. Directories that it may have come to are first."""
+    def _make_durable(self, *directories: str) -> None:
+        """Make moves durable that were found done: first where they lead to, then where they begin."""
         for directory in directories:
             self.storage.fsync_dir(directory)
 
 
 def move_aside(storage: Storage, source: str, target: str) -> str:
-    """Move to ``target``, or beside it: a power loss can leave a rename at both of its names.
-
-    What makes this one dispensable, the tracker above all, is made durable under its name first.
-    """
-    storage.fsync_dir("")
+    """Move to ``target``, or beside it: a power loss can leave a rename at both of its names."""
+    storage.fsync_dir("")  # else a power loss may undo the tracker that makes this one dispensable
     for suffix in ("", *(f".{n}" for n in range(1, _NAMES))):
         if lookup(storage, target + suffix) is None:
             move(storage, source, target + suffix)

@@ -211,17 +211,14 @@ LEDGER = (
         "newest = self.in_state(State.TRACKED, *IN_FLIGHT)\n"
         "offers = (self._offer(c, newest[-1].step, preserved) for c in tracked)",
         (
-            "disk.setting_aside:Mover._kept_by_tracker",
-            "if tracker.step is None or tracker.step <= checkpoint.step:",
-            "if tracker.step is None:",
+            "core.keeping:_kept_by_tracker",
+            "if tracked is None or tracked <= facts.step:",
+            "if tracked is None:",
         ),
         (
-            "disk.setting_aside:Mover._kept_for_want",
-            (
-                'if newer is None or newer.kind != "dir":\n'
-                '    return f"step {newer_step} is not there"'
-            ),
-            ('if False:\n    return f"step {newer_step} is not there"'),
+            "core.keeping:_kept_as_the_last",
+            "return None if facts.newer_is_there else PruneDecision.KEEP_NEWER_MISSING",
+            "return None",
         ),
         breaks="I7",
         source="Megatron-Bridge #5184",

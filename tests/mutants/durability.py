@@ -306,7 +306,7 @@ MUTANTS = (
     ),
     mutant(
         "what-was-moved-is-not-settled",
-        "disk.setting_aside:Mover._settle",
+        "disk.setting_aside:Mover._make_durable",
         "self.storage.fsync_dir(directory)",
         "pass",
         breaks="I1",

@@ -124,9 +124,9 @@ ORDER = (
     ),
     mutant(
         "trash-emptied-before-a-clean-up-is-durable",
-        "disk.setting_aside:Mover.clean_up",
-        "aside = trash_dir if given_up else quarantine_dir  # it may be of value to somebody",
-        "aside = gone_dir if given_up else quarantine_dir  # it may be of value to somebody",
+        "disk.setting_aside:Mover._clean_up_in_place",
+        "aside = move_aside(self.storage, directory, trash_dir(checkpoint.id))",
+        "aside = move_aside(self.storage, directory, gone_dir(checkpoint.id))",
         breaks="I4",
         source="F8",
         killers=("tests:test_found_by_proof.py",),
@@ -266,9 +266,9 @@ LOOKS = (
     ),
     mutant(
         "a-mount-is-pruned",
-        "disk.setting_aside:Mover._kept_by_tracker",
-        "if found is not None and self._is_somebody_elses(found):\n    return",
-        "if False:\n    return",
+        "core.keeping:_kept_by_tracker",
+        "return PruneDecision.KEEP_SOMEBODY_ELSES if facts.holds.somebody_elses else None",
+        "return None",
         breaks="F16",
         source="F16",
         killers=(
@@ -278,14 +278,9 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-look-for-pins",
-        "disk.setting_aside:Mover.prune",
-        "or self._kept_by_people(checkpoint.step)\nor self._kept_by_tracker",
-        "or self._kept_by_tracker",
-        (
-            "disk.setting_aside:Mover.prune",
-            "kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker",
-            "kept = self._kept_by_tracker",
-        ),
+        "core.keeping:decide_prune",
+        "_kept_as_the_last(facts)\nor _kept_by_people(facts)",
+        "_kept_as_the_last(facts)",
         breaks="I7",
         source="F27",
         killers=("exhaustive", "simulation"),
@@ -293,8 +288,13 @@ LOOKS = (
     mutant(
         "prune-does-not-look-first",
         "disk.setting_aside:Mover.prune",
-        "or self._kept_by_people(checkpoint.step)\nor self._kept_by_tracker",
-        "or self._kept_by_tracker",
+        "decision = decide_prune(facts)\n"
+        "if decision is not PruneDecision.MOVE:\n"
+        "    return self._stay(checkpoint, why_kept(decision, facts))",
+        "blind = replace(facts.holds, pinned=False, leased=False)\n"
+        "decision = decide_prune(replace(facts, holds=blind))\n"
+        "if decision is not PruneDecision.MOVE:\n"
+        "    return self._stay(checkpoint, why_kept(decision, facts))",
         breaks="F27",
         source="F27",
         killers=("tests:test_schedules.py", "simulation"),
@@ -303,8 +303,7 @@ LOOKS = (
     mutant(
         "prune-does-not-look-again",
         "disk.setting_aside:Mover.prune",
-        "kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(checkpoint)\n"
-        "return self._bring_back(checkpoint, aside, kept) if kept else Pruned(aside=aside)",
+        "facts = replace(facts, holds=self._look_at_holds(checkpoint.step))",
         "return Pruned(aside=aside)",
         breaks="F27",
         source="F27",
@@ -313,8 +312,8 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-bring-back",
-        "disk.setting_aside:Mover._prune_moved",
-        "return self._bring_back(checkpoint, back, kept)",
+        "disk.setting_aside:Mover._prune_left",
+        "return self._bring_back(checkpoint, back, why_kept(left, facts))",
         "return Pruned()",
         breaks="F27",
         source="F17",
@@ -323,8 +322,8 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-read-the-tracker",
-        "disk.setting_aside:Mover._kept_by_tracker",
-        "if tracker.step is None or tracker.step <= checkpoint.step:",
+        "core.keeping:_kept_by_tracker",
+        "if tracked is None or tracked <= facts.step:",
         "if False:",
         breaks="I2",
         source="F17",
@@ -333,9 +332,9 @@ LOOKS = (
     ),
     mutant(
         "prune-does-not-look-at-the-newer-one",
-        "disk.setting_aside:Mover._kept_for_want",
-        'if newer is None or newer.kind != "dir":\n    return f"step {newer_step} is not there"',
-        'if newer is None:\n    return ""\nif False:\n    return f"step {newer_step} is not there"',
+        "core.keeping:_kept_as_the_last",
+        "return None if facts.newer_is_there else PruneDecision.KEEP_NEWER_MISSING",
+        "return None",
         breaks="I2",
         source="F19",
         killers=("tests:test_schedules.py", "simulation"),
@@ -343,7 +342,7 @@ LOOKS = (
     mutant(
         "prune-takes-whatever-has-the-name",
         "disk.setting_aside:Mover.prune",
-        "return self._prune_moved(checkpoint, newer_step)",
+        "return self._prune_left(checkpoint, newer_step)",
         "pass",
         breaks="I1",
         source="F15",
@@ -353,13 +352,13 @@ LOOKS = (
     mutant(
         "prune-deletes-in-place",
         "disk.setting_aside:Mover.prune",
-        "aside = move_aside(self.storage, source, trash_dir(checkpoint.id))\nkept",
+        "aside = move_aside(self.storage, source, trash_dir(checkpoint.id))\nfacts",
         "from ckptfsm.disk.durable import walk_files\n"
         "for inner, _ in walk_files(self.storage, source):\n"
         '    if not inner.startswith(".ckptfsm"):\n'
         '        self.storage.unlink(f"{source}/{inner}")\n'
         "aside = move_aside(self.storage, source, trash_dir(checkpoint.id))\n"
-        "kept",
+        "facts",
         breaks="I4",
         source="verl (open): gutted directory",
         killers=("simulation", "processes"),
@@ -548,10 +547,7 @@ FENCES = (
     mutant(
         "prune-is-not-fenced",
         "disk.setting_aside:Mover.prune",
-        "self.check_epoch()\n"
-        "source = self.layout.published_name(checkpoint.step)\n"
-        "if not self._is_at_its_name(checkpoint):",
-        "source = self.layout.published_name(checkpoint.step)\n"
+        "self.check_epoch()\nif not self._is_at_its_name(checkpoint):",
         "if not self._is_at_its_name(checkpoint):",
         breaks="I9",
         source="fencing",
@@ -642,7 +638,7 @@ FENCES = (
     mutant(
         "what-came-back-may-leave-again",
         "disk.setting_aside:Mover._stay",
-        'self._settle("", TRASH)\nthere = inspect_published(',
+        'self._make_durable("", TRASH)\nthere = inspect_published(',
         "there = inspect_published(",
         breaks="I1",
         source="order",
@@ -669,9 +665,9 @@ FENCES = (
     ),
     mutant(
         "a-leased-one-is-given-up-for-a-stranger",
-        "disk.setting_aside:Mover._prune_moved",
+        "disk.setting_aside:Mover._prune_left",
         "raise DamagedRoot(problem, file=name, step=checkpoint.step)",
-        'return ""',
+        "return Pruned()",
         breaks="I7",
         source="F27",
         killers=(
@@ -703,9 +699,9 @@ FENCES = (
     ),
     mutant(
         "what-is-in-the-trash-is-not-needed-any-more",
-        "disk.setting_aside:Mover._prune_moved",
-        "kept = self._kept_for_want(checkpoint, newer_step) or self._kept_by_people(checkpoint.step)",
-        "kept = self._kept_by_people(checkpoint.step)",
+        "core.keeping:decide_left",
+        "return _kept_as_the_last(facts) or _kept_by_people(facts) or nothing_else",
+        "return _kept_by_people(facts) or nothing_else",
         breaks="I7",
         source="F17",
         killers=(
@@ -752,8 +748,8 @@ FENCES = (
     mutant(
         "a-withdrawal-takes-whatever-has-the-name-now",
         "disk.setting_aside:Mover.quarantine",
-        "moved = self.lies_in(QUARANTINE, checkpoint) - earlier\nthere",
-        "moved = frozenset()\nthere",
+        "moved = self.lies_in(QUARANTINE, checkpoint) - earlier\nfound",
+        "moved = frozenset()\nfound",
         breaks="I1",
         source="F16",
         killers=(
@@ -929,14 +925,9 @@ FENCES = (
     ),
     mutant(
         "whatever-lies-in-a-marked-directory-goes",
-        "disk.setting_aside:Mover.clean_up",
-        "given_up = worthless and is_cut_short(self.storage, directory, checkpoint)",
-        "given_up = worthless",
-        (
-            "disk.setting_aside:Mover.clean_up",
-            "still = given_up and is_cut_short(self.storage, moved, checkpoint)",
-            "still = given_up",
-        ),
+        "core.keeping:decide_in_place",
+        "if begun_here and facts.contents is not Contents.MORE:",
+        "if begun_here:",
         breaks="I1",
         source="F16",
         killers=(
@@ -949,7 +940,7 @@ FENCES = (
     ),
     mutant(
         "a-clean-up-takes-whatever-has-the-name-now",
-        "disk.setting_aside:Mover.clean_up",
+        "disk.setting_aside:Mover._clean_up_in_place",
         "marked = is_marked(self.storage, directory, checkpoint.id)",
         "marked = True",
         breaks="I1",
@@ -964,7 +955,7 @@ FENCES = (
     ),
     mutant(
         "what-somebody-added-is-a-left-over",
-        "disk.inspection:is_cut_short",
+        "disk.inspection:_is_cut_short",
         "return all(\n    path.startswith(inner)",
         "return any(\n    path.startswith(inner)",
         breaks="I1",
@@ -1006,9 +997,9 @@ FENCES = (
     ),
     mutant(
         "a-torn-manifest-is-what-a-save-leaves",
-        "disk.setting_aside:Mover.clean_up",
-        'worthless = alone and marked and there is not None and there.found == "unexplained"',
-        'worthless = marked and there is not None and there.found != "stock"',
+        "core.keeping:decide_in_place",
+        "begun_here = facts.alone and facts.marked and facts.at_name is AtName.UNFINISHED",
+        "begun_here = facts.marked and facts.at_name in (AtName.UNFINISHED, AtName.TORN)",
         breaks="I1",
         source="F16",
         killers=(
@@ -1042,9 +1033,9 @@ FENCES = (
     ),
     mutant(
         "the-first-of-two-comes-back",
-        "disk.setting_aside:Mover._prune_moved",
-        "return self._bring_back(checkpoint, back, kept)",
-        "return self._bring_back(checkpoint, own[0], kept)",
+        "disk.setting_aside:Mover._prune_left",
+        "return self._bring_back(checkpoint, back, why_kept(left, facts))",
+        "return self._bring_back(checkpoint, paths[0], why_kept(left, facts))",
         breaks="F27",
         source="fencing",
         killers=(
@@ -1064,9 +1055,9 @@ FENCES = (
     ),
     mutant(
         "a-clean-up-does-not-look-again",
-        "disk.setting_aside:Mover.clean_up",
-        "still = given_up and is_cut_short(self.storage, moved, checkpoint)",
-        "still = given_up",
+        "disk.setting_aside:Mover._clean_up_in_place",
+        "still = decide_in_place(replace(facts, contents=contents))",
+        "still = decide_in_place(facts)",
         breaks="I1",
         source="race",
         killers=(
@@ -1077,8 +1068,10 @@ FENCES = (
     mutant(
         "a-prune-does-not-look-at-the-tracker-again",
         "disk.setting_aside:Mover.prune",
-        "kept = self._kept_by_people(checkpoint.step) or self._kept_by_tracker(checkpoint)",
-        "kept = self._kept_by_people(checkpoint.step)",
+        "facts = replace(facts, holds=self._look_at_holds(checkpoint.step))",
+        "before = facts.holds.tracker_step\n"
+        "facts = replace(facts, holds=self._look_at_holds(checkpoint.step))\n"
+        "facts = replace(facts, holds=replace(facts.holds, tracker_step=before))",
         breaks="I1",
         source="race",
         killers=(
@@ -1245,9 +1238,9 @@ FENCES = (
     ),
     mutant(
         "what-the-tracker-names-may-lie-in-the-trash",
-        "disk.setting_aside:Mover._prune_moved",
-        "if not taken and read_tracker(self.storage).step == checkpoint.step:",
-        "if False:",
+        "core.keeping:decide_left",
+        "named = not name_taken and facts.holds.tracker_step == facts.step",
+        "named = False",
         breaks="I2",
         source="fencing",
         killers=(
@@ -1273,8 +1266,8 @@ FENCES = (
     mutant(
         "a-clean-up-tried-again-forgets-staging",
         "disk.setting_aside:Mover.clean_up",
-        'self._settle(QUARANTINE, TRASH, parent_of(directory), "")',
-        'self._settle(TRASH, "")',
+        'self._make_durable(QUARANTINE, TRASH, parent_of(directory), "")',
+        'self._make_durable(TRASH, "")',
         breaks="I10",
         source="fsync",
         killers=(
@@ -1699,7 +1692,7 @@ FENCES = (
     ),
     mutant(
         "an-adopted-one-is-pruned-unseen",
-        "disk.setting_aside:Mover._is_at_its_name",
+        "core.keeping:place_of",
         "if own and (there.of is not None or is_whole(checkpoint, there)):",
         'if own and (there.of is not None or checkpoint.provenance == "adopted"):',
         breaks="I1",

@@ -25,6 +25,7 @@ import ckptfsm.coordinator.coordinator as coordinator
 import ckptfsm.disk.durable as durable
 from ckptfsm.adapters.fork import Outcome
 from ckptfsm.coordinator.coordinator import Coordinator
+from ckptfsm.core import keeping
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import DamagedRoot, RootBusy
 from ckptfsm.core.events import ShardReported, WriterGone
@@ -36,7 +37,6 @@ from ckptfsm.disk.journal import JournalWriter
 from ckptfsm.disk.ownership import RootOwnership
 from ckptfsm.disk.protection import Protection
 from ckptfsm.disk.publishing import Publisher
-from ckptfsm.disk.setting_aside import Mover
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing import invariants
@@ -206,7 +206,7 @@ def test_F1_an_ignored_exit_code_is_found(monkeypatch):
 def test_I7_retention_that_forgets_pins_is_found(monkeypatch):
     real = Ledger.protected
     monkeypatch.setattr(Ledger, "protected", lambda s, pins, readers: real(s, (), ()))
-    monkeypatch.setattr(Mover, "_kept_by_people", lambda *ignored: "")
+    monkeypatch.setattr(keeping, "_kept_by_people", lambda facts: None)
     assert first_failure().promise == "I7"
 
 

@@ -1,0 +1,299 @@
+"""Decides which directory leaves its name, and which stays. Pure.
+
+``disk.setting_aside`` looks at the disk, asks here, and moves. It hands over facts, frozen values; each
+answer is a member of an enum, whose value says in a sentence when it is given.
+
+Rules: in doubt a directory is kept. A move is never decided on facts from after it: if something may
+change while a directory moves, the same question is asked again with newer facts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ckptfsm.core.evidence import PublishedEvidence, is_its_own, is_whole
+from ckptfsm.core.lifecycle import Checkpoint
+
+# ------------------------------------------------------------------------------------------- prune
+
+
+class Place(Enum):
+    """Where the directory of a prunable checkpoint is."""
+
+    AT_ITS_NAME = "its directory stands at its name"
+    LEFT = "nothing, or a stranger's directory, stands at its name: its own one was moved before"
+    DAMAGED = "the directory at its name is not whole, and does not say whose it is"
+
+
+class PruneDecision(Enum):
+    """Whether a prunable checkpoint goes to the trash, and if not, why it stays."""
+
+    MOVE = "nothing keeps it"
+    KEEP_NOTHING_NEWER = "nothing newer is tracked: it may be the last one"
+    KEEP_NEWER_MISSING = "the newer checkpoint, for which it may go, has no directory"
+    KEEP_PINNED = "a person or an adoption pinned its step"
+    KEEP_READER = "a reader holds a lease on its step"
+    KEEP_TRACKER = "the tracker names its step, an older one, or none"
+    KEEP_SOMEBODY_ELSES = "a link, a file or a mount has its name"
+    KEEP_NAMED = "the tracker names its step, whose name is free: somebody went back to it"
+
+
+class ReturnDecision(Enum):
+    """What becomes of a checkpoint whose directory lies in the trash, while its prune is undecided."""
+
+    STAY = "nothing keeps it"
+    BRING_BACK = "something keeps it, and its name is free"
+    NAME_TAKEN = "something keeps it, and another directory has its name: a person is needed"
+
+
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """All that may keep a checkpoint from one moment to the next: looked at before its move, and after.
+
+    ``somebody_elses``: a link, a file or a mount has its name.
+    """
+
+    pinned: bool
+    leased: bool
+    tracker_step: int | None
+    somebody_elses: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PruneFacts:
+    """All that decides whether a prunable checkpoint of ``step`` goes.
+
+    ``newer_step`` is the newest tracked one, -1 if there is none, and ``newer_is_there`` says that its
+    directory stands at its name.
+    """
+
+    step: int
+    newer_step: int
+    newer_is_there: bool
+    holds: Holds
+
+
+def place_of(checkpoint: Checkpoint, there: PublishedEvidence | None, moved: bool) -> Place:
+    """Where the directory of a prunable checkpoint is.
+
+    ``there`` stands at its name; ``moved`` says that a directory of it lies in trash or quarantine.
+    """
+    if there is None:
+        return Place.LEFT
+    own = is_its_own(checkpoint, there, moved)
+    if own and (there.of is not None or is_whole(checkpoint, there)):
+        return Place.AT_ITS_NAME
+    if moved or there.of is not None:
+        return Place.LEFT
+    return Place.DAMAGED
+
+
+def decide_prune(facts: PruneFacts) -> PruneDecision:
+    """Whether a directory goes to the trash (I7); after that move, whether it stays there."""
+    return (
+        _kept_as_the_last(facts)
+        or _kept_by_people(facts)
+        or _kept_by_tracker(facts)
+        or PruneDecision.MOVE
+    )
+
+
+def decide_left(facts: PruneFacts, name_taken: bool) -> PruneDecision:
+    """Whether something keeps a checkpoint that left its name before; ``MOVE`` if nothing does.
+
+    The tracker counts only while its name is free: otherwise it names what somebody saved there since.
+    """
+    named = not name_taken and facts.holds.tracker_step == facts.step
+    nothing_else = PruneDecision.KEEP_NAMED if named else PruneDecision.MOVE
+    return _kept_as_the_last(facts) or _kept_by_people(facts) or nothing_else
+
+
+def decide_return(left: PruneDecision, name_taken: bool) -> ReturnDecision:
+    """What becomes of it in the trash. ``left``: as ``decide_left`` says."""
+    if left is PruneDecision.MOVE:
+        return ReturnDecision.STAY
+    return ReturnDecision.NAME_TAKEN if name_taken else ReturnDecision.BRING_BACK
+
+
+def _kept_as_the_last(facts: PruneFacts) -> PruneDecision | None:
+    """The newer one may be another attempt at the same step."""
+    if facts.newer_step < facts.step:
+        return PruneDecision.KEEP_NOTHING_NEWER
+    return None if facts.newer_is_there else PruneDecision.KEEP_NEWER_MISSING
+
+
+def _kept_by_people(facts: PruneFacts) -> PruneDecision | None:
+    if facts.holds.pinned:
+        return PruneDecision.KEEP_PINNED
+    return PruneDecision.KEEP_READER if facts.holds.leased else None
+
+
+def _kept_by_tracker(facts: PruneFacts) -> PruneDecision | None:
+    tracked = facts.holds.tracker_step
+    if tracked is None or tracked <= facts.step:
+        return PruneDecision.KEEP_TRACKER
+    return PruneDecision.KEEP_SOMEBODY_ELSES if facts.holds.somebody_elses else None
+
+
+def why_kept(decision: PruneDecision, facts: PruneFacts) -> str:
+    """The reason that the journal records, and people read; "" for ``MOVE``."""
+    return {
+        PruneDecision.MOVE: "",
+        PruneDecision.KEEP_NOTHING_NEWER: "nothing newer is tracked any more",
+        PruneDecision.KEEP_NEWER_MISSING: f"step {facts.newer_step} is not there",
+        PruneDecision.KEEP_PINNED: "pin",
+        PruneDecision.KEEP_READER: "reader",
+        PruneDecision.KEEP_TRACKER: f"the tracker says {facts.holds.tracker_step}",
+        PruneDecision.KEEP_SOMEBODY_ELSES: "not a directory of this file system",
+        PruneDecision.KEEP_NAMED: "the tracker names it",
+    }[decision]
+
+
+# ---------------------------------------------------------------------------------------- clean up
+
+
+class AtName(Enum):
+    """Whose directory stands at the name of a failed attempt's step."""
+
+    NOTHING = "nothing stands there"
+    SOMEBODY_ELSES = "a link, a file or a mount stands there"
+    ITS_OWN = "its manifest names this attempt"
+    ANOTHERS = "its manifest names another attempt"
+    TORN = "its manifest cannot be read, and names nobody"
+    STOCK = "it has no manifest, and a stock loader accepts it"
+    UNFINISHED = "it has no manifest, and no stock loader accepts it"
+
+
+class Contents(Enum):
+    """How far a save got that was written in place, by the names of its files."""
+
+    BARE = "there is only what a stock save leaves before its writers begin"
+    CUT_SHORT = "there is only what this attempt leaves before its metadata"
+    MORE = "there are files that tell of more: of a metadata file, or of another's work"
+
+
+class CleanUpDecision(Enum):
+    """What becomes of a failed attempt's directory."""
+
+    LEAVE_SOMEBODY_ELSES = "in place, a link, a file or a mount has its name"
+    QUARANTINE_PUBLISHED = "it stands at its published name after all, and may be complete"
+    LEAVE_TO_OTHERS = "in place, another attempt or another trainer has its name"
+    NOTHING_LEFT = "its directory is not there: an earlier try has moved it"
+    GIVE_UP = "it lies in staging, where nobody else writes: it may be deleted"
+    LOOK_INSIDE = "it was written in place: its contents decide"
+
+
+class InPlaceDecision(Enum):
+    """What becomes of a directory in place that no other attempt and no other trainer has in use."""
+
+    LEAVE = "it is bare and unmarked: whoever made it anew has only begun"
+    GIVE_UP = "this attempt began there, alone, and was cut short: it may be deleted"
+    QUARANTINE = "it may be of value to somebody"
+
+
+@dataclass(frozen=True, slots=True)
+class CleanUpFacts:
+    """All that decides what becomes of a failed attempt.
+
+    ``working_dir``: its directory, in staging or in place, is there. ``alone``: no other attempt may
+    stand at its name. ``held``: another attempt has its name in use. ``went_on``: the tracker tells that
+    another trainer went on from there.
+    """
+
+    in_place: bool
+    at_name: AtName
+    working_dir: bool
+    alone: bool
+    held: bool
+    went_on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class InPlaceFacts:
+    """All that decides what becomes of a directory in place. ``marked``: this attempt began in it."""
+
+    alone: bool
+    at_name: AtName
+    marked: bool
+    contents: Contents
+
+
+def at_name(checkpoint: Checkpoint, there: PublishedEvidence) -> AtName:
+    """Whose directory stands at the name of ``checkpoint``, unless a link, a file or a mount does."""
+    if there.found == "no_directory":
+        return AtName.NOTHING
+    if there.of is not None:
+        return AtName.ITS_OWN if there.of == checkpoint.id else AtName.ANOTHERS
+    if there.found == "damaged":
+        return AtName.TORN
+    return AtName.STOCK if there.found == "stock" else AtName.UNFINISHED
+
+
+def decide_clean_up(facts: CleanUpFacts) -> CleanUpDecision:
+    """What becomes of a failed attempt's directory. What was published is never given up (I1)."""
+    if facts.in_place and facts.at_name is AtName.SOMEBODY_ELSES:
+        return CleanUpDecision.LEAVE_SOMEBODY_ELSES
+    # If its manifest is torn, only the missing staging directory tells whose directory it is.
+    may_be_published = facts.in_place or not facts.working_dir
+    torn = facts.at_name is AtName.TORN and facts.alone and may_be_published
+    if facts.at_name is AtName.ITS_OWN or torn:
+        return CleanUpDecision.QUARANTINE_PUBLISHED
+    others = facts.at_name is AtName.ANOTHERS or facts.held or facts.went_on
+    if facts.in_place and others:
+        return CleanUpDecision.LEAVE_TO_OTHERS
+    if not facts.working_dir:
+        return CleanUpDecision.NOTHING_LEFT
+    return CleanUpDecision.LOOK_INSIDE if facts.in_place else CleanUpDecision.GIVE_UP
+
+
+def decide_in_place(facts: InPlaceFacts) -> InPlaceDecision:
+    """What becomes of a directory in place; after its move to the trash, whether it may be deleted."""
+    if not facts.marked and facts.contents is Contents.BARE:
+        return InPlaceDecision.LEAVE
+    begun_here = facts.alone and facts.marked and facts.at_name is AtName.UNFINISHED
+    if begun_here and facts.contents is not Contents.MORE:
+        return InPlaceDecision.GIVE_UP
+    return InPlaceDecision.QUARANTINE
+
+
+# -------------------------------------------------------------------------------------- quarantine
+
+
+class QuarantineDecision(Enum):
+    """Whether the directory at a withdrawn checkpoint's name goes to quarantine."""
+
+    NOTHING_TO_MOVE = "nothing of it stands there: its step was saved again, or it was moved before"
+    LEAVE_SOMEBODY_ELSES = "a link, a file or a mount has its name"
+    MOVE = "its directory stands there, and no other attempt has a right to the name"
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineFacts:
+    """All that decides what becomes of a withdrawn checkpoint's directory.
+
+    ``alone``: no other attempt has a right to its name. ``there`` stands at its name; None for nothing.
+    ``moved``: a directory of it came to quarantine since this was tried first.
+    """
+
+    alone: bool
+    there: PublishedEvidence | None
+    moved: bool
+    somebody_elses: bool
+
+
+def decide_quarantine(checkpoint: Checkpoint, facts: QuarantineFacts) -> QuarantineDecision:
+    """Whether the directory at a withdrawn checkpoint's name goes to quarantine."""
+    if not facts.alone or facts.there is None:
+        return QuarantineDecision.NOTHING_TO_MOVE
+    if not is_its_own(checkpoint, facts.there, facts.moved):
+        return QuarantineDecision.NOTHING_TO_MOVE
+    if facts.somebody_elses:
+        return QuarantineDecision.LEAVE_SOMEBODY_ELSES
+    return QuarantineDecision.MOVE
+
+
+def is_taken(checkpoint: Checkpoint, there: PublishedEvidence, moved: bool) -> bool:
+    """True if a complete checkpoint of somebody else stands at a withdrawn one's name."""
+    complete = there.found in ("manifest", "stock")
+    return complete and not is_its_own(checkpoint, there, moved)
