@@ -1,2 +1,4 @@
-"""The library inside trainers and orchestrators that people use. Each module imports its own; none is
-imported by the rest of the library."""
+"""The library inside trainers and orchestrators. Each module imports the trainer that it serves.
+
+The rest of the library imports none of these modules.
+"""

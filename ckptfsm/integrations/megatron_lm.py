@@ -1,14 +1,16 @@
 """Megatron-LM's checkpoints, owned by managers instead of by ``iter_finalize_fn``.
 
-Megatron-LM's ``save_checkpoint`` hangs closures onto an AsyncRequest; one of them writes the tracker and
-deletes the previous checkpoint. Here ``save_checkpoint`` still collects model, optimizer, RNG and
-arguments, but what it would hand to ``dist_checkpointing.save`` is saved by a ``CheckpointManager``.
+Megatron-LM's ``save_checkpoint`` hangs closures onto an AsyncRequest; one of them writes the
+tracker and deletes the previous checkpoint. Here ``save_checkpoint`` still collects model,
+optimizer, RNG and arguments. A ``CheckpointManager`` then saves the state that
+``dist_checkpointing.save`` would receive.
 
-``MegatronLMCheckpoints`` is for trainers of your own in Megatron-LM's layout; ``install`` puts one under
+``MegatronLMCheckpoints`` is for your trainers in Megatron-LM's layout; ``install`` puts one under
 ``megatron.training``.
 
-Rules: the tracker and every deletion are the manager's. Of the closures, only the two that report to
-people run, once the checkpoint is tracked. Every method is collective. One manager per directory.
+Rules: the manager writes the tracker and does every deletion. Only two closures run, those that
+report to people, once the checkpoint is tracked. Every method is collective. Every directory has
+one manager.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import ckptfsm.megatron  # noqa: F401  says what is missing or too old, before others fail of it
+import ckptfsm.megatron  # noqa: F401 first, to report a missing or old package
 
 # isort: split
 import megatron.core
@@ -59,7 +61,9 @@ StateDict = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 
 def retain(save_retain_interval: int | None) -> Policy:
-    """``--save-retain-interval``: the last checkpoint and every multiple stay; all, without one."""
+    """The policy of ``--save-retain-interval``: the last checkpoint and every multiple, or all
+    without one.
+    """
     if save_retain_interval is None:
         return KeepAll()
     return LatestN(1) | EveryNSteps(save_retain_interval)
@@ -67,7 +71,7 @@ def retain(save_retain_interval: int | None) -> Policy:
 
 @dataclass(slots=True)
 class _Pending:
-    """A save in flight and what runs on this rank once it is tracked."""
+    """A save in flight, and the reports of this rank to run once it is tracked."""
 
     handle: SaveHandle
     reports: tuple[Closure, ...]
@@ -77,9 +81,11 @@ class MegatronLMCheckpoints:
     """The checkpoints below ``save_dir``, in Megatron-LM's layout, with its calls.
 
     ``save_retain_interval`` is Megatron-LM's. ``config`` or keyword arguments are those of
-    ``CheckpointManager``, without ``retention`` and ``layout``. Nothing is opened before ``open`` or the
-    first save; after ``terminate`` the next save opens the root again. Say ``resumed`` after you load.
-    ``staging`` loads offloaded state around each save, see ``OffloadHook``.
+    ``CheckpointManager``, without ``retention`` and ``layout``. ``staging`` loads offloaded state
+    around each save, see ``OffloadHook``.
+
+    The root is opened at ``open`` or the first save; after ``terminate`` the next save opens it
+    again. Call ``resumed`` after a load.
     """
 
     def __init__(
@@ -104,15 +110,16 @@ class MegatronLMCheckpoints:
         self._managers: dict[str, CheckpointManager] = {}
         self._queue = AsyncCallsQueue(config=self._config)
         self._pending: list[_Pending] = []
-        self._own: set[tuple[str, int]] = set()  # root and iteration of what this run has written
+        self._own: set[tuple[str, int]] = set()  # roots and iterations written by this run
 
     def open(
         self, directory: str | os.PathLike[str] | None = None, *, non_persistent: bool = False
     ) -> CheckpointManager:
-        """The manager of ``directory``, by default ``save_dir``, opened (and recovered) if it is not.
+        """The manager of ``directory``, by default ``save_dir``; opens and recovers the root if
+        needed.
 
-        Call it before you load. Of ``non_persistent`` checkpoints only the last one stays. Raises what
-        ``CheckpointManager`` raises.
+        Call it before you load. With ``non_persistent``, only the last checkpoint is kept. Raises
+        the errors of ``CheckpointManager``.
         """
         root = self._root_of(directory)
         if root not in self._managers:
@@ -125,11 +132,15 @@ class MegatronLMCheckpoints:
         return self.save_dir if directory is None else str(Path(directory).absolute())
 
     def resumed(self, iteration: int) -> None:
-        """Say which iteration of ``save_dir`` this run goes on from: a save of it again is skipped."""
+        """Tell which iteration of ``save_dir`` this run resumed from: another save of it is
+        skipped.
+        """
         self._own.add((self.save_dir, iteration))
 
     def warn_of_later(self, iteration: int) -> None:
-        """Warn if ``save_dir`` has a later one than a run begins from: saves up to it are refused."""
+        """Warn if ``save_dir`` has a later checkpoint than ``iteration``: saves up to that are
+        refused.
+        """
         latest = self.open().latest_step()
         if latest is not None and iteration < latest:
             warn_caller(
@@ -153,10 +164,10 @@ class MegatronLMCheckpoints:
         """Begin the checkpoint ``iter_<iteration>`` of a sharded state dict.
 
         ``state_dict`` may be a function that returns it, called after ``OffloadHook.load``.
-        ``content_metadata`` is stored as ``dist_checkpointing.save`` does. ``parts`` are further parts
-        beside the state, as ``CheckpointManager.save`` takes them. ``reports`` run on this rank once the
-        checkpoint is tracked; what they raise is logged. An iteration that this run has saved or
-        resumed from is skipped. Raises what ``CheckpointManager.save`` raises.
+        ``content_metadata`` is stored as ``dist_checkpointing.save`` does. ``parts`` are further
+        parts beside the state, as in ``CheckpointManager.save``. ``reports`` run on this rank once
+        the checkpoint is tracked; their exceptions are logged. An iteration that this run has saved
+        or resumed from is skipped. Raises the errors of ``CheckpointManager.save``.
         """
         root = self._root_of(directory)
         if (root, iteration) in self._own and iteration in self.open(root).all_steps():
@@ -167,11 +178,13 @@ class MegatronLMCheckpoints:
         return self._begin(root, iteration, {**(parts or {}), "state": state}, reports)
 
     def schedule_async_save(self, async_request: Any, iteration: int | None = None) -> None:
-        """Take a ready AsyncRequest, made for ``<save_dir>/iter_<iteration>``, and save it in place.
+        """Take a ready AsyncRequest, made for ``<save_dir>/iter_<iteration>``, and save it in
+        place.
 
-        It may be a function that makes it, called after ``OffloadHook.load``. It must be free of
-        closures that write the tracker or delete. Without ``iteration`` it is only supervised, see
-        ``AsyncCallsQueue``: nothing is tracked, and nothing loaded or offloaded.
+        ``async_request`` may be a function that makes the request, called after
+        ``OffloadHook.load``. The request must have no closures that write the tracker or delete.
+        Without ``iteration`` the request is only supervised, see ``AsyncCallsQueue``: nothing is
+        tracked, loaded or offloaded.
         """
         if iteration is None:
             self._queue.schedule_async_request(async_request)
@@ -182,17 +195,17 @@ class MegatronLMCheckpoints:
         self, root: str, iteration: int, parts: Mapping[str, Any], reports: Sequence[Closure]
     ) -> SaveHandle:
         manager = self.open(root)
-        with manager.undisturbed():  # a save that was begun is known here, too
+        with manager.undisturbed():  # a signal cannot lose a save that was begun
             handle = manager.save(iteration, parts=parts)
             self._pending.append(_Pending(handle, tuple(reports)))
             self._own.add((root, iteration))
         return handle
 
     def maybe_finalize_async_save(self, blocking: bool = False, terminate: bool = False) -> None:
-        """Drive what is in flight; call it at every iteration.
+        """Drive the saves in flight; call at every iteration.
 
-        ``blocking`` waits until it is tracked; ``terminate`` gives the roots back, also after a failure.
-        Raises what a save failed with, on every rank.
+        ``blocking`` waits until they are tracked. ``terminate`` gives the roots back, also after a
+        failure. Raises the error of a failed save, on every rank.
         """
         try:
             self._drive(blocking)
@@ -230,7 +243,7 @@ class MegatronLMCheckpoints:
         self._pending = []
 
     def _terminate(self) -> None:
-        """Close everything, whatever one of them raises."""
+        """Close everything, even if closing one of them raises."""
         with contextlib.ExitStack() as ends:
             while self._managers:
                 ends.callback(self._managers.popitem()[1].close)
@@ -245,7 +258,7 @@ class MegatronLMCheckpoints:
             for report in pending.reports:
                 try:
                     report()
-                except Exception:  # it informs people; the checkpoint is tracked
+                except Exception:  # only a report for people; the checkpoint is tracked
                     step = pending.handle.step
                     said = f"step {step}: a report of a tracked checkpoint failed"
                     say(log.exception, "report_failed", said, step=step)
@@ -254,7 +267,7 @@ class MegatronLMCheckpoints:
 def _with_metadata(
     state_dict: StateDict, content_metadata: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """As ``dist_checkpointing.save`` stores it."""
+    """The state with the content metadata, as ``dist_checkpointing.save`` stores it."""
     state = dict(state_dict() if callable(state_dict) else state_dict)
     if content_metadata is not None:
         state[CONTENT_METADATA] = dict(content_metadata)
@@ -266,7 +279,9 @@ def _with_metadata(
 
 @dataclass(slots=True)
 class _Captured:
-    """What ``save_checkpoint`` gave to ``dist_checkpointing.save``. Looks like its AsyncRequest."""
+    """The arguments of ``dist_checkpointing.save``, in the guise of the AsyncRequest that it
+    returns.
+    """
 
     state_dict: dict[str, Any]
     content_metadata: Mapping[str, Any] | None
@@ -277,7 +292,7 @@ class _Captured:
 
 
 class _DistCheckpointing:
-    """Stands for the module ``dist_checkpointing`` inside ``megatron.training.checkpointing``."""
+    """Replaces the module ``dist_checkpointing`` inside ``megatron.training.checkpointing``."""
 
     def __init__(self, module: Any, saves: _Patches) -> None:
         self._module = module
@@ -305,12 +320,12 @@ class _DistCheckpointing:
         return _Captured(sharded_state_dict, metadata)
 
     def load_common_state_dict(self, checkpoint_dir: str) -> Any:
-        """What the trainer loads first."""
+        """Load the common state, which the trainer loads first; refuse a newer format before."""
         refuse_newer(Path(checkpoint_dir).name, str(checkpoint_dir))
         return self._module.load_common_state_dict(checkpoint_dir)
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: str, *rest: Any, **options: Any) -> Any:
-        """``--verify-integrity`` asks for a file of hashes, in whose place our manifest is."""
+        """Load; ``--verify-integrity`` is satisfied by our manifest instead of a file of hashes."""
         refuse_newer(Path(checkpoint_dir).name, str(checkpoint_dir))
         if options.get("verify_integrity") and _verified(str(checkpoint_dir)):
             options["verify_integrity"] = False
@@ -318,9 +333,10 @@ class _DistCheckpointing:
 
 
 class _Patches:
-    """The functions that stand in ``megatron.training`` while it is installed.
+    """The functions that replace those of ``megatron.training`` while it is installed.
 
-    ``directory`` is the step's while stock's ``save_checkpoint`` collects it, "" outside of it.
+    ``directory`` is the step's directory while stock's ``save_checkpoint`` collects the state, else
+    "".
     """
 
     def __init__(self, checkpointing: Any, settings: Mapping[str, Any]) -> None:
@@ -335,7 +351,7 @@ class _Patches:
 
     @property
     def checkpoints(self) -> MegatronLMCheckpoints:
-        """Made when Megatron-LM's arguments are there."""
+        """The checkpoints, made at first use: Megatron-LM's arguments exist then."""
         if self._owner is None:
             args = self._checkpointing.get_args()
             interval = getattr(args, "save_retain_interval", None)
@@ -373,14 +389,16 @@ class _Patches:
     def _collect(
         self, root: str, iteration: int, stock: Callable[[], Any], reports: list[Closure]
     ) -> dict[str, Any]:
-        """The state, as stock's ``save_checkpoint`` makes it; ``reports`` gets what informs people."""
+        """The state, as stock's ``save_checkpoint`` makes it; adds the closures for people to
+        ``reports``.
+        """
         args = self._checkpointing.get_args()
         self.directory = os.path.join(root, MEGATRON.published_name(iteration))
-        asked, args.async_save = args.async_save, True  # or it would write the tracker itself
+        asked, args.async_save = args.async_save, True  # a synchronous save would write the tracker
         try:
             stock()
         finally:
-            args.async_save = asked  # as it is saved with the state
+            args.async_save = asked  # args are saved with the state
             self.directory = ""
             captured, self._captured = self._captured, None
         if captured is None:
@@ -396,17 +414,19 @@ class _Patches:
         if write is None or not getattr(args, "save_tokenizer_assets", False):
             return {}
         if dist.get_rank() != 0:
-            return {"tokenizer": None}  # another rank's
+            return {"tokenizer": None}  # written by another rank
 
         return {"tokenizer": OptionalPart(FileTree(partial(self._write_tokenizer, write)))}
 
     def _write_tokenizer(self, write: Callable[..., None], directory: str) -> None:
-        """Stock's function makes the directory ``tokenizer`` itself."""
+        """Write the tokenizer. Stock's function makes the directory ``tokenizer`` itself."""
         args = self._checkpointing.get_args()
         write(self._checkpointing.get_tokenizer(), args, str(Path(directory).parent))
 
     def load_checkpoint(self, *arguments: Any, **keywords: Any) -> Any:
-        """Recover first: what was written but not tracked is tracked, a torn tracker is mended."""
+        """Recover, then load: finish a save that was written but not tracked, and mend a torn
+        tracker.
+        """
         args = self._checkpointing.get_args()
         if not getattr(args, "save", None):
             return self._stock_load(*arguments, **keywords)
@@ -419,17 +439,17 @@ class _Patches:
         return loaded
 
     def ensure_directory_exists(self, filename: str, check_parent: bool = True) -> None:
-        """The step's directory appears when it is complete, not before."""
+        """Skip making the step's directory: it appears when it is complete, not before."""
         if check_parent or str(filename) != self.directory:
             self._stock_ensure(filename, check_parent)
 
     def cleanup_old_non_persistent_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
-        """Retention does it, once the newer one is tracked."""
+        """Nothing: retention removes it, once the newer one is tracked."""
 
     def schedule_async_save(self, async_request: Any) -> None:
         if isinstance(async_request, _Captured):
             self._captured = async_request
-        elif self.directory:  # the closures of the checkpoint may hang on it, the tracker's too
+        elif self.directory:  # its closures may be the checkpoint's, the tracker's too
             raise ConfigError("a request beside the checkpoint's own is not saved here: uninstall")
         else:
             self.checkpoints.schedule_async_save(async_request)
@@ -442,7 +462,7 @@ class _Patches:
         return self._owner is None or self._owner.is_empty_async_queue()
 
     def init_persistent_async_worker(self, *arguments: Any, **keywords: Any) -> None:
-        """There is none: every save forks its writer."""
+        """Nothing: every save forks its writer."""
 
     def reset_persistent_async_worker(self, *arguments: Any, **keywords: Any) -> None:
         if self._owner is not None:
@@ -466,7 +486,7 @@ _SINCE_0_15 = frozenset({"reset_persistent_async_worker"})
 
 
 class InstalledTraining:
-    """What ``install`` changed. ``checkpoints`` is the owner, once Megatron-LM is initialized."""
+    """The changes of ``install``. ``checkpoints`` exists once Megatron-LM is initialized."""
 
     def __init__(self, package: str, settings: Mapping[str, Any]) -> None:
         self._replaced = Replaced()
@@ -496,7 +516,7 @@ class InstalledTraining:
         return self._patches.checkpoints
 
     def uninstall(self) -> None:
-        """Undo it. Raises ``ConfigError`` while a save is in flight."""
+        """Undo the changes. Raises ``ConfigError`` while a save is in flight."""
         if not self._patches.is_empty_async_queue():
             raise ConfigError("a save is in flight: maybe_finalize_async_save(blocking=True) first")
         self._patches.maybe_finalize_async_save(blocking=True, terminate=True)
@@ -515,15 +535,15 @@ class InstalledTraining:
             if kind is None:
                 self._patches.maybe_finalize_async_save(blocking=True, terminate=True)
         finally:
-            self._patches.reset_persistent_async_worker()  # whoever is still open
+            self._patches.reset_persistent_async_worker()  # close what is still open
             self._replaced.give_back()
 
 
 def install(package: str = "megatron.training", **settings: Any) -> InstalledTraining:
     """Let Megatron-LM save through this library. Call it before ``pretrain``.
 
-    ``settings`` are those of ``MegatronLMCheckpoints``; ``save_dir`` and ``save_retain_interval`` come
-    from Megatron-LM's arguments. A context manager, or ``uninstall()`` undoes it.
+    ``settings`` are those of ``MegatronLMCheckpoints``; ``save_dir`` and ``save_retain_interval``
+    come from Megatron-LM's arguments. Use it as a context manager, or undo it by ``uninstall()``.
     """
     return InstalledTraining(package, settings)
 
@@ -541,7 +561,7 @@ def _trainers(package: str, name: str) -> Any:
 
 
 def _require(module: Any, names: Sequence[str]) -> None:
-    """Refuse a trainer that saves in another way than those that were tried."""
+    """Refuse a trainer that lacks the functions of the tested versions."""
     missing = [n for n in names if not hasattr(module, n) and n not in _SINCE_0_15]
     if missing:
         raise ConfigError(
@@ -556,9 +576,10 @@ def _core() -> str:
 
 
 def _verified(directory: str) -> bool:
-    """Whether this is a checkpoint of ours, which then is whole (collective). Raises ``DamagedRoot``.
+    """True if this is a checkpoint of this library, which is verified (collective). Raises
+    ``DamagedRoot``.
 
-    False if its own file of hashes is there, or if nobody here knows what belongs to it.
+    False if it has a file of hashes for stock to verify, or no manifest.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     place = Path(directory).absolute()
@@ -577,7 +598,7 @@ def _verified(directory: str) -> bool:
 
 
 def _listed(place: Path) -> tuple[Sequence[FileEntry] | None, str]:
-    """The files of a checkpoint of ours, None if it is not ours to verify; and what is wrong with it."""
+    """The files in a checkpoint's manifest, or None if there is nothing to verify; and its fault."""
     try:
         with storage_at(place.parent) as storage:
             if lookup(storage, f"{place.name}/integrity.json") is not None:
@@ -598,5 +619,5 @@ def _damage(place: Path, files: Sequence[FileEntry]) -> str:
 
 
 def _non_persistent_dir(args: Any) -> str:
-    """As ``save_checkpoint`` finds it."""
+    """The directory of non-persistent checkpoints, as ``save_checkpoint`` finds it."""
     return str(args.non_persistent_global_ckpt_dir or os.path.join(args.save, "non_persistent"))

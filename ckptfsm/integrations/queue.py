@@ -1,14 +1,17 @@
 """``AsyncCallsQueue``: megatron-core's queue of async saves, with supervised writers.
 
-It has the interface of megatron-core's own and takes any AsyncRequest by its field names: those of
-megatron-core and of nvidia-resiliency-ext, also with tensors in shared memory. Alone it gives
-supervision, isolation and deadlines. A request carries no step, root or parts, so journal, receipts,
-tracker and retention need ``begin``.
+The interface is that of megatron-core's queue. Any AsyncRequest is taken by its field names: those
+of megatron-core and of nvidia-resiliency-ext, also with tensors in shared memory. Alone, the queue
+gives supervision, isolation and deadlines. A request carries no step, root or parts, so journal,
+receipts, tracker and retention need ``begin``.
 
-Rules: every request has a forked writer and a results channel of its own. All ranks schedule the same
-requests in the same order and finalize them in that order. A writer that died, failed or missed its
-deadline on one rank is an error on every rank; its request is dropped and its finalizers never run.
-Errors are carried to the next exchange: none is raised while other ranks go on to wait.
+Rules:
+
+- Every request has a forked writer and a private results channel.
+- All ranks schedule the same requests in the same order and finalize them in that order.
+- If a writer died, failed or missed its deadline on one rank, every rank raises an error. The
+  request is dropped and its finalizers never run.
+- Errors are carried to the next exchange: no rank raises while others wait in it.
 """
 
 from __future__ import annotations
@@ -79,7 +82,7 @@ class _Call:
     problem: SaveFailed | None = None
 
     def look(self) -> Verdict:
-        """How the writer of this rank does (local, never blocks)."""
+        """The state of this rank's writer (local, never blocks)."""
         if self.problem is None and self.child is not None:
             outcome = self.child.poll()
             if outcome is None and time.monotonic() < self.deadline:
@@ -103,7 +106,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Filling:
-    """A checkpoint that was begun and whose parts are being scheduled."""
+    """A begun checkpoint, while its parts are being scheduled."""
 
     step: int
     manager: CheckpointManager
@@ -122,15 +125,17 @@ def _fork(call: _Call, request: Any) -> None:
 
 
 class AsyncCallsQueue:
-    """Stands in for ``megatron.core.dist_checkpointing.strategies.async_utils.AsyncCallsQueue``.
+    """Replaces ``megatron.core.dist_checkpointing.strategies.async_utils.AsyncCallsQueue``.
 
     Every method is collective: all ranks call it at the same point, with the same requests.
-    ``persistent`` is accepted and has no effect: each request has a writer of its own, which ends with
-    it. ``config`` or keyword arguments are those of ``CheckpointManager``. Alone, the queue uses
-    ``writer_timeout_s`` (from schedule to the end of the writer) and ``exchange_timeout_s``. ``manager``
-    is the one that ``begin`` saves through; without it the queue opens one at the first ``begin``.
-    ``staging`` is called around each request that is given as a function, see ``OffloadHook``. One
-    that is given ready-made was made before: load before you make it; it is only offloaded.
+
+    - ``persistent`` is accepted and has no effect: each request has a writer that ends with it.
+    - ``config`` or keyword arguments are those of ``CheckpointManager``. Alone, the queue uses
+      ``writer_timeout_s`` (from schedule to the end of the writer) and ``exchange_timeout_s``.
+    - ``manager`` is the manager that ``begin`` saves through; without it the queue opens one at the
+      first ``begin``.
+    - ``staging`` is called around each request that is given as a function, see ``OffloadHook``. A
+      ready-made request is only offloaded: load before you make it.
     """
 
     def __init__(
@@ -144,7 +149,7 @@ class AsyncCallsQueue:
     ) -> None:
         self.persistent = persistent
         self._one_call = OneCall(PosixDeferredSignals)
-        self._process: int | None = None  # whose the calls are: ranks may be forked after this
+        self._process: int | None = None  # owner of the calls: ranks may be forked after this
         self._config = config_of(config, settings)
         self._staging = staging
         self._transport: Transport | None = None
@@ -156,19 +161,18 @@ class AsyncCallsQueue:
         self._owned: CheckpointManager | None = None
         self._filling: _Filling | None = None
         self._saves: list[tuple[SaveHandle, list[int]]] = []
-        self._numbers: set[int] = (
-            set()
-        )  # of the calls: what is told at the end leads to nothing else
+        # Kept apart: the warning at the end must hold no other object.
+        self._numbers: set[int] = set()  # of the calls
 
     # ------------------------------------------------------------------------------------ schedule
 
     def schedule_async_request(self, async_request: Any) -> int:
         """Stage the request's tensors, fork its writer, and return the index of the call.
 
-        A function is called for its request, after ``OffloadHook.load``; if that raises,
-        ``SaveFailed`` is raised on all ranks. Tensors may change from then on. What else goes
-        wrong on this rank is raised on all ranks by ``maybe_finalize_async_calls``. After
-        ``begin``, raises what ``CheckpointManager.save`` raises.
+        After the return, tensors may change. A function is called for its request, after
+        ``OffloadHook.load``; if the load raises, ``SaveFailed`` is raised on all ranks. Other
+        errors on this rank are raised on all ranks by ``maybe_finalize_async_calls``. After
+        ``begin``, raises the errors of ``CheckpointManager.save``.
         """
         if self._filling is not None:
             self._last += 1
@@ -195,7 +199,7 @@ class AsyncCallsQueue:
         return call.index
 
     def _write(self, call: _Call, request: Any) -> None:
-        """Load, make the request, fork, offload. Whatever was loaded is offloaded."""
+        """Load, make the request, fork, offload. Offloads in any case."""
         try:
             if self._staging is not None and callable(request):
                 self._load(call, self._staging)
@@ -205,14 +209,14 @@ class AsyncCallsQueue:
                 self._attempt(call, "offload_failed", self._staging.offload)
 
     def _load(self, call: _Call, staging: OffloadHook) -> None:
-        """If a rank could not, none makes its request, which may hold collectives."""
+        """Load on all ranks; if one fails, none makes its request, which may hold collectives."""
         self._attempt(call, "load_failed", staging.load)
         problem = self._shared(call, no_dist=False)
         if problem is not None:
             raise problem
 
     def _attempt(self, call: _Call, reason: str, work: Callable[[], object]) -> None:
-        """What ``work`` raises is carried to the next exchange: the other ranks must not wait."""
+        """Run ``work`` and carry its error to the next exchange: the other ranks must not wait."""
         try:
             work()
         except (KeyboardInterrupt, SystemExit):
@@ -227,14 +231,16 @@ class AsyncCallsQueue:
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
     ) -> list[int]:
-        """Finalize the calls whose writers are done on all ranks, in order; return their indices.
+        """Finalize the calls with finished writers on all ranks, in order; return their indices.
 
         ``blocking`` waits for all of them. ``no_dist`` looks at this rank only, as the stock queue
-        does: each rank then finalizes, or raises, alone. Raises ``SaveFailed`` (``WriterDied`` if a
-        writer was killed) with ``call`` and ``rank``, on every rank: that call is dropped, the later
-        ones go on, and the next call of this method goes on with them. Indices of calls that were
-        finalized before that are returned then. Raises ``ConfigError`` for ``no_dist`` from a checkpoint
-        that was begun until its indices were returned: all ranks finalize that together.
+        does: each rank then finalizes, or raises, alone.
+
+        Raises ``SaveFailed`` (``WriterDied`` if a writer was killed) with ``call`` and ``rank``, on
+        every rank. That call is dropped. The next call of this method continues with the later
+        ones, and returns the indices that were finalized before the error. Raises ``ConfigError``
+        for ``no_dist`` while a begun checkpoint has unreturned indices: all ranks finalize it
+        together.
         """
         if self._is_elsewhere():
             raise ConfigError("these calls are another process's, which forked this one")
@@ -262,7 +268,7 @@ class AsyncCallsQueue:
             self._finalized.append(call.index)
 
     def _is_elsewhere(self) -> bool:
-        """True in a process that was forked by the one that scheduled the calls."""
+        """True in a process that was forked by the process with the calls."""
         return self._process not in (None, os.getpid())
 
     def _take_call(self, *, last: bool = False) -> _Call:
@@ -278,7 +284,7 @@ class AsyncCallsQueue:
             )
 
     def get_num_unfinalized_calls(self) -> int:
-        """How many scheduled requests are neither finalized nor dropped (local)."""
+        """The number of scheduled requests that are neither finalized nor dropped (local)."""
         filling = len(self._filling.indices) if self._filling is not None else 0
         return len(self._calls) + filling + sum(len(indices) for _, indices in self._saves)
 
@@ -286,14 +292,14 @@ class AsyncCallsQueue:
         """Finalize everything; with ``abort`` kill the writers instead, which is local.
 
         Raises the first failure, once everything has ended. The queue can be used again afterwards.
-        In a process that the trainer's code forks, nothing is done.
+        Does nothing in a process that the trainer's code forks.
         """
         if self._is_elsewhere():
             return
         problem: CkptFsmError | None = None
         try:
             problem = None if abort else self._finish()
-        except BaseException:  # a rank is gone, the manager is closed: nobody will finalize
+        except BaseException:  # a rank is gone, or the manager closed: no finalizer can run
             self.close(abort=True)
             raise
         while self._calls:
@@ -314,7 +320,7 @@ class AsyncCallsQueue:
             raise problem
 
     def _finish(self) -> CkptFsmError | None:
-        """Finalize what is in flight; the first failure."""
+        """Finalize all requests in flight. Returns the first failure."""
         problem: CkptFsmError | None = None
         try:
             self._refuse_unfinished()
@@ -328,7 +334,7 @@ class AsyncCallsQueue:
         return problem
 
     def _verdict(self, call: _Call, blocking: bool, no_dist: bool) -> Verdict:
-        """How the writers of all ranks do. Bounded: each has a deadline of its own.
+        """The state of the writers of all ranks. Bounded by the deadline of each writer.
 
         An interrupt of one rank is raised there, ``RankInterrupted`` elsewhere; the call stays.
         """
@@ -350,7 +356,7 @@ class AsyncCallsQueue:
             time.sleep(next(pause))
 
     def _run_finalizers(self, call: _Call) -> None:
-        """All ranks are here, since finalizers hold collectives. Once (I6)."""
+        """Run the finalizers, once (I6). All ranks are here, since finalizers hold collectives."""
         assert call.request is not None
         try:
             call.request.finalize(call.payload)
@@ -363,7 +369,7 @@ class AsyncCallsQueue:
             call.problem.__cause__ = error
 
     def _shared(self, call: _Call, no_dist: bool) -> SaveFailed | None:
-        """What went wrong with a call on any rank, the same on all of them."""
+        """The error of a call on any rank, the same on all of them."""
         transport = self._open_transport()
         if not self._any([call.problem is not None], no_dist)[0]:
             return None
@@ -397,15 +403,15 @@ class AsyncCallsQueue:
     # ------------------------------------------------------------------------- whole checkpoints
 
     def begin(self, step: int, directory: str, parts: Mapping[str, str] | Iterable[str]) -> None:
-        """The next requests are the named parts of one checkpoint, in this order.
+        """Declare the next requests as the named parts of one checkpoint, in this order.
 
-        Call it before the step's directory is made: the first call opens the root, and what stands there
-        then is judged. ``directory`` is ``<root>/iter_0000100`` or ``<root>/global_step_100``. ``parts``
-        are names, or names with the directories inside it that the requests were made for; by default a
-        lone part is at the top, others under their names. The checkpoint is saved in place when the
-        last part is scheduled: until then no tensor may change.
+        Call it before the step's directory is made: the first call opens the root and judges its
+        directories. ``directory`` is ``<root>/iter_0000100`` or ``<root>/global_step_100``.
+        ``parts`` are names, or names with the directories inside the step for which the requests
+        were made. By default a lone part is at the top, others under their names. The checkpoint is
+        saved in place when the last part is scheduled: until then no tensor may change.
 
-        Raises ``ConfigError``, ``StepExistsError``, and what opening the root raises.
+        Raises ``ConfigError``, ``StepExistsError``, and the errors of opening the root.
         """
         self._refuse_unfinished()
         named = dict(parts) if isinstance(parts, Mapping) else dict.fromkeys(parts, "")
@@ -420,7 +426,7 @@ class AsyncCallsQueue:
         self._filling = _Filling(step, manager, named)
 
     def _manager_at(self, step: int, directory: str) -> CheckpointManager:
-        """The manager of the root that ``directory`` is below; without one, it is opened."""
+        """The manager of the root above ``directory``; opens it if there is none."""
         root, name = os.path.split(directory)
         layouts = [la.name for la in LAYOUTS.values() if la.published_name(step) == name]
         manager = self._manager or self._owned
@@ -433,7 +439,7 @@ class AsyncCallsQueue:
             raise ConfigError(f"{name!r} is not the directory of step {step}", directory=directory)
         if manager is None:
             from ckptfsm.megatron.checkpoint_manager import (
-                CheckpointManager,  # not for who never begins
+                CheckpointManager,  # only for those who begin
             )
 
             config = config.model_copy(update={"layout": layouts[0]})
@@ -466,7 +472,7 @@ class AsyncCallsQueue:
             )
 
     def _drive_checkpoints(self, blocking: bool) -> None:
-        """Poll the manager, and note what is tracked now."""
+        """Poll the manager, and note the saves that are now tracked."""
         manager = self._manager or self._owned
         if manager is None:
             return
@@ -483,7 +489,7 @@ class AsyncCallsQueue:
 
 
 def _never_finalized(numbers: Collection[int]) -> str:
-    """What to say at the end of a queue whose requests were not finalized (F28)."""
+    """The warning at the end of a queue with unfinalized requests, or "" (F28)."""
     if not numbers:
         return ""
     calls = ", ".join(map(str, sorted(numbers)))
@@ -494,7 +500,7 @@ def _never_finalized(numbers: Collection[int]) -> str:
 
 
 class Installed:
-    """A queue that stands where another stood. As a context manager it closes the queue at the end."""
+    """A queue in the place of another one. As a context manager it closes the queue at the end."""
 
     def __init__(self, queue: AsyncCallsQueue, holder: Any, name: str) -> None:
         self.queue = queue
@@ -507,7 +513,7 @@ class Installed:
         forget_what_workers_have()
 
     def _stay_through_pretrain(self, trainer: Any) -> None:
-        """``pretrain`` puts a queue of its own there at its start, and none after it has left a try."""
+        """Keep the queue in place through ``pretrain``, which sets a queue at its start and end."""
         reset = getattr(trainer, "reset_persistent_async_worker", None)  # since 0.15
         for name, ours in (
             ("reset_persistent_async_worker", partial(self._reset, reset)),
@@ -523,10 +529,10 @@ class Installed:
             setattr(self._holder, self._name, self.queue)
 
     def uninstall(self) -> None:
-        """Put back what stood there.
+        """Put the previous queue back.
 
-        Raises ``ConfigError`` while calls are not finalized, and if another queue stands there by now,
-        which stays.
+        Raises ``ConfigError`` while calls are not finalized, or if another queue has replaced this
+        one, which stays.
         """
         count = self.queue.get_num_unfinalized_calls()
         if count:
@@ -559,21 +565,24 @@ class Installed:
 
 
 def _none_needed(*arguments: Any, **keywords: Any) -> None:
-    """In the place of what starts a persistent worker: each request has a writer of its own."""
+    """Replaces the start of a persistent worker: each request has a writer."""
 
 
 def install(
     queue: AsyncCallsQueue | None = None, holder: Any = None, name: str | None = None
 ) -> Installed:
-    """Put ``queue`` (a new one by default) where another queue stands; ``uninstall()`` undoes it.
+    """Put ``queue`` (a new one by default) in the place of another queue; ``uninstall()`` undoes
+    it.
 
-    By default that is where Megatron-LM keeps its own: ``_async_calls_queue`` of
-    ``megatron.training.async_utils``, once that is imported, or up to megatron-core 0.16
-    ``async_calls`` of ``megatron.core.dist_checkpointing.strategies.base``. It stays there through
-    ``pretrain``. Another trainer's queue is the attribute ``name`` of an object or a module ``holder``.
+    The default place is Megatron-LM's queue: ``_async_calls_queue`` of
+    ``megatron.training.async_utils``, once that is imported. Up to megatron-core 0.16 the place may
+    be ``async_calls`` of ``megatron.core.dist_checkpointing.strategies.base``. ``queue`` stays
+    there through ``pretrain``. For another trainer's queue, give the object or module ``holder``
+    and the attribute ``name``.
 
-    Raises ``ConfigError`` if nothing holds a queue there, if the one that stands there is ckptfsm's own,
-    or has calls that are not finalized, and under the drop-in for Megatron-LM, which uses none.
+    Raises ``ConfigError`` if there is no queue to replace, or it is one of ckptfsm's, or it has
+    calls that are not finalized. Also raised under the drop-in for Megatron-LM, which uses no
+    queue.
     """
     holder, name = _holder_of(holder, name)
     previous = getattr(holder, name)
@@ -590,7 +599,7 @@ def install(
 
 
 def _holder_of(holder: Any, name: str | None) -> tuple[Any, str]:
-    """What holds the trainer's queue, and under which name. Raises ``ConfigError``."""
+    """The object and the attribute that hold the trainer's queue. Raises ``ConfigError``."""
     if holder is not None:
         if not hasattr(holder, name or "async_calls"):
             raise ConfigError(
@@ -610,7 +619,7 @@ def _holder_of(holder: Any, name: str | None) -> tuple[Any, str]:
 
 
 def _imported(module: str) -> Any:
-    """A module of megatron-core, or one that the trainer has imported; None if it is not there."""
+    """A module of megatron-core, or an imported one of the trainer; None if it is missing."""
     if module != MEGATRON_BASE:
         return sys.modules.get(module)
     with suppress(ModuleNotFoundError):  # from megatron-core 0.19 on

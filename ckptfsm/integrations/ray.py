@@ -1,10 +1,10 @@
 """Groups of Ray actors under a controller in the driver.
 
-An actor of a group has two methods: one that calls ``GroupWorker.write(ticket, state)``, one that calls
-``GroupWorker.poll(doomed)``; both return what those return. Everything else is here.
+An actor of a group has two methods: one calls ``GroupWorker.write(ticket, state)``, the other
+``GroupWorker.poll(doomed)``. Each returns the result of its call. This module does the rest.
 
-Rules: no answer is waited for without a deadline, and an actor that died is told to the controller as
-soon as Ray says so. The driver imports no torch for this.
+Rules: every wait for an answer has a deadline, and the controller hears of a dead actor as soon as
+Ray reports it. The driver imports no torch for this.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger("ckptfsm")
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call that an actor has not answered. ``ticket``: what it was to write, if it was no poll."""
+    """An unanswered call of an actor. ``ticket``: the share it was to write, None for a poll."""
 
     group: str
     rank: int
@@ -51,12 +51,13 @@ class _Call:
 
 
 class RayController(Controller):
-    """The owner of a root in a Ray driver. ``groups`` are the actors of each group, in rank order.
+    """The controller of a root in a Ray driver. ``groups`` are the actors of each group, in rank
+    order.
 
-    ``write`` and ``poll`` are the names of the actors' methods. All answers together are waited for
-    ``answer_timeout_s`` seconds; an actor that has not answered is not polled until it has. What it says
-    late counts, and what it never says fails the save at its deadline. Raises what ``Controller``
-    raises, and ``ConfigError`` if an actor lacks a method.
+    ``write`` and ``poll`` are the names of the actors' methods. All answers together are awaited
+    for ``answer_timeout_s`` seconds; a silent actor is not polled again until it has answered. A
+    late answer counts; a missing answer fails the save at its deadline. Raises the errors of
+    ``Controller``, and ``ConfigError`` if an actor lacks a method.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class RayController(Controller):
         self._actors = {name: list(actors) for name, actors in groups.items()}
         self._write, self._poll = write, poll
         self._answer_timeout_s = answer_timeout_s
-        self._calls: dict[Any, _Call] = {}  # what is not answered yet, by Ray's reference
+        self._calls: dict[Any, _Call] = {}  # unanswered calls, by Ray's reference
         for name, actors in self._actors.items():
             self._check_methods(name, actors)
         sizes = {name: len(actors) for name, actors in self._actors.items()}
@@ -89,9 +90,9 @@ class RayController(Controller):
     ) -> SaveHandle:
         """Begin a checkpoint of ``step`` and let every group write its share.
 
-        ``parts`` are what the controller writes itself (bytes, ``FileTree``), and ``GroupPart`` where a
-        group's part is not simply called like the group. Returns once the workers' data is owned by
-        their writers. Raises what ``Controller.begin`` raises.
+        ``parts`` are the parts that the controller writes itself (bytes, ``FileTree``). Add a
+        ``GroupPart`` for a group whose part has another name than the group. Returns once the
+        writers hold copies of the workers' data. Raises the errors of ``Controller.begin``.
         """
         given = dict(parts or {})
         said = {part.group for part in given.values() if isinstance(part, GroupPart)}
@@ -104,7 +105,7 @@ class RayController(Controller):
                 for name, ticket in save.tickets.items()
                 for rank in range(len(self._actors[name]))
             ]
-        except BaseException as error:  # a Ctrl-C too: what nobody writes must not be in the way
+        except BaseException as error:  # a Ctrl-C too: an unwritten save must not block later ones
             if save is not None:
                 self.give_up(step, f"not every actor was called: {describe(error)}")
             raise
@@ -112,7 +113,7 @@ class RayController(Controller):
         return save.handle
 
     def replace(self, group: str, actors: Sequence[Any]) -> None:
-        """Put new actors in the place of a group's, which are dead: what they had not written fails.
+        """Replace the dead actors of a group by new ones: their unwritten shares fail.
 
         Raises ``ConfigError``.
         """
@@ -143,13 +144,15 @@ class RayController(Controller):
     def _call(
         self, group: str, rank: int, method: str, argument: Any, ticket: Ticket | None
     ) -> Any:
-        """Begin a call; Ray's reference to its answer. ``ticket``: of the save that fails with it."""
+        """Begin a call and return Ray's reference to its answer. ``ticket``: the save that fails
+        with it.
+        """
         ref = getattr(self._actors[group][rank], method).remote(argument)
         self._calls[ref] = _Call(group, rank, ticket)
         return ref
 
     def _answers(self, refs: Sequence[Any]) -> Iterator[Event]:
-        """What was answered of these calls, in time; the rest is taken by a later poll."""
+        """The answers to these calls that came in time; a later poll takes the rest."""
         ready, late = ray.wait(list(refs), num_returns=len(refs), timeout=self._answer_timeout_s)
         for ref in late:
             call = self._calls[ref]
@@ -160,7 +163,9 @@ class RayController(Controller):
             yield from self._answer(call.group, call.rank, ref, call.ticket)
 
     def _answer(self, name: str, rank: int, ref: Any, ticket: Ticket | None) -> Iterable[Event]:
-        """What an actor returned. One that died is reported lost; one that raised fails its save."""
+        """The events that an actor returned. A dead actor is reported lost; an error fails the
+        save.
+        """
         try:
             answer: Iterable[Event] = ray.get(ref, timeout=0.0)
         except (GetTimeoutError, ActorUnavailableError) as error:

@@ -1,4 +1,4 @@
-"""Names of a trainer's modules that hold something of ours, until they are given back."""
+"""Replaced names in a trainer's modules, until they are restored."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 
 class Replaced:
-    """What was replaced, and by what it was. Give it back in one go, the last first."""
+    """The replaced attributes and their previous values, restored together, the last one first."""
 
     def __init__(self) -> None:
         self._stock: list[tuple[Any, str, Any]] = []
 
     def put(self, holder: Any, name: str, value: Any) -> None:
-        """Let ``holder.name`` be ``value``."""
+        """Set ``holder.name`` to ``value``."""
         self._stock.append((holder, name, getattr(holder, name)))
         setattr(holder, name, value)
 
     def put_everywhere(self, package: str, name: str, value: Any) -> None:
-        """The same in all modules of a package that have imported it under that name.
+        """Set ``name`` in all modules of a package that have imported it under that name.
 
         ``package`` is the module that defines it; the others are those beside and below.
         """

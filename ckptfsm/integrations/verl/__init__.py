@@ -1,7 +1,6 @@
 """verl (0.7.1, 0.9.0, 0.9.1), released and unchanged, with checkpoints that ckptfsm drives.
 
-``install`` is for the driver; ``ckptfsm.integrations.verl.rank_manager`` is what it puts into the
-workers.
+``install`` is for the driver; it puts ``ckptfsm.integrations.verl.rank_manager`` into the workers.
 """
 
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, HdfsMirror, Mirror

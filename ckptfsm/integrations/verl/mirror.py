@@ -1,17 +1,20 @@
 """Copies of checkpoints in a remote place: copied under another name, checked there, then renamed.
 
-*before*: the upload is a part of the checkpoint, a group of one writer. It waits for the receipts of all
-others, uploads what they list, and gives its own receipt only then. Without it nothing is tracked.
-*after*: a child uploads what was tracked; a reader's lease keeps the step meanwhile. A run that ended in
-between uploads its latest step at the next start.
+*before*: the upload is a part of the checkpoint, a group with one writer. The writer waits for the
+receipts of all others, uploads the listed files, and only then makes its receipt. Without that
+receipt nothing is tracked.
+
+*after*: a child uploads a tracked checkpoint; a reader's lease keeps the step meanwhile. If a run
+ends in between, the next start uploads its latest step.
 
 Rules:
-* Uploaded is what receipts list (before) or the manifest (after), and every file is checked against
-  them: its size, and its digest where the place can be read.
-* Nothing is ever deleted in the remote place. What is unfinished there begins with a dot.
-* A copy carries its attempt and its content: that of an abandoned branch, or of another run into the
-  same place, does not count.
-* Errors are ``StorageError``, and name the remote place, the command, and what to try by hand.
+
+- Uploaded are the files listed in receipts (before) or in the manifest (after). Every file is
+  checked against them: its size, and its digest where the place can be read.
+- Nothing is ever deleted in the remote place. Names of unfinished copies there begin with a dot.
+- A copy carries its attempt and its content. A copy of an abandoned branch, or of another run into
+  the same place, does not count.
+- Errors are ``StorageError``, and name the remote place, the command, and a remedy to try by hand.
 """
 
 from __future__ import annotations
@@ -47,12 +50,12 @@ from ckptfsm.writers.plain_files import FilesDraft, FilesDriver, FileTree
 NAME = "mirror"
 When = Literal["before", "after"]
 _KILL_S = 10.0
-_LOOK_S = 60.0  # for a look at what is there; an upload has longer
+_LOOK_S = 60.0  # for a look at the place; an upload has longer
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A checkpoint in a remote place: its directory there, the attempt and the content that it is of."""
+    """A checkpoint in a remote place: its directory there, its attempt and its content."""
 
     name: str
     of: AttemptId
@@ -60,14 +63,17 @@ class Copy:
 
     @classmethod
     def with_files(cls, of: AttemptId, files: Iterable[FileEntry]) -> Copy:
-        """Attempts are numbered per root: another run's has the same number, and not the same files."""
+        """The copy of an attempt with these files.
+
+        Attempts are numbered per root: another run may have the same number, but with other files.
+        """
         listed = sorted((entry.name, entry.bytes, entry.digest) for entry in files)
         told = hashlib.sha256(repr(listed).encode()).hexdigest()[:16]
         return cls(VERL.published_name(of.step), of, told)
 
     @property
     def mark(self) -> str:
-        """The empty file that says so."""
+        """The name of the empty file that records attempt and content."""
         return f".attempt-{self.of}" + (f".{self.content}" if self.content else "")
 
 
@@ -75,11 +81,11 @@ class Mirror(Protocol):
     """A place for copies of whole checkpoints."""
 
     def has(self, copy: Copy) -> bool:
-        """Whether this copy is there, finished. Raises ``StorageError`` if that cannot be told."""
+        """True if this copy exists, finished. Raises ``StorageError`` if that cannot be told."""
         ...
 
     def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
-        """Copy ``files`` of the directory ``source``; raise unless ``copy`` is there, whole, then."""
+        """Copy ``files`` of the directory ``source``; raise unless ``copy`` is then complete."""
         ...
 
 
@@ -87,7 +93,7 @@ class Mirror(Protocol):
 class DirectoryMirror:
     """A mounted directory. Every copy is fsynced, and read back to compare digests.
 
-    On the machine that wrote it, a read may be answered from memory: it proves the copy, not the disk.
+    On the machine that wrote a file, a read may come from memory: it proves the copy, not the disk.
     """
 
     directory: str
@@ -97,13 +103,13 @@ class DirectoryMirror:
             return Path(self.directory, copy.name, copy.mark).is_file()
 
     def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
-        """Raises ``StorageError`` if a call fails or the copy is not equal."""
+        """Copy the files. Raises ``StorageError`` if a call fails or the copy is not equal."""
         with self._named():
             self._upload(source, copy, files)
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Errors of the system name the place."""
+        """Name the place in errors of the system."""
         try:
             yield
         except StorageError:
@@ -114,7 +120,7 @@ class DirectoryMirror:
 
     def _upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
         name, nonce = copy.name, uuid.uuid4().hex[:12]
-        storage = PosixStorage(self.directory)  # is made, durably, if it is not there
+        storage = PosixStorage(self.directory)  # made durably if missing
         try:
             partial = Path(self.directory, f".partial-{name}-{nonce}")
             partial.mkdir()
@@ -131,7 +137,7 @@ class DirectoryMirror:
                 if not same or storage.digest(path) != entry.digest:
                     raise StorageError(f"the copy of {entry.name} is not equal", file=path)
             fsync_tree_dirs(storage, partial.name)
-            if lookup(storage, name) is not None:  # of an attempt that failed after its upload
+            if lookup(storage, name) is not None:  # left by an attempt that failed after its upload
                 move(storage, name, f".replaced-{name}-{nonce}")
             move(storage, partial.name, name)
         finally:
@@ -151,7 +157,7 @@ class HdfsMirror:
         return self._exists(mark, min(_LOOK_S, self.timeout_s))
 
     def upload(self, source: str, copy: Copy, files: Sequence[FileEntry]) -> None:
-        """Raises ``StorageError`` if a command fails or a size differs."""
+        """Copy the files. Raises ``StorageError`` if a command fails or a size differs."""
         name, nonce = copy.name, uuid.uuid4().hex[:12]
         partial = f"{self.directory}/.partial-{name}-{nonce}"
         for directory in sorted({str(Path(entry.name).parent) for entry in files}):
@@ -173,7 +179,9 @@ class HdfsMirror:
             raise StorageError(f"{name} is not the copy of attempt {copy.of}", file=final)
 
     def _exists(self, path: str, timeout_s: float | None = None) -> bool:
-        """``-test`` ends with 1 for "no", and for what it complains of, like a host that is away."""
+        """True if ``path`` exists. ``-test`` ends with 1 for "no", and for complaints like an
+        absent host.
+        """
         ended = self._call("-test", "-e", path, timeout_s=timeout_s)
         complaints = [line for line in ended.stderr.splitlines() if line.startswith("test:")]
         if ended.returncode not in (0, 1) or complaints:
@@ -205,7 +213,7 @@ class HdfsMirror:
             raise self._failed(arguments[0], describe(error), arguments[-1]) from error
 
     def _failed(self, action: str, why: str, path: str) -> StorageError:
-        """Every command ends with a remote ``path``."""
+        """The error of a command, all of which end with a remote ``path``."""
         command = " ".join(self.command)
         why = f"{command} {action} failed: {why.strip()[-250:]}"
         by_hand = f"does `{command} -ls {self.directory}` work on this host?"
@@ -217,7 +225,7 @@ class HdfsMirror:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """What an upload waits for: all other shares of an attempt, as (part, rank)."""
+    """The shares that an upload waits for: all others of an attempt, as (part, rank)."""
 
     ticket: Ticket
     shares: tuple[tuple[str, int], ...]
@@ -225,7 +233,7 @@ class Awaited:
 
 @dataclass(frozen=True, slots=True)
 class UploadJob:
-    """Waits for the receipts of all others, and uploads what they list. See ``ports.PartJob``."""
+    """Waits for the receipts of all others, and uploads the listed files. See ``ports.PartJob``."""
 
     name: str
     directory: str
@@ -246,7 +254,7 @@ class UploadJob:
 
 @dataclass(slots=True)
 class UploadDraft(FilesDraft):
-    """A draft whose one part is an upload."""
+    """A draft with an upload as its only part."""
 
     make: Callable[[PartSpec], PartJob] | None = None
 
@@ -275,14 +283,14 @@ class UploadDriver(FilesDriver):
 
 
 class UploadWorker(BaseGroupWorker):
-    """The group of one that uploads a checkpoint before it is tracked."""
+    """The group with one rank that uploads a checkpoint before it is tracked."""
 
     def __init__(self, root: str, mirror: Mirror) -> None:
         self.driver = UploadDriver(mirror, SystemClock())
         super().__init__(system_ports(LocalTransport(), self.driver, OpenPosix(root)))
 
     def begin(self, tickets: Mapping[str, Ticket], own: Sequence[str]) -> list[Any]:
-        """Begin the upload of a save whose ``own`` parts the controller writes. Returns reports."""
+        """Begin the upload of a save; the controller writes the parts ``own``. Returns reports."""
         shares = [(name, 0) for name in own]
         for group, ticket in tickets.items():
             if group != NAME:
@@ -292,14 +300,14 @@ class UploadWorker(BaseGroupWorker):
         return self.write(tickets[NAME], parts={"": FileTree(_nothing)})
 
     def abandon(self) -> None:
-        """End an upload at once: this run does not track what it copies."""
+        """End an upload at once: this run will not track its checkpoint."""
         if self._writer is not None:
             self._writer.kill(_KILL_S)
         self.close()
 
 
 def _nothing(directory: str) -> None:
-    """An upload has no files of its own."""
+    """Write nothing: an upload has no files in the checkpoint."""
 
 
 # ----------------------------------------------------------------------------------------- after
@@ -315,7 +323,7 @@ class Upload:
     look: bool = False  # an earlier run may have made the copy
 
     def __call__(self) -> int:
-        """How many files were uploaded: none if the copy was there."""
+        """Upload; returns the number of files, 0 if the copy existed."""
         name = VERL.published_name(self.of.step)
         manifest = manifest_of(self.root, self.of.step)
         if manifest is None or manifest.of != self.of:
@@ -341,12 +349,12 @@ def manifest_of(root: str, step: int) -> Manifest | None:
 
 
 def _content(files: Iterable[FileEntry]) -> list[FileEntry]:
-    """The files of a checkpoint, without those that are ours alone."""
+    """The files of a checkpoint, without this library's private ones."""
     return [entry for entry in files if not entry.name.startswith(f"{PRIVATE}/")]
 
 
 def mirror_of(remote: str | None) -> Mirror | None:
-    """The mirror that verl's ``default_hdfs_dir`` stands for."""
+    """The mirror for verl's ``default_hdfs_dir``; None if that is not set."""
     if not remote:
         return None
     hdfs = remote.startswith("hdfs:")

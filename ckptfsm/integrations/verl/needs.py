@@ -1,4 +1,4 @@
-"""Imported first by the modules that need torch and megatron-core: says what is missing or too old."""
+"""Checks torch and megatron-core; imported first by the modules that need them."""
 
 from ckptfsm.adapters.versions import require
 

@@ -1,18 +1,21 @@
-"""In a worker of verl: a checkpoint manager with verl's own signatures, whose saves are ours.
+"""A checkpoint manager inside a verl worker, with verl's signatures and saves through ckptfsm.
 
-verl's manager is not rewritten. Its own ``save_checkpoint`` runs, into the directory of the attempt, and
-writes what it always writes (HF config, tokenizer, HF weights, ``transformer_config.json``,
-``ckpt_contents.json``). Only its one way to ``dist_checkpointing.save`` leads here: the sharded state
-dicts are kept, and written by our forked writer. So the layout on disk is that of the installed verl.
+verl's manager is not rewritten. Its ``save_checkpoint`` runs in the directory of the attempt, and
+writes its usual files (HF config, tokenizer, HF weights, ``transformer_config.json``,
+``ckpt_contents.json``). Only its call of ``dist_checkpointing.save`` leads here: the sharded state
+dicts are kept, and written by a forked writer. So the layout on disk is that of the installed verl.
 
 Rules:
-* verl's manager always believes that it saves synchronously: then it neither schedules a request, nor
-  writes the tracker. It is told to keep everything: it never deletes.
-* A save needs the ticket of a driver, which arrives in place of ``hdfs_path``: verl hands that argument
-  through unchanged. Without one the save is refused: nobody would ever finalize it.
-* What verl's code raises is carried to the group's exchange: no other rank is left waiting there.
-* An optimizer that verl keeps in host memory (Megatron, FSDP) is loaded before verl makes the state,
-  and offloaded after the fork, by verl's own functions; unless verl's worker does so itself.
+
+- verl's manager always believes that it saves synchronously: then it neither schedules a request,
+  nor writes the tracker. Its setting is to keep everything, so it never deletes.
+- A save needs the ticket of a driver, which arrives in place of ``hdfs_path``: verl hands that
+  argument through unchanged. A save without a ticket is refused, because no driver would finalize
+  it.
+- Errors of verl's code are carried to the group's exchange: no other rank is left waiting there.
+- An optimizer that verl keeps in host memory (Megatron, FSDP) is loaded before verl makes the
+  state. After the fork it is offloaded again. Both use verl's functions, unless verl's worker does
+  so itself.
 """
 
 from __future__ import annotations
@@ -43,9 +46,9 @@ from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.tickets import Ticket
 from ckptfsm.writers.plain_files import FileTree
 
-_FUNNEL = "save_dist_checkpointing"  # what every torch_dist save of verl goes through
+_FUNNEL = "save_dist_checkpointing"  # every torch_dist save of verl calls it
 _FSDP = "verl.utils.checkpoint.fsdp_checkpoint_manager"
-_ATTRIBUTES = ("checkpoint_mananager", "checkpoint_manager")  # verl's spelling, and the other one
+_ATTRIBUTES = ("checkpoint_mananager", "checkpoint_manager")  # verl's spelling, and the right one
 _WITHIN = ("", "engine", "actor.engine")
 
 
@@ -62,7 +65,7 @@ class Told:
 
 @dataclass(slots=True)
 class Trees:
-    """Stands for verl's ``save_dist_checkpointing``: keeps the state dicts, by directory in ``base``."""
+    """Replaces verl's ``save_dist_checkpointing``: keeps the state dicts, by directory in ``base``."""
 
     base: str
     states: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +77,9 @@ class Trees:
         async_save: bool = False,
         content_metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """The content metadata goes where ``dist_checkpointing.save`` would put it."""
+        """Keep a state dict, with the content metadata where ``dist_checkpointing.save`` would put
+        it.
+        """
         state = dict(sharded_state_dict)
         if content_metadata is not None:
             state["content_metadata"] = dict(content_metadata)
@@ -83,7 +88,9 @@ class Trees:
 
 @contextlib.contextmanager
 def captured(manager: Any, base: str) -> Iterator[Trees]:
-    """While verl's manager saves below ``base``: take its sharded state dicts, hold its hands."""
+    """Take the sharded state dicts while verl's manager saves below ``base``, and nothing else is
+    done.
+    """
     trees, module, told = Trees(base), _module_of(manager), manager.checkpoint_config
     stock = getattr(module, _FUNNEL, None)
     manager.checkpoint_config = Told(told)
@@ -93,19 +100,19 @@ def captured(manager: Any, base: str) -> Iterator[Trees]:
         yield trees
     finally:
         manager.checkpoint_config = told
-        manager.previous_saved_paths = []  # retention is the driver's
+        manager.previous_saved_paths = []  # the driver does retention
         if module is not None:
             setattr(module, _FUNNEL, stock)
 
 
 def _module_of(manager: Any) -> ModuleType | None:
-    """Where a manager's class finds the funnel; None for one that writes plain files only (FSDP)."""
+    """The module with the funnel of a manager's class; None if it writes only plain files (FSDP)."""
     modules = [sys.modules[kind.__module__] for kind in type(manager).__mro__]
     return next((module for module in modules if hasattr(module, _FUNNEL)), None)
 
 
 class VerlCheckpointManager:
-    """Takes the place of verl's manager in a worker. Everything else is asked of verl's own."""
+    """Replaces verl's manager in a worker. All other attributes are those of verl's manager."""
 
     def __init__(
         self, manager: Any, worker: BaseGroupWorker, beside: Callable[[str], None] | None = None
@@ -127,8 +134,8 @@ class VerlCheckpointManager:
     ) -> None:
         """Begin this rank's share of a save (collective in the group); ``hdfs_path`` is its ticket.
 
-        When it returns, the tensors may change. What to keep is the driver's business. Raises
-        ``ConfigError`` if no driver began the save.
+        When it returns, the tensors may change. ``max_ckpt_to_keep`` is ignored: the driver does
+        retention. Raises ``ConfigError`` if no driver began the save.
         """
         ticket = hdfs_path
         if not isinstance(ticket, Ticket):
@@ -137,7 +144,7 @@ class VerlCheckpointManager:
                 "nobody would finalize it",
                 step=global_step,
             )
-        # Its reports are asked for by ``poll``.
+        # ``poll`` returns the reports.
         self._worker.write(ticket, parts=partial(self._parts, ticket, global_step))
 
     def _parts(self, ticket: Ticket, step: int) -> dict[str, Any]:
@@ -158,9 +165,10 @@ class VerlCheckpointManager:
         hdfs_path: str | None = None,
         del_local_after_load: bool = False,
     ) -> None:
-        """verl's own; but what is loaded is never deleted: it belongs to the driver's root.
+        """Load as verl does, but never delete the loaded directory, which belongs to the driver's
+        root.
 
-        Raises ``RestoreFailed`` for what only a newer megatron-core than the installed one can read.
+        Raises ``RestoreFailed`` for a checkpoint that only a newer megatron-core can read.
         """
         if local_path is not None:  # with FSDP, verl then loads nothing
             _refuse_newer(Path(local_path))
@@ -171,27 +179,34 @@ class VerlCheckpointManager:
         return self._worker.poll(doomed)
 
     def close(self) -> Any:
-        """Let the writer end, and give verl's own manager back."""
+        """Wait for the writer to end, and return verl's manager."""
         self._worker.close()
         return self._manager
 
 
 def _refuse_newer(directory: Path) -> None:
-    """verl 0.7 has one tree in a role's directory, 0.9 three directories with one."""
+    """Raise ``RestoreFailed`` if a newer megatron-core wrote a tree of the role in ``directory``.
+
+    verl 0.7 has one tree in a role's directory, 0.9 three directories with one each.
+    """
     for tree in sorted([*directory.glob(VERL.tree), *directory.glob(f"*/{VERL.tree}")]):
         refuse_newer(str(tree.relative_to(directory.parent)), str(tree))
 
 
 def _written_already(directory: str) -> None:
-    """The files of a role are there: verl's ``save_checkpoint`` wrote them, on whatever rank."""
+    """Write nothing: verl's ``save_checkpoint`` wrote the role's files already, on one of the
+    ranks.
+    """
 
 
 def staging_of(holder: Any, manager: Any) -> OffloadHook | None:
-    """verl's loading and offloading of the optimizer of ``holder``, a worker or an engine of verl's.
+    """The hook that loads and offloads the optimizer of ``holder``, a worker or an engine of verl.
 
-    A writer is forked with FSDP, too: while it runs, it would keep what was in host memory then. None
-    if it is not offloaded or not saved, there is nowhere to load it to, nothing is known of its engine,
-    or the holder's own ``save_checkpoint`` loads it (0.7's actor, with ``async_save``).
+    A forked writer would keep the optimizer's host memory while it runs, with FSDP too.
+
+    None if the optimizer is not offloaded or not saved, if there is no accelerator, or the engine
+    is unknown. Also None if the holder's ``save_checkpoint`` loads it (0.7's actor, with
+    ``async_save``).
     """
     if not getattr(holder, "_is_offload_optimizer", False) or not has_accelerator():
         return None
@@ -218,7 +233,7 @@ def staging_of(holder: Any, manager: Any) -> OffloadHook | None:
 
 
 def _loads_itself(kind: type, manager: Any) -> bool:
-    """Whether the ``save_checkpoint`` of a class of verl's calls the function that loads."""
+    """True if the ``save_checkpoint`` of a verl class calls the function that loads."""
     save: Any = inspect.unwrap(getattr(kind, "save_checkpoint", _loads_itself))
     loads = "load_megatron_optimizer" in save.__code__.co_names
     return loads and bool(manager.checkpoint_config.async_save)
@@ -234,12 +249,12 @@ def has_accelerator() -> bool:
 
 
 def attach(worker: Any, role: str, root: str, settings: Mapping[str, Any]) -> None:
-    """Put our manager where ``worker`` (a verl worker, or several in one process) has verl's.
+    """Replace verl's manager in ``worker`` (a verl worker, or several in one process).
 
-    Its ``beside``, if it has one, is ``VerlCheckpointManager``'s. Collective in the role's group.
-    Raises ``ConfigError`` if there is none for ``role``.
+    The worker's method ``beside``, if any, is passed to ``VerlCheckpointManager``. Collective in
+    the role's group. Raises ``ConfigError`` if there is no manager for ``role``.
     """
-    detach(worker, role)  # ours is closed, whatever comes of the next one
+    detach(worker, role)  # closes a previous one, even if the next one fails
     holder, attribute = _place_of_manager(worker, role)
     manager = getattr(holder, attribute)
     ours = GroupWorker(root, settings, staging=staging_of(holder, manager))
@@ -248,7 +263,7 @@ def attach(worker: Any, role: str, root: str, settings: Mapping[str, Any]) -> No
 
 
 def detach(worker: Any, role: str) -> None:
-    """Give verl's own manager back, once the writer has ended (local)."""
+    """Put verl's manager back, once the writer has ended (local)."""
     holder, attribute = _place_of_manager(worker, role)
     manager = getattr(holder, attribute)
     if isinstance(manager, VerlCheckpointManager):
@@ -256,14 +271,14 @@ def detach(worker: Any, role: str) -> None:
 
 
 def poll(worker: Any, role: str, doomed: Sequence[AttemptId]) -> list[Event]:
-    """What the role's manager in this process has to report (local)."""
+    """The reports of the role's manager in this process (local)."""
     holder, attribute = _place_of_manager(worker, role)
     events: list[Event] = getattr(holder, attribute).poll(doomed)
     return events
 
 
 def _place_of_manager(worker: Any, role: str) -> tuple[Any, str]:
-    """The object that holds the role's manager, and under which name."""
+    """The object and the attribute that hold the role's manager."""
     for inner in _of_role(worker, role):
         for path in _WITHIN:
             holder = inner

@@ -1,11 +1,15 @@
-"""verl's SFT trainer has no driver: all ranks run one program. Here rank 0 drives, and calls the others.
+"""The ranks of verl's SFT trainer, which has no driver: rank 0 drives, and calls the others.
 
 Rules:
-* ``together`` is collective. Rank 0 does the work, and broadcasts what it has to call in the ranks;
-  the others answer until they hear that the work is over. Its result, or its error, is everyone's.
-* A rank that is gone is a ``RankFailed`` on the others. One whose call raised answers with that error.
-* Handlers of signals wait for an exchange that all ranks reach, or for the end of ``together``. An
-  interrupt is raised where it struck, once all have heard of it; it is ``RankInterrupted`` elsewhere.
+
+- ``together`` is collective. Rank 0 does the work, and broadcasts the calls to make in the ranks.
+  The others answer until they hear that the work is over. Every rank returns its result, or raises
+  its error.
+- A rank that is gone is a ``RankFailed`` on the others. A rank with an error in its call answers
+  with that error.
+- Signal handlers wait for an exchange that all ranks reach, or for the end of ``together``. An
+  interrupt is raised on the rank that got it, once all have heard of it; elsewhere it is
+  ``RankInterrupted``.
 """
 
 from __future__ import annotations
@@ -49,7 +53,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The ends of a rank's calls, in their order. ``interrupted`` says by what it was interrupted."""
+    """The answers of a rank to its calls, in order. ``interrupted`` describes the interrupt, if
+    any.
+    """
 
     calls: tuple[Answer, ...]
     interrupted: str = ""
@@ -68,9 +74,10 @@ def _one_call() -> OneCall:
 
 
 class InsideCall:
-    """``DeferredSignals`` of what is called inside ``together``: handlers wait for the end of that.
+    """``DeferredSignals`` for calls inside ``together``: handlers wait for the end of that.
 
-    Rank 0's controller hears in its waits what the ranks would hear in their exchanges.
+    While rank 0's controller waits, it runs the handlers that the ranks would run in their
+    exchanges.
     """
 
     def __init__(self, calls: OneCall) -> None:
@@ -89,24 +96,24 @@ class InsideCall:
 
 @dataclass(slots=True)
 class Ranks:
-    """All ranks of the job as workers of rank 0, numbered. Rank 0 calls them as ``Calls`` says.
+    """All ranks of the job as numbered workers of rank 0, which calls them by ``Calls``.
 
-    ``here`` is the worker of this rank, the first argument of every function that is called. ``calls``
-    lets handlers of signals wait.
+    ``here`` is the worker of this rank, the first argument of every called function. ``calls``
+    defers signal handlers.
     """
 
     transport: Transport
     here: Any
     calls: OneCall = field(default_factory=_one_call)
     _begun: list[Call] = field(default_factory=list)
-    _leaving: BaseException | None = None  # an interrupt of this rank, to be raised at the end
+    _leaving: BaseException | None = None  # an interrupt to raise at the end
 
     @property
     def workers(self) -> Sequence[int]:
         return range(self.transport.world_size)
 
     def together(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns at rank 0, or raises there, on every rank (collective)."""
+        """Run ``work`` at rank 0; every rank returns its result or raises its error (collective)."""
         with self.calls.running():
             self._leaving = None
             return self._lead(work) if self.transport.rank == 0 else self._follow()
@@ -114,7 +121,7 @@ class Ranks:
     def _lead(self, work: Callable[[], T]) -> T:
         try:
             value = work()
-        except RankFailed:  # nobody can be told any more
+        except RankFailed:  # no rank can be told any more
             raise
         except Exception as error:
             self.transport.broadcast(Over(error=typed(error)))
@@ -138,7 +145,7 @@ class Ranks:
         return told.value
 
     def _answers(self, orders: Sequence[Order]) -> Answers:
-        """Make the calls that are for this rank, in their order. Keep an interrupt for the end."""
+        """Make the calls for this rank, in order. Keep an interrupt for the end."""
         mine = [order for order in orders if order.rank == self.transport.rank]
         answers = tuple(self._answered(order) for order in mine)
         self._leaving = self._leaving or self.calls.hear()
@@ -147,7 +154,7 @@ class Ranks:
     def _answered(self, order: Order) -> Answer:
         try:
             return Answer(order.function(self.here, *order.arguments))
-        except RankFailed:  # there is nobody to answer
+        except RankFailed:  # no rank waits for an answer
             raise
         except CkptFsmError as error:  # rank 0 decides
             error.facts = {"rank": order.rank} | error.facts
@@ -160,13 +167,13 @@ class Ranks:
     # ---------------------------------------------------------------------- at rank 0: see ``Calls``
 
     def submit(self, worker: int, function: Callable[..., Any], *arguments: Any) -> Call:
-        """Begin a call: it is made at the next ``done``."""
+        """Queue a call for the next ``done``."""
         call = Call(Order(worker, function, arguments))
         self._begun.append(call)
         return call
 
     def done(self, calls: Sequence[Call], timeout_s: float) -> list[Call]:
-        """Make what was begun, in all ranks at once; the transport's timeout counts.
+        """Make the queued calls, in all ranks at once, within the transport's timeout.
 
         Raises an interrupt of this rank, and ``RankInterrupted`` for one of another.
         """
@@ -199,7 +206,7 @@ class Ranks:
         return answer.value
 
     def everywhere(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call a function in every rank at once, and return what each returned."""
+        """Call a function in every rank at once, and return all results."""
         begun = [self.submit(rank, function, *arguments) for rank in self.workers]
         self.done(begun, 0.0)
         return [self.result(call) for call in begun]

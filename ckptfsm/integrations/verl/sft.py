@@ -1,15 +1,16 @@
 """verl's SFT trainer (``verl.trainer.sft_trainer``), Megatron or FSDP engine, with our checkpoints.
 
-Run as a module, it is verl's own program, with the same words on the command line:
-``torchrun ... -m ckptfsm.integrations.verl.sft``.
+Run as a module, it is verl's program, with the same words on the command line: ``torchrun ... -m
+ckptfsm.integrations.verl.sft``.
 
 Rules:
-* Every rank writes its share by verl's own manager, see ``manager``. Rank 0 drives, see ``trainer``:
-  a checkpoint is ``global_step_N`` with the engine's files, ``data_R.pt`` of data-parallel ranks, and
-  ``lora_train_meta.json``. Only rank 0 writes the tracker and deletes.
-* Every training batch polls first; the end of ``fit`` waits for all saves.
-* After a step that ended an epoch, the next epoch begins: verl's own state of the data loader says that
-  it has nothing left, and the epoch would be skipped.
+
+- Every rank writes its share by verl's manager, see ``rank_manager``. Rank 0 drives, see
+  ``trainer``. A checkpoint is ``global_step_N`` with the engine's files, ``data_R.pt`` of
+  data-parallel ranks, and ``lora_train_meta.json``. Only rank 0 writes the tracker and deletes.
+- Every training batch polls first; the end of ``fit`` waits for all saves.
+- After a step that ended an epoch, the next epoch begins. The state of verl's data loader would
+  have no batches left then, and verl would skip that epoch.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ _ROLE = "engine"
 
 
 class Rank:
-    """One rank of the trainer: its engine, and the files that verl's handler writes beside it.
+    """A rank of the trainer: its engine, and the files that verl's handler writes beside it.
 
-    ``storage`` is this rank's view of the root while all verify a checkpoint.
+    ``storage`` is this rank's view of the root while all ranks verify a checkpoint.
     """
 
     def __init__(self, handler: Any) -> None:
@@ -66,7 +67,7 @@ class Rank:
             storage.close_root()
 
     def beside(self, directory: str) -> None:
-        """Write the position in the data, and what a LoRA adapter was trained with, as verl does."""
+        """Write the position in the data, and the settings of a LoRA adapter, as verl does."""
         handler = self.handler
         if handler.rank == 0 and handler.lora_train_meta is not None:
             meta = json.dumps(handler.lora_train_meta, ensure_ascii=False, indent=4)
@@ -77,7 +78,7 @@ class Rank:
 
 
 class Group:
-    """The ranks as a worker group of verl's: what rank 0 needs of one."""
+    """The ranks in the form of a verl worker group, as far as rank 0 needs it."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -90,7 +91,7 @@ class Group:
 
 
 def _save(rank: Rank, directory: str, ticket: Ticket, step: int) -> None:
-    """verl's engine loads what it has offloaded, calls our manager, and offloads it again."""
+    """Let verl's engine load its offloaded state, call our manager, and offload again."""
     rank.engine.save_checkpoint(local_path=directory, hdfs_path=ticket, global_step=step)
 
 
@@ -107,7 +108,7 @@ class AskedByAll(Controller):
 
 
 class Driver(Checkpoints):
-    """The checkpoints at rank 0: those of a trainer whose one role lies at the top of a step."""
+    """The checkpoints at rank 0: of a trainer with one role, at the top of a step's directory."""
 
     def __init__(self, trainer: Any, options: Options, ranks: Ranks) -> None:
         super().__init__(trainer, options)
@@ -117,7 +118,9 @@ class Driver(Checkpoints):
         return RoleGroups({_ROLE: Group(self._ranks)}, self._ranks)
 
     def _make_controller(self, root: str, sizes: Mapping[str, int], **settings: Any) -> Controller:
-        """An interrupt ends its waits, but never a call that the other ranks are in, too."""
+        """A controller with waits that an interrupt ends, but not inside a call that the other
+        ranks share.
+        """
         ports = settings.pop("ports", None)
         if ports is None:
             ports = system_ports(LocalTransport(), FilesDriver(), OpenPosix(root))
@@ -141,14 +144,14 @@ class Driver(Checkpoints):
         return self._group_parts(directory="")
 
     def _path_counts(self, config: Any) -> bool:
-        """In this trainer ``auto`` takes a path, too."""
+        """True if ``resume_from_path`` is used: in this trainer ``auto`` takes a path, too."""
         return config.resume_mode != "disable" and config.get("resume_from_path") is not None
 
 
 class SftCheckpoints:
     """The checkpoints of one SFT trainer, in every rank. Every method is collective.
 
-    ``driver`` is rank 0's, None elsewhere.
+    ``driver`` is at rank 0, None elsewhere.
     """
 
     def __init__(self, trainer: Any, options: Options) -> None:
@@ -166,12 +169,16 @@ class SftCheckpoints:
         self._together(lambda driver: driver.save_step(step))
 
     def poll(self, *, wait: bool = False) -> None:
-        """Drive the saves in flight; with ``wait``, until none is. Raises what one failed with."""
+        """Drive the saves in flight; with ``wait``, until none is. Raises the error of a failed
+        save.
+        """
         self._together(lambda driver: driver.poll(wait=wait))
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """While verl loads: see ``Checkpoints.loading``. Each rank verifies a share of the files."""
+        """Keep the step while verl loads, see ``Checkpoints.loading``. Each rank verifies a share
+        of the files.
+        """
         with contextlib.ExitStack() as kept:
             with self._ranks.calls.running(), self._verified() as step:
                 self._together(lambda driver: kept.enter_context(driver.keeping(step, "none")))
@@ -179,7 +186,7 @@ class SftCheckpoints:
 
     @contextlib.contextmanager
     def _verified(self) -> Iterator[int | None]:
-        """The step to load, verified by all ranks, and kept meanwhile; None if there is none."""
+        """The step to load, verified by all ranks, and kept in the block; None if there is none."""
         here, transport = self._ranks.here, self._ranks.transport
         step = self._together(lambda driver: driver.step_to_load())
         try:
@@ -199,7 +206,7 @@ class SftCheckpoints:
         return self._together(lambda driver: driver.ask(work, *arguments))
 
     def close(self) -> None:
-        """Wait for the saves in flight; rank 0 also for copies, and then it gives the root back."""
+        """Wait for the saves in flight; rank 0 also for copies, before it gives the root back."""
         try:
             self._together(lambda driver: driver.finish())
         except BaseException:
@@ -211,18 +218,18 @@ class SftCheckpoints:
             self.driver.close()
 
     def abandon(self) -> None:
-        """Leave without the other ranks: the next start decides about what is in flight (local)."""
+        """Leave without the other ranks: the next start decides about saves in flight (local)."""
         if self.driver is not None:
             self.driver.abandon()
 
     def _together(self, work: Callable[[Driver], Any]) -> Any:
-        """What rank 0's driver returns, or raises, on every rank."""
+        """Run ``work`` with rank 0's driver; every rank returns its result or raises its error."""
         return self._ranks.together(partial(work, cast(Driver, self.driver)))  # called at rank 0
 
     # -------------------------------------------------------------------- in place of verl's handler
 
     def bind(self, client: Any) -> None:
-        """Let verl's handler, and its training client in every batch, come here."""
+        """Redirect verl's handler, and its training client in every batch, to this object."""
         handler = self._handler
         handler.save_checkpoint = self.save
         handler.load_checkpoint = partial(self._load, handler.load_checkpoint)
@@ -234,7 +241,7 @@ class SftCheckpoints:
             return stock()
 
     def _load_data(self, stock: Callable[[str], None], checkpoint_path: str) -> None:
-        """Not the state of an epoch that is over."""
+        """Load the data loader's state, unless its epoch is over."""
         handler = self._handler
         if is_within_an_epoch(handler.resume_global_step, len(handler.train_dataloader)):
             stock(checkpoint_path)
@@ -245,7 +252,7 @@ class SftCheckpoints:
 
 
 def install_sft(kind: type, options: Options) -> type:
-    """A subclass of verl's SFT trainer whose checkpoints are ours. Raises ``ConfigError``."""
+    """A subclass of verl's SFT trainer with our checkpoints. Raises ``ConfigError``."""
     if not all(hasattr(kind, name) for name in ("_build_ckpt_handler", "fit")):
         raise ConfigError(f"this verl's {kind.__name__} builds no checkpoint handler")
     if options.extra_parts is not None:
@@ -267,7 +274,7 @@ def _build_handler(trainer: Any, kind: Any, options: Options) -> None:
 
 
 def _fit(trainer: Any, kind: Any) -> Any:
-    """verl's own; at its end nothing is in flight any more."""
+    """Run verl's ``fit``; at its end nothing is in flight any more."""
     try:
         result = kind.fit(trainer)
     except BaseException:
@@ -278,7 +285,7 @@ def _fit(trainer: Any, kind: Any) -> Any:
 
 
 def main() -> None:
-    """verl's own ``main``, with these checkpoints. Raises ``ConfigError`` if verl is not there."""
+    """Run verl's ``main`` with these checkpoints. Raises ``ConfigError`` if verl is not installed."""
     module = of_verl("verl.trainer.sft_trainer")
     module.SFTTrainer = install(module.SFTTrainer)
     module.main()

@@ -1,13 +1,17 @@
-"""In verl's driver: a trainer whose checkpoints are ours. ``install`` makes one of a released trainer.
+"""A trainer in verl's driver with our checkpoints. ``install`` makes it from a released trainer.
 
 Rules:
-* A save is one checkpoint of all roles and of ``data.pt``. Only the controller, here, writes the tracker
-  and deletes; it does so after everything is durable.
-* Sync is async and a wait. ``async_save`` of the actor decides, as in verl.
-* Something is called in every step of the loop and polls. If nothing is known to be, that is a warning.
-* What a restart loads was verified, and is what the tracker names; never zero while there is evidence.
-* A trainer whose own ``_save_checkpoint`` is not known saves something that we do not: it is refused,
-  also an object of a subclass that was made after its base was installed.
+
+- A save is one checkpoint of all roles and of ``data.pt``. Only the controller, here, writes the
+  tracker and deletes, after everything is durable.
+- A synchronous save is an asynchronous one and a wait. ``async_save`` of the actor decides, as in
+  verl.
+- A function that is called in every step of the loop polls. If no such function is known, that is a
+  warning.
+- A restart loads only a verified checkpoint, the one that the tracker names; never step zero while
+  there is evidence of a later one.
+- A trainer with an unknown ``_save_checkpoint`` saves parts that ckptfsm does not: it is refused.
+  That includes an object of a subclass made after its base was installed.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ _KNOWN = frozenset({"verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer
 _SFT = "verl.trainer.sft_trainer"
 _SFT_OF_RAY = "verl.trainer.sft_trainer_ray"
 _EVERY_STEP = "_start_profiling"  # called at every step of the loops of all released trainers
-_RAY_HANDLES = "ray.actor"  # where ``ray.remote`` makes an object of the class, which is no trainer
+_RAY_HANDLES = "ray.actor"  # where ``ray.remote`` subclasses the class, which is no trainer
 _WORKER_SETTINGS = ("writer_files", "common_state", "effect_timeout_s", "exchange_timeout_s")
 _WHEN = "verl decides when it saves, see its trainer.save_freq"
 _OF_NOBODY: Mapping[str, str] = MappingProxyType(
@@ -69,12 +73,12 @@ _OF_NOBODY: Mapping[str, str] = MappingProxyType(
         "reshard_drops": "verl's own code loads, and leaves nothing out",
     }
 )
-"""Settings that nothing would heed under verl, and why."""
+"""Settings without effect under verl, and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What ``install`` was told. ``settings`` are the controller's."""
+    """The arguments of ``install``. ``settings`` are the controller's."""
 
     extra_parts: Callable[[Any], Mapping[str, Any]] | None = None
     calls: Calls = field(default_factory=RayCalls)
@@ -84,7 +88,7 @@ class Options:
 
 
 class Checkpoints:
-    """The checkpoints of one verl trainer. The root is opened at first need: workers exist then."""
+    """The checkpoints of one verl trainer. The root is opened at first use: workers exist then."""
 
     def __init__(self, trainer: Any, options: Options) -> None:
         self._trainer = trainer
@@ -95,7 +99,7 @@ class Checkpoints:
         self._uploader: UploadWorker | None = None
         self._said = False
         self._ended = False
-        self._to_tell: list[int] = []  # tracked steps that verl's callback was not told of yet
+        self._to_tell: list[int] = []  # tracked steps that verl's callback still has to hear of
 
     @property
     def controller(self) -> Controller:
@@ -113,7 +117,7 @@ class Checkpoints:
         return self._groups
 
     def _open(self) -> None:
-        """Own the root, then put our manager into every worker."""
+        """Take the root, then put our manager into every worker."""
         trainer, options = self._trainer, self._options
         self._groups = self._make_groups()
         settings = {
@@ -136,7 +140,7 @@ class Checkpoints:
             self._groups.attach(root, workers, controller.config.effect_timeout_s)
             if self._uploads is not None:
                 self._uploads.begin(controller)
-        except BaseException:  # a Ctrl-C too: the root must not stay ours
+        except BaseException:  # a Ctrl-C too: the root must be given back
             controller.abandon()
             raise
         self._controller = controller
@@ -148,14 +152,14 @@ class Checkpoints:
         return RoleGroups(_roles(self._trainer), self._options.calls)
 
     def _policy(self) -> Policy:
-        """What is kept, unless ``install`` was told."""
+        """The retention policy from verl's configuration; ``install`` may set another one."""
         return retention_of(self._trainer.config, critic=_has_critic(self._trainer))
 
     def _is_async(self) -> bool:
         return is_async(self._trainer.config)
 
     def _set_mirror(self, root: str) -> None:
-        """The mirror that was given, or the one that verl's configuration names."""
+        """Set the given mirror, or the mirror of verl's configuration."""
         place = self._options.mirror or mirror_of(self._trainer.config.trainer.default_hdfs_dir)
         if place is not None and self._options.mirror_when == "before":
             self._uploader = UploadWorker(root, place)
@@ -174,20 +178,21 @@ class Checkpoints:
     # ------------------------------------------------------------------------------------- saving
 
     def save(self) -> None:
-        """Begin a checkpoint of the trainer's step; with ``async_save`` off, wait until it is tracked.
+        """Begin a checkpoint of the trainer's step; with ``async_save`` off, wait until it is
+        tracked.
 
-        Raises ``SaveFailed``, ``SaveRefused``, ``DeadlineExceeded``, and what verl's callback raised.
+        Raises ``SaveFailed``, ``SaveRefused``, ``DeadlineExceeded``, and errors of verl's callback.
         """
         self.save_step(int(self._trainer.global_steps))
 
     def save_step(self, step: int) -> None:
-        """See ``save``."""
+        """Begin a checkpoint of ``step``, see ``save``."""
         parts = self._parts()
         begun: GroupSave | None = None
         try:
             begun = self.controller.begin(step, parts)
             self._hand_out(begun, parts)
-        except BaseException as error:  # a Ctrl-C too: nobody else has the tickets
+        except BaseException as error:  # a Ctrl-C too: the tickets are lost with it
             if begun is not None:
                 self.controller.give_up(step, f"not every worker was called: {describe(error)}")
             raise
@@ -196,7 +201,7 @@ class Checkpoints:
         self._tell()
 
     def _hand_out(self, begun: GroupSave, parts: Mapping[str, Any]) -> None:
-        """Let each role's workers write, then those that upload."""
+        """Let each role's workers write, then the upload worker."""
         roles = [role for role in begun.tickets if role != NAME]
         written = all(self._write(role, begun.tickets[role]) for role in roles)
         if written and self._uploader is not None and begun.tickets:
@@ -209,7 +214,7 @@ class Checkpoints:
             self.groups.groups[role].save_checkpoint(
                 ticket.directory, ticket, ticket.of.step, max_ckpt_to_keep=None
             )
-        except (RankFailed, RankInterrupted):  # of a trainer without a driver: all ranks leave
+        except (RankFailed, RankInterrupted):  # without a driver: all ranks leave
             raise
         except Exception as error:  # a dead worker, or a group that fell apart: the save failed
             why = f"the workers of {role!r}: {describe(error)}"
@@ -238,7 +243,9 @@ class Checkpoints:
         return parts
 
     def poll(self, *, wait: bool = False) -> None:
-        """Drive the saves in flight. Raises what one failed with, under ``on_failure="raise"``."""
+        """Drive the saves in flight. Raises the error of a failed save if ``on_failure`` is
+        ``"raise"``.
+        """
         controller = self.controller
         if wait:
             controller.wait_until_finished()
@@ -249,12 +256,14 @@ class Checkpoints:
         self._tell()
 
     def _note(self, record: TransitionRecord) -> None:
-        """A hook: a step became tracked."""
+        """The hook that notes a tracked step."""
         if record.acknowledges and record.step not in self._to_tell:
             self._to_tell.append(record.step)
 
     def _tell(self) -> None:
-        """Call verl's ``checkpoint_callback`` (0.9.1), outside of the hook: what it raises comes out."""
+        """Call verl's ``checkpoint_callback`` (0.9.1), outside of the hook, so that its errors are
+        raised.
+        """
         trainer = self._trainer
         callback = getattr(trainer, "checkpoint_callback", None)
         while self._to_tell:
@@ -272,9 +281,9 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """While verl loads: the latest checkpoint is verified, kept, and what verl's tracker names.
+        """Verify and keep the latest checkpoint while verl loads, and make verl's tracker name it.
 
-        Raises ``DamagedRoot``; ``ConfigError`` if what verl is about to do would end in refused saves.
+        Raises ``DamagedRoot``, and ``ConfigError`` if the load would end in refused saves.
         """
         with self.keeping(self.step_to_load()):
             yield
@@ -302,7 +311,9 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def keeping(self, step: int | None, verify: Verify | None = None) -> Iterator[None]:
-        """While verl loads ``step``, or the latest. See ``Controller.reading`` for ``verify``."""
+        """Verify and keep ``step``, or the latest, while verl loads. See ``Controller.reading`` for
+        ``verify``.
+        """
         config = self._trainer.config.trainer
         with self.controller.reading(step, verify=verify) as found, _no_remote(config):
             if found is not None:
@@ -310,11 +321,11 @@ class Checkpoints:
             yield
 
     def _path_counts(self, config: Any) -> bool:
-        """Whether ``resume_from_path`` is what is loaded."""
+        """True if verl loads ``resume_from_path``."""
         return bool(config.resume_mode == "resume_path")
 
     def _say_what_stays(self) -> None:
-        """verl's workers are never let delete what they have loaded; said once."""
+        """Warn once that verl's workers never delete a loaded checkpoint."""
         if self._trainer.config.trainer.get("del_local_ckpt_after_load", False) and not self._said:
             self._said = True
             warn_caller(
@@ -327,7 +338,7 @@ class Checkpoints:
     # ------------------------------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """Wait for what is in flight, and give the root back: also after an error, which is raised."""
+        """Wait for saves and uploads, and give the root back: also after an error, which is raised."""
         if self._controller is None or self._ended:
             return
         try:
@@ -342,15 +353,17 @@ class Checkpoints:
             raise
 
     def finish(self) -> None:
-        """Wait for the saves in flight, not for what is copied after them."""
+        """Wait for the saves in flight, but not for uploads after them."""
         self.controller.wait_until_finished(self.controller.config.close_timeout_s)
         self._tell()
 
     def abandon(self) -> None:
-        """Give the root back at once, and end what uploads; the next start decides about the rest."""
-        self._ended = True  # a later close has nothing to wait for
+        """Give the root back at once, and end uploads; the next start decides about unfinished
+        saves.
+        """
+        self._ended = True  # a later close does nothing
         uploads, self._uploads = self._uploads, None
-        with contextlib.ExitStack() as ending:  # the last one first, each whatever the others raise
+        with contextlib.ExitStack() as ending:  # the last one first, each even if others raise
             if self._controller is not None:
                 ending.callback(self._controller.abandon)
             if self._uploader is not None:
@@ -361,7 +374,9 @@ class Checkpoints:
     # --------------------------------------------------------------------- in place of the trainer's
 
     def bind(self) -> None:
-        """Let the trainer's loop come here. It stays the object that it is: verl's own."""
+        """Redirect the trainer's loop to this object. The trainer stays the same object, of verl's
+        class.
+        """
         trainer = self._trainer
         trainer.checkpoints = self
         trainer._save_checkpoint = self.save
@@ -376,12 +391,12 @@ class Checkpoints:
             return stock()
 
     def _step(self, stock: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Every loop calls it in every step, whether it profiles or not."""
+        """Poll, then run the stock function, which every loop calls in every step."""
         self.poll()
         return stock(*arguments, **keywords)
 
     def _fit(self, stock: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """verl's own; at its end nothing is in flight any more."""
+        """Run verl's ``fit``; at its end nothing is in flight any more."""
         try:
             result = stock(*arguments, **keywords)
         except BaseException:
@@ -404,9 +419,10 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True)
 class _New:
-    """``__new__`` of a trainer class: its objects have our checkpoints before ``__init__`` runs.
+    """``__new__`` of a trainer class: its objects get our checkpoints before ``__init__`` runs.
 
-    ``saver`` is the class whose ``_save_checkpoint`` ours stands for: an object with another is refused.
+    ``saver`` is the class with the ``_save_checkpoint`` that ours replaces: an object with another
+    is refused.
     """
 
     options: Options
@@ -432,18 +448,20 @@ def install(
     mirror_when: When = "after",
     **settings: Any,
 ) -> Trainer:
-    """The trainer, or the trainer's class, with checkpoints that ckptfsm drives.
+    """Give a trainer, or a trainer's class, checkpoints that ckptfsm drives.
 
-    Of a class, a subclass is returned; an object is changed, before it loads.
-    ``extra_parts(trainer)`` returns more parts of a checkpoint (bytes or ``FileTree`` by name).
-    ``calls`` is how workers are called, by default through Ray. ``mirror`` (by default what
-    ``default_hdfs_dir`` names) gets a copy of each checkpoint *before* it is tracked, or *after*.
-    ``settings`` are those of ``Controller``, and ``writer_files`` and ``common_state`` of the workers;
-    ``retention`` follows verl's configuration unless given.
+    A class is subclassed, and the subclass returned; an object is changed, before it loads.
 
-    A verl that was never tried is used, with a warning. Raises ``ConfigError`` for a setting that is
-    none or has no effect under verl, and for a trainer that saves in a way of its own, unless
-    ``extra_parts`` is given. So does the making of an object of a subclass that has a way of its own.
+    - ``extra_parts(trainer)`` returns more parts of a checkpoint (bytes or ``FileTree`` by name).
+    - ``calls`` calls functions in workers, by default through Ray.
+    - ``mirror`` (by default from ``default_hdfs_dir``) gets a copy of each checkpoint *before* it
+      is tracked, or *after*.
+    - ``settings`` are those of ``Controller``, and ``writer_files`` and ``common_state`` of the
+      workers. ``retention`` follows verl's configuration unless given.
+
+    An untested verl is used, with a warning. Raises ``ConfigError`` for a setting that does not
+    exist or has no effect under verl. Without ``extra_parts``, also raised for a trainer with an
+    unknown ``_save_checkpoint``; making an object of such a subclass raises it too.
     """
     judge("verl", installed("verl"))
     base = trainer if isinstance(trainer, type) else type(trainer)
@@ -484,7 +502,7 @@ def install(
 
 
 def _install_sft(trainer: Trainer, options: Options) -> Trainer:
-    """See ``sft``, which needs torch: only the ranks of such a trainer import it."""
+    """Install ``sft``, which needs torch: only the ranks of such a trainer import it."""
     if not isinstance(trainer, type):
         raise ConfigError("this trainer has loaded already: install its class")
     _check_settings(options.mirror_when, options.settings)
@@ -493,7 +511,7 @@ def _install_sft(trainer: Trainer, options: Options) -> Trainer:
 
 
 def _check_settings(mirror_when: str, settings: Mapping[str, Any]) -> None:
-    """Now, not when the root is opened: by then a cluster was set up."""
+    """Check the settings early: when the root is opened, a cluster was set up already."""
     if mirror_when not in get_args(When):
         raise ConfigError(f"mirror_when is 'before' or 'after', not {mirror_when!r}")
     given = {name: value for name, value in settings.items() if name != "ports"}
@@ -508,18 +526,21 @@ def _check_settings(mirror_when: str, settings: Mapping[str, Any]) -> None:
 
 
 def install_in_verl(**options: Any) -> list[str]:
-    """Let every trainer that the installed verl may make have these checkpoints; their names.
+    """Give these checkpoints to every trainer that the installed verl may make. Returns their
+    names.
 
-    Those are ``RayPPOTrainer``, and in 0.9 the registry that ``main_ppo`` asks by default. ``options``
-    are those of ``install``. Call it where verl is imported, before a trainer is made; once more without
-    options changes nothing. Raises ``ConfigError`` if verl is not there.
+    Those are ``RayPPOTrainer``, and in 0.9 the registry that ``main_ppo`` asks by default.
+    ``options`` are those of ``install``. Call it where verl is imported, before a trainer is made.
+    A second call without options changes nothing. Raises ``ConfigError`` if verl is not installed.
     """
     module = of_verl("verl.trainer.ppo.ray_trainer")
     module.RayPPOTrainer = _installed(module.RayPPOTrainer, options)
     names = ["RayPPOTrainer"]
-    # Those need TransferQueue, which verl names in an extra only; without it verl cannot make one.
+    # These trainers need TransferQueue, which verl names in an extra only; without it verl cannot
+    # make one.
     if find_spec("verl.trainer.ppo.v1") is not None and find_spec("transfer_queue") is not None:
-        # The package, not its base module: it imports the trainers, and each registers itself.
+        # The package, not its base module: the package imports the trainers, and each registers
+        # itself.
         registry = of_verl("verl.trainer.ppo.v1").trainer_base.TRAINER_REGISTRY
         for name in list(registry):
             registry[name] = _installed(registry[name], options)
@@ -528,7 +549,7 @@ def install_in_verl(**options: Any) -> list[str]:
 
 
 def of_verl(name: str) -> Any:
-    """A module of verl. Raises ``ConfigError``, which says what to install."""
+    """A module of verl. Raises ``ConfigError``, which names the package to install."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -536,12 +557,12 @@ def of_verl(name: str) -> Any:
 
 
 def _installed(kind: type, options: Mapping[str, Any]) -> type:
-    """With options, ``install`` refuses a class that has other ones."""
+    """The class with these checkpoints; with options, ``install`` refuses a class that has them."""
     return kind if "checkpoints" in vars(kind) and not options else install(kind, **options)
 
 
 def _saver_of(kind: type) -> type | None:
-    """The class whose ``_save_checkpoint`` the objects of ``kind`` have."""
+    """The class that defines ``_save_checkpoint`` for the objects of ``kind``."""
     return next((k for k in kind.__mro__ if "_save_checkpoint" in vars(k)), None)
 
 
@@ -558,19 +579,19 @@ def _own_way(kind: type, saver: type | None) -> str:
 
 
 def root_of(trainer: Any) -> str:
-    """Where a trainer of verl has its checkpoints."""
+    """The directory of a verl trainer's checkpoints."""
     return str(Path(trainer.config.trainer.default_local_dir).absolute())
 
 
 def is_async(config: Any) -> bool:
-    """Whether verl was told to save asynchronously."""
+    """True if verl's configuration asks for asynchronous saves."""
     return bool(config.actor_rollout_ref.actor.get("checkpoint", {}).get("async_save", False))
 
 
 def retention_of(config: Any, *, critic: bool) -> Policy:
-    """What verl's counts mean for whole steps: actor and critic of a step live and die together.
+    """The policy for verl's counts: actor and critic of a step are kept or removed together.
 
-    Of two counts the larger one counts; no count (None, or not above 0) keeps all, as in verl.
+    The larger one of two counts is used; no count (None, or not above 0) keeps all, as in verl.
     """
     trainer = config.trainer
     if trainer.get("remove_previous_ckpt_in_save", False):
@@ -601,7 +622,7 @@ def _roles(trainer: Any) -> dict[str, Any]:
 
 
 def _asked_step(config: Any, counts: bool) -> tuple[int | None, bool]:
-    """The step of ``resume_from_path``, if that counts, and whether it is in this root."""
+    """The step of ``resume_from_path``, if ``counts``, and whether it is in this root."""
     if not counts:
         return None, False
     given = Path(config.resume_from_path)
@@ -612,7 +633,9 @@ def _asked_step(config: Any, counts: bool) -> tuple[int | None, bool]:
 
 @contextlib.contextmanager
 def _no_remote(config: Any) -> Iterator[None]:
-    """verl refuses to load at all where there is a remote directory; what it loads is local."""
+    """Hide the remote directory while verl loads: with one, verl refuses to load a local
+    checkpoint.
+    """
     remote = config.default_hdfs_dir
     config.default_hdfs_dir = None
     try:
@@ -622,7 +645,7 @@ def _no_remote(config: Any) -> Iterator[None]:
 
 
 def _refuse_stock_fsdp(root: str, error: DamagedRoot) -> None:
-    """Say how to go on, if stock verl's FSDP wrote what nobody can adopt. Raises ``DamagedRoot``."""
+    """Raise ``DamagedRoot`` with a remedy, if stock verl's FSDP wrote an unadoptable checkpoint."""
     shards = "model_world_size_*_rank_*.pt"
     found = [*Path(root).glob(f"*/{shards}"), *Path(root).glob(f"*/*/{shards}")]
     names = {path.relative_to(root).parts[0] for path in found}
@@ -641,7 +664,7 @@ def _refuse_stock_fsdp(root: str, error: DamagedRoot) -> None:
 
 
 def _require_tracker(root: Path, step: int) -> None:
-    """verl will follow the tracker: it must name what was verified."""
+    """Raise ``DamagedRoot`` unless the tracker, which verl follows, names the verified step."""
     with (root / TRACKER).open("rb") as file:
         named = parse_tracker(file.read(TRACKER_BYTES))
     if named != step:
@@ -654,7 +677,7 @@ def _transfer_queue(trainer: Any) -> dict[str, Any]:
         return {}
     owner = next(k for k in type(trainer).__mro__ if k.__module__ in _KNOWN)
     module = sys.modules[owner.__module__]
-    supports = getattr(module, "_tq_supports_checkpoint", None)  # 0.9.1 takes it for granted
+    supports = getattr(module, "_tq_supports_checkpoint", None)  # assumed in 0.9.1
     if supports is not None and not supports():
         return {}
     metadata = {"global_steps": trainer.global_steps}
@@ -662,7 +685,7 @@ def _transfer_queue(trainer: Any) -> dict[str, Any]:
 
 
 def _dumped(state: Any) -> bytes:
-    """As verl writes ``data.pt``."""
+    """The bytes of ``data.pt``, as verl writes it."""
     import torch
 
     buffer = io.BytesIO()

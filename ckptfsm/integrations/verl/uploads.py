@@ -1,12 +1,14 @@
-"""Uploads of checkpoints that are tracked: one child at a time, and a reader's lease on each that waits.
+"""Uploads of tracked checkpoints: one child at a time, and a reader's lease on each waiting step.
 
 Rules:
-* A hook only notes the step; leases are taken, and children started, at the next poll. What went wrong
-  is raised or warned of there, as for a save that failed. A failed upload leaves the checkpoint alone.
-* Only the child looks at the remote place, also for what was there at the start: none stops the trainer.
-* A step is struck off one list only when it is on the next: an error of a moment costs no upload.
-* What waits is an attempt: after a rollback, another one may have the same step.
-* Pins are people's: none is set or removed here. The leases of a run that was killed expire.
+
+- A hook only notes the step; the next poll takes leases and starts children. Errors are raised or
+  warned of there, as for a failed save. A failed upload leaves the checkpoint alone.
+- Only the child looks at the remote place, also for copies of an earlier run: the trainer never
+  waits for it.
+- A step leaves one list only when it is on the next: a temporary error costs no upload.
+- The waiting entries are attempts: after a rollback, another attempt may have the same step.
+- Pins belong to people: none is set or removed here. The leases of a killed run expire.
 """
 
 from __future__ import annotations
@@ -40,15 +42,16 @@ from ckptfsm.integrations.verl.mirror import Mirror, Upload
 from ckptfsm.ranks.controller import Controller
 
 log = logging.getLogger("ckptfsm")
-_OF_A_MOMENT = (OSError, RestoreFailed)  # of a lease, a thread or a fork: the next poll tries again
+_OF_A_MOMENT = (OSError, RestoreFailed)  # temporary errors: the next poll retries
 
 
 @dataclass(slots=True)
 class Uploads:
-    """``noted`` steps are not kept yet; each of ``waiting`` is, by its lease, until it was uploaded.
+    """The steps to upload. ``noted`` steps are not kept yet; each of ``waiting`` is kept by its
+    lease.
 
-    ``running`` is the first of those, and the child that uploads it. ``left`` are attempts that are no
-    checkpoints any more: nothing of theirs is to wait. ``resumed``: a copy of this step may be there.
+    ``running`` is the first waiting step, and the child that uploads it. ``left`` are attempts that
+    are no checkpoints any more, and must not wait. ``resumed``: a copy of this step may exist.
     """
 
     root: str
@@ -60,20 +63,20 @@ class Uploads:
     resumed: int | None = None
 
     def hook(self, record: TransitionRecord) -> None:
-        """A step became tracked, or went to quarantine."""
+        """Note a step that became tracked, or went to quarantine."""
         if record.acknowledges:
             self.noted.append(record.step)
         elif record.dest is State.QUARANTINED:
             self.left.append(record.of)
 
     def begin(self, controller: Controller) -> None:
-        """At the start: the latest step is noted. An earlier run may have left it without a copy."""
+        """Note the latest step at the start: an earlier run may have left it without a copy."""
         self.resumed = controller.latest_step()
         if self.resumed is not None:
             self.noted.append(self.resumed)
 
     def poll(self, controller: Controller) -> None:
-        """Take a step on; never waits for an upload. One that failed is ``SaveFailed``, or a warning."""
+        """Advance the uploads without waiting. A failed one is ``SaveFailed``, or a warning."""
         try:
             self._advance(controller)
         except (DeadlineExceeded, OutcomeUnknown):
@@ -86,10 +89,10 @@ class Uploads:
             warn_caller(SaveFailedWarning(f"uploads wait: {describe(error)}"))
 
     def _advance(self, controller: Controller) -> None:
-        """Raises ``SaveFailed`` of an upload, and what a lease or a fork failed with."""
+        """Advance the uploads. Raises ``SaveFailed`` of an upload, and errors of a lease or a fork."""
         while self.left:
             self._leave(self.left.pop())
-        problem = self._keep_noted(controller)  # first: a step that is not kept may be pruned
+        problem = self._keep_noted(controller)  # first: a step without a lease may be pruned
         self._look_after_the_child()
         if self.running is None and self.waiting:
             of = next(iter(self.waiting))
@@ -126,7 +129,7 @@ class Uploads:
         return problem
 
     def _leave(self, of: AttemptId) -> None:
-        """End the upload of what is no checkpoint any more; how its child ends does not count."""
+        """End the upload of an attempt that is no checkpoint any more; its result is ignored."""
         if of not in self.waiting:
             return
         if self.running is not None and self.running[0] == of:
@@ -135,7 +138,7 @@ class Uploads:
             _say_left_out(of.step, f"attempt {of} is not tracked any more")
 
     def _let_go(self, of: AttemptId) -> None:
-        """It waits no more. A slow disk removes its lease when it answers, and hides nothing."""
+        """Drop a waiting attempt. On a slow disk its lease is removed later; no error is hidden."""
         try:
             self.waiting.pop(of).close()
         except DeadlineExceeded as error:
@@ -144,7 +147,7 @@ class Uploads:
             say(log.warning, "lease_given_back_later", said, of=str(of), error=why)
 
     def _keep(self, controller: Controller, step: int) -> None:
-        """Let a step wait, under a lease; one that cannot be uploaded is warned of, once.
+        """Let a step wait, under a lease; warn once if it cannot be uploaded.
 
         Its files are not read here: the copy is compared with the manifest.
         """
@@ -161,10 +164,11 @@ class Uploads:
                 self.waiting[of] = lease.pop_all()
 
     def wait(self, controller: Controller) -> None:
-        """Until nothing waits any more. What failed is ``SaveFailed``, or a warning, after the last one.
+        """Wait until no upload is left. A failure is ``SaveFailed``, or a warning, after the last
+        one.
 
-        Raises ``DeadlineExceeded`` after ``close_timeout_s``, or where the disk does not answer: leases
-        may stay then, and expire.
+        Raises ``DeadlineExceeded`` after ``close_timeout_s``, or if the disk does not answer:
+        leases may stay then, and expire.
         """
         limit = controller.config.close_timeout_s
         deadline = time.monotonic() + limit
@@ -194,14 +198,14 @@ class Uploads:
             _tell(controller, SaveFailed(f"{first.message}{rest}", step=first.step))
 
     def _late(self, failed: Iterable[int], limit: float) -> DeadlineExceeded:
-        """What to raise at the end, once everything was given back."""
+        """The error for uploads that are too late; gives everything back."""
         late = {*failed, *self.noted, *(of.step for of in self.waiting)}
         self._give_back()
         rest = f": {_no_copy(late)}" if late else ""
         return DeadlineExceeded(f"the uploads did not finish in time{rest}", timeout_s=limit)
 
     def _give_up(self) -> int:
-        """Strike off the step that could not be kept, or whose child could not begin."""
+        """Drop the step without a lease, or the step with a child that could not begin."""
         if self.noted:
             return self.noted.pop(0)
         of = next(iter(self.waiting))
@@ -227,7 +231,7 @@ class Uploads:
 
 
 def _conclude(step: int, outcome: Outcome) -> None:
-    """How an upload ended. Raises ``SaveFailed``."""
+    """Log the end of an upload. Raises ``SaveFailed``."""
     if not outcome.succeeded:
         raise SaveFailed(f"the upload of step {step} failed: {outcome.explain()}", step=step)
     said = f"step {step}: uploaded ({outcome.payload} files)"

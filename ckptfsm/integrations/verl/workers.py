@@ -1,11 +1,13 @@
-"""verl's worker groups as a controller needs them: attached once, asked without ever waiting.
+"""verl's worker groups as a controller needs them: attached once, polled without waiting.
 
 Rules:
-* A worker answers its calls one after the other, and may be busy with a training step: a poll leaves a
-  call with every worker and takes what was answered since. It never waits for a busy one.
-* A worker that is dead is said to be lost, once, and not called again. One whose call raised anything
-  else is called again, and what the others reported counts.
-* What is called in a worker is imported there: the driver, which only names it, needs no torch for it.
+
+- A worker answers its calls in order, and may be busy with a training step. A poll leaves a call
+  with every worker and takes the answers since the last poll, without waiting.
+- A dead worker is reported lost, once, and not called again. A worker with any other error is
+  called again, and the reports of the others count.
+- Functions are imported in the worker that runs them: the driver, which only names them, needs no
+  torch.
 """
 
 from __future__ import annotations
@@ -24,19 +26,22 @@ log = logging.getLogger("ckptfsm")
 
 
 class Calls(Protocol):
-    """How a function is called in a worker: ``function(worker, *arguments)``."""
+    """Calls of functions in a worker: ``function(worker, *arguments)``."""
 
     def submit(self, worker: Any, function: Callable[..., Any], *arguments: Any) -> Any:
         """Begin a call. Calls to one worker are answered in their order."""
         ...
 
     def done(self, calls: Sequence[Any], timeout_s: float) -> Sequence[Any]:
-        """Those calls that were answered; waits for all of them, at most ``timeout_s``."""
+        """The answered calls; waits for all of ``calls``, at most ``timeout_s``."""
         ...
 
     def result(self, call: Any) -> Any:
-        """What an answered call returned, or raised. ``WriterDied`` only if its worker is dead for good;
-        after any other error it is asked again."""
+        """The result of an answered call, or its error raised.
+
+        ``WriterDied`` only if its worker is dead for good; after any other error it is called
+        again.
+        """
         ...
 
 
@@ -57,7 +62,7 @@ class RayCalls:
 
         try:
             return ray.get(call)
-        except ray.exceptions.ActorUnavailableError:  # a RayActorError too, but one that passes
+        except ray.exceptions.ActorUnavailableError:  # a RayActorError too, but a temporary one
             raise
         except ray.exceptions.RayActorError as error:
             raise WriterDied(f"the worker is dead: {describe(error)}") from error
@@ -65,7 +70,7 @@ class RayCalls:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A worker that is dead: ``rank`` is its role's own."""
+    """A dead worker: ``rank`` is its rank in the role."""
 
     role: str
     rank: int
@@ -74,7 +79,7 @@ class Lost:
 
 @dataclass(slots=True)
 class RoleGroups:
-    """The worker groups of a job by role. ``lost`` are deaths that the controller was not told yet."""
+    """The worker groups of a job by role. ``lost`` are deaths not yet reported to the controller."""
 
     groups: Mapping[str, Any]
     calls: Calls
@@ -87,7 +92,7 @@ class RoleGroups:
         return {role: len(group.workers) for role, group in self.groups.items()}
 
     def attach(self, root: str, settings: Mapping[str, Any], timeout_s: float) -> None:
-        """Put our manager into every worker. Raises what that raised, or ``DeadlineExceeded``."""
+        """Put our manager into every worker. Raises a worker's error, or ``DeadlineExceeded``."""
         begun = [
             self.calls.submit(worker, attach, role, root, dict(settings))
             for role, group in self.groups.items()
@@ -99,7 +104,7 @@ class RoleGroups:
             self.calls.result(call)
 
     def poll(self, doomed: tuple[AttemptId, ...]) -> list[Event]:
-        """What the workers have answered by now; and ask them again."""
+        """The events that the workers have answered by now; polls them again."""
         events: list[Event] = []
         if self._asked:
             done = self.calls.done(list(self._asked.values()), 0.0)
@@ -138,14 +143,14 @@ def _say_raised(key: tuple[str, int], error: Exception) -> None:
 
 
 def attach(worker: Any, role: str, root: str, settings: Mapping[str, Any]) -> None:
-    """Called in a worker. See ``manager.attach``."""
+    """Run in a worker: see ``rank_manager.attach``."""
     from ckptfsm.integrations.verl.rank_manager import attach as attach_here
 
     attach_here(worker, role, root, settings)
 
 
 def poll(worker: Any, role: str, doomed: tuple[AttemptId, ...]) -> list[Event]:
-    """Called in a worker. See ``manager.poll``."""
+    """Run in a worker: see ``rank_manager.poll``."""
     from ckptfsm.integrations.verl.rank_manager import poll as poll_here
 
     return poll_here(worker, role, doomed)
