@@ -695,17 +695,21 @@ class Coordinator:
             raise StorageError("the coordinator is not open", file=self._storage.root)
         before = self._engine.moves
         try:
-            with self._saying_fenced():
-                yield
-        except (Fenced, OutcomeUnknown, IllegalTransition) as error:
+            yield
+        except (Fenced, IllegalTransition) as error:
             self.fatal = error
             raise
-        except OSError as error:
+        except (CkptFsmError, OSError) as error:
+            try:
+                self._engine.raise_if_fenced(error)
+            except Fenced as fenced:
+                self.fatal = fenced
+                raise
+            if isinstance(error, OutcomeUnknown):
+                self.fatal = error
             if isinstance(error, CkptFsmError):
                 raise
             raise storage_error(error, call) from error
-        except CkptFsmError:
-            raise
         except Exception as error:  # whatever was half done, only a restart can tell
             self.fatal = OutcomeUnknown(f"an unexpected error: {describe(error)}")
             raise self.fatal from error
@@ -715,17 +719,6 @@ class Coordinator:
         finally:
             if self._engine.moves != before and not self._engine.ledger.in_state(*UNFINISHED):
                 self._engine.news.append(NothingInFlight())
-
-    @contextmanager
-    def _saying_fenced(self) -> Iterator[None]:
-        """Where a newer owner moved things away, raise ``Fenced`` and not what was not found."""
-        try:
-            yield
-        except (Fenced, IllegalTransition):
-            raise
-        except (CkptFsmError, OSError) as error:
-            self._engine.raise_if_fenced(error)
-            raise
 
 
 def _errno_of(error: OSError) -> int | None:

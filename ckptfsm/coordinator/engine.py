@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 from ckptfsm.adapters.notices import say
@@ -183,7 +184,7 @@ class Engine:
             self._make_durable(history.seals[-1])
         self.ledger = history.ledger
         self._run_base, self._opened_at = history.run_seconds, self._clock.monotonic()
-        checkpoints = sorted(history.ledger.checkpoints.values(), key=_by_id)
+        checkpoints = sorted(history.ledger.checkpoints.values(), key=attrgetter("id"))
         self._journal.open(
             SegmentOpened(
                 epoch=self._lease.epoch,
@@ -632,10 +633,6 @@ class Engine:
         say(log.warning, "report_rejected", said, report=name, why=why)
         if rejected.wrong_world_size:
             self.post(Failed(rejected.event.of, "wrong_world_size", rejected.why))
-
-
-def _by_id(checkpoint: Checkpoint) -> AttemptId:
-    return checkpoint.id
 
 
 def _typed(error: OSError, what: str, file: str | None = None) -> CkptFsmError:

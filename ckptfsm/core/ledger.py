@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from types import MappingProxyType
 
 from ckptfsm.core.errors import IllegalTransition, SaveRefused, StepExistsError
@@ -77,7 +78,9 @@ class Ledger:
 
     def in_state(self, *states: State) -> list[Checkpoint]:
         """The checkpoints in these states, oldest step first."""
-        return sorted((c for c in self.checkpoints.values() if c.state in states), key=_by_id)
+        return sorted(
+            (c for c in self.checkpoints.values() if c.state in states), key=attrgetter("id")
+        )
 
     def latest(self) -> Checkpoint | None:
         """The newest tracked checkpoint: the one the tracker names."""
@@ -189,7 +192,3 @@ class Ledger:
 
 def _can_fail(checkpoint: Checkpoint) -> bool:
     return checkpoint.state in UNPUBLISHED and not checkpoint.published
-
-
-def _by_id(checkpoint: Checkpoint) -> AttemptId:
-    return checkpoint.id

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from ckptfsm.core.documents import FileEntry, TransitionRecord
 from ckptfsm.core.errors import CkptFsmError
@@ -99,8 +100,4 @@ class Accepted:
     def of_rank(self, rank: int) -> tuple[PartSpec, ...]:
         """The parts that ``rank`` writes, the required ones first."""
         own = [p for p in self.parts if p.ranks is None or rank in p.ranks]
-        return tuple(sorted(own, key=_by_need))
-
-
-def _by_need(part: PartSpec) -> bool:
-    return part.optional
+        return tuple(sorted(own, key=attrgetter("optional")))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ckptfsm.core.backoff import pauses
 from ckptfsm.core.documents import FileEntry, Manifest, Receipt, part_records
@@ -54,7 +55,9 @@ class Assembly:
         deadline = self.clock.monotonic() + self.visibility_timeout_s
         expected = expected_reports(checkpoint)
         mine = Receipts(self.storage, directory, checkpoint.id, checkpoint.world_size)
-        receipts = sorted(mine.arriving(expected, self.clock, deadline), key=_share)
+        receipts = sorted(
+            mine.arriving(expected, self.clock, deadline), key=attrgetter("part", "rank")
+        )
         dropped = dropped_parts(checkpoint, receipts)
         for receipt in receipts:
             if receipt.part not in dropped:
@@ -199,7 +202,7 @@ class Assembly:
             attempt=checkpoint.id.attempt,
             world_size=checkpoint.world_size,
             parts=part_records(kept),
-            files=tuple(sorted(files, key=_by_name)),
+            files=tuple(sorted(files, key=attrgetter("name"))),
             metrics=dict(checkpoint.metrics),
             run_seconds=checkpoint.run_seconds,
             provenance=dict(self.provenance),
@@ -227,11 +230,3 @@ class Assembly:
         for name in sorted(missing):  # a network file system lists late: ask for it by name
             if lookup(self.storage, f"{directory}/{name}") is None:
                 raise SaveFailed(f"{name} is gone", file=f"{directory}/{name}")
-
-
-def _by_name(entry: FileEntry) -> str:
-    return entry.name
-
-
-def _share(receipt: Receipt) -> tuple[str, int]:
-    return (receipt.part, receipt.rank)

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ckptfsm.adapters.notices import say
@@ -99,7 +100,7 @@ class CoordinatorClient:
         """
         if self._coordinator is None or self._executor is None:
             return False, None
-        call = _Call(Coordinator.leave, (self._coordinator, timeout_s), {})
+        call = partial(self._coordinator.leave, timeout_s)
         try:
             state: State | None = self._executor.submit(call).result(timeout_s)
         except FutureTimeout:
@@ -142,7 +143,7 @@ class CoordinatorClient:
     ) -> T:
         """At rank 0: run a coordinator's method on its thread and wait, with a deadline."""
         assert self._coordinator is not None and self._executor is not None
-        call = _Call(work, (self._coordinator, *arguments), keywords)
+        call = partial(work, self._coordinator, *arguments, **keywords)
         self._asking = True
         future: Pending[T] = self._executor.submit(call)
         try:
@@ -295,20 +296,10 @@ class CoordinatorClient:
         **keywords: P.kwargs,
     ) -> Pending[None]:
         assert self._coordinator is not None and self._executor is not None
-        call = _Call(work, (self._coordinator, *arguments), keywords)
+        call = partial(work, self._coordinator, *arguments, **keywords)
         future = self._executor.submit(call)
         self._submitted.append(future)
         return future
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    work: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-
-    def __call__(self) -> Any:
-        return self.work(*self.arguments, **self.keywords)
 
 
 def interrupted_rank(error: BaseException) -> RankInterrupted:

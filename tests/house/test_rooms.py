@@ -50,6 +50,7 @@ HARMLESS = {
     "itertools",
     "json",
     "math",
+    "operator",
     "re",
     "signal",  # the names of signals
     "types",

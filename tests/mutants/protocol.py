@@ -1823,15 +1823,13 @@ FENCES = (
     mutant(
         "a-fenced-one-goes-on",
         "coordinator.coordinator:Coordinator._guarded",
-        "except (Fenced, OutcomeUnknown, IllegalTransition) as error:\n"
-        "    self.fatal = error\n"
-        "    raise\n"
-        "except OSError as error:\n"
-        "    if",
-        "except (Fenced, OutcomeUnknown, IllegalTransition):\n"
-        "    raise\n"
-        "except OSError as error:\n"
-        "    if",
+        "except (Fenced, IllegalTransition) as error:\n    self.fatal = error\n    raise",
+        "except (Fenced, IllegalTransition):\n    raise",
+        (
+            "coordinator.coordinator:Coordinator._guarded",
+            "except Fenced as fenced:\n    self.fatal = fenced\n    raise",
+            "except Fenced:\n    raise",
+        ),
         breaks="I9",
         source="fencing",
         killers=(

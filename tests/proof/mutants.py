@@ -59,6 +59,7 @@ _TESTED_BY = {  # modules that have no test file of their name
     "session": "manager",
     "recovery_refusals": "recovery",
     "participant": "manager",
+    "reports": "manager",
     "coordinator_client": "manager",
     "handle": "manager",
     "restoring": "manager",
