@@ -1,8 +1,7 @@
-"""What an attempt consists of, before it gets its name: its receipts and their files, what completes its
-parts, and the manifest that lists them all.
+"""Assembly of an attempt before it is published: its receipts, their files, the metadata, the manifest.
 
-Rules: everything is looked at on disk, by size and digest; a file that nobody claims, or two, fails the
-attempt. Nothing is renamed here but what ``put`` makes.
+Rules: every file is looked at on disk, by size and digest. A file that no receipt claims, or that two
+claim, fails the attempt. Only ``put`` renames anything here.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class ReceivedParts:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """How attempts of one epoch are put together. ``tag`` names our temporaries."""
+    """Puts the attempts of one epoch together. ``tag`` names our temporary files."""
 
     storage: Storage
     clock: Clock
@@ -48,9 +47,9 @@ class Assembly:
     layout: Layout
 
     def shares(self, checkpoint: Checkpoint, directory: str) -> ReceivedParts:
-        """Every receipt, and the optional parts that some rank left out, with the reason.
+        """All receipts of an attempt, and the optional parts that some rank left out.
 
-        Opened again until a deadline: network file systems show names late (F9).
+        Names are looked up again until a deadline: network file systems show them late (F9).
         """
         deadline = self.clock.monotonic() + self.visibility_timeout_s
         expected = expected_reports(checkpoint)
@@ -65,7 +64,7 @@ class Assembly:
         return ReceivedParts(receipts, dropped)
 
     def _await_files(self, receipt: Receipt, directory: str, deadline: float) -> None:
-        """The files of a receipt, whole. Raises ``ShardMissing`` once the deadline has passed."""
+        """Wait until all files of a receipt are whole. Raises ``ShardMissing`` at the deadline."""
         pause = pauses()
         while problem := check_sizes(self.storage, directory, receipt.files):
             if self.clock.monotonic() >= deadline:
@@ -102,9 +101,9 @@ class Assembly:
     def finish(
         self, checkpoint: Checkpoint, part: PartSpec, directory: str, shares: ReceivedParts
     ) -> list[FileEntry]:
-        """Write what completes a part (``.metadata``, ``metadata.json``) from its receipts.
+        """Write the metadata of a part (``.metadata``, ``metadata.json``) from its receipts.
 
-        Raises ``SaveFailed`` if somebody else did so, in place: that is a checkpoint of another trainer.
+        Raises ``SaveFailed`` if other metadata is there, in place: another trainer saved the step then.
         """
         location = join(directory, part.directory)
         if part.kind == "foreign":
@@ -125,7 +124,10 @@ class Assembly:
         return entries
 
     def _refuse_changed_common(self, part: PartSpec, directory: str, shares: ReceivedParts) -> None:
-        """Whoever makes another request for the directory writes it before anybody is asked."""
+        """Raise ``SaveFailed`` if the common state changed since its rank wrote it.
+
+        A second request for the same directory writes it anew, before it asks anybody.
+        """
         name = join(part.directory, COMMON)
         for receipt in shares.receipts:
             for entry in receipt.files:
@@ -139,7 +141,7 @@ class Assembly:
     def _metadata_of(
         self, part: PartSpec, directory: str, shares: ReceivedParts, final: str
     ) -> Mapping[str, bytes]:
-        """What completes a part. A finisher that raises fails its attempt, whatever it raises."""
+        """The metadata files of a part. A finisher that raises fails its attempt, whatever it raises."""
         finisher = self.finishers.get(part.kind)
         if part.kind not in FINISHED_BY_US:
             return {}
@@ -162,7 +164,7 @@ class Assembly:
             ) from error
 
     def _beside(self, part: PartSpec, directory: str, shares: ReceivedParts) -> list[str]:
-        """What else the finalizers of a foreign part left that belongs to the checkpoint."""
+        """Further files of the checkpoint that the finalizers of a foreign part left."""
         claimed = {entry.name for receipt in shares.receipts for entry in receipt.files}
         found = walk_files(self.storage, join(directory, part.directory))
         return [
@@ -174,10 +176,11 @@ class Assembly:
         ]
 
     def _entry_of(self, location: str, part: PartSpec, name: str) -> FileEntry:
-        """What a foreign finalizer left, which megatron-core does not fsync."""
+        """The manifest's entry of a file that a foreign finalizer left."""
         path = join(location, name)
         if lookup(self.storage, path) is None:
             raise SaveFailed(f"the finalizers of {part.name} left no {name}", file=path)
+        # megatron-core does not fsync it: a power loss would empty it in a published checkpoint (I3).
         fsync_existing(self.storage, path)
         size = self.storage.stat(path).size
         if size == 0 and not name.startswith(_TOKENIZER):  # some tokenizers have empty files
@@ -192,7 +195,7 @@ class Assembly:
         shares: ReceivedParts,
         files: Sequence[FileEntry],
     ) -> Manifest:
-        """The commit record of what is there. Raises ``SaveFailed`` unless that is exactly ``files``."""
+        """The commit record. Raises ``SaveFailed`` unless exactly ``files`` are there."""
         self._refuse_duplicates(checkpoint, files)
         self._refuse_unlisted(directory, files)
         kept = tuple(part for part in checkpoint.parts if part.name not in shares.dropped)
@@ -211,7 +214,7 @@ class Assembly:
         )
 
     def _refuse_duplicates(self, checkpoint: Checkpoint, files: Sequence[FileEntry]) -> None:
-        """What completes a part must not take the place of a file that a receipt lists."""
+        """Raise ``SaveFailed`` if the metadata of a part has the name of a file that a receipt lists."""
         seen: set[str] = set()
         for entry in files:
             if entry.name in seen:
@@ -221,7 +224,10 @@ class Assembly:
             seen.add(entry.name)
 
     def _refuse_unlisted(self, directory: str, files: Sequence[FileEntry]) -> None:
-        """What is there is what will be listed: a file nobody claims may be a late writer's."""
+        """Raise ``SaveFailed`` if other files are there than the listed ones.
+
+        A file that no receipt claims may be a late writer's.
+        """
         missing = {entry.name for entry in files}
         for name, stat in walk_files(self.storage, directory):
             if stat.kind != "file" or (name not in missing and name != MANIFEST):

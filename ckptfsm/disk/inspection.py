@@ -1,7 +1,7 @@
 """Looks at a root and says what is there, for recovery and for verification. Changes nothing.
 
-Rules: reads only; follows no symbolic link (the storage does not); bounded; a damaged document is a
-finding, not an error, except that a document of a newer version stops everything (F34).
+Rules: reads only, follows no symbolic link (the storage does not), and reads no more than a bound. A
+damaged document is a finding, not an error; a document of a newer version stops everything (F34).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ log = logging.getLogger("ckptfsm")
 
 
 def read_tracker(storage: Storage) -> TrackerEvidence:
-    """What the tracker says. A tracker that is not a regular file counts as torn."""
+    """Read the tracker. A tracker that is not a regular file counts as torn."""
     found = lookup(storage, TRACKER)
     if found is None:
         return TrackerEvidence("missing")
@@ -90,7 +90,7 @@ def read_manifest(storage: Storage, directory: str) -> Manifest | None:
 
 
 def moved_aside(storage: Storage, directory: str) -> dict[AttemptId, list[str]]:
-    """The attempts whose directories lie in trash or quarantine, and where, by their names alone."""
+    """The attempts whose directories lie in trash or quarantine, with their paths, by name alone."""
     found: dict[AttemptId, list[str]] = {}
     for name in list_names(storage, directory):
         of = parse_aside(name)
@@ -137,7 +137,7 @@ def check_extra_shards(storage: Storage, directory: str, files: Sequence[FileEnt
 
 
 def _raise_unless_damage(error: DamagedRoot | OSError) -> None:
-    """Only what a document or a name says is damage: a sick disk or a newer version is not."""
+    """Raise ``error`` unless it tells of damage: a sick disk or a newer version does not."""
     if isinstance(error, NewerSchema):
         raise error
     if isinstance(error, OSError) and not says_what_is_there(error):
@@ -149,7 +149,7 @@ def inspect_published(
 ) -> PublishedEvidence:
     """Judge what stands at the published name of ``step``, by names and sizes.
 
-    Without ``files``, those that its manifest lists are not looked at: only whose it says it is.
+    Without ``files``, those that its manifest lists are not looked at: only which attempt it names.
     """
     return _inspect(storage, layout, step, layout.published_name(step), files)
 
@@ -186,7 +186,10 @@ def _inspect(
 
 
 def _may_come_back(storage: Storage, layout: Layout, checkpoint: Checkpoint, path: str) -> bool:
-    """True unless what lies in the trash is not whole. What cannot be read, the effect will tell."""
+    """False if a directory in the trash is known not to be whole.
+
+    If it cannot be read, the move that brings it back will tell.
+    """
     try:
         there = _inspect(storage, layout, checkpoint.step, path, True)
     except CkptFsmError:
@@ -202,24 +205,24 @@ def _may_come_back(storage: Storage, layout: Layout, checkpoint: Checkpoint, pat
 def which_comes_back(
     storage: Storage, layout: Layout, checkpoint: Checkpoint, paths: Iterable[str]
 ) -> str | None:
-    """Of what lies in the trash under an attempt's name, what is not known to be another's or torn."""
+    """The first of an attempt's paths in the trash that is not known to be another's, or torn."""
     back = (path for path in paths if _may_come_back(storage, layout, checkpoint, path))
     return next(back, None)
 
 
 def is_manifest_of(storage: Storage, layout: Layout, of: AttemptId, path: str) -> bool:
-    """True if what lies at ``path`` carries this attempt's manifest."""
+    """True if the directory at ``path`` carries this attempt's manifest."""
     there = _inspect(storage, layout, of.step, path, False)
     return there.found == "manifest" and there.of == of
 
 
 def is_marked(storage: Storage, directory: str, of: AttemptId) -> bool:
-    """True if this attempt began in a directory in place, and it is still the same one."""
+    """True if this attempt began in a directory in place, and nobody has made it anew since."""
     return lookup(storage, f"{directory}/{begun_name(of)}") is not None
 
 
 def is_bare(storage: Storage, directory: str) -> bool:
-    """True if a directory holds what a stock save leaves before its writers begin, and no more."""
+    """True if a directory holds only files that a stock save leaves before its writers begin."""
     found = lookup(storage, directory)
     if found is None or found.kind != "dir":
         return False
@@ -254,7 +257,7 @@ def _is_cut_short(names: Iterable[str], checkpoint: Checkpoint) -> bool:
 
 
 def dropped_parts(checkpoint: Checkpoint, receipts: Sequence[Receipt]) -> dict[str, str]:
-    """The optional parts that a rank could not write, and why. Raises ``DamagedRoot`` for others."""
+    """The optional parts that a rank left out, and why. Raises ``DamagedRoot`` for a required one."""
     optional = {spec.name for spec in checkpoint.parts if spec.optional}
     dropped: dict[str, str] = {}
     for receipt in receipts:
@@ -270,7 +273,7 @@ def dropped_parts(checkpoint: Checkpoint, receipts: Sequence[Receipt]) -> dict[s
 
 
 def inspect_staging(storage: Storage, layout: Layout, checkpoint: Checkpoint) -> StagingEvidence:
-    """Could this attempt be finalized as it lies there?"""
+    """Judge whether an attempt could be finalized as it lies in its directory."""
     directory = layout.working_dir(checkpoint.id, checkpoint.in_place)
     if lookup(storage, directory) is None:
         return StagingEvidence(False, "its directory is gone")
@@ -299,9 +302,9 @@ def inspect_staging(storage: Storage, layout: Layout, checkpoint: Checkpoint) ->
 
 
 def newest_published_epoch(storage: Storage, layout: Layout) -> int:
-    """The greatest epoch that a manifest under a published name is of; 0 if none.
+    """The greatest epoch that a manifest under a published name belongs to; 0 if there is none.
 
-    Where the journal was lost, its epochs begin above it: no attempt may get the number of another.
+    If the journal was lost, its epochs begin above it: no attempt may get the number of another.
     """
     newest = 0
     for name in list_names(storage, ""):
@@ -312,13 +315,13 @@ def newest_published_epoch(storage: Storage, layout: Layout) -> int:
         except NewerSchema:
             raise
         except DamagedRoot:
-            continue  # it is nobody's, or a link: whoever looks at it will say so
+            continue  # damaged, or a link: ``gather_evidence`` reports it
         newest = max(newest, manifest.epoch if manifest is not None else 0)
     return newest
 
 
 def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidence:
-    """Everything recovery needs to know about the root, in one pass."""
+    """Look at everything that recovery decides from, in one pass."""
     published: dict[int, PublishedEvidence] = {}
     strays: list[str] = []
     mounts: list[str] = []

@@ -63,15 +63,17 @@ class Publisher:
     layout: Layout
 
     def create_staging(self, checkpoint: Checkpoint) -> None:
-        """Make the attempt's directory. In place, a stock trainer may have made it already.
+        """Make the attempt's directory; in place, a stock trainer may have made it already.
 
-        There it gets a mark, as its name does not say whose it is: without one nothing is taken for it.
+        A directory in place gets a mark, because its name does not tell which attempt began there. A
+        clean-up deletes nothing that has no mark.
         """
         self.check_epoch()
         directory = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
         if not (checkpoint.in_place and lookup(self.storage, directory) is not None):
             self.storage.mkdir(directory)
-        self.storage.fsync_dir(directory.rpartition("/")[0])  # whoever made it
+        # Shards are durable only below a durable name; a stock trainer's mkdir may not be that yet.
+        self.storage.fsync_dir(directory.rpartition("/")[0])
         if checkpoint.in_place:
             make_dirs(self.storage, begun_name(checkpoint.id), base=directory)
 
@@ -84,6 +86,7 @@ class Publisher:
             if self._is_committed(checkpoint, directory):
                 return
         elif self._is_published(checkpoint, target):
+            # An error came after the rename, or the journal could not take it: publish no second time.
             self._fsync_names(checkpoint, target)
             return
         shares = self.assembly.shares(checkpoint, directory)
@@ -98,6 +101,7 @@ class Publisher:
                 say(log.warning, "part_left_out", said, step=step, part=part.name, why=why)
                 self._leave_out(checkpoint, part, directory)
         manifest = self.assembly.manifest(checkpoint, directory, shares, files)
+        # A manifest must not survive a power loss that takes names which it lists (I3).
         fsync_tree_dirs(self.storage, directory)
         self.check_epoch()
         if checkpoint.in_place:
@@ -107,13 +111,13 @@ class Publisher:
             self._publish(checkpoint, directory, target)
 
     def _commit_in_place(self, checkpoint: Checkpoint, directory: str, manifest: bytes) -> None:
-        """In place the manifest is the commit: once it may be seen, an error cannot be undone."""
+        """Put the manifest, which is the commit in place. Once it may be seen, no error undoes it."""
         path = f"{directory}/{MANIFEST}"
         try:
             put(self.storage, path, manifest, tag=self.tag, check=self.check_epoch)
         except OSError as error:
             if lookup(self.storage, path) is None:
-                raise  # it certainly did not happen
+                raise  # the commit certainly did not happen
             raise OutcomeUnknown(
                 f"the manifest is there but not known to be durable: {error}",
                 file=path,
@@ -121,15 +125,16 @@ class Publisher:
             ) from error
 
     def _is_committed(self, checkpoint: Checkpoint, directory: str) -> bool:
-        """True if this attempt's manifest is there already, in place: then it is made durable again."""
+        """True if this attempt's manifest is there already, in place. Makes its name durable again."""
         manifest = read_manifest(self.storage, directory)
         if manifest is None or manifest.of != checkpoint.id:
             return False
+        # A manifest from before an error, or a crash, may not have a durable name.
         self.storage.fsync_dir(parent_of(f"{directory}/{MANIFEST}"))
         return True
 
     def _is_published(self, checkpoint: Checkpoint, target: str) -> bool:
-        """True if this very attempt has its name already; another one there is an error."""
+        """True if this attempt has its published name. Raises ``SaveFailed`` if another has it."""
         found = lookup(self.storage, target)
         if found is None:
             return False
@@ -139,17 +144,19 @@ class Publisher:
         raise SaveFailed(f"{target} is taken by something else", file=target, step=checkpoint.step)
 
     def _publish(self, checkpoint: Checkpoint, directory: str, target: str) -> None:
+        """Rename staging to the published name. An error is decided by a look, never by assuming."""
         self.check_epoch()
         try:
             self.storage.rename(directory, target)
         except OSError:
             if lookup(self.storage, directory) is not None:
-                raise  # it certainly did not happen; something else may stand at the name
+                raise  # the rename certainly did not happen; something else may stand at the name
         self._fsync_names(checkpoint, target)
 
     def _fsync_names(self, checkpoint: Checkpoint, target: str) -> None:
-        """The rename is done: from here an error leaves an outcome that only a restart decides."""
+        """Make a rename durable, and read it back. After an error only a restart decides."""
         try:
+            # Both ends: else a power loss may show the attempt in staging too, or in staging only (I4).
             self.storage.fsync_dir("")
             self.storage.fsync_dir(staging_dir(checkpoint.id).rpartition("/")[0])
             manifest = read_manifest(self.storage, target)
@@ -163,32 +170,31 @@ class Publisher:
             ) from error
 
     def make_published_durable(self, step: int) -> None:
-        """What another process published may have names that are not durable yet.
-
-        Also the old one: a fenced one's rename may have come after the opening settled ``staging``.
-        """
+        """Make the names of a checkpoint durable that a process published before it was killed."""
         fsync_tree_dirs(self.storage, self.layout.published_name(step))
         self.storage.fsync_dir("")
+        # A fenced trainer's rename may have come after the opening made staging durable.
         self.storage.fsync_dir(STAGING)
 
     def make_adopted_durable(self, step: int) -> None:
-        """What somebody else wrote may be in the page cache only: nothing is given up for that."""
+        """Make the files of an adopted checkpoint durable, before older ones may be pruned for it.
+
+        A stock trainer leaves them in the page cache.
+        """
         name = self.layout.published_name(step)
         for file, stat in walk_files(self.storage, name):
-            if stat.kind == "file":  # a link of somebody's is never followed (F16)
+            if stat.kind == "file":  # a link is never followed (F16)
                 fsync_existing(self.storage, f"{name}/{file}")
         self.make_published_durable(step)
 
     def _leave_out(self, checkpoint: Checkpoint, part: PartSpec, directory: str) -> None:
-        """Take an optional part that was not written everywhere out of the unpublished attempt.
-
-        In place it is kept: a fenced manager's late rename takes what somebody has saved there since.
-        """
+        """Take an optional part that some rank left out away from the unpublished attempt."""
         planned = list_names(self.storage, f"{directory}/{PLANNED}")
         own = [f"{PLANNED}/{name}" for name in planned if _plans(name, part)]
         for path in (join(directory, part.directory), *(f"{directory}/{name}" for name in own)):
             if lookup(self.storage, path) is not None:
                 self.check_epoch()
+                # In place it is kept: a fenced manager's late rename may take a later save's part (I1).
                 place = QUARANTINE if checkpoint.in_place else TRASH
                 aside = f"{place}/{left_out_name(checkpoint.id)}-{path.rpartition('/')[2]}"
                 move_aside(self.storage, path, aside)
@@ -196,6 +202,7 @@ class Publisher:
     def write_tracker(self, step: int) -> None:
         """Make the tracker name ``step``, durably, and read it back (I2)."""
         self.check_epoch()
+        # The second check is between the write and the rename: the tracker is what others read (I9).
         put(self.storage, TRACKER, tracker_text(step), tag=self.tag, check=self.check_epoch)
         seen = read_tracker(self.storage)
         if seen.step != step:
@@ -205,7 +212,7 @@ class Publisher:
 
 
 def _plans(name: str, part: PartSpec) -> bool:
-    """True if a file of planned metadata is of this part: of a group's, there is one for each share."""
+    """True if a file of planned metadata belongs to a part. A group's part has one for each share."""
     if part.kind != "report":
         return name == f"{part.name}.bin"
     share = name.removeprefix(f"{part.name}.").removesuffix(".bin")

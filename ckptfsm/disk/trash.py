@@ -1,9 +1,11 @@
 """The one place where anything is deleted.
 
-Rules: only what was given up and lies in the trash, a temporary file of our own, or a pin, lease or
-epoch that was given up, is ever deleted. A checkpoint gets into the trash by one durable rename, never
-by deletion of its files in place. Removal goes in bounded slices, never follows a link, and an error
-leaves the rest for the next slice.
+Rules:
+
+* Only these are ever deleted: directories in the trash that were given up, our temporary files, and
+  pins, leases, epochs and segments that are not needed any more.
+* A checkpoint gets into the trash by one durable rename, never by deletion of its files in place.
+* Removal goes in bounded slices, never follows a link, and an error leaves the rest for the next slice.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ def remove_some(storage: Storage, limit: int, check: Callable[[], None] | None =
     """Delete up to ``limit`` entries of the trash, deepest first. Returns how many were deleted.
 
     A name that does not say that it was given up is passed over: a late rename may have taken it there.
-    What cannot be deleted is passed over, too; its error is raised once nothing else is left.
+    An entry that cannot be deleted is passed over, too; its error is raised once nothing else is left.
 
-    ``check`` is called between looking and deleting: what a successor moves to the trash after it took
-    the root over was not there when a fenced manager looked.
+    ``check`` raises if a successor took the root over. It is called between the look and the first
+    deletion: a successor's prunes come to the trash after its epoch, so the look has not seen them (I9).
     """
     removed = 0
     stuck: OSError | None = None
@@ -45,7 +47,7 @@ def remove_some(storage: Storage, limit: int, check: Callable[[], None] | None =
             break
         try:
             removed += _remove(storage, f"{TRASH}/{name}", limit - removed, _DEPTH)
-        except OSError as error:  # it must not keep the others
+        except OSError as error:  # one that is stuck must not keep the others
             stuck = stuck or error
     if stuck is not None and not removed:
         raise stuck
@@ -75,7 +77,7 @@ def sweep_temporaries(
 ) -> int:
     """Delete temporary files that an error or a crash left beside tracker, pins, epochs, segments.
 
-    Those of readers' leases are left, a reader may be writing one right now: they expire as leases do.
+    Those of readers' leases are left: a reader may be writing one now, and they expire as leases do.
     """
     swept = 0
     for directory in directories:
@@ -90,7 +92,7 @@ def sweep_temporaries(
 
 
 def sweep_attempt(storage: Storage, directory: str, listed: Collection[str]) -> None:
-    """Delete what a crash in the middle of a ``put`` left inside an unpublished attempt.
+    """Delete the temporary files that a crash in a ``put`` left inside an unpublished attempt.
 
     ``listed``: the files of its receipts, whatever they are called.
     """
@@ -101,7 +103,7 @@ def sweep_attempt(storage: Storage, directory: str, listed: Collection[str]) -> 
 
 
 def remove_marker(storage: Storage, path: str) -> None:
-    """Delete a pin, a reader's lease, an old epoch or segment durably; nothing if it is gone already."""
+    """Delete a pin, a reader's lease, an old epoch or an old segment durably, if it is there."""
     if lookup(storage, path) is None:
         return
     storage.unlink(path)
