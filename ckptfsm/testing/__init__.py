@@ -1,7 +1,7 @@
-"""The testing kit: simulated storage and jobs, fault injection, strategies, checks for your own parts.
+"""The testing kit: simulated storage and jobs, fault injection, strategies, checks for your parts.
 
-Install it with ``ckptfsm[testing]`` (hypothesis, greenlet). Rules: production code never imports this
-package; nothing here sleeps, and nothing needs torch.
+Install it with ``ckptfsm[testing]`` (hypothesis, greenlet). Rules: production code never imports
+this package; nothing here sleeps, and nothing needs torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The names above, imported when they are first asked for: some need the extra."""
+    """Import a public name at its first use: some names need the extra."""
     if name in _WHERE:
         return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'ckptfsm.testing' has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""Checks for what a trainer's author adds: a retention policy, a part that writes its own files.
+"""Checks for extensions by trainers: a retention policy, a part that writes its files itself.
 
-``assert_policy_sound`` and ``assert_writer_sound`` drive the library's own code around yours, on a disk
-that fails at every call, and raise ``Unsound`` with what went wrong. Needs ``ckptfsm[testing]``.
+``assert_policy_sound`` and ``assert_writer_sound`` run your code inside the production code, on a
+disk that fails at every call. Both raise ``Unsound`` with the fault. Needs ``ckptfsm[testing]``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LIMIT = 1 << 20
 
 
 class Unsound(AssertionError):
-    """A policy or a writer does not do what the library relies on."""
+    """A policy or a writer breaks a rule that the library relies on."""
 
 
 # ------------------------------------------------------------------------------------------- policies
@@ -42,10 +42,11 @@ class Unsound(AssertionError):
 def assert_policy_sound(policy: Policy, *, keeps: Keeps | None = None, examples: int = 200) -> None:
     """Try ``policy`` on many sets of checkpoints, then in a job that is restarted after every save.
 
-    ``keeps(checkpoints)``: the steps that it must keep at least, as its author means it. Raises
-    ``Unsound`` if it raises (as it does when it changes what it was given), names steps that are not
-    there, answers differently when asked again, or does not keep those; Hypothesis shows the
-    shortest example.
+    ``keeps(checkpoints)``: the steps that the policy must keep at least, as its author means it.
+
+    Raises ``Unsound`` if the policy raises (as when it changes its argument), names missing steps,
+    or drops steps of ``keeps``. Also raised if a second call answers differently. Hypothesis shows
+    the shortest example.
     """
 
     @settings(profile("pr"), max_examples=examples)
@@ -86,14 +87,16 @@ def _check_answer(policy: Policy, keeps: Keeps | None, checkpoints: list[Checkpo
 
 
 def assert_writer_sound(part: PartJob) -> int:
-    """Let ``part`` write on a disk that loses power, is killed or fails at each of its calls.
+    """Let ``part`` write on a disk that loses power, kills or fails at each of its calls.
 
-    Raises ``Unsound`` if it fails on a sound disk, if a file that its receipt lists is not there with
-    its content after a power loss (an fsync is missing), if it wrote a file that it does not list, or
-    one that the library or megatron-core would sweep away or write itself.
-    An error that it hides is found by its harm: one of its own calls fails, it ends as if all were
-    well, with a receipt, and what the receipt lists is not durable. Returns how many storage calls
-    were tried.
+    Returns the number of storage calls that were tried. Raises ``Unsound`` in four cases:
+
+    - The part fails on a sound disk.
+    - A power loss removes or changes a file that the receipt lists (an fsync is missing).
+    - The part writes a file that it does not list, or one that the library or megatron-core sweeps
+      or writes.
+    - The part hides an error: a call fails, yet the part ends with a receipt, and a listed file is
+      not durable.
     """
     disk, calls = _write(part, None)
     _judge(disk, "after it ended", ended=True)
@@ -112,7 +115,7 @@ def assert_writer_sound(part: PartJob) -> int:
 def _write(
     part: PartJob, hook: Hook | None, short_writes: int | None = None
 ) -> tuple[SimDisk, int]:
-    """A fresh disk on which the part was written, as far as the hook let it; its number of calls."""
+    """A fresh disk with the part written, up to the hook's fault; and the number of calls."""
     disk = SimDisk(short_writes=short_writes)
     coordinator = SimStorage(disk, "coordinator")
     make_dirs(coordinator, _LOCATION)
@@ -122,14 +125,14 @@ def _write(
     except (ProcessDead, CkptFsmError, OSError) as error:
         if hook is None:
             raise Unsound(f"it failed on a sound disk: {type(error).__name__}: {error}") from error
-        disk.kill("writer")  # it says so, as it should: its attempt fails
+        disk.kill("writer")  # an error is right: the attempt fails
     return disk, len(storage.calls)
 
 
 def _judge(disk: SimDisk, when: str, loss: Crash = "all_lost", *, ended: bool = False) -> None:
-    """With its receipt there, everything the receipt lists must have survived, and nothing else.
+    """Raise ``Unsound`` unless all files of a durable receipt survived, and no others.
 
-    ``ended``: nothing struck it, so the receipt must be there.
+    ``ended``: no fault struck the part, so the receipt must exist.
     """
     disk.crash(loss)
     storage = SimStorage(disk, "judge")
@@ -156,7 +159,10 @@ def _judge(disk: SimDisk, when: str, loss: Crash = "all_lost", *, ended: bool = 
 
 
 def _refuse_name(name: str, *, torch_dist: bool) -> None:
-    """What a save puts in its place, or sweeps away. A part with results writes its own common state."""
+    """Refuse a file name that a save overwrites or sweeps away.
+
+    Only a part with results may write ``common.pt``.
+    """
     last = name.rpartition("/")[2]
     if TEMPORARY in last:
         raise Unsound(f"{name}: files with {TEMPORARY!r} in their name are swept away")

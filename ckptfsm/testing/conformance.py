@@ -1,16 +1,17 @@
-"""Is a journal a legal trace of the specification? Judged without the code that wrote or reads it.
+"""Judges whether a journal is a legal trace of the specification, without the code that wrote it.
 
-``assert_journal_conforms`` replays every segment of a root at the journal's own level of abstraction
-(I11): moves between states, never what happens within one. The specification is ``lifecycle.TABLE``
-for a single checkpoint, and ``RULES`` below for what concerns several of them, a run, or a restart.
+``assert_journal_conforms`` replays every segment of a root at the journal's level of abstraction
+(I11): moves between states, never changes within one. The specification is ``lifecycle.TABLE`` for
+a single checkpoint. ``RULES`` below covers several checkpoints, a run, or a restart.
 
 Rules of this module:
-* Nothing is shared with ``journal`` but the words of the format; ``documents`` validates every record
-  but the plainest kind, a transition that creates nothing. That one, nearly all of a journal, is
-  checked field by field here: names, types, and a value that some rule compares.
-* What a crash or a zombie leaves conforms: a torn tail, bytes after a seal, a segment that was created
-  but not begun, a segment that no later one sealed.
-* Only reads. A violation names file, record (0 is the opening) and rule.
+
+- Nothing is shared with ``journal`` but the words of the format. ``documents`` validates every
+  record but the plainest kind, a transition that creates nothing. This module checks that kind,
+  nearly all of a journal, field by field: names, types, and all values that a rule compares.
+- The remains of a crash or a zombie conform: a torn tail, bytes after a seal, a segment created but
+  not begun. A segment without a seal conforms too.
+- Only reads. A violation names file, record (0 is the opening) and rule.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class JournalViolation(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Conformance:
-    """What was found to conform. ``ignored`` segments were not begun, or are sealed by nobody."""
+    """The counts of a journal that conforms. ``ignored`` segments were not begun, or not sealed."""
 
     segments: int = 0
     records: int = 0
@@ -118,7 +119,7 @@ class Conformance:
 
 
 def assert_journal_conforms(root: str | os.PathLike[str] | Storage) -> Conformance:
-    """Replay the journal of a root: its directory, or any ``Storage``. Returns what was replayed.
+    """Replay the journal of a root: its directory, or any ``Storage``. Returns the counts.
 
     A root without a journal conforms. Raises ``JournalViolation`` for the first violation found,
     ``OSError`` if it cannot be read.
@@ -127,7 +128,7 @@ def assert_journal_conforms(root: str | os.PathLike[str] | Storage) -> Conforman
 
 
 def read_segments(root: str | os.PathLike[str] | Storage) -> dict[int, bytes]:
-    """The segments of a root as they lie there: epoch -> content."""
+    """The segments of a root as found on disk: epoch -> content."""
     if isinstance(root, (str, os.PathLike)):
         return _on_disk(Path(root) / JOURNAL)
     return _in_storage(root)
@@ -166,7 +167,7 @@ def _refuse_huge(epoch: int, size: int) -> None:
 
 
 def check_segments(segments: Mapping[int, bytes]) -> Conformance:
-    """The same for segments in memory: epoch -> content. Raises ``JournalViolation``."""
+    """Replay segments in memory: epoch -> content. Raises ``JournalViolation``."""
     begun = ((e, first) for e in sorted(segments, reverse=True) if (first := _first(segments[e])))
     newest, opening = next(begun, (0, b""))
     if not newest:
@@ -189,7 +190,7 @@ def _file(epoch: int) -> str:
 
 
 def _body(line: bytes) -> bytes | None:
-    """The record of an intact line, else None."""
+    """The record of an intact line, or None."""
     if line[:8] != _PREFIX or line[16:_BODY] != _MIDDLE or line[-1:] != b"}":
         return None
     body = line[_BODY:-1]
@@ -197,7 +198,7 @@ def _body(line: bytes) -> bytes | None:
 
 
 def _first(data: bytes) -> bytes:
-    """The first intact record of a segment; nothing if it has none."""
+    """The first intact record of a segment; empty if there is none."""
     data, at = data.lstrip(b"\n"), 0
     while at < len(data):
         end = data.find(b"\n", at)
@@ -209,7 +210,7 @@ def _first(data: bytes) -> bytes:
 
 
 def _bodies(data: bytes) -> Iterator[tuple[bytes | None, int]]:
-    """Every line that is not padding: its record or None, and where the line ends."""
+    """Every line that is not padding: its record or None, and the offset of its end."""
     end = -1
     for line in data.rstrip(b"\n").split(b"\n"):
         end += len(line) + 1
@@ -218,7 +219,9 @@ def _bodies(data: bytes) -> Iterator[tuple[bytes | None, int]]:
 
 
 def _parsed(file: str, index: int, body: bytes) -> _Raw:
-    """Any record, validated by its model. What may be left out when reading is written all the same."""
+    """A record of any kind, validated by its model. Raises also if a field with a default is
+    missing.
+    """
     try:
         record = RECORD.validate_json(body)
     except ValidationError as error:
@@ -265,7 +268,7 @@ _MOVES: Mapping[tuple[str, str, str], str] = MappingProxyType(
 
 
 class _Replay:
-    """The ledger as the journal tells it, over all segments; raises at the first violation.
+    """The ledger according to the journal, over all segments; raises at the first violation.
 
     ``folded``: the first segment need not be the first of the root. Its snapshot is believed then.
     """
@@ -298,7 +301,7 @@ class _Replay:
         raise JournalViolation(self._file, self._index, rule, detail)
 
     def segment(self, epoch: int, data: bytes, *, sealed: bool) -> None:
-        """Replay one segment. Of a sealed one, ``data`` is what the seal covers."""
+        """Replay one segment. If it is sealed, ``data`` is the sealed part."""
         self._file, self._epoch, self._index = _file(epoch), epoch, 0
         self._seq = self._attempt = 0
         self._saved = self._closed = False
@@ -339,14 +342,14 @@ class _Replay:
         for of, before in list(self.checkpoints.items()):
             after = carried.pop(of, None)
             if after is None and before["state"] == _QUARANTINED:
-                del self.checkpoints[of]  # moved aside: nothing is left to look after
+                del self.checkpoints[of]  # set aside: nothing is left to look after
             elif after is None or not _same(before, after):
                 self.fail("snapshot", f"{_text(of)} is {after}, was {before}")
         if carried:
             self.fail("snapshot", f"{_text(next(iter(carried)))} comes from nowhere")
 
     def _begin_with(self, opened: _Raw) -> None:
-        """Take over what a segment says of those before it, which are gone."""
+        """Take over the snapshot of a segment, if the earlier segments are gone."""
         self._seals = opened["seals"]
         self.run_seconds, self.begun_afresh = opened["run_seconds"], opened["begun_afresh"]
         self.rolling_back, self.target = opened["rolling_back"], opened["rolling_back_to"]
@@ -432,7 +435,7 @@ class _Replay:
     def _why_illegal(
         self, of: _Id, state: str, broken: str | None, move: tuple[str, str, str]
     ) -> str:
-        """The rule that says most about a move that is not legal here."""
+        """The most telling rule that a move breaks."""
         if state in _ENDED or (of in self.ended and move[0] != _ABSENT):
             return "ended"
         if broken is not None:
@@ -444,7 +447,7 @@ class _Replay:
         return "I1" if wrong else "table"
 
     def _created(self, of: _Id, record: _Raw) -> _Raw:
-        """The checkpoint that comes into being."""
+        """The checkpoint that this record creates."""
         created, event = record["created"], record["event"]
         if created is None:
             self.fail("creation", f"{_text(of)}: {event} creates nothing")
@@ -470,7 +473,7 @@ class _Replay:
         return dict(created)
 
     def _judge(self, of: _Id, source: str, event: str, dest: str, record: _Raw) -> None:
-        """What the table cannot say: about the other checkpoints, the run, the reason."""
+        """Judge what the table leaves open: the other checkpoints, the run, the reason."""
         step, latest = of[0], self.tracked[-1] if self.tracked else -1
         if event in ("adopted", "found_published"):
             if self._saved:
@@ -515,7 +518,7 @@ class _Replay:
         return at > 0 and self.tracked[at - 1] == step
 
     def _move(self, of: _Id, after: _Raw, source: str, dest: str) -> None:
-        """Keep the indexes: what is in flight, tracked, there at all."""
+        """Keep the indexes: the checkpoint in flight, the tracked ones, all of them."""
         if dest in _IN_FLIGHT:
             self.in_flight = of
         elif self.in_flight == of:
@@ -553,5 +556,5 @@ def _text(of: _Id) -> str:
 
 
 def _same(one: _Raw, other: _Raw) -> bool:
-    """Equal as JSON: a NaN equals itself."""
+    """True if both are equal as JSON: a NaN equals itself."""
     return one == other or json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)

@@ -1,8 +1,8 @@
-"""What a run exercised: rows of the table, state x event, faults by state, and rules of recovery.
+"""Coverage of a run: rows of the table, state x event, faults by state, and rules of recovery.
 
-Rules: only counts; adding two of them is what running both would have counted. ``watch_moves`` looks
-on while the production ledger moves checkpoints, ``watch_rules`` while recovery decides. Both change
-nothing.
+Rules: only counts, so the sum of two coverages is the coverage of both runs. ``watch_moves``
+observes the production ledger while it moves checkpoints, ``watch_rules`` while recovery decides.
+Both change nothing.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ ALL_RULES = tuple(rule.name for rule in RULES)
 
 @dataclass
 class Coverage:
-    """How often each was exercised.
+    """The number of times that each was exercised.
 
-    ``faults`` counts ``F5 x forked``: fault and state it struck. ``rules`` counts the rules of recovery
-    by name.
+    ``faults`` counts ``F5 x forked``: fault and state. ``rules`` counts the rules of recovery by name.
     """
 
     rows: Counter[str] = field(default_factory=Counter)
@@ -50,14 +49,14 @@ class Coverage:
     rules: Counter[str] = field(default_factory=Counter)
 
     def move(self, checkpoint: Checkpoint, event: Event) -> None:
-        """``event`` was offered to ``checkpoint``, whatever became of it."""
+        """Count ``event``, offered to ``checkpoint``, with any result."""
         self.pairs[pair_key(checkpoint.state, type(event))] += 1
         row = find_row(checkpoint, event) if event.of == checkpoint.id else None
         if row is not None:
             self.rows[row_key(row)] += 1
 
     def fault(self, number: str, state: State | None) -> None:
-        """Fault ``number`` (``F5``) struck while a checkpoint was in ``state`` (None: no matter)."""
+        """Count fault ``number`` (``F5``), which struck in ``state`` (None: in any)."""
         self.faults[f"{number} x {state.value if state is not None else 'any'}"] += 1
 
     def add(self, other: Coverage) -> None:
@@ -86,7 +85,7 @@ class Coverage:
 def watch_moves(coverage: Coverage) -> Iterator[Coverage]:
     """Count every event that the production ledger offers to a checkpoint inside the block.
 
-    Looks over the ledger's shoulder at ``apply`` and ``find_row``; for one thread at a time.
+    Wraps the ledger's ``apply`` and ``find_row``; for one thread at a time.
     """
     module: Any = _ledger
     apply, find = module.apply, module.find_row

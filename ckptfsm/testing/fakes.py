@@ -1,7 +1,7 @@
 """A trainer without torch: driver, transport and clock for a real ``Manager`` on any storage.
 
-Rules: only what a trainer or a network would do is made up here; the writers are really forked, and
-everything that reaches the disk is the library's own code. Every wait is bounded.
+Rules: only a trainer's or a network's behaviour is made up here. The writers are really forked, and
+production code writes everything on disk. Every wait is bounded.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _WAIT_S = 20.0
 
 
 def encode_state(state: State) -> bytes:
-    """A rank's state as its shard; what ``harness.fake_finisher`` takes for planned metadata."""
+    """The shard of a rank's state; also valid planned metadata for ``harness.fake_finisher``."""
     body = pickle.dumps(dict(state))
     return body + hashlib.sha256(body).hexdigest().encode()
 
@@ -75,7 +75,7 @@ def decode_state(data: bytes) -> dict[str, Any]:
 class FakeRequest:
     """A foreign request: written in place, complete once ``finalize(directory, payload)`` ran.
 
-    Without a ``finalize`` its finalizer leaves the two files that Megatron's leaves.
+    Without a ``finalize`` the finalizer leaves the same two files as Megatron's.
     """
 
     content: bytes
@@ -84,7 +84,7 @@ class FakeRequest:
 
 @dataclass(frozen=True, slots=True)
 class FakeShard:
-    """One rank's live state: encoded by the child that writes it, so only a fork freezes it."""
+    """The live state of one rank, encoded by the child that writes it, so only a fork freezes it."""
 
     name: str
     directory: str
@@ -103,7 +103,7 @@ class FakeShard:
 
 @dataclass(frozen=True, slots=True)
 class FakeForeignPart:
-    """A rank's share of a foreign request; its payload comes back to the rank that forked."""
+    """A rank's share of a foreign request; its payload returns to the rank that forked."""
 
     name: str
     directory: str
@@ -148,7 +148,7 @@ class FakeDraft:
         return tuple(jobs)
 
     def let_go(self) -> None:
-        """Made-up content may stay."""
+        """Nothing to drop."""
 
     def finalizers(self) -> list[Finalizer]:
         requests = [(n, v) for n, v in self.values.items() if isinstance(v, FakeRequest)]
@@ -173,12 +173,16 @@ class FakeDraft:
 
 @dataclass
 class FakeDriver:
-    """``ports.Driver`` whose state is a dict, one shard per rank.
+    """``ports.Driver`` for a state that is a dict, one shard per rank.
 
-    Attributes: ``failures`` maps ``draft``, ``merge``, ``stage``, ``finalize``, ``missing`` or
-    ``load`` to what that call raises; ``before_write(part, rank)`` runs in the forked child before
-    it writes; ``expected_bytes`` overrides what a draft announces; ``finalized`` has the payloads of
-    every run of the foreign finalizers; ``loads`` the directories that were loaded.
+    Attributes:
+
+    - ``failures`` maps ``draft``, ``merge``, ``stage``, ``finalize``, ``missing`` or ``load`` to
+      the error that the call raises.
+    - ``before_write(part, rank)`` runs in the forked child before the write.
+    - ``expected_bytes`` overrides the size that a draft announces.
+    - ``finalized`` has the payloads of every run of the foreign finalizers.
+    - ``loads`` has the directories that were loaded.
     """
 
     rank: int = 0
@@ -228,7 +232,7 @@ class FakeDriver:
     def survey(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], droppable: Collection[str]
     ) -> Survey:
-        """Finds the keys of the given states that the shard of this rank does not have."""
+        """Find the keys of the given states that this rank's shard does not have."""
         self.maybe_fail("survey")
         absent: set[str] = set()
         for name, value in parts.items():
@@ -237,13 +241,13 @@ class FakeDriver:
         return Survey(absent, {})
 
     def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:
-        """Every state fits."""
+        """Accept: every state fits."""
         self.maybe_fail("check")
 
     def load(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]
     ) -> Mapping[str, Any]:
-        """Raises ``KeyError`` for a key that is neither there nor to be dropped."""
+        """Load. Raises ``KeyError`` for a missing key that is not in ``drop``."""
         self.maybe_fail("load")
         self.loads.append(dict(directories))
         loaded: dict[str, Any] = {}
@@ -260,7 +264,9 @@ class FakeDriver:
 
 
 def spec_of(name: str, value: Any, count: int) -> PartSpec:
-    """As the Megatron driver lays parts out: ``state`` at the root, others in their own place."""
+    """The spec of a part, as the Megatron driver makes it: ``state`` at the root, others in
+    directories.
+    """
     if isinstance(value, OptionalPart):
         return replace(spec_of(name, value.content, count), optional=True)
     if isinstance(value, FakeRequest):
@@ -279,7 +285,7 @@ def spec_of(name: str, value: Any, count: int) -> PartSpec:
 class ThreadGroup:
     """The ranks of a job as threads of one process: numbered exchanges with a bounded wait.
 
-    What is exchanged is pickled, as on a network: no two ranks ever share an object.
+    Items are pickled, as on a network: no two ranks ever share an object.
     """
 
     def __init__(self, world_size: int, timeout_s: float = _WAIT_S) -> None:
@@ -295,7 +301,7 @@ class ThreadGroup:
         return ThreadTransport(self, rank)
 
     def leave(self, rank: int) -> None:
-        """``rank`` takes part in no later exchange: whoever waits for it gets ``RankFailed``."""
+        """Remove ``rank`` from later exchanges: a rank that waits for it gets ``RankFailed``."""
         with self._changed:
             self._gone.add(rank)
             self._changed.notify_all()
@@ -323,7 +329,7 @@ class ThreadGroup:
 
 
 class ThreadTransport:
-    """One rank's ``ports.Transport`` in a ``ThreadGroup``. ``exchanges`` counts its calls."""
+    """The ``ports.Transport`` of one rank in a ``ThreadGroup``. ``exchanges`` counts its calls."""
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank = rank
@@ -352,9 +358,11 @@ class ThreadTransport:
 def run_ranks(
     world_size: int, work: Callable[[ThreadTransport], T], timeout_s: float = 60.0
 ) -> list[T | BaseException]:
-    """Run ``work`` once per rank, each on its own thread; what it returned or raised, by rank.
+    """Run ``work`` once per rank, each on a separate thread. Returns its result or its error, by
+    rank.
 
-    A rank that ends leaves the group. Raises ``TimeoutError`` if one is still running at the end.
+    A rank that ends leaves the group. Raises ``TimeoutError`` if a rank is still running at the
+    end.
     """
     group = ThreadGroup(world_size)
     results: list[Any] = [None] * world_size
@@ -362,7 +370,7 @@ def run_ranks(
     def run(rank: int) -> None:
         try:
             results[rank] = work(group.transport(rank))
-        except BaseException as error:  # handed to the caller, whatever it is
+        except BaseException as error:  # handed to the caller, of any kind
             results[rank] = error
         finally:
             group.leave(rank)
@@ -384,7 +392,7 @@ def run_ranks(
 
 
 class ShiftedClock(SystemClock):
-    """The real clock, which a test can put forward: no deadline has to be waited for."""
+    """The real clock, which a test can move forward: no deadline has to be waited for."""
 
     def __init__(self) -> None:
         self._shift_s = 0.0
@@ -397,9 +405,9 @@ class ShiftedClock(SystemClock):
 
 
 class Gate:
-    """Holds another process at a point until it is let go, by a FIFO: no sleeps, no descriptors.
+    """Holds another process at a point until the test opens the gate, by a FIFO without sleeps.
 
-    ``hold`` in the child, ``open`` in the test; an ``open`` that nobody waits for is an error.
+    The child calls ``hold``, the test ``open``; an ``open`` without a waiting child is an error.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -418,7 +426,9 @@ class Gate:
             os.close(descriptor)
 
     def reached(self, timeout_s: float = _WAIT_S) -> int:
-        """Wait until the child holds. It does, while the descriptor that is returned is open."""
+        """Wait until the child holds, and return a descriptor. The child holds as long as it is
+        open.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             try:

@@ -1,9 +1,13 @@
 """Fault injection: ``FaultStorage`` wraps any storage and lets a hook act around each change.
 
-Rules: only calls that change something are counted, so that "crash before call i, for every i" is a
-complete sweep. A hook may raise ``OSError`` (the call fails), raise ``ProcessDead`` (the process is
-gone: every later call raises it too, so that no ``finally`` cleans up after its own death), kill the
-process for real, or block on a FIFO. Nothing here sleeps.
+Rules: only changing calls are counted, so that "crash before call i, for every i" is a complete
+sweep. Nothing here sleeps. A hook may do four things:
+
+- Raise ``OSError``: the call fails.
+- Raise ``ProcessDead``: the process is gone. Every later call raises it too, so that no ``finally``
+  of the dead process cleans up.
+- Kill the process for real.
+- Block on a FIFO.
 """
 
 from __future__ import annotations
@@ -25,8 +29,8 @@ _T = TypeVar("_T")
 class FaultStorage:
     """``Storage`` that counts every changing call of ``inner`` and calls hooks around it.
 
-    Attributes: ``calls`` is the list of (method, path) so far, and the index given to a hook is the
-    position in it; ``before`` runs before the call, ``after`` once it succeeded. An ``OSError`` from
+    Attributes: ``calls`` is the list of (method, path) so far. A hook gets the index of its call in
+    that list. ``before`` runs before the call, ``after`` once it succeeded. An ``OSError`` from
     ``before`` at a ``fsync`` also drops the unsynced data of a simulated file, as a disk would.
     """
 
@@ -64,7 +68,7 @@ class FaultStorage:
         return self._do("pwrite", path, lambda: self.inner.pwrite(handle, data, offset))
 
     def fsync(self, handle: int) -> None:
-        lose = getattr(self.inner, "lose_dirty", None)  # a simulated disk has it
+        lose = getattr(self.inner, "lose_dirty", None)  # only a simulated disk has it
         failed = (lambda: lose(handle)) if lose is not None else None
         self._do("fsync", self._path_of(handle), lambda: self.inner.fsync(handle), failed)
 
@@ -72,7 +76,7 @@ class FaultStorage:
         def close() -> None:
             self.inner.close(handle)
 
-        # A close that reports an error has released the descriptor all the same.
+        # A close that reports an error has still released the descriptor.
         self._do("close", self._path_of(handle), close, close)
         self._paths.pop(handle, None)
 
@@ -150,7 +154,9 @@ class FaultStorage:
         call: Callable[[], _T],
         failed: Callable[[], object] | None = None,
     ) -> _T:
-        """``failed`` is what an injected error does all the same."""
+        """Count a call and run the hooks around it. ``failed`` runs even if an error is injected
+        before.
+        """
         self._alive()
         index = len(self.calls)
         self.calls.append((method, path))
@@ -172,7 +178,9 @@ class FaultStorage:
 
 
 def fail_at(index: int, code: int) -> Hook:
-    """Fail call ``index`` with errno ``code``. As ``after``: it happened, and reported an error."""
+    """Fail call ``index`` with errno ``code``. As an ``after`` hook: the call takes effect, then
+    fails.
+    """
 
     def hook(at: int, method: str, path: str) -> None:
         if at == index:
@@ -194,8 +202,8 @@ def crash_at(index: int) -> Hook:
 def pause_at(predicate: Callable[[int, str, str], bool], reached_fifo: str, go_fifo: str) -> Hook:
     """Pause wherever ``predicate`` holds: one byte into ``reached_fifo``, one out of ``go_fifo``.
 
-    Both are paths of FIFOs outside the store; the test reads and writes the other ends. Opened at
-    the pause, so it works across fork. If the other end goes away, the pause ends.
+    Both are paths of FIFOs outside the store; the test reads and writes the other ends. They are
+    opened at the pause, so it works across a fork. If the other end goes away, the pause ends.
     """
 
     def hook(at: int, method: str, path: str) -> None:

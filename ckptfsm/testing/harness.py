@@ -1,9 +1,9 @@
 """A job without torch: the production coordinator and writer code on any storage, step by step.
 
-Used by the simulation of crashes. Nothing of the protocol is written again here: shards, receipts,
-finalize, tracker and recovery are the library's own code; only the tensors are made up.
+Used by the simulation of crashes. Shards, receipts, finalize, tracker and recovery are production
+code; only the tensors are made up.
 
-``invariants.check_root`` is the judge, and shares no code with what it judges.
+``invariants.check_root`` judges the result, and shares no code with it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FIRST = Identity("sim", 1, "boot:1", "nonce-1")
 
 
 class SimClock:
-    """Time that passes only when somebody sleeps."""
+    """Time that passes only in ``sleep``."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -63,7 +63,7 @@ class SimClock:
 
 @dataclass(frozen=True, slots=True)
 class FakePart:
-    """A rank's shard of made-up content: as real on disk as a torch_dist part."""
+    """A rank's shard of made-up content, with the files and receipt of a real part."""
 
     name: str
     directory: str
@@ -86,7 +86,7 @@ class FakePart:
 
 
 class HalfPart(FakePart):
-    """A shard of which the disk takes one half."""
+    """A shard of which only one half fits on the disk."""
 
     def write(self, storage: Storage, location: str) -> Written:
         name = join(location, self.directory, f"__{self.rank}_0.distcp")
@@ -97,14 +97,14 @@ class HalfPart(FakePart):
 def fake_finisher(
     planned: bytes, results: Sequence[Sequence[Any]], location: str
 ) -> Mapping[str, bytes]:
-    """Stands for the metadata of a torch_dist part; refuses torn planned metadata, as that does."""
+    """Stands in for the finisher of a torch_dist part; refuses torn planned metadata, as that does."""
     if hashlib.sha256(planned[:-64]).hexdigest().encode() != planned[-64:]:
         raise ValueError("planned metadata is torn")
     return {".metadata": json.dumps([list(r) for r in results]).encode(), "metadata.json": b"{}"}
 
 
 def fake_content(of: AttemptId, rank: int) -> bytes:
-    """Content that names its attempt and rank and carries its own checksum."""
+    """Content that names its attempt and rank and ends with its checksum."""
     body = f"{of} rank {rank} ".encode() * 40
     return body + hashlib.sha256(body).hexdigest().encode()
 
@@ -114,10 +114,10 @@ FINISHERS: Mapping[str, PartFinisher] = MappingProxyType({"torch_dist": fake_fin
 
 @dataclass
 class FakeJob:
-    """One run of a trainer: a coordinator and the writers of ``ranks`` ranks, all on one thread.
+    """A run of a trainer: a coordinator and the writers of ``ranks`` ranks, all on one thread.
 
-    ``cannot``: parts that the last rank begins to write and cannot. ``acknowledged`` collects the steps
-    that were reported as tracked to the trainer.
+    ``cannot``: parts that the last rank begins to write and cannot. ``acknowledged`` collects the
+    steps that were reported as tracked to the trainer.
     """
 
     storage: Storage
@@ -191,7 +191,7 @@ class FakeJob:
         self._listen()
 
     def take_news(self) -> list[News]:
-        """What has happened since the last call, in order."""
+        """The news since the last call, in order."""
         news = self.coordinator.news_since(0)
         if news:
             self.coordinator.forget_news(news[-1][0] + 1)

@@ -1,9 +1,9 @@
-"""The judges: what must hold on disk, whoever wrote it. They share no code with what they judge.
+"""The judges of a root on disk. They share no code with the library.
 
-``check_root`` looks at a root as a stock reader and as a sceptic would. ``Watch`` looks on while calls
-change a ``SimDisk`` and judges what each of them changed, also in the durable view: what a power loss
-right now could leave. Only names on disk and the shape of the documents are taken from the library's
-specification, and written down here again.
+``check_root`` looks at a root as a stock reader and as a sceptic would. ``Watch`` judges every
+change of a ``SimDisk``, also in the durable view: the states that a power loss right now could
+leave. Only names on disk and the shape of documents come from the specification, and are repeated
+here.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _RECEIPTS = "/.ckptfsm/receipts/"
 _LIMIT = 1 << 24
 _ATTEMPT = re.compile(r"(\d+)\.e(\d+)\.a(\d+)")
 _GONE = f"{TRASH}gone-"
-_TEMPORARY = re.compile(r"\.tmp-(\d+)-")  # the epoch of whoever writes it
+_TEMPORARY = re.compile(r"\.tmp-(\d+)-")  # the epoch of the writer
 
 Attempt = tuple[int, int, int]  # step, epoch, attempt
 
 
 class RootBroken(AssertionError):
-    """A promise does not hold on disk. The message begins with its number, ``I4: ...``."""
+    """A promise is broken on disk. The message begins with its number, ``I4: ...``."""
 
 
 def _is_segment(path: str) -> bool:
-    """A segment of the journal, not the temporary copy that is to replace one."""
+    """True for a segment of the journal, but not for the temporary copy that is to replace one."""
     return path.startswith(_JOURNAL) and path.endswith(".ndjson")
 
 
@@ -59,11 +59,12 @@ def check_root(
 ) -> int | None:
     """Judge a root as a stock reader and as a sceptic. Returns the step the tracker names.
 
-    ``ignore``: steps that somebody else has damaged on purpose. ``in_place``: the trainer fixed the
-    path, so a directory without a manifest is one that is still being written.
+    ``ignore``: steps that a test has damaged on purpose. ``in_place``: the trainer fixed the path,
+    so a directory without a manifest is still being written.
 
-    Raises ``RootBroken`` if an acknowledged step regressed, if the tracker names nothing complete
-    once a step was acknowledged (I2), or if any published directory is not complete (I4).
+    Raises ``RootBroken`` if an acknowledged step regressed (I2), or any published directory is
+    incomplete (I4). Also raised if the tracker names nothing complete once a step was acknowledged
+    (I2).
     """
     names = storage.listdir("")
     unfinished: set[str] = set()
@@ -96,9 +97,9 @@ def _has_manifest(storage: Storage, name: str) -> bool:
 
 
 def check_directory(storage: Storage, name: str) -> Attempt:
-    """Every file that the manifest lists is there with its content, and every rank has a shard.
+    """Check that every listed file exists with its content, and every rank has a shard.
 
-    Returns the attempt the directory is of. Raises ``RootBroken``.
+    Returns the attempt that the manifest names. Raises ``RootBroken``.
     """
     try:
         manifest = json.loads(storage.read(f"{name}{_MANIFEST}", _LIMIT))
@@ -123,7 +124,7 @@ def check_directory(storage: Storage, name: str) -> Attempt:
 
 
 def _shards_of(manifest: Mapping[str, Any]) -> list[str]:
-    """The first shard of every rank of every part. A group numbers its own ranks from 0."""
+    """The first shard of every rank of every part. The ranks of a group are numbered from 0."""
     shards = []
     for part in manifest["parts"]:
         if part["kind"] in ("file", "tree"):
@@ -135,7 +136,7 @@ def _shards_of(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def _check_shard(name: str, file: str, data: bytes, manifest: Mapping[str, Any]) -> None:
-    """Made-up shards name their attempt and rank: another's content is seen (I5)."""
+    """Raise ``RootBroken`` if a made-up shard names another attempt or rank (I5)."""
     attempt = f"{manifest['step']}.e{manifest['epoch']}.a{manifest['attempt']}"
     rank = file.rpartition("__")[2].partition("_")[0]
     if not data.startswith(f"{attempt} rank {rank} ".encode()):
@@ -147,10 +148,10 @@ def _check_shard(name: str, file: str, data: bytes, manifest: Mapping[str, Any])
 
 @dataclass
 class JournalModel:
-    """What one epoch's segment says durably: state by attempt, and a rollback under way.
+    """The durable content of an epoch's segment: state by attempt, and a rollback under way.
 
-    ``required``: the names of the parts that an attempt cannot do without. ``loose``: where the files of
-    the others are, which nobody needs to have written.
+    ``required``: the names of the parts that an attempt cannot do without. ``loose``: the
+    directories of the optional parts, which may be unwritten.
     """
 
     states: dict[Attempt, str] = field(default_factory=dict)
@@ -161,7 +162,7 @@ class JournalModel:
     target: int | None = None
 
     def declare(self, of: Attempt, entry: Mapping[str, Any]) -> None:
-        """Remember how a checkpoint was asked for."""
+        """Remember the parts that a checkpoint declared."""
         self.required[of] = {part["name"] for part in entry["parts"] if not part["optional"]}
         optional = [part for part in entry["parts"] if part["optional"]]
         self.loose[of] = tuple(
@@ -182,7 +183,7 @@ class JournalModel:
 
 @dataclass
 class Confirmed:
-    """A reader's lease that was granted: the step is not to be deleted before ``until``."""
+    """A granted reader's lease: the step is not to be deleted before ``until``."""
 
     step: int
     files: frozenset[object]
@@ -190,12 +191,13 @@ class Confirmed:
 
 
 class Watch:
-    """Judges every change of a disk as it happens. Tell it by ``changed``; it raises ``RootBroken``.
+    """Judges every change of a disk as it happens, told by ``changed``. Raises ``RootBroken``.
 
-    ``damaged``: steps whose directories somebody else has damaged, which may be withdrawn.
-    ``strays``: names of steps at which somebody else planted what is no checkpoint.
-    ``doomed``: attempts of which something was never written, whatever was said of it.
-    ``touched``: steps that the one checked effect of a fenced process has hit (I9 allows that one).
+    - ``damaged``: steps with directories that a test has damaged, which may be withdrawn.
+    - ``strays``: names of steps at which a test planted a directory that is no checkpoint.
+    - ``doomed``: attempts with a part that was never written, even if it was reported.
+    - ``touched``: steps that the one checked effect of a fenced process has hit (I9 allows that
+      one).
     """
 
     def __init__(self, disk: SimDisk, *, in_place: bool = False) -> None:
@@ -209,7 +211,7 @@ class Watch:
         self.touched: set[int] = set()
         self.models: dict[int, JournalModel] = {}
         self.newest_epoch = 0
-        self.meddled = False  # somebody else wrote the tracker
+        self.meddled = False  # another program wrote the tracker
         self.readers: dict[str, Confirmed] = {}
         self.late_effects: dict[tuple[str, int], int] = {}
         self.effects = 0
@@ -223,10 +225,10 @@ class Watch:
         self._passed_over: set[int] = set()
         self._judge = SimStorage(disk, "judge")
 
-    # ------------------------------------------------------------------------ what others tell
+    # ------------------------------------------------------------------------ reports from outside
 
     def floor(self) -> int | None:
-        """The step below which the tracker must not be: acknowledged, not taken back since."""
+        """The least step that the tracker may name: acknowledged, and not taken back since."""
         model = self.models.get(self.newest_epoch)
         safe = self.acknowledged - self.damaged - self.touched
         if model is not None and model.rolling_back:
@@ -234,14 +236,14 @@ class Watch:
         return max(safe, default=None)
 
     def outside(self) -> set[int]:
-        """The steps whose names do not show what the library did, but what others did to them."""
+        """The steps with names that were changed from outside the library."""
         return self.damaged | self.touched | self.strays
 
     def hopeless(self) -> bool:
-        """True if no whole checkpoint is left on disk that was in use: only then a root is given up.
+        """True if no whole checkpoint in use is left on disk: only then may a root be given up.
 
-        In use: tracked, as the newest journal says; where somebody removed that, what the tracker
-        does not call too new.
+        A checkpoint is in use if the newest journal says tracked. If the journal was removed, every
+        step that the tracker does not call too new is in use.
         """
         model = self.models.get(max(self.models, default=0))
         newest = self._tracker_states()[-1]
@@ -266,12 +268,12 @@ class Watch:
         return self._epochs.get(process, 0)
 
     def acknowledge(self, process: str, step: int) -> None:
-        """A trainer was told that ``step`` is tracked."""
+        """Note that a trainer was told that ``step`` is tracked."""
         model = self._model(process)
         if self._epochs.get(process, 0) != self.newest_epoch or model is None:
-            return  # a fenced one hears late of what it did before
+            return  # a fenced process hears late of its earlier saves
         if model.rolling_back or not model.of_step(step, "tracked"):
-            return  # and the news may be late: pruned or taken back since
+            return  # the news may be late: pruned or taken back since
         self.acknowledged.add(step)
         self.ever_acknowledged.append(step)
         for said in self._tracker_states():
@@ -279,15 +281,15 @@ class Watch:
                 raise RootBroken(f"I2: step {step} is acknowledged, a power loss leaves {said}")
 
     def looked(self, process: str) -> None:
-        """A process has listed the epochs."""
+        """Note that a process has listed the epochs."""
         self._looked.add(process)
 
     def granted(self, reader: str, step: int, until: float) -> None:
-        """A reader was told that ``step`` is there and leased."""
+        """Note that a reader was told that ``step`` exists and is leased."""
         name = _name_of(step)
         complete = self._complete_at(name)
         if not complete and self.disk.find(name) is not None:
-            return  # in place, and still being written: nothing that a lease could keep
+            return  # in place and still being written: a lease has nothing to keep
         model = self.models.get(self.newest_epoch)
         if model is not None and model.of_step(step, "pruned"):
             living = model.of_step(step, "finalized", "tracked", "prunable")
@@ -302,7 +304,9 @@ class Watch:
         self.readers.pop(reader, None)
 
     def began_anew(self) -> None:
-        """Somebody removed the private directory, leases and all: epochs and journals begin again."""
+        """Start over after the private directory was removed: epochs, journals and leases begin
+        again.
+        """
         self.readers.clear()
         self.doomed.clear()
         self.models, self._epochs, self._parsed, self._aside = {}, {}, {}, {}
@@ -310,7 +314,7 @@ class Watch:
         self.newest_epoch = 0
 
     def powered_up(self) -> None:
-        """After a power loss: tokens and what was parsed are of another time."""
+        """Take stock after a power loss: tokens and parsed records are outdated."""
         self._judge = SimStorage(self.disk, "judge")
         self._complete = {}
         self._files = set()
@@ -341,7 +345,7 @@ class Watch:
     # --------------------------------------------------------------------------- every change
 
     def changed(self, process: str, now: float, method: str, path: str, other: str = "") -> None:
-        """``process`` has made this call, and it took effect."""
+        """Judge a call of ``process`` that took effect."""
         match method:
             case "write" | "pwrite":
                 self._written(process, path)
@@ -358,7 +362,9 @@ class Watch:
                     self.newest_epoch = max(self.newest_epoch, epoch)
             case "unlink" | "rmdir":
                 self._removed(now, method, path)
-                if path.startswith(_EPOCH) and path[len(_EPOCH) :].isdigit():  # no temporary one
+                if (
+                    path.startswith(_EPOCH) and path[len(_EPOCH) :].isdigit()
+                ):  # not a temporary name
                     self._epoch_removed(process, int(path[len(_EPOCH) :]))
             case "mkdir" | "open_exclusive":
                 if path.startswith(STAGING) and path.count("/") == 2:
@@ -368,7 +374,7 @@ class Watch:
                     raise RootBroken(f"I1: {path} is made in a published checkpoint")
 
     def _epoch_removed(self, process: str, epoch: int) -> None:
-        """I9: an older one may be removed, or one that its owner gives back: its number is free."""
+        """I9: an older epoch may be removed, or one that its owner releases: its number is free."""
         if epoch < self.newest_epoch:
             return
         owner = self._owners.get(epoch)
@@ -386,7 +392,7 @@ class Watch:
             raise RootBroken(f"I1: {path} of a published checkpoint is written")
 
     def written_token(self, token: object, path: str) -> None:
-        """A file was written that may have been renamed since it was opened."""
+        """Judge a write to a file that may have been renamed since it was opened."""
         if token in self._files and not self._is_late(path):
             raise RootBroken(f"I1: a late write into a published checkpoint (opened as {path})")
 
@@ -411,7 +417,7 @@ class Watch:
             self._moved_away(process, src, dst)
         elif src.startswith(STAGING) and dst.startswith(TRASH):
             attempt, _, inner = src[len(STAGING) :].partition("/")
-            if inner:  # an optional part that was not written everywhere
+            if inner:  # an optional part that not every rank wrote
                 self._require(process, attempt, "shards_written", "leave a part out")
             else:
                 self._require(process, attempt, "failed", "clean up")
@@ -451,7 +457,7 @@ class Watch:
         return self.models.get(self._epochs.get(process, 0))
 
     def _require(self, process: str, name: str, state: str, what: str) -> None:
-        """A command runs only after the transition that asks for it is in the journal."""
+        """Raise unless the journal has the transition that asks for this command."""
         of = _attempt_of(name)
         model = self._model(process)
         if of is None or model is None:
@@ -461,7 +467,7 @@ class Watch:
             raise RootBroken(f"I1: {what!r} of {name} while the journal says {actual}")
 
     def _given_up(self, process: str, src: str) -> None:
-        """What gets the name of what may be deleted: the journal says that it is gone (I1)."""
+        """Judge a rename to a deletable name: the journal must say that the attempt is gone (I1)."""
         model, of = self._model(process), _attempt_of(src[len(TRASH) :])
         state = model.states.get(of) if model is not None and of is not None else None
         if model is None or state not in ("pruned", "discarded", None):  # None: in an older segment
@@ -469,7 +475,7 @@ class Watch:
         self._effect(process, src)
 
     def _received(self, path: str) -> None:
-        """A receipt is the promise that all its files are durable (I3)."""
+        """Judge a receipt, which promises that all its files are durable (I3)."""
         base = path.partition(_RECEIPTS)[0]
         data = self.disk.content(self.disk.find(path))
         for entry in json.loads(data or b"{}").get("files", []):
@@ -484,7 +490,7 @@ class Watch:
         if src.startswith(STAGING):
             self._effect(process, src)
             self._require(process, src[len(STAGING) :], "shards_written", "publish")
-        elif src.startswith(TRASH):  # a reader was told that it is there: brought back
+        elif src.startswith(TRASH):  # brought back, because a reader was told that it exists
             self._effect(process, src)
             model = self._model(process)
             name = src[len(TRASH) :]
@@ -500,22 +506,22 @@ class Watch:
         self._remember(name, of)
         self._judge_parts(name, of)
         volatile = self.disk.unfinished(name)
-        if self.in_place:  # the rename of the manifest is the commit; its fsync comes after it
+        if self.in_place:  # in place, the rename of the manifest commits; its fsync follows
             volatile = [v for v in volatile if not v.startswith(f"{name}{_MANIFEST}")]
         volatile = [v for v in volatile if not self._is_late(v)]
         if volatile:
             raise RootBroken(f"I4: {name} is published, {volatile[0]} is not durable")
 
     def _is_late(self, path: str) -> bool:
-        """A temporary file that a fenced process makes with the one effect it had checked (I9).
+        """True for a temporary file that a fenced process makes with its one checked effect (I9).
 
-        No manifest lists it, and nothing it could become has the name that it would get.
+        No manifest lists such a file, and it never gets its final name.
         """
         made = _TEMPORARY.search(path)
         return made is not None and int(made[1]) < self.newest_epoch
 
     def _judge_parts(self, name: str, of: Attempt) -> None:
-        """I3: nothing that was declared as required is missing."""
+        """I3: no part that was declared as required is missing."""
         manifest = json.loads(self._judge.read(f"{name}{_MANIFEST}", _LIMIT))
         there = {part["name"] for part in manifest["parts"]}
         for model in self.models.values():
@@ -545,7 +551,7 @@ class Watch:
         token = self.disk.find(_name_of(step))
         if token is None:
             raise RootBroken(f"I2: the tracker names {step}, which is not there")
-        if token not in self._complete and step not in self.damaged:  # touched when last looked at
+        if token not in self._complete and step not in self.damaged:  # touched at the last look
             self._judge_complete(_name_of(step))
         if self.disk.possible(_name_of(step)) != [token]:
             raise RootBroken(f"I2: the tracker names {step}, whose name is not durable")
@@ -554,14 +560,14 @@ class Watch:
         self._promise_again(step)
         if model is not None and self._fell_back(model, step):
             self._fall_back_to(step)
-            return  # from a damaged one; the finalized one is next
+            return  # a step back from a damaged one; the finalized one is next
         if model is not None and model.rolling_back and model.target == step:
             return
         if step != newest:
             raise RootBroken(f"I2: the tracker goes to {step}, the journal's newest is {newest}")
 
     def _fall_back_to(self, step: int) -> None:
-        """Nothing above it is whole at its name; what comes back from the trash counts again then."""
+        """Note that no step above ``step`` is whole; one restored from the trash counts again."""
         above = {each for each in self.acknowledged if each > step}
         self.acknowledged -= above
         self._passed_over |= above
@@ -572,9 +578,10 @@ class Watch:
             self.acknowledged.add(step)
 
     def _fell_back(self, model: JournalModel, step: int) -> bool:
-        """It named nothing that is whole, and now names the newest acknowledged one that is.
+        """True if the tracker named no whole checkpoint, and now names the newest acknowledged
+        whole one.
 
-        Or one that no journal knows, which this start adopts: it is whole, and between the two.
+        Also true if it names a whole one, in between, that no journal knows: this start adopts it.
         """
         known = model.of_states("finalized", "tracked", "prunable")
         whole = {of for of in known if of[0] == step or self._is_whole(of)}
@@ -593,7 +600,9 @@ class Watch:
     # --------------------------------------------------------------------------------- removal
 
     def _moved_away(self, process: str, src: str, dst: str) -> None:
-        """I1, I7: from its name only to the trash if prunable, or to quarantine if withdrawn."""
+        """I1, I7: a checkpoint may leave its name only for the trash if prunable, or for quarantine
+        if withdrawn.
+        """
         step = int(src[len("iter_") :])
         self._effect(process, src)
         if step in self.touched and self._epochs.get(process) != self.newest_epoch:
@@ -603,19 +612,21 @@ class Watch:
         model = self._model(process)
         state = model.states.get(of) if model is not None and of is not None else None
         if of is None or step in self.damaged or step in self.touched:
-            return  # never was a complete one of ours, or is damaged: recovery's to judge
+            return  # never complete, or damaged: recovery decides
         if dst.startswith(TRASH):
             if state != "prunable":
                 raise RootBroken(f"I1: {src} goes to the trash, the journal says {state}")
             self._aside[of] = dst
             if self.disk.find(_pin_of(step)) is not None:
                 raise RootBroken(f"I7: {src} is pinned and goes to the trash")
-        elif state not in ("quarantined", "failed"):  # failed: a fenced one published it late
+        elif state not in ("quarantined", "failed"):  # failed: a fenced process published it late
             raise RootBroken(f"I1: {src} goes to {dst}, the journal says {state}")
         self._check_named(src, step)
 
     def _check_named(self, what: str, step: int) -> None:
-        """No tracker that a power loss may leave names what is being moved away (I2, I7)."""
+        """Raise if the tracker, after a power loss, may name the step that is being moved away (I2,
+        I7).
+        """
         said = self._tracker_states()
         model = self.models.get(self.newest_epoch)
         afresh = model is not None and model.rolling_back and model.target is None
@@ -631,13 +642,15 @@ class Watch:
             raise RootBroken("I2: the tracker is deleted")
 
     def deleting(self, token: object, path: str, now: float) -> None:
-        """A file is about to be deleted: nobody may be reading it under a lease (F27)."""
+        """Judge a file that is about to be deleted: no reader may hold a lease on it (F27)."""
         for name, lease in self.readers.items():
             if token in lease.files and now < lease.until and path.startswith(TRASH):
                 raise RootBroken(f"I7: {path} is deleted while {name} reads step {lease.step}")
 
     def _deleted(self, path: str, now: float) -> None:
-        """Its published name must be gone durably first, or a gutted one would come back."""
+        """Judge a deletion: the published name must be gone durably, or a power loss restores a
+        gutted one.
+        """
         top = path[len(TRASH) :].partition("/")[0]
         token = self.disk.find(TRASH + top)
         of = _attempt_of(top.removeprefix("gone-"))
@@ -654,7 +667,7 @@ class Watch:
         return int(path[len(_JOURNAL) : -len(".ndjson")])
 
     def _journaled(self, now: float, path: str) -> None:
-        """Records became durable: take them in, and judge what each of them says has happened."""
+        """Take in the records that became durable, and judge each of them."""
         data = self.disk.content(self.disk.find(path)) or b""
         offset = self._parsed.get(path, 0)
         epoch = self._segment(path)
@@ -662,7 +675,7 @@ class Watch:
             try:
                 line = json.loads(data[offset:end])["record"]
             except ValueError:
-                break  # what a failed write has left there, to be written over
+                break  # left by a failed write, to be overwritten
             offset = end + 1
             self._take_record(epoch, now, line)
         self._parsed[path] = offset
@@ -693,7 +706,7 @@ class Watch:
     ) -> None:
         of = (record["step"], record["epoch"], record["attempt"])
         state = record["dest"]
-        model.states.pop(of, None)  # the last one that moved comes last
+        model.states.pop(of, None)  # the latest move comes last
         model.states[of] = state
         if record["created"] is not None:
             model.declare(of, record["created"])
@@ -707,7 +720,7 @@ class Watch:
             where = name if of in model.in_place else STAGING + _attempt_name(of)
             loose = tuple(f"{where}/{path}" for path in model.loose.get(of, ()))
             volatile = [v for v in self.disk.unfinished(where) if not v.startswith(loose)]
-            if of in model.in_place:  # what finalizers leave comes later, a rival's too
+            if of in model.in_place:  # files of finalizers come later, a rival's too
                 volatile = [v for v in volatile if "metadata" not in v]
             if volatile:
                 raise RootBroken(f"I3: {of} is shards_written, {volatile[0]} is not durable")
@@ -727,13 +740,13 @@ class Watch:
         elif state == "tracked" and record["created"] is not None:
             self._judge_adopted(step)
         elif state == "pruned":
-            self.acknowledged.discard(step)  # a newer one is tracked: that is judged at its move
+            self.acknowledged.discard(step)  # a newer one is tracked, which is judged at its move
             self._judge_pruned(of, now)
         elif state == "quarantined":
             self._judge_withdrawn(step, record["reason"])
 
     def _judge_adopted(self, step: int) -> None:
-        """What somebody else has saved is kept until a person releases it: a crash comes at any time."""
+        """Raise unless an adopted step has a durable pin, which only a person releases (I8)."""
         if None in self.disk.possible(_pin_of(step)):
             raise RootBroken(f"I8: step {step} is adopted, and may be without its pin")
 
@@ -749,7 +762,9 @@ class Watch:
                 raise RootBroken(f"I7: step {of[0]} is pruned while {name} reads it")
 
     def _judge_withdrawn(self, step: int, reason: str) -> None:
-        """Only a rollback or real damage takes a checkpoint out of service (I2)."""
+        """Judge a withdrawal: only a rollback or real damage takes a checkpoint out of service
+        (I2).
+        """
         self.acknowledged.discard(step)
         if reason in UNUSABLE and step not in self.damaged and step not in self.touched:
             raise RootBroken(f"I2: step {step} is withdrawn as damaged, and nobody damaged it")

@@ -1,7 +1,9 @@
-"""Hypothesis profiles: ``pr`` is derandomized and quick, ``nightly`` and ``release`` search further.
+"""Hypothesis profiles: ``pr`` is derandomized and quick, ``nightly`` and ``release`` search
+further.
 
-Rules: nothing is loaded on import; a test run names its profile. ``pr`` gives the same examples every
-time, so that a red run is red again; the others keep what they found in ``.hypothesis``.
+Rules: nothing is loaded on import; a test run names its profile. ``pr`` gives the same examples
+every time, so that a red run is red again. The others keep their failing examples in
+``.hypothesis``.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""An adversarial file system in memory: the ``Storage`` port where power can fail at any call.
+"""An adversarial file system in memory: the ``Storage`` port with power that can fail at any call.
 
 ``SimDisk`` is the disk, shared by several ``SimStorage``, one per simulated process.
 
 Rules of the disk, as weak as POSIX and Linux file systems allow:
 
-- A write is volatile until *its file* is fsynced. At a power loss each unsynced write is kept, lost,
-  cut short, or kept with some 512-byte blocks read back as zeros.
+- A write is volatile until *its file* is fsynced. At a power loss each unsynced write is kept,
+  lost, cut short, or kept with some 512-byte blocks read back as zeros.
 - A name (created, removed, renamed) is volatile until *its directory* is fsynced. At a power loss
-  every name shows any of the states it had since then, independently of every other name: fsync of
-  a file does not make its name durable, and directories do not wait for each other.
+  every name shows any of its states since then, independently of every other name. An fsync of a
+  file does not make its name durable, and directories do not wait for each other.
 - A rename may be seen at its source, at its target, or at both; never at neither if the entry was
   durable before. A directory seen twice is two directories that share their files.
 - A failed fsync drops the unsynced data and calls the file clean ("fsyncgate"): a second fsync
-  succeeds and makes nothing durable. With ``keeps_lost_data`` readers go on seeing what was dropped, as
-  Linux shows it from its page cache until the power fails.
+  succeeds and makes nothing durable. With ``keeps_lost_data`` readers still see the dropped data,
+  as Linux shows it from its page cache until the power fails.
 - SIGKILL of a process (``kill``) loses nothing but its handles and locks.
 
-A chooser decides; 0 always is the mildest choice, so that a shrunk counterexample loses only what it
-must. Not for threads.
+A chooser decides; 0 always is the mildest choice, so that a shrunk counterexample loses only the
+necessary. Not for threads.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ import xxhash
 from ckptfsm.adapters.posix_storage import DIGEST_PREFIX, split_entry, split_path
 from ckptfsm.core.ports import FileStat
 
-BLOCK_BYTES = 512  # what a disk writes at once
+BLOCK_BYTES = 512  # the unit that a disk writes at once
 _DEVICE = 1
 _NAME_BYTES = 255
 _UNLIMITED_BYTES = 1 << 50
 
 
 class ProcessDead(BaseException):
-    """The simulated process is gone. Not an ``Exception``: no handler may survive its own death."""
+    """The simulated process is gone. Not an ``Exception``: no handler may outlive its process."""
 
 
 class Chooser(Protocol):
-    """Decides what a power loss keeps; ``random.Random`` is one."""
+    """Decides which data a power loss keeps; ``random.Random`` is an implementation."""
 
     def randrange(self, stop: int, /) -> int:
         """A number from 0 (the mildest choice) to ``stop - 1``."""
@@ -55,9 +55,9 @@ Crash = Chooser | Literal["all_lost", "all_kept"]
 
 
 class _File:
-    """``base`` is the durable content while there are ``writes`` since the last fsync.
+    """A file. ``base`` is the durable content while there are ``writes`` since the last fsync.
 
-    ``ghost``: a failed fsync has dropped some of ``data`` for good, and it is still shown.
+    ``ghost``: a failed fsync has dropped some of ``data`` for good, and reads still show it.
     """
 
     __slots__ = ("anchored", "base", "data", "ghost", "links", "opens", "writes")
@@ -78,7 +78,7 @@ class _File:
         _overlay(self.data, offset, data)
 
     def settle(self) -> None:
-        """All of it is durable, but for what was dropped before."""
+        """Make the content durable, except data dropped before."""
         if self.ghost:
             durable = bytearray(self.base or b"")
             for offset, data in self.writes:
@@ -89,12 +89,12 @@ class _File:
         self.writes.clear()
 
     def drop_unsynced(self) -> None:
-        """What a failed fsync does where readers go on seeing the dropped data."""
+        """Drop the unsynced data, as a failed fsync does, while readers still see it."""
         self.ghost = self.ghost or self.base is not None
         self.writes.clear()
 
     def revert(self) -> None:
-        """All unsynced data is gone."""
+        """Remove all unsynced data."""
         if self.base is not None:
             self.data[:] = self.base
             self.ghost = False
@@ -112,7 +112,7 @@ class _File:
 
 
 class _Dir:
-    """``history`` has the states of each name since the directory's last fsync, oldest first."""
+    """A directory. ``history`` has the states of each name since its last fsync, oldest first."""
 
     __slots__ = ("anchored", "device", "entries", "history", "links")
 
@@ -164,8 +164,12 @@ class _Process:
 class SimDisk:
     """A disk with volatile and durable state. See the module's rules.
 
-    Attributes: ``capacity`` (bytes of content, None for no limit), ``short_writes`` (the most bytes
-    one write takes, None for all), ``keeps_lost_data`` (see the rules), ``used`` (bytes of content now).
+    Attributes:
+
+    - ``capacity``: bytes of content, None for no limit.
+    - ``short_writes``: the most bytes that one write takes, None for all.
+    - ``keeps_lost_data``: see the rules.
+    - ``used``: bytes of content now.
     """
 
     def __init__(
@@ -204,7 +208,7 @@ class SimDisk:
         self._recount()
 
     def kill(self, process: str) -> None:
-        """SIGKILL of one process: its handles and locks go, what it did stays."""
+        """SIGKILL of one process: its handles and locks go, its changes stay."""
         found = self.processes.pop(process, None)
         if found is None:
             return
@@ -221,16 +225,16 @@ class SimDisk:
         self._failing_fsync = (path, code, count)
 
     def plant_symlink(self, path: str, target: str) -> None:
-        """A durable symbolic link, made by somebody else. Its directory must exist."""
+        """Plant a durable symbolic link, made by another program. Its directory must exist."""
         self._plant(path, _Symlink(target))
 
     def plant_file(self, path: str, data: bytes) -> None:
-        """A durable file, made by somebody else. Its directory must exist."""
+        """Plant a durable file, made by another program. Its directory must exist."""
         self._plant(path, _File(data))
         self.used += len(data)
 
     def overwrite(self, path: str, data: bytes) -> None:
-        """Somebody else changes a file, durably; made if it is not there."""
+        """Overwrite a file durably, as another program; make it if it is missing."""
         found = self.find(path)
         if not isinstance(found, _File):
             self.plant_file(path, data)
@@ -242,7 +246,7 @@ class SimDisk:
         self._dirty_files.pop(found, None)
 
     def uproot(self, path: str) -> None:
-        """Somebody else deletes a file or a whole directory, durably."""
+        """Delete a file or a whole directory durably, as another program."""
         parent, _, name = path.rpartition("/")
         directory = self.find(parent)
         assert isinstance(directory, _Dir) and name in directory.entries, f"no {path}"
@@ -254,11 +258,11 @@ class SimDisk:
                 self.used -= len(inner.data)
 
     def plant_mount(self, path: str, device: int = 2) -> None:
-        """A mount point: an empty directory on another device. Its parent must exist."""
+        """Plant a mount point: an empty directory on another device. Its parent must exist."""
         self._plant(path, _Dir(device))
 
     def snapshot(self) -> dict[str, bytes | str | None]:
-        """What a reader sees now: path -> content, ``-> target`` of a link, None for a directory."""
+        """The view of a reader: path -> content, ``-> target`` of a link, None for a directory."""
         return {path: _shown(node) for path, node in _walk(self.root)}
 
     def fork(self) -> SimDisk:
@@ -284,9 +288,9 @@ class SimDisk:
     # -- for judges ----------------------------------------------------------------------------
 
     def find(self, path: str) -> object | None:
-        """What is at ``path`` now, as a token: the same as long as it is the same file or directory.
+        """The file or directory at ``path``, as a token that stays the same as long as that exists.
 
-        No link is followed; None where there is nothing.
+        No link is followed; None if the path does not exist.
         """
         here: _Node = self.root
         for piece in split_path(path):
@@ -297,7 +301,9 @@ class SimDisk:
         return here
 
     def possible(self, path: str) -> list[object | None]:
-        """What a power loss right now could leave at ``path``, if its directory is durable."""
+        """The tokens that a power loss right now could leave at ``path``, if its directory is
+        durable.
+        """
         parent, _, name = path.rpartition("/")
         directory = self.find(parent)
         if not isinstance(directory, _Dir):
@@ -305,7 +311,7 @@ class SimDisk:
         return list(directory.history.get(name) or [directory.entries.get(name)])
 
     def content(self, token: object | None) -> bytes | None:
-        """The content of a file found by ``find`` or ``possible``; None if it is no file."""
+        """The content of a file from ``find`` or ``possible``; None for any other token."""
         return bytes(token.data) if isinstance(token, _File) else None
 
     def listed(self, path: str) -> list[str]:
@@ -322,7 +328,7 @@ class SimDisk:
     def unfinished(self, path: str) -> list[str]:
         """The names and files at or below ``path`` that a power loss right now could change.
 
-        The name of ``path`` itself is not looked at: that is its parent's.
+        The name of ``path`` itself is not included: it belongs to the parent.
         """
         found = self.find(path)
         if not isinstance(found, _Dir):
@@ -338,11 +344,11 @@ class SimDisk:
     # -- for SimStorage ------------------------------------------------------------------------
 
     def new_handle(self) -> int:
-        self._next_handle += 1  # never reused: a stale handle is EBADF, not somebody's file
+        self._next_handle += 1  # never reused: a stale handle is EBADF
         return self._next_handle
 
     def assign(self, directory: _Dir, name: str, node: _Node | None) -> None:
-        """Let ``name`` be ``node`` (None: absent), volatile."""
+        """Set ``name`` to ``node`` (None: absent), volatile."""
         old = directory.entries.get(name)
         states = directory.history.get(name)
         if states is None:
@@ -361,13 +367,13 @@ class SimDisk:
                 self._free_if_orphan(old)
 
     def write(self, handle: _Handle, data: bytes, offset: int) -> int:
-        """Takes what ``short_writes`` and ``capacity`` allow; ENOSPC if that is nothing."""
+        """Write as many bytes as ``short_writes`` and ``capacity`` allow; ENOSPC if none fit."""
         file = handle.node
         taken = len(data) if self.short_writes is None else min(len(data), self.short_writes)
         if not taken:
             return 0
         if self.capacity is not None:
-            # Overwriting is free; so are preallocated bytes.
+            # Overwriting is free, and so is writing into preallocated bytes.
             room = max(len(file.data) - offset, 0) + self.capacity - self.used
             if offset > len(file.data):
                 room -= offset - len(file.data)
@@ -392,7 +398,7 @@ class SimDisk:
             self._dirty_files.pop(handle.node, None)
 
     def lose_dirty(self, file: _File) -> None:
-        """What a failed fsync does: the unsynced data is gone and the file counts as clean."""
+        """Drop the unsynced data, as a failed fsync does; the file counts as clean."""
         if self.keeps_lost_data:
             file.drop_unsynced()
             return
@@ -433,7 +439,7 @@ class SimDisk:
         node.anchored = directory.anchored
 
     def _recount(self) -> None:
-        """After a crash or copy: links, space in use; everything there is durable or dirty."""
+        """Count links and used space anew after a crash or a copy; all nodes are durable or dirty."""
         found = {self.root: 0} | dict.fromkeys((node for _, node in _walk(self.root)), 0)
         for node in found:
             if isinstance(node, _Dir):
@@ -489,7 +495,9 @@ class SimStorage:
         self.disk.sync_file(self._handle(handle))
 
     def lose_dirty(self, handle: int) -> None:
-        """Not of the port: what a failed fsync does, for fault injection around this storage."""
+        """Drop unsynced data as a failed fsync does. Not in the port: for fault injection around
+        this storage.
+        """
         self.disk.lose_dirty(self._handle(handle).node)
 
     def close(self, handle: int) -> None:
@@ -604,7 +612,7 @@ class SimStorage:
         return "/".join((self.root, *split_path(path)))
 
     def close_root(self) -> None:
-        """There is no descriptor to close."""
+        """Nothing to close: there is no descriptor."""
 
     def descriptors(self) -> tuple[int, ...]:
         return ()
@@ -639,7 +647,7 @@ class SimStorage:
         if not isinstance(node, _File):
             raise _error(_not_regular(node), path)
         if self.disk.locked.get(node) is self._process:
-            raise _error(errno.EBUSY, path)  # as PosixStorage: closing it would drop the lock
+            raise _error(errno.EBUSY, path)  # as in PosixStorage, where a close would drop the lock
         return node
 
     def _opened(self, file: _File, path: str, *, writable: bool) -> int:
@@ -657,7 +665,7 @@ class SimStorage:
 
 
 class _Always:
-    """The two extreme choosers."""
+    """The two extreme choosers: all lost, or all kept."""
 
     def __init__(self, mode: str) -> None:
         if mode not in ("all_lost", "all_kept"):
@@ -695,11 +703,11 @@ def _survive(content: bytearray, offset: int, data: bytes, choose: Chooser) -> N
 
 
 def _lose_names(root: _Dir, dirty: list[_Dir], choose: Chooser) -> None:
-    """Give every name of a dirty directory one of the states it had.
+    """Give every name of a dirty directory one of its states.
 
-    Then keep the promise about renames: what was durable and was not removed is somewhere.
+    Then keep the promise about renames: a durable node that was not removed is found at one place.
     """
-    places = _places(root)  # where everything is now, before anything is chosen
+    places = _places(root)  # the present places, before any choice
     current = {directory: directory.entries for directory in dirty}
     for directory in dirty:
         chosen = dict(directory.entries)
@@ -727,7 +735,7 @@ def _let(entries: dict[str, _Node], name: str, node: _Node | None) -> None:
 
 
 def _places(root: _Dir) -> dict[_Node, tuple[_Dir, str]]:
-    """For everything below ``root``: a directory that holds it, and its name there."""
+    """The places of all nodes below ``root``: a directory that holds the node, and the name there."""
     places: dict[_Node, tuple[_Dir, str]] = {}
     pending = [root]
     while pending:
@@ -741,13 +749,13 @@ def _places(root: _Dir) -> dict[_Node, tuple[_Dir, str]]:
 
 
 def _lost(root: _Dir, places: dict[_Node, tuple[_Dir, str]]) -> _Node | None:
-    """Something that was durable, was never removed, and cannot be reached."""
+    """A node that was durable, was never removed, and cannot be reached; None if there is none."""
     reachable = _places(root)
     return next((n for n in places if n.anchored and n not in reachable), None)
 
 
 def _separate(directory: _Dir, seen: set[_Dir], above: tuple[_Dir, ...]) -> None:
-    """Give a directory that is reached twice a copy of its own; cut cycles."""
+    """Replace a directory that is reached twice by a copy at the second place; cut cycles."""
     for name, node in list(directory.entries.items()):
         if not isinstance(node, _Dir):
             continue
@@ -763,7 +771,7 @@ def _separate(directory: _Dir, seen: set[_Dir], above: tuple[_Dir, ...]) -> None
 
 
 def _anchor(directory: _Dir) -> None:
-    """Everything durable below a directory that is durable itself is durable."""
+    """Mark the durable nodes below a durable directory as durable."""
     directory.anchored = True
     for node in directory.durable_entries():
         if not node.anchored:
@@ -804,7 +812,7 @@ def _not_regular(node: _Node) -> int:
 
 
 def _replace_error(node: _Node, old: _Node) -> int:
-    """Why ``node`` cannot replace ``old`` in a rename; 0 if it can."""
+    """The errno that forbids ``node`` to replace ``old`` in a rename; 0 if it may."""
     if not isinstance(old, _Dir):
         return errno.ENOTDIR if isinstance(node, _Dir) else 0
     if not isinstance(node, _Dir):

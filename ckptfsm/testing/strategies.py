@@ -1,8 +1,8 @@
-"""Hypothesis strategies for what the library talks about: steps, parts, policies, ledgers, evidence.
+"""Hypothesis strategies for the library's data: steps, parts, policies, ledgers, evidence.
 
-Needs the extra ``ckptfsm[testing]``. Rules: values are small, so that a shrunk example can be read;
-whatever is drawn is legal by itself (a ledger that a journal can contain), the combination is not made
-to be reasonable: evidence may contradict the ledger.
+Needs the extra ``ckptfsm[testing]``. Rules: values are small, so that a shrunk example can be read.
+Every drawn value is legal by itself, such as a ledger that a journal can contain. Their combination
+need not be reasonable: evidence may contradict the ledger.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def ledgers(draw: st.DrawFn, max_checkpoints: int = 4) -> Ledger:
             states = [*settled, *sorted(IN_FLIGHT, key=list(State).index)]
         state = draw(st.sampled_from(states))
         if state is State.PRUNABLE and not newer_is_tracked:
-            state = State.TRACKED  # nothing newer is there that could make it prunable
+            state = State.TRACKED  # no newer one could make it prunable
         newer_is_tracked = newer_is_tracked or state is State.TRACKED
         provenance: Provenance = "saved"
         if state in (State.TRACKED, State.PRUNABLE, State.QUARANTINED):
@@ -128,7 +128,7 @@ def ledgers(draw: st.DrawFn, max_checkpoints: int = 4) -> Ledger:
 
 @st.composite
 def published_evidence(draw: st.DrawFn, ledger: Ledger, step: int) -> PublishedEvidence:
-    """A directory under a published name: its own attempt's, another's, a stock one, or broken."""
+    """A directory under a published name: of its attempt, of another one, a stock one, or broken."""
     failed = State.FAILED  # never published
     own = [c.id for c in ledger.checkpoints.values() if c.step == step and c.state is not failed]
     found = draw(st.sampled_from(_FOUND))
@@ -141,7 +141,7 @@ def published_evidence(draw: st.DrawFn, ledger: Ledger, step: int) -> PublishedE
 
 @st.composite
 def evidences(draw: st.DrawFn, ledger: Ledger) -> Evidence:
-    """What may lie on disk beside ``ledger``, whether or not it fits."""
+    """Evidence of a disk beside ``ledger``, which it may or may not fit."""
     known = sorted({c.step for c in ledger.checkpoints.values()})
     candidates = st.one_of(st.sampled_from(known), steps()) if known else steps()
     there = sorted(draw(st.sets(candidates, max_size=4)))

@@ -1,8 +1,8 @@
-"""Writers that a test moves: a rank's writer that runs, dies or hangs when it is told to.
+"""Writers that a test controls: a rank's writer that runs, dies or hangs on command.
 
-``SimWriters()`` is a ``ports.Launch`` for ``SimStorage``. Rules: at launch the job is copied, as a fork
-does; what is written goes through the library's own ``write_rank``, as a simulated process of its own;
-nothing happens until ``finish``, ``die`` or ``kill``.
+``SimWriters()`` is a ``ports.Launch`` for ``SimStorage``. Rules: at launch the job is copied, as by
+a fork. Nothing happens until ``finish``, ``die`` or ``kill``. The library's ``write_rank`` does the
+writing, as a separate simulated process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckptfsm.writers.rank_writer import write_rank
 
 
 class SimWriter:
-    """One rank's writer, see the module. ``calls`` counts its changing storage calls so far."""
+    """The writer of one rank, see the module. ``calls`` counts its changing storage calls so far."""
 
     def __init__(self, disk: SimDisk, name: str, job: RankJob, hook: Hook | None) -> None:
         self.job: RankJob = replace(job, parts=pickle.loads(pickle.dumps(job.parts)))
@@ -38,7 +38,7 @@ class SimWriter:
         return self._outcome
 
     def wait(self, timeout_s: float) -> Outcome | None:
-        """It does not end by being waited for."""
+        """Return at once: waiting does not advance this writer."""
         return self._outcome
 
     def kill(self, timeout_s: float) -> bool:
@@ -50,7 +50,7 @@ class SimWriter:
         return ""
 
     def finish(self) -> Outcome:
-        """Write everything and end; an error of the storage ends it with exit code 1."""
+        """Write everything and end; a storage error ends the writer with exit code 1."""
         return self._write(self._hook)
 
     def die(self, after_calls: int) -> Outcome:
@@ -78,7 +78,7 @@ class SimWriter:
 
 
 class SimWriters:
-    """``ports.Launch`` on a simulated disk. ``writers`` has every one that was started, in order.
+    """``ports.Launch`` on a simulated disk. ``writers`` has all started writers, in order.
 
     ``hook`` is called before each changing storage call of a writer, as in ``FaultStorage``.
     """
@@ -96,10 +96,10 @@ class SimWriters:
         return writer
 
     def running(self) -> list[SimWriter]:
-        """Those that have not ended."""
+        """The writers that have not ended."""
         return [writer for writer in self.writers if writer.running]
 
     def for_each(self, do: Callable[[SimWriter], object]) -> None:
-        """Do something with every writer that runs."""
+        """Call ``do`` with every writer that runs."""
         for writer in self.running():
             do(writer)
