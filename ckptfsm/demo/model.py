@@ -1,16 +1,17 @@
 """A real Megatron-core GPT and its training loop: tensor parallel over gloo, bit-for-bit resumable.
 
 Rules:
-- Everything the next step depends on is in `Trainer.sharded_state_dict`: parameters, Adam's moments
-  and step counts, the generators' states, the data cursor and the iteration. Dropout is on, so a
-  lost generator state shows in the very next loss.
-- Common (unsharded) values are equal on all ranks; what differs between ranks is sharded.
+
+- `Trainer.sharded_state_dict` has everything that the next step depends on. That is: parameters,
+  Adam's moments and step counts, the generators' states, the data cursor and the iteration. Dropout
+  is on, so a lost generator state shows in the very next loss.
+- Common (unsharded) values are equal on all ranks; values that differ between ranks are sharded.
 - Python's and numpy's generators are never used, so they need no place in the checkpoint.
-- One generator stream for all ranks: tensor-parallel ranks must draw equal masks for replicated
+- All ranks have one generator stream: tensor-parallel ranks must draw equal masks for replicated
   activations, and Megatron too seeds data-parallel ranks alike. So replicas of ``rng_state`` along
   the data-parallel axis are true replicas.
-- No module-level state of our own; Megatron's process groups and RNG tracker are its globals, set
-  once by `initialize_parallel`.
+- This module has no state. Megatron's process groups and RNG tracker are its globals, set once by
+  `initialize_parallel`.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ class ModelSpec:
 def initialize_parallel(tensor_parallel: int) -> None:
     """Set up this process for `Trainer`: one thread, deterministic kernels, Megatron's groups.
 
-    Needs an initialised default process group whose size is a multiple of ``tensor_parallel``; the
-    rest of the ranks is data parallel. A collective: every rank calls it once. Seeding is the
-    trainer's, from its spec.
+    Needs an initialised default process group with a multiple of ``tensor_parallel`` ranks; the
+    rest of the ranks is data parallel. A collective: every rank calls it once. The trainer seeds
+    the generators, from its spec.
     """
     if not dist.is_initialized():
         raise ConfigError("initialise torch.distributed before the demo's groups")
@@ -81,7 +82,7 @@ def initialize_parallel(tensor_parallel: int) -> None:
     torch.set_num_threads(1)  # more threads change the order of sums, and fight over the cores
     torch.use_deterministic_algorithms(mode=True)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
-    # The inference tracker forks no CUDA generators: the only one that works without a GPU.
+    # The inference tracker forks no CUDA generators: no other one works without a GPU.
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
 
 
@@ -118,10 +119,10 @@ class Trainer:
         _create_adam_state(self.optimizer)
 
     def train_step(self) -> float:
-        """One optimizer step on the next global batch; returns its mean loss, in nats per byte.
+        """Do an optimizer step on the next global batch. Returns its mean loss, in nats per byte.
 
-        The loss is averaged over the data-parallel ranks and equal, bit for bit, on all ranks.
-        A collective over all ranks.
+        The loss is averaged over the data-parallel ranks and equal, bit for bit, on all ranks. A
+        collective over all ranks.
         """
         tokens, labels, next_cursor = self._next_batch()
         self.model.train()
@@ -142,9 +143,9 @@ class Trainer:
         """The complete training state as a Megatron ShardedStateDict, to save or to load into.
 
         Keys: ``model`` and ``optimizer`` (ShardedTensors over the live tensors, nothing is copied),
-        ``optimizer_steps`` (Adam's step count per parameter id), ``rng_state`` (a ShardedObject of
-        shape (pipeline, tensor) parallel size), ``iteration``, ``cursor``. Drop ``rng_state`` to
-        load a checkpoint of another tensor-parallel size: it does not reshard.
+        ``optimizer_steps`` (Adam's step count per parameter id), ``rng_state``, ``iteration``,
+        ``cursor``. ``rng_state`` is a ShardedObject of shape (pipeline, tensor) parallel size. Drop
+        it to load a checkpoint of another tensor-parallel size: it does not reshard.
         """
         metadata = {
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -165,9 +166,9 @@ class Trainer:
         }
 
     def load_state_dict(self, loaded: Mapping[str, Any]) -> None:
-        """Take over what `dist_checkpointing.load(trainer.sharded_state_dict(), ...)` returned.
+        """Take over the result of `dist_checkpointing.load(trainer.sharded_state_dict(), ...)`.
 
-        Without ``rng_state`` the generators keep their present state: training goes on, but not
+        Without ``rng_state`` the generators keep their present state: training continues, but not
         bit for bit as before. Raises KeyError for any other missing key, before any change.
         """
         model, optimizer = loaded["model"], dict(loaded["optimizer"])
@@ -222,8 +223,9 @@ def _build_model(spec: ModelSpec, tensor_parallel: int, device: torch.device) ->
 def _place_score_buffer(spec: ModelSpec, tensor_parallel: int, device: torch.device) -> None:
     """Give Megatron's attention its scratch buffer on ``device``, for at most a batch of ``spec``.
 
-    Left alone, Megatron 0.16 allocates it on ``torch.cuda.current_device()`` at the first use; one
-    that is large enough is reused wherever it lives. It is only scratch (``baddbmm`` with beta 0).
+    By default, Megatron 0.16 allocates it on ``torch.cuda.current_device()`` at the first use. A
+    buffer that is large enough is reused on any device. Its content does not matter (``baddbmm``
+    with beta 0).
     """
     scores = spec.batch_size * spec.heads // tensor_parallel * spec.sequence_length**2
     buffer = parallel_state.get_global_memory_buffer().buffer
@@ -233,8 +235,8 @@ def _place_score_buffer(spec: ModelSpec, tensor_parallel: int, device: torch.dev
 def _create_adam_state(optimizer: torch.optim.Adam) -> None:
     """Create Adam's zero moments now, so that a fresh trainer has something to load into.
 
-    A step with zero gradients at learning rate 0 subtracts zero from each parameter and leaves its
-    bits alone; the step counts go back to 0, so the first real step is Adam's first.
+    A step with zero gradients at learning rate 0 does not change the bits of any parameter. The
+    step counts are set back to 0, so the first real step is Adam's first.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -253,7 +255,7 @@ def _language_model_loss(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
     """Mean cross entropy of ``labels`` given ``tokens``, both int64 ``[batch, seq]``; a scalar."""
     length = tokens.shape[1]
     positions = torch.arange(length, device=tokens.device).expand_as(tokens)
-    # Explicit causal mask [1, 1, seq, seq], True = hidden: Megatron's own default lives on "cuda".
+    # Explicit causal mask [1, 1, seq, seq], True = hidden: Megatron's default lives on "cuda".
     hidden = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
     losses: Tensor = model(tokens, positions, hidden[None, None], labels=labels)
     return losses.mean()

@@ -1,6 +1,6 @@
 """The demo: train, be killed in the middle of a save, recover, finish, and check every promise.
 
-This process starts torchrun jobs and looks at what they leave; it trains nothing itself.
+This process starts torchrun jobs and inspects the results; it trains nothing itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PAUSE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the command line says. Steps are optimizer steps; ``keep`` is LatestN's n."""
+    """The options of the command line. Steps are optimizer steps; ``keep`` is LatestN's n."""
 
     steps: int = 40
     ranks: int = 2
@@ -58,7 +58,7 @@ class DemoOptions:
 
     @property
     def kill_step(self) -> int:
-        """The save in whose middle a rank is killed: about half way, never the first one."""
+        """The step of the save that a rank is killed in: about half way, never the first one."""
         saves = self.steps // self.save_every
         return max(2, saves // 2) * self.save_every
 
@@ -161,7 +161,7 @@ def _must_succeed(job: subprocess.Popen[bytes]) -> None:
 
 
 def _wait(job: subprocess.Popen[bytes]) -> int:
-    """Wait for a job. Ctrl-C reaches it too: let it drain and leave in its own time."""
+    """Wait for a job. Ctrl-C reaches the job too, which drains its saves and leaves by itself."""
     try:
         return job.wait()
     except KeyboardInterrupt:
@@ -202,7 +202,7 @@ def _run_and_kill(options: DemoOptions, port: str, common: Sequence[str], scratc
 
 
 def _await_pause(reached: Path, job: subprocess.Popen[bytes]) -> None:
-    """Wait until the writer says that it is in the middle of a shard."""
+    """Wait until the writer reports that it is in the middle of a shard."""
     pipe = os.open(reached, os.O_RDONLY | os.O_NONBLOCK)
     deadline = time.monotonic() + _PAUSE_TIMEOUT_S
     try:
@@ -246,7 +246,7 @@ def _check_stock_load(options: DemoOptions, root: Path) -> None:
 
 
 def _check_directories(options: DemoOptions, root: Path) -> None:
-    """Exactly what retention promises is on disk."""
+    """Raise unless exactly the steps that retention promises are on disk."""
     steps = range(options.save_every, options.steps + 1, options.save_every)
     saved = [CheckpointInfo(step, 0.0) for step in steps]
     policy = LatestN(options.keep) | EveryNSteps(options.keep_every)
@@ -258,7 +258,7 @@ def _check_directories(options: DemoOptions, root: Path) -> None:
 
 
 def _check_journal(root: Path) -> None:
-    """Every move of both runs is one that the specification allows (I11)."""
+    """Raise unless the specification allows every move of both runs (I11)."""
     try:
         judged = assert_journal_conforms(root)
     except JournalViolation as error:
@@ -281,7 +281,7 @@ def _report(root: Path) -> None:
 
 
 def _stopped(root: Path) -> int:
-    """After Ctrl-C: what the root holds now."""
+    """Print the tracked step after Ctrl-C. Returns the exit status."""
     if (root / ".ckptfsm").is_dir():
         storage = PosixStorage(root, create=False)
         print(f"\nstopped; the tracker names step {read_tracker(storage).step}")

@@ -1,6 +1,6 @@
 """A byte-level training text that every machine with Python already has: the standard library.
 
-Rules: no download and no randomness; the order of files is fixed by name and the size is bounded,
+Rules: no download and no randomness. The order of files is fixed by name and the size is bounded,
 so equal Python installations see equal bytes on every rank. A position in the text is one integer,
 the cursor, so that the data position fits into a checkpoint as a common value.
 """
@@ -19,7 +19,7 @@ VOCABULARY_SIZE = 256
 """Distinct tokens: one per byte value."""
 
 TEXT_LIMIT_BYTES = 2 * 1024 * 1024
-"""How much of the standard library is read unless told otherwise."""
+"""The number of bytes to read from the standard library by default."""
 
 
 def read_stdlib(limit_bytes: int = TEXT_LIMIT_BYTES) -> bytes:

@@ -1,4 +1,4 @@
-"""One rank of the demo's training job, started by torchrun. Also what a user's own loop looks like.
+"""A rank of the demo's training job, started by torchrun. Also an example of a user's loop.
 
 Run as a module: the scripts of a job that forks need a ``__main__`` guard.
 """
@@ -43,7 +43,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def train_uninterrupted(trainer: Trainer, options: argparse.Namespace) -> None:
-    """The reference: the same steps without any checkpoint."""
+    """Train the same steps without any checkpoint, as the reference."""
     losses = {}
     for step in range(1, options.steps + 1):
         losses[step] = trainer.train_step().hex()
@@ -52,7 +52,7 @@ def train_uninterrupted(trainer: Trainer, options: argparse.Namespace) -> None:
 
 
 def train_with_checkpoints(trainer: Trainer, options: argparse.Namespace) -> bool:
-    """Train, saving every few steps. Returns True if it was asked to stop before the end."""
+    """Train, saving every few steps. Returns True if a person stopped it before the end."""
     losses: dict[int, str] = {}
     with CheckpointManager(
         options.root,
@@ -82,7 +82,7 @@ def train_with_checkpoints(trainer: Trainer, options: argparse.Namespace) -> boo
 
 
 def print_recovery(report: RecoveryReport) -> None:
-    """What opening the root decided, and why."""
+    """Print the decisions of opening the root, and their reasons."""
     where = f"resumes from step {report.latest_step}" if report.latest_step else "begins at zero"
     print(f"\nrecovery (epoch {report.epoch}, {report.seconds * 1000:.0f} ms): {where}")
     for decision in report.decisions:
@@ -93,7 +93,7 @@ def print_recovery(report: RecoveryReport) -> None:
 
 
 def show(step: int, steps: int, loss: float, note: str) -> None:
-    """The progress bar, drawn by rank 0."""
+    """Draw the progress bar, on rank 0."""
     if dist.get_rank() != 0:
         return
     done = BAR * step // steps
@@ -103,7 +103,7 @@ def show(step: int, steps: int, loss: float, note: str) -> None:
 
 
 def record(path: Path, losses: dict[int, str]) -> None:
-    """The losses so far, in exact hexadecimal."""
+    """Write the losses so far, in exact hexadecimal."""
     if dist.get_rank() == 0:
         path.write_text(json.dumps(losses))
 
