@@ -83,7 +83,7 @@ __all__ = [
 Staging = OffloadHook  # the name it had first
 
 logging.getLogger("ckptfsm").addHandler(logging.NullHandler())
-# It tells the parts of every move at INFO, and trainers log at INFO: fourteen lines for each save.
+# transitions logs parts of every move at INFO, a level that trainers show: 14 lines for each save.
 if (parts_of_moves := logging.getLogger("transitions")).level == logging.NOTSET:
     parts_of_moves.setLevel(logging.WARNING)
 

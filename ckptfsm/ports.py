@@ -1,4 +1,4 @@
-"""What the library needs of a machine and of a trainer; defined in ``ckptfsm.core.ports``."""
+"""The library's needs of a machine and of a trainer; defined in ``ckptfsm.core.ports``."""
 
 from ckptfsm.core.ports import *  # noqa: F403
 from ckptfsm.core.ports import OffloadHook

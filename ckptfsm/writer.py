@@ -1,3 +1,3 @@
-"""``ShardFile``, for a part of your own; defined in ``ckptfsm.writers.shard_file``."""
+"""``ShardFile``, for a part of your trainer; defined in ``ckptfsm.writers.shard_file``."""
 
 from ckptfsm.writers.shard_file import *  # noqa: F403
