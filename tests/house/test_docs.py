@@ -43,6 +43,14 @@ GUIDES = [
     ROOT / "CONTRIBUTING.md",
 ]
 DECISIONS = sorted((DOCS / "decisions").glob("*.md"))
+MOST_WORDS = 25
+# Made by a machine, or records of what was decided and found.
+UNTIDY = {
+    *DECISIONS,
+    *(DOCS / name for name in ("field-bugs.md", "mutmut.md", "power-loss.md", "proof.md")),
+    DOCS / "reference.md",
+    SPECS / "recovery.md",
+}
 BUILT = {"reference.md", "mutmut.md", "power-loss.md"}  # reached from other pages
 FENCE = re.compile(r"^```(\S*)(?: (\S+))?\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -156,6 +164,38 @@ def test_the_index_names_every_page():
     linked = {target.partition("#")[0] for target in LINK.findall((DOCS / "README.md").read_text())}
     pages = {page.name for page in DOCS.glob("*.md")} - {"README.md", *BUILT}
     assert pages - linked == set()
+
+
+def sentences(page: Path) -> Iterator[str]:
+    """The sentences of a page: of its paragraphs, its list items and the cells of its tables."""
+    text = re.sub(r"<!--.*?-->", "", FENCE.sub("", page.read_text(encoding="utf-8")), flags=re.S)
+    pieces = [""]
+    for line in text.split("\n"):
+        begins = re.match(r"\s*([-*]|\d+\.) ", line)
+        code = line.startswith("    ") and not pieces[-1]
+        if line.startswith("|"):
+            pieces += [*line.strip("|").split("|"), ""]
+        elif not line.strip() or line.startswith("#") or code:
+            pieces.append("")
+        elif begins:
+            pieces.append(line[begins.end() :])
+        else:
+            pieces[-1] += f" {line.strip()}"
+    for piece in pieces:
+        yield from re.split(r"(?<=[.!?])\s+(?=[A-Z`(])", piece.strip().replace("*", ""))
+
+
+@pytest.mark.parametrize("page", [p for p in LINKED if p not in UNTIDY], ids=name_of)
+def test_a_page_is_in_plain_english(page):
+    """Catches: a sentence that is too long, or that begins with a word that points nowhere."""
+    found = []
+    for sentence in sentences(page):
+        read = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", sentence))
+        words = re.findall(r"[\w'/.-]+", read)
+        vague = re.match(r"(What|One|It|Of)\b", sentence) and not sentence.endswith("?")
+        if len(words) > MOST_WORDS or vague:
+            found.append(sentence)
+    assert found == []
 
 
 def test_the_glossary_defines_a_word_once():
