@@ -1,9 +1,6 @@
-"""``docs/reference.md``, made from the docstrings and the fields of the code that runs.
+"""Make the reference, ``docs/reference.md``, from docstrings and fields of the code.
 
-What a person would have to keep in step with the public API is written here by the machine, and a
-test compares it with what is on disk.
-
-Rules: no torch: what is defined beside torch is read as source text; output depends on the code
+Rules: no torch: names defined beside torch are read as source text. The output depends on the code
 only, never on time, place or environment.
 
     python docs/generate_reference.py --write [--root DIR]    write the page below DIR (default: here)
@@ -181,7 +178,7 @@ def _from_source(name: str, module: str) -> list[str]:
 
 
 def _module(module: str, names: Sequence[str]) -> list[str]:
-    """What is imported from a module that needs packages of its own: a trainer's, or the kit's."""
+    """The names of a module that needs further packages: a trainer's, or the kit's."""
     lines = [f"## {module}", "", ast.get_docstring(_tree(module)) or "", ""]
     for name in names:
         found = _definition(name, module)
@@ -235,7 +232,7 @@ def _config_table() -> list[str]:
 
 
 def _kind(name: str) -> str:
-    """What a field takes, from its JSON schema."""
+    """The values that a field takes, from its annotation."""
     if name == "retention":
         return "a policy or a table"
     fields = CheckpointConfig.model_fields

@@ -1,7 +1,7 @@
-"""The generated half of ``specs/``: table, diagrams and schemas, made from the code that runs.
+"""Make the generated half of ``specs/``: table, diagrams and schemas, from the code that runs.
 
-What a person would have to keep in step with ``lifecycle.TABLE`` or with the documents' models is
-written here by the machine, and a test compares it with what is on disk.
+Each file follows ``lifecycle.TABLE`` or the documents' models, and a test compares it with the file on
+disk.
 
 Rules: no torch; output depends on the code only, never on time, place or environment. The drawing's
 places are laid out by hand below; a row without a place is an error, not a missing arrow.
