@@ -34,6 +34,7 @@ TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "core/recovery": ("recovery",),  # the other suites take minutes for each mutant that lives
         "core/recovery_rules": ("recovery_rules", "recovery"),
         "core/recovery_refusals": ("recovery",),
+        "core/keeping": ("keeping",),
         "core/retention": ("retention", "config"),
         "core/events": ("ledger", "lifecycle"),
         "core/parts": ("ledger", "proposal"),

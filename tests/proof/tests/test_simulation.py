@@ -25,6 +25,7 @@ import ckptfsm.coordinator.coordinator as coordinator
 import ckptfsm.disk.durable as durable
 from ckptfsm.adapters.fork import Outcome
 from ckptfsm.coordinator.coordinator import Coordinator
+from ckptfsm.coordinator.engine import Engine
 from ckptfsm.core import keeping
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import DamagedRoot, RootBusy
@@ -267,7 +268,7 @@ def test_I8_a_sound_root_that_is_given_up_is_found(monkeypatch):
 
 def test_I10_an_error_that_stops_the_coordinator_is_found(monkeypatch):
     """Catches: a bug that comes out as an unknown outcome, which every trainer must expect."""
-    monkeypatch.setattr(Coordinator, "_tick", lambda asked: {}["a bug"])
+    monkeypatch.setattr(Engine, "retry_pending", lambda engine: {}["a bug"])
     assert first_failure(what="KeyError('a bug')").promise == "I10"
 
 

@@ -18,6 +18,7 @@ from proof.fuzz import _CONFIG, common_archive, written_metadata
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.coordinator.coordinator import Coordinator
+from ckptfsm.coordinator.engine import Engine
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import DeadlineExceeded, SaveFailed, SaveFailedWarning, StorageError
 from ckptfsm.core.parts import AttemptId
@@ -617,7 +618,7 @@ def test_leases_that_cannot_be_given_back_hide_no_deadline(start, monkeypatch) -
         job.poll()
     hung = Hung()
     job.save(4)
-    monkeypatch.setattr(Coordinator, "_locate", hung)
+    monkeypatch.setattr(Engine, "tracked", hung)
     monkeypatch.setattr(Coordinator, "release", hung)
     with pytest.raises(DeadlineExceeded, match="no copy of steps .*4"):
         job.wait()
