@@ -3,8 +3,9 @@
 Each file follows ``lifecycle.TABLE`` or the documents' models, and a test compares it with the file on
 disk.
 
-Rules: no torch; output depends on the code only, never on time, place or environment. The drawing's
-places are laid out by hand below; a row without a place is an error, not a missing arrow.
+Rules: no torch; output depends on the code, never on time, place or environment. The text around the
+table in ``recovery.md`` is written by hand, and kept. The drawing's places are laid out by hand below; a
+row without a place is an error, not a missing arrow.
 
     python specs/generate.py --write [--root DIR]    write the files below DIR (default: here)
     python specs/generate.py --check [--root DIR]    exit with 1 if a file is missing or stale
@@ -36,6 +37,7 @@ from ckptfsm.core.documents import (
     TransitionRecord,
 )
 from ckptfsm.core.lifecycle import ENDED, EVENTS, IN_FLIGHT, TABLE, Guard, Row, State
+from ckptfsm.core.recovery_rules import table as recovery_table
 from ckptfsm.disk.journal import encode_line
 
 DIRECTORY = "specs"
@@ -101,6 +103,27 @@ def diagram_mermaid() -> str:
         lines.append(f"    {source} --> {row.dest.value} : {row.event.name}{guard}{command}")
     lines += [f"    {state.value} --> [*]" for state in State if state in ENDED]
     return "\n".join(lines) + "\n"
+
+
+# ------------------------------------------------------------------------------------- recovery
+
+_BEGIN, _END = "`python specs/generate.py --write`: begin -->\n", "<!-- end -->"
+
+
+def recovery_markdown() -> str:
+    """``recovery.md`` with the rules that decide, in their order, between the two marks in its text."""
+    text = Path(__file__).with_name("recovery.md").read_text(encoding="utf-8")
+    before, begin, rest = text.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not (begin and end):
+        raise ValueError(f"specs/recovery.md lacks {_BEGIN.strip()!r} or {_END!r}")
+    header = ["rule", "last record", "condition", "result", "actions"]
+    rows = [[_code(n), _code(s), c, _code(r), _code(a)] for n, s, c, r, a in recovery_table()]
+    return "\n".join([before + begin, *_grid(header, rows), "", end + after])
+
+
+def _code(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split(", ") if name)
 
 
 # --------------------------------------------------------------------------------------- drawing
@@ -315,6 +338,7 @@ def generate() -> dict[str, str]:
         "lifecycle-table.md": table_markdown(),
         "lifecycle.mmd": diagram_mermaid(),
         "lifecycle.svg": diagram_svg(),
+        "recovery.md": recovery_markdown(),
     }
     for name, schema in json_schemas().items():
         files[f"schemas/{name}.json"] = json.dumps(schema, indent=2) + "\n"

@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def actions(self) -> list[Event | Command]:
-        """Those of all decisions, in their order."""
+        """The actions of all decisions, in their order."""
         return actions_of(self.decisions)
 
 
@@ -89,11 +89,11 @@ def plan(
     intent: Intent = NO_INTENT,
     lost: frozenset[AttemptId] = frozenset(),
 ) -> Plan:
-    """Decide. ``epoch`` is the new run's. While an ``intent`` is unfinished, the tracker and the journal
-    are expected to differ. ``lost``: withdrawn by the last run, as damaged or missing.
+    """Decide. ``epoch`` is the new run's, ``lost`` was withdrawn by the last run as damaged or missing.
 
-    Raises ``DamagedRoot`` when there is evidence of a checkpoint and none to resume from, or, with
-    ``strict``, when the newest one is not what tracker and journal say.
+    While an ``intent`` is unfinished, the tracker and the journal are expected to differ. Raises
+    ``DamagedRoot`` when there is evidence of a checkpoint and none to resume from, and with ``strict``
+    when the newest one is not what tracker and journal say.
     """
     interrupted = intent.unfinished
     afresh = "fresh" in (resume, interrupted)
@@ -134,9 +134,9 @@ def forget_moved(
     decisions: Sequence[Decision],
     lost: frozenset[AttemptId] = frozenset(),
 ) -> Ledger:
-    """The ledger to begin with: without what was moved to quarantine by an earlier run.
+    """The ledger to begin with: without the checkpoints that an earlier run moved to quarantine.
 
-    What is ``lost`` stays, as evidence, unless it is there again and adopted.
+    A ``lost`` one stays, as evidence, unless it is there again and adopted.
     """
     actions = actions_of(decisions)
     moving = {a.of for a in actions if isinstance(a, Quarantine)}
@@ -153,7 +153,7 @@ def forget_moved(
 
 
 def _facts(ledger: Ledger, evidence: Evidence) -> list[Facts]:
-    """What the rules may look at, for every checkpoint of the journal."""
+    """Collect what the rules may look at, for every checkpoint of the journal."""
     latest = ledger.latest()
     saving = {c.step for c in ledger.in_state(State.FINALIZED)}
     return [
@@ -173,12 +173,12 @@ def _facts(ledger: Ledger, evidence: Evidence) -> list[Facts]:
 
 
 def _turn(checkpoint: Checkpoint) -> tuple[int, bool, AttemptId]:
-    """By steps. What was withdrawn before comes after what may have a right to its name until then."""
+    """Sort by steps. At one step, a withdrawn checkpoint comes last: another has a right to the name."""
     return checkpoint.step, checkpoint.state is State.QUARANTINED, checkpoint.id
 
 
 def _newest_in_use(ledger: Ledger, evidence: Evidence, lost: frozenset[AttemptId]) -> int | None:
-    """Nothing newer than this step counts as in use; None if nothing tells. See ``History.lost``."""
+    """The newest step that counts as in use; None if nothing tells. See ``History.lost``."""
     latest = ledger.latest()
     if evidence.tracker.step is not None:
         return evidence.tracker.step
@@ -214,10 +214,10 @@ def _unknown(
 
 
 def _explains(facts: Facts) -> bool:
-    """True if what stands at its step's name is this checkpoint's, and decided with it.
+    """True if the directory at its step's name is this checkpoint's, and decided with it.
 
-    What a stock loader would accept is not that of an attempt in place that never was tracked, if
-    another trainer went on from there.
+    An attempt in place that was never tracked leaves a directory that a stock loader may accept. If
+    another trainer went on from there, the directory is that trainer's.
     """
     checkpoint, there = facts.checkpoint, facts.there
     if there is None:
@@ -234,7 +234,7 @@ def _explains(facts: Facts) -> bool:
 
 
 def _strays(ledger: Ledger, evidence: Evidence) -> list[Decision]:
-    """What no attempt explains and is no checkpoint: reported and nothing more."""
+    """Report the names that no attempt explains and that are no checkpoints, and do nothing more."""
     names = [(name, "no checkpoint, and nothing explains it") for name in evidence.strays]
     names += [
         (f"staging {of}", staged.detail or "no journal explains it")
@@ -248,11 +248,11 @@ def _strays(ledger: Ledger, evidence: Evidence) -> list[Decision]:
 
 
 def _in_order(known: list[Decision], unknown: list[Decision]) -> list[Decision]:
-    """What has failed is cleaned up first: the tracker still tells who went on from it.
+    """Clean up the failed ones first, while the tracker still tells who went on from them.
 
-    Then comes what is adopted, so that the tracker never goes back below it meanwhile, but not where the
-    journal's own checkpoint has to leave the step before. Prunes come late, the newest first: one that
-    nothing newer outlives comes back.
+    Adoptions come next, so that the tracker never goes back below them meanwhile. An adoption waits if
+    something else is to be done about the journal's own checkpoint of its step. Prunes come last, the
+    newest first: a pruned checkpoint that nothing newer outlives comes back.
     """
     leaving = [d for d in known if _has(d, Prune)]
     failed = [d for d in known if _has(d, WritersLost)]
@@ -300,11 +300,12 @@ def _last_hope(decisions: list[Decision], survivors: set[int]) -> AttemptId | No
 def _fallback(
     ledger: Ledger, evidence: Evidence, decisions: list[Decision], survivors: set[int]
 ) -> int | None:
-    """The newest that stays tracked, or is adopted or reprieved where it stands, if anything is
-    withdrawn and the tracker tells nothing, or names what leaves; else, and if there is none, None.
+    """The step to put the tracker to before anything is withdrawn; None if it may stay where it is.
 
-    Withdrawals come before the adoption of what has a name instead: a death in between would leave the
-    journal with something older, and what is newer than that is never resumed from unasked.
+    The tracker moves if it tells nothing, or names a step that is to leave. The newest step is named
+    that stays tracked, or is adopted or reprieved where it stands. A withdrawal comes before the
+    adoption of what has its name. A death in between leaves the journal with something older, and no
+    opening resumes unasked from anything newer than that.
     """
     actions, named = actions_of(decisions), evidence.tracker.step
     gone = {action.of for action in actions if isinstance(action, Withdrawn)}

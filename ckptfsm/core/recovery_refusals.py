@@ -1,7 +1,7 @@
-"""When recovery refuses a root, why, and what it warns of. Pure.
+"""Refuse the roots that recovery cannot decide, and warn of what is odd. Pure.
 
-Whatever decides here reads typed evidence and actions; texts are only made. Every refusal is a
-``DamagedRoot`` that says what a person can do.
+Conditions here read typed evidence and actions; texts are only made. Every refusal is a ``DamagedRoot``
+that says how a person gets on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WITHDRAWN = (Result.WITHDRAWN, Result.WITHDRAWN_DAMAGED, Result.WITHDRAWN_MISSI
 
 
 def refuse_leftovers(ledger: Ledger, evidence: Evidence, decisions: Sequence[Decision]) -> None:
-    """A fresh start that left a name behind would be the last one that is possible."""
+    """Refuse a fresh start that would leave a name behind: no later one would be possible."""
     moving = {p.step for p in evidence.published.values() if _is_of_a_failed_one(p, ledger)}
     stuck = [d.subject for d in decisions if d.result is Result.REPORTED and d.step not in moving]
     links = sorted(p.step for p in evidence.published.values() if p.found == "no_directory")
@@ -48,8 +48,8 @@ def _is_of_a_failed_one(there: PublishedEvidence, ledger: Ledger) -> bool:
 def refuse_newcomer(intent: Intent, ledger: Ledger, evidence: Evidence) -> None:
     """Refuse to complete a rollback or a fresh start over what somebody may have in use since.
 
-    A fresh start takes the tracker away first, a rollback puts it to its target: before that it names
-    the newest one, and afterwards perhaps one below, if the target is damaged.
+    A fresh start takes the tracker away first. A rollback puts it to its target, or below if the target
+    is damaged; before that, the tracker names the newest checkpoint.
     """
     tracker, target = evidence.tracker, intent.target
     if target is None or tracker.found == "release":
@@ -70,11 +70,11 @@ def refuse_newcomer(intent: Intent, ledger: Ledger, evidence: Evidence) -> None:
 
 
 def _is_anothers(step: int | None, intent: Intent, ledger: Ledger, evidence: Evidence) -> bool:
-    """True if what the tracker names above a rollback's target may be somebody's who saved since.
+    """True if the step that the tracker names above a rollback's target may be somebody's since.
 
-    Once the rollback had lowered the tracker: whatever stands there. Before that the tracker named our
-    newest, so at that step only what has become a stock one; at any other whatever stands there, but
-    for what was withdrawn, has not left its name, and is not whole.
+    Once the rollback had lowered the tracker, anything at that name may be. Before that, the tracker
+    named our newest step: there, only a directory that has become a stock one. At any other step,
+    anything but a directory that was withdrawn, has not left its name, and is not whole.
     """
     there, latest = evidence.published.get(step) if step is not None else None, ledger.latest()
     if there is None or intent.lowered:
@@ -95,7 +95,7 @@ def reasons_against_scratch(
     interrupted: bool,
     lost: frozenset[AttemptId],
 ) -> tuple[str, ...]:
-    """Why not to begin from scratch: the evidence of a checkpoint (I8). Empty if there is none."""
+    """The evidence of a checkpoint, which speaks against a start from scratch (I8)."""
     telling = [d for d in decisions if _tells_of_a_checkpoint(d, interrupted, evidence)]
     named = evidence.tracker.found in ("step", "torn")
     nothing = not telling and not lost and (interrupted or not named)
@@ -142,7 +142,7 @@ def _told_by(tracker: TrackerEvidence) -> str:
 def warnings_of(
     evidence: Evidence, survivors: set[int], decisions: Sequence[Decision], intent: Intent
 ) -> tuple[str, ...]:
-    """What a person should know before the run goes on: not what they asked for themselves."""
+    """Tell a person what to know before the run goes on, but nothing that they asked for themselves."""
     withdrawn = [
         f"{d.subject} is {d.result}: {d.why}"
         for d in decisions
@@ -162,7 +162,7 @@ def _is_asked_for(withdrawn: Decision, intent: Intent) -> bool:
 def _warning_of_tracker(
     tracker: TrackerEvidence, survivors: set[int], decisions: Sequence[Decision], intent: Intent
 ) -> str:
-    """What is odd about the tracker, "" if nothing is."""
+    """Say if anything is odd about the tracker; "" if nothing is."""
     staying = (s for s in survivors if intent.target is None or s <= intent.target)
     newest = max(staying, default=None)
     if tracker.found == "torn":

@@ -43,7 +43,7 @@ from ckptfsm.core.lifecycle import Checkpoint, State
 
 
 class Result(str, Enum):
-    """What recovery decides about a checkpoint, as reports print it."""
+    """The outcomes of a decision, as reports print them."""
 
     FINALIZED = "finalized"
     FAILED = "failed"
@@ -89,7 +89,7 @@ class Facts:
 
 
 def always(facts: Facts) -> bool:
-    """In any other case."""
+    """In every other case."""
     return True
 
 
@@ -126,7 +126,7 @@ def _lies_elsewhere(facts: Facts) -> bool:
 
 
 def can_be_rolled_forward(facts: Facts) -> bool:
-    """Its staging directory is complete, its name free (in place: nobody else went on from it)."""
+    """Its staging directory is complete, and nobody else took its name or, in place, went on from it."""
     return facts.staging is not None and facts.staging.complete and not _name_is_taken(facts)
 
 
@@ -142,7 +142,7 @@ def staging_is_incomplete(facts: Facts) -> bool:
 
 
 def is_whole_and_newer(facts: Facts) -> bool:
-    """It is whole, and newer than every tracked one."""
+    """The checkpoint is whole, and newer than every tracked one."""
     newer = facts.newest is None or facts.checkpoint.step > facts.newest
     return is_whole_at_its_name(facts) and newer
 
@@ -153,19 +153,19 @@ def is_whole_and_its_own(facts: Facts) -> bool:
 
 
 def is_gone_from_its_name(facts: Facts) -> bool:
-    """Its name is free, or a stranger's while its own lies in trash or quarantine."""
+    """Its name is free, or a stranger's while its own directory lies in trash or quarantine."""
     return facts.there is None or (_lies_elsewhere(facts) and not is_there(facts))
 
 
 def is_left_in_the_trash(facts: Facts) -> bool:
-    """A directory of it lies in the trash, and none with its manifest is whole at its name."""
+    """A directory of this attempt lies in the trash, and no whole one is at its name by its manifest."""
     there = facts.there
     back = is_whole_at_its_name(facts) and there is not None and there.of == facts.checkpoint.id
     return facts.in_trash and not back
 
 
 def was_put_back(facts: Facts) -> bool:
-    """It is whole, and somebody else moved the tracker to where it uses this step again.
+    """The checkpoint is whole, and somebody put the tracker to it or beyond, past every tracked one.
 
     A rollback moves the tracker below, durably, before it withdraws anything. The tracker may go on
     naming what was withdrawn as damaged: that was repaired only where nothing is tracked.
@@ -179,12 +179,12 @@ def was_put_back(facts: Facts) -> bool:
 
 
 def is_newer_than_any_in_use(facts: Facts) -> bool:
-    """It is newer than what was in use."""
+    """The step is newer than any that was in use."""
     return facts.in_use is not None and facts.checkpoint.step > facts.in_use
 
 
 def is_complete(facts: Facts) -> bool:
-    """A loader would take it: it has a manifest that holds, or is a stock one."""
+    """A loader would take the directory: its manifest holds, or a stock trainer wrote it."""
     return facts.there is not None and facts.there.found in ("manifest", "stock")
 
 
@@ -393,16 +393,32 @@ RULES: Final[tuple[Rule, ...]] = (
 )
 
 
+def table() -> list[tuple[str, ...]]:
+    """Name, states, condition, result and actions of every rule: documentation is made from these."""
+    return [
+        (
+            rule.name,
+            ", ".join(state.value for state in rule.states),
+            (rule.when.__doc__ or "").partition("\n")[0].rstrip("."),
+            rule.result.value,
+            ", ".join(k.name if issubclass(k, Event) else k.__name__ for k in rule.actions),
+        )
+        for rule in RULES
+    ]
+
+
+__doc__ = f"{__doc__}\n" + "\n".join(" | ".join(row) for row in table())
+
 # -------------------------------------------------------------------------------------- decisions
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One thing recovery decided about one attempt (or name), and why.
+    """The decision about one attempt (or name), and why.
 
     ``actions`` are carried out in order: events through the table, commands as the table would emit
-    them. A decision without actions is a report. ``rule`` names the rule that decided, and ``step`` the
-    checkpoint's step; a stray name has neither.
+    them. A decision without actions is a report. ``rule`` names the rule that decided, and ``step`` is
+    that of the checkpoint. A name that nothing explains has neither.
     """
 
     subject: str

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
+from ckptfsm.core import recovery_rules
 from ckptfsm.core.documents import RECORD, FileEntry, Holder, Manifest, Part, Pin, Receipt, encode
 from ckptfsm.core.errors import JournalCorrupt
 from ckptfsm.core.events import SaveRequested
 from ckptfsm.core.lifecycle import TABLE, Row, State
+from ckptfsm.core.recovery_rules import RULES
 from ckptfsm.disk.journal import BLOCK_BYTES, RESERVE_BYTES, decode_line, parse_segment_bytes
 from specs import generate as specs
 
@@ -169,12 +171,43 @@ def test_links_lead_somewhere(name: str) -> None:
     assert [link for link in links if not (SPECS / link).exists()] == []
 
 
+def decisions() -> tuple[str, str]:
+    """The table of decisions and the reasons below it."""
+    section = read("recovery.md").split("## Decisions")[1].split("\n## ")[0]
+    table, _, reasons = section.partition("Why each rule is as it is:")
+    return table, reasons
+
+
 def test_recovery_decides_about_every_state() -> None:
     """Catches: a state that a crash can leave and the decision table does not mention."""
-    section = read("recovery.md").split("## Decisions")[1].split("Reasons, row by row")[0]
-    first = " ".join(cells(line)[0] for line in section.splitlines() if line.startswith("| `"))
-    left = set(State) - {State.ABSENT, State.PRUNED, State.DISCARDED}  # the ledger forgets these
-    assert {state.value for state in left} == set(re.findall(r"\w+", first))
+    rows = [cells(line) for line in decisions()[0].splitlines() if line.startswith("| `")]
+    left = set(State) - {State.PRUNED, State.DISCARDED}  # the ledger forgets these
+    assert {state.value for state in left} == set(re.findall(r"\w+", " ".join(r[1] for r in rows)))
+    assert [row[0] for row in rows] == [rule.name for rule in RULES]
+
+
+def test_every_rule_of_recovery_has_a_meaning_and_a_reason() -> None:
+    """Catches: a condition without a docstring, and a rule that nobody can say the reason of."""
+    assert all(rule.when.__doc__ for rule in RULES)
+    assert re.findall(r"^- \*\*`(\w+)`\*\* \S", decisions()[1], re.MULTILINE) == [
+        rule.name for rule in RULES
+    ]
+    assert all(rule.name in (recovery_rules.__doc__ or "") for rule in RULES)
+
+
+def test_the_numbered_rules_of_recovery_follow_each_other() -> None:
+    """Catches: two rules of one number, and a reference to a rule that is not there."""
+    text = read("recovery.md")
+    numbers = [int(n) for n in re.findall(r"^- \*\*R(\d+)\.\*\*", text, re.MULTILINE)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert {int(n) for n in re.findall(r"\bR(\d+)\b", text)} == set(numbers)
+
+
+def test_a_table_without_its_marks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: a rewritten text from which the generated table was lost without a word."""
+    monkeypatch.setattr(specs, "_END", "<!-- nowhere -->")
+    with pytest.raises(ValueError, match="lacks"):
+        specs.recovery_markdown()
 
 
 # ----------------------------------------------------------------------------------------- journal
