@@ -126,7 +126,7 @@ class Assembly:
     def _refuse_changed_common(self, part: PartSpec, directory: str, shares: ReceivedParts) -> None:
         """Raise ``SaveFailed`` if the common state changed since its rank wrote it.
 
-        A second request for the same directory writes it anew, before it asks anybody.
+        A second request for the same directory overwrites it before any check.
         """
         name = join(part.directory, COMMON)
         for receipt in shares.receipts:

@@ -1,6 +1,6 @@
-"""Looks at a root and says what is there, for recovery and for verification. Changes nothing.
+"""Inspects a root, for recovery and for verification. Changes nothing.
 
-Rules: reads only, follows no symbolic link (the storage does not), and reads no more than a bound. A
+Rules: reads only, follows no symbolic link (the storage does not), and every read is bounded. A
 damaged document is a finding, not an error; a document of a newer version stops everything (F34).
 """
 
@@ -90,7 +90,7 @@ def read_manifest(storage: Storage, directory: str) -> Manifest | None:
 
 
 def moved_aside(storage: Storage, directory: str) -> dict[AttemptId, list[str]]:
-    """The attempts whose directories lie in trash or quarantine, with their paths, by name alone."""
+    """The attempts with directories in trash or quarantine, and the paths, by name alone."""
     found: dict[AttemptId, list[str]] = {}
     for name in list_names(storage, directory):
         of = parse_aside(name)
@@ -113,7 +113,7 @@ def check_sizes(storage: Storage, directory: str, files: Iterable[FileEntry]) ->
 
 
 def check_digests(storage: Storage, directory: str, files: Iterable[FileEntry]) -> str:
-    """The first listed file whose content has another digest; "" if none.
+    """The first listed file with another digest; "" if none.
 
     A warm re-read proves memory, not disk.
     """
@@ -147,9 +147,9 @@ def _raise_unless_damage(error: DamagedRoot | OSError) -> None:
 def inspect_published(
     storage: Storage, layout: Layout, step: int, *, files: bool = True
 ) -> PublishedEvidence:
-    """Judge what stands at the published name of ``step``, by names and sizes.
+    """Judge the directory at the published name of ``step``, by names and sizes.
 
-    Without ``files``, those that its manifest lists are not looked at: only which attempt it names.
+    Without ``files``, the files listed in its manifest are not checked, only its attempt is read.
     """
     return _inspect(storage, layout, step, layout.published_name(step), files)
 
@@ -205,7 +205,9 @@ def _may_come_back(storage: Storage, layout: Layout, checkpoint: Checkpoint, pat
 def which_comes_back(
     storage: Storage, layout: Layout, checkpoint: Checkpoint, paths: Iterable[str]
 ) -> str | None:
-    """The first of an attempt's paths in the trash that is not known to be another's, or torn."""
+    """The first of an attempt's paths in the trash, unless it is known to be torn or of another
+    attempt.
+    """
     back = (path for path in paths if _may_come_back(storage, layout, checkpoint, path))
     return next(back, None)
 
@@ -217,7 +219,7 @@ def is_manifest_of(storage: Storage, layout: Layout, of: AttemptId, path: str) -
 
 
 def is_marked(storage: Storage, directory: str, of: AttemptId) -> bool:
-    """True if this attempt began in a directory in place, and nobody has made it anew since."""
+    """True if this attempt began in a directory in place, which was not made anew since."""
     return lookup(storage, f"{directory}/{begun_name(of)}") is not None
 
 

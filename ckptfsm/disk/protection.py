@@ -16,14 +16,14 @@ from ckptfsm.disk.durable import list_names, put
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """Reads what protects a checkpoint, and pins it. ``tag`` names our temporaries."""
+    """Reads the pins and leases of checkpoints, and pins. ``tag`` names our temporaries."""
 
     storage: Storage
     tag: str
     check_epoch: Callable[[], None]
 
     def pinned_steps(self) -> set[int]:
-        """The steps that somebody pinned, at an adoption or by hand."""
+        """The steps pinned at an adoption or by a person."""
         names = list_names(self.storage, PINS)
         return {step for name in names if (step := parse_pin(name)) is not None}
 

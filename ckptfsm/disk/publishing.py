@@ -202,7 +202,8 @@ class Publisher:
     def write_tracker(self, step: int) -> None:
         """Make the tracker name ``step``, durably, and read it back (I2)."""
         self.check_epoch()
-        # The second check is between the write and the rename: the tracker is what others read (I9).
+        # The second check comes between the write and the rename: other programs read the tracker
+        # (I9).
         put(self.storage, TRACKER, tracker_text(step), tag=self.tag, check=self.check_epoch)
         seen = read_tracker(self.storage)
         if seen.step != step:

@@ -145,7 +145,7 @@ class Mover:
         return place is Place.AT_ITS_NAME
 
     def _look(self, step: int) -> tuple[FileStat | None, PublishedEvidence | None]:
-        """Look at a step's name: the kind of file there, and whose checkpoint; None for nothing."""
+        """Look at a step's name: the kind of file there, and its checkpoint; None for nothing."""
         found = lookup(self.storage, self.layout.published_name(step))
         if found is None:
             return None, None
@@ -284,8 +284,8 @@ class Mover:
                 move_aside(self.storage, directory, quarantine_dir(checkpoint.id))
                 return ""
             case InPlaceDecision.GIVE_UP:
-                # Not to a name that may be deleted: a power loss in the midst of that would bring it
-                # back gutted, under its published name (I4).
+                # Not to a name that may be deleted: a power loss during the deletion would restore
+                # it gutted, under its published name (I4).
                 aside = move_aside(self.storage, directory, trash_dir(checkpoint.id))
                 # A stock trainer may have completed it between look and move (I1).
                 contents = contents_of(self.storage, aside, checkpoint)
@@ -305,18 +305,18 @@ class Mover:
     # -------------------------------------------------------------------------------- quarantine
 
     def is_taken(self, checkpoint: Checkpoint, earlier: frozenset[str]) -> bool:
-        """True if a complete checkpoint of somebody else stands at its name. See ``quarantine``."""
+        """True if a complete checkpoint of another program stands at its name. See ``quarantine``."""
         there = inspect_published(self.storage, self.layout, checkpoint.step)
         in_trash = self.lies_in(TRASH, checkpoint)
         moved = in_trash | (self.lies_in(QUARANTINE, checkpoint) - earlier)
         return is_taken(checkpoint, there, bool(moved))
 
     def quarantine(self, checkpoint: Checkpoint, *, alone: bool, earlier: frozenset[str]) -> None:
-        """Move a withdrawn checkpoint aside, for a person to look at. It is never deleted.
+        """Move a withdrawn checkpoint aside, for a person to look at; it is never deleted.
 
-        Only its own directories are moved: its step may have been saved again meanwhile. ``alone``: no
-        other attempt has a right to its name. ``earlier``: the paths in quarantine when this was tried
-        first; those that came since are its own, moved by an earlier try.
+        Only directories of this checkpoint are moved: its step may have been saved again meanwhile.
+        ``alone``: no other attempt has a right to its name. ``earlier``: the paths in quarantine at
+        the first try; newer paths were moved there by an earlier try of this command.
         """
         self.check_epoch()
         for path in sorted(self.lies_in(TRASH, checkpoint)):

@@ -1,11 +1,12 @@
-"""The one place where anything is deleted.
+"""The only module that deletes files.
 
 Rules:
 
-* Only these are ever deleted: directories in the trash that were given up, our temporary files, and
-  pins, leases, epochs and segments that are not needed any more.
-* A checkpoint gets into the trash by one durable rename, never by deletion of its files in place.
-* Removal goes in bounded slices, never follows a link, and an error leaves the rest for the next slice.
+- Three kinds of files are ever deleted: directories in the trash that were given up, our temporary
+  files, and outdated pins, leases, epochs and segments.
+- A checkpoint gets into the trash by one durable rename, never by deletion of its files in place.
+- Removal goes in bounded slices and never follows a link. An error leaves the rest for the next
+  slice.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ _DEPTH = 64
 def remove_some(storage: Storage, limit: int, check: Callable[[], None] | None = None) -> int:
     """Delete up to ``limit`` entries of the trash, deepest first. Returns how many were deleted.
 
-    A name that does not say that it was given up is passed over: a late rename may have taken it there.
-    An entry that cannot be deleted is passed over, too; its error is raised once nothing else is left.
+    A name without the mark of a given-up directory is passed over: a late rename may have taken it
+    there. An entry that cannot be deleted is passed over, too; its error is raised once nothing
+    else is left.
 
-    ``check`` raises if a successor took the root over. It is called between the look and the first
-    deletion: a successor's prunes come to the trash after its epoch, so the look has not seen them (I9).
+    ``check`` raises if a successor took the root over. The call comes between the look and the
+    first deletion. A successor's prunes come to the trash after its epoch, so the look has not seen
+    them (I9).
     """
     removed = 0
     stuck: OSError | None = None
