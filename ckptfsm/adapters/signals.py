@@ -1,5 +1,6 @@
-"""Defers Python signal handlers during a public call, or while a child is forked and stored. No
-torch.
+"""Defers Python signal handlers during a public call, or while a child is forked and stored.
+
+No torch.
 
 CPython runs a handler between two instructions of the main thread, and the usual one for Ctrl-C
 raises. Between two collectives that would leave the other ranks waiting in the second one. Between
@@ -69,8 +70,9 @@ class PosixDeferredSignals:
             self._hand_on()
 
     def hear(self) -> BaseException | None:
-        """Run the handlers that have arrived so far. Returns the exception of the first that
-        raises.
+        """Run the handlers that have arrived so far.
+
+        Returns the exception of the first that raises.
         """
         while self._arrived:
             number = next(iter(self._arrived))

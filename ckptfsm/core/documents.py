@@ -200,8 +200,9 @@ class SegmentOpened(Document):
 
 
 class TransitionRecord(Document):
-    """A transition, as journaled and as hooks receive it. ``at`` is for people, never for
-    decisions.
+    """A transition, as journaled and as hooks receive it.
+
+    ``at`` is for people, never for decisions.
 
     ``created`` is filled by the events that begin a checkpoint, ``rank`` by the failure of one
     rank.

@@ -392,8 +392,9 @@ class Driver(Protocol):
         ...
 
     def merge(self, summaries: Sequence[Any]) -> Mapping[str, bytes]:
-        """At rank 0: check the drafts of all ranks together. Returns planned metadata for each
-        part.
+        """At rank 0: check the drafts of all ranks together.
+
+        Returns planned metadata for each part.
 
         A rank's summary covers only the parts that the rank writes.
         """
@@ -411,6 +412,7 @@ class Driver(Protocol):
         self, parts: Mapping[str, Any], directories: Mapping[str, str], droppable: Collection[str]
     ) -> Survey:
         """Compare the state that this rank wants to load with the checkpoint in ``directories``.
+
         Local.
 
         Raises ``RestoreFailed`` for a key that does not fit and is not droppable.
@@ -454,8 +456,9 @@ class DeferredSignals(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
     def hear(self) -> BaseException | None:
-        """Run the handlers that have arrived so far. Returns the exception of a handler, if one
-        raised.
+        """Run the handlers that have arrived so far.
+
+        Returns the exception of a handler, if one raised.
         """
         ...
 

@@ -24,8 +24,9 @@ from ckptfsm.core.lifecycle import State
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """The facts that a policy may look at. ``run_seconds`` is accumulated training time, in
-    seconds.
+    """The facts that a policy may look at.
+
+    ``run_seconds`` is accumulated training time, in seconds.
     """
 
     step: int

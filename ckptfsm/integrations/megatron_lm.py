@@ -576,8 +576,9 @@ def _core() -> str:
 
 
 def _verified(directory: str) -> bool:
-    """True if this is a checkpoint of this library, which is verified (collective). Raises
-    ``DamagedRoot``.
+    """True if this is a checkpoint of this library, which is verified (collective).
+
+    Raises ``DamagedRoot``.
 
     False if it has a file of hashes for stock to verify, or no manifest.
     """

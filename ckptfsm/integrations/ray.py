@@ -51,8 +51,9 @@ class _Call:
 
 
 class RayController(Controller):
-    """The controller of a root in a Ray driver. ``groups`` are the actors of each group, in rank
-    order.
+    """The controller of a root in a Ray driver.
+
+    ``groups`` are the actors of each group, in rank order.
 
     ``write`` and ``poll`` are the names of the actors' methods. All answers together are awaited
     for ``answer_timeout_s`` seconds; a silent actor is not polled again until it has answered. A
@@ -144,8 +145,9 @@ class RayController(Controller):
     def _call(
         self, group: str, rank: int, method: str, argument: Any, ticket: Ticket | None
     ) -> Any:
-        """Begin a call and return Ray's reference to its answer. ``ticket``: the save that fails
-        with it.
+        """Begin a call and return Ray's reference to its answer.
+
+        ``ticket``: the save that fails with it.
         """
         ref = getattr(self._actors[group][rank], method).remote(argument)
         self._calls[ref] = _Call(group, rank, ticket)
@@ -163,8 +165,9 @@ class RayController(Controller):
             yield from self._answer(call.group, call.rank, ref, call.ticket)
 
     def _answer(self, name: str, rank: int, ref: Any, ticket: Ticket | None) -> Iterable[Event]:
-        """The events that an actor returned. A dead actor is reported lost; an error fails the
-        save.
+        """The events that an actor returned.
+
+        A dead actor is reported lost; an error fails the save.
         """
         try:
             answer: Iterable[Event] = ray.get(ref, timeout=0.0)

@@ -140,8 +140,9 @@ class StagedRequest:
     shared: frozenset[int] = frozenset()
 
     def run(self) -> Any:
-        """In the child: run the writer of the request. Returns the content of its queue, if there
-        is one.
+        """In the child: run the writer of the request.
+
+        Returns the content of its queue, if there is one.
         """
         assert self.function is not None
         channel = PrivateChannel()
@@ -307,8 +308,9 @@ class ForeignPart:
 def stage_foreign(
     spec: PartSpec, foreign: ForeignRequest, rank: int, location: str, before: Sequence[ForeignPart]
 ) -> ForeignPart:
-    """Make (or take) the request and stage its tensors to host memory. ``before``: the save's
-    earlier ones.
+    """Make (or take) the request and stage its tensors to host memory.
+
+    ``before``: the save's earlier ones.
     """
     request, made = foreign.request, ""
     if foreign.build is not None:

@@ -76,8 +76,9 @@ def _without_data(key: str, value: Any) -> tuple[str, Any]:
 def check_fit(
     part: str, wanted: Sequence[Any], have: Mapping[str, Any], droppable: Collection[str]
 ) -> set[str]:
-    """Check that a checkpoint fits the shards that one rank wants. Returns the droppable missing
-    keys.
+    """Check that a checkpoint fits the shards that one rank wants.
+
+    Returns the droppable missing keys.
 
     ``have`` is the checkpoint's sharded metadata. Raises ``RestoreFailed`` for the first other key.
     """

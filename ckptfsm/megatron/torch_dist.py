@@ -123,8 +123,9 @@ def _size_of(value: Any) -> int:
 
 
 def merge_part(name: str, summaries: Sequence[PartSummary]) -> bytes:
-    """At rank 0: check that the shards of all ranks make whole tensors. Returns the planned
-    metadata.
+    """At rank 0: check that the shards of all ranks make whole tensors.
+
+    Returns the planned metadata.
 
     Raises ``SaveRefused`` when shards overlap or do not cover a tensor.
     """
@@ -146,8 +147,9 @@ def keeps_common_in_shard() -> bool:
 def stage_part(
     spec: PartSpec, draft: PartDraft, rank: int, planned: bytes | None, common_in_shard: bool
 ) -> TorchDistPart:
-    """Bring accelerator tensors to host memory. CPU tensors stay, except in shared memory: the fork
-    freezes them.
+    """Bring accelerator tensors to host memory.
+
+    CPU tensors stay, except in shared memory: the fork freezes them.
 
     ``spec`` is the part as all ranks agreed on it. ``planned`` is None except on the part's first
     rank, which writes the state common to all ranks.

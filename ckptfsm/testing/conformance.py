@@ -219,8 +219,9 @@ def _bodies(data: bytes) -> Iterator[tuple[bytes | None, int]]:
 
 
 def _parsed(file: str, index: int, body: bytes) -> _Raw:
-    """A record of any kind, validated by its model. Raises also if a field with a default is
-    missing.
+    """A record of any kind, validated by its model.
+
+    Raises also if a field with a default is missing.
     """
     try:
         record = RECORD.validate_json(body)

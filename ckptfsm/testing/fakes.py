@@ -358,8 +358,9 @@ class ThreadTransport:
 def run_ranks(
     world_size: int, work: Callable[[ThreadTransport], T], timeout_s: float = 60.0
 ) -> list[T | BaseException]:
-    """Run ``work`` once per rank, each on a separate thread. Returns its result or its error, by
-    rank.
+    """Run ``work`` once per rank, each on a separate thread.
+
+    Returns its result or its error, by rank.
 
     A rank that ends leaves the group. Raises ``TimeoutError`` if a rank is still running at the
     end.
@@ -426,8 +427,9 @@ class Gate:
             os.close(descriptor)
 
     def reached(self, timeout_s: float = _WAIT_S) -> int:
-        """Wait until the child holds, and return a descriptor. The child holds as long as it is
-        open.
+        """Wait until the child holds, and return a descriptor.
+
+        The child holds as long as it is open.
         """
         deadline = time.monotonic() + timeout_s
         while True:

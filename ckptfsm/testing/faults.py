@@ -154,8 +154,9 @@ class FaultStorage:
         call: Callable[[], _T],
         failed: Callable[[], object] | None = None,
     ) -> _T:
-        """Count a call and run the hooks around it. ``failed`` runs even if an error is injected
-        before.
+        """Count a call and run the hooks around it.
+
+        ``failed`` runs even if an error is injected before.
         """
         self._alive()
         index = len(self.calls)
@@ -178,8 +179,9 @@ class FaultStorage:
 
 
 def fail_at(index: int, code: int) -> Hook:
-    """Fail call ``index`` with errno ``code``. As an ``after`` hook: the call takes effect, then
-    fails.
+    """Fail call ``index`` with errno ``code``.
+
+    As an ``after`` hook: the call takes effect, then fails.
     """
 
     def hook(at: int, method: str, path: str) -> None:

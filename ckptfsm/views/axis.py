@@ -61,8 +61,9 @@ def _nice_step(least: float) -> float:
 
 
 def overview_axis(placed: Placed, left: float, right: float) -> Axis:
-    """The axis of the whole run. Idle times of more than ten usual distances of saves are drawn
-    short.
+    """The axis of the whole run.
+
+    Idle times of more than ten usual distances of saves are drawn short.
     """
     moments = placed.moments()
     if moments[-1] <= moments[0]:

@@ -179,8 +179,9 @@ class HdfsMirror:
             raise StorageError(f"{name} is not the copy of attempt {copy.of}", file=final)
 
     def _exists(self, path: str, timeout_s: float | None = None) -> bool:
-        """True if ``path`` exists. ``-test`` ends with 1 for "no", and for complaints like an
-        absent host.
+        """True if ``path`` exists.
+
+        ``-test`` ends with 1 for "no", and for complaints like an absent host.
         """
         ended = self._call("-test", "-e", path, timeout_s=timeout_s)
         complaints = [line for line in ended.stderr.splitlines() if line.startswith("test:")]

@@ -53,8 +53,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers of a rank to its calls, in order. ``interrupted`` describes the interrupt, if
-    any.
+    """The answers of a rank to its calls, in order.
+
+    ``interrupted`` describes the interrupt, if any.
     """
 
     calls: tuple[Answer, ...]

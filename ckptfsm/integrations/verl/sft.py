@@ -169,15 +169,17 @@ class SftCheckpoints:
         self._together(lambda driver: driver.save_step(step))
 
     def poll(self, *, wait: bool = False) -> None:
-        """Drive the saves in flight; with ``wait``, until none is. Raises the error of a failed
-        save.
+        """Drive the saves in flight; with ``wait``, until none is.
+
+        Raises the error of a failed save.
         """
         self._together(lambda driver: driver.poll(wait=wait))
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Keep the step while verl loads, see ``Checkpoints.loading``. Each rank verifies a share
-        of the files.
+        """Keep the step while verl loads, see ``Checkpoints.loading``.
+
+        Each rank verifies a share of the files.
         """
         with contextlib.ExitStack() as kept:
             with self._ranks.calls.running(), self._verified() as step:

@@ -243,8 +243,9 @@ class Checkpoints:
         return parts
 
     def poll(self, *, wait: bool = False) -> None:
-        """Drive the saves in flight. Raises the error of a failed save if ``on_failure`` is
-        ``"raise"``.
+        """Drive the saves in flight.
+
+        Raises the error of a failed save if ``on_failure`` is ``"raise"``.
         """
         controller = self.controller
         if wait:
@@ -311,8 +312,9 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def keeping(self, step: int | None, verify: Verify | None = None) -> Iterator[None]:
-        """Verify and keep ``step``, or the latest, while verl loads. See ``Controller.reading`` for
-        ``verify``.
+        """Verify and keep ``step``, or the latest, while verl loads.
+
+        See ``Controller.reading`` for ``verify``.
         """
         config = self._trainer.config.trainer
         with self.controller.reading(step, verify=verify) as found, _no_remote(config):
@@ -374,8 +376,9 @@ class Checkpoints:
     # --------------------------------------------------------------------- in place of the trainer's
 
     def bind(self) -> None:
-        """Redirect the trainer's loop to this object. The trainer stays the same object, of verl's
-        class.
+        """Redirect the trainer's loop to this object.
+
+        The trainer stays the same object, of verl's class.
         """
         trainer = self._trainer
         trainer.checkpoints = self
@@ -526,8 +529,9 @@ def _check_settings(mirror_when: str, settings: Mapping[str, Any]) -> None:
 
 
 def install_in_verl(**options: Any) -> list[str]:
-    """Give these checkpoints to every trainer that the installed verl may make. Returns their
-    names.
+    """Give these checkpoints to every trainer that the installed verl may make.
+
+    Returns their names.
 
     Those are ``RayPPOTrainer``, and in 0.9 the registry that ``main_ppo`` asks by default.
     ``options`` are those of ``install``. Call it where verl is imported, before a trainer is made.

@@ -47,8 +47,9 @@ _OF_A_MOMENT = (OSError, RestoreFailed)  # temporary errors: the next poll retri
 
 @dataclass(slots=True)
 class Uploads:
-    """The steps to upload. ``noted`` steps are not kept yet; each of ``waiting`` is kept by its
-    lease.
+    """The steps to upload.
+
+    ``noted`` steps are not kept yet; each of ``waiting`` is kept by its lease.
 
     ``running`` is the first waiting step, and the child that uploads it. ``left`` are attempts that
     are no checkpoints any more, and must not wait. ``resumed``: a copy of this step may exist.
@@ -164,8 +165,9 @@ class Uploads:
                 self.waiting[of] = lease.pop_all()
 
     def wait(self, controller: Controller) -> None:
-        """Wait until no upload is left. A failure is ``SaveFailed``, or a warning, after the last
-        one.
+        """Wait until no upload is left.
+
+        A failure is ``SaveFailed``, or a warning, after the last one.
 
         Raises ``DeadlineExceeded`` after ``close_timeout_s``, or if the disk does not answer:
         leases may stay then, and expire.
