@@ -134,6 +134,65 @@ def test_a_guide_names_places_that_are_there(page):
     assert len(found) >= 3
 
 
+FOLLOWED = """
+import json, os, sys, threading, warnings
+
+warnings.simplefilter("ignore")
+import ckptfsm, torch
+from megatron.core.dist_checkpointing import ShardedTensor
+
+base, here, calls = os.path.dirname(ckptfsm.__file__) + os.sep, os.getpid(), []
+
+
+def note(frame, event, _):
+    code = frame.f_code
+    if event == "call" and code.co_filename.startswith(base) and os.getpid() == here:
+        calls.append((code.co_filename.removeprefix(base), code.co_name))
+
+
+def state(step):
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4,), float(step)))}
+
+
+threading.setprofile(note)  # before the coordinator's thread begins
+with ckptfsm.CheckpointManager("root", retention=ckptfsm.LatestN(1)) as ckpts:
+    ckpts.save(1, state(1)).wait()
+    del calls[:]
+    sys.setprofile(note)
+    ckpts.save(2, state(2)).wait()
+    sys.setprofile(None)
+    json.dump(calls, open("calls.json", "w"))
+"""
+
+
+@pytest.mark.megatron
+def test_a_save_takes_the_steps_of_the_architecture_in_their_order(tmp_path):
+    """Catches: a page about one save that tells of a way which saves do not take any more."""
+    done = subprocess.run(
+        [sys.executable, "-c", FOLLOWED],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    calls = [tuple(call) for call in json.loads((tmp_path / "calls.json").read_text())]
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| ([\w ]+) \| [^|]+ \| ([^|]+) \|$", text, re.M)
+    assert [int(number) for number, *_ in rows] == list(range(1, 13))
+    after = 0
+    for number, where, code in rows:
+        found = [
+            (file, name.rpartition(".")[2])
+            for file, names in PLACE.findall(code)
+            for name in re.findall(r"`([\w.]+)`", names)
+            if name.rpartition(".")[2].islower()  # no class, no table
+        ]
+        if where != "writers":  # they are other processes
+            assert set(found) <= set(calls), f"step {number}"
+            after = calls.index(found[0], after) + 1  # ValueError: not after the step before
+
+
 def test_every_fault_is_explained_and_tested():
     """Catches: a number in a test's name that no page explains, a fault that no test injects."""
     text = (SPECS / "faults.md").read_text(encoding="utf-8")
