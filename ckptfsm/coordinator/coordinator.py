@@ -1,13 +1,15 @@
-"""The coordinator: the one owner of a root. What it is asked goes to the engine as events.
+"""The coordinator: the only object that changes a root. Requests reach the engine as events.
 
-It opens the root (lock, epoch, recovery), accepts or refuses saves, takes the ranks' reports, and does
-what people ask for: pins, deletion, rollback, a place to read from. Its methods are called in order
-on one thread (an executor), never concurrently, and may block on the disk; nothing else does.
+The coordinator opens the root (lock, epoch, recovery), accepts or refuses saves, and takes the
+ranks' reports. Requests of people come here too: pins, deletion, rollback, a checkpoint to read.
+Its methods are called in order on one thread (an executor), never concurrently, and may block on
+the disk. No other thread does disk work for the root.
 
 Rules:
-* What the table, the journal and the commands do is the engine's; nothing here moves a checkpoint
-  except by posting an event.
-* ``Fenced`` and an unknown outcome (a lost journal too) are fatal: every later call raises the same
+
+- The engine handles the table, the journal and the commands; this module moves a checkpoint only by
+  posting an event.
+- ``Fenced`` and an unknown outcome (a lost journal too) are fatal: every later call raises the same
   error and touches nothing.
 """
 
@@ -94,7 +96,7 @@ _TRASH_SLICE = 256
 
 @dataclass(frozen=True)
 class CoordinatorOptions:
-    """What a coordinator is told at construction. Times are in seconds of monotonic time."""
+    """The settings of a coordinator. Times are in seconds of monotonic time."""
 
     retention: Policy = field(default_factory=KeepAll)
     resume: Resume = "fallback"
@@ -144,8 +146,8 @@ class Coordinator:
     def open(self) -> RecoveryReport:
         """Take the root, decide from disk, carry the decisions out. See ``recovery``.
 
-        A damaged journal is refused before anything is touched. On a full disk, what earlier runs have
-        given up is deleted first: whoever owns the root would do that too.
+        A damaged journal is refused before anything is touched. On a full disk, files that earlier
+        runs gave up are deleted first: any owner of the root would delete them.
         """
         try:
             return self._open()
@@ -174,14 +176,16 @@ class Coordinator:
         return report
 
     def _history_before_the_lock(self) -> History:
-        """Two others may open the root and fold old segments meanwhile: then it reads again."""
+        """The journal's content. Reads again if two other openings folded old segments meanwhile."""
         try:
             return read_history(self._storage)
         except JournalCorrupt:
             return read_history(self._storage)
 
     def _refuse_other_layout(self, history: History) -> None:
-        """Under other names every checkpoint of the journal would seem to be missing."""
+        """Refuse another layout: under its names, every checkpoint of the journal would seem
+        missing.
+        """
         known = bool(history.layout and history.ledger.checkpoints)
         used = [history.layout] if known else self._layouts_of_names()
         other = [name for name in used if name != self._layout.name]
@@ -194,7 +198,7 @@ class Coordinator:
             )
 
     def _layouts_of_names(self) -> list[str]:
-        """The layouts in which something at the root has the name of a step."""
+        """The layouts in which an entry of the root has the name of a step."""
         names = list_names(self._storage, "")
         return [
             layout.name
@@ -203,7 +207,9 @@ class Coordinator:
         ]
 
     def _refuse_unfinishable(self, ledger: Ledger) -> None:
-        """A complete attempt that this process cannot finish is kept for one that can (I8)."""
+        """Refuse to open with an attempt that only another process can complete, which is kept for
+        it (I8).
+        """
         for checkpoint in ledger.in_state(State.SHARDS_WRITTEN):
             for part in checkpoint.parts:
                 if part.kind in FINISHED_BY_US and part.kind not in self._finishers:
@@ -215,7 +221,7 @@ class Coordinator:
                     )
 
     def _recover(self, lease: RootOwnership, began: float) -> RecoveryReport:
-        sweep_temporaries(self._storage, (JOURNAL,))  # or a fenced one renames it over a segment
+        sweep_temporaries(self._storage, (JOURNAL,))  # a fenced manager could rename one over it
         history = read_history(self._storage)
         self._refuse_other_layout(history)
         self._refuse_unfinishable(history.ledger)
@@ -254,7 +260,7 @@ class Coordinator:
         )
 
     def close(self) -> None:
-        """Journal the end and give the root back in order; give it back in any case."""
+        """Journal the end and give the root back, even if journaling fails."""
         try:
             if self._lease is not None and self.fatal is None:
                 self._empty_trash()
@@ -264,7 +270,7 @@ class Coordinator:
             self.abandon()
 
     def _empty_trash(self) -> None:
-        """Use a few seconds to give space back; the next run goes on where this one stopped."""
+        """Use a few seconds to free space; the next run continues from there."""
         deadline = self._clock.monotonic() + self._options.retry_interval_s
         try:
             while self._engine.give_space_back(_TRASH_SLICE):
@@ -299,7 +305,7 @@ class Coordinator:
 
     @property
     def busy(self) -> bool:
-        """True while a command waits to be tried again."""
+        """True while a command waits to be retried."""
         return bool(self._engine.pending)
 
     def news_since(self, number: int) -> tuple[NumberedNews, ...]:
@@ -312,7 +318,7 @@ class Coordinator:
             self._opened.news.forget(number)
 
     def nothing(self) -> None:
-        """Done when everything that was asked before is done."""
+        """Do nothing: a call is finished once all earlier calls are."""
 
     @property
     def blocked(self) -> dict[AttemptId, CkptFsmError]:
@@ -363,7 +369,9 @@ class Coordinator:
         return max(self._requests, max(here, default=0)) + 1
 
     def _clear_the_name(self, request: SaveRequest) -> None:
-        """What already stands at the published name: complete -> refuse, partial -> quarantine."""
+        """Clear the published name of a save: refuse if it is complete, quarantine a partial
+        directory.
+        """
         name = self._layout.published_name(request.step)
         if request.in_place:
             self._refuse_in_place(request)
@@ -382,10 +390,12 @@ class Coordinator:
         say(log.warning, "partial_directory_quarantined", said, file=name, to=aside)
 
     def _refuse_in_place(self, request: SaveRequest) -> None:
-        """Written in place is what no tracker names, and where nothing of value and no old writer is."""
+        """Refuse a save in place if the tracker names the step, or the directory holds files of
+        value.
+        """
         name = self._layout.published_name(request.step)
         latest = _step_of(self._engine.ledger.latest())
-        # What it named was withdrawn, and the disk did not let the tracker be moved.
+        # The tracker may name a withdrawn step: the disk did not let it be moved.
         if read_tracker(self._storage).step == request.step:
             raise StepExistsError(
                 f"the tracker still names {name}: nothing unfinished may stand there",
@@ -403,7 +413,9 @@ class Coordinator:
             )
 
     def _refuse_old_writers(self, request: SaveRequest) -> None:
-        """Writers of a failed attempt may live; those of one in place write by the published name."""
+        """Refuse if writers of a failed attempt may live: in place, they write by the published
+        name.
+        """
         failed = [c for c in self._engine.ledger.in_state(State.FAILED) if c.step == request.step]
         if any(request.in_place or c.in_place for c in failed):
             raise SaveRefused(
@@ -423,14 +435,14 @@ class Coordinator:
             )
 
     def forget_request(self) -> None:
-        """Fail a request that was accepted after nobody waited for it any more."""
+        """Fail a request that was accepted after the question for it had timed out."""
         busy = self._engine.ledger.in_flight()
         if busy is not None and busy.state is State.REQUESTED:
             with self._guarded("forget_request"):
                 self._give_up(Failed(busy.id, "request_timed_out"))
 
     def _give_up(self, failed: Failed) -> None:
-        """Fail an attempt that no rank was asked to write. If even that cannot be journaled: stop."""
+        """Fail an attempt that no rank was asked to write. If even that cannot be journaled, stop."""
         try:
             self._engine.post(failed)
             self._engine.post(WritersLost(failed.of))
@@ -439,10 +451,11 @@ class Coordinator:
             raise
 
     def leave(self, wait_s: float) -> State | None:
-        """Before ``abandon``: count what lies on disk of the save in flight, without asking its ranks.
+        """Complete the save in flight from its receipts on disk, before ``abandon``.
 
-        Their receipts are awaited for at most ``wait_s``. Once they are all there the save goes on as if
-        they had been reported. Returns the state of the save then; None if none was in flight.
+        The receipts are awaited for at most ``wait_s``, without asking the ranks. With all of them,
+        the save goes on as if they had been reported. Returns the state of the save then; None if
+        none was in flight.
         """
         busy = self.ledger.in_flight() if self.fatal is None else None
         if busy is None:
@@ -455,7 +468,7 @@ class Coordinator:
                 self._report(found)
         after = self.ledger.checkpoints.get(busy.id)
         if foreign and after is not None and after.state is State.SHARDS_WRITTEN:
-            return State.FAILED  # nobody runs its finalizers any more: a restart gives it up
+            return State.FAILED  # no rank runs its finalizers: a restart gives it up
         return after.state if after is not None else None
 
     def _from_receipts(self, busy: Checkpoint, deadline: float) -> list[Event]:
@@ -481,11 +494,11 @@ class Coordinator:
         return [*(WriterForked(of, rank, size) for rank in forked), *shards]
 
     def report(self, events: Sequence[Event]) -> None:
-        """Take the reports of the ranks. What belongs to no living attempt is logged and dropped."""
+        """Take the reports of the ranks. Reports for no living attempt are logged and dropped."""
         try:
             with self._guarded("report"):
                 self._report(events)
-        except StorageError as error:  # the journal has not even room for a failure: stop
+        except StorageError as error:  # the journal has no room even for a failure: stop
             self.fatal = self.fatal or error
             raise
 
@@ -503,7 +516,7 @@ class Coordinator:
                 self._engine.fail_unjournaled(event, error)
 
     def tick(self) -> None:
-        """Retry what is pending, expire readers' leases, delete a slice of the trash."""
+        """Retry pending commands, expire readers' leases, delete a slice of the trash."""
         with self._guarded("tick"):
             self._engine.check_epoch()
             interval = self._options.retry_interval_s
@@ -514,7 +527,7 @@ class Coordinator:
             self._engine.retire_if_due()
             removed = 0
             idle = self._engine.ledger.in_flight() is None
-            # While a save is written the disk is its own; but one that saves all the time is never idle.
+            # Deletion waits while a save is written, but not for ever: a job may save all the time.
             if idle or self._engine.pending or not self._idle_at_last_tick:
                 try:
                     if self._lease is not None:
@@ -527,7 +540,7 @@ class Coordinator:
             self._tick_at = self._clock.monotonic() + (0.0 if removed else interval)
 
     def retry(self) -> None:
-        """Try what is pending now; once more if the trash gave space back. Raises fatal errors only."""
+        """Retry pending commands now, and again if the trash freed space. Raises fatal errors only."""
         try:
             self.tick()
             if self.busy and self.wants_tick():
@@ -539,13 +552,13 @@ class Coordinator:
             say(log.warning, "retry_put_off", f"the disk is no better: {why}", error=why)
 
     def _sweep_tracker(self) -> None:
-        """Remove what earlier tries at the tracker left; their number is bounded otherwise."""
+        """Remove temporary files of earlier tries at the tracker, which would pile up."""
         try:
             sweep_temporaries(self._storage, ("",))
         except OSError as error:
             _put_off(error)
 
-    # ------------------------------------------------------------------------- what people ask for
+    # ------------------------------------------------------------------------- requests of people
 
     def pin(self, step: int, reason: str) -> None:
         """Keep ``step`` from retention until ``unpin``. Raises ``StepNotFoundError``."""
@@ -598,7 +611,9 @@ class Coordinator:
                 ) from error
 
     def _refuse_broken_target(self, checkpoint: Checkpoint) -> None:
-        """What is to be the latest must be whole: everything newer leaves its name for it (I2)."""
+        """Raise ``DamagedRoot`` unless the target is whole: every newer checkpoint leaves its name
+        for it (I2).
+        """
         there = inspect_published(self._storage, self._layout, checkpoint.step)
         if not is_whole(checkpoint, there):
             raise DamagedRoot(
@@ -611,7 +626,7 @@ class Coordinator:
     # ------------------------------------------------------------------------------------- readers
 
     def locate(self, step: int | None) -> Located | None:
-        """Choose what to restore and take a lease on it; None if there is no checkpoint at all.
+        """Choose the checkpoint to restore and take a lease on it; None if there is none at all.
 
         Raises ``StepNotFoundError`` if ``step`` is given and not tracked.
         """
@@ -654,20 +669,21 @@ class Coordinator:
         )
 
     def release(self, lease: str) -> None:
-        """Give a reader's lease back. One that cannot be removed expires like any other."""
+        """Give a reader's lease back. A lease that cannot be removed expires."""
         if not lease:
             return
         self._readers.give_back(lease)
         try:
             self._engine.reread_protection()
-        except OSError as error:  # what it protected goes on to be kept until the next look
+        except OSError as error:  # the protected step is kept until the next look
             said = f"the leases of readers could not be read: {describe(error)}"
             say(log.warning, "leases_not_read", said, file=lease, error=describe(error))
 
     def disown(self, late: Pending[Any]) -> None:
-        """Give back the lease that ``late`` took, a question that nobody waited for any more.
+        """Give back the lease that ``late`` took, a question that timed out.
 
-        Runs after it, on the same thread. Nobody else knows the lease, and one of ours never expires.
+        Runs after ``late``, on the same thread. No other code knows the lease, and a lease of this
+        job never expires.
         """
         if late.exception() is None and isinstance(found := late.result(), Located):
             self.release(found.lease)
@@ -710,7 +726,7 @@ class Coordinator:
             if isinstance(error, CkptFsmError):
                 raise
             raise storage_error(error, call) from error
-        except Exception as error:  # whatever was half done, only a restart can tell
+        except Exception as error:  # only a restart can decide half-done work
             self.fatal = OutcomeUnknown(f"an unexpected error: {describe(error)}")
             raise self.fatal from error
         except BaseException as error:  # sys.exit in a user's policy: no rank may wait for us

@@ -1,13 +1,14 @@
 """The engine: events go through the ledger into the journal, then their commands are run.
 
-One engine lives for one epoch of one root, on the coordinator's thread.
+An engine lives for one epoch of one root, on the coordinator's thread.
 
 Rules:
-* A transition is journaled before its command is run. If the journal cannot take it, it did not
-  happen: the ledger stays, and what is idempotent is tried again.
-* A command that fails is either a failure of the attempt (before publishing) or pending (after it):
-  a published checkpoint is never failed, its next step is retried.
-* ``Fenced`` and ``OutcomeUnknown`` are never retried: they come out, and the coordinator stops.
+
+- A transition is journaled before its command is run. If the journal cannot take it, the transition
+  did not happen: the ledger stays, and idempotent work is retried.
+- A command that fails before publishing fails the attempt. A command that fails after publishing is
+  pending: a published checkpoint never fails, and its next step is retried.
+- ``Fenced`` and ``OutcomeUnknown`` are never retried: they are raised, and the coordinator stops.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class NewsQueue:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine works with: how parts are finished, what is kept, what wrote it."""
+    """Settings of the engine: part finishers, retention policy, provenance."""
 
     finishers: Mapping[str, PartFinisher]
     retention: Policy
@@ -158,11 +159,11 @@ class Engine:
         self._run_base = 0.0
         self._opened_at = 0.0
         self._pending: tuple[Command, ...] = ()  # to be tried again
-        self._blocked: dict[AttemptId, CkptFsmError] = {}  # unfinished, and why: as it was told
+        self._blocked: dict[AttemptId, CkptFsmError] = {}  # with the reported reason
         self._retire_due = False
-        self._last_hope: AttemptId | None = None  # nothing but this could be resumed from
+        self._last_hope: AttemptId | None = None  # the only attempt that could be resumed from
         self._keep_all = False  # a fresh start deletes nothing
-        self._set_aside: dict[AttemptId, frozenset[str]] = {}  # what lay there at the first try
+        self._set_aside: dict[AttemptId, frozenset[str]] = {}  # paths there at the first try
 
     @property
     def epoch(self) -> int:
@@ -171,10 +172,10 @@ class Engine:
     def begin(self, history: History, identity: Identity) -> None:
         """Open this epoch's segment: seals of the newest older ones and the ledger as it stands.
 
-        What is sealed must be durable first: a killed process may have left its last record unsynced,
-        and one whose fsync failed is not made durable by another.
+        The sealed bytes must be durable first: a killed process may have left its last record
+        unsynced. If a sealed file's fsync failed, another fsync does not make it durable.
         """
-        if history.newest_epoch >= self._lease.epoch:  # its segment is alive: never touch that
+        if history.newest_epoch >= self._lease.epoch:  # alive: never touch its segment
             raise Fenced(
                 "a newer manager took this root over",
                 epoch=self._lease.epoch,
@@ -203,10 +204,10 @@ class Engine:
         )
 
     def _make_durable(self, seal: Seal) -> None:
-        """Write the sealed bytes, and no others, anew: their own fsync may have failed (F6).
+        """Write the sealed bytes anew, and no others: their fsync may have failed (F6).
 
-        After a failed fsync the page cache shows content that no later fsync writes any more. A page
-        that was dropped since it was read is noticed.
+        After a failed fsync the page cache shows content that no later fsync writes any more. A
+        page that was dropped since it was read is noticed.
         """
         file = f"{JOURNAL}/{segment_name(seal.epoch)}"
         try:
@@ -215,13 +216,13 @@ class Engine:
                 raise StorageError("the journal reads otherwise than a moment ago", file=file)
             put(self._storage, file, data, tag=self._lease.tag, check=self._lease.check)
         except OSError as error:
-            self._lease.check()  # a successor sweeps our temporary file: then say so
+            self._lease.check()  # raises if a successor swept our temporary file
             raise _typed(error, "journal", file) from error
 
     def fold(self, history: History) -> None:
         """Remove the segments that neither this one nor the one before it names.
 
-        What fails is done by the next opening: nothing depends on it.
+        A failure is left to the next opening: nothing depends on the removal.
         """
         try:
             for file in folded(self._storage, history.seals):
@@ -233,12 +234,12 @@ class Engine:
             say(log.warning, "journal_not_folded", said, file=JOURNAL, error=why)
 
     def end(self) -> None:
-        """Nothing more is journaled."""
+        """Close the journal."""
         self._journal.close()
 
     @contextmanager
     def opening(self, *, afresh: bool) -> Iterator[None]:
-        """While an opening carries out its plan: a fresh start deletes nothing."""
+        """A block in which an opening carries out its plan: a fresh start deletes nothing."""
         self._keep_all = afresh
         try:
             yield
@@ -247,7 +248,7 @@ class Engine:
 
     @contextmanager
     def not_failing(self, last_hope: AttemptId | None) -> Iterator[None]:
-        """An error of the disk stops the opening, and does not fail the only attempt that is left."""
+        """A block in which a disk error stops the opening, instead of failing the last hope."""
         self._last_hope = last_hope
         try:
             yield
@@ -256,7 +257,7 @@ class Engine:
 
     @property
     def pending(self) -> tuple[Command, ...]:
-        """The commands that failed, and are tried again at the next tick."""
+        """The failed commands, to be retried at the next tick."""
         return self._pending
 
     @property
@@ -265,17 +266,17 @@ class Engine:
         return dict(self._blocked)
 
     def retry_pending(self) -> None:
-        """Try each pending command once more. A command that fails again is pending again."""
+        """Retry each pending command once. A command that fails again is pending again."""
         pending, self._pending = self._pending, ()
         for command in pending:
             self.run(command)
 
     def forget_trackers(self) -> None:
-        """Before a rollback: a tracker that waits to be written must not come after it."""
+        """Drop pending tracker writes before a rollback: they must not come after it."""
         self._pending = tuple(c for c in self._pending if not isinstance(c, WriteTracker))
 
     def forget_prune(self, of: AttemptId) -> None:
-        """Before a rollback: a prune that waits to be tried again must not come after it."""
+        """Drop a pending prune before a rollback: it must not come after it."""
         self._pending = tuple(c for c in self._pending if c != Prune(of))
 
     def run_seconds(self) -> float:
@@ -283,15 +284,18 @@ class Engine:
         return self._run_base + (self._clock.monotonic() - self._opened_at)
 
     def continue_from(self, run_seconds: float) -> None:
-        """Training had come this far, says a checkpoint that the journal did not know."""
+        """Count the run time of a checkpoint that the journal did not know."""
         self._run_base = max(self._run_base, run_seconds)
 
     def post(self, event: Event) -> None:
-        """Make a move of our own. Raises ``IllegalTransition``, or what the journal raises."""
+        """Make a move by an event of the coordinator.
+
+        Raises ``IllegalTransition``, or the journal's error.
+        """
         self.commit(*self.ledger.post(event))
 
     def commit(self, ledger: Ledger, moved: Transition, command: Command | None) -> None:
-        """Journal a move, make it so, then run its command. Moves within a state are not journaled."""
+        """Journal a move, apply it, then run its command. Moves within a state are not journaled."""
         if moved.source is not moved.dest:
             record = self._record(moved)
             self.append(record, essential=moved.dest in (*FORGOTTEN, State.FAILED))
@@ -304,15 +308,15 @@ class Engine:
             self.run(command)
 
     def give_space_back(self, limit: int) -> int:
-        """Delete up to ``limit`` entries of what was given up. See ``trash.remove_some``."""
+        """Delete up to ``limit`` entries of files given up. See ``trash.remove_some``."""
         return remove_some(self._storage, limit, self.check_epoch)
 
     def sort_trash(self, given_up: Collection[AttemptId]) -> None:
-        """At an opening: what lies in the trash is deleted, or kept in quarantine (I1).
+        """Sort the trash at an opening: entries are deleted, or kept in quarantine (I1).
 
-        A fenced manager's late rename takes there whatever has the name by then. So only what says that
-        it is an attempt which the journal shows as ``given_up`` is deleted. What the ledger knows is
-        decided elsewhere.
+        A fenced manager's late rename takes whatever directory then has the name. So an entry is
+        deleted only if its manifest names an attempt that the journal shows as ``given_up``.
+        Attempts that the ledger knows are decided elsewhere.
         """
         for of, paths in self._in_trash().items():
             if of not in self.ledger.checkpoints:
@@ -320,13 +324,15 @@ class Engine:
                     self._sort(of, path, given_up=of in given_up)
 
     def _give_up(self, of: AttemptId, aside: str) -> None:
-        """The journal says that it is gone: what was just moved ``aside``, or says that it is this
-        attempt, may be deleted now."""
+        """Give up directories of an attempt that the journal records as gone.
+
+        These are the directory just moved ``aside``, and those with the attempt's manifest.
+        """
         for path in self._in_trash().get(of, []):
             self._sort(of, path, given_up=True, sure=path == aside)
 
     def _in_trash(self) -> dict[AttemptId, list[str]]:
-        """What has an attempt's name there; nothing, if the disk does not say."""
+        """The paths in the trash by attempt; empty if the disk cannot be read."""
         try:
             return moved_aside(self._storage, TRASH)
         except OSError as error:
@@ -334,7 +340,7 @@ class Engine:
             return {}
 
     def _sort(self, of: AttemptId, path: str, *, given_up: bool, sure: bool = False) -> None:
-        """Give up what lies in the trash, or keep it. What fails is done by the next opening."""
+        """Give up a directory in the trash, or keep it. A failure is left to the next opening."""
         try:
             if sure or (given_up and is_manifest_of(self._storage, self.layout, of, path)):
                 self.mover.give_up(of, path)
@@ -369,7 +375,7 @@ class Engine:
         )
 
     def run(self, command: Command) -> None:
-        """Run a command. What fails after publishing is pending; before it, the attempt fails."""
+        """Run a command. A failure after publishing is pending; before, it fails the attempt."""
         checkpoint = self.ledger.checkpoints.get(command.of)
         if isinstance(command, Quarantine):
             self._retriable(command, self._run_quarantine, command)
@@ -399,7 +405,7 @@ class Engine:
             self._put_off(command, error)
 
     def _put_off(self, command: Command, error: CkptFsmError | OSError) -> None:
-        """Try a command again at every tick; say why a checkpoint is waited for, once per reason."""
+        """Keep a command for a retry at every tick; report why, once per reason."""
         self._pending = (*self._pending, command)
         name, why = type(command).__name__, describe(error)
         said = f"step {command.of.step}: {name} failed, and is tried again: {why}"
@@ -418,7 +424,7 @@ class Engine:
     def _reason(
         self, command: Command, checkpoint: Checkpoint, error: CkptFsmError | OSError
     ) -> CkptFsmError:
-        """``error`` with the file that it is about; a temporary one stands for what it is to become."""
+        """``error`` with its file; a temporary file is named by its target."""
         if isinstance(error, CkptFsmError):
             return error
         working = self.layout.working_dir(checkpoint.id, checkpoint.in_place)
@@ -440,7 +446,7 @@ class Engine:
         self.news.append(FinalizersDue(checkpoint.id))
 
     def _run_finalize(self, checkpoint: Checkpoint) -> None:
-        """Publish it, then journal that. Once it has its name it is retried, and cannot fail (I1)."""
+        """Publish an attempt, then journal that. A published one is retried, and cannot fail (I1)."""
         try:
             self.publisher.finalize(checkpoint)
         except (Fenced, OutcomeUnknown):
@@ -451,7 +457,7 @@ class Engine:
                 self._put_off(Finalize(checkpoint.id), error)
                 return
             if checkpoint.id == self._last_hope and isinstance(error, OSError):
-                raise _typed(error, "finalize") from error  # a disk that works can still finish it
+                raise _typed(error, "finalize") from error  # a working disk can still finish it
             reason = error.kind if isinstance(error, ShardMissing) else "finalize"
             self.post(Failed(checkpoint.id, reason, describe(error)))
             return
@@ -462,8 +468,8 @@ class Engine:
     def _run_tracker(self, checkpoint: Checkpoint) -> None:
         latest = self.ledger.latest()
         if checkpoint.state is not State.FINALIZED and checkpoint != latest:
-            return  # a retry that came too late: the tracker never goes back
-        if latest is not None and latest.step > checkpoint.step:  # brought back meanwhile
+            return  # a late retry: the tracker never goes back
+        if latest is not None and latest.step > checkpoint.step:  # one brought back meanwhile
             self.post(Withdrawn(checkpoint.id, "damaged", "not newer than the tracked one"))
             return
         self.publisher.write_tracker(checkpoint.step)
@@ -479,7 +485,7 @@ class Engine:
         kept = self.conclude_prune(checkpoint, effect)
         latest = self.ledger.latest()
         if kept and latest is not None and latest.id == checkpoint.id:
-            self.run(WriteTracker(checkpoint.id))  # the newest again: what was newer is gone
+            self.run(WriteTracker(checkpoint.id))  # the newest again: the newer ones are gone
 
     def newest_step(self) -> int:
         """The step that the tracker is to name; -1 if there is none."""
@@ -487,9 +493,9 @@ class Engine:
         return latest.step if latest is not None else -1
 
     def conclude_prune(self, checkpoint: Checkpoint, effect: Callable[[], Pruned]) -> str:
-        """Journal how a prune ended, as ``effect`` says. Returns "" if it is gone, else why it stays.
+        """Journal the end of a prune. Returns "" if the checkpoint is gone, else why it stays.
 
-        What is damaged goes out of service, for a person, as recovery decides it.
+        A damaged checkpoint is withdrawn, for a person to look at, as recovery does.
         """
         try:
             kept, aside = effect()
@@ -506,7 +512,9 @@ class Engine:
         return ""
 
     def withdraw(self, checkpoint: Checkpoint, detail: str) -> None:
-        """Take what is not whole out of service: it is to be moved aside, if it is not missing."""
+        """Withdraw a checkpoint that is not whole; its directory is moved aside unless it is
+        missing.
+        """
         name = self.layout.published_name(checkpoint.step)
         missing = lookup(self._storage, name) is None
         self.post(Withdrawn(checkpoint.id, "missing" if missing else "damaged", detail))
@@ -521,18 +529,21 @@ class Engine:
         self._give_up(checkpoint.id, aside)
 
     def _may_be_there(self, withdrawn: Checkpoint) -> bool:
-        """True if a withdrawn one may still be at its name: it has no manifest, and was not moved."""
+        """True if a withdrawn checkpoint may still be at its name: adopted, and not moved."""
         adopted = withdrawn.provenance == "adopted"
         return adopted and not self.mover.lies_in(QUARANTINE, withdrawn)
 
     def _has_its_name(self, other: Checkpoint) -> bool:
-        """True of one that is in use, or whose prune has not begun."""
+        """True of a checkpoint in use, or with a prune that has not begun."""
         if other.state is State.PRUNABLE:
             return not self.mover.lies_in(TRASH, other)
         return other.state is not State.QUARANTINED
 
     def _run_quarantine(self, command: Quarantine) -> None:
-        """If the tracker names it, the tracker goes to the newest that is left first (I2)."""
+        """Move a withdrawn checkpoint.
+
+        If the tracker names it, move the tracker to the newest left first (I2).
+        """
         checkpoint = self.ledger.checkpoints[command.of]
         living = self.ledger.in_state(State.FINALIZED, State.TRACKED)
         living += [c for c in self.ledger.in_state(*UNPUBLISHED, State.FAILED) if c.in_place]
@@ -550,7 +561,7 @@ class Engine:
         self.mover.quarantine(checkpoint, alone=alone, earlier=earlier)
 
     def retire_if_due(self) -> None:
-        """Let retention have its turn; if the disk does not let it, at the next tick again."""
+        """Apply retention if it is due; if the disk refuses, again at the next tick."""
         if not self._retire_due:
             return
         try:
@@ -564,12 +575,15 @@ class Engine:
         self._retire_due = False
 
     def retire(self) -> None:
-        """Offer for pruning what no policy, pin or reader keeps. A policy that raises keeps all."""
+        """Offer checkpoints for pruning that no policy, pin or reader keeps.
+
+        A failing policy keeps all.
+        """
         self.reread_protection()
         try:
             preserved: Collection[int] = self._retention.preserve(describe_tracked(self.ledger))
             preserved = frozenset(preserved)
-        except Exception as error:  # a user's policy: whatever it raises, nothing is deleted
+        except Exception as error:  # a user's policy failed: nothing is deleted
             said = f"the retention policy failed, and all is kept: {describe(error)}"
             say(log.exception, "retention_policy_failed", said, error=describe(error))
             return
@@ -577,7 +591,7 @@ class Engine:
             self.post(offer)
 
     def reread_protection(self) -> None:
-        """Take pins and readers' leases as they are on disk now."""
+        """Read pins and readers' leases anew from disk."""
         leases = self.protection.reader_leases()
         self.ledger = self.ledger.protected(self.protection.pinned_steps(), leases.values())
 
@@ -596,7 +610,7 @@ class Engine:
         self._lease.check()
 
     def raise_if_fenced(self, error: Exception) -> None:
-        """Where a newer manager moved things away, raise ``Fenced`` and not what was not found."""
+        """Raise ``Fenced`` if ``error`` comes from files that a newer manager moved away."""
         try:
             self.check_epoch()
         except Fenced as fenced:
@@ -619,7 +633,7 @@ class Engine:
             raise storage_error(error, "journal", self._journal.file) from error
 
     def fail_unjournaled(self, event: Event, error: StorageError) -> None:
-        """A move that the journal cannot take fails its attempt; the reserve has room for that."""
+        """Fail the attempt of a move that the journal cannot take; the reserve has room for that."""
         failed = Failed(event.of, "journal", describe(error))
         checkpoint = self.ledger.checkpoints.get(event.of)
         if checkpoint is None or find_row(checkpoint, failed) is None:
@@ -627,7 +641,7 @@ class Engine:
         self.post(failed)
 
     def reject(self, rejected: Rejected) -> None:
-        """Drop a report that does not count; one of another world size condemns its attempt."""
+        """Drop a report that does not count; another world size condemns its attempt."""
         name, why = rejected.event.name, rejected.why
         said = f"step {rejected.event.of.step}: a report is rejected: {name}: {why}"
         say(log.warning, "report_rejected", said, report=name, why=why)

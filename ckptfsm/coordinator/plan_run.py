@@ -1,11 +1,15 @@
-"""What an opening does once recovery has decided: in order, on an engine that has just begun.
+"""Carries out the plan of recovery, in order, on an engine that has just begun.
 
-Rules: every decision goes through the table and the commands of a living save. What was adopted is
-durable before anything else counts on it; a tracker that tells nothing, or names what leaves its name,
-is put to what stays before anything is withdrawn; a rollback that was interrupted is completed; the
-tracker is put right last. A fresh start is journaled, and takes the tracker away, before anything is
-adopted for it; a rollback that was interrupted gives way to it. A root that the disk does not let be
-opened as decided is not opened (I8).
+Rules:
+
+- Every decision goes through the table and the commands of a living save.
+- An adopted checkpoint is durable before any later decision relies on it.
+- A tracker that tells nothing, or names a checkpoint that will leave, is moved first to one that
+  stays. Only then is anything withdrawn.
+- An interrupted rollback is completed, unless a fresh start replaces it; the tracker is repaired
+  last.
+- A fresh start is journaled, and takes the tracker away, before anything is adopted for it.
+- If the disk refuses a decision, the root is not opened (I8).
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ log = logging.getLogger("ckptfsm")
 
 @dataclass(frozen=True, slots=True)
 class PlanRun:
-    """See the module. ``engine`` has journaled the beginning of its epoch."""
+    """The run of a plan, see the module. ``engine`` has journaled the beginning of its epoch."""
 
     storage: Storage
     clock: Clock
@@ -57,7 +61,7 @@ class PlanRun:
     resume: Resume
 
     def run(self, history: History, decided: Plan) -> None:
-        """Carry out what was decided. Raises ``DamagedRoot``, or what the disk raises."""
+        """Carry out the plan. Raises ``DamagedRoot``, or the error of the disk."""
         sweep_temporaries(self.storage)
         self.engine.reread_protection()
         afresh = self._begin_afresh(history, decided)
@@ -68,7 +72,7 @@ class PlanRun:
         actions = decided.actions
         failing = list(takewhile(_is_failing, actions))
         with self.engine.not_failing(decided.last_hope):
-            self._carry_out(failing)  # while the tracker tells who went on from there
+            self._carry_out(failing)  # first: the tracker still shows resumes by others
             self._fall_back(decided.fallback, actions)
             self._carry_out(actions[len(failing) :])
         self._let_writers_go()
@@ -98,9 +102,11 @@ class PlanRun:
         self.engine.post(action)
 
     def _fall_back(self, to: int | None, actions: Sequence[Event | Command]) -> None:
-        """Put the tracker to what stays, before anything is withdrawn. See ``recovery.Plan``.
+        """Move the tracker to a checkpoint that stays, before anything is withdrawn.
 
-        It tells the next opening how far this one would have gone.
+        See ``recovery.Plan``.
+
+        The tracker shows the next opening the intended step.
         """
         if to is None:
             return
@@ -114,15 +120,17 @@ class PlanRun:
             raise storage_error(error, "tracker", TRACKER) from error
 
     def _let_writers_go(self) -> None:
-        """A roll-forward that failed just now has no writers left that could report their end."""
+        """Report lost writers for a roll-forward that failed just now: it has no writers that
+        could.
+        """
         for failed in self.engine.ledger.in_state(State.FAILED):
             if failed.id.epoch != self.engine.epoch and failed.gone != writing_ranks(failed):
                 self.engine.post(WritersLost(failed.id))
 
     def _begin_afresh(self, history: History, decided: Plan) -> bool:
-        """True if all is to be left behind: that was interrupted, or is asked for and journaled now.
+        """True for a fresh start: an interrupted one, or one that is asked for and journaled now.
 
-        The tracker goes first: whatever is moved or adopted next, nobody resumes from it.
+        The tracker goes first: from then on, no trainer can resume from an older checkpoint.
         """
         if history.intent.unfinished != "fresh":
             known = history.ledger.checkpoints or any(
@@ -142,7 +150,7 @@ class PlanRun:
             self._resume_rollback(interrupted.target)
 
     def _resume_rollback(self, target: int) -> None:
-        """Go on with it; if its target is damaged by now, to the next one below, or not at all."""
+        """Complete a rollback; with a damaged target, to the next one below, or not at all."""
         steps = [c.step for c in self.engine.ledger.in_state(State.TRACKED)]
         reachable = [step for step in steps if step <= target]
         if reachable:
@@ -154,9 +162,10 @@ class PlanRun:
         self.engine.append(RollbackFinished(at=self.clock.wall()))
 
     def _repair_tracker(self, *, rewrite: bool) -> None:
-        """Not while a newer one waits for its journal record: the tracker may name it already.
+        """Repair the tracker, unless a newer checkpoint waits for its journal record and may be
+        named.
 
-        ``rewrite``: somebody else wrote it, and nobody knows whether it is durable.
+        ``rewrite``: another program wrote the tracker, which may not be durable.
         """
         waiting = any(isinstance(command, WriteTracker) for command in self.engine.pending)
         latest = self.engine.ledger.latest()
@@ -198,9 +207,10 @@ def _is_failing(action: Event | Command) -> bool:
 
 
 def roll_back(engine: Engine, target: int | None, at: str) -> None:
-    """Make ``target`` the latest. Its intent is journaled already; ``at`` is the time, for people.
+    """Make ``target`` the latest. The intent is journaled already; ``at`` is the time, for people.
 
-    Tracker first, so that it never names what is being moved; then the later steps.
+    The tracker is moved first, so that it never names a checkpoint that is being moved; then the
+    later steps.
     """
     if target is None:
         engine.mover.set_aside_tracker()
@@ -217,7 +227,7 @@ def roll_back(engine: Engine, target: int | None, at: str) -> None:
 
 
 def _resume_prune(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Decide now what an interrupted prune has left: it must not come back after a rollback."""
+    """Decide an interrupted prune now: it must not come back after a rollback."""
     engine.forget_prune(checkpoint.id)
     effect = partial(engine.mover.resume_prune, checkpoint, engine.newest_step())
     engine.conclude_prune(checkpoint, effect)
