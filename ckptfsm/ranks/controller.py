@@ -1,15 +1,17 @@
-"""The owner of a root in a job with one controller: a Ray driver, say, and groups of workers. No torch.
+"""The controller of a root, in a job with one driver process and groups of workers. No torch.
 
-Workers write their part of a checkpoint (``ckptfsm.ranks.group_worker``) and hand their reports to the
-controller, by whatever call the job has; the controller feeds them to the same coordinator that an SPMD
-job has in its rank 0. The same ledger, the same journal, the same recovery.
+An example is a Ray driver. Workers write their part of a checkpoint
+(``ckptfsm.ranks.group_worker``) and return their reports to the controller, by any call that the
+job has. The controller feeds them to the same coordinator that an SPMD job has in its rank 0.
+Ledger, journal and recovery are the same.
 
 Rules:
-* Every process that may write has a number of its own in the checkpoint: 0 is the controller, each
-  group follows with its ranks. A group writes exactly one part, of its own name or another.
-* A report counts for its own attempt only; it may come late, twice, or never. What never comes ends
+
+- Every process that may write has a distinct number in the checkpoint: 0 is the controller, each
+  group follows with its ranks. A group writes exactly one part, named like the group or otherwise.
+- A report counts only for its attempt; it may come late, twice, or never. A missing report ends
   with the attempt's deadline.
-* Workers are told which attempt has failed when they are polled: that ends their writers.
+- Each poll names the failed attempts to the workers, which then end their writers.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from ckptfsm.writers.plain_files import FilesDriver
 
 log = logging.getLogger("ckptfsm")
 _ASK_EVERY_S = 0.1
-_REMEMBERED = 8  # attempts that were given up before their workers confirmed
+_REMEMBERED = 8  # attempts given up before their workers confirmed
 _REASON = re.compile(r"[a-z_]{1,40}\Z")
 
 
@@ -54,9 +56,9 @@ AskWorkers = Callable[[tuple[AttemptId, ...]], Iterable[Event]]
 
 @dataclass(slots=True)
 class _Flight:
-    """An attempt that is not settled: its deadline, the workers' ranks, and those that have written.
+    """An unfinished attempt: its deadline, the workers' ranks, and those that have written.
 
-    ``taken`` are the reports that came: workers make them again.
+    ``taken`` are the reports that came: workers repeat them.
     """
 
     deadline: float
@@ -67,7 +69,7 @@ class _Flight:
 
 
 def is_plausible(event: WriterForked | ShardReported | Failed | WriterGone) -> bool:
-    """True if a report from elsewhere can be taken into the journal as it is."""
+    """True if a worker's report has values that the journal can take."""
     if type(event.rank) is not int:
         return False
     if isinstance(event, Failed):
@@ -91,11 +93,12 @@ def controller_config(
 
 
 class Controller(Session):
-    """The life of the checkpoints below ``root``, for a job of one controller and ``groups`` of workers.
+    """The life of the checkpoints below ``root``, for a job with one controller and ``groups`` of
+    workers.
 
-    ``groups`` says how many ranks each group has. ``ask_workers(doomed)`` asks every worker that can
-    be asked for its reports (see ``GroupWorker.poll``) and returns them; it is called while a save is
-    in flight, also where the controller waits. ``config`` or keyword arguments as for
+    ``groups`` has the number of ranks of each group. ``ask_workers(doomed)`` asks every reachable
+    worker for its reports (see ``GroupWorker.poll``) and returns them. The controller calls it
+    while a save is in flight, also inside its waits. ``config`` or keyword arguments as for
     ``CheckpointManager``.
 
     Raises ``ConfigError``, ``RootBusy``, ``DamagedRoot``, ``StorageError``.
@@ -116,7 +119,7 @@ class Controller(Session):
         self._groups = dict(groups)
         self._ask_workers = ask_workers
         self._flights: dict[AttemptId, _Flight] = {}
-        self._unconfirmed: dict[AttemptId, set[int]] = {}  # given up: ranks not known to be gone
+        self._unconfirmed: dict[AttemptId, set[int]] = {}  # given up: ranks that may live
         self._asked_at = 0.0
         config = controller_config(config, settings)
         if ports is None:
@@ -137,9 +140,9 @@ class Controller(Session):
         """Begin a checkpoint of ``step``. Hand each ticket to all workers of its group afterwards.
 
         ``parts`` maps names to a ``GroupPart``, or to bytes or a ``FileTree`` that the controller
-        writes itself; what is not among them is not saved. There are no tickets if it was skipped, as
-        ``CheckpointManager.save`` skips. Raises ``SaveRefused``, ``SaveFailed`` for
-        an earlier save that failed, ``ConfigError``.
+        writes itself; a group without a part is not saved. A skipped save has no tickets, see
+        ``CheckpointManager.save``. Raises ``SaveRefused``, ``ConfigError``, and ``SaveFailed`` for
+        an earlier save that failed.
         """
         step = whole_step(step)
         groups = {n: v for n, v in parts.items() if isinstance(v, GroupPart)}
@@ -151,7 +154,7 @@ class Controller(Session):
         try:
             with self._one_call.running():
                 return self._begin(step, parts, groups, metrics)
-        except BaseException as error:  # nobody else has the tickets of what was accepted
+        except BaseException as error:  # the tickets of the accepted save are lost
             for of in self._flights.keys() - before:
                 self._participant.expect(of)
                 self._reports.give_up(of, error)
@@ -164,7 +167,7 @@ class Controller(Session):
         groups: Mapping[str, GroupPart],
         metrics: Mapping[str, float] | None,
     ) -> GroupSave:
-        """Ask for the save, write the own parts, and make a ticket for each group."""
+        """Ask for the save, write the controller's parts, and make a ticket for each group."""
         if not self._make_way(step):
             return GroupSave(SaveHandle(step), {})
         draft = self._ports.driver.draft({n: v for n, v in parts.items() if n not in groups})
@@ -184,9 +187,12 @@ class Controller(Session):
         return GroupSave(handle, tickets)
 
     def give_up(self, step: int, why: str) -> None:
-        """Fail a save in flight whose tickets nobody will use (local). It counts at the next ``poll``.
+        """Fail a save in flight without using its tickets (local).
 
-        A Ctrl-C between ``begin`` and the hand-out of the tickets would leave it to its deadline.
+        Takes effect at the next ``poll``.
+
+        Otherwise a Ctrl-C between ``begin`` and the hand-out of the tickets would leave the save to
+        its deadline.
         """
         unfinished = self._participant.view.unfinished
         for of, state in unfinished.items():
@@ -229,7 +235,7 @@ class Controller(Session):
         )
 
     def _unknown(self) -> _Flight:
-        """Of an attempt whose request was interrupted: any worker may be told to end it."""
+        """The flight of an attempt with an interrupted request: any worker may be told to end it."""
         everyone = frozenset(range(1, self.writers))
         return _Flight(self._ports.clock.monotonic() + self.config.writer_timeout_s, everyone)
 
@@ -252,16 +258,16 @@ class Controller(Session):
 
     @property
     def doomed(self) -> tuple[AttemptId, ...]:
-        """The attempts that have failed, and those given up since: their writers are to be ended."""
+        """The attempts that have failed or were given up: their writers are to be ended."""
         unfinished = self._participant.view.unfinished
         failed = (of for of, state in unfinished.items() if state is State.FAILED)
         return (*failed, *self._unconfirmed)
 
     def feed(self, reports: Iterable[Event]) -> None:
-        """Take what workers reported. It counts at the next ``poll``.
+        """Take reports of workers. They take effect at the next ``poll``.
 
-        What belongs to no living save of this controller is dropped. Raises ``ConfigError`` for what is
-        not a report.
+        Reports for no living save of this controller are dropped. Raises ``ConfigError`` for an
+        object that is no report.
         """
         for event in reports:
             if not isinstance(event, (WriterForked, ShardReported, Failed, WriterGone)):
@@ -273,7 +279,7 @@ class Controller(Session):
         if isinstance(event, WriterGone) and event.of in self._unconfirmed:
             self._confirm(event)
             return
-        if flight is None:  # it is settled, or was another controller's
+        if flight is None:  # it has ended, or belongs to another controller
             said = f"step {event.of.step}: a late report is dropped: {event.name}"
             say(log.debug, "late_report_dropped", said, report=event.name, of=str(event.of))
             return
@@ -285,27 +291,27 @@ class Controller(Session):
             return
         if isinstance(event, ShardReported):
             flight.written.add(event.rank)
-            # What is written was forked, whichever report comes first.
+            # A written shard implies a fork, in any order of the reports.
             self._take(WriterForked(event.of, event.rank, event.world_size))
         if isinstance(event, Failed):
             self._reports.outbox.append(replace(event, detail=shorten(event.detail)))
         else:
             self._reports.outbox.append(event)
-        if not isinstance(event, WriterGone):  # one may come before the failure that it counts for
+        if not isinstance(event, WriterGone):  # may come before its failure
             flight.taken.add(event)
 
     def _confirm(self, event: WriterGone) -> None:
-        """A writer that was not awaited is gone: once all are, their workers are told no more."""
+        """Note that an unawaited writer is gone; once all are, the attempt is no longer doomed."""
         ranks = self._unconfirmed[event.of]
         ranks.discard(event.rank)
         if not ranks:
             del self._unconfirmed[event.of]
 
     def lost(self, group: str, ranks: Iterable[int] | None = None, detail: str = "") -> None:
-        """Say that workers of a group are dead, and their writers with them.
+        """Report workers of a group as dead, and their writers with them.
 
-        ``ranks`` are the group's own, by default all. What such a worker had not finished fails.
-        Raises ``ConfigError`` if there is no such rank.
+        ``ranks`` are numbered within the group, by default all. The unfinished shares of a dead
+        worker fail. Raises ``ConfigError`` if there is no such rank.
         """
         if group not in self._groups:
             raise ConfigError(f"there is no group {group!r}")
@@ -328,7 +334,7 @@ class Controller(Session):
             self._reports.outbox.append(WriterGone(of, number))
 
     def _collect(self) -> None:
-        """Ask the workers, not too often, and end what nobody reports on in time."""
+        """Poll the workers, not too often, and end attempts without reports in time."""
         now = self._ports.clock.monotonic()
         try:
             if self._participant.view.unfinished and now - self._asked_at >= _ASK_EVERY_S:
@@ -338,10 +344,10 @@ class Controller(Session):
             self._end_in_time(self._ports.clock.monotonic())
 
     def _end_in_time(self, now: float) -> None:
-        """Fail an attempt whose reports do not come, and clean up after writers that nobody confirms.
+        """Fail an attempt without reports in time, and clean up after unconfirmed writers.
 
-        It was written aside, where a late writer harms nothing; its workers are told to end it for as
-        long as a few later attempts go on.
+        Its files were written in staging, where a late writer harms nothing. While a few later
+        attempts go on, its workers are still told to end it.
         """
         unfinished = self._participant.view.unfinished
         self._flights = {of: self._flights.get(of) or self._unknown() for of in unfinished}
@@ -371,10 +377,10 @@ class Controller(Session):
     def reading(
         self, step: int | None = None, *, verify: Verify | None = None
     ) -> Iterator[Reading | None]:
-        """The latest checkpoint, or that of ``step``, verified and kept from retention meanwhile.
+        """Keep and verify the latest checkpoint, or that of ``step``, inside the block.
 
-        ``verify`` takes the place of the configuration's. None if there is no evidence of any
-        checkpoint. Raises ``StepNotFoundError``, ``DamagedRoot``.
+        ``verify`` overrides the configuration's. None if there is no evidence of any checkpoint.
+        Raises ``StepNotFoundError``, ``DamagedRoot``.
         """
         self._require_open()
         config = self.config.model_copy(update={"verify": verify or self.config.verify})
@@ -385,7 +391,7 @@ class Controller(Session):
             self._participant.say_notes()
             yield self._reading(located)
         finally:
-            # Else the lease expires. As the program ends, the coordinator's thread runs no more.
+            # Else the lease expires. At the program's end, the coordinator's thread no longer runs.
             if located is not None and not self._participant.closed and not sys.is_finalizing():
                 self._agree(Coordinator.release, located.lease)
 
@@ -397,12 +403,12 @@ class Controller(Session):
 
 
 def _is_at_the_top(part: Any) -> bool:
-    """Whether a group writes it into the checkpoint's directory itself."""
+    """True if a group writes the part into the checkpoint's directory itself."""
     return isinstance(part, GroupPart) and part.directory == ""
 
 
 def _number(groups: Mapping[str, int]) -> dict[str, int]:
-    """The number in a checkpoint of each group's first rank: the controller is 0."""
+    """The number in a checkpoint of each group's first rank; the controller is 0."""
     numbers: dict[str, int] = {}
     following = 1
     for name, size in groups.items():

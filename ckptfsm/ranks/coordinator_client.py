@@ -1,14 +1,15 @@
-"""A rank's link to the coordinator: questions asked together, reports sent, news taken.
+"""A rank's connection to the coordinator: questions asked together, reports sent, news taken.
 
 The coordinator and its thread exist at rank 0 only; every other rank reaches them through the
 transport. Answers and news are the same on every rank.
 
 Rules:
-* The training thread never waits for the disk without a deadline.
-* An error of the coordinator is part of an answer or an update: it comes out on every rank at the same
-  point. An interrupt at rank 0 is an error for the others, and itself at rank 0.
-* News stay with the coordinator until rank 0 has taken them, and an interrupted question counts as
-  unanswered: whatever was interrupted, the next exchange tells it.
+
+- The training thread never waits for the disk without a deadline.
+- An error of the coordinator is part of an answer or an update, so every rank raises it at the same
+  point. An interrupt at rank 0 is raised there; the other ranks raise ``RankInterrupted``.
+- News stay with the coordinator until rank 0 has taken them, and an interrupted question counts as
+  unanswered. So the next exchange tells everything that an interrupt delayed.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ _LISTEN_S = 0.2  # between two looks for a Ctrl-C, while the disk does not answe
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Everything that the coordinator tells every rank. ``fatal`` ends it: nothing more will come.
+    """The news of the coordinator for every rank. ``fatal`` ends it: no more news will come.
 
-    ``awaiting``: it still works on a question that ran into its deadline or was interrupted.
+    ``awaiting``: the coordinator still works on a question that timed out or was interrupted.
     """
 
     news: tuple[NumberedNews, ...] = ()
@@ -51,7 +52,7 @@ class Update:
 class Answer:
     """The coordinator's answer to a question that all ranks asked together.
 
-    ``interruption`` is never sent: it is raised in place of ``error`` on the rank that it struck.
+    ``interruption`` is never sent: the interrupted rank raises it instead of ``error``.
     """
 
     value: Any = None
@@ -61,10 +62,10 @@ class Answer:
 
 
 class CoordinatorClient:
-    """See the module. ``start`` gives rank 0 its coordinator; ``stop`` ends its thread.
+    """The client, see the module. ``start`` gives rank 0 its coordinator; ``stop`` ends its thread.
 
-    ``hear`` runs the handlers of signals that wait, and returns what one of them raised. ``taken`` is
-    how many news this rank has taken.
+    ``hear`` runs the signal handlers that wait, and returns the exception of one. ``taken`` is the
+    number of news that this rank has taken.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class CoordinatorClient:
         self._coordinator: Coordinator | None = None
         self._executor: Executor | None = None
         self._submitted: list[Pending[Any]] = []
-        self._asking = False  # until somebody has taken the answer
+        self._asking = False  # until the answer is taken
         self._late: Pending[Any] | None = None
         self._fatal_taken = False
 
@@ -88,13 +89,13 @@ class CoordinatorClient:
         self._coordinator, self._executor = coordinator, executor
 
     def stop(self) -> None:
-        """No more work for the coordinator's thread; what is queued is not waited for."""
+        """End the coordinator's thread after its queued work, without waiting for that."""
         if self._executor is not None:
             self._executor.shutdown()
         self._coordinator = self._executor = None
 
     def leave(self, timeout_s: float) -> tuple[bool, State | None]:
-        """At rank 0: finish the save in flight from what lies on disk, if it is all there.
+        """At rank 0: finish the save in flight from its receipts on disk, if all are there.
 
         Returns whether its state is known after ``timeout_s``, and that state.
         """
@@ -115,7 +116,7 @@ class CoordinatorClient:
     def abandon(self, timeout_s: float) -> bool:
         """Give the root back without the other ranks. True if that was done within ``timeout_s``.
 
-        Otherwise the coordinator's thread still works, and does it when the disk answers.
+        Otherwise the coordinator's thread gives it back when the disk answers.
         """
         if self._coordinator is None or self._executor is None:
             return True
@@ -159,11 +160,11 @@ class CoordinatorClient:
             self._leave_late(future)
             raise
         if error is not None and not isinstance(error, Exception):
-            raise typed(error) from error  # torch's, say: the other ranks must hear of it
+            raise typed(error) from error  # such as torch's: the other ranks must hear of it
         return future.result()
 
     def _outcome(self, future: Pending[T]) -> BaseException | None:
-        """Wait for what the question raised, if anything. A Ctrl-C ends the wait."""
+        """Wait for the end of a question. Returns its error, if any. A Ctrl-C ends the wait."""
         left = self._effect_timeout_s
         while True:
             slice_s = min(left, _LISTEN_S)
@@ -178,7 +179,7 @@ class CoordinatorClient:
                 raise interruption
 
     def _leave_late(self, future: Pending[Any]) -> None:
-        """Nobody waits for this answer any more: what it holds is given back when it comes."""
+        """Leave an answer that comes too late: a lease in it is given back when it comes."""
         if self._coordinator is None:  # a handler has left the manager
             return
         self._late = future
@@ -204,18 +205,18 @@ class CoordinatorClient:
         return self.share(answer)
 
     def answer_of(self, error: BaseException) -> Answer:
-        """At rank 0: how a question ended that raised ``error``."""
+        """At rank 0: the answer to a question that raised ``error``."""
         if isinstance(error, Exception):
             return Answer(error=typed(error), update=self.collect())
         return Answer(error=interrupted_rank(error), update=self.collect(), interruption=error)
 
     def share(self, answer: Answer) -> Answer:
-        """Rank 0's answer on every rank (collective)."""
+        """Give rank 0's answer to every rank (collective)."""
         shared: Answer = self.transport.broadcast(replace(answer, interruption=None))
         return replace(shared, interruption=answer.interruption)
 
     def exchange(self, outbox: Sequence[Event]) -> Update:
-        """Every rank's reports to the coordinator, its news to every rank (collective)."""
+        """Send every rank's reports to the coordinator, and its news to every rank (collective)."""
         gathered = self.transport.gather(list(outbox))
         update = Update()
         if gathered is not None:
@@ -227,7 +228,7 @@ class CoordinatorClient:
         return shared
 
     def forget_request(self) -> None:
-        """Fail, when the disk answers again, a request that nobody waited for."""
+        """Fail a request that timed out, once the disk answers again."""
         self._late = self._submit(Coordinator.forget_request)
 
     def give_back(self, value: Any) -> None:
@@ -236,7 +237,7 @@ class CoordinatorClient:
             self._submit(Coordinator.release, value.lease)
 
     def work_in_background(self) -> None:
-        """Let the coordinator retry, expire and empty the trash while it has nothing else to do."""
+        """Let the idle coordinator retry commands, expire leases and empty the trash."""
         coordinator = self._coordinator
         self._submitted = [f for f in self._submitted if not f.done()]
         if coordinator is None or self._submitted or coordinator.fatal is not None:
@@ -246,12 +247,12 @@ class CoordinatorClient:
 
     @property
     def unanswered(self) -> bool:
-        """True at rank 0 if a question was asked whose answer nobody has taken."""
+        """True at rank 0 if the answer to a question has not been taken."""
         return self._asking or self._late is not None
 
     @property
     def has_news(self) -> bool:
-        """True at rank 0 if an exchange would tell something."""
+        """True at rank 0 if there is news for an exchange."""
         if self._coordinator is None:
             return False
         ended = self._coordinator.fatal is not None and not self._fatal_taken
@@ -259,7 +260,7 @@ class CoordinatorClient:
         return ended or answered or bool(self._coordinator.news_since(self.taken))
 
     def collect(self) -> Update:
-        """At rank 0: the coordinator's news that were not taken, and the error that ended it."""
+        """At rank 0: the coordinator's untaken news, and the error that ended it."""
         assert self._coordinator is not None
         for future in [f for f in self._submitted if f.done()]:
             self._submitted.remove(future)
@@ -267,26 +268,26 @@ class CoordinatorClient:
             if error is not None:
                 said = f"the coordinator failed: {describe(error)}"
                 say(log.error, "coordinator_error", said, error=describe(error))
-        late = self._late  # looked at before the news are read: its own are all there then
+        late = self._late  # checked before the news are read, which include its news then
         awaiting = late is not None and not late.done()
         self._coordinator.forget_news(self.taken)
         return Update(self._coordinator.news_since(self.taken), self._coordinator.fatal, awaiting)
 
     def catch_up(self) -> None:
-        """At rank 0: treat a question that was interrupted as one that is answered late."""
+        """At rank 0: treat an interrupted question as one that is answered late."""
         if self._coordinator is not None and self._asking and self._late is None:
             self._late = self._submit(Coordinator.nothing)
         self._asking = False
 
     def took(self, update: Update) -> None:
-        """This rank has taken an update, and the answer that it came with."""
+        """Note that this rank has taken an update, and the answer that it came with."""
         self._fatal_taken = self._fatal_taken or update.fatal is not None
         if not update.awaiting:
             self._late = None
         self._asking = False
 
     def is_new(self, fatal: CkptFsmError | None) -> bool:
-        """True of the error that ended the coordinator, until an update with it was taken."""
+        """True for the coordinator's fatal error, until an update with it was taken."""
         return fatal is not None and not self._fatal_taken
 
     def _submit(
@@ -303,12 +304,12 @@ class CoordinatorClient:
 
 
 def interrupted_rank(error: BaseException) -> RankInterrupted:
-    """The error for the other ranks where rank 0 was interrupted by ``error``."""
+    """The error for the other ranks if ``error`` interrupted rank 0."""
     return RankInterrupted(f"rank 0 was interrupted: {describe(error)}", rank=0)
 
 
 def typed(error: BaseException) -> CkptFsmError:
-    """``error`` as one of ours, so that it can be sent to every rank."""
+    """``error`` as a ``CkptFsmError``, so that it can be sent to every rank."""
     if isinstance(error, CkptFsmError):
         return error
     if isinstance(error, OSError):

@@ -1,13 +1,15 @@
-"""One worker of a group, in a job with one controller: writes its share of a part. No torch.
+"""A worker of a group, in a job with one controller: writes its share of a part. No torch.
 
 Rules:
-* ``write`` is collective in the group: its ranks plan together, as they would in any Megatron save.
-  After that nothing is: ``poll`` is local, so that a dead worker never leaves another one waiting.
-* A group completes its part itself, because a controller without torch cannot: the writer of the
-  group's first rank waits for the other receipts on the shared disk, writes what a loader needs
-  (``.metadata``), and only then its own receipt. Once every receipt is there, every part is complete.
-* What goes wrong is a report, not an exception: the controller decides. Reports are made again until a
-  new ticket comes: the controller takes each once.
+
+- ``write`` is collective in the group: its ranks plan together, as in any Megatron save. All later
+  calls are local, also ``poll``, so that a dead worker never leaves another one waiting.
+- A group completes its part itself, because a controller without torch cannot. The writer of the
+  group's first rank waits for the other receipts on the shared disk. Then it writes the loader's
+  files (``.metadata``), and only then its receipt. Once every receipt is there, every part is
+  complete.
+- An error is a report, not an exception: the controller decides. Reports are repeated until a new
+  ticket comes: the controller takes each once.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ Parts = Mapping[str, Any]
 
 
 class BaseGroupWorker:
-    """One rank of a group of workers: ``ports.transport`` is the group's own.
+    """A rank of a group of workers: ``ports.transport`` connects the group.
 
-    ``open_storage`` of the ports opens the root of a ticket. ``config`` counts for restoring.
+    ``open_storage`` of the ports opens the root of a ticket. ``config`` is used for restoring.
     """
 
     def __init__(self, ports: Ports, config: CheckpointConfig | None = None) -> None:
@@ -56,8 +58,8 @@ class BaseGroupWorker:
         self._config = config or CheckpointConfig()
         self._writer: RankWriter | None = None
         self._newest: AttemptId | None = None  # of the newest ticket
-        self._begun = False  # its writer was forked, or its failure is reported
-        self._reports: list[Event] = []  # of the newest ticket, without those of its writer
+        self._begun = False  # its writer was forked, or its failure reported
+        self._reports: list[Event] = []  # of the newest ticket, without its writer's
         self._dying: list[RankWriter] = []
         self._number = 0
         self._storage: Storage | None = None
@@ -67,28 +69,27 @@ class BaseGroupWorker:
     def write(
         self, ticket: Ticket, state: Any = None, *, parts: Parts | Callable[[], Parts] | None = None
     ) -> list[Event]:
-        """Begin to write this rank's share (collective in the group). Returns reports for the
-        controller.
+        """Begin to write this rank's share (collective in the group).
 
-        ``state`` is a sharded state dict that sits at the part's directory itself; ``parts`` maps
-        directories inside it to several of them, to a ``FileTree``, or to None where other ranks write
-        it; or it is a function that returns that, which is called when everything is loaded (see
-        ``OffloadHook``). When it returns, the tensors may change. A second call with the same
-        ticket does nothing and returns what was reported of it. Raises ``RankFailed`` if a rank of
-        the group is gone.
+        Returns reports for the controller.
+
+        ``state`` is a sharded state dict for the part's directory itself. ``parts`` maps inner
+        directories to several of them, to a ``FileTree``, or to None if other ranks write it.
+        ``parts`` may be a function, called when everything is loaded (see ``OffloadHook``).
+
+        When it returns, the tensors may change. A second call with the same ticket does nothing and
+        returns the ticket's reports. Raises ``RankFailed`` if a rank of the group is gone.
         """
         with self._one_call.running():
-            if not self._is_newer(ticket.of):  # a call that was tried again: it counts once
+            if not self._is_newer(ticket.of):  # a retried call counts once
                 return self.poll() if ticket.of == self._newest else []
-            if (
-                self._writer is not None
-            ):  # of an attempt that has failed, or there would be no ticket
+            if self._writer is not None:  # of a failed attempt, as there is a new ticket
                 self._dying.append(self._writer)
                 self._writer = None
             self._number = ticket.first_rank + self._ports.transport.rank
             self._begun, self._reports, self._newest = False, [], ticket.of
             with OffloadTurn(self._ports.staging, self._ports.transport, ticket.of.step) as stage:
-                # nothing here keeps what it is given: offload comes when it was let go of
+                # nothing here may keep a reference: offload comes after all are dropped
                 self._write(
                     ticket, GroupParts.of(ticket.part, state, _parts_of(parts, stage)), stage
                 )
@@ -101,7 +102,7 @@ class BaseGroupWorker:
         return newest is None or (of.epoch, of.attempt) > (newest.epoch, newest.attempt)
 
     def _write(self, ticket: Ticket, shares: GroupParts, stage: OffloadTurn) -> None:
-        """Plan with the group, stage and fork; what goes wrong becomes a report."""
+        """Plan with the group, stage and fork; an error becomes a report."""
         transport = self._ports.transport
         draft, proposal = stage.propose(self._ports.driver, (None, shares.values), None)
         gathered = transport.gather((proposal, tuple(shares.keys.values())))
@@ -125,21 +126,23 @@ class BaseGroupWorker:
             self._give_up(ticket, describe(error))
 
     def _give_up(self, ticket: Ticket, problem: str) -> None:
-        """Report the failure; of an optional part, a receipt that says that it is left out."""
+        """Report a failure; for an optional part, make a receipt that leaves the part out."""
         if not ticket.part.optional:
             self._fail(ticket.of, problem)
             return
         try:
             self._launch(ticket, UnmadePart(ticket.part.name, ticket.part.directory, problem))
-        except Exception as error:  # not even that: then the checkpoint fails
+        except Exception as error:  # without that receipt the checkpoint fails
             self._fail(ticket.of, f"{problem}; {describe(error)}")
 
     def _judge(
         self, ticket: Ticket, shares: GroupParts, gathered: list[tuple[Proposal, tuple[str, ...]]]
     ) -> tuple[Accepted | None, str]:
-        """At the group's first rank: do the shares fit together? Returns the plan, or the problem.
+        """At the group's first rank: check that the shares fit together.
 
-        ``gathered`` are each rank's proposal and its directories, which its parts are numbered by.
+        Returns the plan, or the problem.
+
+        ``gathered`` are each rank's proposal and its directories, which number its parts.
         """
         proposals = [proposal for proposal, _ in gathered]
         try:
@@ -198,7 +201,7 @@ class BaseGroupWorker:
         self._begun = True
 
     def _to_finish(self, accepted: Accepted, shares: GroupParts) -> tuple[Unfinished, ...]:
-        """What the group's first rank completes: the parts whose kind has a finisher."""
+        """The parts that the group's first rank completes: those of a kind with a finisher."""
         finishers = self._ports.driver.finishers
         return tuple(
             Unfinished(spec.name, shares.place(spec).directory, finishers[spec.kind])
@@ -221,10 +224,11 @@ class BaseGroupWorker:
     # ----------------------------------------------------------------------------------- reports
 
     def poll(self, doomed: Sequence[AttemptId] = ()) -> list[Event]:
-        """All there is to report of the newest ticket, at every call: an answer may have been lost
-        (local). ``doomed``: attempts that have failed.
+        """Every report of the newest ticket, again at every call: an answer may have been lost
+        (local).
 
-        Their writers are killed; a report that one is gone says so for certain.
+        ``doomed``: attempts that have failed. Their writers are killed; only a writer that is
+        certainly gone is reported gone.
         """
         with self._one_call.running():
             newest, writer = self._newest, self._writer
@@ -243,7 +247,7 @@ class BaseGroupWorker:
             return [*reports, *(WriterGone(of, self._number) for of in gone)]
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """A bounded wait for the own writer, then end it (local)."""
+        """Wait for this rank's writer, at most ``timeout_s``, then end it (local)."""
         with self._one_call.running():
             if self._writer is not None and not self._writer.wait(timeout_s):
                 self._writer.kill(timeout_s)
@@ -262,10 +266,12 @@ class BaseGroupWorker:
         *,
         parts: Mapping[str, Any] | None = None,
     ) -> Restored:
-        """Load this rank's share of ``part`` from what the controller found (collective in the group).
+        """Load this rank's share of ``part`` from the controller's ``found`` (collective in the
+        group).
 
-        The shapes are those of ``write``; what does not reshard is left out with a ``ReshardWarning``
-        (``reshard_drops``). Raises what the load raised, ``RestoreFailed`` on other ranks.
+        The shapes are those of ``write``. Objects in ``reshard_drops`` that do not reshard are left
+        out with a ``ReshardWarning``. Raises the error of the load, ``RestoreFailed`` on other
+        ranks.
         """
         known = {spec.name: spec for spec in found.parts}
         if known and part not in known:
@@ -289,7 +295,10 @@ class BaseGroupWorker:
 
 
 def _parts_of(parts: Parts | Callable[[], Parts] | None, stage: OffloadTurn) -> Parts | None:
-    """What a function returns, if all is loaded. What is wrong comes up where the group hears of it."""
+    """The parts that a function returns, if all is loaded.
+
+    An error is raised later, within the plan.
+    """
     if parts is None:
         return None
     if not stage.loaded:
@@ -301,7 +310,7 @@ def _parts_of(parts: Parts | Callable[[], Parts] | None, stage: OffloadTurn) -> 
         return made
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # also Megatron's; the other ranks are on their way to plan
+    except BaseException as error:  # also Megatron's; the other ranks will plan
         return {"": partial(_raise, error)}
 
 
@@ -319,7 +328,8 @@ def _ask_nobody(*arguments: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GroupParts:
-    """What the ranks of a group write, under plain names that are unique in the checkpoint.
+    """The parts that the ranks of a group write, under plain names that are unique in the
+    checkpoint.
 
     ``keys`` are the directories inside the part's, by name.
     """
@@ -335,7 +345,7 @@ class GroupParts:
         return cls(part, keys, {name: named[key] for name, key in keys.items()})
 
     def place(self, spec: PartSpec) -> PartSpec:
-        """A share with its directory in the step's."""
+        """The spec of a share, with its directory relative to the step's."""
         return replace(spec, directory=join(self.part.directory, self.keys[spec.name]))
 
 
@@ -350,7 +360,7 @@ class Unfinished:
 
 @dataclass(frozen=True, slots=True)
 class GroupShare:
-    """Everything that one rank of a group writes of the group's part. See ``ports.PartJob``."""
+    """The share of one rank in the group's part. See ``ports.PartJob``."""
 
     ticket: Ticket
     rank: int
@@ -382,8 +392,11 @@ class GroupShare:
         return Written(tuple(files), tuple(rows))
 
     def _of_others(self, storage: Storage, location: str) -> list[tuple[tuple[Any, ...], ...]]:
-        """What the group's other ranks wrote. Raises ``ShardMissing`` when the time is up, and
-        ``SaveFailed`` as soon as one of them left it out."""
+        """The results of the group's other ranks.
+
+        Raises ``ShardMissing`` when the time is up, and ``SaveFailed`` as soon as another rank left
+        the part out.
+        """
         ticket = self.ticket
         ranks = range(ticket.first_rank, ticket.first_rank + ticket.size)
         others = [(self.name, rank) for rank in ranks if rank != self.rank]

@@ -1,7 +1,7 @@
-"""What a trainer holds: the handle of a save, the result of a restore, and the mirrored view.
+"""The objects that a trainer holds: a save's handle, a restore's result, and the mirrored view.
 
-Rules: every rank sees the same transitions in the same order (they are broadcast), so every rank's
-view is the same at the same point, and decisions taken from it need no further exchange.
+Rules: every rank sees the same transitions in the same order (they are broadcast). So every rank's
+view is the same at the same point, and decisions based on it need no further exchange.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class SaveHandle:
     """A requested save, or one that was skipped because another was in flight.
 
     ``state`` is the checkpoint's state as this rank knows it; None for a skipped save. A save is
-    acknowledged when ``state`` is ``tracked``, not before. ``blocked_by`` is why the disk does not take
-    its next effect, which is tried again and again; None if nothing is in its way.
+    acknowledged when ``state`` is ``tracked``, not before. ``blocked_by`` is the error of the disk
+    that blocks the next effect, which is retried; None if nothing does.
     """
 
     step: int
@@ -42,13 +42,13 @@ class SaveHandle:
         return self.skipped or self._error is not None or self.state not in UNFINISHED
 
     def exception(self) -> CkptFsmError | None:
-        """Why the save failed; None while it runs and when it did not fail."""
+        """The error of a failed save; None while it runs and when it did not fail."""
         return self._error
 
     def wait(self, timeout_s: float | None = None) -> SaveHandle:
-        """Wait until the save is tracked and retention has had its turn (collective).
+        """Wait until the save is tracked and retention has been applied (collective).
 
-        Raises what made it fail, ``DeadlineExceeded`` (default: ``busy_timeout_s``), or
+        Raises the error of a failed save, ``DeadlineExceeded`` (default: ``busy_timeout_s``), or
         ``ManagerClosed`` if the manager was left meanwhile.
         """
         if not self.skipped and self._wait is not None:
@@ -60,7 +60,7 @@ class SaveHandle:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What ``restore`` loaded: ``state`` for the single part, or by name in ``parts``.
+    """The result of ``restore``: ``state`` for a single part, or by name in ``parts``.
 
     ``dropped`` are the keys of sharded objects that this sharding cannot load (RNG state).
     """
@@ -75,8 +75,8 @@ class Restored:
 class View:
     """The root as every rank sees it, from the transitions alone.
 
-    ``awaiting``: the coordinator is still at work on what nobody waited for; news of it will come.
-    ``blocked``: why the disk does not take an attempt's next effect, until the attempt moves on.
+    ``awaiting``: the coordinator still works on a question that timed out; news of it will come.
+    ``blocked``: the disk's errors that block an attempt's next effect, until the attempt moves on.
     """
 
     steps: set[int] = field(default_factory=set)
@@ -112,7 +112,7 @@ class View:
 
     @property
     def blocked_by(self) -> CkptFsmError | None:
-        """Why the disk does not let the one in flight go on; None if there is none, or it goes on."""
+        """The error of the disk that blocks the save in flight, or None."""
         busy = self.in_flight
         return self.blocked.get(busy) if busy is not None else None
 
@@ -134,14 +134,14 @@ class View:
 
 
 def named(reason: CkptFsmError) -> str:
-    """Why something is blocked, for people: what was being done, its file, the name of the error."""
+    """The reason of a block, for people: the call, its file, the name of the error."""
     facts = (reason.facts.get("file"), reason.facts.get("errno_name"))
     details = ", ".join(str(fact) for fact in facts if fact is not None)
     return f"{reason.message} ({details})" if details else reason.message
 
 
 def facts_of(reason: CkptFsmError) -> dict[str, Any]:
-    """Why something is blocked, as attributes of an error."""
+    """The reason of a block, as attributes of an error."""
     return {
         "reason": reason.facts.get("call") or reason.kind,
         "file": reason.facts.get("file"),
@@ -150,6 +150,6 @@ def facts_of(reason: CkptFsmError) -> dict[str, Any]:
 
 
 def only(values: Iterable[Any]) -> Any:
-    """The one value, or None when there are more or none."""
+    """The single value, or None if there are more or none."""
     found = list(values)
     return found[0] if len(found) == 1 else None

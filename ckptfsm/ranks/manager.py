@@ -1,15 +1,17 @@
-"""One rank's end of the library: what a trainer calls, in lockstep with the other ranks.
+"""The interface for a trainer on one rank, in lockstep with the other ranks.
 
 Every public method is collective unless it says otherwise: all ranks call it at the same point. The
-coordinator lives in rank 0; other ranks own a writer and report what it did.
+coordinator lives in rank 0; the other ranks have a writer and report its results.
 
 Rules:
-* A local error is never raised between collectives: it is carried to the next exchange and comes out
-  on every rank, so nobody is left waiting (I10).
-* ``save`` begins with one exchange: every rank's draft goes to the coordinator, an accepted attempt or
-  a refusal comes back. ``poll`` costs one tiny exchange while something is in flight, none when idle.
-* The training thread never touches the coordinator's disk work: it asks, with a deadline.
-* What was requested is frozen at the call: nothing later reads a live step.
+
+- A local error is never raised between collectives. The next exchange carries it, and every rank
+  raises it, so that no rank is left waiting (I10).
+- ``save`` begins with one exchange: every rank's draft goes to the coordinator, an accepted attempt
+  or a refusal comes back. ``poll`` costs one tiny exchange while a save is in flight, none when
+  idle.
+- The training thread never touches the coordinator's disk work: it asks, with a deadline.
+- The arguments of a request are frozen at the call: nothing later reads a live step.
 """
 
 from __future__ import annotations
@@ -51,16 +53,18 @@ class Manager(Session):
     ) -> SaveHandle:
         """Begin a checkpoint of ``step`` (collective).
 
-        ``state`` is a Megatron sharded state dict, saved as the one part ``state`` at the root of the
-        step's directory; ``parts`` maps names to several of them, to ``bytes`` (a plain file), or to
-        foreign requests. Each may be a function that returns it, called when the save begins (after
-        ``OffloadHook.load``). Returns once this rank's data is owned by its writer: tensors may change
-        from then on. With ``sync`` it returns when the checkpoint is tracked. While the disk
-        blocks the one before, the save is refused, or skipped under ``on_failure="warn"``.
+        ``state`` is a Megatron sharded state dict, saved as the single part ``state`` at the root
+        of the step's directory. ``parts`` maps names to several of them, to ``bytes`` (a plain
+        file), or to foreign requests. Each may be a function that returns it, called when the save
+        begins (after ``OffloadHook.load``).
 
-        Raises ``SaveRefused`` (on every rank) if it was not accepted, ``SaveFailed`` for an earlier
-        save that failed under ``on_failure="raise"``, ``DeadlineExceeded`` if another save stays in
-        flight, ``OffloadFailed`` if a rank could not offload.
+        Returns once the writer holds a copy of this rank's data: tensors may change from then on.
+        With ``sync`` it returns when the checkpoint is tracked. While the disk blocks the save
+        before, the save is refused, or skipped under ``on_failure="warn"``.
+
+        Raises ``SaveRefused`` (on every rank) if it was not accepted, and ``DeadlineExceeded`` if
+        another save stays in flight. Raises ``SaveFailed`` for an earlier save under
+        ``on_failure="raise"``, ``OffloadFailed`` if a rank could not offload.
         """
         step = whole_step(step)
         with self._one_call.running():
@@ -86,7 +90,7 @@ class Manager(Session):
         call: tuple[Any, Mapping[str, Any] | None],
         metrics: Mapping[str, float] | None,
     ) -> tuple[SaveHandle, BaseException | None]:
-        """Draft, ask, stage and fork; why it was refused, the same on every rank."""
+        """Draft, ask, stage and fork. Returns the handle and the refusal, the same on every rank."""
         draft, proposal = stage.propose(self._ports.driver, call, metrics)
         answer, accepted = self._ask_for(proposal)
         if answer.error is not None:
@@ -98,7 +102,7 @@ class Manager(Session):
         return self._begin_writing(accepted, draft), None
 
     def _ask_for(self, proposal: Proposal) -> tuple[Answer, Accepted | None]:
-        """The one exchange that a save begins with."""
+        """Make the exchange that a save begins with."""
         answer, accepted = Answer(), None
         gathered = self._ports.transport.gather(proposal)
         if gathered is not None:
@@ -110,7 +114,10 @@ class Manager(Session):
         return answer, accepted or answer.value
 
     def _judge(self, proposals: list[Proposal]) -> tuple[Answer, Accepted | None]:
-        """At rank 0: accept or refuse for everyone. Returns the answer, and what rank 0 keeps."""
+        """At rank 0: accept or refuse for all ranks.
+
+        Returns the answer, and the acceptance with all plans.
+        """
         step = proposals[0].step
         try:
             request = agree(proposals)
@@ -151,14 +158,15 @@ class Manager(Session):
         parts: Mapping[str, Any] | None = None,
         step: int | None = None,
     ) -> Restored | None:
-        """Load the latest checkpoint, or that of ``step``, into the shape of ``state`` (collective).
+        """Load the latest checkpoint, or that of ``step``, into the shape of ``state``
+        (collective).
 
-        Verifies first (``verify``), holds a lease on what it reads, and falls back to the newest valid
-        one under ``resume="fallback"`` if the latest is damaged. Loads under another tensor-parallel
-        or world size; sharded objects in ``reshard_drops`` that do not reshard are left out with a
-        warning. Returns None only when there is no evidence of any checkpoint.
+        Verifies first (``verify``) and holds a lease on the checkpoint. If the latest is damaged,
+        falls back to the newest valid one under ``resume="fallback"``. Loads under another
+        tensor-parallel or world size; sharded objects in ``reshard_drops`` that do not reshard are
+        left out with a warning. Returns None only when there is no evidence of any checkpoint.
 
-        Raises ``StepNotFoundError``, ``DamagedRoot``, or what the load raised.
+        Raises ``StepNotFoundError``, ``DamagedRoot``, or the error of the load.
         """
         self._require_open()
         with self._one_call.running():

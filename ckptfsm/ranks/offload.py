@@ -1,18 +1,19 @@
-"""Where a trainer's state is while a save is drafted, staged and forked: the hook around that. No torch.
+"""The hook that moves a trainer's state while a save is drafted, staged and forked. No torch.
 
-An optimizer that is offloaded to host memory would be handed to the writer by the fork alone, and the
-trainer's next update in place would copy it page by page. A trainer that has an accelerator loads it
-there before the state is made: staging then makes one copy, which only the writer keeps, and what is
-offloaded again after the fork is in fresh memory.
+A fork alone would hand an optimizer in host memory to the writer. The trainer's next update in
+place would then copy it page by page. A trainer with an accelerator loads the optimizer there
+before the state is made: staging then makes a single copy, for the writer alone. After the fork it
+is offloaded into fresh memory.
 
 Rules:
-* ``load`` is called on every rank at the same point, before the state is made; then the ranks agree
-  whether all of them loaded. If not, no rank makes its state, which may hold collectives, and the save
-  is refused on every rank.
-* ``offload`` is called on every rank whose ``load`` was called, however the save ends. That one failed
-  is agreed too, and raised on every rank; the writer goes on, because it owns its copy. In a group of
-  workers it fails the attempt instead.
-* Without a hook there is no exchange.
+
+- ``load`` is called on every rank at the same point, before the state is made. Then the ranks agree
+  whether all of them loaded. If not, no rank makes its state, which may hold collectives, and the
+  save is refused on every rank.
+- ``offload`` is called on every rank after its ``load``, at every end of the save. A failure is
+  agreed too, and raised on every rank; the writer goes on with its copy. In a group of workers it
+  fails the attempt instead.
+- Without a hook there is no exchange.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ log = logging.getLogger("ckptfsm")
 
 
 class OffloadTurn:
-    """One rank's turn of the hook, around one save: a context that loads and offloads.
+    """The calls of the hook around one save, on one rank: a context that loads and offloads.
 
-    ``loaded``: every rank could load. ``problem`` is why this rank could not offload.
+    ``loaded``: every rank could load. ``problem``: the reason why this rank could not offload.
     """
 
     def __init__(self, staging: OffloadHook | None, transport: Transport, step: int) -> None:
@@ -53,7 +54,7 @@ class OffloadTurn:
         try:
             self._load_error = self._call("load", self._staging)
             self.loaded = not self._transport.any_flags([bool(self._load_error)])[0]
-        except BaseException:  # a Ctrl-C, a rank that is gone: what was loaded must not stay there
+        except BaseException:  # a Ctrl-C, a lost rank: loaded state must be offloaded
             self._offload()
             raise
         return self
@@ -72,13 +73,13 @@ class OffloadTurn:
         state: tuple[Any, Mapping[str, Any] | None],
         metrics: Mapping[str, float] | None,
     ) -> tuple[Draft | None, Proposal]:
-        """This rank's draft; none if a rank could not load."""
+        """This rank's draft and proposal; no draft if a rank could not load."""
         if not self.loaded:
             return None, Proposal(self._step, self._transport.world_size, error=self._load_error)
         return propose(driver, self._transport.world_size, self._step, state, metrics)
 
     def agree(self) -> None:
-        """Behind the context (collective): raise on every rank if one could not offload."""
+        """Raise on every rank if one could not offload (collective); called after the context."""
         transport = self._transport
         if self._staging is None or not transport.any_flags([bool(self.problem)])[0]:
             return
@@ -92,7 +93,7 @@ class OffloadTurn:
             self.problem = self._call("offload", self._staging)
 
     def _call(self, name: str, staging: OffloadHook) -> str:
-        """Call one side of the hook; what it raised, in words."""
+        """Call one side of the hook. Returns its error in words, "" if it succeeded."""
         try:
             (staging.load if name == "load" else staging.offload)()
         except (KeyboardInterrupt, SystemExit):

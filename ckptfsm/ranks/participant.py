@@ -1,14 +1,15 @@
 """This rank's side of the protocol: rounds with the other ranks, and the news that come back.
 
-All ranks run a round at the same points. A round is one tiny exchange ("has any rank news?"), and a
-full one if so: all reports go to the coordinator, and all news come back, the same on every rank and
-in the same order.
+All ranks run a round at the same points. A round is one tiny exchange ("has any rank news?"),
+followed by a full one if so. In the full exchange all reports go to the coordinator. All news come
+back, the same on every rank and in the same order.
 
 Rules:
-* An error or a warning waits for a point that every rank reaches.
-* News are taken one after the other: a hook that is called meanwhile cannot take any.
-* An interrupt loses nothing. News count as taken after the last thing that they call for, and taking
-  them twice changes nothing. ``reports`` does the same for what this rank has to tell.
+
+- An error or a warning waits for a point that every rank reaches.
+- News are taken one after the other: a hook that is called meanwhile cannot take any.
+- An interrupt loses nothing. News count as taken after all their effects, and taking them twice
+  changes nothing. ``reports`` does the same for this rank's reports.
 """
 
 from __future__ import annotations
@@ -55,17 +56,16 @@ from ckptfsm.ranks.reports import RankReports
 log = logging.getLogger("ckptfsm")
 Hook = Callable[[TransitionRecord], None]
 _NEWS, _SAVE_DUE, _PREEMPTED, _EXPIRED, _INTERRUPTED = range(5)
-_KEPT = (State.SHARDS_WRITTEN, State.FINALIZED, State.TRACKED)  # a restart goes on with it
-_LEAVE_S = 0.5  # at least this long the disk has to answer, however long the writer took
+_KEPT = (State.SHARDS_WRITTEN, State.FINALIZED, State.TRACKED)  # a restart completes these
+_LEAVE_S = 0.5  # the least time for the disk to answer, after any wait for the writer
 _BEGINNING = (State.REQUESTED, State.FORKED)  # each rank that writes has a writer of these
 
 
 class Participant:
-    """See the module. ``view`` is the root as every rank sees it.
+    """A participant, see the module. ``view`` is the root as every rank sees it.
 
-    Attributes: ``save_due`` and ``preempted`` are agreed in an
-    exchange, ``save_asked`` is this rank's wish; ``failures`` and ``notes`` are what ``raise_failures``
-    will raise and warn of.
+    Attributes: ``save_due`` and ``preempted`` are agreed in an exchange, ``save_asked`` is this
+    rank's wish. ``raise_failures`` will raise ``failures`` and warn of ``notes``.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Participant:
         self.save_asked = False
         self.preempted = False
         self.failures: dict[AttemptId | None, CkptFsmError] = {}
-        self.owed: SaveFailed | None = None  # of a save that is to be tried again
+        self.owed: SaveFailed | None = None  # of a save that is to be retried
         self.notes: list[Warning] = []
         self.reports = RankReports(ports, config, writers)
         self._ports = ports
@@ -95,7 +95,7 @@ class Participant:
         self._rank = ports.transport.rank
         self._inbox: list[NumberedNews] = []
         self._handles: dict[AttemptId, SaveHandle] = {}
-        self._lost: set[AttemptId] = set()  # attempts that failed since the last one was tracked
+        self._lost: set[AttemptId] = set()  # attempts that failed since the last tracked save
         self._next_timed_save = 0.0
 
     @property
@@ -109,11 +109,11 @@ class Participant:
         return self._closed or self.is_copy
 
     def end(self) -> None:
-        """The root was given back."""
+        """Note that the root was given back."""
         self._closed = self.calls.left = True
 
     def begin(self, view: View, update: Update) -> None:
-        """The root is open: what it holds, and what opening it did."""
+        """Note the content of an opened root, and take the news of the opening."""
         self.view = view
         self._next_timed_save = self._ports.clock.monotonic() + (self._config.save_interval_s or 0)
         self._client.took(update)
@@ -125,7 +125,7 @@ class Participant:
     def abandon(self) -> str:
         """Wait for this rank's writer, without the other ranks, then let its save be finished.
 
-        Bounded by ``exit_timeout_s``. Returns what is lost, in words.
+        Bounded by ``exit_timeout_s``. Returns a description of the lost save, or "".
         """
         busy, began = self.view.in_flight, self._ports.clock.monotonic()
         timeout_s = self._config.exit_timeout_s
@@ -139,7 +139,10 @@ class Participant:
         return f"step {busy.step} was in flight when its manager was left, and {problem}"
 
     def _finish_alone(self, timeout_s: float) -> str:
-        """At rank 0: finish the save in flight from what lies on disk. Returns why that is not done."""
+        """At rank 0: finish the save in flight from its files on disk.
+
+        Returns the reason if that fails.
+        """
         known, state = self._client.leave(timeout_s)
         if not known:
             return "whether it was finished is not known: the next start decides"
@@ -148,9 +151,11 @@ class Participant:
     # ------------------------------------------------------------------------------------- rounds
 
     def drive(self, finished: Callable[[View], bool], timeout_s: float, waiting_for: str) -> None:
-        """Participant until ``finished``. The deadline is agreed, so all ranks stop waiting together.
+        """Run rounds until ``finished``.
 
-        An interrupt is agreed too: it is raised where it struck, ``RankInterrupted`` elsewhere. Raises
+        The deadline is agreed, so all ranks stop waiting together.
+
+        An interrupt is agreed too: its rank raises it, the others ``RankInterrupted``. Raises
         ``ManagerClosed`` if the root was given back before that.
         """
         self.refuse_inside_a_hook()
@@ -174,9 +179,9 @@ class Participant:
             self._ports.clock.sleep(next(pause))
 
     def catch_up(self, timeout_s: float) -> None:
-        """In a job of one rank: deal first with what an interrupted call has left.
+        """In a job with one rank: first deal with the remains of an interrupted call.
 
-        In a larger one no call is left half done: handlers wait for its end.
+        With more ranks no call is interrupted: handlers wait for its end.
         """
         if self._ports.transport.world_size == 1 and not self._caught_up(self.view):
             self.drive(self._caught_up, timeout_s, "an earlier answer of the disk")
@@ -186,7 +191,7 @@ class Participant:
         return not any(orphans) and not self._client.unanswered
 
     def _too_late(self, timeout_s: float, waiting_for: str) -> DeadlineExceeded:
-        """Say that a wait ran out, and why, if the disk does not take something."""
+        """The error of a wait that ran out, with the disk's error if that blocks a save."""
         text, facts = f"{waiting_for} did not finish in time", {}
         of = max(self.view.blocked, default=None)
         if of is not None:
@@ -195,16 +200,16 @@ class Participant:
         return DeadlineExceeded(text, timeout_s=timeout_s, waiting_for=waiting_for, **facts)
 
     def settle(self, handle: SaveHandle, timeout_s: float | None = None) -> None:
-        """Participant until a save is tracked or has failed."""
+        """Run rounds until a save is tracked or has failed."""
         limit = timeout_s if timeout_s is not None else self._config.busy_timeout_s
         self.drive(HandleDone(handle), limit, f"the save of step {handle.step}")
 
     def wait_for(self, handle: SaveHandle, timeout_s: float | None) -> None:
-        """Wait until a save is done; what it failed with is the caller's, from the handle."""
+        """Wait until a save is done; its error is left for the caller, in the handle."""
         with self.calls.running():
             self.settle(handle, timeout_s)
             if handle.exception() is not None:
-                raised = handle.exception()  # the caller gets it from the handle
+                raised = handle.exception()  # raised by the handle
                 kept = {of: e for of, e in self.failures.items() if e is not raised}
                 self.failures = kept
                 self.failures.pop(handle.attempt, None)
@@ -213,14 +218,14 @@ class Participant:
     def quiet(self) -> bool:
         """True while no exchange is needed, the same on every rank.
 
-        A rank that is alone looks whether an interrupted call has left something, too.
+        A single rank also checks for the remains of an interrupted call.
         """
         alone = self._ports.transport.world_size == 1
         left = alone and (self._client.has_news or self._client.unanswered)
         return self.view.quiet and not left
 
     def exchange(self, *, expired: bool, interrupted: bool = False) -> Agreed:
-        """One cheap exchange; a full one if any rank has news. Returns what the ranks agreed on."""
+        """Make a cheap exchange, and a full one if any rank has news. Returns the agreed flags."""
         now = self._ports.clock.monotonic()
         self._client.catch_up()
         self.reports.note_due(now, self.view)
@@ -270,15 +275,17 @@ class Participant:
             self.calls.taking_news = False
 
     def refuse_inside_a_hook(self) -> None:
-        """Raise ``ConfigError`` in a call that comes from a hook or a finalizer: it would wait for
-        news that only the caller of the hook can take."""
+        """Raise ``ConfigError`` in a call from a hook or a finalizer.
+
+        Such a call would wait for news that only the caller of the hook can take.
+        """
         if self.calls.in_hook:
             raise ConfigError("a hook or a finalizer may not call its manager: do it after poll()")
 
     def _take(self, news: News, *, ended: bool) -> None:
-        """Act on one of the news; again, if that was interrupted. ``ended``: the coordinator is gone."""
+        """Act on one of the news; again after an interrupt. ``ended``: the coordinator is gone."""
         if isinstance(news, FinalizersDue):
-            if not ended:  # fenced, for one
+            if not ended:  # for example fenced
                 self.reports.run_finalizers(news.of)
             return
         if isinstance(news, NothingInFlight):
@@ -303,7 +310,7 @@ class Participant:
             self._on_tracked(news)
 
     def _end(self, fatal: CkptFsmError) -> None:
-        """The coordinator is gone: nothing more will come."""
+        """Note that the coordinator is gone: no more news will come."""
         self.failures[None] = fatal
         for handle in self._handles.values():
             handle._error = handle._error or fatal
@@ -311,13 +318,16 @@ class Participant:
         self.view = View(self.view.steps)
 
     def _say_unusable(self, record: TransitionRecord) -> None:
-        """A person should know that an older step is used instead."""
+        """Warn that an older step is used instead of a damaged one."""
         text = f"step {record.step} is {record.reason}, and out of use now: {record.detail}"
         say(log.warning, "checkpoint_damaged", text, step=record.step, what=record.detail)
         self.notes.append(RecoveryWarning(text))
 
     def _on_blocked(self, news: Blocked) -> None:
-        """Keep the reason. People hear once of what is in flight: they may mend the disk in time."""
+        """Keep the reason of a block.
+
+        Warn once of a save in flight: a person may repair the disk in time.
+        """
         self.view.blocked[news.of] = news.error
         handle = self._handles.get(news.of)
         if handle is not None:
@@ -333,12 +343,12 @@ class Participant:
         self._handles.pop(record.of, None)
 
     def _on_withdrawn(self, record: TransitionRecord) -> None:
-        """It was published, and not tracked after all: for the trainer it failed."""
+        """Fail a save for the trainer that was published, but withdrawn before it was tracked."""
         self.reports.forget()
         self._end_failed(record)
 
     def _end_failed(self, record: TransitionRecord) -> None:
-        """Tell the handle, and do what ``on_failure`` says."""
+        """Fail the handle, and apply ``on_failure``."""
         error = failure_of(record)
         handle = self._handles.get(record.of)
         if handle is None:
@@ -359,13 +369,13 @@ class Participant:
         for hook in self._hooks:
             try:
                 hook(record)
-            except Exception:  # a user's hook: training and the machine go on (F24)
+            except Exception:  # a user's hook: training goes on (F24)
                 dest = record.dest.value
                 said = f"step {record.step}: a hook failed at {dest}"
                 say(log.exception, "hook_failed", said, step=record.step, dest=dest)
 
     def raise_failures(self) -> None:
-        """At a point that every rank reaches: what there is to say, then what there is to raise."""
+        """Warn, then raise the first failure, at a point that every rank reaches."""
         self.say_notes()
         if self.failures:
             error = next(iter(self.failures.values()))
@@ -373,7 +383,7 @@ class Participant:
             raise error
 
     def say_notes(self) -> None:
-        """Warnings wait for a point without collectives after it: they may be made errors."""
+        """Warn of the notes. No collective may follow: a filter may turn a warning into an error."""
         notes, self.notes = self.notes, []
         for note in notes:
             warn_caller(note)
@@ -389,7 +399,7 @@ class Participant:
         return handle
 
     def expect(self, of: AttemptId) -> SaveHandle:
-        """The handle of an accepted save: from now on its failure comes out here as on every rank."""
+        """The handle of an accepted save: from now on every rank raises its failure."""
         fresh = SaveHandle(of.step, State.REQUESTED, of, None, self.wait_for)
         return self._handles.setdefault(of, fresh)
 
@@ -406,7 +416,9 @@ class HandleDone:
     handle: SaveHandle
 
     def __call__(self, view: View) -> bool:
-        """Also let retention have its turn, unless another attempt is still being cleaned up."""
+        """True once the save is done and retention was applied, unless another attempt is being
+        cleaned up.
+        """
         failed = self.handle.exception() is not None
         return self.handle.done and (failed or not view.retention_due or bool(view.unfinished))
 

@@ -1,7 +1,8 @@
-"""A save before it exists: what each rank proposes, and what all of them must agree on.
+"""The proposals of all ranks for a save, and their agreement.
 
-Rules: ``propose`` is local and never raises: a rank that cannot prepare a save says so in its
-proposal, and the save is refused on every rank. All checks of agreement are here, in one place.
+Rules: ``propose`` is local and never raises. A rank that cannot prepare a save writes its error
+into its proposal, and the save is refused on every rank. All checks of agreement are in this
+module.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from ckptfsm.core.ports import Draft, Driver
 from ckptfsm.core.requests import SaveRequest
 
 log = logging.getLogger("ckptfsm")
-STATE = "state"  # the one part of a checkpoint whose trainer names none
+STATE = "state"  # the name of the part for a state without names
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """One rank's side of a save, as it is sent to the coordinator.
+    """The proposal of one rank, as it is sent to the coordinator.
 
-    ``specs`` are the parts that this rank writes, ``elsewhere`` the names of those it does not.
+    ``specs`` are the parts that this rank writes, ``elsewhere`` the names of the others.
     """
 
     step: int
@@ -42,7 +43,7 @@ class Proposal:
 def name_parts(state: Any, parts: Mapping[str, Any] | None) -> dict[str, Any]:
     """The parts of a call: ``state`` alone is the part named ``state``. Raises ``ConfigError``.
 
-    A part that is None is one that other ranks write; one that is a function is made now.
+    A value of None means that other ranks write the part; a function is called now for its value.
     """
     if (state is None) == (parts is None):
         raise ConfigError("give either a state or named parts")
@@ -68,7 +69,7 @@ def propose(
 ) -> tuple[Draft | None, Proposal]:
     """Plan a save on this rank. ``state`` is the call's (state, parts).
 
-    What goes wrong becomes part of the proposal.
+    An error becomes part of the proposal.
     """
     try:
         named = name_parts(*state)
@@ -92,12 +93,12 @@ def propose(
 
 
 def measured(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
-    """Metrics as they are requested, by name. Raises what a value that is no number raises."""
+    """Metrics sorted by name, as a request has them. Raises if a value is not a number."""
     return tuple(sorted((str(name), float(value)) for name, value in (metrics or {}).items()))
 
 
 def agree(proposals: Sequence[Proposal]) -> SaveRequest:
-    """At rank 0: the request that all proposals stand for. Raises ``SaveRefused`` naming ranks."""
+    """At rank 0: the request that all proposals agree on. Raises ``SaveRefused`` naming ranks."""
     first = proposals[0]
     failed = {rank: p.error for rank, p in enumerate(proposals) if p.error}
     if failed:
@@ -145,7 +146,7 @@ def _in_order(proposals: Sequence[Proposal]) -> list[str]:
 
 
 def _agreed(name: str, proposals: Sequence[Proposal]) -> PartSpec:
-    """One part as its ranks propose it; plain files are written by the first of them."""
+    """A part as its ranks propose it; the first of them writes a part of plain files."""
     found = {r: spec for r, p in enumerate(proposals) for spec in p.specs if spec.name == name}
     first = next(iter(found.values()))
     for rank, spec in found.items():
@@ -169,7 +170,7 @@ def _agreed(name: str, proposals: Sequence[Proposal]) -> PartSpec:
 
 
 def _in_place(proposals: Sequence[Proposal]) -> bool:
-    """Raises ``SaveRefused`` unless all ranks that write anything agree."""
+    """True if the save is in place. Raises ``SaveRefused`` unless all writing ranks agree."""
     said = {p.in_place for p in proposals if p.specs}
     if len(said) > 1:
         raise SaveRefused("some ranks write in place, others do not", step=proposals[0].step)

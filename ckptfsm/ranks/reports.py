@@ -1,10 +1,12 @@
 """The writers of this rank, and the reports that it owes the coordinator.
 
 Rules:
-* A local error is a report: it is never raised between collectives, and comes back to every rank.
-* The writer of a failed attempt is killed; a writer is reported gone only when that is certain.
-* An interrupt loses no report. Each round of ``note_due`` asks anew what this rank owes: an attempt in
-  flight that this rank has no share of is given up, and a report is sent until an exchange took it.
+
+- A local error is a report: it is never raised between collectives, and every rank hears of it.
+- The writer of a failed attempt is killed; a writer is reported gone only when that is certain.
+- An interrupt loses no report: each round of ``note_due`` computes anew which reports this rank
+  owes. An attempt in flight without a share of this rank's is given up. A report is sent until an
+  exchange took it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _BEGINNING = (State.REQUESTED, State.FORKED)  # each rank that writes has a writ
 
 
 class _Ran(NamedTuple):
-    """What became of a step of the finalizers here; ``failed``: on some rank."""
+    """The result of a step of the finalizers on this rank; ``failed``: on some rank."""
 
     error: str
     leaving: BaseException | None
@@ -47,9 +49,10 @@ def _may_finalize(writer: RankWriter, part: Finalizer) -> None:
 
 
 class RankReports:
-    """``writers`` is the number of ranks of a checkpoint. ``outbox`` holds the reports to be sent.
+    """The writers and reports of this rank. ``outbox`` holds the reports to be sent.
 
-    ``source`` is called before each exchange, and adds the reports of other processes.
+    ``writers`` is the number of ranks of a checkpoint. ``source`` is called before each exchange,
+    and adds the reports of other processes.
     """
 
     def __init__(self, ports: Ports, config: CheckpointConfig, writers: int) -> None:
@@ -62,9 +65,9 @@ class RankReports:
         self._sent: set[Event] = set()  # reports of this rank that an exchange took
         self._dying: list[RankWriter] = []
         self._draft: Draft | None = None
-        self._bystander: AttemptId | None = None  # an attempt that this rank writes nothing of
+        self._bystander: AttemptId | None = None  # an attempt without a share of this rank
         self._given_up: AttemptId | None = None
-        self._finalizing: AttemptId | None = None  # its finalizers were begun here
+        self._finalizing: AttemptId | None = None  # the attempt with finalizers begun here
 
     def begin_writing(
         self,
@@ -101,7 +104,7 @@ class RankReports:
                 raise
 
     def give_up(self, of: AttemptId, error: BaseException) -> None:
-        """This rank will not write what was accepted: the attempt fails at the next exchange."""
+        """Give up an accepted share: the attempt fails at the next exchange."""
         detail = f"rank {self._rank}: {describe(error)}"
         said = f"step {of.step}: the writer cannot start: {detail}"
         say(log.error, "fork_failed", said, exc_info=error, step=of.step, rank=self._rank)
@@ -109,7 +112,7 @@ class RankReports:
         self._given_up = of
 
     def note_due(self, now: float, view: View) -> None:
-        """Put everything that this rank has to report into the outbox."""
+        """Put all reports that this rank owes into the outbox."""
         self.bury()
         if self.source is not None:
             self.source()
@@ -144,27 +147,27 @@ class RankReports:
         self.bury()
 
     def end(self) -> None:
-        """The coordinator is gone: kill the writer, whatever it writes."""
+        """Kill the writer, as the coordinator is gone."""
         if self.writer is not None:
             self._dying.append(self.writer)
             self.forget()
             self.bury()
 
     def forget(self) -> None:
-        """The save is over for this rank: it needs neither its writer nor its draft any more."""
+        """Drop writer and draft: the save is over for this rank."""
         self.writer = self._draft = None
 
     def taken(self, events: Sequence[Event]) -> None:
-        """An exchange took these reports, the first of the outbox."""
+        """Note that an exchange took these reports, the first of the outbox."""
         self._sent.update(events)
-        del self.outbox[: len(events)]  # an interrupt before this: the ledger takes each once
+        del self.outbox[: len(events)]  # after an interrupt here, the ledger ignores the repeats
 
     def forget_sent(self, unfinished: Collection[AttemptId]) -> None:
-        """Keep what was sent of unfinished attempts only."""
+        """Keep only the sent reports of unfinished attempts."""
         self._sent = {event for event in self._sent if event.of in unfinished}
 
     def await_writer(self, timeout_s: float) -> str:
-        """Wait for the writer without the other ranks. Returns what is wrong with it, in words."""
+        """Wait for the writer without the other ranks. Returns its fault in words, or ""."""
         writer = self.writer
         if writer is None:
             return ""
@@ -175,19 +178,19 @@ class RankReports:
         return next((f"is lost: {end.detail}" for end in ends if isinstance(end, Failed)), "")
 
     def bury(self) -> None:
-        """Kill writers of failed attempts; only one that is certainly gone is reported so."""
+        """Kill writers of failed attempts; only one that is certainly gone is reported gone."""
         for writer in list(self._dying):
             if writer.kill(timeout_s=0.0):
                 self.owe(WriterGone(writer.of, self._rank))
                 self._dying.remove(writer)
 
     def run_finalizers(self, of: AttemptId) -> None:
-        """Foreign finalizers hold collectives: here all ranks run them at the same point, once."""
+        """Run the foreign finalizers, once: they hold collectives, so all ranks run them here."""
         draft, writer = self._draft, self.writer
         if draft is None or writer is None or writer.of != of:
             self._fail_finalizers(of, "this rank has no such save")
             return
-        if self._finalizing == of:  # nobody knows how far they came (I6)
+        if self._finalizing == of:  # an interrupted run may not be repeated (I6)
             self._fail_finalizers(of, "interrupted")
             return
         self._finalizing = of
@@ -211,7 +214,9 @@ class RankReports:
         self.owe(Failed(of, "finalizers", f"rank {self._rank}: {error}", self._rank))
 
     def _run_together(self, name: str, work: Callable[[], None]) -> _Ran:
-        """Do it, and hear whether all could: else some would wait in the next collectives for ever."""
+        """Run ``work`` and agree whether all ranks could: else some would wait in later
+        collectives.
+        """
         error, leaving = "", None
         try:
             work()
@@ -219,6 +224,6 @@ class RankReports:
             error, leaving = "interrupted", problem
         except BaseException as problem:  # torch's CheckpointException is one
             error = f"{name}: {describe(problem)}"
-            said = f"the finalizers of {name} failed"  # the others may wait in their collectives
+            said = f"the finalizers of {name} failed"  # the others may wait in a collective
             say(log.exception, "finalizers_failed", said, part=name)
         return _Ran(error, leaving, self._ports.transport.any_flags([bool(error)])[0])

@@ -1,9 +1,9 @@
-"""Restore: choose, lease, verify, load. Every step is taken on all ranks together.
+"""Restore: choose, lease, verify, load. All ranks take every step together.
 
 Rules: nothing is loaded before it was verified, and nothing is verified without a lease on it, so
-that it cannot be pruned meanwhile (F27). A problem of one rank is a problem of all of them, found in
-an exchange, never raised between collectives. What the load itself does is megatron-core's, and holds
-its own collectives: a rank that dies inside it is bounded only by the process group's timeout.
+that it cannot be pruned meanwhile (F27). An exchange turns a problem of one rank into a problem of
+all, never raised between collectives. The load itself is megatron-core's, and holds further
+collectives. If a rank dies inside the load, only the process group's timeout ends the wait.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _LEAVING = (KeyboardInterrupt, SystemExit)
 
 @dataclass(frozen=True, slots=True)
 class Restorer:
-    """One restore of one rank. ``agree`` asks the coordinator on behalf of all ranks.
+    """A restore on one rank. ``agree`` asks the coordinator on behalf of all ranks.
 
-    ``hear`` runs the handlers of signals that wait, and returns what one of them raised.
+    ``hear`` runs the signal handlers that wait, and returns the exception of one.
     """
 
     ports: Ports
@@ -66,7 +66,7 @@ class Restorer:
     def restore(
         self, state: Any, parts: Mapping[str, Any] | None, step: int | None
     ) -> Restored | None:
-        """See ``Manager.restore``."""
+        """Restore, see ``Manager.restore``."""
         named = self._everywhere(step, name_parts, state, parts)
         located = self.choose(step)
         if located is None:
@@ -86,7 +86,7 @@ class Restorer:
             try:
                 problem = self._damage(located)
             finally:
-                if problem != "":  # damaged, or not known to be whole
+                if problem != "":  # damaged, or not verified
                     self.agree(Coordinator.release, located.lease)
             if not problem:
                 return located
@@ -97,7 +97,7 @@ class Restorer:
             self.agree(Coordinator.withdraw_damaged, located.step, problem)
 
     def _damage(self, located: Located) -> str:
-        """What is wrong with the checkpoint, the same on every rank; "" if nothing is.
+        """The fault of the checkpoint, the same on every rank; "" if there is none.
 
         A disk that cannot be read is not damage: that raises, and nothing is withdrawn.
         """
@@ -108,7 +108,7 @@ class Restorer:
         return str(self.transport.broadcast(next((p for p in gathered or () if p), "")))
 
     def _await(self, share: Pending[str]) -> None:
-        """Wait until every rank has looked: they hear of each other, however long that takes.
+        """Wait until every rank has verified its share; meanwhile the ranks keep exchanging flags.
 
         An interrupt of one rank ends the wait on all of them.
         """
@@ -129,14 +129,14 @@ class Restorer:
             self.ports.clock.sleep(next(pause))
 
     def _start_verifying(self, located: Located) -> Pending[str]:
-        """Look at this rank's files on another thread: it may take longer than a rank may be silent."""
+        """Verify this rank's files on another thread: a rank may not be silent for so long."""
         executor = self.ports.executor()
         share = executor.submit(partial(self._verify_share, located))
         executor.shutdown()
         return share
 
     def _verify_share(self, located: Located) -> str:
-        """Each rank looks at its share of the files, so that verification scales with ranks."""
+        """Verify this rank's share of the files, so that verification scales with ranks."""
         if located.problem:
             return located.problem
         if self.config.verify == "none" or not located.files:
@@ -147,7 +147,7 @@ class Restorer:
         except OSError as error:
             if not says_what_is_there(error):
                 raise
-            return describe(error)  # a link where a directory was, for example
+            return describe(error)  # for example a link in place of a directory
 
     def _look_at(self, located: Located, share: Sequence[FileEntry]) -> str:
         problem = self._sizes(located, share)
@@ -158,7 +158,7 @@ class Restorer:
         return problem
 
     def _sizes(self, located: Located, share: Sequence[FileEntry]) -> str:
-        """Rank 0 has seen all of it. On another host a name may appear late: it is waited for."""
+        """Check sizes. Rank 0 saw all files; other hosts may see a name late, and wait for it."""
         late = self.config.visibility_timeout_s if self.transport.rank else 0.0
         deadline, pause = self.ports.clock.monotonic() + late, pauses()
         while problem := check_sizes(self.storage, located.directory, share):
@@ -168,7 +168,7 @@ class Restorer:
         return problem
 
     def load(self, located: Located, named: Mapping[str, Any]) -> Restored:
-        """Load what was chosen. A part that is None is loaded by other ranks only."""
+        """Load the chosen checkpoint. A part of None is loaded by other ranks only."""
         step = located.step
         wanted = self._everywhere(step, self._with_others, located, named)
         directories = self._everywhere(step, self._part_directories, located, wanted)
@@ -178,12 +178,12 @@ class Restorer:
         surveys = self.transport.gather(survey)
         self._everywhere(step, self._check_surveys, surveys, dropped)
         loaded = self._everywhere(step, self.driver.load, wanted, directories, dropped)
-        self._everywhere(step, self.storage.absolute, located.directory)  # it was the one verified
+        self._everywhere(step, self.storage.absolute, located.directory)  # still the verified one
         own = {name: loaded[name] for name, value in named.items() if value is not None}
         return Restored(step, only(own.values()), own, tuple(sorted(dropped)))
 
     def _with_others(self, located: Located, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Loading a torch_dist part holds collectives: ranks without a share ask for nothing in it."""
+        """Add the parts of other ranks, empty: loading a torch_dist part is collective."""
         plain = {spec.name for spec in located.parts if spec.kind in ("file", "tree", "report")}
         wanted = {
             name: value for name, value in named.items() if value is not None or name not in plain
@@ -204,12 +204,14 @@ class Restorer:
         return {name: join(base, known.get(name, "")) for name in named}
 
     def _check_surveys(self, surveys: Sequence[Survey] | None, dropped: set[str]) -> None:
-        """Find at rank 0 what would make one rank raise, and the others wait, inside the load."""
+        """Find mismatches at rank 0 that would make one rank raise inside the load, and the others
+        wait.
+        """
         if surveys is not None:
             self.driver.check(surveys, dropped)
 
     def _agree_on_drops(self, missing: set[str]) -> set[str]:
-        """What some rank cannot load in its sharding, restricted to what may be left out."""
+        """The keys that some rank cannot load in its sharding, if they may be left out."""
         everyone = self.transport.gather(missing)
         union: set[str] = set().union(*everyone) if everyone is not None else set()
         return set(self.transport.broadcast(union)) & set(self.config.reshard_drops)
@@ -217,9 +219,9 @@ class Restorer:
     def _everywhere(
         self, step: int | None, work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs
     ) -> T:
-        """Run ``work`` on every rank. If any of them fails, all of them raise: its own typed error
+        """Run ``work`` on every rank. If any of them fails, all of them raise.
 
-        where it happened, ``RestoreFailed`` elsewhere.
+        A failed rank raises its typed error, every other rank ``RestoreFailed``.
         """
         results: list[T] = []
         problem = ""
@@ -245,7 +247,7 @@ class Restorer:
 
 
 def warn_of_drops(restored: Restored) -> None:
-    """Say what was left out, if anything: such a run is not quite the one that was saved."""
+    """Warn of objects that were left out: the run then differs from the saved one."""
     if restored.dropped:
         warn_caller(
             ReshardWarning(

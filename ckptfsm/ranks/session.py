@@ -1,12 +1,12 @@
-"""What every owner of a root does: open and close it, poll it, ask it. Only saving differs.
+"""Base class of ``CheckpointManager`` and ``Controller``: open, poll, pin, roll back, close.
 
-``Manager`` is one rank of a job whose ranks all run the same program; ``Controller`` is the one process
-that drives groups of workers.
+Subclasses add saving. ``Manager`` is one rank of a job with the same program on all ranks;
+``Controller`` is the single process that drives groups of workers.
 
-Rules: every public method is collective unless it says otherwise: all ranks of the transport call it at
-the same point (a controller's has one). One thread calls at a time, and handlers of signals wait for the
-end of a call, or for a place in it that all ranks reach together. The training thread never touches the
-coordinator's disk work: it asks, with a deadline.
+Rules: every public method is collective unless it says otherwise. All ranks of the transport call
+it at the same point (a controller's has one). A single thread calls at a time. Signal handlers wait
+for the end of a call, or for a place in it that all ranks reach together. The training thread never
+touches the coordinator's disk work: it asks, with a deadline.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Session:
         *,
         writers: int | None = None,
     ) -> None:
-        """``writers``: how many ranks a checkpoint has, if not those of the transport."""
+        """``writers``: the number of ranks of a checkpoint, if not those of the transport."""
         self.config = config
         self.writers = writers or ports.transport.world_size
         self.recovery: RecoveryReport | None = None
@@ -86,7 +86,7 @@ class Session:
             problem = self._watch_signals()
             with self._one_call.running():
                 self._open(problem)
-        except BaseException:  # a Ctrl-C too: the root must not stay ours
+        except BaseException:  # a Ctrl-C too: the root must be given back
             self._let_go(_LET_GO_S)
             self._unwatch_signals()
             raise
@@ -94,19 +94,20 @@ class Session:
             warn_at_end(self, _left_in_flight, weakref.ref(self))
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """A block in which handlers of signals wait, for calls that belong together (local).
+        """A block in which signal handlers wait, for calls that belong together (local).
 
-        One example is ``Controller.begin`` and the hand-out of its tickets: an interrupt between them
-        would leave a save that nobody writes. Raises ``ConfigError`` if another thread is in a call.
+        An example is ``Controller.begin`` and the hand-out of its tickets: an interrupt between
+        them would leave a save without writers. Raises ``ConfigError`` if another thread is in a
+        call.
         """
         return self._one_call.running()
 
     # ------------------------------------------------------------------------------ open and close
 
     def _open(self, problem: CkptFsmError | None) -> None:
-        """Open the root at rank 0, tell everyone what it holds, or raise on every rank.
+        """Open the root at rank 0 and share its content, or raise on every rank.
 
-        ``problem`` is what this rank could not do before.
+        ``problem`` is an earlier error of this rank.
         """
         answer = Answer()
         if self.rank == 0:
@@ -117,7 +118,7 @@ class Session:
                 answer = Answer((report, self._client.ask(_view_of)), update=self._client.collect())
             except Exception as error:  # the other ranks wait for the broadcast
                 answer = Answer(error=typed(error))
-            except BaseException as error:  # a Ctrl-C: so do they
+            except BaseException as error:  # a Ctrl-C: the other ranks wait here, too
                 answer = Answer(error=interrupted_rank(error), interruption=error)
         answer = self._client.share(answer)
         raised = answer.interruption or answer.error or problem or self._open_locally()
@@ -129,7 +130,7 @@ class Session:
         self._note_recovery()
 
     def _open_locally(self) -> CkptFsmError | None:
-        """This rank's own storage; why it cannot be opened."""
+        """Open this rank's storage. Returns the error if that fails."""
         try:
             if self.rank != 0:
                 self._storage = self._ports.open_storage(False)
@@ -138,24 +139,30 @@ class Session:
         return None
 
     def _watch_signals(self) -> CkptFsmError | None:
-        """Watch the signals that were asked for; why that cannot be. Handlers wait inside a call."""
+        """Watch the configured signals.
+
+        Returns the error if that fails. Handlers wait inside a call.
+        """
         try:
             for name in self.config.preemption_signals:
                 number = signal.Signals[name]
                 self._signals[number] = signal.getsignal(number)
                 signal.signal(number, self._on_signal)
-        except Exception as error:  # in another thread than the main one; all ranks must hear of it
+        except Exception as error:  # for example not in the main thread; all ranks must hear of it
             return typed(error)
         return None
 
     def _unwatch_signals(self) -> None:
-        """Put back what was there. Another's handler stays: it may lead to ours, which leads on."""
+        """Restore the previous handlers.
+
+        A newer handler stays: it may call ours, which calls the previous one.
+        """
         for number, previous in self._signals.items():
             if signal.getsignal(number) == self._on_signal and previous is not None:
                 signal.signal(number, previous)
 
     def _note_recovery(self) -> None:
-        """What a person should know before hours of training go by; said at the first step."""
+        """Collect the warnings about recovery, shown at the first step, before hours of training."""
         assert self.recovery is not None
         decisions = self.recovery.decisions
         notes = [
@@ -202,17 +209,17 @@ class Session:
             self.abandon()
 
     def close(self) -> None:
-        """Drain what is in flight, journal the end, give the root back (collective).
+        """Finish the saves in flight, journal the end, give the root back (collective).
 
-        Raises ``DeadlineExceeded`` after ``close_timeout_s``, what a save failed with, also one that was
-        to be tried again and was not; the root is given back all the same.
+        Raises ``DeadlineExceeded`` after ``close_timeout_s``, or the error of a failed save. That
+        includes a save that was to be retried and was not. The root is given back all the same.
         """
         if self._gone or self._participant.is_copy:
             return
         self._participant.refuse_inside_a_hook()
         try:
             with self._one_call.running():
-                if not self._participant.closed:  # else this was interrupted before
+                if not self._participant.closed:  # else an earlier close was interrupted
                     self.wait_until_finished(self.config.close_timeout_s)
                     self._agree(Coordinator.close)
                 self._let_go(self.config.exit_timeout_s)
@@ -225,10 +232,11 @@ class Session:
             raise self._participant.owed
 
     def abandon(self) -> None:
-        """Leave without the other ranks: a bounded wait for the own writer, then only local work.
+        """Leave without the other ranks: a bounded wait for this rank's writer, then only local
+        work.
 
-        A save whose shards are all durable by then is finished, here or by the next start; one that is
-        lost is told with a ``SaveFailedWarning``.
+        If all shards of a save are durable by then, it is finished here or by the next start. A
+        ``SaveFailedWarning`` reports a lost save.
         """
         if self._gone or self._participant.is_copy:
             return
@@ -251,11 +259,11 @@ class Session:
         try:
             warn_caller(SaveFailedWarning(lost))
         except SaveFailedWarning:
-            if not leaving:  # else it is logged, and the error on its way out says more
+            if not leaving:  # else the error on its way out matters more
                 raise
 
     def _let_go(self, timeout_s: float) -> None:
-        """Let go of root and transport. An interrupted one can be called again.
+        """Let go of root and transport. After an interrupt, call again.
 
         The storage stays open if the coordinator still works on the root after ``timeout_s``.
         """
@@ -287,7 +295,7 @@ class Session:
         return self._participant.view.latest
 
     def step_in_flight(self) -> int | None:
-        """The step whose save is neither tracked nor has failed; None without one (not collective)."""
+        """The step of the save in flight, neither tracked nor failed, or None (not collective)."""
         busy = self._participant.view.in_flight
         return busy.step if busy is not None else None
 
@@ -296,14 +304,14 @@ class Session:
         return sorted(self._participant.view.steps)
 
     def explain(self, step: int) -> str:
-        """Say what this rank knows of ``step``, and what is in its way (not collective)."""
+        """The state of ``step`` as this rank knows it, and any block, in words (not collective)."""
         return self._participant.view.explain(whole_step(step))
 
     def should_save(self, step: int) -> bool:
         """True if a save is due at ``step`` (not collective: the same on every rank).
 
-        Due by interval or step list, because the coordinator's timer or a preemption was agreed in
-        an earlier ``poll``, or because a failed save is to be tried again.
+        The reasons are the interval, the list of steps, or a failed save that is to be retried. The
+        coordinator's timer or a preemption are reasons too, agreed in an earlier ``poll``.
         """
         self._watch_polls(step)
         latest = self._participant.view.latest
@@ -327,7 +335,7 @@ class Session:
         self._participant.save_asked = True
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """Ask for a save; once closed, do what was done before us: a later manager led here."""
+        """Ask for a save; once closed, call the previous handler: a later manager's calls this one."""
         if not self._participant.closed:
             self._participant.save_asked = True
             return
@@ -339,9 +347,9 @@ class Session:
             signal.raise_signal(number)
 
     def _make_way(self, step: int) -> bool:
-        """What every save begins with; False if it is to be skipped. The same on every rank.
+        """Make way for a save; False if it is to be skipped. The same on every rank.
 
-        One in flight per root: wait, skip or refuse.
+        A root has one save in flight: wait, skip or refuse.
         """
         self._require_open()
         self._watch_polls(step)
@@ -369,7 +377,7 @@ class Session:
         return False
 
     def _wait_unless_blocked(self, finished: Callable[[View], bool], waiting_for: str) -> None:
-        """Wait for a save. If the disk blocks what is in flight, try that once, then wait no longer."""
+        """Wait for a save. If the disk blocks it, retry once, then wait no longer."""
         over, limit = _FinishedOrBlocked(finished), self.config.busy_timeout_s
         self._participant.drive(over, limit, waiting_for)
         if not finished(self._participant.view):
@@ -377,7 +385,7 @@ class Session:
             self._participant.drive(over, limit, waiting_for)
 
     def _refusal(self, step: int, busy: AttemptId) -> SaveRefused:
-        """Why a save cannot begin: another is in flight, and perhaps blocked."""
+        """The refusal of a save while another one is in flight, and perhaps blocked."""
         reason, text = self._participant.view.blocked_by, f"step {busy.step} is still in flight"
         if reason is None:
             return SaveRefused(text, step=step, in_flight=busy.step)
@@ -385,7 +393,7 @@ class Session:
         return SaveRefused(text, step=step, in_flight=busy.step, **facts_of(reason))
 
     def _begin_writing(self, accepted: Accepted, draft: Draft) -> SaveHandle:
-        """Stage and fork this process's share; from now on somebody has to poll."""
+        """Stage and fork this process's share; from now on the trainer has to poll."""
         handle = self._participant.begin_writing(self._storage, accepted, draft)
         self._unpolled_since = accepted.of.step
         return handle
@@ -393,9 +401,9 @@ class Session:
     # ----------------------------------------------------------------------------------- poll
 
     def poll(self) -> None:
-        """Drive the machine; call it every step (collective).
+        """Drive the saves in flight; call at every step (collective).
 
-        Raises what a save failed with, on every rank, under ``on_failure="raise"``.
+        Raises the error of a failed save, on every rank, under ``on_failure="raise"``.
         """
         self._require_open()
         self._unpolled_since = None
@@ -410,7 +418,7 @@ class Session:
     def wait_until_finished(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is in flight (collective). Raises failures and ``DeadlineExceeded``.
 
-        ``ManagerClosed`` if it was left with a save in flight.
+        ``ManagerClosed`` if the manager was left with a save in flight.
         """
         limit = timeout_s if timeout_s is not None else self.config.busy_timeout_s
         with self._one_call.running():
@@ -418,10 +426,12 @@ class Session:
             self._participant.raise_failures()
 
     def wait_for(self, handle: SaveHandle) -> None:
-        """Wait until one save is tracked or has failed (collective). Raises what ``poll`` would.
+        """Wait until one save is tracked or has failed (collective).
+
+        Raises the same errors as ``poll``.
 
         ``SaveHandle.wait`` raises its failure under ``on_failure="warn"`` too. ``DeadlineExceeded``
-        after ``busy_timeout_s``; under ``"warn"`` what the disk blocks is not waited for.
+        after ``busy_timeout_s``; under ``"warn"`` a save that the disk blocks is not waited for.
         """
         with self._one_call.running():
             if self.config.on_failure == "warn":
@@ -437,7 +447,7 @@ class Session:
         self._participant.refuse_inside_a_hook()
 
     def _watch_polls(self, step: int) -> None:
-        """A save that nobody polls never gets tracked: say so, with its step (F28)."""
+        """Warn of a save without polls, which never gets tracked, with its step (F28)."""
         since, busy = self._unpolled_since, self._participant.view.in_flight
         if since is None or busy is None or not isinstance(step, int):
             return
@@ -450,7 +460,7 @@ class Session:
                 )
             )
 
-    # --------------------------------------------------------------------- what people ask for
+    # --------------------------------------------------------------------- requests of people
 
     def pin(self, step: int, reason: str = "") -> None:
         """Keep ``step`` from retention until ``unpin`` (collective). ``StepNotFoundError``."""
@@ -511,7 +521,7 @@ def _nothing_unfinished(view: View) -> bool:
 
 
 def _left_in_flight(reference: weakref.ref[Session]) -> str:
-    """What to say at the end of a program that never closed its manager (F28)."""
+    """The warning at the end of a program that never closed its manager, or "" (F28)."""
     owner = reference()
     busy = (
         owner._participant.view.in_flight

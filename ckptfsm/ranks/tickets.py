@@ -1,4 +1,4 @@
-"""What a controller and its workers hand to each other, besides events. No torch; can be pickled."""
+"""The data that a controller and its workers exchange, besides events. No torch; can be pickled."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class GroupPart:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a group's workers need to know of a save that was accepted. Can be pickled.
+    """The facts of an accepted save for a group's workers. Can be pickled.
 
-    ``first_rank`` is the number of the group's rank 0 in the checkpoint, ``size`` how many ranks it
-    has; ``published`` the absolute directory that the checkpoint will have. ``alone`` is True if no
-    other part has files in the checkpoint, so that a ``FileTree`` may lie at its top.
+    ``first_rank`` is the number of the group's rank 0 in the checkpoint, ``size`` the number of its
+    ranks. ``published`` is the absolute directory that the checkpoint will have. ``alone`` is True
+    if no other part has files in the checkpoint, so that a ``FileTree`` may lie at its top.
     """
 
     of: AttemptId
@@ -49,7 +49,7 @@ class Ticket:
 class Reading:
     """A checkpoint that is being read: ``directory`` is absolute; no ``parts`` if it was adopted.
 
-    ``of`` is the attempt in its manifest; None if it has none.
+    ``of`` is the attempt in its manifest; None if there is no manifest.
     """
 
     step: int
@@ -60,7 +60,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class GroupSave:
-    """A save that was begun: its handle, and for each group what its workers need to know.
+    """A begun save: its handle, and a ticket for each group's workers.
 
     There are no tickets if the save was skipped, because another one was in flight.
     """

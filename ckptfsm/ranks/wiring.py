@@ -18,7 +18,7 @@ def system_ports(
     open_storage: Callable[[bool], Storage],
     staging: OffloadHook | None = None,
 ) -> Ports:
-    """What is left to choose: the other ranks, what is saved, and where."""
+    """The ports of a real process, given its transport, driver and storage."""
     return Ports(
         transport,
         driver,
