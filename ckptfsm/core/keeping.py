@@ -1,10 +1,10 @@
 """Decides which directory leaves its name, and which stays. Pure.
 
-``disk.setting_aside`` looks at the disk, asks here, and moves. It hands over facts, frozen values; each
-answer is a member of an enum, whose value says in a sentence when it is given.
+``disk.setting_aside`` looks at the disk, asks here, and moves. The facts it passes are frozen
+values; each answer is a member of an enum, with a sentence that explains it.
 
-Rules: in doubt a directory is kept. A move is never decided on facts from after it: if something may
-change while a directory moves, the same question is asked again with newer facts.
+Rules: in doubt a directory is kept. A move is never decided on facts from after the move. If a fact
+may change during the move, the same question is asked again with newer facts.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ckptfsm.core.lifecycle import Checkpoint
 
 
 class Place(Enum):
-    """Where the directory of a prunable checkpoint is."""
+    """The place of a prunable checkpoint's directory."""
 
     AT_ITS_NAME = "its directory stands at its name"
-    LEFT = "nothing, or a stranger's directory, stands at its name: its own one was moved before"
-    DAMAGED = "the directory at its name is not whole, and does not say whose it is"
+    LEFT = "its name is free, or another directory has it: its directory was moved before"
+    DAMAGED = "the directory at its name is not whole, and names no checkpoint"
 
 
 class PruneDecision(Enum):
-    """Whether a prunable checkpoint goes to the trash, and if not, why it stays."""
+    """The decision to move a prunable checkpoint to the trash, or the reason to keep it."""
 
     MOVE = "nothing keeps it"
     KEEP_NOTHING_NEWER = "nothing newer is tracked: it may be the last one"
@@ -36,11 +36,11 @@ class PruneDecision(Enum):
     KEEP_READER = "a reader holds a lease on its step"
     KEEP_TRACKER = "the tracker names its step, an older one, or none"
     KEEP_SOMEBODY_ELSES = "a link, a file or a mount has its name"
-    KEEP_NAMED = "the tracker names its step, whose name is free: somebody went back to it"
+    KEEP_NAMED = "the tracker was set back to its step, and its name is free"
 
 
 class ReturnDecision(Enum):
-    """What becomes of a checkpoint whose directory lies in the trash, while its prune is undecided."""
+    """The decision about a directory in the trash while its prune is undecided."""
 
     STAY = "nothing keeps it"
     BRING_BACK = "something keeps it, and its name is free"
@@ -49,7 +49,7 @@ class ReturnDecision(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """All that may keep a checkpoint from one moment to the next: looked at before its move, and after.
+    """The facts that may keep a checkpoint, read before its move and after.
 
     ``somebody_elses``: a link, a file or a mount has its name.
     """
@@ -62,10 +62,10 @@ class Holds:
 
 @dataclass(frozen=True, slots=True)
 class PruneFacts:
-    """All that decides whether a prunable checkpoint of ``step`` goes.
+    """The facts that decide whether a prunable checkpoint of ``step`` goes.
 
-    ``newer_step`` is the newest tracked one, -1 if there is none, and ``newer_is_there`` says that its
-    directory stands at its name.
+    ``newer_step`` is the newest tracked step, -1 if there is none; ``newer_is_there`` means that
+    its directory is at its name.
     """
 
     step: int
@@ -75,9 +75,10 @@ class PruneFacts:
 
 
 def place_of(checkpoint: Checkpoint, there: PublishedEvidence | None, moved: bool) -> Place:
-    """Where the directory of a prunable checkpoint is.
+    """The place of a prunable checkpoint's directory.
 
-    ``there`` stands at its name; ``moved`` says that a directory of it lies in trash or quarantine.
+    ``there`` is the directory at its name; ``moved``: a directory of the checkpoint lies in trash
+    or quarantine.
     """
     if there is None:
         return Place.LEFT
@@ -90,7 +91,9 @@ def place_of(checkpoint: Checkpoint, there: PublishedEvidence | None, moved: boo
 
 
 def decide_prune(facts: PruneFacts) -> PruneDecision:
-    """Whether a directory goes to the trash (I7); after that move, whether it stays there."""
+    """Decide whether a directory goes to the trash (I7), and after that move, whether it stays
+    there.
+    """
     return (
         _kept_as_the_last(facts)
         or _kept_by_people(facts)
@@ -100,9 +103,10 @@ def decide_prune(facts: PruneFacts) -> PruneDecision:
 
 
 def decide_left(facts: PruneFacts, name_taken: bool) -> PruneDecision:
-    """Whether something keeps a checkpoint that left its name before; ``MOVE`` if nothing does.
+    """Decide whether a checkpoint that left its name before is kept; ``MOVE`` if nothing keeps it.
 
-    The tracker counts only while its name is free: otherwise it names what somebody saved there since.
+    The tracker counts only while the name is free: otherwise it names a checkpoint saved there
+    since.
     """
     named = not name_taken and facts.holds.tracker_step == facts.step
     nothing_else = PruneDecision.KEEP_NAMED if named else PruneDecision.MOVE
@@ -110,14 +114,14 @@ def decide_left(facts: PruneFacts, name_taken: bool) -> PruneDecision:
 
 
 def decide_return(left: PruneDecision, name_taken: bool) -> ReturnDecision:
-    """What becomes of it in the trash. ``left``: as ``decide_left`` says."""
+    """Decide about a directory in the trash. ``left`` is the result of ``decide_left``."""
     if left is PruneDecision.MOVE:
         return ReturnDecision.STAY
     return ReturnDecision.NAME_TAKEN if name_taken else ReturnDecision.BRING_BACK
 
 
 def _kept_as_the_last(facts: PruneFacts) -> PruneDecision | None:
-    """The newer one may be another attempt at the same step."""
+    """Keep the last checkpoint of a step: the newer one may be another attempt at the same step."""
     if facts.newer_step < facts.step:
         return PruneDecision.KEEP_NOTHING_NEWER
     return None if facts.newer_is_there else PruneDecision.KEEP_NEWER_MISSING
@@ -154,19 +158,19 @@ def why_kept(decision: PruneDecision, facts: PruneFacts) -> str:
 
 
 class AtName(Enum):
-    """Whose directory stands at the name of a failed attempt's step."""
+    """The kind of directory at the name of a failed attempt's step."""
 
     NOTHING = "nothing stands there"
     SOMEBODY_ELSES = "a link, a file or a mount stands there"
     ITS_OWN = "its manifest names this attempt"
     ANOTHERS = "its manifest names another attempt"
-    TORN = "its manifest cannot be read, and names nobody"
+    TORN = "its manifest cannot be read, so it names no checkpoint"
     STOCK = "it has no manifest, and a stock loader accepts it"
     UNFINISHED = "it has no manifest, and no stock loader accepts it"
 
 
 class Contents(Enum):
-    """How far a save got that was written in place, by the names of its files."""
+    """The progress of a save in place, by the names of its files."""
 
     BARE = "there is only what a stock save leaves before its writers begin"
     CUT_SHORT = "there is only what this attempt leaves before its metadata"
@@ -174,31 +178,32 @@ class Contents(Enum):
 
 
 class CleanUpDecision(Enum):
-    """What becomes of a failed attempt's directory."""
+    """The decision about a failed attempt's directory."""
 
     LEAVE_SOMEBODY_ELSES = "in place, a link, a file or a mount has its name"
     QUARANTINE_PUBLISHED = "it stands at its published name after all, and may be complete"
     LEAVE_TO_OTHERS = "in place, another attempt or another trainer has its name"
     NOTHING_LEFT = "its directory is not there: an earlier try has moved it"
-    GIVE_UP = "it lies in staging, where nobody else writes: it may be deleted"
+    GIVE_UP = "it lies in staging, where no other program writes: it may be deleted"
     LOOK_INSIDE = "it was written in place: its contents decide"
 
 
 class InPlaceDecision(Enum):
-    """What becomes of a directory in place that no other attempt and no other trainer has in use."""
+    """The decision about a directory in place that no other attempt or trainer uses."""
 
-    LEAVE = "it is bare and unmarked: whoever made it anew has only begun"
+    LEAVE = "it is bare and unmarked: the trainer that made it anew has only begun"
     GIVE_UP = "this attempt began there, alone, and was cut short: it may be deleted"
-    QUARANTINE = "it may be of value to somebody"
+    QUARANTINE = "it may be of value"
 
 
 @dataclass(frozen=True, slots=True)
 class CleanUpFacts:
-    """All that decides what becomes of a failed attempt.
+    """The facts that decide about a failed attempt.
 
-    ``working_dir``: its directory, in staging or in place, is there. ``alone``: no other attempt may
-    stand at its name. ``held``: another attempt has its name in use. ``went_on``: the tracker tells that
-    another trainer went on from there.
+    - ``working_dir``: its directory, in staging or in place, exists.
+    - ``alone``: no other attempt may use its name.
+    - ``held``: another attempt uses its name.
+    - ``went_on``: the tracker shows that another trainer resumed from its directory.
     """
 
     in_place: bool
@@ -211,7 +216,7 @@ class CleanUpFacts:
 
 @dataclass(frozen=True, slots=True)
 class InPlaceFacts:
-    """All that decides what becomes of a directory in place. ``marked``: this attempt began in it."""
+    """The facts that decide about a directory in place. ``marked``: this attempt began in it."""
 
     alone: bool
     at_name: AtName
@@ -220,7 +225,9 @@ class InPlaceFacts:
 
 
 def at_name(checkpoint: Checkpoint, there: PublishedEvidence) -> AtName:
-    """Whose directory stands at the name of ``checkpoint``, unless a link, a file or a mount does."""
+    """The kind of directory at the name of ``checkpoint``; links, files and mounts are ruled out
+    before.
+    """
     if there.found == "no_directory":
         return AtName.NOTHING
     if there.of is not None:
@@ -231,10 +238,11 @@ def at_name(checkpoint: Checkpoint, there: PublishedEvidence) -> AtName:
 
 
 def decide_clean_up(facts: CleanUpFacts) -> CleanUpDecision:
-    """What becomes of a failed attempt's directory. What was published is never given up (I1)."""
+    """Decide about a failed attempt's directory. A published directory is never given up (I1)."""
     if facts.in_place and facts.at_name is AtName.SOMEBODY_ELSES:
         return CleanUpDecision.LEAVE_SOMEBODY_ELSES
-    # If its manifest is torn, only the missing staging directory tells whose directory it is.
+    # A torn manifest names no attempt: only the missing staging directory shows that this is its
+    # directory.
     may_be_published = facts.in_place or not facts.working_dir
     torn = facts.at_name is AtName.TORN and facts.alone and may_be_published
     if facts.at_name is AtName.ITS_OWN or torn:
@@ -248,7 +256,9 @@ def decide_clean_up(facts: CleanUpFacts) -> CleanUpDecision:
 
 
 def decide_in_place(facts: InPlaceFacts) -> InPlaceDecision:
-    """What becomes of a directory in place; after its move to the trash, whether it may be deleted."""
+    """Decide about a directory in place, and after its move to the trash, whether it may be
+    deleted.
+    """
     if not facts.marked and facts.contents is Contents.BARE:
         return InPlaceDecision.LEAVE
     begun_here = facts.alone and facts.marked and facts.at_name is AtName.UNFINISHED
@@ -270,10 +280,11 @@ class QuarantineDecision(Enum):
 
 @dataclass(frozen=True, slots=True)
 class QuarantineFacts:
-    """All that decides what becomes of a withdrawn checkpoint's directory.
+    """The facts that decide about a withdrawn checkpoint's directory.
 
-    ``alone``: no other attempt has a right to its name. ``there`` stands at its name; None for nothing.
-    ``moved``: a directory of it came to quarantine since this was tried first.
+    - ``alone``: no other attempt may use its name.
+    - ``there``: the directory at its name, None for nothing.
+    - ``moved``: a directory of the checkpoint came to quarantine since the first try.
     """
 
     alone: bool
@@ -294,6 +305,6 @@ def decide_quarantine(checkpoint: Checkpoint, facts: QuarantineFacts) -> Quarant
 
 
 def is_taken(checkpoint: Checkpoint, there: PublishedEvidence, moved: bool) -> bool:
-    """True if a complete checkpoint of somebody else stands at a withdrawn one's name."""
+    """True if a complete checkpoint of another trainer has a withdrawn one's name."""
     complete = there.found in ("manifest", "stock")
     return complete and not is_its_own(checkpoint, there, moved)

@@ -1,21 +1,21 @@
 """The life of a checkpoint, as one table.
 
-A checkpoint is asked for, its ranks' writers take an immutable copy, the shards become durable, the
-directory is completed and published, the tracker names it, and one day a newer one makes it
-removable. Everything the library does to a checkpoint is a row of ``TABLE`` below; what is not a row
-cannot happen. Read the rows from top to bottom and you have read the product.
+A checkpoint is requested, its ranks' writers take an immutable copy, and the shards become durable.
+The directory is completed and published, and the tracker names it. Later, a newer checkpoint makes
+it removable. Everything the library does to a checkpoint is a row of ``TABLE`` below; a move
+without a row cannot happen. Read the rows from top to bottom and you have read the product.
 
     requested -> forked -> shards_written -> finalized -> tracked -> prunable -> pruned
 
 Rules of this module:
 
-* ``apply(checkpoint, event)`` is pure: it returns the new checkpoint and the command to run, or
+- ``apply(checkpoint, event)`` is pure: it returns the new checkpoint and the command to run, or
   raises ``IllegalTransition`` and changes nothing.
-* A row is (source, event, guard, dest, command). For one (source, event) at most one guard is true;
+- A row is (source, event, guard, dest, command). For one (source, event) at most one guard is true;
   no guard true means the event is illegal there. Guards are named functions of (checkpoint, event).
-* The rows are compiled to a ``transitions.Machine``, and that machine makes every move. The diagrams,
-  the test matrix and the checkers are made from the same rows.
-* A command runs only after the transition that asks for it is in the journal.
+- The rows are compiled to a ``transitions.Machine``, and that machine makes every move. The
+  diagrams, the test matrix and the checkers are made from the same rows.
+- A command runs only after the transition that asks for it is in the journal.
 
 Why a throwaway cursor: ``transitions`` sets attributes on its model, and an exception in a callback
 leaves the model moved. The cursor lives for one move, carries no callbacks, and is then dropped.
@@ -64,7 +64,7 @@ from ckptfsm.core.parts import AttemptId, PartSpec
 
 
 class State(str, Enum):
-    """Where a checkpoint is in its life. ``ABSENT`` is the source of the rows that create one."""
+    """The state of a checkpoint. ``ABSENT`` is the source of the rows that create one."""
 
     ABSENT = "absent"
     REQUESTED = "requested"
@@ -81,18 +81,19 @@ class State(str, Enum):
 
 IN_FLIGHT = frozenset({State.REQUESTED, State.FORKED, State.SHARDS_WRITTEN, State.FINALIZED})
 UNPUBLISHED = IN_FLIGHT - {State.FINALIZED}  # can still fail
-UNFINISHED = IN_FLIGHT | {State.FAILED}  # something is still to be done for it
+UNFINISHED = IN_FLIGHT | {State.FAILED}  # work is left to do for these
 ENDED = frozenset({State.PRUNED, State.DISCARDED, State.QUARANTINED})
-FORGOTTEN = frozenset({State.PRUNED, State.DISCARDED})  # nothing of them is left to look after
+FORGOTTEN = frozenset({State.PRUNED, State.DISCARDED})  # no files of these are left to look after
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One attempt at a checkpoint, frozen. ``shard_bytes`` counts what its ranks wrote, in bytes.
+    """An attempt at a checkpoint, frozen. ``shard_bytes`` is the size of its shards, in bytes.
 
-    ``run_seconds`` is the training time accumulated when it was requested, over all restarts.
-    ``finalizers_ran`` are the ranks whose foreign finalizers have run. ``published``: the directory has
-    its published name, which the journal may not say yet. A restart learns both from disk.
+    ``run_seconds`` is the training time accumulated at its request, over all restarts.
+    ``finalizers_ran`` are the ranks that have run their foreign finalizers. ``published``: the
+    directory has its published name, which the journal may not record yet. A restart learns both
+    from disk.
     """
 
     id: AttemptId
@@ -137,12 +138,12 @@ def expected_reports(checkpoint: Checkpoint) -> frozenset[tuple[str, int]]:
 
 
 def writing_ranks(checkpoint: Checkpoint) -> frozenset[int]:
-    """The ranks that own a writer for this checkpoint."""
+    """The ranks that have a writer for this checkpoint."""
     return _writers_of(checkpoint.parts, checkpoint.world_size)
 
 
 def has_finalizers(checkpoint: Checkpoint) -> bool:
-    """True if a part was written by foreign code, whose finalizers every rank runs (I6)."""
+    """True if a part was written by foreign code; every rank runs its finalizers (I6)."""
     return any(part.kind == "foreign" for part in checkpoint.parts)
 
 
@@ -279,7 +280,7 @@ Guard = Callable[[Checkpoint, Any], bool]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One legal move."""
+    """A legal move."""
 
     source: State
     event: type[Event]
@@ -320,7 +321,7 @@ TABLE: tuple[Row, ...] = (
     Row(S.TRACKED, Superseded, a_newer_one_is_tracked_and_nothing_keeps_it, S.PRUNABLE, Prune),
     Row(S.PRUNABLE, Reprieved, None, S.TRACKED),
     Row(S.PRUNABLE, Removed, None, S.PRUNED),
-    # What goes wrong before publishing.
+    # Failures before publishing.
     Row(S.REQUESTED, Failed, None, S.FAILED),
     Row(S.FORKED, Failed, None, S.FAILED),
     Row(S.SHARDS_WRITTEN, Failed, it_is_not_published, S.FAILED),
@@ -328,12 +329,12 @@ TABLE: tuple[Row, ...] = (
     Row(S.FAILED, WriterGone, every_writer_is_gone, S.FAILED, CleanUp),
     Row(S.FAILED, WritersLost, writers_may_live, S.FAILED, CleanUp),
     Row(S.FAILED, Cleaned, never_published_and_writers_gone, S.DISCARDED),
-    # What a restart finds (I8).
+    # Findings of a restart (I8).
     Row(S.REQUESTED, FoundPublished, None, S.FINALIZED, WriteTracker),
     Row(S.FORKED, FoundPublished, None, S.FINALIZED, WriteTracker),
     Row(S.SHARDS_WRITTEN, FoundPublished, None, S.FINALIZED, WriteTracker),
     Row(S.ABSENT, Adopted, the_attempt_is_new, S.TRACKED),
-    # What a person or damage takes out of service; moved aside, never deleted.
+    # Withdrawals by a person or because of damage: moved aside, never deleted.
     Row(S.TRACKED, Withdrawn, None, S.QUARANTINED, Quarantine),
     Row(S.FINALIZED, Withdrawn, None, S.QUARANTINED, Quarantine),
     Row(S.PRUNABLE, Withdrawn, None, S.QUARANTINED, Quarantine),
@@ -377,7 +378,7 @@ class _RowCondition:
 
 @cache
 def compile_machine() -> Machine:
-    """The table as a ``transitions.Machine`` without a model of its own.
+    """The table as a ``transitions.Machine`` that has no model.
 
     ``auto_transitions=False``: the generated ``to_<state>()`` would bypass the table.
     """
@@ -450,7 +451,7 @@ def _moved(
 
 
 def _absorb(checkpoint: Checkpoint, event: Event) -> Checkpoint:
-    """What the checkpoint remembers of an event, besides its state."""
+    """The checkpoint with the facts of an event added; its state is unchanged."""
     match event:
         case SaveRequested():
             return replace(

@@ -1,16 +1,18 @@
-"""Plan what a restart does, from the journal and from what is on disk. Pure.
+"""Plan a restart, from the journal and from the evidence on disk. Pure.
 
-``plan`` collects the facts and lets the rules decide about each checkpoint (``recovery_rules.RULES``).
-It puts the decisions in order, and refuses a root that it cannot decide (``recovery_refusals``). The
-coordinator carries the plan out through the same table and commands as a living save. Nothing is
-changed before the plan is complete, so a root that is refused is left as it was.
+``plan`` collects the facts and lets the rules decide about each checkpoint
+(``recovery_rules.RULES``). The plan orders the decisions, and a root that cannot be decided is
+refused (``recovery_refusals``). The coordinator carries the plan out through the same table and
+commands as a living save. Nothing is changed before the plan is complete, so a refused root is left
+as it was.
 
-The same rules decide about a directory that no checkpoint of the journal explains. A whole directory of
-another attempt is one of these. So is a directory that was damaged before it was journaled.
+The same rules decide about a directory that no checkpoint of the journal explains. A whole
+directory of another attempt is one of these. So is a directory that was damaged before it was
+journaled.
 
-Evidence is never explained away: if there is any, and no checkpoint to resume from comes out,
-``DamagedRoot`` is raised (I8). Only ``resume="fresh"`` may begin again, after moving the evidence to
-quarantine.
+Evidence is never explained away: if there is evidence, but no checkpoint to resume from,
+``DamagedRoot`` is raised (I8). Only ``resume="fresh"`` may begin again, after moving the evidence
+to quarantine.
 """
 
 from __future__ import annotations
@@ -63,9 +65,9 @@ Resume = Literal["strict", "fallback", "fresh"]
 class Plan:
     """The decisions in the order to carry them out. ``warnings`` are for people.
 
-    ``reasons`` speak against beginning from scratch. ``last_hope`` is an attempt that is to be rolled
-    forward, if nothing else is left to resume from. The tracker is put to ``fallback`` before anything
-    is withdrawn.
+    ``reasons`` speak against beginning from scratch. ``last_hope`` is an attempt to roll forward,
+    if nothing else is left to resume from. The tracker is moved to ``fallback`` before anything is
+    withdrawn.
     """
 
     decisions: tuple[Decision, ...]
@@ -89,11 +91,13 @@ def plan(
     intent: Intent = NO_INTENT,
     lost: frozenset[AttemptId] = frozenset(),
 ) -> Plan:
-    """Decide. ``epoch`` is the new run's, ``lost`` was withdrawn by the last run as damaged or missing.
+    """Decide. ``epoch`` is the new run's, ``lost`` was withdrawn by the last run as damaged or
+    missing.
 
-    While an ``intent`` is unfinished, the tracker and the journal are expected to differ. Raises
-    ``DamagedRoot`` when there is evidence of a checkpoint and none to resume from, and with ``strict``
-    when the newest one is not what tracker and journal say.
+    While an ``intent`` is unfinished, the tracker and the journal are expected to differ.
+
+    Raises ``DamagedRoot`` if there is evidence of a checkpoint and none to resume from. With
+    ``strict``, also if the newest checkpoint is not the one that tracker and journal name.
     """
     interrupted = intent.unfinished
     afresh = "fresh" in (resume, interrupted)
@@ -101,7 +105,7 @@ def plan(
         refuse_newcomer(intent, ledger, evidence)
     if interrupted or afresh:  # a power loss may show a move at both of its names
         evidence = replace(evidence, aside=frozenset())
-    if afresh:  # it is taken away first
+    if afresh:  # a fresh start takes the tracker away first
         evidence = replace(evidence, tracker=TrackerEvidence("missing"))
     in_use = None if afresh else _newest_in_use(ledger, evidence, lost)
     facts = _facts(ledger, evidence)
@@ -136,7 +140,7 @@ def forget_moved(
 ) -> Ledger:
     """The ledger to begin with: without the checkpoints that an earlier run moved to quarantine.
 
-    A ``lost`` one stays, as evidence, unless it is there again and adopted.
+    The ``lost`` ones stay, as evidence, unless they are found again and adopted.
     """
     actions = actions_of(decisions)
     moving = {a.of for a in actions if isinstance(a, Quarantine)}
@@ -153,7 +157,7 @@ def forget_moved(
 
 
 def _facts(ledger: Ledger, evidence: Evidence) -> list[Facts]:
-    """Collect what the rules may look at, for every checkpoint of the journal."""
+    """Collect the facts for the rules, for every checkpoint of the journal."""
     latest = ledger.latest()
     saving = {c.step for c in ledger.in_state(State.FINALIZED)}
     return [
@@ -182,7 +186,7 @@ def _newest_in_use(ledger: Ledger, evidence: Evidence, lost: frozenset[AttemptId
     latest = ledger.latest()
     if evidence.tracker.step is not None:
         return evidence.tracker.step
-    if latest is not None:  # torn or missing: the journal says what was in use
+    if latest is not None:  # torn or missing: the journal knows the latest
         return latest.step
     if evidence.release:
         return -1  # the release is in use, and every step is newer
@@ -248,11 +252,11 @@ def _strays(ledger: Ledger, evidence: Evidence) -> list[Decision]:
 
 
 def _in_order(known: list[Decision], unknown: list[Decision]) -> list[Decision]:
-    """Clean up the failed ones first, while the tracker still tells who went on from them.
+    """Clean up the failed ones first, while the tracker still shows who resumed from them.
 
-    Adoptions come next, so that the tracker never goes back below them meanwhile. An adoption waits if
-    something else is to be done about the journal's own checkpoint of its step. Prunes come last, the
-    newest first: a pruned checkpoint that nothing newer outlives comes back.
+    Adoptions come next, so that the tracker never goes back below them meanwhile. An adoption waits
+    if the journal's checkpoint of its step needs another action first. Prunes come last, the newest
+    first: a pruned checkpoint that nothing newer outlives comes back.
     """
     leaving = [d for d in known if _has(d, Prune)]
     failed = [d for d in known if _has(d, WritersLost)]
@@ -272,7 +276,8 @@ def _has(decision: Decision, kind: type[Event | Command]) -> bool:
     return any(isinstance(action, kind) for action in decision.actions)
 
 
-# ------------------------------------------------------------------------- what is left to resume
+# ------------------------------------------------------------------------ checkpoints to resume
+# from
 
 
 def _survivors(ledger: Ledger, evidence: Evidence, decisions: list[Decision]) -> set[int]:
@@ -287,12 +292,12 @@ def _survivors(ledger: Ledger, evidence: Evidence, decisions: list[Decision]) ->
             free = action.of.step not in evidence.published
             named = evidence.tracker.step == action.of.step
             if free and (named or action.of.step > max(steps, default=-1)):
-                steps.add(action.of.step)  # it is in use, or nothing newer is left: it comes back
+                steps.add(action.of.step)  # in use, or nothing newer is left: reprieved
     return steps
 
 
 def _last_hope(decisions: list[Decision], survivors: set[int]) -> AttemptId | None:
-    """The attempt to roll forward, if it is all there is to resume from."""
+    """The attempt to roll forward, if there is nothing else to resume from."""
     forward = {a.of for a in actions_of(decisions) if isinstance(a, Finalize)}
     return next(iter(forward)) if survivors == {of.step for of in forward} else None
 
@@ -300,12 +305,12 @@ def _last_hope(decisions: list[Decision], survivors: set[int]) -> AttemptId | No
 def _fallback(
     ledger: Ledger, evidence: Evidence, decisions: list[Decision], survivors: set[int]
 ) -> int | None:
-    """The step to put the tracker to before anything is withdrawn; None if it may stay where it is.
+    """The step to move the tracker to before anything is withdrawn; None if the tracker may stay.
 
-    The tracker moves if it tells nothing, or names a step that is to leave. The newest step is named
-    that stays tracked, or is adopted or reprieved where it stands. A withdrawal comes before the
-    adoption of what has its name. A death in between leaves the journal with something older, and no
-    opening resumes unasked from anything newer than that.
+    The tracker moves if it tells nothing, or names a step that is to leave. Its new step is the
+    newest that stays tracked, or is adopted or reprieved at its name. A withdrawal comes before the
+    adoption of the directory at the same name. A death in between leaves the journal with an older
+    checkpoint, and no opening resumes unasked from a newer one.
     """
     actions, named = actions_of(decisions), evidence.tracker.step
     gone = {action.of for action in actions if isinstance(action, Withdrawn)}

@@ -1,7 +1,7 @@
-"""Refuse the roots that recovery cannot decide, and warn of what is odd. Pure.
+"""Refuse the roots that recovery cannot decide, and warn of oddities. Pure.
 
-Conditions here read typed evidence and actions; texts are only made. Every refusal is a ``DamagedRoot``
-that says how a person gets on.
+Conditions here read typed evidence and actions; texts are only output. Every refusal is a
+``DamagedRoot`` that tells a person the way out.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ def refuse_leftovers(ledger: Ledger, evidence: Evidence, decisions: Sequence[Dec
 
 
 def _is_of_a_failed_one(there: PublishedEvidence, ledger: Ledger) -> bool:
-    """True if a failed attempt has published it after all: it goes to quarantine with its files."""
+    """True if a failed attempt was published after all: it goes to quarantine with its files."""
     failing = ledger.checkpoints.get(there.of) if there.of is not None else None
     return failing is not None and failing.state in _FAILING and failing.step == there.step
 
 
 def refuse_newcomer(intent: Intent, ledger: Ledger, evidence: Evidence) -> None:
-    """Refuse to complete a rollback or a fresh start over what somebody may have in use since.
+    """Refuse to complete a rollback or a fresh start over a checkpoint that may be in use since.
 
-    A fresh start takes the tracker away first. A rollback puts it to its target, or below if the target
-    is damaged; before that, the tracker names the newest checkpoint.
+    A fresh start takes the tracker away first, a rollback moves it to its target. Before that, the
+    tracker names the newest checkpoint; afterwards perhaps one below the target, if the target is
+    damaged.
     """
     tracker, target = evidence.tracker, intent.target
     if target is None or tracker.found == "release":
@@ -70,11 +71,12 @@ def refuse_newcomer(intent: Intent, ledger: Ledger, evidence: Evidence) -> None:
 
 
 def _is_anothers(step: int | None, intent: Intent, ledger: Ledger, evidence: Evidence) -> bool:
-    """True if the step that the tracker names above a rollback's target may be somebody's since.
+    """True if the tracker names a directory, above a rollback's target, that may have been saved
+    since.
 
-    Once the rollback had lowered the tracker, anything at that name may be. Before that, the tracker
-    named our newest step: there, only a directory that has become a stock one. At any other step,
-    anything but a directory that was withdrawn, has not left its name, and is not whole.
+    Once the rollback had lowered the tracker, that is any directory. Before, the tracker named our
+    newest step: there, only a stock directory counts. At any other step every directory counts,
+    except a damaged one that was withdrawn and has not left its name.
     """
     there, latest = evidence.published.get(step) if step is not None else None, ledger.latest()
     if there is None or intent.lowered:
@@ -109,7 +111,8 @@ def reasons_against_scratch(
 
 
 def _tells_of_a_checkpoint(decision: Decision, interrupted: bool, evidence: Evidence) -> bool:
-    """True for what is reported or withdrawn, and for what was withdrawn before and stands complete.
+    """True for a reported or withdrawn directory, and for one that was withdrawn before and is
+    complete.
 
     An interrupted rollback or fresh start explains the last of these.
     """
@@ -142,7 +145,7 @@ def _told_by(tracker: TrackerEvidence) -> str:
 def warnings_of(
     evidence: Evidence, survivors: set[int], decisions: Sequence[Decision], intent: Intent
 ) -> tuple[str, ...]:
-    """Tell a person what to know before the run goes on, but nothing that they asked for themselves."""
+    """Warn a person before the run starts, but not of the effects of their own request."""
     withdrawn = [
         f"{d.subject} is {d.result}: {d.why}"
         for d in decisions
@@ -153,7 +156,7 @@ def warnings_of(
 
 
 def _is_asked_for(withdrawn: Decision, intent: Intent) -> bool:
-    """True if an unfinished rollback or fresh start takes it away, whatever became of it."""
+    """True if an unfinished rollback or fresh start withdraws it."""
     if not intent.unfinished or withdrawn.step is None:
         return False
     return intent.target is None or withdrawn.step > intent.target
@@ -184,7 +187,7 @@ def _warning_of_tracker(
 
 
 def _lags(tracker: TrackerEvidence, decisions: Sequence[Decision], intent: Intent) -> bool:
-    """True if a crash explains that the tracker names an older step, and nobody else has that in use."""
+    """True if a crash explains that the tracker names an older step that no other trainer uses."""
     actions = actions_of(decisions)
     crashed = any(isinstance(a, (FoundPublished, Finalize, WriteTracker)) for a in actions)
     adopted = {a.of.step for a in actions if isinstance(a, Adopted)}

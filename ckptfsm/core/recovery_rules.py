@@ -1,11 +1,11 @@
 """The decision table of recovery, as data. Pure.
 
-``RULES`` is read from top to bottom. The first rule that is for the checkpoint's state, and whose
-condition holds, decides. The last rule of every state has no condition, so a rule always decides.
+``RULES`` is read from top to bottom. The first rule for the checkpoint's state with a true
+condition decides. The last rule of every state has no condition, so a rule always decides.
 
-A rule looks only at ``Facts``: typed evidence of one checkpoint. Texts for people are made from the rule
-and the facts, and no decision reads one. A directory that no checkpoint of the journal explains has the
-state ``absent``.
+A rule looks only at ``Facts``: typed evidence of one checkpoint. Texts for people are made from the
+rule and the facts, and no decision reads one. A directory that no checkpoint of the journal
+explains has the state ``absent``.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ class Result(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything that a rule may look at, about one checkpoint.
+    """The evidence about one checkpoint that a rule may look at.
 
-    ``name`` is its published name, and ``there`` is the directory at that name. ``in_trash`` and
-    ``in_quarantine`` tell where else a directory of this attempt lies. ``newest`` is the newest tracked
-    step. ``tracker_leads``: the tracker names a step that the journal knows as finalized only.
-    ``in_use`` is the newest step that was in use; None if nothing tells.
+    - ``name`` is its published name, ``there`` the directory at that name.
+    - ``in_trash``, ``in_quarantine``: another directory of this attempt lies there.
+    - ``newest`` is the newest tracked step.
+    - ``tracker_leads``: the tracker names a step that the journal knows as finalized only.
+    - ``in_use`` is the newest step that was in use; None if nothing tells.
     """
 
     checkpoint: Checkpoint
@@ -99,7 +100,7 @@ def is_whole_at_its_name(facts: Facts) -> bool:
 
 
 def is_there(facts: Facts) -> bool:
-    """The directory at its name is its own, whole or damaged."""
+    """The directory at its name belongs to it, whole or damaged."""
     if facts.there is None or _was_saved_again(facts):
         return False
     return is_its_own(facts.checkpoint, facts.there, _lies_elsewhere(facts))
@@ -108,7 +109,7 @@ def is_there(facts: Facts) -> bool:
 def _was_saved_again(facts: Facts) -> bool:
     """True if a stock trainer has saved the step since this checkpoint was withdrawn.
 
-    Its own directory went to quarantine then, and a person may have emptied that.
+    The withdrawn directory went to quarantine then, and a person may have emptied that.
     """
     checkpoint, there = facts.checkpoint, facts.there
     withdrawn = checkpoint.state is State.QUARANTINED and checkpoint.provenance == "saved"
@@ -116,17 +117,17 @@ def _was_saved_again(facts: Facts) -> bool:
 
 
 def _lies_elsewhere(facts: Facts) -> bool:
-    """True if its own directory was moved to trash or quarantine.
+    """True if its directory was moved to trash or quarantine.
 
-    A tracked one lies in the trash where a fenced run's rename landed late, or a power loss left both
-    names. Quarantine tells only of what has left its state.
+    A tracked one lies in the trash if a fenced run's rename landed late, or a power loss left both
+    names. Quarantine counts only for a checkpoint that has left its state.
     """
     left = facts.checkpoint.state in (State.PRUNABLE, State.QUARANTINED)
     return facts.in_trash or (left and facts.in_quarantine)
 
 
 def can_be_rolled_forward(facts: Facts) -> bool:
-    """Its staging directory is complete, and nobody else took its name or, in place, went on from it."""
+    """Staging is complete, and the name is free (in place: no other trainer resumed from it)."""
     return facts.staging is not None and facts.staging.complete and not _name_is_taken(facts)
 
 
@@ -137,7 +138,7 @@ def _name_is_taken(facts: Facts) -> bool:
 
 
 def staging_is_incomplete(facts: Facts) -> bool:
-    """Its staging directory is not complete, or gone."""
+    """Staging is incomplete, or gone."""
     return facts.staging is None or not facts.staging.complete
 
 
@@ -148,12 +149,12 @@ def is_whole_and_newer(facts: Facts) -> bool:
 
 
 def is_whole_and_its_own(facts: Facts) -> bool:
-    """The directory at its name is whole and its own."""
+    """The directory at its name is whole and belongs to it."""
     return is_whole_at_its_name(facts) and is_there(facts)
 
 
 def is_gone_from_its_name(facts: Facts) -> bool:
-    """Its name is free, or a stranger's while its own directory lies in trash or quarantine."""
+    """The name is free, or has another directory while this one lies in trash or quarantine."""
     return facts.there is None or (_lies_elsewhere(facts) and not is_there(facts))
 
 
@@ -165,10 +166,10 @@ def is_left_in_the_trash(facts: Facts) -> bool:
 
 
 def was_put_back(facts: Facts) -> bool:
-    """The checkpoint is whole, and somebody put the tracker to it or beyond, past every tracked one.
+    """The checkpoint is whole, and the tracker was put to it or beyond, past every tracked one.
 
-    A rollback moves the tracker below, durably, before it withdraws anything. The tracker may go on
-    naming what was withdrawn as damaged: that was repaired only where nothing is tracked.
+    A rollback moves the tracker below, durably, before it withdraws anything. The tracker may still
+    name a checkpoint that was withdrawn as damaged: that is repaired only if nothing is tracked.
     """
     named = facts.tracker.step
     if named is None or facts.tracker_leads or not is_whole_at_its_name(facts):
@@ -210,10 +211,11 @@ def _not_whole(facts: Facts) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """If a checkpoint is in one of ``states`` and ``when`` holds: ``result``, by ``actions`` in order.
+    """A rule: if a checkpoint is in one of ``states`` and ``when`` holds, the ``result``, by
+    ``actions``.
 
-    ``why`` explains it to people, in words or by a function that makes them. ``found`` stands in reports
-    for what is at the published name, where that is not what decided.
+    ``why`` explains the result to people, in words or by a function that makes them. If ``found``
+    is set, reports show it instead of the finding at the published name.
     """
 
     name: str
@@ -258,7 +260,7 @@ RULES: Final[tuple[Rule, ...]] = (
         always,
         Result.FAILED,
         (Failed, WritersLost),
-        "its name is somebody else's by now",
+        "another program uses its name by now",
         found="not published",
     ),
     Rule(
@@ -348,7 +350,7 @@ RULES: Final[tuple[Rule, ...]] = (
         was_put_back,
         Result.FORGOTTEN,
         (),
-        "somebody put it back",
+        "it was put back",
     ),
     Rule(
         "left_at_its_name",
@@ -437,7 +439,7 @@ def actions_of(decisions: Sequence[Decision]) -> list[Event | Command]:
 
 
 def rule_for(facts: Facts) -> Rule:
-    """The first rule for its state whose condition holds."""
+    """The first rule for the checkpoint's state with a true condition."""
     state = facts.checkpoint.state
     return next(rule for rule in RULES if state in rule.states and rule.when(facts))
 
