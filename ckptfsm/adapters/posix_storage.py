@@ -128,8 +128,8 @@ class PosixStorage:
             found, problem = None, f" ({describe(error)})"
         if found != _inode(os.fstat(self._root_fd)):
             raise StorageError(
-                f"{self.root} is not the directory that was opened any more{problem}: somebody moved "
-                "it, or a link above it, or it was mounted anew",
+                f"{self.root} is not the directory that was opened any more{problem}: it was "
+                "moved or mounted anew, or a link above it was changed",
                 file=self.root,
             )
         return "/".join((self.root, *split_path(path)))

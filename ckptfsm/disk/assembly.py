@@ -147,7 +147,7 @@ class Assembly:
             return {}
         if finisher is None:
             raise SaveFailed(
-                f"nobody here can complete part {part.name!r} ({part.kind})", file=final
+                f"no finisher here can complete part {part.name!r} ({part.kind})", file=final
             )
         planned = f"{directory}/{planned_name(part.name)}"
         data = b""

@@ -359,5 +359,5 @@ def move_aside(storage: Storage, source: str, target: str) -> str:
 
 
 def _say_left(step: int, path: str) -> None:
-    said = f"step {step}: {path} is left where it is: somebody else wrote it"
+    said = f"step {step}: {path} is left where it is: another program wrote it"
     say(log.warning, "left_at_its_name", said, step=step, file=path)

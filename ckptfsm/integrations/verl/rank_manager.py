@@ -141,7 +141,7 @@ class VerlCheckpointManager:
         if not isinstance(ticket, Ticket):
             raise ConfigError(
                 f"the save of {local_path} was not begun by a trainer that ckptfsm drives: "
-                "nobody would finalize it",
+                "no driver would finalize it",
                 step=global_step,
             )
         # ``poll`` returns the reports.
