@@ -49,7 +49,6 @@ UNTIDY = {
     *DOCS.glob("decisions/0018-*.md"),
     *(DOCS / name for name in ("field-bugs.md", "mutmut.md", "power-loss.md", "proof.md")),
     DOCS / "reference.md",
-    SPECS / "recovery.md",
 }
 BUILT = {"reference.md", "mutmut.md", "power-loss.md"}  # reached from other pages
 FENCE = re.compile(r"^```(\S*)(?: (\S+))?\n(.*?)^```$", re.M | re.S)
