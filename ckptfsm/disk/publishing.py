@@ -1,8 +1,11 @@
 """Publishing: a staging directory, its manifest, one rename to its name, and the tracker that names it.
 
-Rules: every method checks the epoch first (I9), is idempotent, and either happened durably when it
-returns or raises. ``OutcomeUnknown`` says that the disk may or may not show the change: the coordinator
-stops then, and a restart decides from what is there.
+Rules:
+
+* A change is made after a check of the epoch (I9), and is durable when the method returns.
+* Finalizing and writing the tracker may be tried again after any error.
+* ``OutcomeUnknown`` says that the disk may or may not show the change. The coordinator stops then, and a
+  restart decides from what is there.
 """
 
 from __future__ import annotations

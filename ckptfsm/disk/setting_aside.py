@@ -1,10 +1,13 @@
 """Setting aside: a directory leaves its name for the trash or for quarantine, and may come back.
 
-Each method looks at the disk, lets ``core.keeping`` decide, and moves.
+A prune, a clean-up and a quarantine look at the disk, let ``core.keeping`` decide, and move.
 
-Rules: every method checks the epoch first (I9), is idempotent, and either happened durably when it
-returns or raises. Nothing is deleted here (``trash`` does that): directories are only renamed. A link, a
-file or a mount at a step's name is never followed nor moved (F16).
+Rules:
+
+* Every method checks the epoch first (I9), and its move is durable when it returns.
+* A prune, a clean-up and a quarantine may be tried again after any error.
+* Directories are only renamed here; ``trash`` deletes.
+* A link, a file or a mount at a step's name is neither followed nor moved (F16).
 """
 
 from __future__ import annotations

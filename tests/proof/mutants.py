@@ -49,7 +49,6 @@ _REPLAY = "PYTHONPATH=tests python -m proof.mutants --only"
 _TESTED_BY = {  # modules that have no test file of their name
     "assembly": "coordinator",
     "publishing": "coordinator",
-    "setting_aside": "coordinator",
     "protection": "coordinator",
     "engine": "coordinator",
     "plan_run": "coordinator",

@@ -10,9 +10,11 @@ import pytest
 from ckptfsm.core.documents import FileEntry, Receipt, encode
 from ckptfsm.core.errors import CkptFsmError, DamagedRoot, NewerSchema
 from ckptfsm.core.evidence import TrackerEvidence
+from ckptfsm.core.keeping import Contents
 from ckptfsm.core.layout import (
     MANIFEST,
     MEGATRON,
+    RECEIPTS,
     STAGING,
     TRACKER,
     planned_name,
@@ -28,6 +30,7 @@ from ckptfsm.disk.inspection import (
     check_digests,
     check_extra_shards,
     check_sizes,
+    contents_of,
     gather_evidence,
     inspect_published,
     inspect_staging,
@@ -119,6 +122,41 @@ def test_F18_no_tracker_and_a_tracker_that_is_no_file(disk: SimDisk):
     SimStorage(disk, "vandal").unlink(TRACKER)
     disk.plant_mount(TRACKER, device=1)
     assert read_tracker(reader(disk)) == TrackerEvidence("torn")
+
+
+# ---------------------------------------------------------------------------- contents in place
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ((), Contents.BARE),
+        (("common.pt",), Contents.BARE),
+        (("dist_ckpt/common.pt",), Contents.BARE),
+        (("__0_0.distcp",), Contents.CUT_SHORT),
+        (("common.pt", f"{RECEIPTS}/state/0.json"), Contents.CUT_SHORT),
+        (("__0_0.distcp", "metadata.json.tmp-x.0"), Contents.CUT_SHORT),
+        (("extra/data.bin", "tokens/0/a"), Contents.CUT_SHORT),
+        (("metadata.json",), Contents.MORE),
+        (("__0_0.distcp", ".metadata"), Contents.MORE),
+        (("extra/other.bin",), Contents.MORE),
+        (("mp_rank_00/model_optim_rng.pt",), Contents.MORE),
+    ],
+)
+def test_I1_how_far_a_save_in_place_got(disk: SimDisk, files: tuple[str, ...], expected: Contents):
+    """Catches: another trainer's file that passes for what a save leaves that was cut short."""
+    storage, name = SimStorage(disk, "job-2"), "iter_0000009"
+    make_dirs(storage, name)
+    for file in files:
+        make_dirs(storage, f"{name}/{file}".rpartition("/")[0])
+        write_new(storage, f"{name}/{file}", b"x")
+    parts = (
+        PartSpec("state"),
+        PartSpec("data.bin", "file", "extra"),
+        PartSpec("t", "tree", "tokens"),
+    )
+    begun = Checkpoint(AttemptId(9, 2, 1), State.FORKED, parts, world_size=2)
+    assert contents_of(storage, name, begun) == expected
 
 
 # ------------------------------------------------------------------------------ files and digests
