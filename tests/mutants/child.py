@@ -26,7 +26,12 @@ _FOLDER = Path(__file__).parents[1]
 
 
 def find_test(name: str) -> str:
-    """The path of ``test_x.py`` or ``test_x.py::test_name``: file names are unique below tests/."""
+    """The path of ``test_x.py`` or ``test_x.py::test_name``: file names are unique below tests/.
+
+    ``subject/name`` is a golden history of that subject.
+    """
+    if "/" in name and ".py" not in name:
+        name = f"test_histories.py::test_history[{name}]"
     file, colons, test = name.partition("::")
     found = sorted(_FOLDER.rglob(file))
     if len(found) != 1:

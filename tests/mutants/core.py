@@ -376,7 +376,10 @@ DOCUMENTS = (
         'while problem := "":',
         breaks="I3",
         source="F9",
-        killers=("tests:test_schedules.py", "simulation"),
+        killers=(
+            "tests:clean_up/a_shard_that_is_not_whole_any_more_is_not_committed",
+            "simulation",
+        ),
         why="a shard that another host's cache does not show yet, or not whole",
     ),
     mutant(

@@ -22,7 +22,7 @@ MUTANTS = (
         breaks="I8",
         source="order",
         killers=(
-            "tests:test_crash_simulation.py::test_I8_a_crash_at_any_call_of_a_fold_loses_nothing",
+            "tests:test_journal_folding.py::test_I8_a_crash_at_any_call_of_a_fold_loses_nothing",
         ),
         why="a crash leaves a journal whose newest segment names what is gone",
     ),
@@ -36,7 +36,7 @@ MUTANTS = (
         breaks="I8",
         source="order",
         killers=(
-            "tests:test_crash_simulation.py::test_I8_the_segment_before_the_newest_can_still_be_read",
+            "tests:test_journal_folding.py::test_I8_the_segment_before_the_newest_can_still_be_read",
         ),
         why="where the newest is torn, the one before is read, and names what is gone",
     ),
@@ -182,7 +182,7 @@ MUTANTS = (
         "pass",
         breaks="I1",
         source="read-back",
-        killers=("tests:test_schedules.py", "simulation"),
+        killers=("tests:prune/a_prune_that_did_not_happen_is_not_journaled", "simulation"),
         why="a rename that failed is taken for done",
     ),
     mutant(
@@ -192,12 +192,7 @@ MUTANTS = (
         'self.storage.fsync_dir("")',
         breaks="I4",
         source="fsync",
-        killers=(
-            (
-                "tests:test_found_by_proof.py::"
-                "test_I4_a_publish_that_lands_late_does_not_come_back_in_staging"
-            ),
-        ),
+        killers=("tests:restart/a_publish_that_lands_late_does_not_come_back_in_staging",),
         why="a fenced trainer's rename lands after its successor has settled staging",
     ),
     mutant(
@@ -225,7 +220,10 @@ MUTANTS = (
         "except OSError:\n    return None",
         breaks="I8",
         source="F6",
-        killers=("tests:test_schedules.py", "simulation"),
+        killers=(
+            "tests:restart/a_name_that_cannot_be_looked_at_is_not_a_missing_one",
+            "simulation",
+        ),
         why="EIO says nothing of what is there",
     ),
     # ------------------------------------------------------------------------------- the shards
@@ -292,7 +290,7 @@ MUTANTS = (
         "",
         breaks="I2",
         source="fsync",
-        killers=("tests:test_found_by_review.py",),
+        killers=("tests:prune/an_adopted_step_is_durable_before_ours_is_pruned_for_it",),
         why="an older one is pruned for what a stock trainer left in the page cache",
     ),
     mutant(
@@ -311,7 +309,11 @@ MUTANTS = (
         "pass",
         breaks="I1",
         source="fsync",
-        killers=("tests:test_schedules.py", "tests:test_found_by_review.py", "simulation"),
+        killers=(
+            "tests:prune/a_prune_found_done_stays_done_after_a_power_loss",
+            "tests:prune/a_directory_that_came_back_gutted_is_looked_at_again",
+            "simulation",
+        ),
         why="a rename found done may not be durable yet",
     ),
     mutant(
@@ -322,7 +324,10 @@ MUTANTS = (
         "pass",
         breaks="I3",
         source="fsync",
-        killers=("tests:test_schedules.py", "simulation"),
+        killers=(
+            "tests:restart/a_step_found_published_is_durable_before_it_is_called_so",
+            "simulation",
+        ),
         why="published by a process that was killed before it could make the name durable",
     ),
     mutant(
@@ -332,7 +337,7 @@ MUTANTS = (
         "for suffix in",
         breaks="I2",
         source="fsync",
-        killers=("tests:test_found_by_proof.py",),
+        killers=("tests:tracker/the_tracker_is_durable_before_what_it_named_is_moved_away",),
     ),
     # ----------------------------------------------------------------------------- the journal
     mutant(
@@ -423,7 +428,7 @@ MUTANTS = (
         "with _named(self._path_of(handle)):\n    pass",
         breaks="I3",
         source="fsync",
-        killers=("tests:test_schedules.py",),
+        killers=("tests:test_posix_storage.py::test_F4_the_real_disk_is_really_asked",),
     ),
     mutant(
         "posix-fsync-of-directories-does-nothing",
@@ -432,7 +437,7 @@ MUTANTS = (
         "changes=False) as fd:\n    os.fstat(fd)",
         breaks="I3",
         source="fsync",
-        killers=("tests:test_schedules.py",),
+        killers=("tests:test_posix_storage.py::test_F4_the_real_disk_is_really_asked",),
     ),
     mutant(
         "root-made-without-fsync",

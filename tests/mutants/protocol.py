@@ -91,7 +91,10 @@ ORDER = (
         ),
         breaks="I2",
         source="order",
-        killers=("tests:test_schedules.py", "simulation"),
+        killers=(
+            "tests:tracker/the_tracker_moves_before_what_it_names_goes_to_quarantine",
+            "simulation",
+        ),
     ),
     mutant(
         "rollback-without-intent",
@@ -110,7 +113,7 @@ ORDER = (
         "pass",
         breaks="I8",
         source="order",
-        killers=("tests:test_attacks.py",),
+        killers=("tests:rollback/an_unfinished_rollback_stops_the_job",),
     ),
     mutant(
         "trash-emptied-before-a-prune-is-decided",
@@ -119,7 +122,7 @@ ORDER = (
         "aside = move_aside(self.storage, source, gone_dir(checkpoint.id))",
         breaks="F27",
         source="order",
-        killers=("tests:test_schedules.py", "simulation"),
+        killers=("tests:prune/the_trash_waits_for_a_prune_that_is_undecided", "simulation"),
         why="a reader's step, moved aside a moment too early, cannot be brought back",
     ),
     mutant(
@@ -129,7 +132,7 @@ ORDER = (
         "aside = move_aside(self.storage, directory, gone_dir(checkpoint.id))",
         breaks="I4",
         source="F8",
-        killers=("tests:test_found_by_proof.py",),
+        killers=("tests:clean_up/the_trash_waits_until_a_failed_attempt_is_durably_there",),
         why="a power loss brings an attempt in place back under its published name, gutted",
     ),
     mutant(
@@ -188,7 +191,7 @@ ORDER = (
         "if False:",
         breaks="I2",
         source="order",
-        killers=("tests:test_schedules.py", "simulation"),
+        killers=("tests:tracker/a_late_retry_does_not_take_the_tracker_back", "simulation"),
     ),
 )
 
@@ -200,7 +203,10 @@ LOOKS = (
         "if False:",
         breaks="I2",
         source="read-back",
-        killers=("tests:test_schedules.py", "simulation"),
+        killers=(
+            "tests:tracker/a_tracker_that_reads_back_as_another_is_not_acknowledged",
+            "simulation",
+        ),
     ),
     mutant(
         "published-name-not-read-back",
@@ -217,7 +223,7 @@ LOOKS = (
         ),
         breaks="I3",
         source="read-back",
-        killers=("tests:test_schedules.py", "simulation"),
+        killers=("tests:clean_up/a_rename_that_did_not_happen_publishes_nothing", "simulation"),
         why="a rename that failed is taken for done",
     ),
     mutant(
@@ -240,7 +246,10 @@ LOOKS = (
         "if False:",
         breaks="I1",
         source="F5",
-        killers=("tests:test_attacks.py", "simulation"),
+        killers=(
+            "tests:clean_up/a_published_attempt_survives_a_manifest_that_cannot_be_read",
+            "simulation",
+        ),
     ),
     mutant(
         "another-attempts-manifest-is-our-commit",
@@ -250,7 +259,7 @@ LOOKS = (
         breaks="I5",
         source="F11",
         killers=(
-            "tests:test_in_place.py::test_I5_the_manifest_of_another_attempt_is_not_our_commit",
+            "tests:test_engine.py::test_I5_the_manifest_of_another_attempt_is_not_our_commit",
         ),
     ),
     mutant(
@@ -297,7 +306,7 @@ LOOKS = (
         "    return self._stay(checkpoint, why_kept(decision, facts))",
         breaks="F27",
         source="F27",
-        killers=("tests:test_schedules.py", "simulation"),
+        killers=("tests:prune/a_leased_step_never_leaves_its_name", "simulation"),
         why="a leased step is away for a moment",
     ),
     mutant(
@@ -317,7 +326,7 @@ LOOKS = (
         "return Pruned()",
         breaks="F27",
         source="F17",
-        killers=("tests:test_attacks.py", "simulation"),
+        killers=("tests:prune/a_pruned_step_comes_back_for_a_reader", "simulation"),
         why="a crash between the move and the second look",
     ),
     mutant(
@@ -337,7 +346,7 @@ LOOKS = (
         "return None",
         breaks="I2",
         source="F19",
-        killers=("tests:test_schedules.py", "simulation"),
+        killers=("tests:prune/nothing_is_pruned_while_the_newer_one_is_away", "simulation"),
     ),
     mutant(
         "prune-takes-whatever-has-the-name",
@@ -346,7 +355,7 @@ LOOKS = (
         "pass",
         breaks="I1",
         source="F15",
-        killers=("tests:test_schedules.py",),
+        killers=("tests:prune/the_trash_waits_for_a_prune_that_is_undecided",),
         why="also a later attempt's directory, or a person's",
     ),
     mutant(
@@ -436,10 +445,7 @@ LOOKS = (
         breaks="I8",
         source="order",
         killers=(
-            (
-                "tests:test_crash_simulation.py::"
-                "test_I8_what_was_adopted_stays_wherever_its_opening_is_killed"
-            ),
+            "tests:adoption/an_adopted_step_stays_wherever_its_opening_is_killed",
             "simulation",
         ),
         why="a crash between the two, and retention deletes what a stranger saved",
@@ -582,7 +588,7 @@ FENCES = (
         "move(self.storage, aside, self.layout.published_name(checkpoint.step))",
         breaks="I9",
         source="fencing",
-        killers=("tests:test_found_by_review.py",),
+        killers=("tests:prune/a_fenced_pruner_brings_nothing_back",),
     ),
     mutant(
         "what-comes-back-counts-unseen",
@@ -591,7 +597,7 @@ FENCES = (
         "if False:",
         breaks="I2",
         source="F27",
-        killers=("tests:test_found_by_proof.py",),
+        killers=("tests:prune/a_pruned_step_that_was_gutted_does_not_count_once_it_is_back",),
         why="somebody gutted it before it was pruned, and its reader brings it back",
     ),
     mutant(
@@ -613,10 +619,7 @@ FENCES = (
         breaks="I8",
         source="F16",
         killers=(
-            (
-                "tests:test_found_by_proof.py::"
-                "test_I8_a_fresh_start_leaves_nothing_at_the_name_of_what_lies_in_the_trash"
-            ),
+            "tests:fresh_start/a_fresh_start_leaves_nothing_at_the_name_of_what_lies_in_the_trash",
         ),
         why="a fresh start leaves what a stock trainer saved there since",
     ),
@@ -627,12 +630,7 @@ FENCES = (
         "return facts.in_trash",
         breaks="I8",
         source="F16",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I8_a_strangers_directory_at_the_name_of_what_was_moved_aside_is_left_alone"
-            ),
-        ),
+        killers=("tests:rollback/a_strangers_directory_where_a_step_was_rolled_back_stays",),
         why="what somebody else has begun there is moved aside as ours",
     ),
     mutant(
@@ -642,12 +640,7 @@ FENCES = (
         "there = inspect_published(",
         breaks="I1",
         source="order",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I2_what_came_back_gutted_is_looked_at_again_after_an_error"
-            ),
-        ),
+        killers=("tests:prune/a_directory_that_came_back_gutted_is_looked_at_again",),
         why="a power loss puts what is tracked again back into the trash",
     ),
     mutant(
@@ -657,10 +650,7 @@ FENCES = (
         "frozenset(),",
         breaks="I7",
         source="F27",
-        killers=(
-            "tests:test_found_by_attack.py::test_I1_what_a_fenced_prune_takes_is_not_deleted_by_its_successor",
-            "tests:test_found_by_review.py",
-        ),
+        killers=("tests:prune/a_fenced_prune_of_the_only_step_is_not_deleted_by_its_successor",),
         why="a stranger's directory at its name goes to quarantine",
     ),
     mutant(
@@ -671,10 +661,7 @@ FENCES = (
         breaks="I7",
         source="F27",
         killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I7_what_a_reader_holds_is_not_deleted_for_a_strangers_directory"
-            ),
+            "tests:prune/a_step_that_a_reader_holds_is_not_deleted_for_a_strangers_directory",
         ),
         why="it lies in the trash, and its name is taken when it should come back",
     ),
@@ -685,7 +672,10 @@ FENCES = (
         "if False:  # it",
         breaks="I2",
         source="F19",
-        killers=("tests:test_recovery.py", "tests:test_found_by_review.py"),
+        killers=(
+            "tests:test_recovery.py",
+            "tests:adoption/a_step_that_was_missing_and_is_saved_again_is_kept",
+        ),
         why="a stock trainer's save goes to quarantine, and the run falls back",
     ),
     mutant(
@@ -695,7 +685,7 @@ FENCES = (
         "",
         breaks="I8",
         source="F16",
-        killers=("tests:test_found_by_review.py::test_F16_a_fresh_start_refuses_a_mount",),
+        killers=("tests:fresh_start/a_fresh_start_refuses_a_mount",),
     ),
     mutant(
         "what-is-in-the-trash-is-not-needed-any-more",
@@ -705,10 +695,7 @@ FENCES = (
         breaks="I7",
         source="F17",
         killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I1_what_lies_in_the_trash_comes_back_if_nothing_newer_is_whole"
-            ),
+            "tests:prune/the_last_whole_step_comes_back_from_the_trash",
             "exhaustive",
         ),
         why="the newer one, which made it removable, was damaged since: the last whole one is deleted",
@@ -723,10 +710,7 @@ FENCES = (
         breaks="I7",
         source="F17",
         killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I1_what_a_person_moved_to_quarantine_is_not_taken_for_what_stands_at_its_name"
-            ),
+            "tests:prune/an_adopted_step_that_a_person_moved_to_quarantine_is_not_what_stock_saved",
             "exhaustive",
         ),
     ),
@@ -737,12 +721,7 @@ FENCES = (
         "return attempt_name(of)",
         breaks="F27",
         source="F27",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_F27_a_part_that_was_left_out_is_not_taken_for_its_checkpoint"
-            ),
-        ),
+        killers=("tests:prune/half_a_checkpoint_in_the_trash_is_not_brought_back",),
         why="half a checkpoint comes back for its reader",
     ),
     mutant(
@@ -753,10 +732,7 @@ FENCES = (
         breaks="I1",
         source="F16",
         killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I7_what_a_reader_holds_is_not_deleted_for_a_strangers_directory"
-            ),
+            "tests:prune/a_step_that_a_reader_holds_is_not_deleted_for_a_strangers_directory",
         ),
         why="its move was done, and what somebody saved meanwhile goes too",
     ),
@@ -767,9 +743,7 @@ FENCES = (
         "lost=frozenset()",
         breaks="I8",
         source="F33",
-        killers=(
-            "tests:test_found_by_review.py::test_I8_a_start_that_was_refused_is_refused_again",
-        ),
+        killers=("tests:restart/a_refused_start_is_refused_again",),
         why="the next one begins from zero",
     ),
     mutant(
@@ -780,10 +754,7 @@ FENCES = (
         breaks="I8",
         source="F33",
         killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I8_an_interrupted_fresh_start_refuses_before_it_changes_anything"
-            ),
+            "tests:fresh_start/an_interrupted_fresh_start_refuses_before_it_changes_anything",
         ),
     ),
     mutant(
@@ -793,12 +764,7 @@ FENCES = (
         'used = tracker.found == "release"',
         breaks="I8",
         source="F33",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I8_what_was_saved_after_a_fresh_start_that_died_is_not_moved_unasked"
-            ),
-        ),
+        killers=("tests:fresh_start/an_interrupted_fresh_start_then_a_stock_save_is_refused",),
         why="a month of another trainer's goes to quarantine, and the run begins from zero",
     ),
     mutant(
@@ -808,12 +774,7 @@ FENCES = (
         "used = False",
         breaks="I8",
         source="F33",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I8_what_was_saved_after_a_rollback_that_died_is_not_moved_unasked"
-            ),
-        ),
+        killers=("tests:rollback/an_interrupted_rollback_then_a_stock_save_is_refused",),
     ),
     mutant(
         "a-fresh-start-leaves-what-waits-to-be-tracked",
@@ -822,12 +783,7 @@ FENCES = (
         "if True:\n    self._finish_rollback",
         breaks="I8",
         source="F33",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I8_a_fresh_start_does_not_leave_what_waits_to_be_tracked"
-            ),
-        ),
+        killers=("tests:fresh_start/a_fresh_start_does_not_leave_what_waits_to_be_tracked",),
         why="it is refused, and the next start resumes from that",
     ),
     mutant(
@@ -847,12 +803,7 @@ FENCES = (
         "return self",
         breaks="I8",
         source="F33",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I8_our_own_tracker_above_a_damaged_target_is_no_newcomers"
-            ),
-        ),
+        killers=("tests:rollback/our_own_tracker_above_a_damaged_target_is_no_newcomers",),
         why="a rollback whose target was damaged is refused",
     ),
     mutant(
@@ -877,9 +828,7 @@ FENCES = (
         "if False:\n    evidence = replace(",
         breaks="I10",
         source="F33",
-        killers=(
-            "tests:test_found_by_review.py::test_I10_a_fresh_start_is_planned_as_it_is_carried_out",
-        ),
+        killers=("tests:fresh_start/a_fresh_start_is_planned_as_it_is_carried_out",),
         why="what moves directories does not see it any more, and decides otherwise",
     ),
     mutant(
@@ -889,7 +838,7 @@ FENCES = (
         "self._retire_due = True",
         breaks="I7",
         source="F21",
-        killers=("tests:test_found_by_review.py::test_I7_a_fresh_start_deletes_nothing",),
+        killers=("tests:fresh_start/a_fresh_start_deletes_nothing",),
         why="what a roll forward supersedes is deleted, where all is to be kept",
     ),
     mutant(
@@ -900,10 +849,7 @@ FENCES = (
         breaks="I8",
         source="F33",
         killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I8_only_the_loss_of_what_it_names_lifts_the_tracker"
-            ),
+            "tests:rollback/only_the_loss_of_the_target_lifts_the_tracker",
             "tests:test_journal.py",
         ),
         why="a stock trainer's save is moved away, as an old checkpoint was damaged meanwhile",
@@ -915,12 +861,7 @@ FENCES = (
         "names = list_names(storage, TRASH)",
         breaks="I1",
         source="fencing",
-        killers=(
-            (
-                "tests:test_found_by_attack.py::"
-                "test_I1_what_a_fenced_prune_takes_is_not_deleted_by_its_successor"
-            ),
-        ),
+        killers=("tests:prune/a_fenced_prune_of_the_only_step_is_not_deleted_by_its_successor",),
         why="a fenced manager's late rename took it there, and its successor holds it as tracked",
     ),
     mutant(
@@ -930,12 +871,7 @@ FENCES = (
         "if begun_here:",
         breaks="I1",
         source="F16",
-        killers=(
-            (
-                "tests:test_found_by_attack.py::"
-                "test_I1_what_a_stock_trainer_added_to_a_failed_attempt_is_not_deleted"
-            ),
-        ),
+        killers=("tests:clean_up/a_stock_save_beside_a_failed_attempt_is_not_deleted",),
         why="what a stock trainer wrote over a failed attempt, in a format nobody judges",
     ),
     mutant(
@@ -945,12 +881,7 @@ FENCES = (
         "marked = True",
         breaks="I1",
         source="F16",
-        killers=(
-            (
-                "tests:test_in_place.py::"
-                "test_I1_a_clean_up_tried_again_takes_no_save_of_another_trainer"
-            ),
-        ),
+        killers=("tests:in_place/a_clean_up_tried_again_takes_no_save_of_another_trainer",),
         why="a trainer's unfinished save, where the clean-up's first try had moved the attempt itself",
     ),
     mutant(
@@ -960,12 +891,7 @@ FENCES = (
         "return any(\n    path.startswith(inner)",
         breaks="I1",
         source="F16",
-        killers=(
-            (
-                "tests:test_found_by_attack.py::"
-                "test_I1_what_a_stock_trainer_added_to_a_failed_attempt_is_not_deleted"
-            ),
-        ),
+        killers=("tests:clean_up/a_stock_save_beside_a_failed_attempt_is_not_deleted",),
         why="a stock trainer saved into the directory of a failed attempt, in an older format",
     ),
     mutant(
@@ -976,10 +902,7 @@ FENCES = (
         breaks="I8",
         source="F16",
         killers=(
-            (
-                "tests:test_in_place.py::"
-                "test_I8_a_roll_forward_stops_where_a_stock_trainer_saved_the_same_shapes"
-            ),
+            "tests:in_place/a_roll_forward_stops_where_a_stock_trainer_saved_the_same_shapes",
         ),
         why="our metadata over a stock trainer's shards",
     ),
@@ -990,9 +913,7 @@ FENCES = (
         "if False:",
         breaks="I1",
         source="F16",
-        killers=(
-            "tests:test_in_place.py::test_I1_a_roll_forward_writes_over_nobody_elses_metadata",
-        ),
+        killers=("tests:in_place/a_roll_forward_writes_over_nobody_elses_metadata",),
         why="a stock trainer's metadata, where the tracker does not tell of its save",
     ),
     mutant(
@@ -1002,9 +923,7 @@ FENCES = (
         "begun_here = facts.marked and facts.at_name in (AtName.UNFINISHED, AtName.TORN)",
         breaks="I1",
         source="F16",
-        killers=(
-            "tests:test_in_place.py::test_I1_a_torn_manifest_beside_an_undecided_prune_is_kept",
-        ),
+        killers=("tests:in_place/a_torn_manifest_beside_an_undecided_prune_is_kept",),
         why="a published checkpoint is deleted as what a save leaves that was cut short",
     ),
     mutant(
@@ -1014,9 +933,7 @@ FENCES = (
         "",
         breaks="I9",
         source="fencing",
-        killers=(
-            "tests:test_in_place.py::test_I9_no_late_manifest_lands_in_an_adopted_checkpoint",
-        ),
+        killers=("tests:in_place/no_late_manifest_lands_in_an_adopted_checkpoint",),
         why="a stock trainer's checkpoint, in use, is withdrawn as one of ours that is damaged",
     ),
     mutant(
@@ -1026,9 +943,7 @@ FENCES = (
         "if of := parse_attempt(first):",
         breaks="I1",
         source="F16",
-        killers=(
-            "tests:test_found_by_attack.py::test_I1_what_a_person_renamed_in_the_trash_is_kept",
-        ),
+        killers=("tests:prune/a_directory_that_a_person_renamed_in_the_trash_is_kept",),
         why="1.e1.a1.bak in the trash is given up and deleted",
     ),
     mutant(
@@ -1038,9 +953,7 @@ FENCES = (
         "return self._bring_back(checkpoint, paths[0], why_kept(left, facts))",
         breaks="F27",
         source="fencing",
-        killers=(
-            "tests:test_found_by_attack.py::test_F27_of_two_in_the_trash_the_attempts_own_comes_back",
-        ),
+        killers=("tests:prune/of_two_directories_in_the_trash_the_attempts_own_comes_back",),
         why="a stranger's save gets the name of a step that a reader holds",
     ),
     mutant(
@@ -1050,7 +963,7 @@ FENCES = (
         "held = False",
         breaks="I1",
         source="F16",
-        killers=("tests:test_in_place.py::test_I1_a_clean_up_tried_again_leaves_what_was_adopted",),
+        killers=("tests:in_place/a_clean_up_tried_again_leaves_what_was_adopted",),
         why="a tracked, pinned checkpoint, once the tracker is our own",
     ),
     mutant(
@@ -1060,9 +973,7 @@ FENCES = (
         "still = decide_in_place(facts)",
         breaks="I1",
         source="race",
-        killers=(
-            "tests:test_in_place.py::test_I1_what_is_completed_while_it_is_moved_is_not_deleted",
-        ),
+        killers=("tests:in_place/a_step_that_is_completed_while_it_is_moved_is_not_deleted",),
         why="a stock trainer completes its save between look and move",
     ),
     mutant(
@@ -1074,9 +985,7 @@ FENCES = (
         "facts = replace(facts, holds=replace(facts.holds, tracker_step=before))",
         breaks="I1",
         source="race",
-        killers=(
-            "tests:test_in_place.py::test_I1_what_is_put_in_use_while_it_is_pruned_is_not_deleted",
-        ),
+        killers=("tests:in_place/a_step_that_is_put_in_use_while_it_is_pruned_is_not_deleted",),
         why="a stock trainer saves the step again between look and move",
     ),
     mutant(
@@ -1086,9 +995,7 @@ FENCES = (
         "return False",
         breaks="I7",
         source="F27",
-        killers=(
-            "tests:test_in_place.py::test_F27_a_clean_up_tried_again_leaves_what_a_reader_holds",
-        ),
+        killers=("tests:in_place/a_clean_up_tried_again_leaves_what_a_reader_holds",),
         why="a clean-up that was put off takes what a reader holds",
     ),
     mutant(
@@ -1098,9 +1005,7 @@ FENCES = (
         "return True",
         breaks="I2",
         source="F16",
-        killers=(
-            "tests:test_in_place.py::test_I2_a_failed_attempt_is_not_adopted_after_our_own_later_save",
-        ),
+        killers=("tests:in_place/a_failed_attempt_is_not_adopted_after_our_own_later_save",),
         why="what has failed is adopted, or left at its name for good",
     ),
     mutant(
@@ -1110,9 +1015,7 @@ FENCES = (
         "return tracker.step == checkpoint.step",
         breaks="I1",
         source="F16",
-        killers=(
-            "tests:test_in_place.py::test_I1_a_tracker_at_a_step_that_was_left_tells_of_another_trainer",
-        ),
+        killers=("tests:in_place/a_tracker_at_a_step_that_was_left_tells_of_another_trainer",),
         why="a stock trainer's saves go to quarantine, or are deleted",
     ),
     mutant(
@@ -1122,9 +1025,7 @@ FENCES = (
         "return not tracker.by_us",
         breaks="I1",
         source="F16",
-        killers=(
-            "tests:test_in_place.py::test_I1_what_a_person_puts_in_use_is_no_failed_attempts",
-        ),
+        killers=("tests:in_place/a_step_that_a_person_puts_in_use_is_no_failed_attempts",),
         why="a stock trainer's save goes to quarantine, which a person has just put in use",
     ),
     mutant(
@@ -1134,9 +1035,7 @@ FENCES = (
         'return b"%d" % step',
         breaks="I1",
         source="F16",
-        killers=(
-            "tests:test_in_place.py::test_I1_a_tracker_at_a_step_that_was_left_tells_of_another_trainer",
-        ),
+        killers=("tests:in_place/a_tracker_at_a_step_that_was_left_tells_of_another_trainer",),
         why="nothing tells any more who wrote it last",
     ),
     mutant(
@@ -1156,9 +1055,7 @@ FENCES = (
         "put(storage, path, encode_sealed(receipt), tag=str(job.of))",
         breaks="I9",
         source="F13",
-        killers=(
-            "tests:test_in_place.py::test_I9_a_writer_that_was_paused_leaves_a_successors_receipts",
-        ),
+        killers=("tests:in_place/a_writer_that_was_paused_leaves_a_successors_receipts",),
         why="a writer that was paused replaces the receipt of a tracked checkpoint",
     ),
     mutant(
@@ -1168,9 +1065,7 @@ FENCES = (
         "if False:",
         breaks="I2",
         source="F5",
-        killers=(
-            "tests:test_in_place.py::test_I2_nothing_is_written_in_place_where_the_tracker_is",
-        ),
+        killers=("tests:in_place/nothing_is_written_in_place_where_the_tracker_is",),
         why="the tracker names what is being written, and what fails there is resumed from",
     ),
     mutant(
@@ -1180,9 +1075,7 @@ FENCES = (
         "return adopted",
         breaks="I10",
         source="F5",
-        killers=(
-            "tests:test_in_place.py::test_F5_a_failed_one_where_an_adopted_one_was_gives_space_back",
-        ),
+        killers=("tests:in_place/a_failed_attempt_where_an_adopted_step_was_gives_space_back",),
         why="each failed save at the step of an adopted one that was left stays in quarantine",
     ),
     mutant(
@@ -1193,7 +1086,7 @@ FENCES = (
         breaks="I1",
         source="I1",
         killers=(
-            "tests:test_in_place.py::test_I1_what_was_adopted_and_withdrawn_is_not_given_up_with_a_failed_attempt",
+            "tests:in_place/an_adopted_step_that_was_withdrawn_is_not_given_up_with_a_failed_attempt",
         ),
         why="what was taken out of service is deleted with a failed attempt",
     ),
@@ -1204,9 +1097,7 @@ FENCES = (
         "}",
         breaks="I8",
         source="F33",
-        killers=(
-            "tests:test_in_place.py::test_I8_a_save_that_has_only_begun_is_no_evidence_for_what_was_staged",
-        ),
+        killers=("tests:in_place/a_save_that_has_only_begun_is_no_evidence_for_what_was_staged",),
         why="every start is refused over a directory that was only begun",
     ),
     mutant(
@@ -1217,7 +1108,7 @@ FENCES = (
         breaks="I8",
         source="order",
         killers=(
-            "tests:test_in_place.py::test_I8_what_has_failed_is_cleaned_up_while_the_tracker_tells_who_went_on",
+            "tests:in_place/a_failed_attempt_is_cleaned_up_while_the_tracker_tells_who_went_on",
         ),
         why="a stock trainer's checkpoint, which the same plan adopts",
     ),
@@ -1228,12 +1119,7 @@ FENCES = (
         "self._sort(of, path, given_up=True, sure=True)",
         breaks="I1",
         source="fencing",
-        killers=(
-            (
-                "tests:test_found_by_attack.py::"
-                "test_I1_what_somebody_saved_over_a_failed_attempt_in_place_is_not_deleted"
-            ),
-        ),
+        killers=("tests:clean_up/a_stock_save_over_a_failed_attempt_is_not_deleted",),
         why="a fenced manager's late rename took there what a stock trainer had saved",
     ),
     mutant(
@@ -1243,12 +1129,7 @@ FENCES = (
         "named = False",
         breaks="I2",
         source="fencing",
-        killers=(
-            (
-                "tests:test_found_by_attack.py::"
-                "test_I2_what_the_tracker_names_comes_back_from_the_trash"
-            ),
-        ),
+        killers=("tests:prune/a_step_that_the_tracker_names_comes_back_from_the_trash",),
         why="somebody went back to a step whose prune was half done",
     ),
     mutant(
@@ -1259,7 +1140,7 @@ FENCES = (
         breaks="I1",
         source="fencing",
         killers=(
-            "tests:test_found_by_attack.py::test_I1_what_a_clean_up_leaves_out_in_place_is_kept",
+            "tests:clean_up/an_optional_part_left_out_in_place_does_not_take_a_later_saves_part",
         ),
         why="a fenced manager's late rename takes a later save's part",
     ),
@@ -1270,12 +1151,7 @@ FENCES = (
         'self._make_durable(TRASH, "")',
         breaks="I10",
         source="fsync",
-        killers=(
-            (
-                "tests:test_found_by_attack.py::"
-                "test_F6_a_staging_directory_that_left_does_not_come_back"
-            ),
-        ),
+        killers=("tests:clean_up/a_staging_directory_that_left_does_not_come_back",),
         why="a power loss brings a failed attempt back to staging, for good",
     ),
     mutant(
@@ -1285,12 +1161,7 @@ FENCES = (
         "return there.of in (None, of)",
         breaks="I1",
         source="fencing",
-        killers=(
-            (
-                "tests:test_found_by_attack.py::"
-                "test_I1_what_is_saved_after_a_prune_is_not_what_was_pruned"
-            ),
-        ),
+        killers=("tests:prune/a_step_saved_after_a_prune_is_not_the_pruned_one",),
         why="a fenced manager's late rename took a stock trainer's there",
     ),
     mutant(
@@ -1300,9 +1171,7 @@ FENCES = (
         "self.append(record, essential=moved.dest is State.FAILED)",
         breaks="F5",
         source="disk",
-        killers=(
-            "tests:test_found_by_attack.py::test_F5_a_full_disk_gets_the_space_of_a_failed_save_back",
-        ),
+        killers=("tests:disk_full/a_full_disk_gets_the_space_of_a_failed_save_back",),
         why="a full disk, and a journal block that is full: the space of a failed save stays taken",
     ),
     mutant(
@@ -1312,12 +1181,7 @@ FENCES = (
         'return there.found == "manifest"',
         breaks="I1",
         source="fencing",
-        killers=(
-            (
-                "tests:test_found_by_attack.py::"
-                "test_I1_what_is_saved_after_a_prune_is_not_what_was_pruned"
-            ),
-        ),
+        killers=("tests:prune/a_step_saved_after_a_prune_is_not_the_pruned_one",),
         why="a fenced manager's late rename took a newer attempt there",
     ),
     mutant(
@@ -1328,10 +1192,7 @@ FENCES = (
         breaks="I8",
         source="F33",
         killers=(
-            (
-                "tests:test_found_by_attack.py::"
-                "test_I8_an_older_attempt_that_is_put_back_over_a_newer_one_leaves_its_name"
-            ),
+            "tests:rollback/an_older_attempt_that_is_put_back_over_a_newer_one_leaves_its_name",
         ),
         why="its name is not free for the newer one's sake, which is missing: the next start refuses",
     ),
@@ -1367,7 +1228,7 @@ FENCES = (
         "pass",
         breaks="I10",
         source="F33",
-        killers=("tests:test_found_by_review.py::test_I7_a_fresh_start_deletes_nothing",),
+        killers=("tests:fresh_start/a_fresh_start_deletes_nothing",),
         why="retention never has its turn in that run",
     ),
     mutant(
@@ -1409,12 +1270,7 @@ FENCES = (
         "return True",
         breaks="I8",
         source="F33",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I8_a_fresh_start_does_not_leave_what_waits_to_be_tracked"
-            ),
-        ),
+        killers=("tests:fresh_start/a_fresh_start_does_not_leave_what_waits_to_be_tracked",),
         why="it may name what was adopted only to be moved away",
     ),
     mutant(
@@ -1424,12 +1280,7 @@ FENCES = (
         "if True:\n    self._repair_tracker",
         breaks="I2",
         source="F33",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I2_the_tracker_names_nothing_that_a_fresh_start_adopted"
-            ),
-        ),
+        killers=("tests:fresh_start/the_tracker_names_nothing_that_a_fresh_start_adopted",),
     ),
     mutant(
         "a-fresh-start-only-completes-the-rollback",
@@ -1438,12 +1289,7 @@ FENCES = (
         'if self.resume != "fresh" or history.intent.rolling_back or not',
         breaks="I8",
         source="F33",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_a_fresh_start_over_a_rollback_that_died_begins_afresh"
-            ),
-        ),
+        killers=("tests:fresh_start/a_fresh_start_over_an_interrupted_rollback_begins_afresh",),
     ),
     mutant(
         "a-fresh-start-is-journaled-late",
@@ -1461,10 +1307,7 @@ FENCES = (
         breaks="I8",
         source="F33",
         killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I8_what_a_fresh_start_adopted_is_not_resumed_from_if_it_died"
-            ),
+            "tests:fresh_start/a_step_that_a_fresh_start_adopted_is_not_resumed_from_if_it_died",
         ),
         why="what was adopted only to be moved away is resumed from if it dies",
     ),
@@ -1476,7 +1319,7 @@ FENCES = (
         breaks="I8",
         source="F33",
         killers=(
-            "tests:test_found_by_review.py::test_I8_what_a_person_puts_back_is_evidence",
+            "tests:fresh_start/a_step_that_a_person_puts_back_is_evidence",
             "traces",
         ),
         why="what was damaged before it is held against the runs after it",
@@ -1498,12 +1341,7 @@ FENCES = (
         'facts.checkpoint.reason == "damaged"',
         breaks="I8",
         source="F33",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I8_what_was_damaged_comes_back_once_a_person_has_repaired_it"
-            ),
-        ),
+        killers=("tests:restart/a_step_that_was_damaged_comes_back_once_a_person_has_repaired_it",),
     ),
     mutant(
         "our-own-tracker-is-a-persons",
@@ -1513,10 +1351,7 @@ FENCES = (
         breaks="I2",
         source="order",
         killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I2_what_was_rolled_back_does_not_come_back_with_the_next_save"
-            ),
+            "tests:rollback/a_step_that_was_rolled_back_does_not_come_back_with_the_next_save",
         ),
         why="a rollback is undone by the next save, whose journal record was lost",
     ),
@@ -1528,10 +1363,7 @@ FENCES = (
         breaks="I2",
         source="order",
         killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I2_a_roll_forward_never_takes_the_tracker_below_a_step_that_was_rolled_back_before"
-            ),
+            "tests:rollback/the_tracker_does_not_go_below_a_step_that_was_rolled_back_before",
         ),
         why="a roll forward takes the tracker below it, and a crash there keeps it out",
     ),
@@ -1554,12 +1386,7 @@ FENCES = (
         "",
         breaks="I8",
         source="order",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I8_what_has_the_name_of_the_newest_is_resumed_from_wherever_the_start_dies"
-            ),
-        ),
+        killers=("tests:restart/the_name_of_the_newest_is_resumed_from_wherever_the_start_dies",),
         why="a death between a withdrawal and the adoption there goes back to something older",
     ),
     mutant(
@@ -1570,10 +1397,7 @@ FENCES = (
         breaks="I8",
         source="F16",
         killers=(
-            (
-                "tests:test_in_place.py::"
-                "test_I8_what_another_run_left_damaged_at_a_failed_attempts_name_is_evidence"
-            ),
+            "tests:in_place/a_damaged_step_of_another_run_at_a_failed_attempts_name_is_evidence",
         ),
         why="one start begins from zero beside it",
     ),
@@ -1584,13 +1408,7 @@ FENCES = (
         "if isinstance(a, Withdrawn)}\nif not gone",
         breaks="I8",
         source="order",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I8_what_has_the_name_of_the_newest_is_resumed_from_wherever_the_start_dies"
-                "[withdrawn_and_still_there-3]"
-            ),
-        ),
+        killers=("tests:restart/a_withdrawn_step_that_is_still_there_does_not_hide_the_newest",),
         why="what was known to be damaged is taken for repaired",
     ),
     mutant(
@@ -1600,12 +1418,7 @@ FENCES = (
         "return None",
         breaks="I8",
         source="order",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I8_what_was_lost_is_the_limit_until_something_is_tracked"
-            ),
-        ),
+        killers=("tests:restart/a_step_that_was_lost_is_the_limit_until_something_is_tracked",),
         why="a death before a roll forward, and the next start resumes from what nobody acknowledged",
     ),
     mutant(
@@ -1615,9 +1428,7 @@ FENCES = (
         "pass",
         breaks="I2",
         source="order",
-        killers=(
-            "tests:test_found_by_review.py::test_I2_what_the_tracker_falls_back_to_is_durable_first",
-        ),
+        killers=("tests:restart/the_tracker_falls_back_to_what_is_durable",),
         why="a power loss leaves a tracker that names a stock save of which nothing is left",
     ),
     mutant(
@@ -1627,12 +1438,7 @@ FENCES = (
         "isinstance(a, Adopted)}",
         breaks="I2",
         source="order",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I2_the_tracker_does_not_fall_back_below_what_a_prune_had_not_moved"
-            ),
-        ),
+        killers=("tests:prune/the_tracker_does_not_fall_back_below_a_step_that_was_not_moved",),
         why="a stock trainer goes back two steps if the start dies then",
     ),
     mutant(
@@ -1643,12 +1449,7 @@ FENCES = (
         "self._fall_back(decided.fallback, actions)\nself._carry_out(failing)",
         breaks="I8",
         source="order",
-        killers=(
-            (
-                "tests:test_in_place.py::"
-                "test_I8_what_has_failed_is_cleaned_up_before_the_tracker_falls_back"
-            ),
-        ),
+        killers=("tests:in_place/a_failed_attempt_is_cleaned_up_before_the_tracker_falls_back",),
         why="what a stock trainer went on from is moved away with our failed attempt",
     ),
     mutant(
@@ -1683,12 +1484,7 @@ FENCES = (
         'move(self.storage, name, f"{QUARANTINE}/{name}.{self.tag}")\nreturn name',
         breaks="I1",
         source="F30",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I1_what_is_in_the_way_of_a_save_is_put_beside_what_was"
-            ),
-        ),
+        killers=("tests:disk_full/files_in_the_way_of_a_save_are_put_beside_each_other",),
     ),
     mutant(
         "an-adopted-one-is-pruned-unseen",
@@ -1697,12 +1493,7 @@ FENCES = (
         'if own and (there.of is not None or checkpoint.provenance == "adopted"):',
         breaks="I1",
         source="F16",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I1_a_persons_directory_at_the_name_of_an_adopted_one_is_not_pruned"
-            ),
-        ),
+        killers=("tests:prune/a_persons_directory_at_the_name_of_an_adopted_step_is_not_pruned",),
         why="whatever a person put at its name is deleted",
     ),
     mutant(
@@ -1712,7 +1503,7 @@ FENCES = (
         "last = rest",
         breaks="I2",
         source="order",
-        killers=("tests:test_found_by_review.py",),
+        killers=("tests:prune/a_prune_that_comes_back_does_not_lower_the_tracker",),
         why="below a stock save that is adopted in the same opening, unless a crash comes between",
     ),
     mutant(
@@ -1723,10 +1514,7 @@ FENCES = (
         breaks="I2",
         source="F33",
         killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I2_a_move_that_a_power_loss_shows_twice_is_done_again_after_an_error"
-            ),
+            "tests:fresh_start/a_move_that_a_power_loss_shows_twice_is_done_again_after_an_error",
         ),
         why="a power loss showed it at both names: a fresh start comes to nothing",
     ),
@@ -1737,9 +1525,7 @@ FENCES = (
         "forget_moved(history.ledger, decided.decisions)",
         breaks="I8",
         source="F33",
-        killers=(
-            "tests:test_found_by_review.py::test_I8_a_start_that_was_refused_is_refused_again",
-        ),
+        killers=("tests:restart/a_refused_start_is_refused_again",),
     ),
     mutant(
         "a-root-opens-while-its-last-one-is-in-the-trash",
@@ -1748,12 +1534,7 @@ FENCES = (
         "if False:",
         breaks="I8",
         source="F33",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I8_a_root_is_not_opened_while_its_newest_checkpoint_is_in_the_trash"
-            ),
-        ),
+        killers=("tests:prune/a_root_stays_closed_while_its_newest_step_is_in_the_trash",),
     ),
     mutant(
         "the-tracker-leaves-what-was-saved-again",
@@ -1762,12 +1543,7 @@ FENCES = (
         "and named:",
         breaks="I2",
         source="F19",
-        killers=(
-            (
-                "tests:test_found_by_review.py::"
-                "test_I8_what_another_run_saved_at_a_step_that_was_deleted_is_adopted"
-            ),
-        ),
+        killers=("tests:restart/a_step_that_another_run_saved_where_ours_was_is_adopted",),
         why="a crash there, and it is newer than the tracker: never resumed from",
     ),
     mutant(
@@ -1777,7 +1553,7 @@ FENCES = (
         "self._engine.tracked(step)",
         breaks="I2",
         source="F19",
-        killers=("tests:test_found_by_review.py",),
+        killers=("tests:rollback/a_rollback_looks_at_its_target",),
     ),
     mutant(
         "pruned-before-the-latest-was-read",
@@ -1786,7 +1562,7 @@ FENCES = (
         "self._refuse_half_open(decided.reasons)\nself.engine.retire()",
         breaks="I2",
         source="F21",
-        killers=("tests:test_found_by_review.py",),
+        killers=("tests:prune/nothing_is_pruned_before_the_latest_was_read",),
     ),
     mutant(
         "a-request-is-not-fenced",
@@ -1818,7 +1594,7 @@ FENCES = (
         ),
         breaks="I9",
         source="fencing",
-        killers=("tests:test_schedules.py", "simulation"),
+        killers=("tests:prune/a_fenced_one_leaves_the_trash_alone", "simulation"),
     ),
     mutant(
         "a-fenced-one-goes-on",

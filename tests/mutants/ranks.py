@@ -81,7 +81,10 @@ WRITERS = (
         "if True:",
         breaks="I1",
         source="F13",
-        killers=("tests:test_schedules.py", "simulation"),
+        killers=(
+            "tests:test_participant.py::test_I1_nothing_is_cleaned_up_under_a_writer_that_may_live",
+            "simulation",
+        ),
         why="the writer of a failed attempt writes on into a directory that was moved",
     ),
     mutant(
@@ -141,7 +144,7 @@ WRITERS = (
         breaks="I10",
         source="F13",
         killers=(
-            "tests:test_found_by_attack.py::test_I5_a_writer_whose_fork_was_interrupted_is_not_forgotten",
+            "tests:test_interrupted_calls.py::test_I5_a_writer_whose_fork_was_interrupted_is_not_forgotten",
             "interrupts",
         ),
         why="a Ctrl-C leaves the other ranks in a collective, or a writer that nobody knows",
@@ -219,7 +222,7 @@ WRITERS = (
         breaks="I4",
         source="attack",
         killers=(
-            "tests:test_in_place.py::test_I4_an_old_writer_stays_out_of_a_directory_that_is_anothers",
+            "tests:test_fence.py::test_I4_an_old_writer_stays_out_of_a_directory_that_is_anothers",
         ),
         why="a foreign writer that wakes up overwrites what was acknowledged meanwhile",
     ),

@@ -63,7 +63,6 @@ _TESTED_BY = {  # modules that have no test file of their name
     "handle": "manager",
     "restoring": "manager",
     "wiring": "manager",
-    "reader_lease": "attacks",
     "evidence": "recovery",
     "rollback": "recovery",
     "group_worker": "controller",
@@ -71,7 +70,6 @@ _TESTED_BY = {  # modules that have no test file of their name
     "mirror": "uploads",
     "queue": "dropins",
     "foreign": "dropins",
-    "fence": "in_place",
     "trainer": "verl_driver",
 }
 
@@ -197,7 +195,7 @@ def run(
             result.violations += control(nursery, layers, PROFILE, verdicts)
     result.explored = {"mutants": len(verdicts), "killed": len(killed)}
     result.notes = [v.line() for v in verdicts]
-    by_layer = Counter(v.killer.partition("::")[0] for v in killed)
+    by_layer = Counter(v.killer.partition("::")[0].partition("/")[0] for v in killed)
     result.kills = dict(Counter(v.killer.partition(":")[0] for v in killed))
     slowest = max((v.seconds for v in killed), default=0.0)
     result.notes.append(

@@ -29,8 +29,8 @@ TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "core/lifecycle": ("lifecycle", "ledger_stories"),
         "core/ledger": ("ledger", "ledger_stories"),
-        "core/rollback": ("journal", "recovery", "found_by_review"),
-        "core/evidence": ("recovery", "found_by_review"),
+        "core/rollback": ("journal", "recovery", "histories"),
+        "core/evidence": ("recovery", "histories"),
         "core/recovery": ("recovery",),  # the other suites take minutes for each mutant that lives
         "core/recovery_rules": ("recovery_rules", "recovery"),
         "core/recovery_refusals": ("recovery",),

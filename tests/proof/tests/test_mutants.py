@@ -134,8 +134,11 @@ def test_every_test_that_is_to_kill_a_mutant_is_there() -> None:
     for planted in MUTANTS:
         for killer in layer.layers_for(planted, ()):
             for name in killer.removeprefix(child.TESTS).split(","):
+                subject, slash, history = name.partition("/")
                 path, _, test = child.find_test(name).partition("::")
                 defined = f"def {test.partition('[')[0]}("
+                if slash:
+                    path, defined = TESTS / "histories" / f"{subject}.txt", f"== {history}\n"
                 assert not test or defined in Path(path).read_text(), f"{planted.name}: {name}"
 
 

@@ -639,3 +639,24 @@ def test_two_threads_list_the_root_at_once(tmp_path: Path):
         listings = list(pool.map(lambda _: len(storage.listdir("")), range(600)))
     storage.close_root()
     assert set(listings) == {400}
+
+
+def test_F4_the_real_disk_is_really_asked(tmp_path, monkeypatch):
+    """``posix-fsync-...-does-nothing``: only a power loss would show it, and that is not at hand."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def spy(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    storage = PosixStorage(tmp_path)
+    monkeypatch.setattr(os, "fsync", spy)
+    handle = storage.open_exclusive("file")
+    storage.fsync(handle)
+    storage.close(handle)
+    storage.mkdir("inner")
+    storage.fsync_dir("inner")
+    storage.fsync_dir("")
+    assert synced == [str(tmp_path / "file"), str(tmp_path / "inner"), str(tmp_path)]
+    storage.close_root()

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ckptfsm.core import documents as d
-from ckptfsm.core.errors import DamagedRoot, NewerSchema, SaveFailed
+from ckptfsm.core.documents import (
+    FileEntry,
+)
+from ckptfsm.core.errors import (
+    DamagedRoot,
+    NewerSchema,
+    SaveFailed,
+)
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import MAX_STEP, AttemptId, PartSpec
 
@@ -313,3 +320,10 @@ def test_F16_a_piece_of_a_name_that_is_a_dot_is_refused():
     """Catches: two names of one file."""
     with pytest.raises(ValidationError, match="not a plain relative name"):
         d.FileEntry(name="a/./b", bytes=1)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../b", "./x", "a/./b", ".", ".."])
+def test_F30_a_file_name_with_dots_for_a_component_is_refused(name):
+    """Catches: a document that names a file outside its directory, or one file by two names."""
+    with pytest.raises(ValidationError):
+        FileEntry(name=name, bytes=1)

@@ -187,3 +187,9 @@ def test_names_of_what_was_moved_aside():
         assert layout.is_given_up(name) and layout.parse_aside(name) is None, name
     for name in ("100.e7.a2", "100.e7.a2.1", "GONE-100.e7.a2", "a-gone-100.e7.a2"):
         assert not layout.is_given_up(name), name
+
+
+@pytest.mark.parametrize("name", ["0005.json", "9999999999999999.json"])
+def test_a_pin_has_one_name_only(name):
+    """Catches: a pin that protects step 5 and that ``unpin(5)`` never finds."""
+    assert layout.parse_pin(name) is None

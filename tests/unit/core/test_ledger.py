@@ -6,10 +6,19 @@ import re
 from dataclasses import FrozenInstanceError
 
 import pytest
-from ledgers import ledger_of
+from ledgers import (
+    checkpoint,
+    ledger_of,
+)
 
 from ckptfsm.core import events as m
-from ckptfsm.core.errors import ConfigError, IllegalTransition, SaveRefused, StepExistsError
+from ckptfsm.core.errors import (
+    ConfigError,
+    IllegalTransition,
+    SaveRefused,
+    StepExistsError,
+)
+from ckptfsm.core.events import WriterForked
 from ckptfsm.core.ledger import Ledger, Rejected
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import MAX_STEP, AttemptId, PartSpec, check_parts
@@ -324,3 +333,10 @@ def test_I3_a_plain_file_is_not_named_like_what_a_save_writes(name: str):
         check_parts((PartSpec("state"), PartSpec(name, "file", ranks=(0,))), 2)
     assert caught.value.part == name
     check_parts((PartSpec("state"), PartSpec(f"my-{name.strip('.')}x", "file", ranks=(0,))), 2)
+
+
+def test_a_late_report_of_another_world_size_fails_nothing():
+    """Catches: a failure of an attempt that is published, which the table forbids."""
+    ledger = ledger_of(checkpoint(100, S.FINALIZED))
+    outcome = ledger.report(WriterForked(at(100), 0, 7))
+    assert not outcome.wrong_world_size

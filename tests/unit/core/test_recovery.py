@@ -23,7 +23,10 @@ from ledgers import (
 )
 
 from ckptfsm.core import events as m
-from ckptfsm.core.errors import DamagedRoot
+from ckptfsm.core import layout
+from ckptfsm.core.errors import (
+    DamagedRoot,
+)
 from ckptfsm.core.evidence import (
     Evidence,
     PublishedEvidence,
@@ -1204,3 +1207,57 @@ def test_I8_an_interrupted_rollback_gives_no_warnings():
     ev = evidence(names(100), whole(100), whole(200))
     assert plan(ledger, ev, 9, "fallback").warnings
     assert plan(ledger, ev, 9, "fallback", intent=Intent(True, 100)).warnings == ()
+
+
+def decided_at_epoch_9(ledger: Ledger, found) -> Plan:
+    return plan(ledger, found, 9, "fallback")
+
+
+def falls_back_to(found: Plan, step: int) -> bool:
+    return any(f"falling back to {step}" in warning for warning in found.warnings)
+
+
+def test_I2_F17_a_damaged_prunable_is_not_fallen_back_to():
+    """Catches: a checkpoint reprieved by the restart although its manifest does not hold."""
+    ledger = ledger_of(
+        checkpoint(100, S.PRUNABLE), checkpoint(50, S.TRACKED), checkpoint(200, S.TRACKED)
+    )
+    found = decided_at_epoch_9(ledger, evidence(names(200), damaged(100), whole(50)))
+    assert falls_back_to(found, 50), found.warnings
+
+
+@pytest.mark.parametrize("state", [S.FORKED, S.FAILED, S.QUARANTINED])
+def test_I8_an_unpublished_attempt_does_not_hide_a_stock_checkpoint_of_its_step(state):
+    """Catches: a directory explained by an attempt that never was there; a stock run saved it."""
+    ledger = ledger_of(checkpoint(50, S.TRACKED), checkpoint(100, state))
+    found = decided_at_epoch_9(ledger, evidence(names(100), whole(50), stock(100)))
+    assert not falls_back_to(found, 50), found.warnings
+
+
+def test_I8_an_unpublished_attempt_does_not_hide_the_only_checkpoint():
+    """Catches: beginning from scratch, because an attempt at the same step had failed."""
+    ledger = ledger_of(checkpoint(100, S.FORKED))
+    with pytest.raises(DamagedRoot):
+        decided_at_epoch_9(ledger, evidence(MISSING, unexplained(100)))
+    found = decided_at_epoch_9(ledger, evidence(MISSING, stock(100)))
+    assert any(d.result == "adopted" for d in found.decisions)
+
+
+def test_I8_a_stray_in_staging_is_no_evidence_of_a_checkpoint():
+    """Catches: somebody's note in the staging directory that stops a job from beginning."""
+    stray = f"{layout.STAGING}/notes"
+    found = decided_at_epoch_9(Ledger(), evidence(MISSING, strays=(stray,)))
+    assert [(d.subject, d.result) for d in found.decisions] == [(stray, "reported")]
+
+
+def test_a_finalized_checkpoint_that_is_missing_is_called_missing():
+    """Catches: "not newer than the tracked one" as the reason of a directory that is gone."""
+    ledger = ledger_of(checkpoint(50, S.TRACKED), checkpoint(100, S.FINALIZED))
+    found = decided_at_epoch_9(ledger, evidence(names(50), whole(50)))
+    assert found.decisions[0].why == "its directory is missing"
+
+
+def test_a_tracker_that_says_zero_is_quoted():
+    """Catches: step 0 taken for nothing, and called unreadable."""
+    with pytest.raises(DamagedRoot, match="tracker says 0"):
+        decided_at_epoch_9(Ledger(), evidence(names(0)))

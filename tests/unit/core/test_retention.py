@@ -8,9 +8,14 @@ from dataclasses import FrozenInstanceError
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledgers import checkpoint, ledger_of
+from ledgers import (
+    checkpoint,
+    ledger_of,
+)
 
-from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.errors import (
+    ConfigError,
+)
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import (
     POLICIES,
@@ -320,3 +325,16 @@ def test_F28_text_and_false_are_no_policies(build):
     """Catches: text taken for a number or for a list of policies; keep_all = false that keeps all."""
     with pytest.raises(ConfigError):
         build()
+
+
+@pytest.mark.parametrize("table", [{"steps": "123"}, {"keep_all": False}])
+def test_F28_a_table_that_would_keep_something_else_is_refused(table):
+    """Catches: text read as a list of steps, which keeps none; ``keep_all = false`` read as true."""
+    with pytest.raises(ConfigError):
+        parse_policy(table)
+
+
+def test_F28_seconds_given_as_text_are_a_config_error():
+    """Catches: a ``TypeError`` out of a comparison."""
+    with pytest.raises(ConfigError):
+        EveryNSeconds("often")

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 
 import pytest
+from roots import (
+    fails,
+    makes,
+)
 
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.core.errors import StorageError
+from ckptfsm.core.errors import (
+    StorageError,
+)
 from ckptfsm.disk import durable
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
@@ -347,3 +354,34 @@ def test_storage_error_names_call_file_and_errno():
 def test_parent_of():
     """Catches: the wrong directory fsynced."""
     assert [durable.parent_of(p) for p in ("a/b/c", "a", "")] == ["a/b", "", ""]
+
+
+def test_F8_a_file_of_the_same_content_does_not_excuse_a_failed_rename():
+    """Found by attack. Catches: a rename that did not happen taken for done, as the old file says the
+    same: what is trusted is then a file that was never fsynced, and a power loss takes it."""
+    disk = SimDisk()
+    storage = FaultStorage(SimStorage(disk, "first"))
+    handle = storage.open_exclusive("f")
+    durable.write_all(storage, handle, b"content")  # never fsynced
+    storage.close(handle)
+    storage.before = fails("rename", makes("f"))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        durable.put(storage, "f", b"content", tag="1")
+    storage.before, storage.after = None, fails("rename", makes("f"))
+    durable.put(storage, "f", b"content", tag="2")  # it happened, and reported an error
+    assert [path for method, path in storage.calls if method == "rename"] == [
+        "f.tmp-1.0 -> f",
+        "f.tmp-2.0 -> f",
+    ]
+    disk.crash("all_lost")
+    assert disk.snapshot()["f"] == b"content"
+
+
+def test_F5_F6_a_put_can_be_repeated_after_its_fsync_failed():
+    """Catches: the temporary name of the failed one, which no later put of that process passes."""
+    storage = SimStorage(SimDisk())
+    storage.disk.fail_fsync(errno.EIO)
+    with pytest.raises(OSError):
+        durable.put(storage, "f", b"1", tag="t")
+    durable.put(storage, "f", b"1", tag="t")
+    assert storage.read("f", 10) == b"1"

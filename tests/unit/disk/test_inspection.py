@@ -7,8 +7,18 @@ import random
 
 import pytest
 
-from ckptfsm.core.documents import FileEntry, Receipt, encode
-from ckptfsm.core.errors import CkptFsmError, DamagedRoot, NewerSchema
+from ckptfsm.core import layout
+from ckptfsm.core.documents import (
+    FileEntry,
+    Manifest,
+    Receipt,
+    encode,
+)
+from ckptfsm.core.errors import (
+    CkptFsmError,
+    DamagedRoot,
+    NewerSchema,
+)
 from ckptfsm.core.evidence import TrackerEvidence
 from ckptfsm.core.keeping import Contents
 from ckptfsm.core.layout import (
@@ -25,6 +35,7 @@ from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import RankJob
+from ckptfsm.disk import durable
 from ckptfsm.disk.durable import make_dirs, write_new
 from ckptfsm.disk.inspection import (
     check_digests,
@@ -406,3 +417,14 @@ def test_F33_a_save_that_has_only_begun_is_no_evidence(disk: SimDisk):
     assert found.published[8].found == "unexplained"
     known = Ledger({OF: Checkpoint(AttemptId(7, 1, 1), State.TRACKED, (PartSpec("state"),), 1)})
     assert 7 in gather_evidence(reader(disk), MEGATRON, known).published
+
+
+def test_F30_a_hostile_name_in_a_manifest_is_damage():
+    """Catches: a configuration error out of looking at a directory: the root cannot be opened."""
+    manifest = Manifest(step=10, epoch=1, attempt=1, world_size=1, parts=(), files=())
+    hostile = encode(manifest).replace(b'"files":[]', b'"files":[{"name":"./x","bytes":1}]')
+    storage = SimStorage(SimDisk())
+    path = f"{layout.MEGATRON.published_name(10)}/{layout.MANIFEST}"
+    durable.make_dirs(storage, durable.parent_of(path))
+    durable.put(storage, path, hostile, tag="t")
+    assert inspect_published(storage, layout.MEGATRON, 10).found == "damaged"

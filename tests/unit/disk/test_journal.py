@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import random
 import zlib
 
 import pytest
+from ledgers import (
+    checkpoint,
+)
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core import documents as d
-from ckptfsm.core.errors import JournalCorrupt, NewerSchema, OutcomeUnknown, StorageError
+from ckptfsm.core import layout
+from ckptfsm.core.documents import (
+    RollbackFinished,
+    checkpoint_record,
+)
+from ckptfsm.core.errors import (
+    JournalCorrupt,
+    NewerSchema,
+    OutcomeUnknown,
+    StorageError,
+)
 from ckptfsm.core.layout import JOURNAL, PRIVATE
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.rollback import Intent
-from ckptfsm.disk import journal
+from ckptfsm.disk import durable, journal
 from ckptfsm.disk.journal import (
     BLOCK_BYTES,
     RESERVE_BYTES,
@@ -668,3 +682,59 @@ def test_F4_power_loss_at_any_call_loses_only_what_was_not_acknowledged():
             if acknowledged is not None:
                 assert 1 + acknowledged <= len(found) <= 2 + acknowledged
             read_history(after)
+
+
+def failing_always(code: int, *methods: str):
+    """A hook that fails these calls, every time."""
+
+    def hook(index: int, method: str, path: str) -> None:
+        if method in methods:
+            raise OSError(code, os.strerror(code), path)
+
+    return hook
+
+
+def segment_opened(*records) -> d.SegmentOpened:
+    return d.SegmentOpened(
+        epoch=1, host="h", pid=1, at="", seals=(), run_seconds=0.0, checkpoints=records
+    )
+
+
+def with_journal(disk: SimDisk) -> SimStorage:
+    storage = SimStorage(disk)
+    durable.make_dirs(storage, layout.JOURNAL)
+    return storage
+
+
+def test_F6_a_failing_close_does_not_hide_an_unknown_outcome():
+    """Catches: the error of the close (NFS) in place of the fsync's: not fatal to a coordinator."""
+    storage = FaultStorage(with_journal(SimDisk()))
+    writer = JournalWriter(storage, 1)
+    writer.open(segment_opened())
+    storage.before = failing_always(errno.EIO, "fsync", "close")
+    with pytest.raises(OutcomeUnknown):
+        writer.append(RollbackFinished())
+
+
+def test_F5_a_journal_that_cannot_be_opened_closes_its_file():
+    """Catches: a descriptor lost at every attempt to open a root on a full disk."""
+    disk = SimDisk()
+    storage = FaultStorage(with_journal(disk))
+    disk.capacity = 100
+    with pytest.raises(OSError):
+        JournalWriter(storage, 1).open(segment_opened())
+    methods = [method for method, _ in storage.calls]
+    assert methods.count("close") == methods.count("open_exclusive") == 1
+
+
+@pytest.mark.damages_journal("forges a snapshot")
+def test_F30_a_snapshot_that_names_an_attempt_twice_is_corrupt():
+    """Catches: one of two contradicting states believed, or an error that is none of ours."""
+    disk = SimDisk()
+    storage = with_journal(disk)
+    twice = [checkpoint_record(checkpoint(1, state)) for state in (S.TRACKED, S.FAILED)]
+    disk.plant_file(
+        f"{layout.JOURNAL}/{layout.segment_name(1)}", encode_line(segment_opened(*twice))
+    )
+    with pytest.raises(JournalCorrupt):
+        read_history(storage)

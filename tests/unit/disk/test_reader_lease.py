@@ -1,0 +1,60 @@
+"""A reader's lease: which path it hands out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from managers import QUICK
+
+from ckptfsm.adapters.local_transport import LocalTransport
+from ckptfsm.adapters.posix_storage import OpenPosix
+from ckptfsm.core.config import make_config
+from ckptfsm.core.errors import (
+    StorageError,
+)
+from ckptfsm.disk.reader_lease import ReaderLease
+from ckptfsm.ranks.manager import Manager
+from ckptfsm.ranks.wiring import system_ports
+from ckptfsm.writers.plain_files import FilesDriver, FileTree
+
+
+def files_manager(root: Path) -> Manager:
+    ports = system_ports(LocalTransport(), FilesDriver(), OpenPosix(str(root)))
+    return Manager(ports, make_config(QUICK))
+
+
+def tree(content: str) -> FileTree:
+    return FileTree(lambda where: Path(where, "tokenizer.json").write_text(content) and None)
+
+
+def link_to_one_of_two_runs(place: Path) -> Path:
+    """``current`` leads to ``a``; ``a`` and ``b`` have a step 1 each, in the root ``gpt``."""
+    for name in ("a", "b"):
+        (place / name).mkdir()
+        run = files_manager(place / name / "gpt")
+        run.save(1, parts={"t": tree(f"of run {name}")}).wait()
+        run.close()
+    current = place / "current"
+    current.symlink_to(place / "a")
+    return current
+
+
+@pytest.mark.parametrize("when", ["before it is entered", "before it is renewed"])
+def test_I7_a_lease_does_not_hand_out_another_runs_path(when: str, tmp_path: Path):
+    """Found by review. Catches: an evaluator that reads what no lease keeps, in another run's root."""
+    current = link_to_one_of_two_runs(tmp_path)
+    lease = ReaderLease(current / "gpt", 1)
+    if when == "before it is renewed":
+        with lease:
+            assert Path(lease.path, "t/tokenizer.json").read_text() == "of run a"
+            current.unlink()
+            current.symlink_to(tmp_path / "b")
+            with pytest.raises(StorageError, match="is not the directory that was opened any more"):
+                lease.renew()
+        return
+    current.unlink()
+    current.symlink_to(tmp_path / "b")
+    with pytest.raises(StorageError, match="is not the directory that was opened any more"), lease:
+        pytest.fail("entered")
+    assert [p.name for p in (tmp_path / "a/gpt/.ckptfsm/readers").rglob("*.json")] == []
