@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptfsm.core import events as m
 from ckptfsm.core.events import ShardReported, WriterForked
-from ckptfsm.core.layout import JOURNAL, TRACKER, staging_dir
+from ckptfsm.core.layout import TRACKER, staging_dir
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import Identity, RankJob, Written
@@ -111,9 +111,6 @@ ONE, TWO = "iter_0000001", "iter_0000002"
 LATER = 60.0  # seconds after which the coordinator wants to tick again
 
 
-FOREIGN = (PartSpec("state", "foreign"),)
-
-
 def fails(method: str, matches: Callable[[str], bool], code: int = errno.EIO) -> Hook:
     """A hook that fails the first call of ``method`` whose path ``matches``."""
     left_over = [code]
@@ -145,27 +142,11 @@ def judge(disk: SimDisk, acknowledged: int | None) -> int | None:
     return check_root(SimStorage(disk, "judge"), acknowledged)
 
 
-def states(job: FakeJob) -> dict[str, str]:
-    return {str(of): c.state.value for of, c in job.coordinator.ledger.checkpoints.items()}
-
-
-def restarted(disk: SimDisk, name: str = "second", *, latest: int, **settings) -> FakeJob:
-    """The next run after a kill of the first. It finds ``latest``, and a root that is sound."""
-    disk.kill("first")
-    job = start(disk, name, opened=False, **settings)
-    assert job.open().latest_step == latest
-    assert judge(disk, latest) == latest
-    return job
-
-
 def names(disk: SimDisk, directory: str = "") -> list[str]:
     return sorted(SimStorage(disk, "judge").listdir(directory))
 
 
 Matches = Callable[[str], bool]
-
-
-FOUR = "iter_0000004"
 
 
 def moves(name: str) -> Matches:
@@ -176,31 +157,6 @@ def moves(name: str) -> Matches:
 def makes(name: str) -> Matches:
     """The rename that puts ``name`` there."""
     return lambda path: path.endswith(f"-> {name}")
-
-
-def in_journal(path: str) -> bool:
-    return path.startswith(JOURNAL)
-
-
-def is_root(path: str) -> bool:
-    return path == ""
-
-
-def fails_after(job: FakeJob, renamed: Matches, method: str, matches: Matches) -> list[str]:
-    """Fail one call, the first of its kind after a rename was done. Returns what failed."""
-    done, failed = [], []
-
-    def after(index: int, called: str, path: str) -> None:
-        if called == "rename" and renamed(path):
-            done.append(path)
-
-    def before(index: int, called: str, path: str) -> None:
-        if done and not failed and called == method and matches(path):
-            failed.append(path)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-
-    job.storage.before, job.storage.after = before, after
-    return failed
 
 
 def in_place(job: FakeJob, step: int) -> m.AttemptId:
@@ -229,12 +185,6 @@ class Strike:
     def __call__(self, index: int, method: str, path: str) -> None:
         if method == self.method and self.path in path:
             raise self.error
-
-
-def ticks(job: FakeJob) -> None:
-    for _ in range(5):
-        job.clock.now += 60
-        job.coordinator.tick()
 
 
 def below(disk: SimDisk, directory: str) -> dict[str, Any]:

@@ -193,13 +193,16 @@ def test_a_save_takes_the_steps_of_the_architecture_in_their_order(tmp_path):
 
 
 def test_every_fault_is_explained_and_tested():
-    """Catches: a number in a test's name that no page explains, a fault that no test injects."""
+    """Catches: a number in a test or a history that no page explains, a fault that none injects."""
     text = (SPECS / "faults.md").read_text(encoding="utf-8")
     told = re.findall(r"^\| (F\d+) \|", text, re.M)
     assert told == [f"F{n}" for n in range(1, 35)] == list(FAULTS)
     sources = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
     named = [name for text in sources for name in re.findall(r"def test_(\w+)", text)]
     tested = {number for name in named for number in re.findall(r"(?:^|_)(F\d+)(?=_)", name)}
+    for path in (ROOT / "tests" / "histories").glob("*.txt"):
+        comments = re.findall(r"^# .*", path.read_text(encoding="utf-8"), re.M)
+        tested |= set(re.findall(r"\bF\d+\b", "\n".join(comments)))
     assert tested == set(told)
 
 

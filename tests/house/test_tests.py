@@ -1,0 +1,37 @@
+"""Rules for the tests themselves: where they stand, and what they may use. Each test lists offenders."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+
+from house.source import MODULES, ROOT, room
+
+TESTS = ROOT / "tests"
+FILES = sorted(TESTS.rglob("test_*.py"))
+
+
+def test_names_of_test_files_are_unique():
+    """Catches: two files of one name, of which pytest imports one, and mutants ask either."""
+    count = Counter(path.name for path in FILES)
+    assert [name for name, number in count.items() if number > 1] == []
+
+
+def test_no_test_module_imports_another():
+    """Catches: a test that depends on another file of tests: helpers have modules of their own."""
+    stems = {path.stem for path in FILES}
+    offenders = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            offenders += [f"{path.name}: {n}" for n in names if n.rpartition(".")[2] in stems]
+    assert offenders == []
+
+
+def test_unit_tests_stand_in_the_room_that_they_test():
+    """Catches: a unit test beside the rooms, or in a folder of a room that was renamed."""
+    rooms = {room(module) for module in MODULES}
+    units = [path.relative_to(TESTS / "unit") for path in FILES if TESTS / "unit" in path.parents]
+    assert [str(path) for path in units if len(path.parts) != 2 or path.parts[0] not in rooms] == []
+    assert [path.name for path in FILES if path.parent == TESTS] == []
