@@ -1161,7 +1161,7 @@ FENCES = (
         "return there.of in (None, of)",
         breaks="I1",
         source="fencing",
-        killers=("tests:prune/a_step_saved_after_a_prune_is_not_the_pruned_one",),
+        killers=("tests:prune/a_stock_save_after_a_prune_is_not_the_pruned_one",),
         why="a fenced manager's late rename took a stock trainer's there",
     ),
     mutant(
