@@ -43,7 +43,10 @@ def test_every_history_says_what_it_catches(file: Path):
     assert len({history.name for history in histories}) == len(histories)
     for history in histories:
         assert "Catches: " in " ".join(history.comments), history.name
-        assert history.lines and "\n    " in golden(file)[history.name], history.name
+        told = golden(file)[history.name]
+        assert history.lines and "\n    " in told, history.name
+        meant = "never called" in " ".join(history.comments)
+        assert ("    never called" in told) == meant, f"{history.name}: a fault that never struck"
 
 
 SHORT = """== short
