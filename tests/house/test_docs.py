@@ -220,6 +220,11 @@ def test_the_picture_of_the_rooms_is_that_of_the_imports(tmp_path, monkeypatch):
     assert page.read_text() == text
 
 
+def test_the_readme_stays_short():
+    """Catches: a first page that grows until nobody reads it."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
+
+
 def test_the_index_names_every_page():
     """Catches: a page that nobody finds."""
     linked = {target.partition("#")[0] for target in LINK.findall((DOCS / "README.md").read_text())}
