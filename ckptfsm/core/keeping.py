@@ -35,7 +35,7 @@ class PruneDecision(Enum):
     KEEP_PINNED = "a person or an adoption pinned its step"
     KEEP_READER = "a reader holds a lease on its step"
     KEEP_TRACKER = "the tracker names its step, an older one, or none"
-    KEEP_SOMEBODY_ELSES = "a link, a file or a mount has its name"
+    KEEP_NOT_OURS = "a link, a file or a mount has its name"
     KEEP_NAMED = "the tracker was set back to its step, and its name is free"
 
 
@@ -51,13 +51,13 @@ class ReturnDecision(Enum):
 class Holds:
     """The facts that may keep a checkpoint, read before its move and after.
 
-    ``somebody_elses``: a link, a file or a mount has its name.
+    ``not_ours``: a link, a file or a mount has its name.
     """
 
     pinned: bool
     leased: bool
     tracker_step: int | None
-    somebody_elses: bool
+    not_ours: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _kept_by_tracker(facts: PruneFacts) -> PruneDecision | None:
     tracked = facts.holds.tracker_step
     if tracked is None or tracked <= facts.step:
         return PruneDecision.KEEP_TRACKER
-    return PruneDecision.KEEP_SOMEBODY_ELSES if facts.holds.somebody_elses else None
+    return PruneDecision.KEEP_NOT_OURS if facts.holds.not_ours else None
 
 
 def why_kept(decision: PruneDecision, facts: PruneFacts) -> str:
@@ -149,7 +149,7 @@ def why_kept(decision: PruneDecision, facts: PruneFacts) -> str:
         PruneDecision.KEEP_PINNED: "pin",
         PruneDecision.KEEP_READER: "reader",
         PruneDecision.KEEP_TRACKER: f"the tracker says {facts.holds.tracker_step}",
-        PruneDecision.KEEP_SOMEBODY_ELSES: "not a directory of this file system",
+        PruneDecision.KEEP_NOT_OURS: "not a directory of this file system",
         PruneDecision.KEEP_NAMED: "the tracker names it",
     }[decision]
 
@@ -161,9 +161,9 @@ class AtName(Enum):
     """The kind of directory at the name of a failed attempt's step."""
 
     NOTHING = "nothing stands there"
-    SOMEBODY_ELSES = "a link, a file or a mount stands there"
+    NOT_OURS = "a link, a file or a mount stands there"
     ITS_OWN = "its manifest names this attempt"
-    ANOTHERS = "its manifest names another attempt"
+    OTHER_ATTEMPT = "its manifest names another attempt"
     TORN = "its manifest cannot be read, so it names no checkpoint"
     STOCK = "it has no manifest, and a stock loader accepts it"
     UNFINISHED = "it has no manifest, and no stock loader accepts it"
@@ -180,7 +180,7 @@ class Contents(Enum):
 class CleanUpDecision(Enum):
     """The decision about a failed attempt's directory."""
 
-    LEAVE_SOMEBODY_ELSES = "in place, a link, a file or a mount has its name"
+    LEAVE_NOT_OURS = "in place, a link, a file or a mount has its name"
     QUARANTINE_PUBLISHED = "it stands at its published name after all, and may be complete"
     LEAVE_TO_OTHERS = "in place, another attempt or another trainer has its name"
     NOTHING_LEFT = "its directory is not there: an earlier try has moved it"
@@ -231,7 +231,7 @@ def at_name(checkpoint: Checkpoint, there: PublishedEvidence) -> AtName:
     if there.found == "no_directory":
         return AtName.NOTHING
     if there.of is not None:
-        return AtName.ITS_OWN if there.of == checkpoint.id else AtName.ANOTHERS
+        return AtName.ITS_OWN if there.of == checkpoint.id else AtName.OTHER_ATTEMPT
     if there.found == "damaged":
         return AtName.TORN
     return AtName.STOCK if there.found == "stock" else AtName.UNFINISHED
@@ -239,15 +239,15 @@ def at_name(checkpoint: Checkpoint, there: PublishedEvidence) -> AtName:
 
 def decide_clean_up(facts: CleanUpFacts) -> CleanUpDecision:
     """Decide about a failed attempt's directory. A published directory is never given up (I1)."""
-    if facts.in_place and facts.at_name is AtName.SOMEBODY_ELSES:
-        return CleanUpDecision.LEAVE_SOMEBODY_ELSES
+    if facts.in_place and facts.at_name is AtName.NOT_OURS:
+        return CleanUpDecision.LEAVE_NOT_OURS
     # A torn manifest names no attempt: only the missing staging directory shows that this is its
     # directory.
     may_be_published = facts.in_place or not facts.working_dir
     torn = facts.at_name is AtName.TORN and facts.alone and may_be_published
     if facts.at_name is AtName.ITS_OWN or torn:
         return CleanUpDecision.QUARANTINE_PUBLISHED
-    others = facts.at_name is AtName.ANOTHERS or facts.held or facts.went_on
+    others = facts.at_name is AtName.OTHER_ATTEMPT or facts.held or facts.went_on
     if facts.in_place and others:
         return CleanUpDecision.LEAVE_TO_OTHERS
     if not facts.working_dir:
@@ -274,7 +274,7 @@ class QuarantineDecision(Enum):
     """Whether the directory at a withdrawn checkpoint's name goes to quarantine."""
 
     NOTHING_TO_MOVE = "nothing of it stands there: its step was saved again, or it was moved before"
-    LEAVE_SOMEBODY_ELSES = "a link, a file or a mount has its name"
+    LEAVE_NOT_OURS = "a link, a file or a mount has its name"
     MOVE = "its directory stands there, and no other attempt has a right to the name"
 
 
@@ -290,7 +290,7 @@ class QuarantineFacts:
     alone: bool
     there: PublishedEvidence | None
     moved: bool
-    somebody_elses: bool
+    not_ours: bool
 
 
 def decide_quarantine(checkpoint: Checkpoint, facts: QuarantineFacts) -> QuarantineDecision:
@@ -299,8 +299,8 @@ def decide_quarantine(checkpoint: Checkpoint, facts: QuarantineFacts) -> Quarant
         return QuarantineDecision.NOTHING_TO_MOVE
     if not is_its_own(checkpoint, facts.there, facts.moved):
         return QuarantineDecision.NOTHING_TO_MOVE
-    if facts.somebody_elses:
-        return QuarantineDecision.LEAVE_SOMEBODY_ELSES
+    if facts.not_ours:
+        return QuarantineDecision.LEAVE_NOT_OURS
     return QuarantineDecision.MOVE
 
 

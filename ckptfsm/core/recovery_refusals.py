@@ -57,7 +57,7 @@ def refuse_newcomer(intent: Intent, ledger: Ledger, evidence: Evidence) -> None:
         used = tracker.found != "missing"
     else:
         above = tracker.step is not None and tracker.step > target
-        used = above and _is_anothers(tracker.step, intent, ledger, evidence)
+        used = above and _is_saved_since(tracker.step, intent, ledger, evidence)
     if used:
         asked, remedy = "rollback", ""
         if target is None:
@@ -70,7 +70,7 @@ def refuse_newcomer(intent: Intent, ledger: Ledger, evidence: Evidence) -> None:
         )
 
 
-def _is_anothers(step: int | None, intent: Intent, ledger: Ledger, evidence: Evidence) -> bool:
+def _is_saved_since(step: int | None, intent: Intent, ledger: Ledger, evidence: Evidence) -> bool:
     """True if the tracker names a directory, above a rollback's target, that may have been saved
     since.
 

@@ -105,7 +105,7 @@ def move(storage: Storage, src: str, dst: str) -> None:
     storage.fsync_dir(parent_of(src))
 
 
-def says_what_is_there(error: OSError) -> bool:
+def is_about_content(error: OSError) -> bool:
     """True if an error describes the disk's content, not the disk's health.
 
     ``EIO`` or ``ESTALE`` describe the health: never conclude damage from them.

@@ -44,10 +44,10 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import (
     TEMPORARY,
+    is_about_content,
     list_names,
     lookup,
     read_document,
-    says_what_is_there,
     walk_files,
 )
 from ckptfsm.disk.receipts import Receipts
@@ -84,7 +84,7 @@ def read_manifest(storage: Storage, directory: str) -> Manifest | None:
             raise DamagedRoot("the manifest is not a regular file", file=path)
         return decode(Manifest, read_document(storage, path, MAX_DOCUMENT_BYTES), path)
     except OSError as error:
-        if isinstance(error, (CkptFsmError, FileNotFoundError)) or not says_what_is_there(error):
+        if isinstance(error, (CkptFsmError, FileNotFoundError)) or not is_about_content(error):
             raise
         raise DamagedRoot(f"the manifest cannot be reached: {error}", file=path) from error
 
@@ -140,7 +140,7 @@ def _raise_unless_damage(error: DamagedRoot | OSError) -> None:
     """Raise ``error`` unless it tells of damage: a sick disk or a newer version does not."""
     if isinstance(error, NewerSchema):
         raise error
-    if isinstance(error, OSError) and not says_what_is_there(error):
+    if isinstance(error, OSError) and not is_about_content(error):
         raise error
 
 

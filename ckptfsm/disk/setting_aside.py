@@ -177,7 +177,7 @@ class Mover:
         leased = step in self.protection.reader_leases().values()
         tracker = read_tracker(self.storage)
         found = lookup(self.storage, self.layout.published_name(step))
-        foreign = found is not None and self._is_somebody_elses(found)
+        foreign = found is not None and self._is_not_ours(found)
         return Holds(pinned, leased, tracker.step, foreign)
 
     def _prune_left(self, checkpoint: Checkpoint, newer_step: int) -> Pruned:
@@ -237,7 +237,7 @@ class Mover:
         name = self.layout.published_name(checkpoint.step)
         facts = self._look_at_failed(checkpoint, alone=alone, held=held)
         match decide_clean_up(facts):
-            case CleanUpDecision.LEAVE_SOMEBODY_ELSES:
+            case CleanUpDecision.LEAVE_NOT_OURS:
                 _say_left(checkpoint.step, name)
             case CleanUpDecision.QUARANTINE_PUBLISHED:
                 move_aside(self.storage, name, quarantine_dir(checkpoint.id))
@@ -258,8 +258,8 @@ class Mover:
         found = lookup(self.storage, self.layout.published_name(checkpoint.step))
         if found is None:
             whose = AtName.NOTHING
-        elif self._is_somebody_elses(found):
-            whose = AtName.SOMEBODY_ELSES
+        elif self._is_not_ours(found):
+            whose = AtName.NOT_OURS
         else:
             there = inspect_published(self.storage, self.layout, checkpoint.step, files=False)
             whose = at_name(checkpoint, there)
@@ -326,7 +326,7 @@ class Mover:
             move_aside(self.storage, path, quarantine_dir(checkpoint.id))
         moved = self.lies_in(QUARANTINE, checkpoint) - earlier
         found, there = self._look(checkpoint.step) if alone else (None, None)
-        foreign = found is not None and self._is_somebody_elses(found)
+        foreign = found is not None and self._is_not_ours(found)
         source = self.layout.published_name(checkpoint.step)
         facts = QuarantineFacts(alone, there, bool(moved), foreign)
         match decide_quarantine(checkpoint, facts):
@@ -334,14 +334,14 @@ class Mover:
                 self._make_durable(
                     QUARANTINE, "", TRASH
                 )  # else a power loss undoes an earlier move
-            case QuarantineDecision.LEAVE_SOMEBODY_ELSES:
+            case QuarantineDecision.LEAVE_NOT_OURS:
                 _say_left(checkpoint.step, source)
             case QuarantineDecision.MOVE:
                 move_aside(self.storage, source, quarantine_dir(checkpoint.id))
 
     # ------------------------------------------------------------------------------------ common
 
-    def _is_somebody_elses(self, found: FileStat) -> bool:
+    def _is_not_ours(self, found: FileStat) -> bool:
         """True for a link, a file or a mount at a step's name."""
         return found.kind != "dir" or found.device != self.storage.stat(QUARANTINE).device
 

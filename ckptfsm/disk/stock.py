@@ -26,7 +26,7 @@ from typing import Any
 from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.layout import join
 from ckptfsm.core.ports import FileStat, Storage
-from ckptfsm.disk.durable import says_what_is_there
+from ckptfsm.disk.durable import is_about_content
 from ckptfsm.disk.pickle_stubs import MAX_INTEGER, METADATA, Stub, damaged_file, load_metadata_stub
 
 CONFIG = "metadata.json"
@@ -184,7 +184,7 @@ def _names(storage: Storage, directory: str) -> list[str]:
     try:
         return storage.listdir(directory)
     except OSError as error:
-        if not says_what_is_there(error):
+        if not is_about_content(error):
             raise
         raise damaged_file(directory, _os_reason(error)) from None
 
@@ -200,7 +200,7 @@ def _stat(storage: Storage, directory: str, name: str) -> FileStat:
     try:
         return storage.stat(join(directory, name))
     except OSError as error:
-        if not says_what_is_there(error):
+        if not is_about_content(error):
             raise
         raise damaged_file(name or directory or ".", _os_reason(error)) from None
 
@@ -223,7 +223,7 @@ def _bytes_of(storage: Storage, directory: str, piece: _Piece) -> bytes:
     try:
         return storage.read(join(directory, piece.file), piece.length, piece.offset)
     except OSError as error:
-        if not says_what_is_there(error):
+        if not is_about_content(error):
             raise
         raise damaged_file(piece.file, _os_reason(error)) from None
 

@@ -28,7 +28,7 @@ _CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _WATCHED = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"})
 
 
-def stay_out_once_it_is_anothers(storage: Storage, location: str) -> None:
+def stay_out_once_fenced(storage: Storage, location: str) -> None:
     """Forbid this writer process all changes below ``location`` once its mark is gone from there.
 
     No hook is needed in a staging directory, whose name is unique to the attempt. A hook cannot be

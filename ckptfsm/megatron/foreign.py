@@ -48,7 +48,7 @@ from ckptfsm.core.ports import Storage, Written
 from ckptfsm.disk.durable import fsync_existing, list_names
 from ckptfsm.disk.stock import COMMON, COMMON_KEY
 from ckptfsm.megatron.compat import cpu_devices
-from ckptfsm.megatron.fence import stay_out_once_it_is_anothers
+from ckptfsm.megatron.fence import stay_out_once_fenced
 from ckptfsm.writers.plain_files import make_inside
 
 _WATCH_S = 0.1
@@ -235,7 +235,7 @@ class ForeignPart:
         """Run the writer of the request, then fsync and digest its files."""
         payload: Any = None
         if self.request.function is not None:
-            stay_out_once_it_is_anothers(storage, location)
+            stay_out_once_fenced(storage, location)
             if self.rank == 0 and _has_common(self.request.arguments):
                 self._refuse_older_common(storage, location)
             payload = self.request.run()

@@ -286,7 +286,7 @@ class BaseGroupWorker:
         inner = tuple(shares.place(PartSpec(n, _kind_of(v))) for n, v in shares.values.items())
         with self._one_call.running():
             storage, hear = self._open(root), self._one_call.hear
-            restorer = Restorer(self._ports, storage, self._config, _ask_nobody, hear)
+            restorer = Restorer(self._ports, storage, self._config, _no_coordinator, hear)
             restored = restorer.load(Located(found.step, name, "", (), inner), shares.values)
         if self._ports.transport.rank == 0:
             warn_of_drops(restored)
@@ -322,7 +322,7 @@ def _kind_of(value: Any) -> PartKind:
     return "tree" if isinstance(value, FileTree) else "torch_dist"
 
 
-def _ask_nobody(*arguments: Any) -> None:
+def _no_coordinator(*arguments: Any) -> None:
     raise AssertionError("a worker has no coordinator to ask")
 
 

@@ -42,7 +42,7 @@ class _Ran(NamedTuple):
 
 
 def _may_finalize(writer: RankWriter, part: Finalizer) -> None:
-    writer.refuse_anothers_place()
+    writer.require_mark()
     problem = part.problem()
     if problem is not None:
         raise problem

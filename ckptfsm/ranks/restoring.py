@@ -31,7 +31,7 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.layout import join
 from ckptfsm.core.ports import Driver, Pending, Ports, Storage, Survey, Transport
 from ckptfsm.core.requests import Located
-from ckptfsm.disk.durable import says_what_is_there
+from ckptfsm.disk.durable import is_about_content
 from ckptfsm.disk.inspection import check_digests, check_extra_shards, check_sizes
 from ckptfsm.ranks.handle import Restored, only
 from ckptfsm.ranks.proposal import name_parts
@@ -145,7 +145,7 @@ class Restorer:
         try:
             return self._look_at(located, share)
         except OSError as error:
-            if not says_what_is_there(error):
+            if not is_about_content(error):
                 raise
             return describe(error)  # for example a link in place of a directory
 

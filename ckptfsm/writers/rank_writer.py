@@ -45,7 +45,7 @@ def write_rank(storage: Storage, job: RankJob) -> list[tuple[str, int, Any]]:
     """Write every part of a rank and its receipt, in order: (part, bytes, payload) for each."""
     written = []
     for part in job.parts:
-        _require_own(storage, job.of, job.location)
+        _require_mark(storage, job.of, job.location)
         if part.name in job.optional:
             result = _try_part(storage, job, part)
         else:
@@ -90,11 +90,11 @@ def put_receipt(storage: Storage, job: RankJob, part: PartJob, result: Written) 
         dropped=printable(result.dropped),
     )
     path = f"{job.location}/{receipt_name(part.name, job.rank)}"
-    own = partial(_require_own, storage, job.of, job.location)
+    own = partial(_require_mark, storage, job.of, job.location)
     put(storage, path, encode_sealed(receipt), tag=str(job.of), check=own)
 
 
-def _require_own(storage: Storage, of: AttemptId, location: str) -> None:
+def _require_mark(storage: Storage, of: AttemptId, location: str) -> None:
     """Raise ``StorageError`` unless the directory in place still belongs to attempt ``of``.
 
     A later attempt uses the same file names there: the mark of an attempt tells them apart.
@@ -151,11 +151,11 @@ class RankWriter:
         self._end = self._end or ()
         return self.process.kill(timeout_s)
 
-    def refuse_anothers_place(self) -> None:
+    def require_mark(self) -> None:
         """Raise ``StorageError`` if the directory now belongs to another attempt: finalizers write
         there.
         """
-        _require_own(self._storage, self.of, self._location)
+        _require_mark(self._storage, self.of, self._location)
 
     def _judge(self, outcome: Outcome) -> tuple[Event, ...]:
         """The reports of a writer that ended: a success needs exit code, payload and all receipts."""

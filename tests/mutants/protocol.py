@@ -276,7 +276,7 @@ LOOKS = (
     mutant(
         "a-mount-is-pruned",
         "core.keeping:_kept_by_tracker",
-        "return PruneDecision.KEEP_SOMEBODY_ELSES if facts.holds.somebody_elses else None",
+        "return PruneDecision.KEEP_NOT_OURS if facts.holds.not_ours else None",
         "return None",
         breaks="F16",
         source="F16",
@@ -770,7 +770,7 @@ FENCES = (
     mutant(
         "a-rollback-is-completed-over-what-came-since",
         "core.recovery_refusals:refuse_newcomer",
-        "used = above and _is_anothers(tracker.step, intent, ledger, evidence)",
+        "used = above and _is_saved_since(tracker.step, intent, ledger, evidence)",
         "used = False",
         breaks="I8",
         source="F33",
@@ -788,7 +788,7 @@ FENCES = (
     ),
     mutant(
         "a-lowered-tracker-counts-as-it-was-before",
-        "core.recovery_refusals:_is_anothers",
+        "core.recovery_refusals:_is_saved_since",
         "if there is None or intent.lowered:\n    return there is not None",
         "if there is None:\n    return False",
         breaks="I8",
@@ -808,7 +808,7 @@ FENCES = (
     ),
     mutant(
         "what-is-not-whole-is-a-newcomers",
-        "core.recovery_refusals:_is_anothers",
+        "core.recovery_refusals:_is_saved_since",
         'return there.found in ("manifest", "stock") or not withdrawn',
         "return True",
         breaks="I8",
@@ -1198,7 +1198,7 @@ FENCES = (
     ),
     mutant(
         "the-newest-saved-anew-is-our-own",
-        "core.recovery_refusals:_is_anothers",
+        "core.recovery_refusals:_is_saved_since",
         'return there.found == "stock" and latest.provenance == "saved"',
         "return False",
         breaks="I8",
@@ -1255,7 +1255,7 @@ FENCES = (
     ),
     mutant(
         "what-nobody-knows-is-in-nobodys-use",
-        "core.recovery_refusals:_is_anothers",
+        "core.recovery_refusals:_is_saved_since",
         'there.found in ("manifest", "stock") or not withdrawn',
         'there.found in ("manifest", "stock")',
         breaks="I8",

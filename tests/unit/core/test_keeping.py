@@ -72,7 +72,7 @@ def test_I7_only_a_checkpoint_that_nothing_keeps_is_moved():
     """Catches: a guard that is left out, or turned round, in whatever company it stands."""
     for facts in PRUNES:
         superseded = facts.newer_step in (STEP, 9) and facts.newer_is_there
-        held = facts.holds.pinned or facts.holds.leased or facts.holds.somebody_elses
+        held = facts.holds.pinned or facts.holds.leased or facts.holds.not_ours
         free = superseded and not held and facts.holds.tracker_step == 9
         assert (decide_prune(facts) is MOVE) == free, facts
 
@@ -85,7 +85,7 @@ def test_I7_only_a_checkpoint_that_nothing_keeps_is_moved():
         {"tracker_step": STEP},
         {"tracker_step": STEP - 1},
         {"tracker_step": None},
-        {"somebody_elses": True},
+        {"not_ours": True},
     ],
     ids=str,
 )
@@ -135,7 +135,7 @@ def test_I1_the_place_of_a_checkpoint_is_certain_or_it_is_damaged():
         (PruneDecision.KEEP_PINNED, "pin"),
         (PruneDecision.KEEP_READER, "reader"),
         (PruneDecision.KEEP_TRACKER, "the tracker says 4"),
-        (PruneDecision.KEEP_SOMEBODY_ELSES, "not a directory of this file system"),
+        (PruneDecision.KEEP_NOT_OURS, "not a directory of this file system"),
         (PruneDecision.KEEP_NAMED, "the tracker names it"),
     ],
 )
@@ -151,9 +151,9 @@ def test_whose_directory_stands_at_a_name():
     """Catches: a torn manifest, or one of another attempt, that is taken for this attempt's."""
     assert [at_name(OURS, there) for there in THERE] == [
         AtName.ITS_OWN,
-        AtName.ANOTHERS,
+        AtName.OTHER_ATTEMPT,
         AtName.ITS_OWN,
-        AtName.ANOTHERS,
+        AtName.OTHER_ATTEMPT,
         AtName.TORN,
         AtName.STOCK,
         AtName.UNFINISHED,
@@ -182,14 +182,14 @@ def test_I1_a_clean_up_in_place_leaves_what_others_have_in_use():
     """Catches: a directory that another trainer went on from, and that is moved away as a left over."""
     for facts in FAILED:
         decision = decide_clean_up(facts)
-        used = facts.held or facts.went_on or facts.at_name is AtName.ANOTHERS
+        used = facts.held or facts.went_on or facts.at_name is AtName.OTHER_ATTEMPT
         moved = (CleanUpDecision.LOOK_INSIDE, CleanUpDecision.GIVE_UP)
-        if facts.in_place and (used or facts.at_name is AtName.SOMEBODY_ELSES):
+        if facts.in_place and (used or facts.at_name is AtName.NOT_OURS):
             assert decision not in moved, facts
         if decision is CleanUpDecision.LEAVE_TO_OTHERS:
             assert facts.in_place and used, facts
-        if decision is CleanUpDecision.LEAVE_SOMEBODY_ELSES:
-            assert facts.in_place and facts.at_name is AtName.SOMEBODY_ELSES, facts
+        if decision is CleanUpDecision.LEAVE_NOT_OURS:
+            assert facts.in_place and facts.at_name is AtName.NOT_OURS, facts
 
 
 def test_I10_a_clean_up_leaves_no_directory_of_its_own_undecided():
@@ -239,7 +239,7 @@ def test_I1_a_withdrawal_moves_only_the_withdrawn_checkpoint():
         if not (alone and own and withdrawn.reason != "missing"):
             assert decision is QuarantineDecision.NOTHING_TO_MOVE, case
         elif foreign:
-            assert decision is QuarantineDecision.LEAVE_SOMEBODY_ELSES, case
+            assert decision is QuarantineDecision.LEAVE_NOT_OURS, case
         else:
             assert decision is QuarantineDecision.MOVE, case
 

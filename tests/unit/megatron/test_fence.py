@@ -12,7 +12,7 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import StorageError
 from ckptfsm.core.layout import PRIVATE, begun_name
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.megatron.fence import stay_out_once_it_is_anothers
+from ckptfsm.megatron.fence import stay_out_once_fenced
 from ckptfsm.testing.fakes import Gate
 
 
@@ -24,7 +24,7 @@ def test_I4_an_old_writer_stays_out_of_a_directory_that_is_anothers(tmp_path: Pa
     gate, storage = Gate(tmp_path / "gate"), PosixStorage(tmp_path)
 
     def write() -> None:
-        stay_out_once_it_is_anothers(storage, "iter_0000006")
+        stay_out_once_fenced(storage, "iter_0000006")
         (directory / "first").write_text("the old job's")
         (tmp_path / "elsewhere").write_text("not ours to judge")
         gate.hold()
