@@ -433,7 +433,9 @@ class Engine:
             Finalize: ("finalize", self.layout.published_name(checkpoint.step)),
         }.get(type(command), ("clean_up", working))
         named = (error.filename or file).partition(TEMPORARY)[0]
-        return storage_error(error, what, named)
+        reason = storage_error(error, what, named)
+        reason.__cause__ = error  # an opening that is refused for it looks for a full disk
+        return reason
 
     def _ask_for_finalizers(self, checkpoint: Checkpoint) -> None:
         try:

@@ -189,7 +189,7 @@ class PlanRun:
                 f"step {waiting.step} is {waiting.state.value}, and its next effect failed",
                 file=self._next_file(waiting),
                 step=waiting.step,
-            )
+            ) from self.engine.blocked.get(waiting.id)
         newest = self.engine.newest_step()
         leaving = [c.of for c in self.engine.pending if isinstance(c, Prune) and c.of.step > newest]
         if leaving:

@@ -386,6 +386,19 @@ PEOPLE = (
         killers=("tests:test_manager.py::test_F5_a_mended_disk_is_used_at_once",),
     ),
     mutant(
+        "an-opening-forgets-why-the-tracker-waits",
+        "coordinator.plan_run:PlanRun._refuse_half_open",
+        ") from self.engine.blocked.get(waiting.id)",
+        ")",
+        breaks="I10",
+        source="F5",
+        killers=(
+            "tests:test_coordinator.py::"
+            "test_F5_a_root_is_opened_where_our_trash_takes_the_bytes_of_the_tracker",
+        ),
+        why="a full disk is not seen, and the trash that fills it is never emptied",
+    ),
+    mutant(
         "a-reason-is-told-once-for-all",
         "coordinator.engine:Engine._put_off",
         "if told is None or told.summary() != reason.summary():",

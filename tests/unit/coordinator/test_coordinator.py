@@ -846,6 +846,25 @@ def test_F5_a_root_on_a_disk_that_is_full_of_our_trash_is_opened():
     assert not [name for name in below(disk, f"{EPOCHS}/") if "take-" in name]
 
 
+def test_F5_a_root_is_opened_where_our_trash_takes_the_bytes_of_the_tracker():
+    """Catches: a published checkpoint that no start tracks, as what was given up takes the disk."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    junk = ".ckptfsm/trash/gone-1.e1.a1"
+    disk.plant_file(junk, bytes(1 << 19))
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "open_exclusive" and path.startswith(TRACKER) and junk in disk.snapshot():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    job.storage.before = before
+    job.save(2)
+    assert tracked(job) == [1]
+    disk.kill("first")
+    second = start(disk, "second", wrap=lambda s: FaultStorage(s, before=before))
+    assert tracked(second) == [1, 2]
+
+
 def test_F5_the_trash_of_one_that_saves_all_the_time_is_emptied():
     """Found by attack. Catches: a disk that fills to the brim with what was pruned, since no tick ever
     finds the root idle."""
