@@ -62,9 +62,6 @@ KIT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "harness": ("FakeJob", "FakePart", "fake_content", "SimClock"),
         "writers": ("SimWriters",),
         "fakes": ("fake_ports", "ThreadTransport", "run_ranks"),
-        "sim.run": ("simulate", "Run"),
-        "coverage": ("Coverage", "watch_moves"),
-        "profiles": ("profile", "register"),
     }
 )
 _WARNINGS = (RecoveryWarning, SaveFailedWarning, PollMissingWarning, ReshardWarning)

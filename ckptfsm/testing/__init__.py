@@ -1,6 +1,6 @@
-"""The testing kit: simulated storage and jobs, fault injection, strategies, checks for your parts.
+"""The testing kit: a simulated disk, fault injection, strategies, checks for your policies and parts.
 
-Install it with ``ckptfsm[testing]`` (hypothesis, greenlet). Rules: production code never imports
+Install it with ``ckptfsm[testing]`` (hypothesis). Rules: production code never imports
 this package; nothing here sleeps, and nothing needs torch.
 """
 
@@ -16,7 +16,6 @@ _WHERE = MappingProxyType(
         "assert_policy_sound": "ckptfsm.testing.checks",
         "assert_writer_sound": "ckptfsm.testing.checks",
         "check_root": "ckptfsm.testing.invariants",
-        "simulate": "ckptfsm.testing.sim",
     }
 )
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "assert_policy_sound",
     "assert_writer_sound",
     "check_root",
-    "simulate",
 ]
 
 

@@ -21,6 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from proof.coverage import Coverage
+
 from ckptfsm.adapters.fork import Child
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.config import make_config
@@ -36,7 +38,6 @@ from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inspection import read_tracker
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.conformance import assert_journal_conforms
-from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.fakes import FakeDriver, FakeRequest, Gate, ShiftedClock, fake_ports
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import PARTS, FakeJob, FakePart, check_root, fake_content

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptfsm.testing.coverage import Coverage
+from proof.coverage import Coverage
+
 from fieldbugs.model import Found, Model, search
 from fieldbugs.player import Player
 

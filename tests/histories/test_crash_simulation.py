@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+from proof.sim.answers import HandedOn
 
 from ckptfsm.adapters.executor import InlineExecutor
 from ckptfsm.adapters.local_transport import LocalTransport
@@ -35,7 +36,6 @@ from ckptfsm.ranks.tickets import GroupPart, GroupSave
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, fake_ports
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
 from ckptfsm.testing.harness import FakeJob, FakePart, HalfPart, check_root, fake_content
-from ckptfsm.testing.sim.answers import HandedOn
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writers.plain_files import FilesDriver
 from ckptfsm.writers.rank_writer import write_rank

@@ -333,7 +333,7 @@ def test_every_module_of_the_kit_is_in_the_reference():
     page = (DOCS / "testing.md").read_text(encoding="utf-8")
     text = (DOCS / "reference.md").read_text(encoding="utf-8")
     told = re.findall(r"^\| `ckptfsm\.testing\.(\w+)` \|", page, re.M)
-    assert len(told) >= 10
+    assert len(told) >= 8
     for module in told:
         assert re.search(rf"^### ckptfsm\.testing\.{module}\b.*\n", text, re.M), module
     for module, names in reference.KIT.items():

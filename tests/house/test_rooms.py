@@ -150,6 +150,14 @@ def test_torch_is_in_few_rooms():
     assert found == []
 
 
+def test_the_kit_needs_hypothesis_alone():
+    """Catches: a tool of our proof in the wheel, with packages that no user's test needs."""
+    of_the_library = {"pydantic", "pydantic_core", "xxhash"}
+    allowed = {*sys.stdlib_module_names, *of_the_library, "hypothesis"}
+    found = [(m, packages(m) - allowed) for m in MODULES if room(m) == "testing"]
+    assert [(module, names) for module, names in found if names] == []
+
+
 def test_import_ckptfsm_is_light():
     """Catches: four seconds of torch and megatron-core for ``import ckptfsm``, by any way."""
     code = (

@@ -83,7 +83,7 @@ def _judge_by_layer(layer: str, profile: str) -> dict[str, Any]:
 
 def _judge_by_seeds(layer: str, profile: str) -> dict[str, Any]:
     """``red``: those of the simulation's seeds ``seeds:1,2,3`` that violate something."""
-    simulate = importlib.import_module("ckptfsm.testing.sim").simulate
+    simulate = importlib.import_module("proof.sim").simulate
     seeds = [int(seed) for seed in layer.removeprefix(SEEDS).split(",")]
     return {"red": [seed for seed in seeds if simulate(seed).failure is not None]}
 

@@ -67,11 +67,11 @@ from ckptfsm.disk.inspection import read_tracker
 from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
-from ckptfsm.testing.coverage import watch_moves
 from ckptfsm.testing.fakes import FakeDriver, fake_ports
 from ckptfsm.testing.faults import FaultStorage, crash_at
 from ckptfsm.testing.harness import FakeJob, SimClock
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+from proof.coverage import watch_moves
 from proof.layer import Budget, LayerResult, Violation
 
 Content = dict[str, bytes]

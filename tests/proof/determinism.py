@@ -32,15 +32,15 @@ from fieldbugs.model import search as search_model
 from ckptfsm.core.events import Event
 from ckptfsm.core.lifecycle import Checkpoint
 from ckptfsm.testing.conformance import read_segments
-from ckptfsm.testing.coverage import Coverage, watch_moves
 from ckptfsm.testing.profiles import profile
-from ckptfsm.testing.sim import simulate
 from ckptfsm.testing.simfs import SimStorage
 from proof.corruption import Bench, make_template
+from proof.coverage import Coverage, watch_moves
 from proof.exhaustive import SCOPES, Search
 from proof.fuzz import TARGETS, attempt, attempt_root, hostile_root
 from proof.inductive import agree, load_spec
 from proof.layer import Budget, LayerResult, Violation, timed
+from proof.sim import simulate
 from proof.suites import SUITES
 from proof.traces import Wanderer
 

@@ -22,7 +22,7 @@ from functools import partial
 from ckptfsm.core import layout
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.retention import LatestN
-from ckptfsm.testing.coverage import ALL_RULES, Coverage, watch_rules
+from proof.coverage import ALL_RULES, Coverage, watch_rules
 from proof.exhaustive_disk import Dir
 from proof.exhaustive_moves import Moves
 from proof.exhaustive_promises import Table, check_world, is_settled, judge

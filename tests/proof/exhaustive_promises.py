@@ -41,7 +41,7 @@ from ckptfsm.core.ledger import Ledger, Rejected
 from ckptfsm.core.lifecycle import EVENTS, IN_FLIGHT, UNPUBLISHED, Checkpoint, State
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.disk.durable import TEMPORARY
-from ckptfsm.testing.coverage import Coverage
+from proof.coverage import Coverage
 from proof.exhaustive_disk import Dir
 from proof.exhaustive_world import (
     STOCK,

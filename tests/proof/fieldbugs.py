@@ -12,7 +12,7 @@ from pathlib import Path
 from fieldbugs.catalogue import BY_NAME, PAGE, REPORTS, page, side_by_side
 from fieldbugs.report import Checked, check
 
-from ckptfsm.testing.coverage import Coverage, watch_moves
+from proof.coverage import Coverage, watch_moves
 from proof.layer import Budget, LayerResult, Violation, timed
 
 ROOT = Path(__file__).resolve().parents[2]

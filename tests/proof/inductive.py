@@ -40,7 +40,7 @@ from ckptfsm.core.lifecycle import (
     writing_ranks,
 )
 from ckptfsm.core.parts import AttemptId, PartSpec
-from ckptfsm.testing.coverage import ALL_ROWS, Coverage
+from proof.coverage import ALL_ROWS, Coverage
 from proof.layer import Budget, LayerResult, Violation, timed
 
 SPEC = Path(__file__).resolve().parents[2] / "specs" / "inductive.py"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ckptfsm.testing.coverage import Coverage
+from proof.coverage import Coverage
 
 Profile = Literal["pr", "nightly", "release", "soak"]
 

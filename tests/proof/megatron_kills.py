@@ -47,7 +47,7 @@ from cluster import (  # noqa: E402
 from ckptfsm.core.errors import CkptFsmError  # noqa: E402
 from ckptfsm.core.lifecycle import State  # noqa: E402
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms  # noqa: E402
-from ckptfsm.testing.coverage import Coverage  # noqa: E402
+from proof.coverage import Coverage  # noqa: E402
 from proof.layer import Budget, LayerResult, Violation, timed  # noqa: E402
 from proof.processes import file_system_of  # noqa: E402
 

@@ -29,8 +29,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from ckptfsm.testing.coverage import Coverage
 from proof.catalogue import command_of
+from proof.coverage import Coverage
 from proof.layer import Budget, LayerResult, Violation, timed
 from proof.powerloss_disk import RecordingDisk, make_image, mounted
 from proof.powerloss_jobs import SCRIPTS, Judge, Script, Site, recover_and_save

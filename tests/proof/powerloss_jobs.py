@@ -23,10 +23,10 @@ from ckptfsm.core.retention import LatestN, Policy
 from ckptfsm.disk.journal import read_history
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
-from ckptfsm.testing.coverage import Coverage, watch_moves
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, ThreadTransport, fake_ports, run_ranks
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import FakeJob, FakePart, RootBroken, check_root, fake_content
+from proof.coverage import Coverage, watch_moves
 
 _SETTINGS = {"close_timeout_s": 20.0, "busy_timeout_s": 20.0, "exit_timeout_s": 5.0}
 

@@ -50,7 +50,7 @@ from multiprocessing.pool import Pool
 from pathlib import Path
 
 from ckptfsm.core.lifecycle import State
-from ckptfsm.testing.coverage import Coverage
+from proof.coverage import Coverage
 from proof.layer import Budget, LayerResult, Violation, timed
 from proof.real_jobs import MANAGER, SCRIPTS, live, recover
 from proof.real_judge import Broken, broken, judge_with_restart

@@ -27,10 +27,10 @@ from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Identity, PartJob, Storage
 from ckptfsm.core.retention import LatestN, Policy
 from ckptfsm.ranks.manager import Manager
-from ckptfsm.testing.coverage import watch_moves
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, ShiftedClock, fake_ports
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import PARTS, FakeJob, FakePart, fake_content
+from proof.coverage import watch_moves
 from proof.real_site import Disk, Noting, Site, Strike, Tell
 
 LAST_STEP = 1000  # the save that shows that training goes on

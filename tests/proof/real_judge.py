@@ -22,8 +22,8 @@ from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.durable import TEMPORARY, list_names
 from ckptfsm.disk.journal import read_history
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
-from ckptfsm.testing.coverage import Coverage, watch_moves
 from ckptfsm.testing.harness import FakeJob, RootBroken, check_root
+from proof.coverage import Coverage, watch_moves
 from proof.real_site import Disk
 
 

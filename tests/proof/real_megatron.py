@@ -30,7 +30,7 @@ from ckptfsm.adapters.posix_storage import PosixStorage  # noqa: E402
 from ckptfsm.core.layout import MEGATRON, receipt_name  # noqa: E402
 from ckptfsm.core.lifecycle import State  # noqa: E402
 from ckptfsm.core.retention import LatestN  # noqa: E402
-from ckptfsm.testing.coverage import Coverage, watch_moves  # noqa: E402
+from proof.coverage import Coverage, watch_moves  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from ckptfsm.core.events import Event
 from ckptfsm.core.layout import JOURNAL
 from ckptfsm.core.lifecycle import Checkpoint, State, find_row
 from ckptfsm.core.ports import FileStat
-from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.faults import FaultStorage
+from proof.coverage import Coverage
 
 Role = Literal["trainer", "writer"]
 ROLES: tuple[Role, ...] = ("trainer", "writer")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckptfsm.testing.coverage import ALL_PAIRS, ALL_ROWS, Coverage
 from proof.catalogue import LAYERS, command_of
+from proof.coverage import ALL_PAIRS, ALL_ROWS, Coverage
 from proof.faults import applicable, cannot_happen
 from proof.layer import LayerResult
 

@@ -1,7 +1,7 @@
 """Deterministic simulation of whole jobs, seed by seed.
 
 Ranks, coordinator, writers, restarts, rivals and readers run the production code on a simulated clock,
-network and disk (``ckptfsm.testing.sim``); the judges look after every storage call. One seed is one
+network and disk (``proof.sim``); the judges look after every storage call. One seed is one
 run: seeds 0..N-1, never random ones. A violation is printed as the command that replays its seed:
 
     PYTHONPATH=tests python -m proof.simulation --seed N [--aim STATE]
@@ -31,11 +31,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ckptfsm.core.lifecycle import State
-from ckptfsm.testing.coverage import Coverage, watch_moves
-from ckptfsm.testing.sim import simulate
-from ckptfsm.testing.sim.answers import REPLAYED
+from proof.coverage import Coverage, watch_moves
 from proof.layer import Budget, LayerResult, Violation, timed
 from proof.sharing import WorkerDied, share_out
+from proof.sim import simulate
+from proof.sim.answers import REPLAYED
 
 LAYER = "simulation"
 _CHUNK = 250

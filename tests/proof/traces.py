@@ -48,10 +48,10 @@ from ckptfsm.testing.conformance import (
     check_segments,
     read_segments,
 )
-from ckptfsm.testing.coverage import watch_moves
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
 from ckptfsm.testing.harness import FakeJob
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+from proof.coverage import watch_moves
 from proof.layer import Budget, LayerResult, Violation
 
 EVENTS_PER_SECOND = 100_000

@@ -16,9 +16,8 @@ from fieldbugs.report import Checked, check
 from fieldbugs.saveloop import SaveLoop
 from fieldbugs.today import OTHER, TESTS, TODAY
 from proof import fieldbugs
+from proof.coverage import Coverage
 from proof.fieldbugs import violations
-
-from ckptfsm.testing.coverage import Coverage
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = [report.name for report in REPORTS]

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 from proof import inductive as layer
+from proof.coverage import ALL_ROWS, Coverage
 
 from ckptfsm.core import ledger as ledger_module
 from ckptfsm.core import lifecycle
 from ckptfsm.core.lifecycle import State
-from ckptfsm.testing.coverage import ALL_ROWS, Coverage
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 from proof import determinism, exhaustive, running
 from proof.__main__ import judge_coverage
 from proof.catalogue import LAYERS, layers_of
+from proof.coverage import ALL_PAIRS, ALL_ROWS, ALL_RULES, Coverage
 from proof.exhaustive import Found, _too_small, _unexercised_rules
 from proof.faults import STATES, TABLE, applicable, cannot_happen, mark_of
 from proof.layer import Budget, LayerResult, Violation
@@ -19,7 +20,6 @@ from proof.report import document, rows, table, unexercised
 from proof.running import Running, run_one
 
 from ckptfsm.core.lifecycle import State
-from ckptfsm.testing.coverage import ALL_PAIRS, ALL_ROWS, ALL_RULES, Coverage
 
 EVERYWHERE = ("pruned", "discarded", "quarantined", "any")  # what they mean is said for all faults
 

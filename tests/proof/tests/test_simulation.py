@@ -19,7 +19,18 @@ from typing import Any
 
 import pytest
 from proof import exhaustive, simulation
+from proof.coverage import Coverage
 from proof.layer import Budget, LayerResult
+from proof.sim import Run, SimulationFailed, simulate
+from proof.sim.answers import REPLAYED
+from proof.sim.damage import draw_meddling
+from proof.sim.faults import Faults
+from proof.sim.job import Job, Op, Trainer
+from proof.sim.ports import WorldGroup, WorldTransport
+from proof.sim.run import _TIMES, Scenario
+from proof.sim.site import Site
+from proof.sim.storage import WorldStorage
+from proof.sim.world import Process, World
 
 import ckptfsm.coordinator.coordinator as coordinator
 import ckptfsm.disk.durable as durable
@@ -41,18 +52,7 @@ from ckptfsm.disk.publishing import Publisher
 from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing import invariants
-from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.invariants import Confirmed, JournalModel, RootBroken, Watch, check_root
-from ckptfsm.testing.sim import Run, SimulationFailed, simulate
-from ckptfsm.testing.sim.answers import REPLAYED
-from ckptfsm.testing.sim.damage import draw_meddling
-from ckptfsm.testing.sim.faults import Faults
-from ckptfsm.testing.sim.job import Job, Op, Trainer
-from ckptfsm.testing.sim.ports import WorldGroup, WorldTransport
-from ckptfsm.testing.sim.run import _TIMES, Scenario
-from ckptfsm.testing.sim.site import Site
-from ckptfsm.testing.sim.storage import WorldStorage
-from ckptfsm.testing.sim.world import Process, World
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writers.rank_writer import RankWriter
 

@@ -15,7 +15,7 @@ from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked, WriterGone
 from ckptfsm.core.lifecycle import IN_FLIGHT, UNFINISHED, State
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.testing.sim.site import Site
+from proof.sim.site import Site
 
 TWICE = "answers twice"
 OF_FAILED = "answers of failed attempts"

@@ -40,12 +40,12 @@ from ckptfsm.ranks.group_worker import GroupShare
 from ckptfsm.testing.fakes import FakeDraft, FakeDriver, FakeRequest, spec_of
 from ckptfsm.testing.harness import FakePart
 from ckptfsm.testing.invariants import Attempt
-from ckptfsm.testing.sim.site import Site
-from ckptfsm.testing.sim.storage import WorldStorage
-from ckptfsm.testing.sim.world import Process, SimulationFailed, Task, World
 from ckptfsm.testing.simfs import ProcessDead
 from ckptfsm.writers.rank_writer import FilePart, write_rank
 from ckptfsm.writers.shard_file import ShardFile
+from proof.sim.site import Site
+from proof.sim.storage import WorldStorage
+from proof.sim.world import Process, SimulationFailed, Task, World
 
 T = TypeVar("T")
 _NOTICED_S = 0.5

@@ -22,12 +22,12 @@ from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.group_worker import BaseGroupWorker
 from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.ranks.tickets import GroupPart
-from ckptfsm.testing.sim.answers import HandedOn, Mail
-from ckptfsm.testing.sim.job import Job, Trainer
-from ckptfsm.testing.sim.ports import WorldDriver, WorldGroup, WorldTransport, world_ports
-from ckptfsm.testing.sim.site import Site
-from ckptfsm.testing.sim.world import Process, Task
 from ckptfsm.writers.plain_files import FilesDriver
+from proof.sim.answers import HandedOn, Mail
+from proof.sim.job import Job, Trainer
+from proof.sim.ports import WorldDriver, WorldGroup, WorldTransport, world_ports
+from proof.sim.site import Site
+from proof.sim.world import Process, Task
 
 GROUPS: Mapping[str, int] = {"actor": 2, "critic": 1}
 _CALL_S = 30.0

@@ -22,21 +22,21 @@ from ckptfsm.core.layout import MANIFEST, MEGATRON
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.retention import BestN, EveryNSteps, KeepAll, LatestN, Policy
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
-from ckptfsm.testing.coverage import Coverage
 from ckptfsm.testing.invariants import RootBroken, Watch
-from ckptfsm.testing.sim.damage import (
+from ckptfsm.testing.simfs import SimStorage
+from proof.coverage import Coverage
+from proof.sim.damage import (
     damage_step,
     draw_meddling,
     meddle,
     plant_stray,
     spoil_journal,
 )
-from ckptfsm.testing.sim.faults import Faults, draw_faults, draw_rate
-from ckptfsm.testing.sim.groups import start_controller
-from ckptfsm.testing.sim.job import LAYOUTS, Job, Op, Reader, draw_script
-from ckptfsm.testing.sim.site import Site
-from ckptfsm.testing.sim.world import SimulationFailed, Task, World
-from ckptfsm.testing.simfs import SimStorage
+from proof.sim.faults import Faults, draw_faults, draw_rate
+from proof.sim.groups import start_controller
+from proof.sim.job import LAYOUTS, Job, Op, Reader, draw_script
+from proof.sim.site import Site
+from proof.sim.world import SimulationFailed, Task, World
 
 _SECOND_RECOVERY = 4  # of so many runs one: it costs a job of its own
 _LIMIT_S = 3000.0

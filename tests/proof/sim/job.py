@@ -38,16 +38,16 @@ from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.session import Session
 from ckptfsm.testing.invariants import RootBroken, check_directory
-from ckptfsm.testing.sim.ports import (
+from proof.sim.ports import (
     WorldDriver,
     WorldGroup,
     WorldRequest,
     WorldTransport,
     world_ports,
 )
-from ckptfsm.testing.sim.site import Site
-from ckptfsm.testing.sim.storage import WorldStorage
-from ckptfsm.testing.sim.world import Process, Task
+from proof.sim.site import Site
+from proof.sim.storage import WorldStorage
+from proof.sim.world import Process, Task
 
 _STEP_S = 0.3
 _GOES_ON = (SaveRefused, SaveFailed, StepNotFoundError)

@@ -5,7 +5,7 @@ Rules: a name is late until a time of its own, and for every host but the one th
 
 from __future__ import annotations
 
-from ckptfsm.testing.sim.world import World
+from proof.sim.world import World
 
 
 class LateNames:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 
 from ckptfsm.disk.journal import decode_line
 from ckptfsm.testing.invariants import TRACKER
-from ckptfsm.testing.sim.faults import draw_rate
-from ckptfsm.testing.sim.site import Site
+from proof.sim.faults import draw_rate
+from proof.sim.site import Site
 
 _STRAY = "iter_0900000"
 

@@ -4,7 +4,7 @@ Ranks, coordinator, writers, restarts, rival trainers and readers run the produc
 clock, network and file system. See ``run`` for a run, ``faults`` and ``damage`` for what goes wrong.
 """
 
-from ckptfsm.testing.sim.run import Run, simulate
-from ckptfsm.testing.sim.world import SimulationFailed
+from proof.sim.run import Run, simulate
+from proof.sim.world import SimulationFailed
 
 __all__ = ["Run", "SimulationFailed", "simulate"]

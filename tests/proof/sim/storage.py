@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ckptfsm.core.ports import FileStat
-from ckptfsm.testing.sim.faults import READS, errno_for
-from ckptfsm.testing.sim.late import ancestry
-from ckptfsm.testing.sim.site import Site
-from ckptfsm.testing.sim.world import Process
 from ckptfsm.testing.simfs import ProcessDead, SimStorage
+from proof.sim.faults import READS, errno_for
+from proof.sim.late import ancestry
+from proof.sim.site import Site
+from proof.sim.world import Process
 
 T = TypeVar("T")
 _CREATES = frozenset({"open_exclusive", "mkdir", "rename", "link"})
