@@ -1,26 +1,34 @@
-# Commands for a newcomer: `make demo` and `make test`. Both make .venv first. For maintainers, before a
-# release: `make proof`, `make soak HOURS=8`, `make mutmut`; `make repro-list` names the public bugs.
+# Commands for a newcomer: `make demo` and `make test`. Both make .venv first. While you write: `make quick`.
+# Before a merge: `make gate`, what `make test` leaves out; .ci/run runs all. For maintainers, before a release: `make proof`, `make soak HOURS=8`, `make mutmut`; `make docs` builds pages; `make repro-list` names the public bugs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist worksteal
 PROOF := PYTHONPATH=tests $(BIN)/python -m proof
 HOURS ?= 1
 # A thousand interpreters start in the gate; each would compile the library, and pytest its tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test pytest lint bench clean specs proof soak mutmut test-integrations try
+.PHONY: demo quick test gate lint bench clean specs proof soak mutmut test-integrations try
 
 demo: $(STAMP)
 	$(BIN)/ckptfsm demo
 
-test: $(STAMP)
-	$(MAKE) --no-print-directory --jobs=2 lint pytest
-	$(PROOF) --profile pr
+quick: $(STAMP)
+	$(MAKE) --no-print-directory lint
+	$(PYTEST) tests/house tests/unit tests/histories -m "not gate and not megatron"
 
-pytest: $(STAMP)
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal
+test: $(STAMP)
+	$(MAKE) --no-print-directory lint
+	$(PYTEST) -m "not gate"
+	$(PROOF) --profile sample
+
+# What `make test` leaves out; the layers run whole here.
+gate: $(STAMP)
+	$(PYTEST) -m gate
+	$(PROOF) --profile pr
 
 # Other versions of megatron-core and of the trainers, each in its own environment. ONLY="ray verl": the
 # targets with these words in their names. The newest need python3.12; COMPLETE=1: it must be there.

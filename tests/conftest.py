@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from lanes import is_for_gate
 
 from ckptfsm.testing import profiles
 from ckptfsm.testing.conformance import JournalViolation, check_segments, read_segments
@@ -93,8 +94,11 @@ class JournalWatch:
 
     # ---------------------------------------------------------------------------------- hooks
 
+    @pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
+            if is_for_gate(item.name):
+                item.add_marker(pytest.mark.gate)
             for marker in item.iter_markers(MARKER):
                 if len(marker.args) != 1 or not str(marker.args[0]).strip():
                     raise pytest.UsageError(f"{item.nodeid}: {MARKER} needs its reason")

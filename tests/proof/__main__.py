@@ -1,6 +1,6 @@
 """Runs the layers of proof and prints one table: what was explored, how long, what was violated.
 
-    PYTHONPATH=tests python -m proof [--profile pr|nightly|release|soak] [--only LAYER ...] [--hours H]
+    PYTHONPATH=tests python -m proof [--profile PROFILE] [--only LAYER ...] [--hours H]
 
 Each layer runs in an interpreter of its own, as many at once as there are CPUs for, and one more. The
 run fails if a layer finds a violation or breaks, if a fault strikes where ``proof.faults`` says that it
@@ -16,9 +16,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from proof.catalogue import LAYERS, layers_of
-from proof.layer import Budget, LayerResult
+from proof.layer import Budget, LayerResult, Profile
 from proof.report import document, exercised, impossible, table, unexercised
 from proof.running import run_all, run_one
 
@@ -39,7 +40,7 @@ def main() -> int:
     ok = not any(result.violations for result in results)
     for result in results:
         show_violations(result)
-    whole = not asked.only and asked.profile != "soak"  # a soak repeats a few of them
+    whole = not asked.only and asked.profile not in ("sample", "soak")  # parts of the whole
     ok = judge_coverage(results, asked.profile, whole=whole) and ok
     if asked.write:
         (ROOT / "docs" / "proof.md").write_text(document(results, asked.profile))
@@ -65,7 +66,7 @@ def show_violations(result: LayerResult) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="proof", description=__doc__)
-    parser.add_argument("--profile", choices=("pr", "nightly", "release", "soak"), default="pr")
+    parser.add_argument("--profile", choices=get_args(Profile), default="pr")
     parser.add_argument("--only", nargs="+", choices=tuple(LAYERS), default=[])
     parser.add_argument("--hours", type=float, default=1.0, help="how long a soak goes on")
     parser.add_argument("--cpus", type=int, default=2)

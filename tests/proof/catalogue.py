@@ -18,14 +18,14 @@ class Entry:
     module: str
     about: str
     cpus: int
-    profiles: tuple[str, ...] = ("pr", "nightly", "release")
+    profiles: tuple[str, ...] = ("sample", "pr", "nightly", "release")
     drives: bool = False
     goes_on: bool = False
     limit_s: float = 2 * 3600.0
 
 
 MAINTAINERS = ("nightly", "release")
-WITH_SOAK = ("pr", "nightly", "release", "soak")
+WITH_SOAK = ("sample", "pr", "nightly", "release", "soak")
 
 # In the order they are started: the long ones first, so that the short ones fill the gaps. Those that
 # wait for disks and processes take one CPU, beside those that compute.

@@ -114,7 +114,7 @@ TABLE: MappingProxyType[str, Line] = MappingProxyType(
 )
 
 _DEMANDED: Mapping[str, str] = MappingProxyType(
-    {"pr": "x", "nightly": "xn", "release": "xn", "soak": ""}
+    {"sample": "", "pr": "x", "nightly": "xn", "release": "xn", "soak": ""}
 )
 
 

@@ -270,8 +270,8 @@ def run(budget: Budget) -> LayerResult:
     result = LayerResult("interrupts")
     times = budget.pick(pr=1, nightly=2, release=3)
     sites = [site for job in JOBS for site in sites_of(job, times)]
-    if budget.profile == "pr":
-        sites = once_each(sites)
+    if budget.profile in ("sample", "pr"):
+        sites = list(budget.some(once_each(sites)))
     with get_context("fork").Pool(budget.processes + 2) as pool:  # they wait for the disk
         for site, struck, problem in pool.imap(strike, sites, chunksize=4):
             result.explored["lines"] = result.explored.get("lines", 0) + struck
@@ -281,7 +281,7 @@ def run(budget: Budget) -> LayerResult:
                 if budget.stop_at_first:
                     return result
     seconds = budget.pick(pr=8, nightly=60, release=180)
-    run_signals(result, seconds, with_gloo=budget.profile != "pr")
+    run_signals(result, seconds, with_gloo=budget.profile in ("nightly", "release"))
     return result
 
 

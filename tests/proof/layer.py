@@ -8,22 +8,25 @@ command that shows it again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from proof.coverage import Coverage
 
-Profile = Literal["pr", "nightly", "release", "soak"]
+Profile = Literal["sample", "pr", "nightly", "release", "soak"]
+_SAMPLED = 20
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Budget:
     """How much to explore.
 
-    ``pr`` is what the gate runs: derandomized, bounded. ``nightly`` and ``release`` go further;
-    ``soak`` goes on for ``hours``. ``processes``: how many CPUs may be used. ``stop_at_first``: return
-    with the first violation, which is how mutants are killed quickly.
+    ``pr`` is what the gate runs: derandomized, bounded. ``sample`` is the part of it that ``make test``
+    runs. ``nightly`` and ``release`` go further; ``soak`` goes on for ``hours``. ``processes``: how many
+    CPUs may be used. ``stop_at_first``: return with the first violation, which is how mutants are killed
+    quickly.
     """
 
     profile: Profile = "pr"
@@ -32,9 +35,14 @@ class Budget:
     hours: float = 0.0
 
     def pick(self, *, pr: int, nightly: int, release: int, soak: int | None = None) -> int:
-        """The amount for this profile."""
+        """The amount for this profile; for ``sample`` a twentieth of ``pr``, and at least 1."""
+        sample = max(1, pr // _SAMPLED)
         amounts = {"pr": pr, "nightly": nightly, "release": release, "soak": soak or release}
-        return amounts[self.profile]
+        return {"sample": sample, **amounts}[self.profile]
+
+    def some(self, things: Sequence[_T], every: int = _SAMPLED) -> Sequence[_T]:
+        """All of them, or in a sample the first of each ``every``."""
+        return things[::every] if self.profile == "sample" else things
 
 
 @dataclass(frozen=True)

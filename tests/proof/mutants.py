@@ -177,8 +177,10 @@ def run(
     layers: Sequence[str] = LAYERS,
     tell: Tell = _nobody,
 ) -> LayerResult:
-    """Judge every mutant, ``budget.processes`` at a time."""
+    """Judge every mutant, ``budget.processes`` at a time; in a sample one of each promise."""
     result = LayerResult("mutants")
+    if budget.profile == "sample":
+        mutants = sample_of(mutants)
     verdicts = judge_all(budget, mutants, layers, tell)
     killed = [v for v in verdicts if v.killer]
     result.violations += [
@@ -190,7 +192,7 @@ def run(
         for v in verdicts
         if not v.killer
     ]
-    if budget.profile != PROFILE and not budget.stop_at_first:
+    if budget.profile not in ("sample", PROFILE) and not budget.stop_at_first:
         with Nursery() as nursery:
             result.violations += control(nursery, layers, PROFILE, verdicts)
     result.explored = {"mutants": len(verdicts), "killed": len(killed)}
@@ -203,6 +205,14 @@ def run(
     )
     result.notes += sorted({f"absent: {text}" for v in verdicts for text in v.absent})
     return result
+
+
+def sample_of(mutants: Sequence[Mutant]) -> tuple[Mutant, ...]:
+    """One mutant of each promise or rule that is broken, if possible one that a single test sees."""
+    found: dict[str, Mutant] = {}
+    for planted in sorted(mutants, key=lambda each: not any("::" in k for k in each.killers)):
+        found.setdefault(planted.breaks, planted)
+    return tuple(found.values())
 
 
 def judge_all(

@@ -41,7 +41,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -298,7 +298,7 @@ def _by_index(finding: Finding) -> tuple[str, int, int]:
 def run(budget: Budget) -> LayerResult:
     """Sweep everything that the profile asks for."""
     result = LayerResult("processes")
-    whole = budget.profile != "pr"  # it waits for its fsyncs half of the time
+    whole = budget.profile not in ("sample", "pr")  # it waits for its fsyncs half of the time
     directory = real_disk() or ("" if whole else tempfile.gettempdir())
     if not directory:
         kind = file_system_of(tempfile.gettempdir())
@@ -310,12 +310,12 @@ def run(budget: Budget) -> LayerResult:
     with place, _pool(budget.processes * (2 if whole else 1)) as pool:
         sweep = Sweep(pool, place.name, result, budget.stop_at_first, whole)
         try:
-            _sweep(sweep)
+            _sweep(sweep, budget)
         except Enough:
             result.notes.append("stopped at the first violation")
     fatal = ", ".join(f"{name} {count}" for name, count in sorted(sweep.fatal.items()))
     result.notes.append(f"sites that only a restart decides: {fatal or 'none'}")
-    if budget.profile == "pr":
+    if not whole:
         kinds = "one kind of error per call, in turn, alike reads once, and no fsync is carried out"
     else:
         kinds = "every kind of error at every call, and each fsync is carried out"
@@ -324,10 +324,12 @@ def run(budget: Budget) -> LayerResult:
     return result
 
 
-def _sweep(sweep: Sweep) -> None:
+def _sweep(sweep: Sweep, budget: Budget) -> None:
     names = (*SCRIPTS, MANAGER)
     lives = {f.site.script: f.ended for f in sweep.strike_all("lives", map(Site, names))}
-    killed = _sweep_kills(sweep, lives)
+    killed = _sweep_kills(sweep, lives, budget.some(_own_sites(lives)))
+    if budget.profile == "sample":
+        return
     recoveries = _kinds_of_recovery(killed)
     _sweep_recoveries(sweep, recoveries)
     _sweep_errors(sweep, lives)
@@ -353,9 +355,9 @@ def _common(one: list[Call], other: list[Call]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def _sweep_kills(sweep: Sweep, lives: Lives) -> list[Finding]:
-    """SIGKILL before each call, and in the middle of each write. Every call, in its order."""
-    sites = [replace(site, kind="kill") for site in _own_sites(lives)]
+def _sweep_kills(sweep: Sweep, lives: Lives, own_sites: Sequence[Site]) -> list[Finding]:
+    """SIGKILL before each call, and in the middle of each write, in their order."""
+    sites = [replace(site, kind="kill") for site in own_sites]
     killed = sweep.strike_all("kills", sites)
     for finding in killed:
         sweep.expect(finding, lives[finding.site.script])

@@ -72,17 +72,18 @@ def run(budget: Budget) -> LayerResult:
         if late or (budget.stop_at_first and result.violations):
             break
     if deadline is None and not (budget.stop_at_first and result.violations):
-        _run_aimed(result, budget.processes)
+        _run_aimed(result, budget)
     if not result.violations:
         _check_replayed(result)
         times = 50 if budget.profile == "soak" else 1
-        _check_reruns(result, range(_SEEDS_RERUN), times)
+        _check_reruns(result, budget.some(range(_SEEDS_RERUN), 10), times)
     return result
 
 
-def _run_aimed(result: LayerResult, processes: int) -> None:
-    for aim, count in AIMED.items():
-        for part in _share_out(_chunks(0, count, _CHUNK_AIMED), processes, aim):
+def _run_aimed(result: LayerResult, budget: Budget) -> None:
+    for aim, all_runs in AIMED.items():
+        count = budget.pick(pr=all_runs, nightly=all_runs, release=all_runs)
+        for part in _share_out(_chunks(0, count, _CHUNK_AIMED), budget.processes, aim):
             _add(result, part)
 
 

@@ -51,9 +51,10 @@ SUITES: MappingProxyType[str, tuple[Callable[..., None], float]] = MappingProxyT
 def run(budget: Budget) -> LayerResult:
     """Every suite of the profile; with ``stop_at_first`` nothing is shrunk."""
     result = LayerResult("suites", {"suites": 0, "examples": 0})
-    name = "release" if budget.profile == "soak" else budget.profile
+    name = {"soak": "release", "sample": "pr"}.get(budget.profile, budget.profile)
+    part = 0.1 if budget.profile == "sample" else 1.0
     for suite, (check, scale) in SUITES.items():
-        settings = profile(name, scale=scale, shrink=not budget.stop_at_first)
+        settings = profile(name, scale=scale * part, shrink=not budget.stop_at_first)
         with watch_moves(result.coverage), count_examples() as ran:
             violation = violation_of(suite, name, partial(check, settings=settings))
         result.explored["suites"] += 1

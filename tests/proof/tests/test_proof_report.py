@@ -9,7 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from proof import determinism, exhaustive, running
+from mutants.catalogue import MUTANTS
+from proof import determinism, exhaustive, mutants, running
 from proof.__main__ import judge_coverage
 from proof.catalogue import LAYERS, layers_of
 from proof.coverage import ALL_PAIRS, ALL_ROWS, ALL_RULES, Coverage
@@ -108,6 +109,31 @@ def test_skipped_and_violated_are_both_shown():
     assert "| suites | " in text and " | 2 | `PYTHONPATH" in text and "races" in table([bad])
     mutants.kills["tests"] = 3
     assert rows([mutants])[0][4] == "3 by unit tests"
+
+
+def test_a_sample_has_something_of_every_layer_of_the_gate():
+    """Catches: a layer that `make test` leaves out, and a sample in which nothing is tried."""
+    assert layers_of("sample") == layers_of("pr")
+    sample = Budget("sample")
+    assert (
+        sample.pick(pr=7, nightly=9, release=9) == 1
+        and sample.pick(pr=400, nightly=0, release=0) == 20
+    )
+    assert [*sample.some(range(5))] == [0] and len(Budget("pr").some(range(50))) == 50
+    assert applicable("sample") == ()
+
+
+def test_a_sample_of_mutants_breaks_every_promise():
+    """Catches: a promise of which `make test` plants no bug."""
+    chosen = mutants.sample_of(MUTANTS)
+    assert {planted.breaks for planted in chosen} == {planted.breaks for planted in MUTANTS}
+    assert len(chosen) < len(MUTANTS) / 5
+
+
+def test_a_sample_runs_twice_for_determinism(monkeypatch):
+    """Catches: a run that is compared with no other."""
+    monkeypatch.setattr(determinism, "_elsewhere", lambda number: {"a": str(number)})
+    assert len(determinism.run(Budget("sample", processes=1)).violations) == 1
 
 
 def test_a_search_that_shrank_is_red():
@@ -210,6 +236,6 @@ def test_a_layer_that_breaks_is_a_violation(monkeypatch):
     assert LayerResult.from_json(json.loads(json.dumps(result.as_json()))) == result
 
 
-@pytest.mark.parametrize("profile", ["pr", "nightly", "release", "soak"])
+@pytest.mark.parametrize("profile", ["sample", "pr", "nightly", "release", "soak"])
 def test_every_profile_has_layers(profile):
     assert set(layers_of(profile)) <= set(LAYERS) and "simulation" in layers_of(profile)

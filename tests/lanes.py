@@ -1,0 +1,45 @@
+"""The lane of a test: `make quick`, `make test` or `make gate`.
+
+A test belongs to `make gate` if it repeats, with more examples, something that a cheaper test or a
+sample of a layer shows too. Each line says which examples stay in `make test`. All other tests run there;
+those of the library itself (tests/unit, tests/histories, tests/house) also run in `make quick`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+# The name of a test, and the parameters (a regular expression) that stay in `make test`; "" if none.
+GATE: Mapping[str, str] = MappingProxyType(
+    {
+        # The scripts of one coordinator and of a controller; a failed save, and drawn losses, stay.
+        "test_I2_sigkill_at_every_storage_call": "fail_and_retry",
+        "test_F5_F6_F8_an_error_at_every_storage_call": "fail_and_retry",
+        "test_I2_I4_I8_power_loss_at_every_storage_call": "drawn-|fail_and_retry",
+        "test_I8_crash_in_the_middle_of_recovery": "fail_and_retry",
+        # A start that dies at each of its calls: one state of the newest checkpoint stays.
+        "test_I8_what_has_the_name_of_the_newest_is_resumed_from_wherever_the_start_dies": "-release$",
+        # Each line of a call with its Ctrl-C; the layer `interrupts` strikes a sample of all lines.
+        "test_I10_a_job_goes_on_after_a_ctrl_c_at_each_line_of": "forking",
+        # Controls of the layers: a bug in what they look at is seen. The layers themselves run a sample.
+        "test_planted_bug_is_seen": "tracker is written before",
+        "test_looking_away_from_a_read_of_recovery_is_seen": "unreadable",
+        "test_a_bug_of_a_struck_recovery_is_seen": "hopeful",
+        "test_a_bug_at_a_lock_that_cannot_be_made_is_seen": "ENOSPC",
+        "test_a_bug_at_an_error_of_a_lifes_read_is_seen": "without a type",
+        "test_a_soak_ends_though_its_seeds_do_not": "",
+        "test_the_layer_shares_seeds_out_and_stops_when_told": "",
+        "test_a_worker_that_is_killed_is_a_violation": "",
+    }
+)
+
+
+def is_for_gate(name: str) -> bool:
+    """Whether a test of this name, with its parameters in brackets, runs in `make gate` alone."""
+    function, _, parameters = name.partition("[")
+    if function not in GATE:
+        return False
+    stays = GATE[function]
+    return not (stays and re.search(stays, parameters.rstrip("]")))
