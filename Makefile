@@ -11,7 +11,7 @@ HOURS ?= 1
 # A thousand interpreters start in the gate; each would compile the library, and pytest its tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test gate lint bench clean specs proof soak mutmut test-integrations try
+.PHONY: demo quick test gate lint docs bench clean specs proof soak mutmut test-integrations try
 
 demo: $(STAMP)
 	$(BIN)/ckptfsm demo
@@ -46,6 +46,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# build/reference.md: every public name, from its docstring.
+docs: $(STAMP)
+	$(BIN)/python docs/generate_reference.py
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
@@ -59,7 +63,7 @@ proof: $(STAMP)
 soak: $(STAMP)
 	$(PROOF) --profile soak --hours $(HOURS)
 
-# The pure modules only, in copies of the tree; docs/mutmut.md explains what survives.
+# The pure modules only, in copies of the tree; docs/proof.md explains what survives.
 mutmut: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "mutmut>=3.8,<4"
 	PYTHONPATH=tests $(BIN)/python -m proof.mutmut

@@ -1,8 +1,8 @@
 """The lane of a test: `make quick`, `make test` or `make gate`.
 
 A test belongs to `make gate` if it repeats, with more examples, something that a cheaper test or a
-sample of a layer shows too. Each line says which examples stay in `make test`. All other tests run there;
-those of the library itself (tests/unit, tests/histories, tests/house) also run in `make quick`.
+sample of a layer shows too. Each line says which examples stay in `make test`. All other tests run
+there; those of the library itself (tests/unit, tests/histories, tests/house) also run in `make quick`.
 """
 
 from __future__ import annotations

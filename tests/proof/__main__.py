@@ -5,7 +5,7 @@
 Each layer runs in an interpreter of its own, as many at once as there are CPUs for, and one more. The
 run fails if a layer finds a violation or breaks, if a fault strikes where ``proof.faults`` says that it
 cannot, and, when all layers of the profile ran, if a row of the table, a state x event or an applicable
-fault x state was exercised by nobody. ``--write`` makes docs/proof.md.
+fault x state was exercised by nobody. ``--write`` makes build/proof.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def main() -> int:
     whole = not asked.only and asked.profile not in ("sample", "soak")  # parts of the whole
     ok = judge_coverage(results, asked.profile, whole=whole) and ok
     if asked.write:
-        (ROOT / "docs" / "proof.md").write_text(document(results, asked.profile))
+        page = ROOT / "build" / "proof.md"
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(document(results, asked.profile))
     print("all promises held" if ok else "PROOF FAILED")
     return 0 if ok else 1
 
@@ -70,7 +72,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=tuple(LAYERS), default=[])
     parser.add_argument("--hours", type=float, default=1.0, help="how long a soak goes on")
     parser.add_argument("--cpus", type=int, default=2)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/proof.md")
+    parser.add_argument("--write", action="store_true", help="put the table into build/proof.md")
     parser.add_argument("--result", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""The table of a proof run, for the terminal and for docs/proof.md, and what nobody exercised.
+"""The table of a proof run, for the terminal and for build/proof.md, and what nobody exercised.
 
 Rules: a soak repeats a few layers, and is asked for no coverage; what cannot happen is red in any run.
 """
@@ -89,7 +89,7 @@ def exercised(results: Sequence[LayerResult], profile: str) -> str:
 
 
 def document(results: Sequence[LayerResult], profile: str) -> str:
-    """docs/proof.md: the table with the command of each row, and what was exercised."""
+    """build/proof.md: the table with the command of each row, and what was exercised."""
     lines = [
         "# Proof",
         "",
