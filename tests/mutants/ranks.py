@@ -393,8 +393,10 @@ PEOPLE = (
         breaks="I10",
         source="F5",
         killers=(
-            "tests:test_coordinator.py::"
-            "test_F5_a_root_is_opened_where_our_trash_takes_the_bytes_of_the_tracker",
+            (
+                "tests:test_coordinator.py::"
+                "test_F5_a_root_is_opened_where_our_trash_takes_the_bytes_of_the_tracker"
+            ),
         ),
         why="a full disk is not seen, and the trash that fills it is never emptied",
     ),
