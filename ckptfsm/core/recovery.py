@@ -209,7 +209,9 @@ def _unknown(
     for step, there in sorted(evidence.published.items(), reverse=True):
         if step in explained:
             continue
-        unknown = absent(there.of or AttemptId(step, epoch, adopted + 1))
+        # A directory copied to another step's name holds a manifest of its old step.
+        named = there.of if there.of is not None and there.of.step == step else None
+        unknown = absent(named or AttemptId(step, epoch, adopted + 1))
         name = evidence.layout.published_name(step)
         decision = decide(Facts(unknown, name, evidence.tracker, there, in_use=in_use))
         adopted += decision.result is Result.ADOPTED

@@ -663,6 +663,20 @@ def test_fresh_refuses_to_leave_behind_what_it_cannot_move():
     assert caught.value.evidence == mounts
 
 
+def test_a_directory_under_another_steps_name_is_judged_by_its_own_name():
+    """Catches: a copy of a step under another name that is taken for that step: a wrong reason in the
+    report, and a fresh start that leaves the copy behind.
+    """
+    copy = PublishedEvidence(50, "damaged", at(200), detail="its manifest is of step 200")
+    found = decide(ledger_of(BASE), evidence(names(100), whole(100), copy))
+    assert [(d.subject, d.step, d.why) for d in found.decisions] == [
+        ("iter_0000050", 50, "its manifest is of step 200")
+    ]
+    ledger = ledger_of(BASE, checkpoint(200, S.FORKED))
+    with pytest.raises(DamagedRoot, match="would leave iter_0000050 behind"):
+        decide(ledger, evidence(names(100), whole(100), damaged(200), copy), "fresh")
+
+
 def test_fresh_moves_what_a_failed_attempt_has_published_with_its_files():
     """Catches: a fresh start that refuses over a directory that it takes away itself."""
     ledger = ledger_of(BASE, checkpoint(200, S.FORKED))
