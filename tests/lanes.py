@@ -19,8 +19,6 @@ GATE: Mapping[str, str] = MappingProxyType(
         "test_F5_F6_F8_an_error_at_every_storage_call": "fail_and_retry",
         "test_I2_I4_I8_power_loss_at_every_storage_call": "drawn-|fail_and_retry",
         "test_I8_crash_in_the_middle_of_recovery": "fail_and_retry",
-        # A start that dies at each of its calls: one state of the newest checkpoint stays.
-        "test_I8_what_has_the_name_of_the_newest_is_resumed_from_wherever_the_start_dies": "-release$",
         # Each line of a call with its Ctrl-C; the layer `interrupts` strikes a sample of all lines.
         "test_I10_a_job_goes_on_after_a_ctrl_c_at_each_line_of": "forking",
         # Controls of the layers: a bug in what they look at is seen. The layers themselves run a sample.
