@@ -333,7 +333,7 @@ def test_F3_a_writer_that_hangs_can_be_located(tmp_path: Path):
 
 HANGING = """
 import os, signal, sys
-from ckptfsm import processes
+from ckptfsm.adapters import fork as processes
 bad, how, processes._BEGIN_S, patience_s = int(sys.argv[1]), sys.argv[2], *map(float, sys.argv[3:])
 forks = []
 def end_in_the_fork():

@@ -423,7 +423,7 @@ def test_a_btrfs_subvolume_is_named_by_its_mount() -> None:
 def test_without_a_real_disk_a_release_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a sweep of a file system in memory that passes for one of a disk."""
     swept: list[str] = []
-    monkeypatch.setattr(processes, "_sweep", lambda sweep: swept.append(sweep.place))
+    monkeypatch.setattr(processes, "_sweep", lambda sweep, _: swept.append(sweep.place))
     there = dict.fromkeys((tempfile.gettempdir(), "/var/tmp", str(Path.cwd())), "tmpfs")
     monkeypatch.setattr(processes, "file_system_of", lambda directory: there[directory])
     for profile in ("nightly", "release"):
