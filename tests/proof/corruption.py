@@ -794,7 +794,11 @@ def _on_real_disk(template: Template, corruption: Corruption) -> tuple[Outcome, 
         finally:
             storage.close_root()
         changed = _without_owner(_tree_of(root)) != _without_owner(before)
-        problem = _journal_problem(corruption, outcome, PosixStorage(root))
+        look = PosixStorage(root)
+        try:
+            problem = _journal_problem(corruption, outcome, look)
+        finally:
+            look.close_root()
         found = [(p.name, p.read_bytes()) for p in beside.iterdir()]
         if found != [("canary", b"canary")] or beside.stat().st_mtime != 1:
             problem = f"outside the root there is {found}"

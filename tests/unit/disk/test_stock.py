@@ -137,8 +137,12 @@ def copy(stock_root: Path, tmp_path: Path) -> Path:
     return tmp_path / STEP
 
 
-def verdict_of(directory: Path) -> StockVerdict:
-    return inspect_stock(PosixStorage(str(directory.parent)), directory.name)
+def verdict_of(directory: Path, tree: str = "") -> StockVerdict:
+    storage = PosixStorage(str(directory.parent))
+    try:
+        return inspect_stock(storage, directory.name, tree)
+    finally:
+        storage.close_root()
 
 
 def refused(directory: Path, file: str, *words: str) -> None:
@@ -739,7 +743,7 @@ def verl_step(copy: Path, *roles: str, split: bool = True) -> Path:
 
 
 def verdict_of_verl(step: Path) -> StockVerdict:
-    return inspect_stock(PosixStorage(str(step.parent)), step.name, "dist_ckpt")
+    return verdict_of(step, "dist_ckpt")
 
 
 @pytest.mark.parametrize("split", [True, False])
