@@ -8,8 +8,9 @@ journal. A running child dies with its parent, and the parent never takes "not a
 Rules:
 
 - Success is exit code 0 *and* a complete payload. Everything else is a failure with a reason.
-- A child closes every inherited descriptor it was not told to keep, and resets signal handlers. A
-  child ends only through ``os._exit``: it never returns into its parent's frames.
+- A child points every inherited descriptor that it was not told to keep at ``/dev/null``, and
+  ignores the signals that the trainer handles. A child ends only through ``os._exit``: it never
+  returns into its parent's frames.
 - The kernel kills a child when the *thread* that forked it ends. A child forked from another thread
   than the main one watches for its parent instead.
 - A lock that another thread of the parent held at the fork stays locked in the child for good. The

@@ -1,9 +1,9 @@
-"""The coordinator: the only object that changes a root. Requests reach the engine as events.
+"""The coordinator: it owns the journal, the tracker and all names of a root.
 
 The coordinator opens the root (lock, epoch, recovery), accepts or refuses saves, and takes the
 ranks' reports. Requests of people come here too: pins, deletion, rollback, a checkpoint to read.
 Its methods are called in order on one thread (an executor), never concurrently, and may block on
-the disk. No other thread does disk work for the root.
+the disk. Other threads only open the root, verify a checkpoint, or look for a receipt.
 
 Rules:
 

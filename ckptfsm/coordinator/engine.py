@@ -4,10 +4,11 @@ An engine lives for one epoch of one root, on the coordinator's thread.
 
 Rules:
 
-- A transition is journaled before its command is run. If the journal cannot take it, the transition
+- A move to another state is journaled before its command is run. If the journal cannot take it,
+the transition
   did not happen: the ledger stays, and idempotent work is retried.
-- A command that fails before publishing fails the attempt. A command that fails after publishing is
-  pending: a published checkpoint never fails, and its next step is retried.
+- ``Finalize`` fails the attempt if it fails before publishing. Every other command, and ``Finalize``
+  after publishing, is pending then: it is retried until the disk takes it.
 - ``Fenced`` and ``OutcomeUnknown`` are never retried: they are raised, and the coordinator stops.
 """
 
@@ -375,7 +376,8 @@ class Engine:
         )
 
     def run(self, command: Command) -> None:
-        """Run a command. A failure after publishing is pending; before, it fails the attempt."""
+        """Run a command. A failure is pending; that of ``Finalize`` before publishing fails the
+        attempt."""
         checkpoint = self.ledger.checkpoints.get(command.of)
         if isinstance(command, Quarantine):
             self._retriable(command, self._run_quarantine, command)

@@ -15,7 +15,8 @@ Rules of this module:
   no guard true means the event is illegal there. Guards are named functions of (checkpoint, event).
 - The rows are compiled to a ``transitions.Machine``, and that machine makes every move. The
   diagrams, the test matrix and the checkers are made from the same rows.
-- A command runs only after the transition that asks for it is in the journal.
+- A command runs only after the transition that asks for it is in the journal. A move within a state
+  is not journaled: its command is asked for again after a restart.
 
 Why a throwaway cursor: ``transitions`` sets attributes on its model, and an exception in a callback
 leaves the model moved. The cursor lives for one move, carries no callbacks, and is then dropped.

@@ -3,8 +3,8 @@
 ``plan`` collects the facts and lets the rules decide about each checkpoint
 (``recovery_rules.RULES``). The plan orders the decisions, and a root that cannot be decided is
 refused (``recovery_refusals``). The coordinator carries the plan out through the same table and
-commands as a living save. Nothing is changed before the plan is complete, so a refused root is left
-as it was.
+commands as a living save. No checkpoint is touched before the plan is complete: of a refused root,
+only epochs and temporaries have changed.
 
 The same rules decide about a directory that no checkpoint of the journal explains. A whole
 directory of another attempt is one of these. So is a directory that was damaged before it was

@@ -1,6 +1,7 @@
 """Assembly of an attempt before it is published: its receipts, their files, the metadata, the manifest.
 
-Rules: every file is looked at on disk, by size and digest. A file that no receipt claims, or that two
+Rules: every file is looked at on disk, by its size. The digests of the shards are taken from the
+receipts; a foreign ``common.pt`` is digested again. A file that no receipt claims, or that two
 claim, fails the attempt. Only ``put`` renames anything here.
 """
 

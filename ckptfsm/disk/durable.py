@@ -60,7 +60,8 @@ def put(
 
     ``tag`` is unique to the writing process (epoch, pid, nonce), so that two processes never share
     a temporary name. A temporary file left by an error or a crash is never used again, as its fsync
-    may have failed. Opening the root removes such files.
+    may have failed. Opening the root removes such files at its top, in the journal,
+    and among pins and epochs. Leases expire, and an attempt is swept before it is published.
     """
     temporary = _write_temporary(storage, f"{path}{TEMPORARY}{tag}", data)
     if check is not None:

@@ -7,7 +7,8 @@ fsynced one by one.
 
 Rules:
 
-- A segment belongs to one epoch; no other epoch writes to it. Opening a root writes a new segment,
+- A segment belongs to one epoch, and only that one adds records. The next epoch writes the same
+  bytes anew before it seals them. Opening a root writes a new segment,
   whose first record seals the older ones (length, crc) and carries the whole ledger. Bytes after a
   seal come from a zombie and do not count.
 - A damaged line without a valid record after it is a torn tail, left by a crash, and is ignored. A

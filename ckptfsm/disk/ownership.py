@@ -4,9 +4,9 @@ zombies.
 Rules: the lock (a POSIX record lock: dropped at death, not inherited by fork) distinguishes a
 living owner from a dead one on one host. The epoch is a file created by ``link``. An epoch
 distinguishes new from old even where the lock cannot: without locks in the file system, after a
-takeover, or for a paused process. Every effect is preceded by ``check`` (I9). This process
-remembers which roots it owns: an ownership that was released on a dead disk is released here all
-the same.
+takeover, or for a paused process. ``check`` comes before every effect that another owner could
+notice (I9). The process also remembers the roots that it owns. Where a dead disk does not take the
+release, the root is forgotten here, so that the same process can open it again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The only module that deletes files.
+"""The only module that deletes files of a root.
 
 Rules:
 
 - Three kinds of files are ever deleted: directories in the trash that were given up, our temporary
-  files, and outdated pins, leases, epochs and segments.
+  files, and markers: pins, leases, epochs and segments that are over.
 - A checkpoint gets into the trash by one durable rename, never by deletion of its files in place.
 - Removal goes in bounded slices and never follows a link. An error leaves the rest for the next
   slice.

@@ -5,7 +5,7 @@ transport. Answers and news are the same on every rank.
 
 Rules:
 
-- The training thread never waits for the disk without a deadline.
+- The training thread never waits for the coordinator without a deadline.
 - An error of the coordinator is part of an answer or an update, so every rank raises it at the same
   point. An interrupt at rank 0 is raised there; the other ranks raise ``RankInterrupted``.
 - News stay with the coordinator until rank 0 has taken them, and an interrupted question counts as

@@ -1,15 +1,15 @@
 """The interface for a trainer on one rank, in lockstep with the other ranks.
 
 Every public method is collective unless it says otherwise: all ranks call it at the same point. The
-coordinator lives in rank 0; the other ranks have a writer and report its results.
+coordinator lives in rank 0. Every rank has a writer, and reports its results.
 
 Rules:
 
 - A local error is never raised between collectives. The next exchange carries it, and every rank
   raises it, so that no rank is left waiting (I10).
-- ``save`` begins with one exchange: every rank's draft goes to the coordinator, an accepted attempt
-  or a refusal comes back. ``poll`` costs one tiny exchange while a save is in flight, none when
-  idle.
+- ``save`` begins with one exchange: every rank's proposal goes to rank 0, which asks the
+  coordinator. An accepted attempt or a refusal comes back. ``poll`` costs one tiny exchange while a
+  save is in flight. An idle ``poll`` has none, unless the configuration needs agreement.
 - The training thread never touches the coordinator's disk work: it asks, with a deadline.
 - The arguments of a request are frozen at the call: nothing later reads a live step.
 """

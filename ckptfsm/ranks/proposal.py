@@ -24,7 +24,7 @@ STATE = "state"  # the name of the part for a state without names
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """The proposal of one rank, as it is sent to the coordinator.
+    """The proposal of one rank, as it is sent to rank 0.
 
     ``specs`` are the parts that this rank writes, ``elsewhere`` the names of the others.
     """

@@ -1,11 +1,13 @@
 """The writer of one rank: a forked child that writes all parts of the rank, and a receipt for each.
 
 Order inside the child: shards -> fsync each (digest meanwhile) -> fsync of directories -> receipt.
-The receipt comes last and is durable before the child reports; it lists every file of the rank.
+The receipt of a part comes last and is durable before the child reports. The receipt lists every file
+that the rank wrote of the part.
 
 Rules: the coordinator makes the attempt's directory. A writer makes directories only below it: a
-late writer cannot recreate a directory that was moved away. Every file is created exclusively, so
-that two writers can never share one. All I/O goes through the storage port.
+late writer cannot recreate a directory that was moved away. Every shard is created exclusively, so
+that two writers can never share one. I/O goes through the storage port, but for parts that write by
+path: a ``FileTree`` and foreign requests.
 """
 
 from __future__ import annotations
