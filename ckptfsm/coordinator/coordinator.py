@@ -128,7 +128,7 @@ class Coordinator:
         self._layout = options.layout
         self._finishers = finishers
         self._provenance = provenance
-        self._lease: RootOwnership | None = None
+        self._ownership: RootOwnership | None = None
         self._opened: Engine | None = None
         self._requests = 0
         self._readers = ReaderLeases(storage, clock, options.reader_timeout_s)
@@ -160,16 +160,16 @@ class Coordinator:
     def _open(self) -> RecoveryReport:
         began = self._clock.monotonic()
         self._refuse_other_layout(self._history_before_the_lock())
-        lease = open_root(
+        ownership = open_root(
             self._storage,
             self._identity,
             above=newest_segment(self._storage)
             or newest_published_epoch(self._storage, self._layout),
             takeover=self._options.takeover,
         )
-        self._lease = lease
+        self._ownership = ownership
         try:
-            report = self._recover(lease, began)
+            report = self._recover(ownership, began)
         except BaseException:
             self.abandon()
             raise
@@ -220,7 +220,7 @@ class Coordinator:
                         part=part.name,
                     )
 
-    def _recover(self, lease: RootOwnership, began: float) -> RecoveryReport:
+    def _recover(self, ownership: RootOwnership, began: float) -> RecoveryReport:
         sweep_temporaries(self._storage, (JOURNAL,))  # a fenced manager could rename one over it
         history = read_history(self._storage)
         self._refuse_other_layout(history)
@@ -229,7 +229,7 @@ class Coordinator:
         decided = plan(
             history.ledger,
             evidence,
-            lease.epoch,
+            ownership.epoch,
             self._options.resume,
             intent=history.intent,
             lost=history.lost,
@@ -241,7 +241,7 @@ class Coordinator:
             self._options.visibility_timeout_s,
             self._layout,
         )
-        self._opened = Engine(self._storage, self._clock, lease, settings)
+        self._opened = Engine(self._storage, self._clock, ownership, settings)
         ledger = forget_moved(history.ledger, decided.decisions, history.lost)
         self._engine.begin(replace(history, ledger=ledger), self._identity)
         PlanRun(self._storage, self._clock, self._engine, self._options.resume).run(
@@ -252,7 +252,7 @@ class Coordinator:
             say(log.warning, "recovery_warning", said, root=root, what=warning)
         latest = self._engine.ledger.latest()
         return RecoveryReport(
-            lease.epoch,
+            ownership.epoch,
             latest.step if latest else None,
             decided.decisions,
             decided.warnings,
@@ -262,7 +262,7 @@ class Coordinator:
     def close(self) -> None:
         """Journal the end and give the root back, even if journaling fails."""
         try:
-            if self._lease is not None and self.fatal is None:
+            if self._ownership is not None and self.fatal is None:
                 self._empty_trash()
                 run_seconds = self._engine.run_seconds()
                 self._engine.append(SegmentClosed(run_seconds=run_seconds, at=self._clock.wall()))
@@ -282,14 +282,14 @@ class Coordinator:
 
     def abandon(self) -> None:
         """Give the root back without journaling an end: recovery decides at the next open."""
-        lease, self._lease = self._lease, None
-        if lease is None:
+        ownership, self._ownership = self._ownership, None
+        if ownership is None:
             return
         try:
             if self._opened is not None:
                 self._opened.end()
         finally:
-            lease.release()
+            ownership.release()
 
     # ----------------------------------------------------------------------------------- questions
 
@@ -300,8 +300,8 @@ class Coordinator:
 
     @property
     def epoch(self) -> int:
-        assert self._lease is not None
-        return self._lease.epoch
+        assert self._ownership is not None
+        return self._ownership.epoch
 
     @property
     def busy(self) -> bool:
@@ -530,8 +530,8 @@ class Coordinator:
             # Deletion waits while a save is written, but not for ever: a job may save all the time.
             if idle or self._engine.pending or not self._idle_at_last_tick:
                 try:
-                    if self._lease is not None:
-                        self._lease.claim_lock()
+                    if self._ownership is not None:
+                        self._ownership.claim_lock()
                     self._readers.expire()
                     removed = self._engine.give_space_back(_TRASH_SLICE)
                 except OSError as error:
@@ -707,7 +707,7 @@ class Coordinator:
         """Run a call's body; a fatal error stops this coordinator for good."""
         if self.fatal is not None:
             raise self.fatal
-        if self._lease is None:
+        if self._ownership is None:
             raise StorageError("the coordinator is not open", file=self._storage.root)
         before = self._engine.moves
         try:

@@ -134,7 +134,7 @@ class Engine:
     """See the module. ``begin`` first; ``end`` last."""
 
     def __init__(
-        self, storage: Storage, clock: Clock, lease: RootOwnership, settings: EngineSettings
+        self, storage: Storage, clock: Clock, ownership: RootOwnership, settings: EngineSettings
     ) -> None:
         self.ledger = Ledger()
         self.moves = 0
@@ -142,21 +142,21 @@ class Engine:
         assembly = Assembly(
             storage,
             clock,
-            lease.tag,
+            ownership.tag,
             settings.finishers,
             settings.provenance,
             settings.visibility_timeout_s,
             settings.layout,
         )
         self.layout = settings.layout
-        self.publisher = Publisher(storage, lease.tag, lease.check, assembly, settings.layout)
-        self.protection = Protection(storage, lease.tag, lease.check)
-        self.mover = Mover(storage, lease.tag, lease.check, settings.layout, self.protection)
+        self.publisher = Publisher(storage, ownership.tag, ownership.check, assembly, settings.layout)
+        self.protection = Protection(storage, ownership.tag, ownership.check)
+        self.mover = Mover(storage, ownership.tag, ownership.check, settings.layout, self.protection)
         self._storage = storage
         self._clock = clock
-        self._lease = lease
+        self._ownership = ownership
         self._retention = settings.retention
-        self._journal = JournalWriter(storage, lease.epoch)
+        self._journal = JournalWriter(storage, ownership.epoch)
         self._run_base = 0.0
         self._opened_at = 0.0
         self._pending: tuple[Command, ...] = ()  # to be tried again
@@ -168,7 +168,7 @@ class Engine:
 
     @property
     def epoch(self) -> int:
-        return self._lease.epoch
+        return self._ownership.epoch
 
     def begin(self, history: History, identity: Identity) -> None:
         """Open this epoch's segment: seals of the newest older ones and the ledger as it stands.
@@ -176,10 +176,10 @@ class Engine:
         The sealed bytes must be durable first: a killed process may have left its last record
         unsynced. If a sealed file's fsync failed, another fsync does not make it durable.
         """
-        if history.newest_epoch >= self._lease.epoch:  # alive: never touch its segment
+        if history.newest_epoch >= self._ownership.epoch:  # alive: never touch its segment
             raise Fenced(
                 "a newer manager took this root over",
-                epoch=self._lease.epoch,
+                epoch=self._ownership.epoch,
                 newer_epoch=history.newest_epoch,
             )
         if history.seals:
@@ -189,7 +189,7 @@ class Engine:
         checkpoints = sorted(history.ledger.checkpoints.values(), key=attrgetter("id"))
         self._journal.open(
             SegmentOpened(
-                epoch=self._lease.epoch,
+                epoch=self._ownership.epoch,
                 host=identity.host,
                 pid=identity.pid,
                 at=self._clock.wall(),
@@ -215,9 +215,9 @@ class Engine:
             data = self._storage.read(file, seal.bytes)
             if len(data) != seal.bytes or zlib.crc32(data) != seal.crc32:
                 raise StorageError("the journal reads otherwise than a moment ago", file=file)
-            put(self._storage, file, data, tag=self._lease.tag, check=self._lease.check)
+            put(self._storage, file, data, tag=self._ownership.tag, check=self._ownership.check)
         except OSError as error:
-            self._lease.check()  # raises if a successor swept our temporary file
+            self._ownership.check()  # raises if a successor swept our temporary file
             raise _typed(error, "journal", file) from error
 
     def fold(self, history: History) -> None:
@@ -611,7 +611,7 @@ class Engine:
 
     def check_epoch(self) -> None:
         """Raise ``Fenced`` if a newer manager owns the root."""
-        self._lease.check()
+        self._ownership.check()
 
     def raise_if_fenced(self, error: Exception) -> None:
         """Raise ``Fenced`` if ``error`` comes from files that a newer manager moved away."""

@@ -465,7 +465,7 @@ def load(run: Run, scope: Scope) -> Coordinator:
     engine._pending = live.pending
     engine._retire_due = live.retire_due
     made._requests = live.requests
-    made._opened, made._lease = engine, run.lease  # type: ignore[assignment]
+    made._opened, made._ownership = engine, run.lease  # type: ignore[assignment]
     return made
 
 
