@@ -478,7 +478,7 @@ class Coordinator:
         receipts = Receipts(self._storage, location, of, size)
         try:
             found = list(receipts.arriving(expected_reports(busy), self._clock, deadline))
-            for part in {receipt.part for receipt in found}:  # a writer may have died before that
+            for part in sorted({r.part for r in found}):  # a writer may have died before that
                 self._storage.fsync_dir(f"{location}/{RECEIPTS}/{part}")
         except (ShardMissing, DamagedRoot) as error:
             why = describe(error)

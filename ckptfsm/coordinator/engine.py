@@ -149,9 +149,13 @@ class Engine:
             settings.layout,
         )
         self.layout = settings.layout
-        self.publisher = Publisher(storage, ownership.tag, ownership.check, assembly, settings.layout)
+        self.publisher = Publisher(
+            storage, ownership.tag, ownership.check, assembly, settings.layout
+        )
         self.protection = Protection(storage, ownership.tag, ownership.check)
-        self.mover = Mover(storage, ownership.tag, ownership.check, settings.layout, self.protection)
+        self.mover = Mover(
+            storage, ownership.tag, ownership.check, settings.layout, self.protection
+        )
         self._storage = storage
         self._clock = clock
         self._ownership = ownership

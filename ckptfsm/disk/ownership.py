@@ -100,13 +100,10 @@ class RootOwnership:
 
 
 def newest_epoch(storage: Storage) -> int:
-    """The newest epoch in the directory of this version (``EPOCHS``)."""
-    return _newest_in(storage, EPOCHS)
-
-
-def _newest_in(storage: Storage, directory: str) -> int:
-    epochs = (parse_epoch(name) for name in list_names(storage, directory))
-    return max((e for e in epochs if e is not None), default=0)
+    """The newest epoch that an owner has taken. An earlier version takes its own in a directory
+    apart."""
+    names = [*list_names(storage, OLD_EPOCHS), *list_names(storage, EPOCHS)]
+    return max((e for name in names if (e := parse_epoch(name)) is not None), default=0)
 
 
 def read_holder(storage: Storage, epoch: int) -> Holder | None:
@@ -133,7 +130,7 @@ def open_root(
         storage.fsync_dir(directory)  # a killed process may have left names that are not durable
     lock = storage.try_lock(LOCK)
     try:
-        epoch = max(newest_epoch(storage), _newest_in(storage, OLD_EPOCHS))
+        epoch = newest_epoch(storage)
         holder = _known_holder(storage, epoch)
         if not takeover and (lock is None or _lives(storage, holder, identity)):
             raise _busy(storage.root, holder, identity)

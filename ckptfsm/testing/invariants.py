@@ -481,7 +481,7 @@ class Watch:
         for entry in json.loads(data or b"{}").get("files", []):
             file = f"{base}/{entry['name']}"
             token = self.disk.find(file)
-            if token is None or self.disk.unfinished(file) or self.disk.possible(file) != [token]:
+            if token is None or self.disk.unsettled(file) or self.disk.possible(file) != [token]:
                 raise RootBroken(f"I3: {path} is there, {file} is not durable")
 
     # ------------------------------------------------------------------------------- published
@@ -505,7 +505,7 @@ class Watch:
         of = check_directory(self._judge, name)
         self._remember(name, of)
         self._judge_parts(name, of)
-        volatile = self.disk.unfinished(name)
+        volatile = self.disk.unsettled(name)
         if self.in_place:  # in place, the rename of the manifest commits; its fsync follows
             volatile = [v for v in volatile if not v.startswith(f"{name}{_MANIFEST}")]
         volatile = [v for v in volatile if not self._is_late(v)]
@@ -540,7 +540,7 @@ class Watch:
         return [int(c) if c is not None and c.strip().isdigit() else None for c in contents]
 
     def _tracked(self, process: str) -> None:
-        if self.disk.unfinished(TRACKER):
+        if self.disk.unsettled(TRACKER):
             raise RootBroken("I2: the tracker's content is not durable under its name")
         self.meddled = False
         step = self._tracker_states()[-1]
@@ -719,13 +719,13 @@ class Watch:
         if state == "shards_written":
             where = name if of in model.in_place else STAGING + _attempt_name(of)
             loose = tuple(f"{where}/{path}" for path in model.loose.get(of, ()))
-            volatile = [v for v in self.disk.unfinished(where) if not v.startswith(loose)]
+            volatile = [v for v in self.disk.unsettled(where) if not v.startswith(loose)]
             if of in model.in_place:  # files of finalizers come later, a rival's too
                 volatile = [v for v in volatile if "metadata" not in v]
             if volatile:
                 raise RootBroken(f"I3: {of} is shards_written, {volatile[0]} is not durable")
         elif state == "finalized":
-            volatile = [v for v in self.disk.unfinished(name) if not self._is_late(v)]
+            volatile = [v for v in self.disk.unsettled(name) if not self._is_late(v)]
             if volatile:
                 raise RootBroken(
                     f"I4: {of} is journaled as finalized, {volatile[0]} is not durable"

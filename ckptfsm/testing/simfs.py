@@ -325,7 +325,7 @@ class SimDisk:
         inner = _walk(found) if isinstance(found, _Dir) else iter(())
         return [node for _, node in inner if isinstance(node, _File)]
 
-    def unfinished(self, path: str) -> list[str]:
+    def unsettled(self, path: str) -> list[str]:
         """The names and files at or below ``path`` that a power loss right now could change.
 
         The name of ``path`` itself is not included: it belongs to the parent.

@@ -679,7 +679,9 @@ def test_the_layer_shares_seeds_out_and_stops_when_told(monkeypatch):
     monkeypatch.setattr(Budget, "pick", lambda self, **amounts: 6)
     monkeypatch.setattr(simulation, "_check_reruns", no_effect)
     monkeypatch.setattr(simulation, "AIMED", {State.FORKED: 3})
-    assert simulation.run(Budget(processes=2)).explored["runs"] == 9
+    assert simulation.run(Budget(processes=2)).explored["runs"] == 12, (
+        "six, and six aimed at one state"
+    )
     monkeypatch.setattr(Publisher, "_fsync_names", no_effect)
     assert simulation.run(Budget(processes=1, stop_at_first=True)).explored["runs"] == 3
 

@@ -72,6 +72,19 @@ def test_I9_an_epoch_under_its_earlier_name_counts():
     assert (storage.listdir(OLD_EPOCHS), storage.listdir(EPOCHS)) == ([], [epoch_name(2)])
 
 
+def test_I9_an_earlier_version_that_takes_over_fences_this_one():
+    """Catches: two owners at once, where a job goes back to an earlier version and takes the root."""
+    disk = SimDisk()
+    ours = take(disk, "this version")
+    storage = SimStorage(disk, "earlier version")
+    storage.mkdir(OLD_EPOCHS)
+    ours.check()
+    disk.plant_file(f"{OLD_EPOCHS}/{epoch_name(2)}", b"{}")
+    with pytest.raises(Fenced) as fenced:
+        ours.check()
+    assert fenced.value.facts["newer_epoch"] == 2
+
+
 def test_F12_a_living_owner_is_named():
     """F32. Catches: two owners; a refusal that does not say whom to stop."""
     disk = SimDisk()

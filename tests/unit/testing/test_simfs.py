@@ -491,16 +491,16 @@ def test_a_judge_sees_what_a_power_loss_could_change() -> None:
     disk = SimDisk()
     storage = SimStorage(disk)
     storage.mkdir("d")
-    assert disk.unfinished("d") == [] and disk.possible("d") == [None, disk.find("d")]
+    assert disk.unsettled("d") == [] and disk.possible("d") == [None, disk.find("d")]
     storage.fsync_dir("")
     assert disk.possible("d") == [disk.find("d")]
     handle = storage.open_exclusive("d/f")
     storage.write(handle, NEW)
-    assert disk.unfinished("d") == ["d/f (name)", "d/f (data)"]
+    assert disk.unsettled("d") == ["d/f (name)", "d/f (data)"]
     storage.fsync(handle)
-    assert disk.unfinished("d") == ["d/f (name)"] and disk.unfinished("d/f") == []
+    assert disk.unsettled("d") == ["d/f (name)"] and disk.unsettled("d/f") == []
     storage.fsync_dir("d")
-    assert disk.unfinished("d") == []
+    assert disk.unsettled("d") == []
     assert disk.content(disk.find("d/f")) == NEW
     assert disk.files_below("d") == [disk.find("d/f")]
     storage.rename("d", "e")
