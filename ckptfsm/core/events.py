@@ -178,7 +178,10 @@ class Adopted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """An effect the state machine asks for. All are idempotent: recovery may emit them again."""
+    """An effect the state machine asks for. Recovery may emit most of them again.
+
+    ``RunFinalizers`` is asked for once (I6), and ``CreateStaging`` makes a new directory.
+    """
 
     of: AttemptId
 

@@ -93,7 +93,7 @@ class Checkpoint:
 
     ``run_seconds`` is the training time accumulated at its request, over all restarts.
     ``finalizers_ran`` are the ranks that have run their foreign finalizers. ``published``: the
-    directory has its published name, which the journal may not record yet. A restart learns both
+    directory has its published name, which the journal may not record yet. A restart learns the name
     from disk.
     """
 
