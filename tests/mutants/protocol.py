@@ -721,7 +721,7 @@ FENCES = (
         "return attempt_name(of)",
         breaks="F27",
         source="F27",
-        killers=("tests:prune/half_a_checkpoint_in_the_trash_is_not_brought_back",),
+        killers=("tests:test_layout.py::test_names_of_what_was_moved_aside",),
         why="half a checkpoint comes back for its reader",
     ),
     mutant(
