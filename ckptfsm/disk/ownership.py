@@ -235,8 +235,13 @@ def _link_epoch(storage: Storage, identity: Identity, newest: int) -> tuple[int,
 
 def _write_taking(storage: Storage, path: str, holder: Holder) -> None:
     """Write the file that becomes an epoch; on a full disk, remove the partial file."""
+    data = encode_sealed(holder)
     try:
-        write_new(storage, path, encode_sealed(holder))
+        try:
+            write_new(storage, path, data)
+        except FileExistsError:  # left by an earlier try: only this process has its nonce
+            remove_marker(storage, path)
+            write_new(storage, path, data)
     except OSError:
         try:
             remove_marker(storage, path)

@@ -85,6 +85,14 @@ def test_I9_an_earlier_version_that_takes_over_fences_this_one():
     assert fenced.value.facts["newer_epoch"] == 2
 
 
+def test_F5_what_an_earlier_try_of_this_process_left_is_in_no_way():
+    """Catches: an opening that is tried again, and stops at its own temporary file."""
+    disk = SimDisk()
+    take(disk, "before").release()
+    disk.plant_file(f"{EPOCHS}/take-{who('again').pid}-again-2", b"half")
+    assert take(disk, "again", takeover=True).epoch == 2
+
+
 def test_F12_a_living_owner_is_named():
     """F32. Catches: two owners; a refusal that does not say whom to stop."""
     disk = SimDisk()
