@@ -347,10 +347,12 @@ class Controller(Session):
         """Fail an attempt without reports in time, and clean up after unconfirmed writers.
 
         Its files were written in staging, where a late writer harms nothing. While a few later
-        attempts go on, its workers are still told to end it.
+        attempts go on, its workers are still told to end it. Recovery may leave attempts of an
+        earlier controller unfinished; their late reports count no more.
         """
         unfinished = self._participant.view.unfinished
-        self._flights = {of: self._flights.get(of) or self._unknown() for of in unfinished}
+        begun = [of for of in unfinished if self.recovery and of.epoch == self.recovery.epoch]
+        self._flights = {of: self._flights.get(of) or self._unknown() for of in begun}
         for of, flight in self._flights.items():
             if unfinished[of] is State.FAILED and not flight.failed:
                 flight.failed, flight.deadline = True, now + self.config.exit_timeout_s

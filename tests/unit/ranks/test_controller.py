@@ -36,6 +36,7 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.core.events import Failed, ShardReported, WriterForked, WriterGone
 from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.requests import Located
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.publishing import Publisher
@@ -200,6 +201,21 @@ def test_F11_reports_that_come_late_or_twice_do_not_count(tmp_path):
     second.handle.wait()
     manifest = json.loads((tmp_path / "iter_0000020/.ckptfsm/manifest.json").read_text())
     assert (manifest["step"], manifest["attempt"]) == (20, second.tickets["actor"].of.attempt)
+    job.controller.close()
+
+
+def test_F11_late_reports_of_an_earlier_controller_do_not_count(tmp_path):
+    """Catches: a report of an attempt that this controller did not begin, handed on to the ledger."""
+    GroupJob(tmp_path, SIZES).controller.close()
+    job = GroupJob(tmp_path, SIZES)
+    earlier = AttemptId(4, 1, 3)
+    job.controller._participant.view.unfinished[earlier] = State.FAILED  # its clean-up is retried
+    job.controller._collect()
+    job.controller.feed([WriterForked(earlier, 2, 4), ShardReported(earlier, "actor", 2, 4, 5)])
+    assert job.controller._reports.outbox == []
+    assert job.controller.doomed == (earlier,)  # its writers are told to end all the same
+    del job.controller._participant.view.unfinished[earlier]
+    job.controller.wait_for(job.save(5).handle)
     job.controller.close()
 
 
