@@ -129,10 +129,10 @@ class StepNotFoundError(CkptFsmError, FileNotFoundError):
 
 
 class DamagedRoot(CkptFsmError):
-    """The files on disk contradict each other; nothing was changed (``file``)."""
+    """The files on disk contradict each other; nothing was deleted for it (``file``)."""
 
     kind = "damaged_root"
-    advice = "page someone: look at the named file; `ckptfsm` changed nothing"
+    advice = "page someone: look at the named file; `ckptfsm` deleted nothing"
 
 
 class JournalCorrupt(DamagedRoot):

@@ -235,8 +235,8 @@ class Session:
         """Leave without the other ranks: a bounded wait for this rank's writer, then only local
         work.
 
-        If all shards of a save are durable by then, it is finished here or by the next start. A
-        ``SaveFailedWarning`` reports a lost save.
+        If all shards of a save are durable by then and the journal can be written, the save is
+        finished here or by the next start. A ``SaveFailedWarning`` reports a lost save.
         """
         if self._gone or self._participant.is_copy:
             return
