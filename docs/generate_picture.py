@@ -1,8 +1,8 @@
-"""Draw the rooms of ``ckptfsm/`` and who imports whom, for ``docs/architecture.md``.
+"""Draw the rooms of ``ckptfsm/`` and the imports between them, for ``docs/architecture.md``.
 
-The picture is made from the imports, and a test compares it with the page. An arrow that follows from
-two others is left out. Modules at the top of the package (``errors``, ``ports``, ...) only hand on names
-of a room, and are not drawn.
+The picture is made from the imports, and a test compares it with the page. An arrow that follows
+from two others is left out. Modules at the top of the package (``errors``, ``ports``, ...) only
+hand on names of a room, and are not drawn.
 
     python docs/generate_picture.py --write     write the picture into the page
     python docs/generate_picture.py --check     exit with 1 if the page shows another one
@@ -39,7 +39,7 @@ ROOMS: Mapping[str, str] = MappingProxyType(
 
 
 def imports(package: Path) -> dict[str, set[str]]:
-    """For each room, the rooms whose modules it imports."""
+    """The rooms that each room imports from."""
     found: dict[str, set[str]] = {room: set() for room in ROOMS}
     for path in package.rglob("*.py"):
         room = path.relative_to(package).parts[0]

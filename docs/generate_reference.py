@@ -79,7 +79,7 @@ def reference_markdown() -> str:
     lines += ["## Configuration fields", "", "Times are in seconds and end in `_s`.", ""]
     lines += [*_config_table(), "", "## Errors", ""]
     lines += [
-        "What to do about each is in [errors](../docs/errors.md). All carry `kind`, `advice` and"
+        "The page [errors](../docs/errors.md) says how to handle each. All carry `kind`, `advice` and"
     ]
     lines += ["`facts`; each fact is also an attribute.", "", *_error_table(), ""]
     lines += ["## Warnings", "", "| warning | module | meaning |", "|---|---|---|"]
