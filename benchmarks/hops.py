@@ -1,9 +1,9 @@
-"""How many functions and files of the library one save runs through, in the trainer's process.
+"""Count the functions and files of the library that one save runs through in the trainer's process.
 
-``python -m benchmarks.hops`` saves twice with the real driver in one process, keeping one checkpoint,
-so that the second save prunes the first. It counts the functions of ``ckptfsm`` that were called for the
-second save, on the training thread and on the coordinator's, and the files that they are in. What runs
-in the forked writer is not counted.
+``python -m benchmarks.hops`` saves twice with the real driver in one process and keeps one
+checkpoint, so that the second save prunes the first. The count covers the functions of ``ckptfsm``
+called for the second save, on the training thread and on the coordinator's, and the files that hold
+them. Functions that run in the forked writer are not counted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Calls:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Functions and files so far."""
+        """The functions and files counted so far."""
         return len(self._seen), len({name for name, _, _ in self._seen})
 
 

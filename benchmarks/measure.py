@@ -1,7 +1,7 @@
-"""What all groups share: options, samples, figures, and how they are shown.
+"""Options, samples and figures that all groups share, and how they are shown.
 
-A figure is the median of its samples with its spread; a ratio is taken pair by pair, never between
-two medians, so that what disturbs both sides of a pair cancels out.
+A figure is the median of its samples with its spread. A ratio is taken pair by pair, never between
+two medians, so that a disturbance of both sides of a pair cancels out.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def balanced(name: str, ours: Sequence[float], stock: Sequence[float]) -> Figure
 def difference(
     name: str, unit: str, scale: float, a: Sequence[float], b: Sequence[float]
 ) -> Figure:
-    """``a - b``, pair by pair, both in seconds: for what may be zero."""
+    """``a - b``, pair by pair, both in seconds: for differences that may be zero."""
     return in_unit(name, unit, scale, [x - y for x, y in zip(a, b, strict=True)])
 
 
@@ -93,7 +93,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def environment(options: Options) -> dict[str, object]:
-    """What the figures depend on, to be shown beside them."""
+    """Versions, machine and options that the figures depend on, to be shown beside them."""
     huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
         "python": platform.python_version(),
@@ -118,7 +118,7 @@ def _file_system_of(path: Path) -> str:
 
 
 def as_json(about: dict[str, object], groups: dict[str, list[Figure]]) -> str:
-    """Everything, samples included."""
+    """Environment and figures as JSON, samples included."""
     figures = [
         {"group": group, "median": figure.median, "met": figure.met, **asdict(figure)}
         for group, measured in groups.items()
@@ -128,7 +128,7 @@ def as_json(about: dict[str, object], groups: dict[str, list[Figure]]) -> str:
 
 
 def as_table(about: dict[str, object], groups: dict[str, list[Figure]]) -> str:
-    """One line per figure, for people."""
+    """A line per figure, for people."""
     rows: list[Sequence[str]] = [_COLUMNS]
     for group, figures in groups.items():
         rows.append((f"[{group}]", *[""] * (len(_COLUMNS) - 1)))

@@ -1,15 +1,20 @@
-"""Host memory of a save whose state lives on the CPU and changes right behind ``save()``: both sides.
+"""Host memory of a save of state on the CPU that changes right behind ``save()``: both sides.
 
-This is a trainer with an offloaded optimizer and no accelerator to load it to: the writer gets the state
-by the fork alone, and the next step updates all of it in place, page by page out from under the writer.
+This is a trainer with an offloaded optimizer and no accelerator to load it to. The writer gets the
+state by the fork alone, and the next step updates all of it in place, page by page out from under
+the writer.
 
-Measured for each side, in alternating pairs: the peak of the trainer and its writers together (PSS: a
-page counts once, however many processes share it), also without what the trainer alone had before the
-save; what only the writers hold (anonymous pages that the trainer does not map any more); the sum of
-what is private to one writer process each (a page that two of a rank's writers share is private to
-neither); and how much longer than usual the first step takes. Memory and time come from different saves,
-because the sampler disturbs what it watches. Stock's manager process is not counted; it is a figure of
-its own.
+Measured for each side, in alternating pairs:
+
+- The peak of the trainer and its writers together, also without the memory that the trainer alone
+  had before the save. This is PSS: a page counts once, however many processes share it.
+- The memory that only the writers hold: anonymous pages that the trainer does not map any more.
+- The sum of the memory private to one writer process each. A page that two of a rank's writers
+  share is private to neither.
+- How much longer than usual the first step takes.
+
+Memory and time come from different saves, because the sampler disturbs the processes it watches.
+Stock's manager process is not counted, but has a separate figure.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ _SAMPLER = Path(__file__).with_name("sampler.py")
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What the sampler saw during one save, in bytes; see ``sampler.py``.
+    """The sampler's readings during one save, in bytes; see ``sampler.py``.
 
     ``before`` is the trainer alone, ``helpers`` are processes that outlive a save.
     """
@@ -60,7 +65,7 @@ class Sample:
 
 
 class Sampler:
-    """The process that watches this one."""
+    """A sampler: a process that watches this one."""
 
     def __init__(self, requests: IO[str], answers: IO[str]) -> None:
         self._requests = requests
@@ -122,7 +127,7 @@ def _measure(
 
 
 def _save(side: Side, step: int, state: TrainingState, poll_interval_s: float) -> float:
-    """One save until it is loadable; seconds of the step right behind ``save()``."""
+    """Save until loadable. Returns the seconds of the step right behind ``save()``."""
     side.save(step, state.sharded(step))
     first_s = timed(state.update)
     while not side.poll():

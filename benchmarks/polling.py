@@ -1,8 +1,9 @@
 """The cost of asking: ``poll()`` of ckptfsm and ``maybe_finalize_async_calls`` of stock.
 
-Measured: one call while nothing is in flight; one call while a save is in flight; and the slowest call
-of a save, which for stock holds the finalization and for ckptfsm the hand-over of news. Calls are
-spaced out, as a trainer's are, so caches are as cold as they would be.
+Measured: one call while nothing is in flight, one call while a save is in flight, and the slowest
+call of a save. The slowest call holds the finalization for stock, and the hand-over of news for
+ckptfsm. Calls are spaced out, as a trainer's are, so caches are as cold as they would be in
+training.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _poll_through(
 
 
 def _spaced(side: Side, poll_interval_s: float) -> tuple[float, bool]:
-    """Seconds of one call after a pause, and what it said."""
+    """Seconds of one call after a pause, and its answer."""
     said: list[bool] = []
     time.sleep(poll_interval_s)
     seconds = timed(lambda: said.append(side.poll()))

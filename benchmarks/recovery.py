@@ -1,12 +1,15 @@
-"""How long opening a root takes that holds many tracked checkpoints.
+"""Seconds to open a root that holds many tracked checkpoints.
 
-Measured: the construction of a ``CheckpointManager`` (warm page cache), after an orderly close, where
-the journal begins with a snapshot, and after a run that was killed, where every transition is replayed.
-Also what one more checkpoint costs beside all the others, from request to tracked: coordinator and
-writer without data to speak of and without fsyncs, so that only the work per known checkpoint shows.
+Measured: the construction of a ``CheckpointManager`` (warm page cache) in two cases. After an
+orderly close the journal begins with a snapshot; after a run that was killed every transition is
+replayed.
 
-The root is built by the production coordinator and writer from one real save whose files are written
-again for every step; only the fsyncs are left out while building.
+Also measured: the cost of one more checkpoint beside all the others, from request to tracked.
+Coordinator and writer work on hardly any data and without fsyncs, so that only the work per known
+checkpoint shows.
+
+The production coordinator and writer build the root from one real save. The files of that save are
+written again for every step; only the fsyncs are left out while building.
 """
 
 from __future__ import annotations
@@ -121,7 +124,7 @@ def build_root(root: Path, count: int, part: ReplayedPart) -> list[float]:
 
 
 def _track(coordinator: Coordinator, storage: Storage, step: int, part: ReplayedPart) -> None:
-    """One checkpoint through all its states; rank 0 of one is this process."""
+    """Take a checkpoint through all its states; this process is the only rank."""
     of = coordinator.request(SaveRequest(step, (PartSpec(_PART, "torch_dist"),), world_size=1))
     coordinator.report([WriterForked(of, 0, 1)])
     written: Sequence[tuple[str, int, Any]] = write_rank(

@@ -1,14 +1,14 @@
-"""A light process that watches how much memory another one and its writers hold. Standard library only.
+"""A light process that watches the memory of another process and its writers. Standard library only.
 
     python -I benchmarks/sampler.py PID
 
-A line ``begin`` on standard input is answered with a line; from then on it samples ``smaps_rollup`` of
-PID (the trainer) and of every process below it that was not there at ``begin`` (the writers), with a
-short pause between, and once more at ``end``, which is answered with the peaks, as JSON. The sampler
-ends with its input.
+The sampler answers a line ``begin`` on standard input with a line. From then on it samples
+``smaps_rollup`` of PID (the trainer) and of the writers, with a short pause between samples.
+Writers are all processes below PID that were not there at ``begin``. At a line ``end`` the sampler
+takes one more sample and answers with the peaks, as JSON. The sampler ends with its input.
 
-The processes of one sample are read one after the other, so a page that changes hands meanwhile may be
-counted twice or not at all.
+The processes of one sample are read one after the other, so a page that changes hands meanwhile may
+be counted twice or not at all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(root: int) -> None:
 
 
 def _take(peaks: dict[str, int], root: int, known: set[int]) -> None:
-    """One sample. What all hold together beyond what the trainer maps is held by the writers only."""
+    """Take a sample. Anonymous memory beyond the trainer's is held by the writers only."""
     trainer = read_rollup(root)
     writers = [read_rollup(pid) for pid in below(root) if pid not in known]
     sums = {key: sum(w[key] for w in writers) for key in trainer}
@@ -74,7 +74,7 @@ def _children(pid: int) -> list[int]:
         for task in Path(f"/proc/{pid}/task").iterdir():
             numbers += [int(word) for word in (task / "children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
-        return numbers  # it ended meanwhile
+        return numbers  # the process ended meanwhile
     return numbers
 
 
@@ -93,7 +93,7 @@ def read_rollup(pid: int) -> dict[str, int]:
 
 
 def _next_line() -> str:
-    """One line, unbuffered: ``select`` must see whatever was not read."""
+    """Read a line, unbuffered: ``select`` must see every byte that was not read."""
     line = b""
     while not line.endswith(b"\n"):
         piece = os.read(0, 1)

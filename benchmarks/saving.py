@@ -1,12 +1,16 @@
 """The same state through stock and through ckptfsm, in alternating pairs with a sync in between.
 
-Measured for each side: the time in ``save()``; the time from the beginning of ``save()`` until the
-checkpoint is loadable, polled at the same interval; and how much longer than usual the first in-place
-update after ``save()`` takes, which pays for the pages that the fork write-protected.
+Measured for each side:
 
-Who goes first alternates (stock ours, ours stock, ...), because it matters: whoever goes first in a
-pair was seen to take up to a fifth longer in ``save()``. So the number of pairs is even, and beside the
-ratio of each pair there is the geometric mean of two neighbours, in which the order cancels out.
+- The time in ``save()``.
+- The time from the beginning of ``save()`` until the checkpoint is loadable, polled at the same
+  interval.
+- How much longer than usual the first in-place update after ``save()`` takes. That update pays for
+  the pages that the fork write-protected.
+
+The order in a pair alternates (stock ours, ours stock, ...), because the side that goes first was
+seen to take up to a fifth longer in ``save()``. So the number of pairs is even. Beside the ratio of
+each pair stands the geometric mean of two neighbours, in which the order cancels out.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ _WARM_UP_PAIRS = 2
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One save, in seconds."""
+    """The times of a save, in seconds."""
 
     save_s: float
     loadable_s: float
@@ -48,7 +52,7 @@ def run(options: Options) -> list[Figure]:
 
 
 def save_once(side: Side, step: int, state: TrainingState, poll_interval_s: float) -> Sample:
-    """One save from call to loadable, with an in-place update right behind it."""
+    """Save once, from call to loadable, with an in-place update right behind the call."""
     usual_s = statistics.median(timed(state.update) for _ in range(_USUAL_UPDATES))
     sharded = state.sharded(step)
     began = time.perf_counter()

@@ -47,13 +47,13 @@ class TrainingState:
         return {**shards, "step": step, "args": {"lr": 1e-3, "seed": 1234}}
 
     def update(self) -> None:
-        """One in-place update of every tensor, as an optimizer makes it."""
+        """Update every tensor in place, as an optimizer does."""
         for tensor in self.tensors:
             tensor.add_(1)
 
 
 class Side(Protocol):
-    """One way to save. ``poll`` returns True once the last save is loadable."""
+    """A way to save. ``poll`` returns True once the last save is loadable."""
 
     name: str
 
@@ -62,7 +62,7 @@ class Side(Protocol):
     def poll(self) -> bool: ...
 
     def clear(self) -> None:
-        """Delete what can be deleted and sync, outside of what is timed."""
+        """Delete everything that can be deleted and sync, outside of the timed part."""
         ...
 
 

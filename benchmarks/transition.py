@@ -1,8 +1,8 @@
-"""One durable transition: from the event to the fsynced record in the journal.
+"""The time of a durable transition: from the event to the fsynced record in the journal.
 
-Measured: the coordinator's ``report`` of one event (table, ledger, record, journal); the journal's
-``append`` alone; and, as the floor, a bare write of the same bytes into an allocated file with fsync.
-Also ``request``, which is a transition and the making of the staging directory.
+Measured: the coordinator's ``report`` of one event (table, ledger, record, journal), and the
+journal's ``append`` alone. The floor is a bare write of the same bytes into an allocated file with
+fsync. Also measured: ``request``, which is a transition and the making of the staging directory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _RECORD = TransitionRecord(
 
 
 def run(options: Options) -> list[Figure]:
-    """Milliseconds of each, on the file system of the work directory."""
+    """Milliseconds of each operation, on the file system of the work directory."""
     count = options.pairs * _PER_PAIR
     requests, reports = _coordinator_samples(options.work / "coordinator", count)
     appends = _append_samples(options.work / "journal", count)
