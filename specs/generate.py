@@ -1,14 +1,15 @@
 """Make the generated half of ``specs/``: table, diagrams and schemas, from the code that runs.
 
-Each file follows ``lifecycle.TABLE`` or the documents' models, and a test compares it with the file on
-disk.
+Each file follows ``lifecycle.TABLE`` or the documents' models, and a test compares it with the file
+on disk.
 
-Rules: no torch; output depends on the code, never on time, place or environment. The text around the
-table in ``recovery.md`` is written by hand, and kept. The drawing's places are laid out by hand below; a
-row without a place is an error, not a missing arrow.
+Rules: no torch; output depends on the code, never on time, place or environment. The text around
+the table in ``recovery.md`` is written by hand, and kept. The drawing's places are laid out by hand
+below; a row without a place is an error, not a missing arrow.
 
     python specs/generate.py --write [--root DIR]    write the files below DIR (default: here)
     python specs/generate.py --check [--root DIR]    exit with 1 if a file is missing or stale
+
     python specs/generate.py --example               print the example of ``specs/journal-v1.md``
 """
 
@@ -212,7 +213,7 @@ _CLASSES = (
 
 
 def diagram_svg() -> str:
-    """The table as a drawing: main line left to right, what goes wrong below, restarts above."""
+    """The table as a drawing: the main line from left to right, failures below it, restarts above it."""
     edges: dict[tuple[State, State], list[Row]] = {}
     for row in TABLE:
         edges.setdefault((row.source, row.dest), []).append(row)

@@ -1,28 +1,31 @@
-"""The life of all checkpoints of a root as one transition relation, for z3: unbounded in their number.
+"""The life of all checkpoints of a root as a transition relation for z3, whatever their number.
 
-Written by hand, beside the table and not generated from it, so that the two check each other: a test
-compares names, sources and destinations, and evaluates the formulas below on random states against
-``lifecycle.apply`` and ``Ledger``. The proof (``tests/proof/inductive.py``) shows that ``INVARIANT``
-holds initially, that every rule keeps it, and that no rule breaks a promise of ``STEPS``, whatever
-the number of checkpoints, steps, ranks and parts.
+The relation is written by hand, beside the table and not generated from it, so that the two check
+each other. A test compares names, sources and destinations, and evaluates the formulas below on
+random states against ``lifecycle.apply`` and ``Ledger``. The proof (``tests/proof/inductive.py``)
+shows that ``INVARIANT`` holds initially, that every rule keeps it, and that no rule breaks a
+promise of ``STEPS``. The number of checkpoints, steps, ranks and parts is unbounded in it.
 
-How to read it:
+How to read the relation:
 
 * A ``World`` is one state: for each variable of ``VARIABLES`` a function from objects to a z3 term.
-* A ``Rule`` is a guarded assignment. Rules of ``ROWS`` are the rows of the table, by ``row_key``; rules
-  of ``EFFECTS`` are what commands do to the disk, one system effect each, so that a crash comes between
-  any two; rules of ``WEATHER`` are what nobody asked for: crashes, power loss, damage, readers, people.
-* A condition is named after who sees to it: ``table``, ``ledger...`` (both compared with production), or
-  in words what engine, effects or recovery have established on disk before they post the event.
-* Journal and ledger are one variable, ``state``: production appends the record before the ledger moves,
-  so a crash finds either both or neither. The record of an effect comes after the effect.
-* ``place`` is where a reader sees a directory; ``maybe`` is every place a power loss may show it at.
-  The same for the tracker: ``named``/``owner`` now, ``maybe_owner``/``maybe_other`` after a power loss.
-* Everything is in the effectively propositional fragment (no function leads back to a sort it came
-  from, no "for every checkpoint there is a checkpoint"), where z3 decides.
+* A ``Rule`` is a guarded assignment. Rules of ``ROWS`` are the rows of the table, by ``row_key``.
+  Rules of ``EFFECTS`` are the effects of commands on the disk, one system effect each, so that a
+  crash can come between any two. Rules of ``WEATHER`` are events from outside: crashes, power loss,
+  damage, readers, people.
+* A condition is named after the code that establishes it: ``table``, ``ledger...`` (both compared
+  with production). Other names say in words which fact on disk engine, effects or recovery have
+  established before they post the event.
+* Journal and ledger are one variable, ``state``. Production appends the record before the ledger
+  moves, so a crash finds either both or neither. The record of an effect comes after the effect.
+* ``place`` is the place where a reader sees a directory; ``maybe`` holds for every place where a
+  power loss may show the directory. The tracker has the same pair: ``named`` and ``owner`` are its
+  present state, ``maybe_owner`` and ``maybe_other`` its states after a power loss.
+* Every formula is in the effectively propositional fragment, where z3 decides. No function leads
+  back to a sort it came from, and no formula says "for every checkpoint there is a checkpoint".
 
-Not in it: epochs and the races of check and act (``races.pml``), time, sizes, retention policies (any
-set of steps may be preserved), the trash's suffixes, devices and symbolic links.
+Not modelled: epochs and the races of check and act (``races.pml``), time, sizes, retention policies
+(any set of steps may be preserved), the trash's suffixes, devices and symbolic links.
 """
 
 from __future__ import annotations
@@ -74,18 +77,18 @@ Checkpoint = DeclareSort("Checkpoint")  # one attempt
 Step, Rank, Report = (DeclareSort(name) for name in ("Step", "Rank", "Report"))
 BOOL = BoolSort()
 
-# What never changes. A report is one declared (part, rank); steps are in order.
+# These functions never change. A report is one declared (part, rank); steps are in order.
 step = Function("step", Checkpoint, Step)
 older = Function("older", Step, Step, BOOL)
 writing = Function("writing", Checkpoint, Rank, BOOL)
 expected = Function("expected", Checkpoint, Report, BOOL)
 rank_of = Function("rank_of", Report, Rank)
-foreign = Function("foreign", Checkpoint, BOOL)  # it has finalizers, which every rank runs
+foreign = Function("foreign", Checkpoint, BOOL)  # has finalizers, which every rank runs
 
 VARIABLES: dict[str, tuple[Any, ...]] = {
     # The ledger, as journaled.
     "state": (Checkpoint, StateSort),
-    "declared": (Checkpoint, BOOL),  # its parts are known: asked for by us, not adopted
+    "declared": (Checkpoint, BOOL),  # its parts are known: requested here, not adopted
     "rolling": (BOOL,),  # a rollback was begun and is not finished
     "afresh": (BOOL,),  # ... to nothing: a fresh start
     "target": (Checkpoint,),  # ... to this one
@@ -94,26 +97,26 @@ VARIABLES: dict[str, tuple[Any, ...]] = {
     "reported": (Checkpoint, Report, BOOL),
     "gone": (Checkpoint, Rank, BOOL),
     "finalizers_ran": (Checkpoint, Rank, BOOL),
-    "published": (Checkpoint, BOOL),  # it has its name; the journal may not say so yet
+    "published": (Checkpoint, BOOL),  # has its published name; the journal may not say so yet
     "seen_pin": (Step, BOOL),
     "seen_lease": (Step, BOOL),
-    "cleared": (Checkpoint, BOOL),  # the second look of its prune found nobody
+    "cleared": (Checkpoint, BOOL),  # the second look of its prune found no pin and no lease
     # The disk.
     "place": (Checkpoint, PlaceSort),
     "maybe": (Checkpoint, PlaceSort, BOOL),
-    "whole": (Checkpoint, BOOL),  # manifest and every file of it
+    "whole": (Checkpoint, BOOL),  # manifest and every file of it are there
     "receipt": (Checkpoint, Report, BOOL),
     "pin": (Step, BOOL),
     "lease": (Step, BOOL),
-    "named": (BOOL,),  # the tracker is what we wrote, for ``owner``
+    "named": (BOOL,),  # the tracker is as we wrote it, for ``owner``
     "owner": (Checkpoint,),
-    "misread": (Step,),  # what somebody else's tracker says
+    "misread": (Step,),  # the step in a tracker that others wrote
     "maybe_owner": (Checkpoint, BOOL),
-    "maybe_other": (BOOL,),  # no tracker, or somebody else's
+    "maybe_other": (BOOL,),  # no tracker, or one that others wrote
     # Seen by the proof only.
     "held": (Checkpoint, BOOL),  # a reader was told that it is there, and still reads
-    "damaged": (Checkpoint, BOOL),  # by somebody else
-    "meddled": (BOOL,),  # somebody else wrote or removed the tracker since our last
+    "damaged": (Checkpoint, BOOL),  # from outside
+    "meddled": (BOOL,),  # others wrote or removed the tracker since our last write
     "fell_back": (
         BOOL,
     ),  # a checkpoint was withdrawn as damaged, and the root has not settled since
@@ -123,7 +126,7 @@ VARIABLES: dict[str, tuple[Any, ...]] = {
 
 
 class World:
-    """One state: ``world.state(c)`` and so on, one function per variable, returning z3 terms."""
+    """A state: ``world.state(c)`` and so on, one function per variable, returning z3 terms."""
 
     def __init__(self, read: Mapping[str, Callable[..., Any]]) -> None:
         self._read = dict(read)
@@ -153,7 +156,7 @@ class World:
 
     @classmethod
     def symbolic(cls) -> World:
-        """The world z3 chooses."""
+        """A world of variables that z3 chooses freely."""
         made = {name: Function(name, *sorts) for name, sorts in VARIABLES.items()}
         return cls(made)
 
@@ -222,7 +225,7 @@ def some_tracked(w: World) -> Any:
 
 
 def surely(w: World, c: Any, *places: Any) -> Any:
-    """Whatever a power loss does, it is at one of these places."""
+    """Whether ``c`` is at one of these places whatever a power loss does."""
     return And(*(Not(w.maybe(c, x)) for x in PLACES if not any(x.eq(y) for y in places)))
 
 
@@ -247,7 +250,7 @@ def goes(w: World, dest: Any) -> World:
 
 
 def moved_to(w: World, place: Any) -> World:
-    """Renamed; the old name may come back until both directories are durable."""
+    """``P`` is renamed; its old name may come back until both directories are durable."""
     return w.at("place", P, to=place).at("maybe", P, place, to=BoolVal(True))
 
 
@@ -355,7 +358,10 @@ def _tracker_is_damage(w: World) -> Any:
 
 
 def _withdrawn(w: World) -> Any:
-    """Damaged and another is left (or a person gave all up); or gone back behind it; or not newer."""
+    """``P`` is damaged, or is newer than a rollback's target, or is given up by a fresh start.
+
+    Damage counts if another checkpoint is tracked, or if the tracker can name damaged ones only.
+    """
     another = Exists([_d], And(w.state(_d) == TRACKED, _d != P))
     damaged = And(w.damaged(P), Or(another, _tracker_is_damage(w)))
     back = And(w.rolling(), Not(w.afresh()), older(step(w.target()), step(P)))
@@ -375,7 +381,7 @@ def _acknowledge(w: World) -> World:
 
 
 def _top_again(w: World) -> World:
-    """The newest tracked one, ``P`` if there is any, is the newest acknowledged one."""
+    """The newest tracked checkpoint, ``P`` if there is any, becomes the newest acknowledged one."""
     return w.having(top=lambda: step(P), has_top=lambda: some_tracked(w))
 
 
@@ -616,7 +622,7 @@ ROWS = (
 )
 
 
-# ------------------------------------------------------------------------------ what commands do
+# --------------------------------------------------------------------------- effects of commands
 
 
 def _writes_tracker(w: World, c: Any) -> World:
@@ -630,7 +636,7 @@ def _prune_allowed(w: World) -> Any:
 
 
 def _stays(w: World) -> Any:
-    """It is tracked and has its name, or becomes so where it stands: reprieved, or adopted."""
+    """``P`` is tracked under its name, or becomes so in its place: reprieved, or adopted."""
     there = And(surely(w, P, PUBLISHED), w.place(P) == PUBLISHED, Or(w.whole(P), w.damaged(P)))
     return And(is_in(w.state(P), ABSENT, TRACKED, PRUNABLE), there)  # its content is not read
 
@@ -641,7 +647,7 @@ def _newer_are_to_be_withdrawn(w: World) -> Any:
 
 
 def _tells_nothing_of_use(w: World) -> Any:
-    """The tracker is torn or somebody else's, or names what is to leave its name."""
+    """The tracker is torn, or others wrote it, or the checkpoint that it names is to leave its name."""
     newer = And(w.state(_d) == TRACKED, Not(older(step(_d), step(w.owner()))))
     overtaken = And(w.state(w.owner()) == FINALIZED, Exists([_d], newer))
     leaving = Or(w.damaged(w.owner()), w.state(w.owner()) == QUARANTINED, overtaken)
@@ -657,12 +663,12 @@ def _nothing_open(w: World) -> Any:
 
 
 def _tracker_is_elsewhere(w: World) -> Any:
-    """What the tracker was seen to say, it also says after a power loss."""
+    """No power loss makes the tracker name an undamaged checkpoint at the step of ``P``."""
     return Not(Exists([_d], And(w.maybe_owner(_d), step(_d) == step(P), Not(w.damaged(_d)))))
 
 
 def _quarantine_allowed(w: World) -> Any:
-    """Its name is not a later attempt's, and the tracker was moved away if there is where to."""
+    """No later attempt has the name of ``P``, and the tracker was moved away if any is tracked."""
     living = is_in(w.state(_d), FINALIZED, TRACKED, PRUNABLE)
     taken = Exists([_d], And(living, _d != P, step(_d) == step(P)))
     return And(Not(taken), Or(Not(reads(w, step(P))), Not(some_tracked(w))))
@@ -858,11 +864,11 @@ EFFECTS = (
 )
 
 
-# ------------------------------------------------------------------------------- what nobody asked for
+# --------------------------------------------------------------------------------- events from outside
 
 
 def _power_loss(w: World) -> World:
-    """Every directory is where it may be, and the tracker says what it may."""
+    """Each directory lands at one of its ``maybe`` places, and the tracker is one of those it may be."""
     return _crash(w).having(
         place=SHOWN,
         maybe=lambda c, x: SHOWN(c) == x,
@@ -876,7 +882,7 @@ def _power_loss(w: World) -> World:
 
 
 def _crash(w: World) -> World:
-    """What only the process knew is gone; a snapshot may remember forks."""
+    """A crash loses all that only the process knew; a snapshot may remember forks."""
     return w.having(
         forked=RECALLED,
         finalizers_ran=lambda c, r: BoolVal(False),
@@ -967,7 +973,7 @@ WEATHER = (
 )
 
 
-# ------------------------------------------------------------------------------------- what must hold
+# ----------------------------------------------------------------------------- promises and invariant
 
 
 def _all(holds: Callable[[World, Any], Any]) -> Condition:
@@ -975,7 +981,7 @@ def _all(holds: Callable[[World, Any], Any]) -> Condition:
 
 
 def _there(w: World, c: Any) -> Any:
-    """Complete under its published name, whatever a power loss does; or somebody else damaged it."""
+    """``c`` is complete under its published name whatever a power loss does, or damaged from outside."""
     return Or(w.damaged(c), And(w.place(c) == PUBLISHED, surely(w, c, PUBLISHED), w.whole(c)))
 
 
@@ -983,8 +989,8 @@ def _quiet(w: World) -> Any:
     return And(Not(w.fell_back()), Not(w.rolling()))
 
 
-# Each must hold always. Those named after a promise are what the promise says of one moment; the
-# others are what the proof needs besides.
+# Each must always hold. Those named after a promise state that promise for one moment; the proof
+# needs the others besides.
 INVARIANT: Mapping[str, Condition] = MappingProxyType(
     {
         "I1 what is in the trash was prunable or failed": _all(
@@ -1134,7 +1140,9 @@ def _leaves_its_name(w: World, v: World, c: Any) -> Any:
 
 
 def _never_back(w: World, v: World) -> Any:
-    """From an undamaged tracked one the tracker goes to a newer step, unless people or damage say so."""
+    """From an undamaged tracked one the tracker goes to newer steps only, unless people or damage
+    intervene.
+    """
     leaves = And(w.named(), w.state(w.owner()) == TRACKED, Not(w.damaged(w.owner())))
     back = And(v.named(), older(step(v.owner()), step(w.owner())))
     lost = And(w.named(), Not(v.named()), Not(v.meddled()))

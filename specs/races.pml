@@ -1,42 +1,47 @@
 /*
- * The races of check and act on one root, for spin: what no lock protects.
+ * A model for spin: races between checks and effects on one root, where no lock protects them.
  *
- * Every look at the disk and every change of it is a step of its own; between any two the other
- * processes do what they like, and a process may stop for ever (die) or wake much later (a zombie).
- * What a process has seen it keeps in variables of its own and acts on, however stale.
+ * Every look at the disk and every change of it is a separate step. Between any two steps the other
+ * processes may do anything, and a process may stop for ever (die) or wake much later (a zombie).
+ * A process keeps its observations in local variables and acts on them, however stale.
  *
- *   first    a trainer, epoch 1. Step 1 and 2 are tracked, the tracker says 2. It prunes 1, saves 3,
- *            and empties the trash, in any order.
- *   second   a trainer that takes the root over at any moment (epoch 2): it recovers from what the
- *            journal of the first says at that moment, saves 4, prunes 1 and 3, empties the trash.
+ *   first    a trainer, epoch 1. Step 1 and 2 are tracked, the tracker says 2. The trainer prunes 1,
+ *            saves 3, and empties the trash, in any order.
+ *   second   a trainer that takes the root over at any moment (epoch 2). The trainer recovers from the
+ *            journal of the first as it is at that moment, saves 4, prunes 1 and 3, empties the trash.
  *   reader   an evaluator: puts its lease on step 1, then looks whether it is there, reads, lets go.
  *   judge    looks when both trainers have come to an end.
  *
  * With -DTAKING instead: three trainers that take the root (newest epoch + 1, by link; remove older
  * ones) and then work.
  *
- * What must hold (asserted):
- *   I9   of a fenced trainer at most the one operation lands whose check came before
- *   F27  a reader that was told "there" never finds a file of it deleted, and finds it under its name
- *        when the trainers have come to an end
- *   I2   in the end the tracker says what the newest trainer tracked last, and that is there
- *   I4   what has its name was not emptied
- * where F27 and I4 may be broken for an older step by that one operation of a fenced trainer, and by
- * nothing else: POSIX has no compare-and-swap. Whatever lands, the newest trainer's tracker and newest
- * checkpoint are untouched. For the tracker that rests on the sweep: opening a root deletes the temporary
- * file that a zombie would still rename.
+ * Asserted:
+ *   I9   Of a fenced trainer at most one operation lands: the one that was checked before the fence.
+ *   F27  A reader that was told "there" never finds a file of the step deleted, and finds the step
+ *        under its name when the trainers have come to an end.
+ *   I2   In the end the tracker names the step that the newest trainer tracked last, and that step is
+ *        there.
+ *   I4   A directory that has its name was not emptied.
+ *
+ * For an older step, that one operation of a fenced trainer may break F27 and I4, and nothing else may:
+ * POSIX has no compare-and-swap. Whatever lands, the newest trainer's tracker and newest checkpoint are
+ * untouched. For the tracker that rests on the sweep: opening a root deletes the temporary file that a
+ * zombie would still rename.
  *
  * Accepted, with a counterexample each (races.py replays them on production):
- *   -DSTRICT_AWAY     "there" at every moment: a prune may have it aside between two looks
- *   -DSTRICT_READER   no exception for the reader: a zombie empties, or moves aside, after its check
+ *   -DSTRICT_AWAY     "there" at every moment: a prune may have the step aside between two looks.
+ *   -DSTRICT_READER   No exception for the reader: a zombie empties, or moves aside, after its check.
  *
  * Controls, each of which must find a counterexample: -DNO_SECOND_LOOK, -DLOOK_BEFORE_LEASE,
  * -DNO_EPOCH_CHECK, -DEMPTY_UNDECIDED, -DFORGETFUL_RECOVERY, -DNO_SWEEP; with -DTAKING: -DNO_LINK,
  * -DNO_EPOCH_CHECK.
  *
- * Rules: the order of the steps is that of disk/ownership.py, disk/publishing.py, disk/setting_aside.py,
- * coordinator/engine.py, core/recovery.py and disk/reader_lease.py; whoever changes one changes the other. Not in it: power loss and how many there are of anything
- * (inductive.py), leases that expire, errors of the disk but one: the way back may fail once.
+ * Rules: the order of the steps is that of disk/ownership.py, disk/publishing.py,
+ * disk/setting_aside.py, coordinator/engine.py, core/recovery.py and disk/reader_lease.py. A change of
+ * that order there needs the same change here.
+ *
+ * Not modelled: power loss and the number of anything (inductive.py), leases that expire, errors of the
+ * disk but one: the way back may fail once.
  */
 
 #define FIRST 1
@@ -47,7 +52,7 @@
 #endif
 
 mtype = { absent, staging, published, trash, deleted }; /* where a directory is */
-mtype = { unknown, written, finalized, tracked, prunable, pruned }; /* what a journal says */
+mtype = { unknown, written, finalized, tracked, prunable, pruned }; /* the state in a journal */
 
 byte newest = FIRST;  /* the newest epoch in lease/ */
 byte landed[4];       /* operations of a trainer that landed after it was fenced */
@@ -167,11 +172,11 @@ bool gutted[STEPS];   /* files of it were deleted */
 byte tracker = 2;
 bool lease[READERS];
 bool held[READERS];   /* was told that it is there, and has not let go */
-mtype says[10];       /* what the journal of each trainer says of each step */
+mtype says[10];       /* the state of each step in the journal of each trainer */
 bool first_done, second_done;
 bool failed_once;
 bool temporary[3];    /* of the tracker, complete and not yet renamed */
-byte latest = 2;      /* what the newest trainer tracked last */
+byte latest = 2;      /* the step that the newest trainer tracked last */
 
 #define BOOK(me, s) says[(me - 1) * STEPS + s]
 #define EXCUSED (landed[FIRST] > 0)
@@ -189,7 +194,7 @@ inline see_leases(into) { /* the listing of leases/ for step 1 */
   }
 }
 
-/* rename, then what follows it: false if there was nothing to rename */
+/* rename, and the effects that follow; moved is false if there was nothing to rename */
 inline move(me, s, from, to) {
   atomic {
     if
@@ -262,7 +267,7 @@ inline second_look(me, s) {
   fi
 }
 
-/* coordinator.tick: what is pending is tried again */
+/* coordinator.tick: pending commands are tried again */
 inline retry(me) {
   if
   :: BOOK(me, 1) == prunable -> prune(me, 1)
@@ -276,8 +281,8 @@ inline retry(me) {
 #define UNDECIDED(me, s) (BOOK(me, s) == prunable)
 #endif
 
-/* engine.give_space_back: list, then delete what was listed and is not undecided. Production deletes
-   less: only what got the name of what is given up once the journal said so */
+/* engine.give_space_back: list, then delete every listed directory that is not undecided. Production
+   deletes less: only directories under a given-up name, a rename that follows the journal's record */
 inline empty_trash(me) {
   check(me);
   victim = 1;
@@ -348,12 +353,12 @@ proctype first() {
   :: !did_prune -> did_prune = true; prune(FIRST, 1)
   :: !did_save ->
      did_save = true;
-     at[3] = staging; /* its own name: nobody else's business */
+     at[3] = staging; /* no other process uses this name */
      BOOK(FIRST, 3) = written;
      check(FIRST);
      move(FIRST, 3, staging, published);
      if
-     :: !moved -> goto fenced /* outcome unknown: somebody moved it */
+     :: !moved -> goto fenced /* outcome unknown: another process moved it */
      :: else
      fi;
      BOOK(FIRST, 3) = finalized;
@@ -368,7 +373,7 @@ fenced:
   atomic { counted = false; kept = false; moved = false; victim = 0; first_done = true }
 }
 
-/* recovery.plan and what the coordinator carries out */
+/* recovery.plan, as the coordinator carries it out */
 inline recover_pruned() {
   if
   :: BOOK(SECOND, 1) == prunable && at[1] == published -> BOOK(SECOND, 1) = tracked
