@@ -1,8 +1,9 @@
-"""One mutant against one layer, in a process of its own, which ``mutants.nursery`` forks.
+"""Show a mutant to a layer, in a separate process that ``mutants.nursery`` forks.
 
-Rules: the mutant is planted before anything of the library is imported, also in the interpreters that
-a layer starts (``planted/sitecustomize.py``). Only a violation, a failed assertion or an error that the
-library itself names counts; a layer that stumbles over the mutant in any other way has not seen it.
+Rules: the mutant is planted before anything of the library is imported, also in the interpreters
+that a layer starts (``planted/sitecustomize.py``). Only a violation, a failed assertion or an error
+that the library itself names counts; a layer that stumbles over the mutant in any other way has not
+seen it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def find_test(name: str) -> str:
 
 
 def answer(name: str, layer: str, profile: str, out: int) -> NoReturn:
-    """Write what the layer saw to ``out``, a line of JSON, and end this process."""
+    """Write the layer's finding to ``out``, as a line of JSON, and end this process."""
     if name != CONTROL:
         install(by_name(name))
     judges = {TESTS: _judge_by_tests, SEEDS: _judge_by_seeds}
@@ -52,13 +53,15 @@ def answer(name: str, layer: str, profile: str, out: int) -> NoReturn:
 
 
 def _short(value: Any) -> Any:
-    """What a pipe takes at once, whoever reads it."""
+    """A string cut to a length that a pipe takes at once, even before it is read."""
     return value[:_MOST_CHARACTERS] if isinstance(value, str) else value
 
 
 def _judge_by_layer(layer: str, profile: str) -> dict[str, Any]:
-    """``saw``: what the layer says, ``replay``: how to see it again, in a copy with the mutant;
-    ``skipped``: why it did not look; ``broke``: how it stumbled.
+    """Run a layer. The keys of the answer:
+
+    - ``saw``: the finding; ``replay``: how to see it again, in a copy with the mutant.
+    - ``skipped``: why the layer did not look; ``broke``: how it stumbled.
     """
     name = layer if "." in layer else f"proof.{layer}"
     try:
@@ -73,7 +76,7 @@ def _judge_by_layer(layer: str, profile: str) -> dict[str, Any]:
         result = module.run(budget_type(profile=profile, processes=1, stop_at_first=True))
     except (AssertionError, errors.CkptFsmError) as error:
         return {"saw": f"{type(error).__name__}: {error}"}
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is no finding
+    except Exception as error:  # noqa: BLE001  # no other error is a finding
         return {"broke": f"{type(error).__name__}: {error}"}
     if result.violations:
         first = result.violations[0]
@@ -82,7 +85,7 @@ def _judge_by_layer(layer: str, profile: str) -> dict[str, Any]:
 
 
 def _judge_by_seeds(layer: str, profile: str) -> dict[str, Any]:
-    """``red``: those of the simulation's seeds ``seeds:1,2,3`` that violate something."""
+    """``red``: the seeds of the simulation, out of ``seeds:1,2,3``, that violate something."""
     simulate = importlib.import_module("proof.sim").simulate
     seeds = [int(seed) for seed in layer.removeprefix(SEEDS).split(",")]
     return {"red": [seed for seed in seeds if simulate(seed).failure is not None]}

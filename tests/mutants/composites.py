@@ -17,7 +17,7 @@ MUTANTS = (
         breaks="I3",
         source="order",
         killers=("tests:test_controller.py::test_two_groups_and_a_file_make_one_checkpoint",),
-        why="metadata that lacks what the other ranks wrote",
+        why="the metadata lacks the shards of the other ranks",
     ),
     mutant(
         "the-controller-waits-for-ever",
@@ -80,7 +80,7 @@ MUTANTS = (
         breaks="F13",
         source="F13",
         killers=("tests:test_controller.py::test_F13_the_writer_of_a_failed_attempt_is_ended",),
-        why="a writer that nobody ends is reported gone",
+        why="a writer that is not ended is reported gone",
     ),
     mutant(
         "any-part-may-be-left-out",
@@ -155,7 +155,7 @@ MUTANTS = (
         breaks="I4",
         source="F11",
         killers=("tests:test_controller.py::test_I4_a_call_that_is_tried_again_writes_nothing",),
-        why="a call that an orchestrator tries again writes into what is published meanwhile",
+        why="a call that an orchestrator tries again writes into a directory published meanwhile",
     ),
     mutant(
         "what-needs-torch-is-published-without",

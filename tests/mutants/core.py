@@ -1,4 +1,4 @@
-"""Mutants of the pure core: table, guards, ledger, recovery, retention, and what judges evidence."""
+"""Mutants of the pure core: table, guards, ledger, recovery, retention, judging of evidence."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ QUEUE = (
         breaks="I6",
         source="Megatron-core (temporal caller)",
         killers=(f"{_TESTS}test_I10_a_killed_writer_is_an_error_on_every_rank",),
-        why="on the ranks whose own writer is well",
+        why="on the ranks where the writer ended well",
     ),
     mutant(
         "a-killed-writer-is-an-error-of-its-own-rank",
@@ -173,7 +173,7 @@ QUEUE = (
         breaks="I5",
         source="Megatron-Bridge #5117",
         killers=(f"{_TESTS}test_I5_a_call_that_was_aborted_is_not_the_next_one",),
-        why="what a failed run had written is finalized by the retry",
+        why="the retry finalizes shards of the failed run",
     ),
     mutant(
         "a-refused-checkpoint-stays-begun",
@@ -196,7 +196,7 @@ MEGATRON_LM = (
         breaks="I1",
         source="Megatron-LM (tracker)",
         killers=(f"{_TESTS}test_I2_the_tracker_and_the_reports_wait_for_the_writer",),
-        why="it truncates the tracker, and deletes what it named",
+        why="the closure truncates the tracker, and deletes the checkpoint that it named",
     ),
     mutant(
         "megatron-lms-closures-run-at-the-request",
@@ -285,7 +285,7 @@ VERL = (
         breaks="F28",
         source="verl #7952, rllm #897",
         killers=(f"{_VERL}test_the_loop_polls_and_its_end_waits",),
-        why="the last save of a run is tracked by nobody",
+        why="the last save of a run is never tracked",
     ),
     mutant(
         "nobody-is-told-that-nobody-polls",
@@ -323,7 +323,7 @@ VERL = (
         breaks="I10",
         source="F1",
         killers=(f"{_VERL}test_I10_a_role_whose_workers_are_gone_fails_the_save",),
-        why="the save ends at its deadline only, and nobody is told why",
+        why="the save ends at its deadline only, without a reason",
     ),
     mutant(
         "parts-are-made-though-a-rank-did-not-load",
@@ -345,7 +345,7 @@ VERL = (
         breaks="I6",
         source="order",
         killers=(f"{_VERL}test_a_subclass_with_a_save_of_its_own_is_refused_when_it_is_made",),
-        why="what its own save would have saved is not in the checkpoint",
+        why="state that the subclass would have saved is not in the checkpoint",
     ),
 )
 

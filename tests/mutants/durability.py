@@ -1,4 +1,4 @@
-"""Mutants of what makes things durable: every fsync left out once, every write made sloppy once."""
+"""Mutants of durability: every fsync left out once, every write made sloppy once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MUTANTS = (
         killers=(
             "tests:test_journal_folding.py::test_I8_a_crash_at_any_call_of_a_fold_loses_nothing",
         ),
-        why="a crash leaves a journal whose newest segment names what is gone",
+        why="after a crash the newest journal segment names segments that are gone",
     ),
     mutant(
         "segments-are-folded-one-opening-too-early",
@@ -38,7 +38,7 @@ MUTANTS = (
         killers=(
             "tests:test_journal_folding.py::test_I8_the_segment_before_the_newest_can_still_be_read",
         ),
-        why="where the newest is torn, the one before is read, and names what is gone",
+        why="where the newest is torn, the one before is read, and names segments that are gone",
     ),
     mutant(
         "receipts-counted-without-fsync",
@@ -48,9 +48,9 @@ MUTANTS = (
         breaks="I3",
         source="fsync",
         killers=("tests:test_coordinator.py::test_I3_receipts_counted_when_leaving_are_durable",),
-        why="a writer that was killed before it did so itself leaves a name that power may take",
+        why="a writer killed before its fsync leaves a name that a power loss may take",
     ),
-    # --------------------------------------------------------- what all ranks have in common
+    # --------------------------------------------------------- the common state of all ranks
     mutant(
         "a-common-state-in-a-shard-is-not-looked-at",
         "disk.stock:_check_common_object",
@@ -150,7 +150,7 @@ MUTANTS = (
         breaks="I3",
         source="fsync",
         killers=("tests:test_durable.py",),
-        why="also the older segment's, before it is sealed",
+        why="also that of the older segment, before the seal",
     ),
     # -------------------------------------------------------------------- durable: a directory
     mutant(
@@ -170,7 +170,7 @@ MUTANTS = (
         breaks="I4",
         source="fsync",
         killers=("simulation",),
-        why="what was moved to the trash and emptied there comes back, gutted, at its old name",
+        why="a directory emptied in the trash comes back, gutted, at its old name",
     ),
     mutant(
         "move-does-not-look",
@@ -224,7 +224,7 @@ MUTANTS = (
             "tests:restart/a_name_that_cannot_be_looked_at_is_not_a_missing_one",
             "simulation",
         ),
-        why="EIO says nothing of what is there",
+        why="EIO does not tell whether the name is there",
     ),
     # ------------------------------------------------------------------------------- the shards
     mutant(
@@ -291,7 +291,7 @@ MUTANTS = (
         breaks="I2",
         source="fsync",
         killers=("tests:prune/an_adopted_step_is_durable_before_ours_is_pruned_for_it",),
-        why="an older one is pruned for what a stock trainer left in the page cache",
+        why="an older one is pruned while a stock trainer's save is in the page cache only",
     ),
     mutant(
         "staging-without-fsync",

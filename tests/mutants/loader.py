@@ -1,8 +1,11 @@
-"""Puts a planted bug into the production code as it is imported, in a process of its own.
+"""Puts a planted bug into the production code as it is imported, in a separate process.
 
-A mutant replaces code in a named function, see ``anchors``. Rules: the old code stands exactly once in
-its function, so that a change of the library which moves it is noticed at once; a mutant is installed
-before ``ckptfsm`` is imported; nothing on disk changes, and no byte code of a mutant is cached.
+A mutant replaces code in a named function, see ``anchors``. Rules:
+
+- The old code stands exactly once in its function, so that a change of the library which moves it
+  is noticed at once.
+- A mutant is installed before ``ckptfsm`` is imported.
+- Nothing on disk changes, and no byte code of a mutant is cached.
 """
 
 from __future__ import annotations
@@ -53,10 +56,12 @@ class Edit:
 class Mutant:
     """A planted bug.
 
-    ``breaks`` is the promise (``I2``) or the fault rule (``F24``) that it violates; ``source`` the
-    public report whose old semantics it has, or what kind of slip it is (``fsync``, ``order``,
-    ``fencing``, ``table``, ...). ``killers`` are the layers likely to see it, the quickest first: a
-    hint that saves time and nothing else. ``why`` is said where the name does not.
+    - ``breaks``: the promise (``I2``) or the fault rule (``F24``) that the bug violates.
+    - ``source``: the public report of the behaviour that the bug brings back, or the kind of slip
+      (``fsync``, ``order``, ``fencing``, ``table``, ...).
+    - ``killers``: the layers likely to see the bug, the quickest first: a hint that saves time and
+      nothing else.
+    - ``why``: the consequence, where the name does not tell it.
     """
 
     name: str

@@ -1,12 +1,13 @@
 """Forks one process per question from an interpreter that has imported all but the library.
 
-``python -m mutants.nursery`` reads questions from standard input, a line of JSON each (mutant, layer,
-profile, seconds), and answers each with one line: what ``mutants.child`` found, or how it ended.
-Importing Hypothesis, pydantic, pytest and megatron-core anew for every question would take longer than
-most layers need to see a mutant.
+``python -m mutants.nursery`` reads questions from standard input, a line of JSON each (mutant,
+layer, profile, seconds). Each gets a line in answer: the finding of ``mutants.child``, or how it
+ended. Importing Hypothesis, pydantic, pytest and megatron-core anew for every question would take
+longer than most layers need to see a mutant.
 
 Rules: nothing of the library, nor of the layers, is imported here, so that every child imports the
-mutated text; a child is a session of its own, and nothing of it is left when its answer is given.
+mutated text. Each child is a session leader, and nothing of its session is left when its answer is
+given.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _PRELOADED = (
     "xxhash",
 )
 _ALONE = {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # no threads of numpy's
-_OF_THE_DROPINS = (  # seconds: when they are first asked
+_OF_THE_DROPINS = (  # take seconds: imported when a question first needs them
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "torch.distributed.checkpoint",
 )
@@ -62,9 +63,9 @@ class Nursery:
         )
 
     def ask(self, name: str, layer: str, profile: str, limit_s: float) -> dict[str, Any]:
-        """What ``layer`` says of the library with mutant ``name``: see ``mutants.child``.
+        """The answer of ``layer`` on the library with mutant ``name``: see ``mutants.child``.
 
-        ``late``: nothing within ``limit_s``; ``broke``: it stumbled, or its process ended otherwise.
+        ``late``: no answer within ``limit_s``. ``broke``: the layer stumbled, or its process died.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([name, layer, profile, limit_s]) + "\n")
@@ -81,7 +82,7 @@ class Nursery:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        self._process.communicate()  # no more questions: it ends
+        self._process.communicate()  # no more questions: the process ends
 
 
 def serve() -> None:
@@ -95,7 +96,7 @@ def serve() -> None:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Import them, and let no child's collector look at them, and so copy them."""
+    """Import the modules, and keep children's garbage collectors off them: a look would copy them."""
     for module in modules:
         importlib.import_module(module)
     gc.freeze()
@@ -122,7 +123,7 @@ def answer_by_child(name: str, layer: str, profile: str, limit_s: float) -> dict
     os.set_blocking(read_end, False)
     try:
         data = os.read(read_end, _ANSWER_BYTES)
-    except BlockingIOError:  # somebody in yet another session still holds the other end
+    except BlockingIOError:  # a process in yet another session still holds the other end
         data = b""
     os.close(read_end)
     if data:
@@ -134,7 +135,7 @@ def answer_by_child(name: str, layer: str, profile: str, limit_s: float) -> dict
 
 
 def _become(name: str) -> None:
-    """A child has no input and no output but its answer; its own children get the mutant too."""
+    """Leave a child no input, and no output but its answer; its children get the mutant too."""
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(null, number)

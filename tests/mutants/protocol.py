@@ -104,7 +104,7 @@ ORDER = (
         breaks="I8",
         source="order",
         killers=("simulation", "traces"),
-        why="a crash in the middle undoes it, or half of it",
+        why="a crash in the middle undoes the rollback, or half of it",
     ),
     mutant(
         "unfinished-rollback-is-forgotten",
@@ -237,7 +237,7 @@ LOOKS = (
             "tests:test_coordinator.py::test_F8_a_publish_of_unknown_outcome_is_fatal",
             "simulation",
         ),
-        why="what may be published is failed and taken away",
+        why="a checkpoint that may be published is failed and taken away",
     ),
     mutant(
         "a-published-one-may-fail",
@@ -283,7 +283,7 @@ LOOKS = (
         killers=(
             "tests:test_coordinator.py::test_F16_a_checkpoint_that_became_a_mount_is_not_pruned",
         ),
-        why="no rename takes it, so that the prune is tried for ever",
+        why="no rename can move a mount, so that the prune is tried for ever",
     ),
     mutant(
         "prune-does-not-look-for-pins",
@@ -396,7 +396,7 @@ LOOKS = (
         breaks="I1",
         source="I1",
         killers=("simulation", "fieldbugs"),
-        why="what a person or damage took out of service is deleted",
+        why="a checkpoint taken out of service, by a person or as damaged, is deleted",
     ),
     mutant(
         "unlisted-files-are-published",
@@ -448,7 +448,7 @@ LOOKS = (
             "tests:adoption/an_adopted_step_stays_wherever_its_opening_is_killed",
             "simulation",
         ),
-        why="a crash between the two, and retention deletes what a stranger saved",
+        why="a crash between the two, and retention deletes a stranger's save",
     ),
     mutant(
         "a-renewal-changes-nothing",
@@ -500,7 +500,7 @@ FENCES = (
         killers=(
             "tests:test_races.py::test_I9_a_check_comes_directly_before_a_checkpoint_gets_its_name",
         ),
-        why="the check before the manifest is older than what the put of it takes",
+        why="the check before the manifest is too old: putting the manifest takes time",
     ),
     mutant(
         "a-taker-forgets-all-epochs-but-its-own",
@@ -598,7 +598,7 @@ FENCES = (
         breaks="I2",
         source="F27",
         killers=("tests:prune/a_pruned_step_that_was_gutted_does_not_count_once_it_is_back",),
-        why="somebody gutted it before it was pruned, and its reader brings it back",
+        why="a directory gutted before its prune is brought back for its reader",
     ),
     mutant(
         "a-stranger-is-explained-away",
@@ -609,7 +609,7 @@ FENCES = (
         breaks="I8",
         source="F16",
         killers=("tests:test_recovery.py",),
-        why="at the name of a withdrawn one that was adopted, another's is evidence",
+        why="another run's directory at the name of a withdrawn, adopted one is evidence",
     ),
     mutant(
         "what-left-for-the-trash-is-still-at-its-name",
@@ -621,7 +621,7 @@ FENCES = (
         killers=(
             "tests:fresh_start/a_fresh_start_leaves_nothing_at_the_name_of_what_lies_in_the_trash",
         ),
-        why="a fresh start leaves what a stock trainer saved there since",
+        why="a fresh start leaves the save that a stock trainer made there since",
     ),
     mutant(
         "a-stranger-inherits-the-name-of-what-was-moved",
@@ -631,7 +631,7 @@ FENCES = (
         breaks="I8",
         source="F16",
         killers=("tests:rollback/a_strangers_directory_where_a_step_was_rolled_back_stays",),
-        why="what somebody else has begun there is moved aside as ours",
+        why="a save that another program has begun there is moved aside as ours",
     ),
     mutant(
         "what-came-back-may-leave-again",
@@ -641,7 +641,7 @@ FENCES = (
         breaks="I1",
         source="order",
         killers=("tests:prune/a_directory_that_came_back_gutted_is_looked_at_again",),
-        why="a power loss puts what is tracked again back into the trash",
+        why="a power loss puts a checkpoint that is tracked again back into the trash",
     ),
     mutant(
         "the-trash-has-no-say-at-a-restart",
@@ -663,7 +663,7 @@ FENCES = (
         killers=(
             "tests:prune/a_step_that_a_reader_holds_is_not_deleted_for_a_strangers_directory",
         ),
-        why="it lies in the trash, and its name is taken when it should come back",
+        why="the step lies in the trash, and its name is taken when its reader needs it back",
     ),
     mutant(
         "what-is-saved-again-is-taken-for-what-was-missing",
@@ -734,7 +734,7 @@ FENCES = (
         killers=(
             "tests:prune/a_step_that_a_reader_holds_is_not_deleted_for_a_strangers_directory",
         ),
-        why="its move was done, and what somebody saved meanwhile goes too",
+        why="the move was done before, and a save made there meanwhile goes too",
     ),
     mutant(
         "a-refused-start-is-forgotten",
@@ -784,7 +784,7 @@ FENCES = (
         breaks="I8",
         source="F33",
         killers=("tests:fresh_start/a_fresh_start_does_not_leave_what_waits_to_be_tracked",),
-        why="it is refused, and the next start resumes from that",
+        why="the fresh start is refused, and the next start resumes from that checkpoint",
     ),
     mutant(
         "a-lowered-tracker-counts-as-it-was-before",
@@ -804,7 +804,7 @@ FENCES = (
         breaks="I8",
         source="F33",
         killers=("tests:rollback/our_own_tracker_above_a_damaged_target_is_no_newcomers",),
-        why="a rollback whose target was damaged is refused",
+        why="a rollback to a target that was damaged is refused",
     ),
     mutant(
         "what-is-not-whole-is-a-newcomers",
@@ -819,7 +819,7 @@ FENCES = (
                 "test_I8_an_unfinished_rollback_goes_on_where_the_tracker_names_what_was_lost"
             ),
         ),
-        why="the tracker names what was lost, and the rollback is refused for ever",
+        why="the tracker names a lost checkpoint, and the rollback is refused for ever",
     ),
     mutant(
         "a-fresh-start-is-planned-with-a-tracker",
@@ -829,7 +829,7 @@ FENCES = (
         breaks="I10",
         source="F33",
         killers=("tests:fresh_start/a_fresh_start_is_planned_as_it_is_carried_out",),
-        why="what moves directories does not see it any more, and decides otherwise",
+        why="the code that moves directories does not see the tracker any more, and decides otherwise",
     ),
     mutant(
         "a-fresh-start-lets-go-of-the-older-ones",
@@ -839,7 +839,7 @@ FENCES = (
         breaks="I7",
         source="F21",
         killers=("tests:fresh_start/a_fresh_start_deletes_nothing",),
-        why="what a roll forward supersedes is deleted, where all is to be kept",
+        why="checkpoints that a roll forward supersedes are deleted, where all are to be kept",
     ),
     mutant(
         "any-loss-lifts-the-tracker",
@@ -862,7 +862,7 @@ FENCES = (
         breaks="I1",
         source="fencing",
         killers=("tests:prune/a_fenced_prune_of_the_only_step_is_not_deleted_by_its_successor",),
-        why="a fenced manager's late rename took it there, and its successor holds it as tracked",
+        why="a fenced manager's late rename moved a checkpoint there that the successor tracks",
     ),
     mutant(
         "whatever-lies-in-a-marked-directory-goes",
@@ -872,7 +872,7 @@ FENCES = (
         breaks="I1",
         source="F16",
         killers=("tests:clean_up/a_stock_save_beside_a_failed_attempt_is_not_deleted",),
-        why="what a stock trainer wrote over a failed attempt, in a format nobody judges",
+        why="a stock trainer's save over a failed attempt, in a format that is not judged",
     ),
     mutant(
         "a-clean-up-takes-whatever-has-the-name-now",
@@ -924,7 +924,7 @@ FENCES = (
         breaks="I1",
         source="F16",
         killers=("tests:in_place/a_torn_manifest_beside_an_undecided_prune_is_kept",),
-        why="a published checkpoint is deleted as what a save leaves that was cut short",
+        why="a published checkpoint is deleted as the remains of an interrupted save",
     ),
     mutant(
         "a-late-manifest-may-still-land",
@@ -964,7 +964,7 @@ FENCES = (
         breaks="I1",
         source="F16",
         killers=("tests:in_place/a_clean_up_tried_again_leaves_what_was_adopted",),
-        why="a tracked, pinned checkpoint, once the tracker is our own",
+        why="a tracked, pinned checkpoint, once we wrote the tracker",
     ),
     mutant(
         "a-clean-up-does-not-look-again",
@@ -996,7 +996,7 @@ FENCES = (
         breaks="I7",
         source="F27",
         killers=("tests:in_place/a_clean_up_tried_again_leaves_what_a_reader_holds",),
-        why="a clean-up that was put off takes what a reader holds",
+        why="a clean-up that was put off takes a checkpoint that a reader holds",
     ),
     mutant(
         "our-own-later-save-is-another-trainers",
@@ -1006,7 +1006,7 @@ FENCES = (
         breaks="I2",
         source="F16",
         killers=("tests:in_place/a_failed_attempt_is_not_adopted_after_our_own_later_save",),
-        why="what has failed is adopted, or left at its name for good",
+        why="a failed attempt is adopted, or left at its name for good",
     ),
     mutant(
         "a-tracker-above-is-always-ours",
@@ -1036,7 +1036,7 @@ FENCES = (
         breaks="I1",
         source="F16",
         killers=("tests:in_place/a_tracker_at_a_step_that_was_left_tells_of_another_trainer",),
-        why="nothing tells any more who wrote it last",
+        why="nothing tells any more which program wrote the tracker last",
     ),
     mutant(
         "finalizers-of-the-fenced",
@@ -1066,7 +1066,7 @@ FENCES = (
         breaks="I2",
         source="F5",
         killers=("tests:in_place/nothing_is_written_in_place_where_the_tracker_is",),
-        why="the tracker names what is being written, and what fails there is resumed from",
+        why="the tracker names a save in flight, and if that fails, a start resumes from it",
     ),
     mutant(
         "what-was-moved-still-has-its-name",
@@ -1088,7 +1088,7 @@ FENCES = (
         killers=(
             "tests:in_place/an_adopted_step_that_was_withdrawn_is_not_given_up_with_a_failed_attempt",
         ),
-        why="what was taken out of service is deleted with a failed attempt",
+        why="a checkpoint taken out of service is deleted with a failed attempt",
     ),
     mutant(
         "a-staged-attempt-makes-evidence",
@@ -1120,7 +1120,7 @@ FENCES = (
         breaks="I1",
         source="fencing",
         killers=("tests:clean_up/a_stock_save_over_a_failed_attempt_is_not_deleted",),
-        why="a fenced manager's late rename took there what a stock trainer had saved",
+        why="a fenced manager's late rename moved a stock trainer's save there",
     ),
     mutant(
         "what-the-tracker-names-may-lie-in-the-trash",
@@ -1130,7 +1130,7 @@ FENCES = (
         breaks="I2",
         source="fencing",
         killers=("tests:prune/a_step_that_the_tracker_names_comes_back_from_the_trash",),
-        why="somebody went back to a step whose prune was half done",
+        why="a person went back to a step in the middle of its prune",
     ),
     mutant(
         "a-part-left-out-in-place-is-deleted",
@@ -1271,7 +1271,7 @@ FENCES = (
         breaks="I8",
         source="F33",
         killers=("tests:fresh_start/a_fresh_start_does_not_leave_what_waits_to_be_tracked",),
-        why="it may name what was adopted only to be moved away",
+        why="the tracker may name a checkpoint that was adopted only to be moved away",
     ),
     mutant(
         "a-fresh-start-puts-the-tracker-right",
@@ -1309,7 +1309,7 @@ FENCES = (
         killers=(
             "tests:fresh_start/a_step_that_a_fresh_start_adopted_is_not_resumed_from_if_it_died",
         ),
-        why="what was adopted only to be moved away is resumed from if it dies",
+        why="if the start dies, the next resumes from a checkpoint adopted only to be moved away",
     ),
     mutant(
         "a-fresh-start-is-forgotten-at-the-next",
@@ -1322,7 +1322,7 @@ FENCES = (
             "tests:fresh_start/a_step_that_a_person_puts_back_is_evidence",
             "traces",
         ),
-        why="what was damaged before it is held against the runs after it",
+        why="damage from before the fresh start is held against the runs after it",
     ),
     mutant(
         "a-fresh-start-counts-for-ever",
@@ -1332,7 +1332,7 @@ FENCES = (
         breaks="I8",
         source="F33",
         killers=("tests:test_journal.py",),
-        why="what is lost in the runs after it is no evidence: a start from zero",
+        why="losses in the runs after it are no evidence: a start from zero",
     ),
     mutant(
         "what-was-repaired-is-moved-away-again",
@@ -1353,7 +1353,7 @@ FENCES = (
         killers=(
             "tests:rollback/a_step_that_was_rolled_back_does_not_come_back_with_the_next_save",
         ),
-        why="a rollback is undone by the next save, whose journal record was lost",
+        why="the next save, with its journal record lost, undoes the rollback",
     ),
     mutant(
         "an-adoption-waits-for-nothing",
@@ -1365,7 +1365,7 @@ FENCES = (
         killers=(
             "tests:rollback/the_tracker_does_not_go_below_a_step_that_was_rolled_back_before",
         ),
-        why="a roll forward takes the tracker below it, and a crash there keeps it out",
+        why="a roll forward puts the tracker below the step, and a crash there keeps the step out",
     ),
     mutant(
         "what-has-failed-keeps-an-adoption-waiting",
@@ -1377,7 +1377,7 @@ FENCES = (
         killers=(
             "tests:test_suites.py::test_I2_an_adoption_that_is_cut_short_begins_with_the_newest",
         ),
-        why="older steps are adopted before it, and a death in between resumes from these",
+        why="older steps are adopted first, and after a death in between a start resumes from these",
     ),
     mutant(
         "nothing-falls-back-before-a-withdrawal",
@@ -1409,7 +1409,7 @@ FENCES = (
         breaks="I8",
         source="order",
         killers=("tests:restart/a_withdrawn_step_that_is_still_there_does_not_hide_the_newest",),
-        why="what was known to be damaged is taken for repaired",
+        why="a checkpoint known to be damaged is taken for repaired",
     ),
     mutant(
         "what-was-lost-is-no-limit",
@@ -1419,7 +1419,7 @@ FENCES = (
         breaks="I8",
         source="order",
         killers=("tests:restart/a_step_that_was_lost_is_the_limit_until_something_is_tracked",),
-        why="a death before a roll forward, and the next start resumes from what nobody acknowledged",
+        why="after a death before a roll forward, a start resumes from an unacknowledged save",
     ),
     mutant(
         "what-the-tracker-falls-back-to-is-not-settled",
@@ -1450,7 +1450,7 @@ FENCES = (
         breaks="I8",
         source="order",
         killers=("tests:in_place/a_failed_attempt_is_cleaned_up_before_the_tracker_falls_back",),
-        why="what a stock trainer went on from is moved away with our failed attempt",
+        why="a stock trainer's checkpoint in use is moved away with our failed attempt",
     ),
     mutant(
         "the-tracker-leaves-what-stays",
@@ -1494,7 +1494,7 @@ FENCES = (
         breaks="I1",
         source="F16",
         killers=("tests:prune/a_persons_directory_at_the_name_of_an_adopted_step_is_not_pruned",),
-        why="whatever a person put at its name is deleted",
+        why="a directory that a person put at its name is deleted",
     ),
     mutant(
         "a-prune-that-comes-back-lowers-the-tracker",
@@ -1516,7 +1516,7 @@ FENCES = (
         killers=(
             "tests:fresh_start/a_move_that_a_power_loss_shows_twice_is_done_again_after_an_error",
         ),
-        why="a power loss showed it at both names: a fresh start comes to nothing",
+        why="a power loss showed the checkpoint at both names: a fresh start comes to nothing",
     ),
     mutant(
         "what-was-lost-is-forgotten-by-the-next-start",
@@ -1544,7 +1544,7 @@ FENCES = (
         breaks="I2",
         source="F19",
         killers=("tests:restart/a_step_that_another_run_saved_where_ours_was_is_adopted",),
-        why="a crash there, and it is newer than the tracker: never resumed from",
+        why="after a crash there the save is newer than the tracker: no start resumes from it",
     ),
     mutant(
         "rolled-back-to-a-broken-one",

@@ -1,4 +1,4 @@
-"""Mutants of what the ranks do: writers, reports, collectives, and whole field bugs as they were."""
+"""Mutants of the ranks: writers, reports, collectives, and whole field bugs as they were."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WRITERS = (
             "tests:test_fork.py::test_SIGCHLD_ignored_is_a_failure_not_a_success",
             "simulation",
         ),
-        why="it sent its result, then died",
+        why="the writer sent its result, then died",
     ),
     mutant(
         "a-killed-writer-is-polled-for-ever",
@@ -115,7 +115,7 @@ WRITERS = (
         killers=(
             ("tests:test_fork.py::test_F29_a_child_whose_trainer_died_before_it_could_ask_ends"),
         ),
-        why="the kernel signals only the death that comes after it was asked",
+        why="the kernel signals only a death that comes after the request",
     ),
     mutant(
         "a-save-holds-what-its-writer-has",
@@ -147,7 +147,7 @@ WRITERS = (
             "tests:test_interrupted_calls.py::test_I5_a_writer_whose_fork_was_interrupted_is_not_forgotten",
             "interrupts",
         ),
-        why="a Ctrl-C leaves the other ranks in a collective, or a writer that nobody knows",
+        why="a Ctrl-C leaves the other ranks in a collective, or a writer unknown to all ranks",
     ),
     mutant(
         "news-count-before-they-are-taken",
@@ -199,7 +199,7 @@ WRITERS = (
             "tests:test_proof_interrupts.py::test_I10_a_job_goes_on_after_a_ctrl_c_at_each_line_of[forking]",
             "interrupts",
         ),
-        why="an interrupt between the answer and the fork leaves a save that nobody writes",
+        why="an interrupt between the answer and the fork leaves a save without a writer",
     ),
     mutant(
         "a-report-is-sent-before-it-is-taken",
@@ -212,7 +212,7 @@ WRITERS = (
             "tests:test_proof_interrupts.py::test_I10_a_job_goes_on_after_a_ctrl_c_at_each_line_of[sending]",
             "interrupts",
         ),
-        why="what an interrupted exchange was to send is never sent again",
+        why="the reports of an interrupted exchange are never sent again",
     ),
     mutant(
         "an-old-writer-writes-into-anothers-directory",
@@ -224,7 +224,7 @@ WRITERS = (
         killers=(
             "tests:test_fence.py::test_I4_an_old_writer_stays_out_of_a_directory_that_is_anothers",
         ),
-        why="a foreign writer that wakes up overwrites what was acknowledged meanwhile",
+        why="a foreign writer that wakes up overwrites a checkpoint acknowledged meanwhile",
     ),
     mutant(
         "leaving-does-not-look-at-receipts",
@@ -236,7 +236,7 @@ WRITERS = (
         killers=(
             "tests:test_manager.py::test_F25_a_save_that_was_durable_when_its_manager_was_left_is_finished",
         ),
-        why="a save whose shards were durable is thrown away",
+        why="a save with durable shards is thrown away",
     ),
     mutant(
         "a-lease-of-this-process-lives-for-good",
@@ -307,7 +307,7 @@ PEOPLE = (
         breaks="F28",
         source="verl #6067 / #7363",
         killers=("tests:test_manager.py::test_a_save_is_acknowledged_only_once_it_is_tracked",),
-        why="nobody polls: nothing is ever tracked",
+        why="nothing is polled, and so nothing is ever tracked",
     ),
     mutant(
         "a-hook-ends-training",
