@@ -2,10 +2,11 @@
 
     python tests/integrations/cpu_torch.py SITE_PACKAGES
 
-PyPI's torch for Linux on x86_64 is linked against some 2.5 GB of libraries that only a GPU needs. For
-each that is missing, a library of the same name is compiled beside torch's own, with the symbols that
-torch's libraries look for. Each of them returns 100, which is CUDA's "no device", so that
-``torch.cuda.is_available()`` is False. Needs gcc, readelf and nm. For tests on a machine without a GPU.
+PyPI's torch for Linux on x86_64 is linked against some 2.5 GB of libraries that only a GPU needs.
+For each missing library, one of the same name is compiled beside torch's libraries, with the
+symbols that those look for. Each symbol is a function that returns 100, which is CUDA's "no
+device", so that ``torch.cuda.is_available()`` is False. Needs gcc, readelf and nm. For tests on a
+machine without a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 _OF_CUDA = re.compile(r"lib(cu|nv|nccl)\w*")
 _NO_DEVICE = "long {}(void) {{ return 100; }}\n"
-# Symbols without a version say nothing of their library: its own prefix does.
+# Symbols without a version do not name their library, but their prefix does.
 _PREFIXES = {
     "nccl": "libnccl",
     "cuFile": "libcufile",
@@ -35,7 +36,7 @@ def _lines(*command: str) -> list[str]:
 
 
 def missing_in(libraries: Path) -> set[str]:
-    """The libraries of CUDA that torch's own need and that are not beside them."""
+    """The libraries of CUDA that torch's libraries need and that are not beside them."""
     found: set[str] = set()
     for library in libraries.glob("lib*.so"):
         for line in _lines("readelf", "-d", str(library)):
@@ -46,7 +47,7 @@ def missing_in(libraries: Path) -> set[str]:
 
 
 def wanted_from(library: Path, missing: set[str], wanted: Wanted) -> None:
-    """Add to ``wanted`` what a library looks for in the missing ones."""
+    """Add to ``wanted`` the symbols that a library looks for in the missing ones."""
     home: dict[str, str] = {}  # version of symbols -> the library that has it
     current = ""
     for line in _lines("readelf", "--version-info", "--wide", str(library)):

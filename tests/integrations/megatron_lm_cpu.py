@@ -1,13 +1,15 @@
-"""Lets the real ``megatron.training`` run where there is no CUDA. All that is replaced stands here.
+"""Lets the real ``megatron.training`` run where there is no CUDA. Everything replaced stands here.
 
-- Tensors: whoever asks for the device "cuda" gets the CPU, ``Tensor.cuda`` returns the tensor itself,
+- Tensors: a request for the device "cuda" gets the CPU, ``Tensor.cuda`` returns the tensor itself,
   and ``Tensor.type`` says "torch.cuda.FloatTensor" (the optimizers sort parameters by that name).
 - ``torch.cuda``: one device (of a new kind), no streams, nothing to wait for, no cache; its random
   state is the CPU's.
-- ``initialize_megatron`` inside ``pretrain`` is told ``allow_no_cuda=True``, its own argument.
+- ``initialize_megatron`` inside ``pretrain`` is told ``allow_no_cuda=True``, which is one of its
+  arguments.
 - Neither the fused CUDA kernels nor the C++ index builder of datasets are compiled.
 
-Replaced for the duration of a ``with``. Nothing of saving, loading, training or arguments is.
+The replacements last as long as a ``with``. Saving, loading, training and arguments stay as they
+are.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class _OnCpu(TorchFunctionMode):
 
 
 def _nothing(*arguments: Any, **keywords: Any) -> None:
-    """Stands for what only a GPU needs."""
+    """Replaces a function that only a GPU needs."""
 
 
 def _random_state(device: object = None) -> torch.Tensor:

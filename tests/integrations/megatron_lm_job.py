@@ -1,9 +1,9 @@
-"""What the ranks do: Megatron-LM's own ``pretrain`` of a small GPT, with or without the drop-in.
+"""The ranks' part: Megatron-LM's ``pretrain`` of a small GPT, with or without the drop-in.
 
 Everything is Megatron-LM's: arguments, initialization, model, data-parallel wrapper, optimizer, the
-loop, saving and loading. The job brings a few tokens and looks on. What a machine without CUDA needs
-is in ``megatron_lm_cpu.py``. Run as a script it is the process that imports all this once and forks
-ranks, see ``tests/megatron/forkserver.py``.
+loop, saving and loading. The job brings a few tokens and looks on. Replacements for a machine
+without CUDA are in ``megatron_lm_cpu.py``. Run as a script, this file is the process that imports
+all of this once and forks ranks, see ``tests/megatron/forkserver.py``.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ FLAGS = f"""
 class Watched:
     """Hands tokens out, and looks on before each step.
 
-    ``gate``: the writer of iteration ``gated_at`` stands there; ``trained``: so does every rank before
-    it begins iteration ``trained_at``.
+    ``gate``: the writer of iteration ``gated_at`` waits there. ``trained``: every rank waits there
+    before iteration ``trained_at``.
     """
 
     gate: str = ""
@@ -71,7 +71,7 @@ class Watched:
     trained_at: int = 0
     start: int | None = None
     digests: dict[int, str] = field(default_factory=dict)  # of the parameters after an iteration
-    tracked: dict[int, str] = field(default_factory=dict)  # what the tracker says then
+    tracked: dict[int, str] = field(default_factory=dict)  # the tracker's content then
     children: dict[int, int] = field(default_factory=dict)  # of this rank, before an iteration
     model: Any = None
 
@@ -167,7 +167,7 @@ def samples(consumed: int) -> Iterator[dict[str, torch.Tensor]]:
             "tokens": tokens[:, :-1],
             "labels": tokens[:, 1:],
             "position_ids": torch.arange(LENGTH)[None],
-            "attention_mask": torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool(),  # of what is hidden
+            "attention_mask": torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool(),  # of hidden tokens
         }
         consumed += mpu.get_data_parallel_world_size()
 
@@ -181,11 +181,12 @@ def train(
     queue: bool = False,
     **watch: Any,
 ) -> Told:
-    """One run of ``pretrain``: it loads from ``root``, trains, and saves into it.
+    """Run ``pretrain`` once: load from ``root``, train, and save into it.
 
-    ``queue``: only the queue is ours. ``writers``: how many it has had.
+    ``queue``: only the queue is ours. ``writers`` of the outcome: the number of writers of that
+    queue.
 
-    The process group is there before, which ``pretrain`` finds, as is megatron-core's queue of results.
+    The process group and megatron-core's queue of results are made before; ``pretrain`` finds them.
     """
     here.join_with_queue()
     if megatron.core.__version__ < "0.17":  # one strategy, and no option for it
@@ -216,7 +217,7 @@ def train(
 
 
 def names(here: Here) -> Told:
-    """What the drop-in counts on, and what of it there is."""
+    """The names that the drop-in relies on, and those of them that are missing here."""
     inner = checkpointing.save_checkpoint.__code__.co_consts
     closures = {code.co_name for code in inner if hasattr(code, "co_name")}
     there = {*vars(checkpointing), *vars(async_utils)}
@@ -230,7 +231,7 @@ def names(here: Here) -> Told:
 
 
 def content_metadata(here: Here, root: str, steps: list[int]) -> list[Told | None]:
-    """What Megatron-LM stores about the content of checkpoints, as its loader finds it."""
+    """Metadata about the content of checkpoints that Megatron-LM stores, as its loader finds it."""
     places = [checkpointing.get_checkpoint_name(root, s, return_base_dir=True) for s in steps]
     found = map(checkpointing.dist_checkpointing.load_content_metadata, places)
     return list(found)

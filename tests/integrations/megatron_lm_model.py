@@ -52,7 +52,7 @@ def summed(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, 
 
 
 def run(data: Callable[..., Any], model: Callable[..., Any], step: Callable[..., Any]) -> None:
-    """``pretrain``, with the arguments of ``sys.argv``."""
+    """Run ``pretrain`` with the arguments of ``sys.argv``."""
     given: dict[str, Any] = {
         "train_valid_test_dataset_provider": data,
         "model_provider": model,

@@ -1,5 +1,6 @@
-"""A driver of a real local Ray cluster: an actor of two ranks and a critic of one, each group with a
-process group of its own. Run as a script: ``ray_job.py ROOT MODE``; prints one JSON line at the end.
+"""A driver of a real local Ray cluster: an actor of two ranks and a critic of one, each group with
+a separate process group. Run as a script: ``ray_job.py ROOT MODE``; prints one JSON line at the
+end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ TIMES = {"busy_timeout_s": 60.0, "close_timeout_s": 60.0, "exit_timeout_s": 2.0}
 
 @ray.remote(num_cpus=0.1)
 class Trainee:
-    """One rank. ``gate``: its writers wait there, at the fsync of their shard, until a byte comes."""
+    """A rank. ``gate``: its writers wait there, at the fsync of their shard, until a byte comes."""
 
     def __init__(self, root: str, group: str, rank: int, size: int, port: int, gate: str) -> None:
         import torch
@@ -73,7 +74,7 @@ class Trainee:
         return self.worker.poll(doomed)
 
     def value(self, found: Any) -> float:
-        """What this rank finds in its part of a checkpoint."""
+        """The value that this rank finds in its part of a checkpoint."""
         restored = self.worker.restore(found, self.group, self.state(0.0))
         return float(restored.state[self.group][0, 0])
 

@@ -1,16 +1,18 @@
 """Runs the tests that need other packages, or other versions of them: ``make test-integrations``.
 
-Each target has a virtual environment of its own below ``build/integrations``, which borrows everything
-else (torch, pytest) from a base: the environment that runs this, or, for another Python, one that is
-made once for all targets of that Python. A version that cannot be installed is an error; a Python that
-is not on this machine leaves its targets out, and says so.
+Each target has a separate virtual environment below ``build/integrations``, which borrows
+everything else (torch, pytest) from a base. The base is the environment that runs this, or, for
+another Python, an environment made once for all targets of that Python. A version that cannot be
+installed is an error. A Python that is not on this machine leaves its targets out, with a message.
 
-    python tests/integrations/run.py [WORD ...]      the targets whose names contain a word
-    python tests/integrations/run.py --write         all, and the table in README.md from what ran
+    python tests/integrations/run.py [WORD ...]      the targets with a WORD in their names
+
+    python tests/integrations/run.py --write         all, and the table in README.md from the results
+
     python tests/integrations/run.py --try NAME=VERSION ...    the newest targets with other versions
 
-Megatron-LM before 0.17 is in no package: ``CKPTFSM_MEGATRON_LM`` names a clone of it, or its target is
-left out. megatron-core before 0.16 needs NumPy 1.
+Megatron-LM before 0.17 is in no package: ``CKPTFSM_MEGATRON_LM`` names a clone of it, or its target
+is left out. megatron-core before 0.16 needs NumPy 1.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ NVRX_TESTS = ("tests/megatron/test_megatron_nvrx.py", *FOREIGN_TESTS)
 LM_TESTS = ("tests/integrations/test_megatron_lm.py",)
 VERL_TESTS = ("tests/integrations/test_verl.py", "tests/integrations/test_verl_ray.py")
 SFT_TESTS = ("tests/integrations/test_verl_mirror.py", "tests/integrations/test_verl_sft.py")
-# verl itself is installed without what it names, much of which is not imported here. This is what is.
+# verl is installed without the packages it names, because many are not imported here. These are.
 VERL_PLAIN = (
     "omegaconf",
     "hydra-core",
@@ -121,9 +123,10 @@ VERL_ON_3_12 = (
         "urllib3",
     ),
 )
-# What it imports and does not name: whoever serves a model has these.
+# verl imports these and does not name them: every user who serves a model has them.
 VERL_UNNAMED = ("cachetools", "fastapi", "uvicorn")
-# Its wheels ask for a newer C library than many machines have; what is used of it is plain Python.
+# NVRx's wheels ask for a newer C library than many machines have; the parts used here are plain
+# Python.
 NVRX_ANYWHERE = (
     "--no-deps",
     "--only-binary=:all:",
@@ -134,10 +137,11 @@ NVRX_ANYWHERE = (
 
 @dataclass(frozen=True)
 class Target:
-    """An environment and what runs in it. ``packages``: the arguments of one ``pip install`` each.
+    """An environment and the tests that run in it.
 
-    ``borrows``: a target whose packages it has, too, where it has none of its own. ``nvrx``: it is there
-    for nvidia-resiliency-ext, whose tests are otherwise skipped where that cannot be imported.
+    ``packages``: the arguments of one ``pip install`` each. ``borrows``: another target, for
+    packages that this one lacks. ``nvrx``: the target is for nvidia-resiliency-ext. Elsewhere the
+    tests of that package are skipped if it cannot be imported.
     """
 
     name: str
@@ -169,7 +173,7 @@ TARGETS = (
     Target("megatron-core-0.13", "3.11", (_core("0.13.1", "numpy<2"),), OLDER_TESTS),
     Target("megatron-core-0.14", "3.11", (_core("0.14.0", "numpy<2"),), OLDER_TESTS[:1]),
     Target("megatron-core-0.15", "3.11", (_core("0.15.0", "numpy<2"),), OLDER_TESTS[:1]),
-    # 0.16.1 is what the gate has on Python 3.11.
+    # The gate has 0.16.1 on Python 3.11.
     Target("megatron-core-0.17", "3.12", (_core("0.17.1", YAML),), (*FOREIGN_TESTS, *COMMON_TESTS)),
     Target("megatron-core-0.18", "3.12", (_core("0.18.2", YAML),), (*FOREIGN_TESTS, *COMMON_TESTS)),
     Target("megatron-core-0.19", "3.12", (_core("0.19.2"),), NEWER_TESTS, demo=True),
@@ -191,7 +195,7 @@ TARGETS = (
     Target(
         IN_A_CLONE,
         "3.11",
-        # What importing megatron.training needs. Of triton, the import is all: no CUDA comes with it.
+        # Imports of megatron.training. triton is only imported: no CUDA comes with it.
         (("--no-deps", "regex", YAML, "triton==3.4.0"),),
         LM_TESTS,
     ),
@@ -309,7 +313,7 @@ def environment_of(target: Target) -> dict[str, str]:
         **{name: value for name, value in os.environ.items() if name != "CKPTFSM_MEGATRON_LM"},
         "PYTHONPATH": os.pathsep.join(map(str, places)),
         **({"CKPTFSM_NVRX": "1"} if target.nvrx else {}),
-        # It would compile small functions when it first calls them: minutes on a CPU.
+        # torch would compile small functions at their first call: minutes on a CPU.
         "TORCHDYNAMO_DISABLE": "1",
         **more,
     }
@@ -332,7 +336,7 @@ def prepared(target: Target) -> tuple[Path, int]:
 
 
 def run(target: Target, python: Path, install_s: int) -> dict[str, object]:
-    """Run a target; what the table says of it."""
+    """Run a target; returns its row of the table."""
     print(f"=== {target.name} (Python {target.python})", flush=True)
     began = time.monotonic()
     shutil.rmtree(target.place / "demo", ignore_errors=False, onerror=_not_there)
@@ -454,7 +458,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("words", nargs="*")
     parser.add_argument("--write", action="store_true")
     parser.add_argument(
-        "--complete", action="store_true", help="a target whose Python is not here has failed"
+        "--complete", action="store_true", help="count a target without its Python as failed"
     )
     parser.add_argument("--try", dest="versions", nargs="+", metavar="NAME=VERSION", default=[])
     options = parser.parse_args(arguments)
@@ -465,7 +469,7 @@ def main(arguments: list[str]) -> int:
         targets = [with_versions(each, others) for each in chosen(words)]
     ran = json.loads(RAN.read_text()) if RAN.exists() else {}
     failed, missing = [], []
-    # One thread makes the environments, in this order, while those that are ready are run.
+    # A single thread makes the environments, in this order, while those that are ready are run.
     making = ThreadPoolExecutor(1)
     ready = {each.name: making.submit(prepared, each) for each in targets if not left_out(each)}
     for target in targets:

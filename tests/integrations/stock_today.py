@@ -1,10 +1,10 @@
-"""What ``test_field_bugs_today`` runs stock code with, in this process, which is the only rank.
+"""Stock code for ``test_field_bugs_today`` to run in this process, which is the only rank.
 
-Replaced are CUDA (``no_cuda``: there is nothing to wait for, and the CPU is its device) and moments: a
-``Held`` writer stands at a gate until the test opens it.
+Two things are replaced. CUDA (``no_cuda``): there is nothing to wait for, and the CPU is its
+device. Moments: a ``Held`` writer stands at a gate until the test opens it.
 
-``Maker``: asynchronous requests and queues of megatron-core or of nvidia-resiliency-ext. ``megatron``,
-``fsdp`` and ``trainer``: verl's managers of a tiny model, and its trainer.
+``Maker``: asynchronous requests and queues of megatron-core or of nvidia-resiliency-ext.
+``megatron``, ``fsdp`` and ``trainer``: verl's managers of a tiny model, and its trainer.
 
 Run as a script: ``stock_today.py ROOT`` is a driver of verl that is killed in step 2.
 """
@@ -66,7 +66,7 @@ class Held:
 
 
 def kill_at(gate: Gate, process: Any) -> None:
-    """SIGKILL to a writer that stands at its gate."""
+    """Send SIGKILL to a writer that stands at its gate."""
     held = gate.reached(WAIT_S)
     os.kill(process.pid, signal.SIGKILL)
     process.join(WAIT_S)
@@ -75,7 +75,7 @@ def kill_at(gate: Gate, process: Any) -> None:
 
 
 def outcome_of(call: Any, *arguments: Any, **keywords: Any) -> Any:
-    """What a call returns, or raises; torch's CheckpointException is not an Exception."""
+    """The result of a call, or its error; torch's CheckpointException is not an Exception."""
     try:
         return call(*arguments, **keywords)
     except (Exception, SystemExit, CheckpointException) as error:
@@ -84,7 +84,7 @@ def outcome_of(call: Any, *arguments: Any, **keywords: Any) -> Any:
 
 @dataclass
 class Maker:
-    """One of the two makers of asynchronous requests: its module of queues, and a state ``w``."""
+    """A maker of asynchronous requests, of two: its module of queues, and a state ``w``."""
 
     name: str
     queues: Any
@@ -119,7 +119,7 @@ class Maker:
 
 
 def new_maker(name: str, monkeypatch: pytest.MonkeyPatch) -> Maker:
-    """A maker, with what it keeps in its modules as in a new process."""
+    """A maker, with the caches of its modules as in a new process."""
     place = f"{STRATEGIES}.async_utils" if name == "mcore" else f"{NVRX}.core"
     writing = import_module(f"{STRATEGIES if name == 'mcore' else NVRX}.filesystem_async")
     monkeypatch.setattr(writing, "_results_queue", None)
@@ -188,7 +188,7 @@ def made_by(rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
 
 
 class Model(torch.nn.Module):
-    """A weight, with what verl's two managers ask of a model."""
+    """A weight, with the methods that verl's two managers ask of a model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def save_steps(of: Any, *steps: int) -> None:
 
 
 def left(root: Path) -> dict[str, Any]:
-    """Each step's directory with what is in it, and what the tracker says."""
+    """The content of each step's directory, and of the tracker."""
     steps = {p.name[12:]: sorted(q.name for q in p.iterdir()) for p in root.glob("global_step_*")}
     tracker = root / TRACKER
     return {**steps, "tracker": tracker.read_text() if tracker.exists() else None}
@@ -269,7 +269,7 @@ def no_space(*ignored: Any, **keywords: Any) -> None:
 
 
 def finalize(manager: Any, root: Path, *steps: int) -> None:
-    """What verl has its queue call when the writers of an asynchronous save are done; one is kept."""
+    """Finalize, as verl's queue does once the writers of an asynchronous save are done; one is kept."""
     for step in steps:
         path = root / f"global_step_{step}/{manager.role}"
         path.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
-"""Whether the newest versions still do what was reported: here stock code is tested, and none of ours.
+"""Whether the newest versions still behave as reported: here stock code is tested, and none of ours.
 
-The marker of a test names the rows of ``docs/field-bugs.md`` that it is about. A test that fails says
-that the installed version behaves otherwise: then ``tests/fieldbugs/today.py`` has to say so as well.
+The marker of a test names the rows of ``docs/field-bugs.md`` that it is about. A test that fails
+says that the installed version behaves otherwise: then ``tests/fieldbugs/today.py`` has to say so
+as well.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ BOTH = pytest.mark.parametrize("maker", ["mcore", pytest.param("nvrx", marks=nee
 def test_requests_in_flight_together_swap_their_results(
     made_by: Any, tmp_path: Path, maker: str
 ) -> None:
-    """Catches: results that find their request (megatron-results). Of two requests the second is written
-    first: both are finalized, and neither can be loaded."""
+    """Catches: a release in which results find their request (megatron-results). Today, if the
+    second of two requests is written first, both are finalized, and neither can be loaded."""
     of, gate = made_by(maker), Gate(tmp_path / "gate")
     queue = of.queue()
     first, second = of.request(tmp_path / "1", 1), of.request(tmp_path / "2", 2, rows=8)
@@ -91,8 +92,9 @@ def test_requests_in_flight_together_swap_their_results(
 @BOTH
 @pytest.mark.field_bug("megatron-temporal")
 def test_a_killed_temporal_writer_counts_as_done(made_by: Any, tmp_path: Path, maker: str) -> None:
-    """Catches: a queue that looks at exit codes (megatron-temporal). After a SIGKILL the finalizers of a
-    bare request run; of those of a real save the first raises, for want of a result."""
+    """Catches: a release in which the queue looks at exit codes (megatron-temporal). Today the
+    finalizers of a bare request run after a SIGKILL; those of a real save fail at the first, for
+    want of a result."""
     of, gate, ran = made_by(maker), Gate(tmp_path / "gate"), []
     queue = of.queue()
     queue.schedule_async_request(of.bare(Held(None, gate), partial(ran.append, "finalized")))
@@ -107,7 +109,7 @@ def test_a_killed_temporal_writer_counts_as_done(made_by: Any, tmp_path: Path, m
 
 
 class StillWaiting(Exception):
-    """A test had enough of waiting."""
+    """Raised where a test has waited long enough."""
 
 
 @needs_core
@@ -116,8 +118,9 @@ class StillWaiting(Exception):
 def test_a_killed_persistent_worker_is_polled_without_an_end(
     made_by: Any, tmp_path: Path, maker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches: a queue that sees that its worker is gone (megatron-6970). A poll finds the call in
-    flight. A poll that blocks has not ended after 1000 looks, which are 100 s."""
+    """Catches: a release in which the queue sees that its worker is gone (megatron-6970). Today
+    a poll finds the call in flight. A poll that blocks has not ended after 1000 looks, which are
+    100 s."""
     of, gate, looks = made_by(maker), Gate(tmp_path / "gate"), iter(range(1000))
     queue = of.queue(persistent=True)
     queue.schedule_async_request(of.bare(Held(None, gate)))
@@ -140,8 +143,9 @@ def test_a_killed_persistent_worker_is_polled_without_an_end(
 def test_what_an_abandoned_queue_was_not_told_finalizes_a_call_of_the_next(
     made_by: Any, tmp_path: Path
 ) -> None:
-    """Catches: completions that name their queue (bridge-5117). All queues share worker and answers: the
-    next one takes the answer to an older call for that to its own, which is being written."""
+    """Catches: a release in which completions name their queue (bridge-5117). Today all queues
+    share worker and answers. The next queue takes the answer to an older call for that to its
+    first call, which is still being written."""
     of, ran = made_by("mcore"), []
     before, now = Gate(tmp_path / "before"), Gate(tmp_path / "now")
     of.queue(persistent=True).schedule_async_request(of.bare(Held(None, before)))
@@ -160,8 +164,9 @@ def test_what_an_abandoned_queue_was_not_told_finalizes_a_call_of_the_next(
 def test_the_trainer_holds_the_staged_copy_while_the_writer_runs(
     made_by: Any, tmp_path: Path
 ) -> None:
-    """Catches: a trainer that lets its copy go when it has forked (verl-4638-memory). The first to give
-    it back is the poll that finds the writer done."""
+    """Catches: a release in which the trainer gives its copy back once it has forked
+    (verl-4638-memory). Today the first to give the copy back is the poll that finds the writer
+    done."""
     of, gate, staged = made_by("mcore"), Gate(tmp_path / "gate"), [torch.zeros(4)]
     copy, queue = weakref.ref(staged[0]), of.queue()
     request = of.bare(Held(None, gate), arguments=(0, None, None))
@@ -184,8 +189,9 @@ def test_the_trainer_holds_the_staged_copy_while_the_writer_runs(
 def test_staging_memory_is_used_again_under_a_slow_writer(
     made_by: Any, tmp_path: Path, how: str
 ) -> None:
-    """Catches: staging memory that each save has alone (nvrx-staging). A request is staged into what the
-    writer before it still reads. A queue in ``cpu_shm_mode`` is drained first, if it is the newest."""
+    """Catches: a release with separate staging memory for each save (nvrx-staging). Today a
+    request is staged into memory that the writer before it still reads. A queue in
+    ``cpu_shm_mode`` is drained first, if it is the newest."""
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
     of, gate = made_by("nvrx"), Gate(tmp_path / "gate")
@@ -216,8 +222,8 @@ def test_staging_memory_is_used_again_under_a_slow_writer(
 @pytest.mark.field_bug("megatron-tracker")
 @pytest.mark.parametrize("torn", ["", "1\n00", "\0\0\0"])
 def test_a_torn_tracker_ends_the_trainer_with_status_0(tmp_path: Path, torn: str) -> None:
-    """Catches: a restart that fails, or resumes, where the tracker is torn (megatron-tracker). It ends
-    as if all were done."""
+    """Catches: a release in which a restart fails, or resumes, where the tracker is torn
+    (megatron-tracker). Today the run ends as if all were done."""
     checkpointing = pytest.importorskip("megatron.training.checkpointing", exc_type=ImportError)
     (tmp_path / TRACKER).write_text(torn)
     error = outcome_of(checkpointing.read_metadata, str(tmp_path / TRACKER))
@@ -227,8 +233,9 @@ def test_a_torn_tracker_ends_the_trainer_with_status_0(tmp_path: Path, torn: str
 @needs_core
 @pytest.mark.field_bug("megatron-non-persistent")
 def test_cleanup_keeps_a_partial_directory_and_deletes_the_tracked_one(tmp_path: Path) -> None:
-    """Catches: a clean-up that asks the tracker, or whether what it keeps is whole
-    (megatron-non-persistent)."""
+    """Catches: a release in which the clean-up asks the tracker, or whether the directory that
+    it keeps is whole (megatron-non-persistent). Today a partial directory is kept, and the
+    tracked one is deleted."""
     checkpointing = pytest.importorskip("megatron.training.checkpointing", exc_type=ImportError)
     for step in (100, 200):
         (tmp_path / f"iter_{step:07d}").mkdir()
@@ -246,8 +253,9 @@ def test_cleanup_keeps_a_partial_directory_and_deletes_the_tracked_one(tmp_path:
 def test_the_actor_is_tracked_and_pruned_for_before_the_critic_is_written(
     rank: None, tmp_path: Path
 ) -> None:
-    """Catches: a step that ends as a whole (verl-4638-tracker, verl-4638-prune). The request tracks and
-    deletes nothing any more; the finalizer of the actor does both, whatever the critic's writers do."""
+    """Catches: a release that ends a step as a whole (verl-4638-tracker, verl-4638-prune). Today
+    the request no longer tracks or deletes. The finalizer of the actor does both, whatever the
+    critic's writers do."""
     idle = SimpleNamespace(save_checkpoint=partial(answer, None))
     save_steps(trainer(tmp_path, idle, idle, async_save=True, **KEEP_ONE), 1)
     assert left(tmp_path) == {"1": ["data.pt"], "tracker": None}, GONE
@@ -260,8 +268,9 @@ def test_the_actor_is_tracked_and_pruned_for_before_the_critic_is_written(
 def test_the_old_actor_is_deleted_before_the_critic_is_saved(
     rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches: keep=1 that waits for the whole step (verl-4873). One role waits for its own save; with a
-    critic, whose save finds the disk full, no step is whole, and the next run ends in an assertion."""
+    """Catches: a release in which keep=1 waits for the whole step (verl-4873). Today a single
+    role waits for its save. With a critic, and the disk full at its save, no step is whole, and
+    the next run ends in an assertion."""
     alone = trainer(tmp_path / "alone", fsdp(), **KEEP_ONE)
     save_steps(alone, 1)
     with monkeypatch.context() as full:
@@ -281,7 +290,9 @@ def test_the_old_actor_is_deleted_before_the_critic_is_saved(
 @needs_verl
 @pytest.mark.field_bug("verl-5016")
 def test_rank_0_writes_the_tracker(rank: None, tmp_path: Path) -> None:
-    """Catches: a rank that is guessed (verl-5016, mended): rank 0 of a role writes it, and no other."""
+    """Catches: a release that guesses the rank (verl-5016, mended). Today rank 0 of a role writes
+    the tracker, and no other.
+    """
     finalize(megatron(async_save=True, rank=1), tmp_path, 1)
     assert left(tmp_path) == {"1": ["actor"], "tracker": None}, GONE
     finalize(megatron(async_save=True), tmp_path, 1)
@@ -291,8 +302,8 @@ def test_rank_0_writes_the_tracker(rank: None, tmp_path: Path) -> None:
 @needs_verl
 @pytest.mark.field_bug("verl-ranks-delete")
 def test_another_rank_deletes_what_is_tracked(rank: None, tmp_path: Path) -> None:
-    """Catches: ranks that leave deletion to rank 0 (verl-ranks-delete). Rank 1 comes to its finalizer
-    first: what the tracker names is gone."""
+    """Catches: a release in which ranks leave deletion to rank 0 (verl-ranks-delete). Today, if
+    rank 1 comes to its finalizer first, the step that the tracker names is gone."""
     finalize(megatron(async_save=True), tmp_path, 1)
     finalize(megatron(async_save=True, rank=1), tmp_path, 1, 2)
     assert left(tmp_path) == {"1": [], "2": ["actor"], "tracker": "1"}, GONE
@@ -301,8 +312,9 @@ def test_another_rank_deletes_what_is_tracked(rank: None, tmp_path: Path) -> Non
 @needs_verl
 @pytest.mark.field_bug("verl-gutted")
 def test_a_gutted_step_is_found_after_a_kill(rank: None, tmp_path: Path) -> None:
-    """Catches: a step that is deleted whole, or looked into (verl-gutted). After a SIGKILL between
-    clean-up and tracker, the directory that is found has no actor. The next run cannot load it."""
+    """Catches: a release that deletes a step as a whole, or looks into it (verl-gutted). Today,
+    after a SIGKILL between clean-up and tracker, the directory that is found has no actor. The
+    next run cannot load it."""
     from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
     command = [sys.executable, str(Path(__file__).with_name("stock_today.py")), str(tmp_path)]
@@ -318,7 +330,9 @@ def test_a_gutted_step_is_found_after_a_kill(rank: None, tmp_path: Path) -> None
 @needs_verl
 @pytest.mark.field_bug("verl-forgets")
 def test_a_restart_forgets_what_is_to_be_deleted(rank: None, tmp_path: Path) -> None:
-    """Catches: a list of what to delete that outlives its process (verl-forgets): two stay, not one."""
+    """Catches: a release in which the list of steps to delete outlives its process (verl-forgets).
+    Today two stay, not one.
+    """
     for step in (1, 2):
         save_steps(trainer(tmp_path, megatron(), **KEEP_ONE), step)
     both = dict.fromkeys("12", ["actor", "data.pt"])
@@ -331,7 +345,9 @@ def test_a_restart_forgets_what_is_to_be_deleted(rank: None, tmp_path: Path) -> 
 def test_a_step_that_is_saved_again_deletes_itself(
     rank: None, tmp_path: Path, manager: Any
 ) -> None:
-    """Catches: a path that is registered once (verl-same-step): what is tracked is gone."""
+    """Catches: a release that registers each path once (verl-same-step). Today the tracked step is
+    gone.
+    """
     save_steps(trainer(tmp_path, manager(), **KEEP_ONE), 1, 1)
     assert left(tmp_path) == {"1": ["data.pt"], "tracker": "1"}, GONE
 
@@ -339,8 +355,9 @@ def test_a_step_that_is_saved_again_deletes_itself(
 @needs_verl
 @pytest.mark.field_bug("verl-4253", "verl-8000")
 def test_an_asynchronous_save_cannot_be_scheduled(rank: None, tmp_path: Path) -> None:
-    """Catches: a queue that is there (verl-8000), and so schedules what is asked for (verl-4253). verl
-    imports it from a module that megatron-core has no more: the save ends the training."""
+    """Catches: a release in which the queue is there (verl-8000), and so schedules requests
+    (verl-4253). Today verl imports the queue from a module that megatron-core has no more: the
+    save ends the training."""
     queues, ran = import_module(f"{STRATEGIES}.async_utils"), []
     manager = megatron(async_save=True)
     request = queues.AsyncRequest(None, (), [])
@@ -354,7 +371,9 @@ def test_an_asynchronous_save_cannot_be_scheduled(rank: None, tmp_path: Path) ->
 @needs_verl
 @pytest.mark.field_bug("verl-6067")
 def test_the_trainer_polls_workers_that_have_nothing_to_poll() -> None:
-    """Catches: workers with the method that the trainer looks for, to finalize (verl-6067)."""
+    """Catches: workers with the method that the trainer looks for, to finalize (verl-6067). Today
+    they lack it.
+    """
     from verl.single_controller.ray.base import RayWorkerGroup, func_generator
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
@@ -367,8 +386,8 @@ def test_the_trainer_polls_workers_that_have_nothing_to_poll() -> None:
 @needs_verl
 @pytest.mark.field_bug("verl-7952")
 def test_a_backend_for_which_nobody_writes_the_tracker(rank: None, tmp_path: Path) -> None:
-    """Catches: a tracker for every backend (verl-7952). With FSDP and ``async_save`` the step is whole,
-    and the next run starts from 0."""
+    """Catches: a release that writes a tracker for every backend (verl-7952). Today, with FSDP
+    and ``async_save``, the step is whole, and the next run starts from 0."""
     settings: dict[str, Any] = {"async_save": True}
     save_steps(trainer(tmp_path, fsdp(**settings), **settings), 1)
     assert left(tmp_path) == {"1": ["actor", "data.pt"], "tracker": None}, GONE
@@ -379,8 +398,9 @@ def test_a_backend_for_which_nobody_writes_the_tracker(rank: None, tmp_path: Pat
 @needs_verl
 @pytest.mark.field_bug("verl-7401")
 def test_a_used_up_loader_skips_the_next_epoch(rank: None, tmp_path: Path) -> None:
-    """Catches: verl-7401 mended in the SFT trainer's handler: what it loads yields no batch of the next
-    epoch. The PPO trainer does not load such a state any more."""
+    """Catches: a release with verl-7401 mended in the SFT trainer's handler. Today the state
+    that it loads yields no batch of the next epoch. The PPO trainer does not load such a state
+    any more."""
     from torchdata.stateful_dataloader import StatefulDataLoader
     from verl.utils.checkpoint.checkpoint_handler import CheckpointHandler, OrchestrationMode
 

@@ -1,10 +1,10 @@
-"""Megatron-LM's own ``pretrain``, on two CPU ranks over gloo, with the drop-in and without.
+"""Megatron-LM's real ``pretrain``, on two CPU ranks over gloo, with the drop-in and without.
 
 Runs with the ``megatron.training`` of the megatron-core package (0.17 or newer), or with a clone of
-NVIDIA/Megatron-LM that ``CKPTFSM_MEGATRON_LM`` names and that is first on ``PYTHONPATH``. Stock code
-means: ``pretrain`` without ``install``. Every run must go through the very parameters that an
-undisturbed run of stock code has: model, optimizer, learning rate, random state and data come back bit
-for bit.
+NVIDIA/Megatron-LM that ``CKPTFSM_MEGATRON_LM`` names and that is first on ``PYTHONPATH``. Stock
+code means: ``pretrain`` without ``install``. Every run must go through the very parameters that an
+undisturbed run of stock code has: model, optimizer, learning rate, random state and data come back
+bit for bit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ pytestmark = pytest.mark.integration
 
 JOB = Path(__file__).with_name("megatron_lm_job.py")
 RAN = ("0.16", "0.17", "0.18", "0.19")
-ASYNC = "--async-save --use-persistent-ckpt-worker"  # since 0.16 stock turns the first alone off
+# Since 0.16 stock turns ``--async-save`` off if that stands alone.
+ASYNC = "--async-save --use-persistent-ckpt-worker"
 MCORE = f"{ASYNC} --async-strategy mcore"
 NVRX = f"{ASYNC} --async-strategy nvrx"  # the default since 0.17
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -77,7 +78,7 @@ class Trainer:
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # to compile small functions takes minutes here
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling small functions takes minutes here
         server = ForkServer(JOB)
     yield server
     server.close()
@@ -120,7 +121,7 @@ def train(cluster: Cluster, tmp_path: Path, undisturbed: dict[str, str]) -> Trai
 
 
 def test_everything_that_is_replaced_is_there(cluster: Cluster) -> None:
-    """Catches: a test of something else than the clone, a name that Megatron-LM does not have."""
+    """Catches: a test of other code than the clone, a name that Megatron-LM does not have."""
     for rank in cluster.run("megatron_lm_job.names"):
         assert rank["missing"] == []
         assert rank["version"].rpartition(".")[0] in RAN, "what docs/megatron-lm.md says was run"
@@ -155,8 +156,9 @@ def test_the_tracker_moves_when_the_writers_are_done_and_retention_follows_it(
 
 @pytest.mark.parametrize("how", [MCORE, NVRX, "--async-save", ""])
 def test_stock_code_resumes_from_what_we_wrote(train: Trainer, how: str) -> None:
-    """Catches: a checkpoint that stock code cannot load, or loads with something missing; a last save
-    (7, after ``terminate``) that is lost; a synchronous save that returns before it is tracked."""
+    """Catches: a checkpoint that stock code cannot load, or loads incompletely; a last save (7,
+    after ``terminate``) that is lost. Also: a synchronous save that returns before it is
+    tracked."""
     ranks = train(f"--train-iters 7 {how}", begins=0)
     if ASYNC not in how:
         assert [[rank["tracked"][step] for step in "246"] for rank in ranks] == [
@@ -175,8 +177,8 @@ def test_stock_code_resumes_from_what_we_wrote(train: Trainer, how: str) -> None
 
 @pytest.mark.parametrize("how", [MCORE, NVRX, ""])
 def test_we_adopt_what_stock_code_wrote_and_resume_from_it(train: Trainer, how: str) -> None:
-    """Catches: a save directory that is not adopted, or of which anything is written anew, moved or
-    deleted, but the tracker."""
+    """Catches: a save directory that is not adopted. Also: a file of it, except the tracker,
+    that is written anew, moved or deleted."""
     if how == NVRX and not find_spec("nvidia_resiliency_ext"):
         pytest.skip("stock code needs nvidia-resiliency-ext for this")
     train.stock(f"--train-iters 4 {how}", begins=0)
@@ -191,7 +193,7 @@ def test_we_adopt_what_stock_code_wrote_and_resume_from_it(train: Trainer, how: 
 
 
 def assert_goes_on_from_2(train: Trainer, place: Path, flags: str) -> None:
-    """What is left is iteration 2; stock code resumes from it, and so do we, as far as iteration 6."""
+    """Only iteration 2 is left; stock code resumes from it, and so do we, as far as iteration 6."""
     assert (tracked_step(train.root), steps_on_disk(train.root)) == (2, [2])
     assert_complete(train.root, 2)
     train.stock(f"--train-iters 4 --save {place}/elsewhere", begins=2)
@@ -221,8 +223,8 @@ def test_a_killed_writer_fails_the_save_on_all_ranks_and_the_older_step_stays(
 def test_a_job_that_is_killed_in_the_middle_of_a_save_goes_on_from_the_one_before(
     train: Trainer, tmp_path: Path, how: str
 ) -> None:
-    """Catches: a checkpoint that is half of one and yet found, by stock code or by us; a save of the
-    same iteration that is refused after that; anything deleted before the newer one is tracked."""
+    """Catches: half a checkpoint that stock code or ours finds; a later save of the same
+    iteration that is refused. Also: anything deleted before the newer one is tracked."""
     flags = f"{how} --save-retain-interval 100"
     with closing(Gate(tmp_path / "paused")) as paused:
         job = train.start(f"--train-iters 8 {flags}", gate=paused.path, gated_at=4)
@@ -252,8 +254,8 @@ def test_a_signal_saves_and_ends_the_job(train: Trainer, tmp_path: Path, how: st
 
 
 def test_an_offloaded_optimizer_is_there_for_the_save_only(train: Trainer, tmp_path: Path) -> None:
-    """Catches: state that is saved while it is offloaded (it has no memory then), or that stays loaded
-    while the writer works; two writers at once, which would each hold a copy."""
+    """Catches: state that is saved while it is offloaded (it has no memory then), or that stays
+    loaded while the writer works. Also: two writers at once, which would each hold a copy."""
     with closing(Gate(tmp_path / "paused")) as paused, closing(Gate(tmp_path / "on")) as on:
         job = train.start(
             f"--train-iters 8 {ASYNC}",
@@ -301,7 +303,7 @@ def test_the_integrity_of_what_is_loaded_is_verified(train: Trainer, version: st
 
 @pytest.mark.parametrize("how", [MCORE, NVRX])
 def test_the_queue_alone_stays_where_pretrain_looks(train: Trainer, version: str, how: str) -> None:
-    """Catches: a queue of ours that ``pretrain`` replaces by its own when it starts, without a word."""
+    """Catches: a queue of ours that ``pretrain`` silently replaces by a stock one when it starts."""
     if how == NVRX and not find_spec("nvidia_resiliency_ext"):
         pytest.skip("stock code needs nvidia-resiliency-ext for this")
     if version < "0.17":
@@ -314,7 +316,7 @@ def test_the_queue_alone_stays_where_pretrain_looks(train: Trainer, version: str
 
 @pytest.mark.parametrize("text", ["", "\x00\x00"])
 def test_a_torn_tracker_is_mended_before_the_load(train: Trainer, text: str) -> None:
-    """Catches: a run that ends with status 0 because of a torn tracker. Stock code does: first half."""
+    """Catches: a run that a torn tracker ends with status 0, as in the first half with stock code."""
     train(f"--train-iters 4 {ASYNC}", begins=0)
     (train.root / TRACKER).write_text(text)
     for rank in train.finish(train.start("--train-iters 6", installed=False)):
@@ -325,7 +327,9 @@ def test_a_torn_tracker_is_mended_before_the_load(train: Trainer, text: str) -> 
 
 
 def test_a_non_persistent_checkpoint_is_found_by_stock_code(train: Trainer) -> None:
-    """Catches: another directory than stock code reads, one that keeps more than the last of them."""
+    """Catches: another directory than the one that stock code reads, or one that keeps more than
+    the last.
+    """
     fast = "--save-interval 4 --non-persistent-save-interval 1 --non-persistent-ckpt-type global"
     train(f"--train-iters 6 {ASYNC} {fast}", begins=0)
     place = train.root / "non_persistent"
@@ -336,8 +340,8 @@ def test_a_non_persistent_checkpoint_is_found_by_stock_code(train: Trainer) -> N
 
 
 def test_a_local_checkpoint_is_found_by_stock_code(train: Trainer, tmp_path: Path) -> None:
-    """Catches: a request for the ranks' own disks that is not finalized, or is taken for a checkpoint
-    of ``--save``."""
+    """Catches: a request for the ranks' local disks that is not finalized, or is taken for a
+    checkpoint of ``--save``."""
     if not find_spec("nvidia_resiliency_ext"):
         pytest.skip("local checkpoints need nvidia-resiliency-ext")
     fast = (
@@ -358,7 +362,7 @@ def test_a_local_checkpoint_is_found_by_stock_code(train: Trainer, tmp_path: Pat
 def test_a_model_that_is_split_over_the_ranks_comes_back(
     cluster: Cluster, tmp_path: Path, split: str
 ) -> None:
-    """Catches: shards that are lost or swapped where every rank has parameters of its own."""
+    """Catches: shards that are lost or swapped where each rank has different parameters."""
 
     def digests(place: str, flags: str, installed: bool) -> list[dict[str, str]]:
         ranks = cluster.run(

@@ -1,4 +1,4 @@
-"""A real local Ray cluster: two groups with process groups of their own, one driver."""
+"""A real local Ray cluster: two groups with separate process groups, one driver."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def local_ray() -> Iterator[None]:
 
 
 class Slow:
-    """A rank whose ``write`` waits at the FIFO ``go``, and then fails in its own way."""
+    """A rank. Its ``write`` waits at the FIFO ``go``, and then fails in the way ``how``."""
 
     def __init__(self, go: str, how: str) -> None:
         self.go, self.how = go, how
@@ -199,7 +199,7 @@ def interrupt(*ignored: Any) -> Any:
 
 
 def test_what_cannot_be_called_fails_its_save_at_once(begin: Any, tmp_path: Path) -> None:
-    """Catches: Ctrl-C between two calls: an attempt that nobody writes, and that stops the next one."""
+    """Catches: Ctrl-C between two calls: an attempt without a writer, which stops the next one."""
     gate = Gate(tmp_path / "go")
     no_call = SimpleNamespace(remote=interrupt)
     silent = SimpleNamespace(remote=lambda doomed: ray.put([]))

@@ -1,6 +1,6 @@
 """verl as released, driven by ckptfsm: real managers of verl in real processes, gloo, forked writers.
 
-Runs only where verl is installed. What is loaded is loaded by verl's own code, from what its own
+Runs only where verl is installed. verl's code loads every checkpoint, from the path that its
 ``find_latest_ckpt_path`` finds.
 """
 
@@ -90,7 +90,7 @@ def test_stock_verl_loads_what_was_saved(job: Job, async_save: bool) -> None:
 
 
 def polled_until(trainer: Any, done: Any) -> None:
-    """As the loop polls: in every step."""
+    """Poll until ``done()``, as the loop does: in every step."""
     deadline = time.monotonic() + 60
     while not done():
         assert time.monotonic() < deadline, "nothing happens"
@@ -151,7 +151,7 @@ def test_the_old_checkpoint_stays_until_the_new_one_is_tracked(
 ) -> None:
     """Catches: keep=1 that deletes first (verl #4873), a tracker before the save is durable (#4638).
 
-    Also: only a part deleted, ranks that delete on their own.
+    Also: a step of which only a part is deleted, ranks that delete without being told.
     """
     gate = job.place / "go"
     trainer = job.start(async_save=True, **keep)
@@ -189,8 +189,9 @@ def test_the_tracker_waits_for_every_rank_and_is_the_drivers(job: Job, late: int
 
 
 def test_the_worker_keeps_no_copy_and_a_killed_writer_fails_its_save_alone(job: Job) -> None:
-    """Catches: verl #4638 with an offloaded optimizer: staged tensors that live on in the worker while
-    its writer runs, and a writer killed for memory that takes the job or the only checkpoint along."""
+    """Catches: verl #4638 with an offloaded optimizer: staged tensors that live on in the worker
+    while its writer runs. Also: a writer killed for memory that takes the job or the only
+    checkpoint along."""
     trainer = job.start(async_save=True, on_failure="warn", **KEEP_ONE)
     save(trainer)
     trainer.checkpoints.poll(wait=True)
@@ -206,7 +207,7 @@ def test_the_worker_keeps_no_copy_and_a_killed_writer_fails_its_save_alone(job: 
         trainer.checkpoints.poll(wait=True)
     assert any("step 2 failed" in str(w.message) for w in said)
     assert (job.steps(), job.tracked()) == (["global_step_1"], 1)
-    group.call("verl_worker:hold_writers", str(job.root))  # is there: nobody waits
+    group.call("verl_worker:hold_writers", str(job.root))  # is there: no writer waits
     save(trainer)
     trainer.checkpoints.poll(wait=True)
     assert (job.steps(), job.tracked()) == (["global_step_3"], 3)
@@ -216,8 +217,9 @@ ROUND = ["load", "state", "fork", "offload"]
 
 
 def test_an_offloaded_optimizer_is_loaded_for_the_fork(job: Job) -> None:
-    """Catches: verl #4638 with an offloaded optimizer: the state made, or the writer forked, while it is
-    in host memory; and one that stays on the accelerator when verl's own code fails in between."""
+    """Catches: verl #4638 with an offloaded optimizer: the state made, or the writer forked,
+    while the optimizer is in host memory. Also: an optimizer that stays on the accelerator when
+    verl's code fails in between."""
     trainer = job.start(async_save=True, critic=False, on_failure="warn")
     group = trainer.actor_rollout_wg
     group.call("verl_worker:offload_optimizer", "")
@@ -255,7 +257,7 @@ def of_verl(kind: Any, manager: Any) -> Any:
 
 
 def test_who_loads_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: an optimizer that nobody loads, or two do; one that has nowhere to go."""
+    """Catches: an optimizer that is never loaded, or is loaded twice, or has nowhere to go."""
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
@@ -297,11 +299,11 @@ def test_who_loads_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert staging_of(engine, manager) is None
 
 
-@pytest.mark.skipif(CORE < (0, 17), reason="megatron-core before 0.17 has what stock imports")
-@pytest.mark.skipif(not NEW, reason="verl 0.9 schedules through megatron-core's own module")
+@pytest.mark.skipif(CORE < (0, 17), reason="megatron-core before 0.17 has the module stock imports")
+@pytest.mark.skipif(not NEW, reason="verl 0.9 schedules through megatron-core's module")
 def test_a_stock_async_save_cannot_be_scheduled(job: Job) -> None:
-    """Catches: a stock verl whose async saves work again, which the page says they do not; with ours
-    the same setting saves (``test_stock_verl_loads_what_was_saved``)."""
+    """Catches: a stock verl in which async saves work again, although the page says that they do
+    not. With ours the same setting saves (``test_stock_verl_loads_what_was_saved``)."""
     trainer = job.start(stock=True, async_save=True, critic=False)
     train(trainer, 1)
     with pytest.raises(RuntimeError, match="async_calls|strategies.base|nvidia-resiliency-ext"):
@@ -327,7 +329,7 @@ def test_the_same_step_twice_is_refused_and_stays(job: Job) -> None:
 
 
 def test_a_gutted_step_is_not_resumed_from(job: Job) -> None:
-    """Catches: a directory whose ``actor/`` is gone and that passes the existence check all the same."""
+    """Catches: a directory without ``actor/`` that passes the existence check all the same."""
     trainer = job.start()
     save(trainer)
     before = state_of(trainer)
@@ -389,7 +391,7 @@ def test_a_worker_killed_between_actor_and_critic(job: Job) -> None:
 
 @contextlib.contextmanager
 def another_driver(job: Job, *gates: Gate) -> Iterator[subprocess.Popen[str]]:
-    """A driver in a process of its own, that is there to be killed: see ``verl_job``."""
+    """A driver in a separate process, made to be killed: see ``verl_job``."""
     here = str(Path(__file__).parent)
     words = [job.server.directory, job.place, *(gate.path for gate in gates)]
     with (job.place / "driver.log").open("w") as log:
@@ -416,8 +418,9 @@ def ended(descriptor: int) -> bool:
 
 
 def test_a_killed_driver_is_followed_by_one_that_goes_on(job: Job) -> None:
-    """Catches: a SIGKILL after which a run begins from zero, or from the save that was in flight; a root
-    that the dead driver's workers and writers hold; a writer that outlived it and is counted as ours."""
+    """Catches: a SIGKILL after which a run begins from zero, or from the save that was in
+    flight. Also: a root that the dead driver's workers and writers hold; a writer that outlived
+    the driver and is counted as ours."""
     at_writer, at_step = Gate(job.place / "at-writer"), Gate(job.place / "at-step")
     with contextlib.ExitStack() as opened:
         driver = opened.enter_context(another_driver(job, at_writer, at_step))
@@ -477,8 +480,9 @@ def test_a_torn_tracker_is_not_a_start_from_zero(job: Job, tracker: str | None) 
 
 
 def test_what_stock_verl_has_written_is_resumed_from(job: Job) -> None:
-    """Catches: a run of before that is not seen: a silent restart from zero; a file of it, but the
-    tracker, that is written, moved, copied, linked or touched, by adoption or by the next save."""
+    """Catches: an earlier run that is not seen: a silent restart from zero. Also: a file of that
+    run, except the tracker, that adoption or the next save writes, moves, copies, links or
+    touches."""
     stock = job.start(stock=True, critic=False)
     stock.actor_rollout_wg.save_checkpoint = _without_hdfs(stock.actor_rollout_wg)
     os.makedirs(job.root)
@@ -502,7 +506,7 @@ def _without_hdfs(group: WorkerGroup) -> Any:
 
 
 def test_nobody_polls(job: Job) -> None:
-    """Catches: verl #4253, #6067, #7363: the finalizer is called by nobody, and nobody is told."""
+    """Catches: verl #4253, #6067, #7363: a finalizer that is never called, without any warning."""
     trainer = job.start(async_save=True)
     save(trainer)
     train(trainer, 1)
@@ -513,7 +517,7 @@ def test_nobody_polls(job: Job) -> None:
 
 
 class Loop:
-    """The least that is a loop of verl's: what it calls every step, and at its end."""
+    """The smallest loop of verl: the calls of every step, and those at its end."""
 
     def fit(self) -> str:
         self._load_checkpoint()  # type: ignore[attr-defined]
@@ -524,7 +528,7 @@ class Loop:
 
 
 def test_the_loop_polls_and_its_end_waits(job: Job) -> None:
-    """Catches: verl #7952: the last save of a run, or every one, that nobody tracks."""
+    """Catches: verl #7952: a last save of a run, or every save, that is never tracked."""
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
     loop = install(type("LoopTrainer", (Loop, RayPPOTrainer), {}), calls=PipeCalls())
@@ -548,7 +552,7 @@ LOOPS = [
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_every_loop_of_verls_passes_where_ours_polls(loop: str) -> None:
-    """Catches: a release of verl whose loop no longer calls what ours polls in."""
+    """Catches: a loop of a verl release that no longer calls the method where our trainer polls."""
     module, _, name = loop.partition(":")
     kind = getattr(pytest.importorskip(module), name)
     assert calls_in_every_step(kind, "fit", trainer_module._EVERY_STEP)
@@ -557,7 +561,9 @@ def test_every_loop_of_verls_passes_where_ours_polls(loop: str) -> None:
 
 
 def test_the_lines_of_the_documentation(tmp_path: Path) -> None:
-    """Catches: a page whose lines no longer do what it says, in a process that only names the module."""
+    """Catches: lines on the page that no longer work as it says, in a process that only names the
+    module.
+    """
     page = Path(__file__).parents[2] / "docs/verl.md"
     lines = page.read_text().partition("```python\n")[2].partition("```")[0]
     assert "install_in_verl()" in lines
@@ -586,7 +592,7 @@ def test_the_lines_of_the_documentation(tmp_path: Path) -> None:
 
 
 def test_a_save_that_no_driver_began_is_refused(job: Job) -> None:
-    """Catches: verl's own trainer code calling our manager: a save that nobody would finalize."""
+    """Catches: verl's trainer code calling our manager: a save that would never be finalized."""
     trainer = job.start(critic=False)
     save(trainer)
     with pytest.raises(RuntimeError, match="was not begun by a trainer that ckptfsm drives"):
@@ -594,7 +600,7 @@ def test_a_save_that_no_driver_began_is_refused(job: Job) -> None:
 
 
 def test_resuming_in_a_way_that_would_end_in_refused_saves(job: Job) -> None:
-    """Catches: hours of training before the first save says that it cannot be."""
+    """Catches: hours of training before the first save is refused."""
     trainer = job.start()
     save(trainer)
     save(trainer)
@@ -625,7 +631,7 @@ class Broken:
 
 
 class Watching(DirectoryMirror):
-    """Notes what the tracker says while a copy is made."""
+    """Notes the tracker's content while a copy is made."""
 
     def upload(self, source: str, copy: Copy, files: Any) -> None:
         tracker = Path(source.partition("/root/")[0], "root", TRACKER)
@@ -657,8 +663,8 @@ def test_a_mirror_is_a_whole_copy(job: Job, when: str) -> None:
 
 
 def test_verls_own_setting_of_a_remote_directory(job: Job) -> None:
-    """Catches: ``default_hdfs_dir`` that nothing copies to; a load that verl refuses because of it; what
-    was loaded, deleted by a worker that is told to."""
+    """Catches: ``default_hdfs_dir`` without any copy there; a load that verl refuses because of
+    it. Also: a loaded checkpoint that a worker deletes because it is told to."""
     there = job.place / "there"
     trainer = job.start(default_hdfs_dir=str(there), critic=False)
     save(trainer)
@@ -675,7 +681,7 @@ def test_verls_own_setting_of_a_remote_directory(job: Job) -> None:
 
 
 def test_a_mirror_that_fails_before_means_no_checkpoint(job: Job) -> None:
-    """Catches: a tracker that names what is not where it was asked to be."""
+    """Catches: a tracker that names a step which is not where its copy was asked to be."""
     trainer = job.start(mirror=Broken(), mirror_when="before", critic=False)
     with pytest.raises(SaveFailed, match="No space left"):
         save(trainer)
@@ -683,7 +689,7 @@ def test_a_mirror_that_fails_before_means_no_checkpoint(job: Job) -> None:
 
 
 def test_a_mirror_that_fails_after_is_said_and_costs_no_checkpoint(job: Job) -> None:
-    """Catches: an upload's error that nobody hears of; a step that is kept for ever."""
+    """Catches: an upload's error that is never reported; a step that is kept for ever."""
     trainer = job.start(mirror=Broken(), critic=False, max_actor_ckpt_to_keep=1)
     save(trainer)
     with pytest.raises(SaveFailed, match="the upload of step 1 failed: .*No space left"):
@@ -742,7 +748,7 @@ class Queue:
 
 
 def an_asynchronous_trainer() -> Any:
-    """A class of the newer trainers; what is abstract there is not called here."""
+    """A class of the newer trainers; its abstract methods are not called here."""
     pytest.importorskip("transfer_queue")
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
@@ -772,7 +778,9 @@ def test_the_queue_of_prompts_in_flight_is_in_the_checkpoint(
 
 
 def test_verls_own_callback_is_told_once_the_step_is_tracked(job: Job) -> None:
-    """Catches: a callback of verl's configuration that nobody calls, or before there is a checkpoint."""
+    """Catches: a callback of verl's configuration never called, or called before there is a
+    checkpoint.
+    """
     stock = pytest.importorskip("verl.trainer.ppo.checkpoint_callback", reason="verl 0.9.1 has it")
     trainer = job.start(an_asynchronous_trainer(), async_save=True, critic=False)
     trainer.trainer_mode = "sync"
@@ -789,14 +797,14 @@ def test_verls_own_callback_is_told_once_the_step_is_tracked(job: Job) -> None:
 
 
 class OwnWay:
-    """A trainer with a save of its own, and no place that every step passes."""
+    """A trainer that overrides the save, and has no method that every step calls."""
 
     def _save_checkpoint(self) -> None:
-        """Saves who knows what."""
+        """Saves in a way unknown to us."""
 
 
 def test_what_install_refuses_and_warns_of() -> None:
-    """Catches: a recipe's own state that silently no longer is saved; a loop that nobody polls in."""
+    """Catches: extra state of a recipe that silently is not saved any more; a loop that never polls."""
     with pytest.raises(ConfigError, match="saves in its own way"):
         install(OwnWay)
     with pytest.warns(PollMissingWarning, match="calls in every step"):
@@ -889,7 +897,7 @@ def test_counts_of_actor_and_critic_count_steps(
 
 
 def test_every_trainer_that_verl_may_make_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches: a trainer of verl's registry that saves as ever, and nobody is told."""
+    """Catches: a trainer of verl's registry that saves as ever, without a word."""
     from verl.trainer.ppo import ray_trainer
 
     stock = ray_trainer.RayPPOTrainer

@@ -36,7 +36,7 @@ COPY = Copy("global_step_1", AttemptId(1, 1, 1))
 
 
 def checkpoint(place: Path) -> tuple[str, list[FileEntry]]:
-    """A directory with two files, and what a receipt says of them."""
+    """A directory with two files, and their entries as in a receipt."""
     (place / "source/actor/dist_ckpt").mkdir(parents=True)
     (place / "source/data.pt").write_bytes(b"position")
     (place / "source/actor/dist_ckpt/__0_0.distcp").write_bytes(b"weights" * 1000)
@@ -80,7 +80,7 @@ def test_a_copy_has_every_file_and_replaces_one_of_a_failed_attempt(
 
 @pytest.mark.parametrize("kind", [0, 1])
 def test_a_copy_that_differs_is_not_there(tmp_path: Path, kind: int) -> None:
-    """Catches: results of an upload that nobody checks."""
+    """Catches: results of an upload that are not checked."""
     mirror = mirrors(tmp_path)[kind]
     source, files = checkpoint(tmp_path)
     Path(source, "data.pt").write_bytes(b"posi")
@@ -90,7 +90,7 @@ def test_a_copy_that_differs_is_not_there(tmp_path: Path, kind: int) -> None:
 
 
 def test_a_command_that_fails_is_an_error(tmp_path: Path) -> None:
-    """Catches: an exit code that nobody looks at."""
+    """Catches: an exit code that is ignored."""
     mirror = mirrors(tmp_path)[1]
     source, files = checkpoint(tmp_path)
     Path(source, "data.pt").unlink()
@@ -99,7 +99,7 @@ def test_a_command_that_fails_is_an_error(tmp_path: Path) -> None:
 
 
 def test_equal_sizes_are_not_enough_where_content_can_be_read(tmp_path: Path) -> None:
-    """Catches: a digest that nobody compares."""
+    """Catches: a digest that is not compared."""
     mirror = mirrors(tmp_path)[0]
     source, files = checkpoint(tmp_path)
     Path(source, "data.pt").write_bytes(b"POSITION")

@@ -24,7 +24,7 @@ LIMIT_S = 60.0
 
 
 class Colocated:
-    """What verl's colocated worker is: several roles in one process, by name."""
+    """Like verl's colocated worker: several roles in one process, by name."""
 
     def __init__(self) -> None:
         manager = SimpleNamespace(previous_saved_paths=[])
@@ -80,7 +80,7 @@ def fail(worker: Any) -> None:
 
 def test_roles_in_one_process_are_attached_polled_and_lost(local_ray: None, tmp_path: Any) -> None:
     """Catches: a role that is not found in verl's colocated worker; a poll that waits for a busy
-    worker; a dead worker that nobody notices."""
+    worker; a dead worker that stays unnoticed."""
     actors = [ray.remote(Colocated).options(num_cpus=0).remote()]
     both = {role: SimpleNamespace(workers=actors) for role in ("actor", "critic")}
     calls = RayCalls()
@@ -110,7 +110,7 @@ CONTENTS = ["model", "optimizer", "extra"]
 
 
 def a_trainer(root: Path) -> Any:
-    """A trainer object of verl's whose actor, of one rank, is in a worker group made as verl does it."""
+    """A trainer object of verl. Its actor, of one rank, is in a worker group made as verl does it."""
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
     from verl.single_controller.ray.base import create_colocated_worker_cls
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer

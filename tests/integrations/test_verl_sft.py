@@ -1,7 +1,7 @@
-"""verl's SFT trainer as released, on two CPU ranks: its own program, with our checkpoints and without.
+"""verl's SFT trainer as released, on two CPU ranks: the real program, with our checkpoints and without.
 
-The FSDP engine is verl's own, with FSDP 2: torch's FSDP 1 wants a GPU. With Megatron the engine is a
-small one, see ``verl_sft_job``; its checkpoint manager and its ``save_checkpoint`` are verl's own.
+The FSDP engine is verl's, with FSDP 2: torch's FSDP 1 wants a GPU. With Megatron the engine is a
+small one, see ``verl_sft_job``; its checkpoint manager and its ``save_checkpoint`` are verl's.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ def seen(notes: list[dict[str, Any]]) -> list[Any]:
 def test_stock_resumes_what_was_saved_as_if_nothing_had_been(
     sft: SftServer, tmp_path: Path, engine: str, async_save: bool
 ) -> None:
-    """Catches: verl #7952: an engine whose saves are never tracked; a file that only we can read; a lost
-    moment, generator or position in the data; retention that deletes another step."""
+    """Catches: verl #7952: an engine with saves that are never tracked; a file that only we can
+    read. Also: a lost moment, generator or position in the data; retention that deletes another
+    step."""
     whole = Run(sft, tmp_path / "whole", engine, stock=True, async_save=False).done()
     first = {"total_training_steps": 6, "max_ckpt_to_keep": 2, "save_freq": 2}
     ours = Run(sft, tmp_path / "ours", engine, trainer=first, async_save=async_save)
@@ -89,8 +90,9 @@ def test_stock_resumes_what_was_saved_as_if_nothing_had_been(
 def test_a_run_that_was_killed_goes_on_from_the_last_tracked_step(
     sft: SftServer, tmp_path: Path, engine: str
 ) -> None:
-    """Catches: a tracker, a directory or a deletion before every rank has written (verl #4638); a run
-    that begins from zero, or from what was in flight; what a killed run left, in the way of the next."""
+    """Catches: a tracker, a directory or a deletion before every rank has written (verl #4638).
+    Also: a run that begins from zero, or from a save in flight; remains of a killed run in the
+    way of the next."""
     whole = Run(sft, tmp_path / "whole", engine, stock=True, async_save=False).done()
     gate = tmp_path / "gate"
     keep = {"max_ckpt_to_keep": 1, "save_freq": 3}
@@ -102,7 +104,7 @@ def test_a_run_that_was_killed_goes_on_from_the_last_tracked_step(
     assert [at for rank in killed.notes() for at in rank["at"]] == [["3", ["global_step_3"]]] * 10
     killed.kill()
     assert len(os.listdir(killed.place / "root/.ckptfsm/staging")) == 1, "step 6 was in flight"
-    gate.touch()  # what was left behind may write
+    gate.touch()  # the writers left behind may write
     again = Run(sft, tmp_path / "ours", engine, trainer=keep).done()
     assert [rank["resumed"] for rank in again] == [3, 3]
     assert states(again) == states(whole)
@@ -119,14 +121,14 @@ def until_there(run: Run, path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_ctrl_c_at_one_rank_ends_a_wait_on_all(sft: SftServer, tmp_path: Path, rank: int) -> None:
-    """Catches: ranks that wait for one that was interrupted, or that only see that it is gone; a Ctrl-C
+    """Catches: ranks that wait for an interrupted rank, or only see that it is gone; a Ctrl-C
     that is put off until the writers have ended."""
     gate = tmp_path / "gate"
     run = Run(sft, tmp_path / "ours", "megatron", async_save=False, hold=str(gate))
     until_there(run, run.place / "root/.ckptfsm/staging/2.*")
     os.kill(run.pids[rank], signal.SIGINT)
     assert run.ended() == [1, 1]
-    gate.touch()  # what was left behind may write
+    gate.touch()  # the writers left behind may write
     raised = [notes["raised"] for notes in run.notes()]
     assert raised[rank].startswith("KeyboardInterrupt")
     assert raised[1 - rank].startswith(f"RankInterrupted: rank {rank} was interrupted")
@@ -179,8 +181,8 @@ def test_a_torn_tracker_is_mended(sft: SftServer, tmp_path: Path, torn: str | No
 def test_a_checkpoint_that_takes_long_to_verify(
     sft: SftServer, tmp_path: Path, engine: str
 ) -> None:
-    """Catches: a large checkpoint that one rank alone reads, while the others wait for longer than they
-    may; a damaged file in another rank's share that is loaded all the same."""
+    """Catches: a large checkpoint that one rank alone reads, while the others wait for longer
+    than they may. Also: a damaged file in another rank's share that is loaded all the same."""
     Run(sft, tmp_path / "ours", engine, trainer={"total_training_steps": 4}).done()
     step = tmp_path / "ours/root/global_step_4"
     listed = listed_in(step)
@@ -202,8 +204,8 @@ def test_a_checkpoint_that_takes_long_to_verify(
 def test_a_full_disk_at_one_rank(
     sft: SftServer, tmp_path: Path, engine: str, on_failure: str
 ) -> None:
-    """Catches: ranks that wait for the one that failed; a failed save that is tracked; training that
-    ends although it was to go on, or goes on although it was to end."""
+    """Catches: ranks that wait for the one that failed; a failed save that is tracked. Also:
+    training that ends although it was to go on, or goes on although it was to end."""
     options = {"on_failure": on_failure, "exchange_timeout_s": 60, "effect_timeout_s": 30}
     run = Run(sft, tmp_path / "ours", engine, options=options, failing=1)
     if on_failure == "raise":
@@ -219,8 +221,8 @@ def test_a_full_disk_at_one_rank(
 
 
 def test_an_offloaded_optimizer_is_not_held_by_the_writer(sft: SftServer, tmp_path: Path) -> None:
-    """Catches: verl #4638 with an offloaded optimizer: a forked writer that keeps what was in host
-    memory, so that the host needs it twice while the trainer goes on."""
+    """Catches: verl #4638 with an offloaded optimizer: a forked writer that keeps the state from
+    host memory, so that the host needs it twice while the trainer goes on."""
     make_model(tmp_path / "model", hidden=1024)
     held = {}
     for offload in ("with our hook", "without our hook"):
@@ -243,7 +245,7 @@ def test_an_offloaded_optimizer_is_not_held_by_the_writer(sft: SftServer, tmp_pa
 
 
 def test_resuming_in_a_way_that_would_end_in_refused_saves(sft: SftServer, tmp_path: Path) -> None:
-    """Catches: hours of training before the first save says that it cannot be."""
+    """Catches: hours of training before the first save is refused."""
     first = {"total_training_steps": 4, "save_freq": 2}
     Run(sft, tmp_path / "ours", "fsdp2", trainer=first).done()
     run = Run(sft, tmp_path / "ours", "fsdp2", trainer={"resume_mode": "disable"})
@@ -271,7 +273,7 @@ def test_a_mirror_and_another_policy(sft: SftServer, tmp_path: Path) -> None:
 
 
 def test_what_stock_has_saved_is_not_passed_over(sft: SftServer, tmp_path: Path) -> None:
-    """Catches: a run of before that is not seen: a silent restart from zero over it."""
+    """Catches: an earlier run that is not seen: a silent restart from zero over it."""
     first, more = {"total_training_steps": 3, "save_freq": 3}, {"save_freq": 5}
     for engine in ("fsdp2", "megatron"):
         Run(sft, tmp_path / engine, engine, stock=True, async_save=False, trainer=first).done()
@@ -290,8 +292,8 @@ def test_what_stock_has_saved_is_not_passed_over(sft: SftServer, tmp_path: Path)
 
 
 def test_the_manifest_lists_every_file_of_every_rank(sft: SftServer, tmp_path: Path) -> None:
-    """Catches: a file that verl wrote at the top of a step and that nobody made durable; a setting that
-    does not reach the ranks."""
+    """Catches: a file at the top of a step that verl wrote and that was not made durable; a
+    setting that does not reach the ranks."""
     for engine in ("fsdp2", "megatron"):
         first = {"total_training_steps": 2}
         options = {"common_state": "file"}
@@ -307,7 +309,7 @@ def test_the_manifest_lists_every_file_of_every_rank(sft: SftServer, tmp_path: P
 
 
 def test_what_install_refuses() -> None:
-    """Catches: an object whose checkpoint was loaded already; parts that would not be saved."""
+    """Catches: an object with a checkpoint loaded already; parts that would not be saved."""
     from verl.trainer import sft_trainer
 
     with pytest.raises(ConfigError, match="install its class"):

@@ -1,7 +1,8 @@
-"""A CPU as verl's accelerator, by verl's own platform plugin: ``VERL_PLATFORM=cpu``.
+"""A CPU as verl's accelerator, by verl's platform plugin: ``VERL_PLATFORM=cpu``.
 
-Import it before anything of verl asks for its platform; verl does so itself with
-``VERL_USE_EXTERNAL_MODULES=verl_cpu``. ``VERL_ENGINE_DEVICE=cuda`` lets verl take its engines for GPUs.
+Import this module before anything of verl asks for its platform; verl does so itself with
+``VERL_USE_EXTERNAL_MODULES=verl_cpu``. ``VERL_ENGINE_DEVICE=cuda`` lets verl take its engines for
+GPUs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
 def _nothing(*arguments: Any, **keywords: Any) -> None:
-    """There is no such thing on a CPU."""
+    """Does nothing: a CPU has no such function."""
 
 
 def _zero(*arguments: Any) -> int:
@@ -51,7 +52,7 @@ CPU = SimpleNamespace(
 
 @PlatformRegistry.register(platform="cpu")
 class Cpu(PlatformBase):
-    """All that verl's SFT trainer asks of a platform."""
+    """All calls of a platform that verl's SFT trainer makes."""
 
     device_name = "cpu"
     vendor_name = "none"
@@ -70,10 +71,10 @@ class Cpu(PlatformBase):
         return 1
 
     def set_device(self, device_index: int) -> None:
-        """There is one."""
+        """Does nothing: there is one device."""
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Nothing runs beside."""
+        """Does nothing: nothing runs beside."""
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -81,10 +82,10 @@ class Cpu(PlatformBase):
     manual_seed_all = manual_seed
 
     def set_allocator_settings(self, settings: str) -> None:
-        """There is no such allocator."""
+        """Does nothing: a CPU has no such allocator."""
 
     def empty_cache(self) -> None:
-        """There is no such cache."""
+        """Does nothing: a CPU has no such cache."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
         return None, None
@@ -99,10 +100,10 @@ class Cpu(PlatformBase):
         return contextlib.nullcontext()
 
     def cudart(self) -> None:
-        """There is none."""
+        """Returns None: a CPU has no CUDA runtime."""
 
     def profiler_start(self) -> None:
-        """Nothing profiles."""
+        """Does nothing: there is no profiler."""
 
     profiler_stop = profiler_start
 

@@ -43,7 +43,7 @@ class PipeWorker:
         return call
 
     def take(self) -> None:
-        """An answer, or the end."""
+        """Take an answer, or learn that the worker has ended."""
         try:
             self.waiting.pop(0).answer = self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -85,7 +85,7 @@ class PipeCalls:
 
 
 class WorkerGroup:
-    """What a driver has of a role in verl."""
+    """A role's worker group, as a driver of verl has it."""
 
     def __init__(self, server: Running, role: str, size: int, place: Path, **more: Any) -> None:
         self.role, self.place = role, place
@@ -162,7 +162,7 @@ def config_of(root: Path, **trainer: Any) -> Any:
 
 
 class Callback:
-    """See verl's ``CheckpointCallback``: notes what it is told, and what the tracker names then."""
+    """See verl's ``CheckpointCallback``: notes each call, and the step that the tracker names then."""
 
     def __init__(self, config: Any) -> None:
         self.root = Path(config.trainer.default_local_dir)

@@ -1,9 +1,9 @@
-"""A driver of verl's, and its groups: a real trainer object, whose workers ``verl_worker`` serves.
+"""A driver of verl's, and its groups: a real trainer object with workers served by ``verl_worker``.
 
-Run as a script: ``verl_job.py SERVER PLACE WRITER STEP`` is a driver that is there to be killed. It has
-a save in flight: the critic's writer holds at the FIFO ``WRITER``, the critic's worker at ``STEP``, as
-in a step of training. By then it has printed one JSON line: what it saved before, and the pids of the
-writers. It ends with its standard input.
+Run as a script: ``verl_job.py SERVER PLACE WRITER STEP`` is a driver that is there to be killed.
+The driver has a save in flight: the critic's writer holds at the FIFO ``WRITER``, the critic's
+worker at ``STEP``, as in a step of training. By then it has printed one JSON line: the state it
+saved before, and the pids of the writers. The driver ends with its standard input.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Job:
         self.trainers: list[Any] = []
 
     def start(self, base: Any = None, *, stock: bool = False, **options: Any) -> Any:
-        """A trainer after ``init_workers``. ``options``: of ``install``, of workers, configuration."""
+        """A trainer after ``init_workers``. ``options``: of ``install``, workers and configuration."""
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
         workers = {k: options.pop(k) for k in ("checkpoint", "bridge") if k in options}

@@ -1,4 +1,4 @@
-"""What verl's training loops call in every step, read in their source."""
+"""Finds the calls that verl's training loops make in every step, by reading their source."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 def calls_in_every_step(kind: type, name: str, wanted: str, *, in_loop: bool = False) -> bool:
     """Whether ``kind.name`` has a loop that calls ``self.wanted`` each time around, under no condition.
 
-    The call may be in a method of its own. What follows a ``continue``, ``break`` or ``return`` that is
-    under no condition does not count.
+    The call may be in a method that the loop calls. Statements after an unconditional ``continue``,
+    ``break`` or ``return`` do not count.
     """
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(kind, name))))
     (function,) = ast.parse(source).body

@@ -1,4 +1,4 @@
-"""A worker of verl's ``RayWorkerGroup`` around the installed verl's own checkpoint manager, on a CPU."""
+"""A worker of verl's ``RayWorkerGroup`` around the installed verl's checkpoint manager, on a CPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from verl_worker import VerlWorker, fingerprint, train
 
 
 class RoleWorker(Worker):
-    """One rank of a role, with the calls of verl's ``ActorRolloutRefWorker``."""
+    """A rank of a role, with the calls of verl's ``ActorRolloutRefWorker``."""
 
     def __init__(self, role: str, checkpoint: dict[str, Any]) -> None:
         super().__init__()
-        dist.init_process_group("gloo")  # where, verl's group has put into the environment
+        dist.init_process_group("gloo")  # verl's group has put the address into the environment
         self.engine = VerlWorker(role, self.world_size, checkpoint, bridge=False)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -1,7 +1,7 @@
 """A process that has imported verl and forks workers: both ends of it.
 
-Importing torch, megatron-core and verl takes long. A server does it once and forks a process for each
-connection. It dies with the tests, and its workers die with it.
+Importing torch, megatron-core and verl takes long. A server does it once and forks a process for
+each connection. The server dies with the tests, and its workers die with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Running:
         self.directory, self.address = directory, str(directory / "server")
 
     def connect(self) -> Connection:
-        """A new worker."""
+        """Connect to a new worker."""
         return Client(self.address)  # type: ignore[return-value]
 
 
@@ -50,7 +50,7 @@ class Server(Running):
             )
 
     def connect(self) -> Connection:
-        """A new worker. Raises if the server ended, or is not there after ``LIMIT_S``."""
+        """Connect to a new worker. Raises if the server ended, or is not there after ``LIMIT_S``."""
         deadline = time.monotonic() + LIMIT_S
         while True:
             try:
@@ -62,13 +62,13 @@ class Server(Running):
                 time.sleep(0.05)
 
     def close(self) -> None:
-        """End it, and whatever its workers have left: a stock manager outlives a killed trainer."""
+        """End the server and all that its workers left: a stock manager outlives a killed trainer."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(LIMIT_S)
 
 
 def serve_for_ever(address: str, serve: Callable[[Connection], None]) -> None:
-    """The server's end: call ``serve`` in a child for each connection."""
+    """The server's side: call ``serve`` in a child for each connection."""
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with Listener(address) as listener:

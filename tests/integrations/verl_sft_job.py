@@ -1,10 +1,11 @@
 """verl's SFT trainer on a CPU: the real program, its real FSDP engine, or a small engine with Megatron.
 
-A server imports everything once and forks the ranks of a job. Each runs the ``main`` of verl's trainer,
-or ours, with words as on its command line. What a rank has seen is in ``rank-N.json`` of the job.
+A server imports everything once and forks the ranks of a job. Each rank runs the ``main`` of verl's
+trainer, or ours, with words as on its command line. The notes of a rank are in ``rank-N.json`` of
+the job.
 
-The small engine is a GPT of megatron-core, because verl's own needs Transformer Engine and a GPU; its
-checkpoint manager, and its ``save_checkpoint`` and ``load_checkpoint``, are verl's own.
+The small engine is a GPT of megatron-core, because verl's engine needs Transformer Engine and a
+GPU. Its checkpoint manager, and its ``save_checkpoint`` and ``load_checkpoint``, are verl's.
 
 Run as a script: ``verl_sft_job.py ADDRESS`` serves until its parent is gone.
 """
@@ -54,7 +55,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 @EngineRegistry.register(model_type="language_model", backend="megatron", device="cpu")
 class SmallEngine(MegatronEngine):
-    """See the module. A batch only says where in a text of its own it trains."""
+    """The small engine of this module. A batch is only a position in the trainer's text."""
 
     def _init_device_mesh(self) -> None:
         initialize_parallel(dist.get_world_size())
@@ -95,7 +96,7 @@ class SmallEngine(MegatronEngine):
         return {"loss": [loss], "metrics": {}, "model_output": {}}
 
     def optimizer_zero_grad(self) -> None:
-        """``train_step`` does."""
+        """Does nothing: ``train_step`` does it."""
 
     def save_checkpoint(self, *arguments: Any, **keywords: Any) -> None:
         with cpu_devices():  # for stock saves
@@ -106,7 +107,7 @@ class SmallEngine(MegatronEngine):
         return 0.1
 
     def to(self, *arguments: Any, **keywords: Any) -> None:
-        """It stays where it is."""
+        """Does nothing: the engine stays where it is."""
 
 
 def fingerprint(engine: Any) -> list[float]:
@@ -125,7 +126,7 @@ def _local(tensor: Any) -> Any:
 
 
 class Rank:
-    """What one rank does and notes."""
+    """A rank: its run and its notes."""
 
     def __init__(self, what: dict[str, Any], rank: int) -> None:
         self.what, self.rank, self.place = what, rank, Path(what["place"])
@@ -169,14 +170,14 @@ class Rank:
         )
 
     def _note_batches(self) -> None:
-        """Beneath whatever is installed: what every batch was, and how the disk looked then."""
+        """Note every batch, and the state of the disk then, beneath anything that is installed."""
         kind, rank = sft_trainer.SFTTrainer, self
         stock_fit, stock_train = kind.fit, sft_trainer.TrainingWorker.train_batch
 
         def train_batch(worker: Any, data: Any) -> Any:
             rank.before_batch(data)
             output = stock_train(worker, data)  # loads the optimizer
-            if rank.what.get("offload"):  # verl takes this CPU for the accelerator, and does not
+            if rank.what.get("offload"):  # verl does not: this CPU is its accelerator
                 offload(worker.engine.optimizer)
             rank.notes["state"] = fingerprint(worker.engine)
             return output
@@ -227,7 +228,7 @@ def fail_in_save(engine: Any) -> None:
 
 
 def verify_slowly(notes: dict[str, Any]) -> None:
-    """Verifying lasts until the ranks have heard of each other meanwhile; at most 60 s.
+    """Make verifying last until the ranks have heard of each other meanwhile; at most 60 s.
 
     Notes the files that this rank has read.
     """
@@ -265,7 +266,7 @@ def hold_writers(gate: Path) -> None:
 
 
 def private_bytes_of_children() -> int:
-    """What only the writers of this rank still hold."""
+    """Bytes that only the writers of this rank still hold."""
     tasks = Path("/proc/self/task").iterdir()
     pids = [pid for task in tasks for pid in (task / "children").read_text().split()]
     texts = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in pids]
@@ -274,9 +275,9 @@ def private_bytes_of_children() -> int:
 
 
 def offload_optimizer() -> None:
-    """FSDP's optimizer is in host memory but for its steps, as with an accelerator.
+    """Keep FSDP's optimizer in host memory but for its steps, as with an accelerator.
 
-    That one's memory is played by pages that a forked child does not have.
+    Pages that a forked child does not have play the accelerator's memory.
     """
     for module in (verl_memory, fsdp_engine):
         module.load_fsdp_optimizer = load  # type: ignore[attr-defined]
@@ -339,7 +340,7 @@ def life(what: dict[str, Any], number: int) -> int:
 
 
 def serve(connection: Connection) -> None:
-    """Fork the ranks of one job, say who they are, and how they ended."""
+    """Fork the ranks of one job, send their pids, and at the end their exit statuses."""
     what = connection.recv()
     pids = []
     for number in range(what["size"]):

@@ -79,13 +79,13 @@ class SftServer(Server):
                 "VERL_PLATFORM": "cpu",
                 "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
                 "HYDRA_FULL_ERROR": "1",
-                "MALLOC_MMAP_THRESHOLD_": "65536",  # what is freed is given back
+                "MALLOC_MMAP_THRESHOLD_": "65536",  # freed memory is given back
             },
         )
 
 
 class Run:
-    """One job of two ranks. ``words`` are those of the command line."""
+    """A job of two ranks. ``words`` are those of the command line."""
 
     def __init__(self, server: SftServer, place: Path, engine: str, **more: Any) -> None:
         place.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ class Run:
         return statuses
 
     def done(self) -> list[dict[str, Any]]:
-        """Wait for all ranks: what they noted, if all went well."""
+        """Wait for all ranks: their notes, if all went well."""
         assert self.ended() == [0, 0], self.logs()
         return self.notes()
 

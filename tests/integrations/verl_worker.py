@@ -1,7 +1,7 @@
-"""Workers of verl as plain processes: the installed verl's own checkpoint manager, a real GPT, gloo.
+"""Workers of verl as plain processes: the checkpoint manager of the installed verl, a real GPT, gloo.
 
 A server imports torch, megatron-core and verl once (that takes long) and forks workers. A worker is
-what a Ray actor is to a driver: it has ``save_checkpoint`` and ``load_checkpoint`` as verl's workers
+to a driver as a Ray actor is: it has ``save_checkpoint`` and ``load_checkpoint`` as verl's workers
 have, and is called from outside, one call after the other.
 
 Run as a script: ``verl_worker.py ADDRESS`` serves until its parent is gone.
@@ -48,7 +48,7 @@ SPEC = ModelSpec(hidden_size=32, layers=2, heads=2, sequence_length=16, batch_si
 
 
 class Optimizer:
-    """Adam with what verl asks of a Megatron optimizer."""
+    """Adam with the methods that verl asks of a Megatron optimizer."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.adam, self.model = trainer.optimizer, trainer.model
@@ -74,7 +74,7 @@ class Optimizer:
 
 
 class Scheduler:
-    """A learning rate schedule: a number of its own."""
+    """A learning rate schedule: just a number."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -113,7 +113,7 @@ class Wrapped(torch.nn.Module):
 
 
 class VerlWorker:
-    """One rank of a role."""
+    """A rank of a role."""
 
     def __init__(self, role: str, size: int, checkpoint: dict[str, Any], bridge: bool) -> None:
         initialize_parallel(size)
@@ -142,7 +142,7 @@ class VerlWorker:
         )
 
     def save_checkpoint(self, path: Any, hdfs: Any = None, step: int = 0, **more: Any) -> None:
-        """As verl's workers do it: what the manager returns is lost."""
+        """Save as verl's workers do: the manager's result is lost."""
         with cpu_devices():  # for stock saves
             self.checkpoint_mananager.save_checkpoint(path, hdfs, step, **more)
         dist.barrier()
@@ -171,7 +171,7 @@ def fingerprint(worker: VerlWorker) -> list[float]:
 
 
 def attach_stock(worker: VerlWorker) -> None:
-    """Give verl's own manager back: what it does then is stock verl."""
+    """Give verl's manager back: from then on saves are those of stock verl."""
     holder = worker.checkpoint_mananager
     if isinstance(holder, ours.VerlCheckpointManager):
         worker.checkpoint_mananager = holder.close()
@@ -183,14 +183,14 @@ def die_in_save(worker: VerlWorker) -> None:
 
 
 def fail_in_save(worker: VerlWorker) -> None:
-    """One rank cannot write the last of verl's files."""
+    """Let rank 0 fail to write the last of verl's files."""
     manager = worker.checkpoint_mananager._manager
     if dist.get_rank() == 0:
         manager.save_checkpoint = partial(_fail, manager.save_checkpoint)
 
 
 def offload_optimizer(worker: VerlWorker, failing: str) -> None:
-    """Before ours is put in: an optimizer that is offloaded, an accelerator, and notes of who does what.
+    """Before ours is put in: an offloaded optimizer, an accelerator, and notes of the order of calls.
 
     ``failing``: the call, load or offload, that raises on the last rank.
     """
@@ -207,7 +207,7 @@ def offload_optimizer(worker: VerlWorker, failing: str) -> None:
 
 
 def take_calls(worker: VerlWorker) -> list[str]:
-    """What was noted since the last time."""
+    """The calls noted since the last time."""
     calls: list[str] = worker.calls  # type: ignore[attr-defined]
     taken = list(calls)
     calls.clear()
@@ -231,7 +231,7 @@ def _yes() -> bool:
 
 
 class PlainFiles(BaseCheckpointManager):
-    """A backend of verl that writes a file per rank, and whose saves no code of verl tracks."""
+    """A backend of verl that writes a file per rank; no code of verl tracks its saves."""
 
     def __init__(self, worker: VerlWorker) -> None:
         stock_manager = worker.checkpoint_mananager
@@ -279,7 +279,7 @@ def sharded_tensors(worker: VerlWorker) -> int:
 
 
 def children(worker: VerlWorker) -> list[int]:
-    """What this process has forked."""
+    """The processes that this one has forked."""
     tasks = Path("/proc/self/task")
     return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
 
@@ -295,7 +295,7 @@ def hold_writers_at(worker: VerlWorker, fifo: str) -> None:
 
 
 def hold_at(worker: VerlWorker, fifo: str) -> None:
-    """Busy, until a byte of ``fifo`` comes or nobody can write one any more."""
+    """Busy, until a byte of ``fifo`` comes or its last writer is gone."""
     _at(fifo)
 
 
