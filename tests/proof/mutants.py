@@ -108,10 +108,11 @@ class Verdict:
 
 
 def layers_for(planted: Mutant, layers: Sequence[str]) -> list[str]:
-    """Every layer, the likely killers first; at last the tests of the modules that are changed."""
+    """Every layer, the likely killers first. Tests come before layers: they see most bugs in a second."""
     modules = dict.fromkeys(edit.module.rpartition(".")[2] for edit in planted.edits)
     tests = [f"{TESTS}test_{_TESTED_BY.get(module, module)}.py" for module in modules]
-    wanted = [*planted.killers, *layers, *tests]
+    named = [killer for killer in planted.killers if killer.startswith(TESTS)]
+    wanted = [*named, *tests, *planted.killers, *layers]
     known = (*layers, *tests)
     return [n for n in dict.fromkeys(wanted) if n in known or n.startswith(TESTS)]
 
