@@ -10,6 +10,8 @@ Rules:
 - Only regular files are opened, never blocking: a FIFO or a device in the store hangs nothing.
 - Errors are ``OSError`` with ``errno``; ``filename`` is the path relative to the root. A path that
   no caller may pass (absolute, ``..``, NUL) is a ``ConfigError``.
+- A file for direct writes is created first and set to ``O_DIRECT`` then. ``open`` with both flags
+  may create the file and fail all the same, and the name no longer tells its creator.
 - POSIX record locks belong to the process: closing *any* descriptor of the locked file drops the
   lock. So the inodes of locked files are remembered and never opened again while held. ``try_lock``
   returns None for them, any other opening fails with ``EBUSY``.
@@ -17,13 +19,14 @@ Rules:
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import functools
 import os
 import stat as modes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -40,6 +43,8 @@ _REGULAR = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _READ_BYTES = 1 << 20  # one read; the limit of a document may be far larger than the document
 _DIGEST_BYTES = 4 << 20
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 _Inode = tuple[int, int]  # st_dev, st_ino
 
@@ -108,6 +113,7 @@ class PosixStorage:
         self._root_fd = _open_root(self.root)
         self._device = os.fstat(self._root_fd).st_dev
         self._open: dict[int, str] = {}  # handle -> path, for messages
+        self._direct: set[int] = set()  # handles that were opened so; some are ordinary by now
         self._lock_inodes: dict[int, _Inode] = {}
 
     def fileno_of_root(self) -> int:
@@ -142,9 +148,17 @@ class PosixStorage:
 
     # -- files ---------------------------------------------------------------------------------
 
-    def open_exclusive(self, path: str) -> int:
+    def open_exclusive(self, path: str, *, direct: bool = False) -> int:
         with self._entry(path, changes=True) as (parent, name):
-            return self._opened(os.open(name, _EXCLUSIVE, 0o644, dir_fd=parent), path)
+            fd = os.open(name, _EXCLUSIVE, 0o644, dir_fd=parent)
+            if direct:
+                try:
+                    _make_direct(fd)
+                except BaseException:
+                    os.close(fd)
+                    raise
+                self._direct.add(fd)
+            return self._opened(fd, path)
 
     def open_existing(self, path: str) -> int:
         with self._entry(path) as (parent, name):
@@ -152,11 +166,37 @@ class PosixStorage:
 
     def write(self, handle: int, data: bytes | memoryview) -> int:
         with _named(self._path_of(handle)):
-            return os.write(handle, data)
+            return self._written(handle, lambda: os.write(handle, data))
 
     def pwrite(self, handle: int, data: bytes | memoryview, offset: int) -> int:
         with _named(self._path_of(handle)):
-            return os.pwrite(handle, data, offset)
+            return self._written(handle, lambda: os.pwrite(handle, data, offset))
+
+    def _written(self, handle: int, write: Callable[[], int]) -> int:
+        """Write; where a direct write is refused, make the handle ordinary and write again."""
+        try:
+            return write()
+        except OSError as error:
+            # No look at the flag: another thread's refused write may have cleared it meanwhile.
+            if error.errno != errno.EINVAL or handle not in self._direct:
+                raise
+        _make_ordinary(handle)
+        return write()
+
+    def allocate(self, handle: int, size: int) -> bool:
+        with _named(self._path_of(handle)):
+            if size < 0:
+                raise OSError(errno.EINVAL, "negative size")
+            code = _fallocate(handle, size)
+            if code in _CANNOT_ALLOCATE:
+                return False
+            if code:
+                raise OSError(code, os.strerror(code))
+            return True
+
+    def truncate(self, handle: int, size: int) -> None:
+        with _named(self._path_of(handle)):
+            os.ftruncate(handle, size)
 
     def fsync(self, handle: int) -> None:
         with _named(self._path_of(handle)):
@@ -167,6 +207,7 @@ class PosixStorage:
             # Forgotten first: Linux releases the descriptor even when close fails, and a second
             # close could hit a file that another thread opened in between.
             del self._open[handle]
+            self._direct.discard(handle)
             os.close(handle)
 
     def read(self, path: str, limit: int, offset: int = 0) -> bytes:
@@ -357,6 +398,29 @@ def _open_regular(parent: int, name: str) -> int:
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file")
     return fd
+
+
+def _make_direct(fd: int) -> None:
+    """Let writes go past the page cache, where the file system can."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+
+
+def _make_ordinary(fd: int) -> None:
+    """Let writes go through the page cache again."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+def _fallocate(fd: int, size: int) -> int:
+    """Call fallocate(2), which never writes as ``posix_fallocate`` may. Returns 0 or the errno."""
+    while _LIBC.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            return code
+    return 0
 
 
 def _read_up_to(fd: int, limit: int, offset: int) -> bytes:

@@ -21,6 +21,9 @@ from ckptfsm.core.parts import AttemptId, PartSpec
 
 FileKind = Literal["file", "dir", "symlink", "other"]
 
+DIRECT_ALIGNMENT = 4096
+"""Offsets, lengths and memory addresses of direct writes are multiples of this, in bytes."""
+
 
 class FileStat(NamedTuple):
     """The result of ``lstat``: the kind, the size in bytes, and the device the entry is on."""
@@ -39,8 +42,15 @@ class Storage(Protocol):
 
     root: str
 
-    def open_exclusive(self, path: str) -> int:
-        """Create ``path`` for writing; ``FileExistsError`` if there is anything at that name."""
+    def open_exclusive(self, path: str, *, direct: bool = False) -> int:
+        """Create ``path`` for writing; ``FileExistsError`` if there is anything at that name.
+
+        With ``direct``, writes go past the page cache where the file system can, and the ordinary
+        way elsewhere. The caller need not know which. Each ``pwrite`` has an offset, a length and a
+        memory address that are multiples of ``DIRECT_ALIGNMENT``; pad the end of the file, and cut
+        it with ``truncate``. After a short write, pass the rest on even if it is not aligned. A
+        direct write is no more durable than another one: ``fsync`` makes it so.
+        """
         ...
 
     def open_existing(self, path: str) -> int:
@@ -53,6 +63,19 @@ class Storage(Protocol):
 
     def pwrite(self, handle: int, data: bytes | memoryview, offset: int) -> int:
         """Write at ``offset`` without moving the position; may be short too."""
+        ...
+
+    def allocate(self, handle: int, size: int) -> bool:
+        """Reserve the blocks of the first ``size`` bytes; the file then has at least that size.
+
+        New bytes read as zeros, so a size proves nothing about the content. Returns False, without
+        effect, where the file system cannot, and for a size of 0. After an error such as ENOSPC the
+        file may keep a part of the space until it is truncated or removed.
+        """
+        ...
+
+    def truncate(self, handle: int, size: int) -> None:
+        """Cut the file to ``size`` bytes, or extend it with zeros."""
         ...
 
     def fsync(self, handle: int) -> None: ...

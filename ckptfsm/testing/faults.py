@@ -49,8 +49,11 @@ class FaultStorage:
 
     # -- changing calls ------------------------------------------------------------------------
 
-    def open_exclusive(self, path: str) -> int:
-        handle = self._do("open_exclusive", path, lambda: self.inner.open_exclusive(path))
+    def open_exclusive(self, path: str, *, direct: bool = False) -> int:
+        def create() -> int:
+            return self.inner.open_exclusive(path, direct=direct)
+
+        handle = self._do("open_exclusive", path, create)
         self._paths[handle] = path
         return handle
 
@@ -66,6 +69,14 @@ class FaultStorage:
     def pwrite(self, handle: int, data: bytes | memoryview, offset: int) -> int:
         path = self._path_of(handle)
         return self._do("pwrite", path, lambda: self.inner.pwrite(handle, data, offset))
+
+    def allocate(self, handle: int, size: int) -> bool:
+        path = self._path_of(handle)
+        return self._do("allocate", path, lambda: self.inner.allocate(handle, size))
+
+    def truncate(self, handle: int, size: int) -> None:
+        path = self._path_of(handle)
+        self._do("truncate", path, lambda: self.inner.truncate(handle, size))
 
     def fsync(self, handle: int) -> None:
         lose = getattr(self.inner, "lose_dirty", None)  # only a simulated disk has it

@@ -347,7 +347,7 @@ class Watch:
     def changed(self, process: str, now: float, method: str, path: str, other: str = "") -> None:
         """Judge a call of ``process`` that took effect."""
         match method:
-            case "write" | "pwrite":
+            case "write" | "pwrite" | "allocate" | "truncate":
                 self._written(process, path)
             case "fsync":
                 if _is_segment(path) and self._segment(path) == self._epochs.get(process):

@@ -5,7 +5,9 @@
 Rules of the disk, as weak as POSIX and Linux file systems allow:
 
 - A write is volatile until *its file* is fsynced. At a power loss each unsynced write is kept,
-  lost, cut short, or kept with some 512-byte blocks read back as zeros.
+  lost, cut short, or kept with some 512-byte blocks read back as zeros. Direct writes are no better.
+- Reserved bytes are unsynced zeros until they are written. A power loss may keep them and lose the
+  data written over them: the size of a file proves nothing. A truncation is kept or lost whole.
 - A name (created, removed, renamed) is volatile until *its directory* is fsynced. At a power loss
   every name shows any of its states since then, independently of every other name. An fsync of a
   file does not make its name durable, and directories do not wait for each other.
@@ -54,6 +56,10 @@ class Chooser(Protocol):
 Crash = Chooser | Literal["all_lost", "all_kept"]
 
 
+_Change = tuple[int, bytes | None]
+"""Data written at an offset; None for a file that was cut, or extended, to end at the offset."""
+
+
 class _File:
     """A file. ``base`` is the durable content while there are ``writes`` since the last fsync.
 
@@ -65,13 +71,13 @@ class _File:
     def __init__(self, data: bytes | bytearray = b"") -> None:
         self.data = bytearray(data)
         self.base: bytes | None = None
-        self.writes: list[tuple[int, bytes]] = []
+        self.writes: list[_Change] = []
         self.ghost = False
         self.links = 0
         self.opens = 0
         self.anchored = False
 
-    def put(self, offset: int, data: bytes) -> None:
+    def put(self, offset: int, data: bytes | None) -> None:
         if self.base is None:
             self.base = bytes(self.data)
         self.writes.append((offset, data))
@@ -168,6 +174,7 @@ class SimDisk:
 
     - ``capacity``: bytes of content, None for no limit.
     - ``short_writes``: the most bytes that one write takes, None for all.
+    - ``allocates``: False for a disk that cannot reserve blocks.
     - ``keeps_lost_data``: see the rules.
     - ``used``: bytes of content now.
     """
@@ -177,10 +184,12 @@ class SimDisk:
         *,
         capacity: int | None = None,
         short_writes: int | None = None,
+        allocates: bool = True,
         keeps_lost_data: bool = False,
     ) -> None:
         self.capacity = capacity
         self.short_writes = short_writes
+        self.allocates = allocates
         self.keeps_lost_data = keeps_lost_data
         self.used = 0
         self.root = _Dir()
@@ -270,6 +279,7 @@ class SimDisk:
         other = SimDisk(
             capacity=self.capacity,
             short_writes=self.short_writes,
+            allocates=self.allocates,
             keeps_lost_data=self.keeps_lost_data,
         )
         copies: dict[_Node, _Node] = {}
@@ -372,19 +382,30 @@ class SimDisk:
         taken = len(data) if self.short_writes is None else min(len(data), self.short_writes)
         if not taken:
             return 0
-        if self.capacity is not None:
-            # Overwriting is free, and so is writing into preallocated bytes.
-            room = max(len(file.data) - offset, 0) + self.capacity - self.used
-            if offset > len(file.data):
-                room -= offset - len(file.data)
-            if room <= 0:
+        end = self._fitting(file, offset + taken)
+        if end <= offset:
+            raise _error(errno.ENOSPC, handle.path)
+        self._put(file, offset, data[: end - offset])
+        return end - offset
+
+    def allocate(self, handle: _Handle, size: int) -> bool:
+        """Reserve as much of ``size`` as fits; ENOSPC if that is not all."""
+        if not self.allocates or not size:
+            return False
+        file, before = handle.node, len(handle.node.data)
+        if size > before:
+            end = self._fitting(file, size)
+            if end > before:
+                self._put(file, before, bytes(end - before))
+            if end < size:
                 raise _error(errno.ENOSPC, handle.path)
-            taken = min(taken, room)
-        before = len(file.data)
-        file.put(offset, data[:taken])
-        self.used += len(file.data) - before
-        self._dirty_files[file] = None
-        return taken
+        return True
+
+    def truncate(self, handle: _Handle, size: int) -> None:
+        """Set the size. A hole takes space here, as it does where a write leaves one."""
+        if size > max(len(handle.node.data), self._fitting(handle.node, size)):
+            raise _error(errno.ENOSPC, handle.path)
+        self._put(handle.node, size, None)
 
     def sync_file(self, handle: _Handle) -> None:
         failing = self._failing_fsync
@@ -417,6 +438,18 @@ class SimDisk:
         self._release(handle.node)
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _fitting(self, file: _File, end: int) -> int:
+        """The end that the file can have, at most ``end``. Overwriting and reserved bytes are free."""
+        if self.capacity is None:
+            return end
+        return min(end, len(file.data) + self.capacity - self.used)
+
+    def _put(self, file: _File, offset: int, data: bytes | None) -> None:
+        before = len(file.data)
+        file.put(offset, data)
+        self.used += len(file.data) - before
+        self._dirty_files[file] = None
 
     def _release(self, file: _File) -> None:
         file.opens -= 1
@@ -469,7 +502,7 @@ class SimStorage:
 
     # -- files ---------------------------------------------------------------------------------
 
-    def open_exclusive(self, path: str) -> int:
+    def open_exclusive(self, path: str, *, direct: bool = False) -> int:
         directory, name = self._entry(path, changes=True)
         if name in directory.entries:
             raise _error(errno.EEXIST, path)
@@ -490,6 +523,18 @@ class SimStorage:
         if offset < 0:
             raise OSError(errno.EINVAL, "negative offset")
         return self.disk.write(self._handle(handle, writable=True), bytes(data), offset)
+
+    def allocate(self, handle: int, size: int) -> bool:
+        found = self._handle(handle, writable=True)
+        if size < 0:
+            raise _error(errno.EINVAL, found.path)
+        return self.disk.allocate(found, size)
+
+    def truncate(self, handle: int, size: int) -> None:
+        found = self._handle(handle)
+        if size < 0 or not found.writable:  # a real one says EINVAL here, not EBADF
+            raise _error(errno.EINVAL, found.path)
+        self.disk.truncate(found, size)
 
     def fsync(self, handle: int) -> None:
         self.disk.sync_file(self._handle(handle))
@@ -679,14 +724,21 @@ class _Always:
 # -- power loss ------------------------------------------------------------------------------------
 
 
-def _overlay(content: bytearray, offset: int, data: bytes) -> None:
+def _overlay(content: bytearray, offset: int, data: bytes | None) -> None:
     if offset > len(content):
         content.extend(bytes(offset - len(content)))
-    content[offset : offset + len(data)] = data
+    if data is None:
+        del content[offset:]
+    else:
+        content[offset : offset + len(data)] = data
 
 
-def _survive(content: bytearray, offset: int, data: bytes, choose: Chooser) -> None:
-    """Apply one unsynced write: kept, zeroed in part, cut short, or lost."""
+def _survive(content: bytearray, offset: int, data: bytes | None, choose: Chooser) -> None:
+    """Apply one unsynced write: kept, zeroed in part, cut short, or lost. A cut is kept or lost."""
+    if data is None:
+        if choose.randrange(2) == 0:
+            _overlay(content, offset, None)
+        return
     fate = choose.randrange(4)
     if fate == 0:
         _overlay(content, offset, data)

@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 
-_WRITES = ("write", "pwrite", "fsync", "close")
+_WRITES = ("write", "pwrite", "allocate", "truncate", "fsync", "close")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _ODD = (errno.EIO, errno.ESTALE, errno.EINTR)
 READS = frozenset({"read", "stat", "listdir", "digest", "free_bytes"})

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from ckptfsm.core.ports import FileStat
@@ -37,8 +38,8 @@ class WorldStorage(SimStorage):
 
     # -- changing calls ------------------------------------------------------------------------
 
-    def open_exclusive(self, path: str) -> int:
-        return self._call("open_exclusive", super().open_exclusive, path)
+    def open_exclusive(self, path: str, *, direct: bool = False) -> int:
+        return self._call("open_exclusive", partial(super().open_exclusive, direct=direct), path)
 
     def open_existing(self, path: str) -> int:
         self._check_visible(path)
@@ -49,6 +50,14 @@ class WorldStorage(SimStorage):
 
     def pwrite(self, handle: int, data: bytes | memoryview, offset: int) -> int:
         return self._write("pwrite", handle, data, offset)
+
+    def allocate(self, handle: int, size: int) -> bool:
+        allocate = super().allocate
+        return self._judged(handle, lambda: self._call("allocate", allocate, handle, size))
+
+    def truncate(self, handle: int, size: int) -> None:
+        truncate = super().truncate
+        self._judged(handle, lambda: self._call("truncate", truncate, handle, size))
 
     def fsync(self, handle: int) -> None:
         self._call("fsync", super().fsync, handle)
@@ -159,14 +168,19 @@ class WorldStorage(SimStorage):
         if short:
             cut = data[: 1 + self.site.world.random.randrange(len(data) - 1)]
             arguments = (handle, cut, *arguments[2:])
-        found = self._process.handles.get(handle)
         call = super().write if offset is None else super().pwrite
-        taken = self._call(method, call, *arguments)
+        taken = self._judged(handle, lambda: self._call(method, call, *arguments))
         if short:
             self.site.struck("short", method)
+        return taken
+
+    def _judged(self, handle: int, call: Callable[[], T]) -> T:
+        """A change of an open file: the file that it hit is judged after it."""
+        found = self._process.handles.get(handle)
+        result = call()
         if found is not None:
             self.site.judge_token(found.node, found.path)
-        return taken
+        return result
 
     def _path_of(self, handle: int) -> str:
         found = self._process.handles.get(handle)

@@ -24,7 +24,7 @@ from proof.layer import Budget, LayerResult
 from proof.sim import Run, SimulationFailed, simulate
 from proof.sim.answers import REPLAYED
 from proof.sim.damage import draw_meddling
-from proof.sim.faults import Faults
+from proof.sim.faults import Faults, can_strike
 from proof.sim.job import Job, Op, Trainer
 from proof.sim.ports import WorldGroup, WorldTransport
 from proof.sim.run import _TIMES, Scenario
@@ -378,6 +378,59 @@ def test_a_death_after_a_call_strikes_and_is_counted_once(fault: str, number: st
     assert site.coverage.faults[f"{number} x absent"] == 1
 
 
+def test_every_call_of_a_direct_file_is_made_and_can_be_struck(monkeypatch):
+    """Catches: a call that no fault strikes, that others never see, or that is not passed on."""
+    site, world = quiet_site()
+    storage = WorldStorage(site, world.process("p"))
+    faults = {"allocate": "full", "truncate": "error"}
+    struck: list[str] = []
+    monkeypatch.setattr(site, "before_call", lambda owner, method, path: faults.get(method, ""))
+
+    def work() -> None:
+        handle = storage.open_exclusive("f", direct=True)
+        for call in (storage.allocate, storage.truncate):
+            with pytest.raises(OSError):
+                call(handle, 8192)
+            struck.append(call.__name__)
+        assert world.disk.snapshot() == {"f": b""}
+        faults.clear()
+        assert storage.allocate(handle, 8192) is True
+        assert storage.pwrite(handle, b"x" * 4096, 0) == 4096
+        storage.truncate(handle, 5000)
+        storage.close(handle)
+
+    world.run(world.spawn(world.process("control"), "main", work))
+    assert world.disk.snapshot() == {"f": b"x" * 4096 + bytes(904)}
+    assert struck == ["allocate", "truncate"]
+    made = [(method, what) for _, method, path, what in world.history if path == "f"]
+    assert made == [
+        ("open_exclusive", ""),
+        ("allocate", "full!"),
+        ("truncate", "error!"),
+        ("allocate", ""),
+        ("pwrite", ""),
+        ("truncate", ""),
+        ("close", ""),
+    ]
+    assert can_strike("full", "allocate") and can_strike("error", "truncate")
+
+
+@pytest.mark.parametrize("call", ["allocate", "truncate"])
+def test_I1_a_late_writer_that_changes_the_size_of_a_published_file_is_found(call: str):
+    """Catches: a judge that looks at writes only, or only at the name the file was opened under."""
+    site, world = quiet_site()
+    storage = WorldStorage(site, world.process("late"))
+
+    def work() -> None:
+        handle = storage.open_exclusive("shard")
+        storage.rename("shard", "renamed")
+        site.watch._files.add(world.disk.find("renamed"))
+        getattr(storage, call)(handle, 8192)
+
+    with pytest.raises(SimulationFailed, match="a late write into a published"):
+        world.run(world.spawn(world.process("control"), "main", work))
+
+
 def test_F33_a_death_before_any_save_began_is_none_of_the_very_first():
     """Catches: a fault counted as exercised by a start that was killed on an empty root."""
     site, _ = quiet_site()
@@ -520,8 +573,9 @@ def test_the_watch_judges_what_has_no_reason():
         watch.changed("p", 0.0, "unlink", TRACKER)
     with pytest.raises(RootBroken, match="without a fresh start"):
         watch.changed("p", 0.0, "rename", TRACKER, ".ckptfsm/quarantine/tracker")
-    with pytest.raises(RootBroken, match="journal of another epoch"):
-        watch.changed("p", 0.0, "pwrite", ".ckptfsm/journal/000007.ndjson")
+    for change in ("write", "pwrite", "allocate", "truncate"):
+        with pytest.raises(RootBroken, match="journal of another epoch"):
+            watch.changed("p", 0.0, change, ".ckptfsm/journal/000007.ndjson")
 
 
 def test_I9_bringing_a_directory_back_needs_a_fresh_look():

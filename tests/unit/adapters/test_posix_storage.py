@@ -6,8 +6,10 @@ second part needs a real kernel: symbolic links, FIFOs, locks, mounts, a full di
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import signal
 import subprocess
@@ -19,9 +21,10 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from ckptfsm.adapters import posix_storage
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import ConfigError
-from ckptfsm.core.ports import Storage
+from ckptfsm.core.ports import DIRECT_ALIGNMENT, Storage
 from ckptfsm.disk.durable import put, write_all
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at, pause_at
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
@@ -67,6 +70,30 @@ def create(store: Storage, path: str, data: bytes = b"x") -> None:
     store.close(handle)
 
 
+def padded(data: bytes) -> memoryview:
+    """``data`` in memory for direct writes: aligned, with zeros up to a whole block."""
+    memory = mmap.mmap(-1, -(-len(data) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT)
+    memory.write(data)
+    return memoryview(memory)
+
+
+def pwrite_all(store: Storage, handle: int, view: memoryview, offset: int = 0) -> None:
+    while len(view):
+        taken = store.pwrite(handle, view, offset)
+        view, offset = view[taken:], offset + taken
+
+
+def create_direct(store: Storage, path: str, data: bytes) -> None:
+    """Create a file as a fast writer does: reserved, written in whole blocks, cut, fsynced."""
+    handle = store.open_exclusive(path, direct=True)
+    view = padded(data)
+    store.allocate(handle, len(view))
+    pwrite_all(store, handle, view)
+    store.truncate(handle, len(data))
+    store.fsync(handle)
+    store.close(handle)
+
+
 def fails(code: int, call: Callable[..., object], *args: object) -> OSError:
     with pytest.raises(OSError) as caught:
         call(*args)
@@ -103,9 +130,64 @@ def test_open_exclusive_takes_no_name_twice(disk: Disk) -> None:
     disk.symlink("dangling", "nowhere")
     for path in ("file", "dir", "dangling"):
         fails(errno.EEXIST, store.open_exclusive, path)
+        fails(errno.EEXIST, lambda at: store.open_exclusive(at, direct=True), path)
         fails(errno.EEXIST, store.mkdir, path)
         fails(errno.EEXIST, store.link, "file", path)
     assert store.read("file", 9) == b"x"
+    assert store.listdir("") == ["dangling", "dir", "file"]
+
+
+@pytest.mark.parametrize("size", [1, 4096, 5000, (1 << 20) + 1])
+def test_a_direct_file_has_its_bytes_and_its_size(store: Storage, size: int) -> None:
+    """Catches: padding that stays at the end, a byte that is lost or moved."""
+    data = os.urandom(size)
+    create_direct(store, "a", data)
+    assert (store.stat("a").size, store.read("a", 1 << 21)) == (size, data)
+    assert store.digest("a") == "xxh3_128:" + xxhash.xxh3_128_hexdigest(data)
+
+
+def test_direct_writes_come_in_any_order_and_may_be_unaligned_after_a_short_one(
+    store: Storage,
+) -> None:
+    handle = store.open_exclusive("a", direct=True)
+    view = padded(bytes(range(256)) * 32)
+    assert store.pwrite(handle, view[4096:], 4096) == 4096
+    assert store.read("a", 8192) == bytes(4096) + bytes(view[4096:])
+    pwrite_all(store, handle, view[:4096], 0)
+    pwrite_all(store, handle, view[100:], 100)  # the rest, as if 100 bytes had been taken
+    assert store.write(handle, view[:4096]) == 4096
+    store.close(handle)
+    assert store.read("a", 9999) == bytes(view)
+
+
+def test_reserved_bytes_are_zeros(store: Storage) -> None:
+    """Catches: a reservation that cuts, that overwrites, or that leaves the size as it was."""
+    handle = store.open_exclusive("a")
+    assert store.allocate(handle, 0) is False
+    write_all(store, handle, b"start")
+    if not store.allocate(handle, 9000):
+        pytest.skip("this file system reserves nothing")
+    assert store.read("a", 9999) == b"start" + bytes(8995)
+    assert store.allocate(handle, 10) is True
+    assert store.stat("a").size == 9000
+    write_all(store, handle, b"!")  # the position did not move
+    assert store.read("a", 7) == b"start!\0"
+    error = fails(errno.EINVAL, store.allocate, handle, -1)
+    assert error.filename == "a"
+    store.close(handle)
+
+
+def test_truncate_cuts_and_extends(store: Storage) -> None:
+    handle = store.open_exclusive("a")
+    write_all(store, handle, b"hello world")
+    store.truncate(handle, 5)
+    assert store.read("a", 99) == b"hello"
+    store.truncate(handle, 8)
+    assert store.read("a", 99) == b"hello\0\0\0"  # the old bytes do not come back
+    assert fails(errno.EINVAL, store.truncate, handle, -1).filename == "a"
+    store.truncate(handle, 0)
+    assert store.stat("a").size == 0
+    store.close(handle)
 
 
 def test_handles_are_checked(store: Storage) -> None:
@@ -115,9 +197,13 @@ def test_handles_are_checked(store: Storage) -> None:
         fails(errno.EBADF, call, handle)
     fails(errno.EBADF, store.write, handle, b"x")
     fails(errno.EBADF, store.pwrite, handle, b"x", 0)
+    fails(errno.EBADF, store.allocate, handle, 1)
+    fails(errno.EBADF, store.truncate, handle, 0)
     reading = store.open_existing("a")
     fails(errno.EBADF, store.write, reading, b"x")
     fails(errno.EBADF, store.pwrite, reading, b"x", 0)
+    fails(errno.EBADF, store.allocate, reading, 1)
+    fails(errno.EINVAL, store.truncate, reading, 0)
     store.fsync(reading)
     store.close(reading)
 
@@ -455,6 +541,211 @@ def test_no_call_leaks_a_descriptor(posix: PosixStorage) -> None:
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
+# -- direct writes and reserved blocks -------------------------------------------------------------
+
+
+def is_direct(handle: int) -> bool:
+    return bool(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+@pytest.fixture
+def direct_posix(posix: PosixStorage) -> PosixStorage:
+    """The storage, on a file system that takes direct writes."""
+    path = f"{posix.root}/probe"
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError as error:
+        pytest.skip(f"no direct writes below {posix.root}: {error}")
+    finally:
+        os.unlink(path)
+    return posix
+
+
+class Refusing:
+    """A file system without direct writes. ``at`` tells whether the flag or a write is refused."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+        self.refused = 0
+        if at == "open":
+            self._fcntl = fcntl.fcntl
+            monkeypatch.setattr(fcntl, "fcntl", self.fcntl)
+        else:
+            self._pwrite = os.pwrite
+            monkeypatch.setattr(os, "pwrite", self.pwrite)
+
+    def fcntl(self, fd: int, command: int, value: int = 0) -> int:
+        if command == fcntl.F_SETFL and value & os.O_DIRECT:
+            self._refuse()
+        return self._fcntl(fd, command, value)
+
+    def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
+        if is_direct(fd):
+            self._refuse()
+        return self._pwrite(fd, data, offset)
+
+    def _refuse(self) -> None:
+        self.refused += 1
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+def test_direct_writes_go_past_the_page_cache(direct_posix: PosixStorage) -> None:
+    """Catches: a flag that is never set, or that a write which was taken clears."""
+    ordinary = direct_posix.open_exclusive("ordinary")
+    handle = direct_posix.open_exclusive("a", direct=True)
+    assert (is_direct(ordinary), is_direct(handle)) == (False, True)
+    assert not os.get_inheritable(handle)
+    pwrite_all(direct_posix, handle, padded(b"x" * 8192))
+    assert is_direct(handle)
+    for each in (ordinary, handle):
+        direct_posix.close(each)
+
+
+@pytest.mark.parametrize("at", ["open", "pwrite"])
+def test_where_direct_writes_are_refused_the_file_is_written_the_ordinary_way(
+    direct_posix: PosixStorage, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Catches: an EINVAL that the caller sees, and a flag that is tried again for each write."""
+    data = os.urandom(5000)
+    refusing = Refusing(monkeypatch, at)
+    handle = direct_posix.open_exclusive("a", direct=True)
+    assert is_direct(handle) == (at == "pwrite")
+    view = padded(data)
+    for offset in (0, 4096):
+        pwrite_all(direct_posix, handle, view[offset : offset + 4096], offset)
+        assert (is_direct(handle), refusing.refused) == (False, 1)
+    direct_posix.truncate(handle, 5000)
+    direct_posix.close(handle)
+    assert direct_posix.read("a", 9999) == data
+
+
+@pytest.mark.parametrize("at", ["", "open", "pwrite"])
+def test_I5_no_file_of_another_process_is_opened_for_direct_writes(
+    direct_posix: PosixStorage, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Catches: a name opened again, without ``O_EXCL``, after ``open`` refused the flag."""
+    create(direct_posix, "theirs", b"precious")
+    before = sorted(os.listdir("/proc/self/fd"))
+    if at:
+        Refusing(monkeypatch, at)
+    with pytest.raises(FileExistsError) as caught:
+        direct_posix.open_exclusive("theirs", direct=True)
+    assert caught.value.filename == "theirs"
+    assert direct_posix.read("theirs", 99) == b"precious"
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_two_threads_whose_first_direct_writes_are_refused_both_write(
+    direct_posix: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: a refusal that is passed on because the other thread has made the file ordinary."""
+    handle = direct_posix.open_exclusive("a", direct=True)
+    view = padded(os.urandom(8192))
+    real, inside = os.pwrite, [False]
+
+    def refuse(fd: int, data: bytes | memoryview, offset: int) -> int:
+        if not is_direct(fd):
+            return real(fd, data, offset)
+        if not inside[0]:  # meanwhile, the other thread
+            inside[0] = True
+            assert direct_posix.pwrite(handle, view[4096:], 4096) == 4096
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    assert direct_posix.pwrite(handle, view[:4096], 0) == 4096
+    direct_posix.close(handle)
+    assert direct_posix.read("a", 9999) == bytes(view)
+
+
+def test_other_errors_of_a_direct_file_are_passed_on(
+    direct_posix: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: EIO taken for a refusal, an ordinary file written twice, a descriptor that leaks."""
+    calls: list[int] = []
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        calls.append(fd)
+        raise OSError(code, os.strerror(code))
+
+    direct, ordinary = (
+        direct_posix.open_exclusive(name, direct=name == "direct")
+        for name in ("direct", "ordinary")
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", pwrite)
+        for handle, code, count in (
+            (direct, errno.EIO, 1),
+            (ordinary, errno.EINVAL, 1),
+            (direct, errno.EINVAL, 2),  # refused again as an ordinary write
+        ):
+            calls.clear()
+            fails(code, direct_posix.pwrite, handle, b"x", 0)
+            assert calls == [handle] * count
+    direct_posix.close(direct)
+    assert direct_posix.open_exclusive("reused") == direct  # the kernel reuses the lowest number
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", pwrite)
+        calls.clear()
+        fails(code, direct_posix.pwrite, direct, b"x", 0)
+        assert calls == [direct], "the handle before it was a direct one"
+    before = sorted(os.listdir("/proc/self/fd"))
+
+    def no_flags(fd: int, command: int, value: int = 0) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "fcntl", no_flags)
+    error = fails(errno.EIO, lambda path: direct_posix.open_exclusive(path, direct=True), "b")
+    assert error.filename == "b"
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+class Fallocate:
+    """Stands for the system call: answers with these errnos, 0 for success."""
+
+    def __init__(self, *codes: int) -> None:
+        self.codes = list(codes)
+
+    def __call__(self, fd: int, mode: int, offset: object, size: object) -> int:
+        assert mode == 0
+        code = self.codes.pop(0)
+        ctypes.set_errno(code)
+        return -1 if code else 0
+
+
+@pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "EIO", "EFBIG"])
+def test_F5_no_space_to_reserve_is_an_error(
+    posix: PosixStorage, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Catches: a full disk taken for a file system without ``fallocate``."""
+    monkeypatch.setattr(posix_storage._LIBC, "fallocate", Fallocate(getattr(errno, name)))
+    handle = posix.open_exclusive("a")
+    error = fails(getattr(errno, name), posix.allocate, handle, 8192)
+    assert error.filename == "a"
+    posix.close(handle)
+
+
+@pytest.mark.parametrize("name", ["EOPNOTSUPP", "EINVAL", "ENOSYS"])
+def test_where_nothing_can_be_reserved_nothing_is_written(
+    posix: PosixStorage, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Catches: ``posix_fallocate``, which writes zeros instead."""
+    monkeypatch.setattr(posix_storage._LIBC, "fallocate", Fallocate(getattr(errno, name)))
+    handle = posix.open_exclusive("a")
+    assert posix.allocate(handle, 8192) is False
+    posix.close(handle)
+    assert posix.stat("a").size == 0
+
+
+def test_F7_an_interrupted_reservation_is_made_again(
+    posix: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fallocate = Fallocate(errno.EINTR, errno.EINTR, 0)
+    monkeypatch.setattr(posix_storage._LIBC, "fallocate", fallocate)
+    handle = posix.open_exclusive("a")
+    assert posix.allocate(handle, 8192) is True
+    assert fallocate.codes == []
+    posix.close(handle)
+
+
 _HOLDER = """
 import sys
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -566,6 +857,22 @@ def test_F5_a_full_disk_is_ENOSPC(small_disk: str) -> None:
     storage.close_root()
 
 
+def test_F5_what_a_full_disk_cannot_reserve_is_ENOSPC(small_disk: str) -> None:
+    storage = PosixStorage(small_disk)
+    handle = storage.open_exclusive("big", direct=True)
+    assert fails(errno.ENOSPC, storage.allocate, handle, 128 << 10).filename == "big"
+    storage.close(handle)
+    storage.unlink("big")
+    handle = storage.open_exclusive("reserved")
+    assert storage.allocate(handle, 32 << 10) is True
+    free = storage.free_bytes()
+    assert free <= 32 << 10
+    write_all(storage, handle, b"x" * (32 << 10))
+    assert storage.free_bytes() == free, "written into what was reserved"
+    storage.close(handle)
+    storage.close_root()
+
+
 def test_F16_nothing_is_changed_on_another_device(posix: PosixStorage, small_disk: str) -> None:
     Path(small_disk, "f").write_bytes(b"precious")
     create(posix, "g")
@@ -597,6 +904,25 @@ def test_faults_count_and_fail_each_change() -> None:
         assert storage.calls[index][0] == method
         if method == "fsync":  # as on a real disk, what was not synced is gone
             assert disk.snapshot() == {"f.tmp-t.0": b""}
+
+
+def test_faults_count_and_fail_each_call_of_a_direct_file() -> None:
+    """Catches: a call that a sweep over all calls would leave out, or that takes no effect."""
+    clean = FaultStorage(SimStorage(SimDisk()))
+    create_direct(clean, "f", b"data")
+    methods = [method for method, _ in clean.calls]
+    assert methods == ["open_exclusive", "allocate", "pwrite", "truncate", "fsync", "close"]
+    assert {path for _, path in clean.calls} == {"f"}
+    for index in range(len(methods)):
+        for hook in (fail_at(index, errno.ENOSPC), crash_at(index)):
+            disk = SimDisk()
+            storage = FaultStorage(SimStorage(disk), before=hook)
+            with pytest.raises((OSError, ProcessDead)):
+                create_direct(storage, "f", b"data")
+            assert len(storage.calls) == index + 1
+            done = {0: None, 1: b"", 2: bytes(4096), 3: b"data" + bytes(4092)}
+            if index in done:
+                assert disk.snapshot().get("f") == done[index]
 
 
 def test_a_dead_process_does_nothing_more() -> None:

@@ -346,6 +346,140 @@ def test_F6_a_failed_fsync_drops_the_data_and_the_next_one_succeeds() -> None:
     assert disk.used == len(OLD + NEW)
 
 
+# -- reserved blocks, direct writes, cuts ----------------------------------------------------------
+
+
+def _write_direct(storage: SimStorage, path: str, data: bytes, size: int) -> int:
+    """Reserve, write and cut a direct file. Nothing is fsynced but the name."""
+    handle = storage.open_exclusive(path, direct=True)
+    storage.fsync_dir("")
+    storage.allocate(handle, len(data))
+    view, offset = memoryview(data), 0
+    while len(view):
+        taken = storage.pwrite(handle, view, offset)
+        view, offset = view[taken:], offset + taken
+    storage.truncate(handle, size)
+    return handle
+
+
+def test_F4_a_size_proves_nothing() -> None:
+    """Catches: a disk so kind that a writer may take a file of the right size for a written one."""
+
+    def run(storage: SimStorage) -> None:
+        _write_direct(storage, "f", NEW, 1500)
+
+    contents = {seen["f"] for seen in _crashes(run)}
+    assert {b"", bytes(1500), NEW[:1500], NEW, bytes(len(NEW))} <= contents
+
+
+def test_F4_a_reserved_size_that_is_durable_proves_nothing() -> None:
+    def run(storage: SimStorage) -> None:
+        handle = storage.open_exclusive("f", direct=True)
+        storage.allocate(handle, len(NEW))
+        storage.fsync(handle)
+        storage.fsync_dir("")
+        storage.pwrite(handle, NEW, 0)
+
+    contents = {seen["f"] for seen in _crashes(run)}
+    assert {len(each or b"") for each in contents} == {len(NEW)}
+    assert {bytes(len(NEW)), NEW} < contents
+
+
+@settings(max_examples=300)
+@given(choices)
+def test_F4_a_direct_file_survives_once_it_is_fsynced(choose: Drawn) -> None:
+    disk = SimDisk(short_writes=1000)
+    storage = SimStorage(disk)
+    storage.fsync(_write_direct(storage, "f", NEW, 1500))
+    disk.crash(choose)
+    assert disk.snapshot() == {"f": NEW[:1500]}
+    assert disk.used == 1500
+
+
+def test_F4_a_cut_is_kept_or_lost() -> None:
+    """Catches: a size that counts as durable before the fsync."""
+
+    def extended(storage: SimStorage) -> None:
+        storage.truncate(storage.open_exclusive("f"), 9)
+        storage.fsync_dir("")
+
+    assert {seen["f"] for seen in _crashes(extended)} == {b"", bytes(9)}
+
+    def cut(storage: SimStorage) -> None:
+        handle = storage.open_exclusive("f")
+        write_all(storage, handle, NEW)
+        storage.fsync(handle)
+        storage.fsync_dir("")
+        storage.truncate(handle, 700)
+
+    assert {seen["f"] for seen in _crashes(cut)} == {NEW, NEW[:700]}
+
+
+def test_F6_a_failed_fsync_drops_what_was_reserved_and_cut() -> None:
+    disk = SimDisk()
+    storage = SimStorage(disk)
+    handle = storage.open_exclusive("f")
+    write_all(storage, handle, OLD)
+    storage.fsync(handle)
+    storage.fsync_dir("")
+    for change in (
+        lambda: storage.truncate(handle, 100),
+        lambda: storage.allocate(handle, 9000),
+    ):
+        change()
+        disk.fail_fsync()
+        with pytest.raises(OSError):
+            storage.fsync(handle)
+        assert storage.read("f", 9999) == OLD
+        assert disk.used == len(OLD)
+    shown = SimDisk(keeps_lost_data=True)
+    storage = SimStorage(shown)
+    handle = storage.open_exclusive("f")
+    storage.fsync_dir("")
+    storage.allocate(handle, 9000)
+    shown.fail_fsync()
+    with pytest.raises(OSError):
+        storage.fsync(handle)
+    storage.fsync(handle)
+    assert storage.stat("f").size == 9000
+    storage.truncate(handle, 10)
+    storage.fsync(handle)
+    shown.fork().crash("all_kept")
+    shown.crash("all_kept")
+    assert shown.snapshot() == {"f": bytes(10)}
+
+
+def test_F5_a_full_disk_reserves_what_fits() -> None:
+    disk = SimDisk(capacity=1000)
+    storage = SimStorage(disk)
+    handle = storage.open_exclusive("f")
+    assert storage.allocate(handle, 600) is True
+    assert (disk.used, storage.free_bytes()) == (600, 400)
+    with pytest.raises(OSError) as caught:
+        storage.allocate(handle, 1001)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "f")
+    assert storage.free_bytes() == 0  # as ext4 does
+    assert storage.pwrite(handle, NEW, 0) == 1000  # reserved bytes are there to be written
+    assert storage.allocate(handle, 1000) is True
+    with pytest.raises(OSError) as caught:
+        storage.truncate(handle, 1001)
+    assert caught.value.errno == errno.ENOSPC
+    disk.capacity = 500  # a quota that was lowered
+    storage.truncate(handle, 900)
+    assert disk.used == 900 and storage.allocate(handle, 900) is True
+    storage.close(handle)
+    storage.unlink("f")
+    assert disk.used == 0
+
+
+def test_a_disk_that_reserves_nothing() -> None:
+    disk = SimDisk(allocates=False)
+    storage = SimStorage(disk.fork())
+    handle = storage.open_exclusive("f", direct=True)
+    assert storage.allocate(handle, 9000) is False
+    assert storage.stat("f").size == 0
+
+
 # -- space and other things ------------------------------------------------------------------------
 
 
@@ -469,6 +603,10 @@ def _random_call(storage: SimStorage, rng: random.Random) -> None:
         case 2 | 3:
             handle = storage.open_exclusive(one)
             storage.write(handle, bytes(rng.randrange(1, 2000)))
+            if rng.randrange(2):
+                storage.allocate(handle, rng.randrange(3000))
+            if rng.randrange(2):
+                storage.truncate(handle, rng.randrange(2500))
             if rng.randrange(2):
                 storage.fsync(handle)
             if rng.randrange(2):
