@@ -5,23 +5,30 @@ The tests that mount something run where root, FUSE and loop devices are, and ar
 
 from __future__ import annotations
 
+import fcntl
 import glob
+import mmap
 import os
+import pickle
 import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from proof import powerloss
 from proof.layer import Budget, LayerResult
 from proof.powerloss import Plan, explore, replay, run, unavailable
-from proof.powerloss_disk import BLOCK, Image
+from proof.powerloss_disk import BLOCK, Image, RecordingDisk, enter_private_mounts, make_image
 from proof.powerloss_states import Builder, CrashState, Recording, drawn_states, prefix_states
+
+from ckptfsm.adapters.posix_storage import PosixStorage
 
 SECTOR = 512
 A, B, C = (bytes([letter]) * 1024 for letter in b"abc")
@@ -196,6 +203,77 @@ def test_a_missing_fsync_is_found_and_can_be_shown_again(tmp_path, monkeypatch):
     again = replay(file, str(tmp_path / "disk.img"))
     assert again.violations
     assert (tmp_path / "disk.img").stat().st_size > 0
+
+
+DATA = bytes(range(256)) * 19 + b"end"
+
+
+def direct_file_after_power_losses(work: str) -> dict[str, list[bytes]]:
+    """A file that is reserved, written past the cache, cut and fsynced, as crash states show it.
+
+    Runs in a process of its own. ``durable``: the states after the fsync, ``earlier``: those before.
+    """
+    enter_private_mounts(work)
+    ext4 = powerloss.FILESYSTEMS["ext4"]
+    disk = RecordingDisk(make_image(ext4.make, ext4.size, work), work)
+    memory = mmap.mmap(-1, 8192)
+    memory.write(DATA)
+    with disk.mounted(ext4.kind, ext4.options) as where:
+        storage = PosixStorage(where, create=False)
+        handle = storage.open_exclusive("f", direct=True)
+        assert storage.allocate(handle, 8192)
+        storage.fsync_dir("")
+        reserved = disk.position()
+        assert storage.pwrite(handle, memory, 0) == 8192
+        assert fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT
+        storage.truncate(handle, len(DATA))
+        storage.fsync(handle)
+        fsynced = disk.position()
+        storage.close(handle)
+        storage.mkdir("later")
+        storage.fsync_dir("")
+        storage.close_root()
+    recorded = Recording("direct", "ext4", ext4.sector, disk._image, disk.records())
+    seen: dict[str, list[bytes]] = {"earlier": [], "durable": []}
+    states = {*prefix_states(recorded), *drawn_states(recorded, random.Random(1), 60)}
+    for state in sorted(each for each in states if each.end >= reserved):
+        with powerloss._state_mounted(recorded, state, work) as where:
+            if where is not None:
+                content = Path(where, "f").read_bytes()
+                seen["durable" if state.end >= fsynced else "earlier"].append(content)
+    return seen
+
+
+def in_child(work: Callable[[], object]) -> Any:
+    """The result of ``work`` in a forked child, or the error that it raised."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            answer: object = work()
+        except BaseException as error:
+            answer = error
+        try:
+            os.write(writer, pickle.dumps(answer))
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        found = pickle.load(pipe)
+    os.waitpid(pid, 0)
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+def test_F4_a_direct_file_is_durable_after_its_fsync_and_its_size_proves_nothing(tmp_path):
+    """Catches: a recorded disk that direct writes do not reach, and a writer that trusts a size."""
+    if unavailable():
+        pytest.skip(unavailable())
+    seen = in_child(lambda: direct_file_after_power_losses(str(tmp_path)))
+    assert len(seen["durable"]) >= 2 and set(seen["durable"]) == {DATA}
+    assert bytes(8192) in seen["earlier"]
+    assert loop_devices(tmp_path) == []
 
 
 def loop_devices(work: Path) -> list[str]:
