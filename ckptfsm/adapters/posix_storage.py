@@ -110,8 +110,19 @@ class PosixStorage:
         self.root = os.path.abspath(text)
         if create:
             _make_durable_dirs(self.root)
-        self._root_fd = _open_root(self.root)
-        self._device = os.fstat(self._root_fd).st_dev
+        self._use(_open_root(self.root))
+
+    @classmethod
+    def of_descriptor(cls, root: str, descriptor: int) -> PosixStorage:
+        """A storage on an opened directory, which is the storage's from now on: also if it was moved."""
+        storage = cls.__new__(cls)
+        storage.root = root
+        storage._use(descriptor)
+        return storage
+
+    def _use(self, root_fd: int) -> None:
+        self._root_fd = root_fd
+        self._device = os.fstat(root_fd).st_dev
         self._open: dict[int, str] = {}  # handle -> path, for messages
         self._direct: set[int] = set()  # handles that were opened so; some are ordinary by now
         self._lock_inodes: dict[int, _Inode] = {}
