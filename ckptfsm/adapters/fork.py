@@ -80,6 +80,17 @@ class Child:
             self._drain()
         return self.began or self._pipe is None or self.poll() is not None
 
+    @property
+    def holds_copy(self) -> bool:
+        """True: the fork made one."""
+        return True
+
+    def await_copy(self, timeout_s: float) -> None:
+        """No wait, see ``holds_copy``."""
+
+    def confirm(self) -> None:
+        """No message: nothing could change the copy."""
+
     def poll(self) -> Outcome | None:
         """The outcome, or None while the child runs. Never blocks.
 
@@ -119,7 +130,7 @@ class Child:
 
     def whereabouts(self) -> str:
         """Pid, state and kernel function of the child and its workers, see ``ports.WriterProcess``."""
-        return ", ".join(_stand(pid) for pid in [self.pid, *children_of(self.pid)])
+        return ", ".join(stand(pid) for pid in [self.pid, *children_of(self.pid)])
 
     def _is_ours(self) -> bool:
         return os.getpid() == self._parent
@@ -302,7 +313,7 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def _stand(pid: int) -> str:
+def stand(pid: int) -> str:
     """Pid, state and kernel function as ``ps -o pid,state,wchan``, e.g. "4242 D
     jbd2_log_wait_commit".
     """

@@ -329,6 +329,19 @@ class WriterProcess(Protocol):
         """The outcome, or None while the process runs. Never blocks."""
         ...
 
+    @property
+    def holds_copy(self) -> bool:
+        """True once the process has a copy of the data, and the trainer may change its own."""
+        ...
+
+    def await_copy(self, timeout_s: float) -> None:
+        """Wait until the process holds a copy or has ended, at most ``timeout_s``."""
+        ...
+
+    def confirm(self) -> None:
+        """Let the process write its receipts: the data did not change while it was copied."""
+        ...
+
     def wait(self, timeout_s: float) -> Outcome | None:
         """Wait for the process to end, at most ``timeout_s``; None if it still runs then."""
         ...
@@ -343,7 +356,7 @@ class WriterProcess(Protocol):
 
 
 Launch = Callable[[Storage, RankJob], WriterProcess]
-"""Starts a rank's writer. When it returns, the writer holds a copy: the data may change."""
+"""Starts a rank's writer. The data may change once the writer ``holds_copy``."""
 
 
 class Draft(Protocol):
@@ -362,6 +375,10 @@ class Draft(Protocol):
         ``specs`` are this rank's parts as all ranks agreed on them, ``location`` is absolute.
         ``planned`` is the result of ``Driver.merge``, for parts whose first rank this is.
         """
+        ...
+
+    def changed(self) -> str:
+        """The part of the data that was changed since ``stage``, in words; "" if nothing was."""
         ...
 
     def let_go(self) -> None:
@@ -486,9 +503,17 @@ class DeferredSignals(Protocol):
         ...
 
 
+def no_writers() -> None:
+    """Nothing is left to close: every writer ends with its job."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """The dependencies of a manager: ``open_storage(create)`` gives this rank's storage."""
+    """The dependencies of a manager.
+
+    ``open_storage(create)`` gives this rank's storage. ``close_writers`` ends the processes that
+    ``launch`` keeps for later jobs.
+    """
 
     transport: Transport
     driver: Driver
@@ -499,3 +524,4 @@ class Ports:
     launch: Launch
     defer_signals: Callable[[], DeferredSignals]
     staging: OffloadHook | None = None
+    close_writers: Callable[[], None] = no_writers

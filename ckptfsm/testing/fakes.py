@@ -147,6 +147,9 @@ class FakeDraft:
                 jobs.append(FakeShard(spec.name, spec.directory, rank, value, before, first))
         return tuple(jobs)
 
+    def changed(self) -> str:
+        return ""
+
     def let_go(self) -> None:
         """Nothing to drop."""
 

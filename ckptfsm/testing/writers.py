@@ -46,6 +46,16 @@ class SimWriter:
             self._end(Outcome(-signal.SIGKILL))
         return True
 
+    @property
+    def holds_copy(self) -> bool:
+        return True
+
+    def await_copy(self, timeout_s: float) -> None:
+        """No wait: the job was copied at its launch."""
+
+    def confirm(self) -> None:
+        """No message: nothing could change the copy."""
+
     def whereabouts(self) -> str:
         return ""
 

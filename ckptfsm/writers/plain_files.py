@@ -150,6 +150,9 @@ class FilesDraft:
     ) -> tuple[PartJob, ...]:
         return tuple(stage_file(spec, self.values[spec.name], location) for spec in specs)
 
+    def changed(self) -> str:
+        return ""  # bytes do not change
+
     def let_go(self) -> None:
         """Nothing to free: bytes do not change."""
 

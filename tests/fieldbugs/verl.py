@@ -200,6 +200,9 @@ class StagingDraft(FakeDraft):
         self.values = dict(self.copies)  # what the writers are made from
         return FakeDraft.stage(self, location, specs, planned)
 
+    def changed(self) -> str:
+        return ""
+
     def let_go(self) -> None:
         self.values = {}
         self.copies = {}

@@ -102,6 +102,16 @@ class InlineWriter:
     def kill(self, timeout_s: float) -> bool:
         return True
 
+    @property
+    def holds_copy(self) -> bool:
+        return True
+
+    def await_copy(self, timeout_s: float) -> None:
+        """No wait: the job was copied at its launch."""
+
+    def confirm(self) -> None:
+        """No message: nothing could change the copy."""
+
     def whereabouts(self) -> str:
         return ""
 

@@ -1109,6 +1109,9 @@ class Moments(dict[str, Any]):
 class PassingDraft(FakeDraft):
     """It holds the state until the writer owns it."""
 
+    def changed(self) -> str:
+        return ""
+
     def let_go(self) -> None:
         self.values = {}
 

@@ -1,0 +1,224 @@
+"""A process beside its trainer: messages, both ends' deaths, and what it inherits."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ckptfsm.adapters.memory import MemoryOf, OwnMemory
+from ckptfsm.adapters.spawn import Spawned
+
+WAIT_S = 20.0
+ECHO = "spawned_echo"
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture
+def echo(monkeypatch):
+    monkeypatch.syspath_prepend(HERE)
+    made: list[Spawned] = []
+
+    def start() -> Spawned:
+        made.append(Spawned(ECHO, "main"))
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.kill()
+        process.close()
+
+
+def answers(process: Spawned, count: int) -> list[object]:
+    deadline = time.monotonic() + WAIT_S
+    found: list[object] = []
+    while len(found) < count and time.monotonic() < deadline:
+        found += process.listen(0.1)
+    assert len(found) == count, found
+    return found
+
+
+def answer(process: Spawned) -> object:
+    return answers(process, 1)[0]
+
+
+def is_gone(pid: int) -> bool:
+    """Wait until a process has ended."""
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ended, _, _ = select.select([watched], [], [], WAIT_S)
+    os.close(watched)
+    return bool(ended)
+
+
+def test_messages_arrive_whole_and_in_order(echo):
+    """Catches: a long message that is cut, or two short ones that are one."""
+    process = echo()
+    process.send(("say", b"x" * 3_000_000))
+    assert answer(process) == b"x" * 3_000_000
+    sent = ["short", {"a": [1, 2]}, b""]
+    for message in sent:
+        process.send(("say", message))
+    assert answers(process, 3) == sent
+
+
+def test_descriptors_travel(echo, tmp_path):
+    """Catches: a process that opens the root by its path, where another directory may be by now."""
+    process = echo()
+    directory = os.open(tmp_path, os.O_RDONLY)
+    process.send(("stat", None), [directory])
+    found = os.fstat(directory)
+    os.close(directory)
+    assert answer(process) == (found.st_dev, found.st_ino)
+
+
+def test_nothing_else_is_inherited(echo, tmp_path):
+    """Catches: a listening socket or a lock that a dead trainer's writer keeps; a busy directory."""
+    kept = os.open(tmp_path, os.O_RDONLY)
+    os.set_inheritable(kept, True)
+    process = echo()
+    process.send(("inherited", None))
+    descriptors, cwd, modules = answer(process)
+    os.close(kept)
+    assert [
+        path for path in descriptors if not path.startswith(("/dev/null", "socket:", "anon_"))
+    ] == []
+    assert len([path for path in descriptors if path.startswith("socket:")]) == 1
+    assert (cwd, {"torch", "numpy", "pytest"} & set(modules)) == ("/", set())
+
+
+def test_nice_values_are_set(echo):
+    """Catches: a writer that takes the processor, or the disk, from the trainer."""
+    process = echo()
+    process.send(("be_considerate", 7))
+    nice, of_a_new_thread, idle = answer(process)
+    assert nice == of_a_new_thread == os.nice(0) + 7
+    assert idle == (2 << 13) | 7, "not the last of the best-effort class"
+
+
+def test_F1_its_death_is_told(echo):
+    """Catches: a dead process that is waited for."""
+    process = echo()
+    process.send(("say", "here"))
+    assert answer(process) == "here"
+    os.kill(process.pid, signal.SIGKILL)
+    assert is_gone(process.pid)
+    assert process.exitcode() == -signal.SIGKILL
+    assert process.listen() == []
+    with pytest.raises(OSError, match="Broken pipe|reset"):
+        process.send("nobody hears this")
+
+
+def test_what_it_said_before_its_death_is_heard(echo):
+    """Catches: a result that is lost because the process ended right after it."""
+    process = echo()
+    process.send(("say_and_end", b"y" * 1000))
+    assert is_gone(process.pid)
+    assert process.exitcode() == 3
+    assert process.listen() == [b"y" * 1000]
+
+
+def test_kill_ends_all_it_started(echo):
+    """Catches: a worker of the process that writes on."""
+    process = echo()
+    process.send(("start_child", None))
+    child = answer(process)
+    assert process.kill()
+    assert is_gone(child)
+
+
+def test_a_ctrl_c_at_the_terminal_does_not_reach_it(echo):
+    """Catches: a save that fails because its trainer was asked to end, and went on."""
+    process = echo()
+    process.send(("session", None))
+    assert answer(process) != os.getsid(0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(process.pid, number)
+    process.send(("say", "alive"))
+    assert answer(process) == "alive"
+
+
+TRAINER = """
+import os, sys, time
+from ckptfsm.adapters.spawn import Spawned
+process = Spawned("spawned_echo", "main")
+process.send(("say", "here"))
+while not process.listen(0.1): pass
+if sys.argv[1] == "loader" and os.fork() == 0:
+    time.sleep(60)
+print(process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("also", ["alone", "loader"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_F3_it_ends_with_its_trainer(also, number):
+    """Catches: a writer that outlives its trainer, which a forked data loader keeps the socket of."""
+    path = os.pathsep.join([HERE, *sys.path])
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, also],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    )
+    assert trainer.stdout is not None
+    pid = int(trainer.stdout.readline())
+    trainer.send_signal(number)
+    trainer.wait(WAIT_S)
+    assert is_gone(pid)
+    if also == "loader":
+        os.killpg(trainer.pid, signal.SIGKILL)
+    trainer.stdout.close()
+
+
+def test_a_process_that_the_trainer_forked_can_do_it_no_harm(echo):
+    """Catches: a data loader that kills the writer, or takes its messages, at its exit."""
+    process = echo()
+    child = os.fork()
+    if child == 0:
+        heard = process.listen(0.1), process.exitcode(), process.kill(0.0)
+        try:
+            process.send(("say", "stolen"))
+        except OSError:
+            os._exit(0 if heard == ([], None, False) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    process.send(("say", "mine"))
+    assert answer(process) == "mine"
+
+
+def test_memory_of_another_process_is_read(echo):
+    """Catches: bytes of the wrong place, or of the reader."""
+    process = echo()
+    process.send(("address", b"content of the other" * 1000))
+    address, size = answer(process)
+    found = bytearray(size)
+    MemoryOf(process.pid).read(address, memoryview(found))
+    assert found == b"content of the other" * 1000
+
+
+def test_memory_that_is_not_there_is_an_error(echo):
+    """Catches: zeros instead of a tensor that was freed."""
+    process = echo()
+    with pytest.raises(OSError, match="process_vm_readv") as raised:
+        MemoryOf(process.pid).read(8, memoryview(bytearray(16)))
+    assert raised.value.errno == errno.EFAULT
+
+
+def test_own_memory_is_read():
+    """Catches: a copy of the wrong length."""
+    source = ctypes.create_string_buffer(b"abcdef", 6)
+    found = bytearray(6)
+    OwnMemory().read(ctypes.addressof(source) + 1, memoryview(found)[1:4])
+    assert found == b"\0bcd\0\0"
