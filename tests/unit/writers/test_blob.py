@@ -1,0 +1,32 @@
+"""The end of a blob: each field that depends on the data, at its place."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+from ckptfsm.writers.blob import Patch, combined
+
+PATCH = Patch((2, 8), 20, b"1" * 20, (14, 64), (7, None, 9))
+TAIL = bytes(range(70))
+
+
+def test_every_field_that_depends_on_the_data_is_filled_in():
+    """Catches: a checksum of an earlier save; a field in the place of another."""
+    made = PATCH.applied(TAIL, 0x01020304)
+    digits = b"1" * 20 + b"%020d" % combined(PATCH.crcs, 0x01020304)
+    crc, of_id = struct.pack("<I", 0x01020304), struct.pack("<I", zlib.crc32(digits))
+    assert (made[2:6], made[8:12]) == (crc, crc)
+    assert (made[14:18], made[64:68]) == (of_id, of_id)
+    assert made[20:60] == digits
+    untouched = [*range(2), *range(6, 8), *range(12, 14), *range(18, 20), *range(60, 64), 68, 69]
+    assert [made[i] for i in untouched] == untouched
+    assert len(made) == len(TAIL)
+
+
+def test_the_hash_depends_on_every_checksum_and_their_order():
+    """Catches: a hash that leaves out a record."""
+    assert combined((1, None), 2) == combined((1, 2), 0) != combined((2, 1), 0)
+    assert combined((), 5) == 0
+    assert combined((None,), 0) == 0x9E3779B9
+    assert all(0 <= combined((2**32 - 1,) * n, 0) < 2**64 for n in range(5))
