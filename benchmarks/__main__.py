@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.measure import Figure, Options, as_json, as_table, environment
 
-GROUPS = ("saving", "memory", "polling", "transition", "recovery")
+GROUPS = ("saving", "engines", "memory", "polling", "transition", "recovery")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -59,6 +59,10 @@ class Side(Protocol):
 
     def save(self, step: int, state: dict[str, Any]) -> None: ...
 
+    def before_update(self) -> None:
+        """Wait until the state may change."""
+        ...
+
     def poll(self) -> bool: ...
 
     def clear(self) -> None:
@@ -82,6 +86,9 @@ class StockSide:
         request = dist_checkpointing.save(state, str(directory), async_sharded_save=True, **_HOW)
         self._queue.schedule_async_request(request)
 
+    def before_update(self) -> None:
+        """The fork has a copy."""
+
     def poll(self) -> bool:
         self._queue.maybe_finalize_async_calls(blocking=False)
         return self._queue.get_num_unfinalized_calls() == 0
@@ -95,15 +102,17 @@ class StockSide:
 class ManagerSide:
     """``CheckpointManager`` with everything on: journal, receipts, digests, tracker, retention."""
 
-    name = "ckptfsm"
-
-    def __init__(self, root: Path, manager: CheckpointManager) -> None:
+    def __init__(self, root: Path, manager: CheckpointManager, name: str = "ckptfsm") -> None:
+        self.name = name
         self._root = root
         self._manager = manager
         self._handle: SaveHandle | None = None
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         self._handle = self._manager.save(step, state)
+
+    def before_update(self) -> None:
+        self._manager.before_update()
 
     def poll(self) -> bool:
         self._manager.poll()

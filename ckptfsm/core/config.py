@@ -47,6 +47,7 @@ class CheckpointConfig(BaseModel):
     - ``resume``: ``fallback`` to an older checkpoint if the latest is damaged, ``strict`` (raise
       then), or ``fresh``.
     - ``verify``: how deep ``restore`` verifies.
+    - ``engine``: how a save gets its copy of the state.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -98,6 +99,15 @@ class CheckpointConfig(BaseModel):
     )
     writer_files: Annotated[int, Field(ge=1, le=64)] = Field(
         default=2, description="files, and worker processes, per rank and part"
+    )
+    engine: Literal["fork", "eager", "gated"] = Field(
+        default="fork",
+        description="how a save gets its copy of the state: `fork`, or a persistent writer process "
+        "that reads it before `save` returns (`eager`) or before `before_update` does (`gated`)",
+    )
+    writer_nice: Annotated[int, Field(ge=0, le=19)] = Field(
+        default=10,
+        description="nice value of the writer process, which also writes at low priority",
     )
     common_state: Literal["auto", "file"] = Field(
         default="auto",

@@ -15,6 +15,7 @@ from ckptfsm.megatron.transport import transport_of
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.participant import Hook
 from ckptfsm.ranks.wiring import system_ports
+from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings
 
 
 class CheckpointManager(Manager):
@@ -46,16 +47,49 @@ class CheckpointManager(Manager):
     ) -> None:
         config = config_of(config, settings)
         opener = open_storage or OpenPosix(os.fspath(root))
-        super().__init__(ports_of(config, opener, staging), config, hooks)
+        engine = engine_of(config)
+        super().__init__(ports_of(config, opener, staging, engine), config, hooks)
+        if engine is not None:
+            engine.warm_up()
+
+    def attach(self, optimizer: Any) -> Any:
+        """Call ``before_update`` before each step of a torch optimizer (local).
+
+        ``optimizer`` is a ``torch.optim.Optimizer``; of one that wraps others, attach the inner ones.
+        Returns torch's handle: its ``remove`` undoes this.
+        """
+        return optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, *_: Any) -> None:
+        self.before_update()
 
 
 def ports_of(
     config: CheckpointConfig,
     open_storage: Callable[[bool], Storage],
     staging: OffloadHook | None = None,
+    engine: WriteEngine | None = None,
 ) -> Ports:
-    """The real ports of one rank: torch.distributed, megatron-core, forked writers."""
+    """The real ports of one rank: torch.distributed, megatron-core, and a writer.
+
+    Without an ``engine``, writers are forked.
+    """
     transport = transport_of(config)
     in_shard = config.common_state == "auto" and keeps_common_in_shard()
-    driver = MegatronDriver(transport.rank, config.writer_files, common_in_shard=in_shard)
-    return system_ports(transport, driver, open_storage, staging)
+    driver = MegatronDriver(
+        transport.rank, config.writer_files, common_in_shard=in_shard, images=engine is not None
+    )
+    return system_ports(transport, driver, open_storage, staging, engine)
+
+
+def engine_of(config: CheckpointConfig) -> WriteEngine | None:
+    """The engine that the configuration asks for; None where writers are forked."""
+    if config.engine == "fork":
+        return None
+    return WriteEngine(
+        WriteEngineSettings(
+            mode="gated" if config.engine == "gated" else "eager",
+            nice=config.writer_nice,
+            copy_timeout_s=config.writer_timeout_s,
+        )
+    )

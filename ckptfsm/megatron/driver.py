@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,13 +28,16 @@ from ckptfsm.core.errors import ConfigError, RestoreFailed, SaveRefused
 from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
 from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Survey
 from ckptfsm.disk.stock import COMMON, COMMON_KEY, inspect_stock
+from ckptfsm.megatron.blobs import Templates
 from ckptfsm.megatron.compat import cpu_devices, process_group
 from ckptfsm.megatron.foreign import ForeignPart, ForeignRequest, stage_foreign
+from ckptfsm.megatron.image_part import Held, stage_images
 from ckptfsm.megatron.shardings import check_fit, check_shards, metadata_of
 from ckptfsm.megatron.torch_dist import (
     COMMON_IN_SHARD,
     PartDraft,
     PartSummary,
+    Share,
     draft_part,
     finish_part,
     keeps_common_in_shard,
@@ -67,18 +70,25 @@ class MegatronDraft:
     values: Mapping[str, Any]
     foreign: list[ForeignPart]
     common_in_shard: bool
+    templates: Templates | None
+    held: Held = field(default_factory=Held)
 
     def stage(
         self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]
     ) -> tuple[PartJob, ...]:
         drafts = {part.spec.name: part for part in self.planned_parts}
+        forked = any(spec.kind == "foreign" for spec in specs)
+        templates = None if forked else self.templates
         jobs: list[PartJob] = []
         for spec in specs:
             value = self.values[spec.name]
             if spec.kind == "torch_dist":
                 plan = planned[spec.name] if self.rank == spec.first_rank else None
-                draft = drafts[spec.name]
-                jobs.append(stage_part(spec, draft, self.rank, plan, self.common_in_shard))
+                share = Share(spec, drafts[spec.name], self.rank, plan, self.common_in_shard)
+                if templates is None:
+                    jobs.append(stage_part(share))
+                else:
+                    jobs.append(stage_images(share, templates, self.held))
             elif spec.kind in ("file", "tree"):
                 jobs.append(stage_file(spec, value, location))
             elif spec.kind == "foreign":
@@ -87,8 +97,12 @@ class MegatronDraft:
                 jobs.append(part)
         return tuple(jobs)
 
+    def changed(self) -> str:
+        return self.held.changed()
+
     def let_go(self) -> None:
         self.planned_parts, self.values = (), {}
+        self.held.clear()
         for part in self.foreign:
             part.request.let_go()
 
@@ -103,15 +117,18 @@ class MegatronDriver:
     """See ``ports.Driver``. ``files`` is the number of files (and workers) of a rank per part.
 
     ``common_in_shard``: write the state common to all ranks into a shard, as megatron-core does
-    from 0.19 on.
+    from 0.19 on. ``images``: stage for a writer that reads the trainer's memory, not for a fork.
     """
 
     finishers: Mapping[str, PartFinisher] = MappingProxyType({"torch_dist": finish_part})
 
-    def __init__(self, rank: int, files: int, *, common_in_shard: bool = False) -> None:
+    def __init__(
+        self, rank: int, files: int, *, common_in_shard: bool = False, images: bool = False
+    ) -> None:
         self._rank = rank
         self._files = files
         self._common_in_shard = common_in_shard
+        self._templates = Templates() if images else None
         self._sent = ""
         self._accepted = ""
         self._plans: dict[str, bytes] = {}  # plans of the accepted saves, by digest
@@ -146,6 +163,7 @@ class MegatronDriver:
             values,
             [],
             self._common_in_shard,
+            self._templates,
         )
 
     def accept(self) -> None:

@@ -22,7 +22,7 @@ import pickle
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import megatron.core
 import torch
@@ -143,25 +143,35 @@ def keeps_common_in_shard() -> bool:
     return series >= COMMON_IN_SHARD
 
 
-@no_warning_is_an_error()
-def stage_part(
-    spec: PartSpec, draft: PartDraft, rank: int, planned: bytes | None, common_in_shard: bool
-) -> TorchDistPart:
-    """Bring accelerator tensors to host memory.
-
-    CPU tensors stay, except in shared memory: the fork freezes them.
+class Share(NamedTuple):
+    """The share of a rank in a part that is to be staged.
 
     ``spec`` is the part as all ranks agreed on it. ``planned`` is None except on the part's first
     rank, which writes the state common to all ranks.
     """
+
+    spec: PartSpec
+    draft: PartDraft
+    rank: int
+    planned: bytes | None
+    common_in_shard: bool
+
+
+@no_warning_is_an_error()
+def stage_part(share: Share) -> TorchDistPart:
+    """Bring accelerator tensors to host memory, for a writer that is forked.
+
+    CPU tensors stay, except in shared memory: the fork freezes them.
+    """
+    spec, draft, rank, planned, common_in_shard = share
     buckets = tuple(
-        tuple((item, _to_host(value)) for item, value in bucket) for bucket in draft.buckets
+        tuple((item, to_host(value)) for item, value in bucket) for bucket in draft.buckets
     )
-    common = tree_map(_to_host, draft.common) if planned is not None else None
+    common = tree_map(to_host, draft.common) if planned is not None else None
     return TorchDistPart(spec.name, spec.directory, rank, buckets, common, planned, common_in_shard)
 
 
-def _to_host(value: Any) -> Any:
+def to_host(value: Any) -> Any:
     """A copy in pageable memory, which a fork freezes; a CPU tensor in pageable memory as it is.
 
     Not ``non_blocking``: torch would stage into pinned memory, which a child may share with its
@@ -269,15 +279,15 @@ def save_into(shard: ShardFile, value: Any) -> None:
         if isinstance(value, io.BytesIO):
             shard.write(value.getbuffer())
         else:
-            exact = _exact(value) if isinstance(value, torch.Tensor) else value
-            torch.save(exact, cast(IO[bytes], shard))  # torch.save needs write, tell and flush only
+            plain = exact(value) if isinstance(value, torch.Tensor) else value
+            torch.save(plain, cast(IO[bytes], shard))  # torch.save needs write, tell and flush only
     except Exception as error:
         if shard.error is not None and error is not shard.error:
             raise storage_error(shard.error, "write", shard.path) from shard.error
         raise
 
 
-def _exact(value: torch.Tensor) -> torch.Tensor:
+def exact(value: torch.Tensor) -> torch.Tensor:
     """The same values in a storage of exactly their size.
 
     For a view, ``torch.save`` would write the whole storage. Copies only values that are not

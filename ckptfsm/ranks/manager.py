@@ -151,6 +151,14 @@ class Manager(Session):
                 f"the save cannot begin: {describe(error)}", step=proposals[0].step
             ) from error
 
+    def before_update(self) -> None:
+        """Wait until the save in flight has read this rank's state (local): call before changing it.
+
+        Needed with ``engine="gated"``; otherwise returns at once. A state that changes earlier
+        fails its save.
+        """
+        self._participant.reports.await_copy()
+
     def restore(
         self,
         state: Any = None,

@@ -30,6 +30,7 @@ from ckptfsm.writers.plain_files import around, at_path
 from ckptfsm.writers.rank_writer import RankWriter
 
 log = logging.getLogger("ckptfsm")
+_LOOK_S = 0.2
 _BEGINNING = (State.REQUESTED, State.FORKED)  # each rank that writes has a writer of these
 
 
@@ -91,10 +92,14 @@ class RankReports:
             parts = tuple(around(job, accepted.parts) for job in staged)
             optional = frozenset(spec.name for spec in specs if spec.optional)
             job = RankJob(of, self._rank, self._world_size, location, parts, optional)
-            deadline = self._ports.clock.monotonic() + self._config.writer_timeout_s
+            deadline = self._now() + self._config.writer_timeout_s
             self._draft = draft
-            self.writer = RankWriter(storage, job, launch=self._ports.launch, deadline=deadline)
-            draft.let_go()
+            self.writer = RankWriter(
+                storage, job, launch=self._ports.launch, deadline=deadline, changed=draft.changed
+            )
+            if self._ports.staging is not None:  # the state is about to be moved
+                self.await_copy()
+            self._let_go_of_copied()
             self._ports.driver.accept()
         except BaseException as error:  # also torch's; the others must not wait for this rank
             self.give_up(of, error)
@@ -119,11 +124,29 @@ class RankReports:
         if self.writer is not None:
             for event in self.writer.poll(now):
                 self.owe(event)
+            self._let_go_of_copied()
         for of, state in view.unfinished.items():
             if self.is_orphan(of, state, view):
                 detail = f"rank {self._rank}: the call that was to write it was interrupted"
                 self.owe(Failed(of, "fork_failed", detail, self._rank))
                 self._given_up = of
+
+    def await_copy(self) -> None:
+        """Wait until the writer needs the trainer's data no more; its deadline bounds the wait."""
+        writer = self.writer
+        while writer is not None and not writer.has_copy:
+            writer.process.await_copy(_LOOK_S)
+            if any(isinstance(event, Failed) for event in writer.poll(self._now())):
+                return
+        self._let_go_of_copied()
+
+    def _let_go_of_copied(self) -> None:
+        """Drop the draft's data once the writer has its copy."""
+        if self._draft is not None and self.writer is not None and self.writer.has_copy:
+            self._draft.let_go()
+
+    def _now(self) -> float:
+        return self._ports.clock.monotonic()
 
     def is_orphan(self, of: AttemptId, state: State, view: View) -> bool:
         """True of an accepted attempt that this rank neither writes nor has given up."""
@@ -171,10 +194,13 @@ class RankReports:
         writer = self.writer
         if writer is None:
             return ""
-        if not writer.wait(timeout_s):
+        deadline = self._now() + timeout_s
+        writer.process.await_copy(timeout_s)
+        writer.look_at_copy()
+        if not writer.wait(max(0.0, deadline - self._now())):
             writer.kill(timeout_s)
             return f"is lost: its writer had not ended after {timeout_s} s"
-        ends = writer.poll(self._ports.clock.monotonic())
+        ends = writer.poll(self._now())
         return next((f"is lost: {end.detail}" for end in ends if isinstance(end, Failed)), "")
 
     def bury(self) -> None:

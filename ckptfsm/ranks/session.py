@@ -270,6 +270,7 @@ class Session:
         self._participant.end()
         idle = self._client.abandon(timeout_s)
         self._client.stop()
+        self._ports.close_writers()
         self._ports.transport.close()
         if idle and hasattr(self, "_storage"):
             self._storage.close_root()

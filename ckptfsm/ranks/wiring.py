@@ -8,8 +8,9 @@ from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.executor import ThreadExecutor
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.signals import PosixDeferredSignals
-from ckptfsm.core.ports import Driver, OffloadHook, Ports, Storage, Transport
+from ckptfsm.core.ports import Driver, OffloadHook, Ports, Storage, Transport, no_writers
 from ckptfsm.writers.rank_writer import launch_forked
+from ckptfsm.writers.write_engine import WriteEngine
 
 
 def system_ports(
@@ -17,8 +18,12 @@ def system_ports(
     driver: Driver,
     open_storage: Callable[[bool], Storage],
     staging: OffloadHook | None = None,
+    engine: WriteEngine | None = None,
 ) -> Ports:
-    """The ports of a real process, given its transport, driver and storage."""
+    """The ports of a real process, given its transport, driver and storage.
+
+    Writers are forked, or run by ``engine``.
+    """
     return Ports(
         transport,
         driver,
@@ -26,7 +31,8 @@ def system_ports(
         ThreadExecutor,
         open_storage,
         this_process,
-        launch_forked,
+        launch_forked if engine is None else engine,
         PosixDeferredSignals,
         staging,
+        no_writers if engine is None else engine.close,
     )

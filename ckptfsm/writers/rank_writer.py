@@ -12,11 +12,13 @@ path: a ``FileTree`` and foreign requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from ckptfsm.adapters.fork import Child, fork_child
+from ckptfsm.adapters.memory import OwnMemory
 from ckptfsm.core.documents import Receipt, encode_sealed
 from ckptfsm.core.errors import StorageError, WriterDied, describe, printable
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked
@@ -24,6 +26,7 @@ from ckptfsm.core.layout import RECEIPTS, STAGING, begun_name, join, receipt_nam
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Launch, Outcome, PartJob, RankJob, Storage, Written
 from ckptfsm.disk.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error
+from ckptfsm.writers.image import FromImages, InlineChunks
 from ckptfsm.writers.shard_file import ShardFile
 
 
@@ -107,9 +110,21 @@ def _require_mark(storage: Storage, of: AttemptId, location: str) -> None:
 
 
 class RankWriter:
-    """A rank's writer as its trainer sees it: forked once, polled, killed at its deadline."""
+    """A rank's writer as its trainer sees it: launched once, polled, killed at its deadline.
 
-    def __init__(self, storage: Storage, job: RankJob, *, launch: Launch, deadline: float) -> None:
+    ``changed`` names data that was changed before the writer held its copy; "" if nothing was.
+    ``has_copy``: the trainer may change its data.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        job: RankJob,
+        *,
+        launch: Launch,
+        deadline: float,
+        changed: Callable[[], str] = str,
+    ) -> None:
         self.of = job.of
         self.payloads: dict[str, Any] = {}
         self._storage = storage
@@ -117,17 +132,35 @@ class RankWriter:
         self._names = tuple(part.name for part in job.parts)  # not the parts: they hold the data
         self._deadline = deadline
         self._end: tuple[Event, ...] | None = None
+        self._changed = changed
+        self.has_copy = False
         self.process = launch(storage, job)
+        self.look_at_copy()
 
     def poll(self, now: float) -> list[Event]:
         """Every report so far, again at every call: the caller remembers the ones it took.
 
-        The reports: the writer was forked, and its shards, or the reason why there are none.
+        The reports: the writer holds a copy, and its shards, or the reason why there are none.
         """
         if self._end is None:
+            self.look_at_copy()
+        if self._end is None:
             self._end = self._ended(now)
-        forked = WriterForked(self.of, self._rank, self._world_size)
-        return [forked, *(self._end or ())]
+        forked = [WriterForked(self.of, self._rank, self._world_size)] if self.has_copy else []
+        return [*forked, *(self._end or ())]
+
+    def look_at_copy(self) -> None:
+        """Once the writer holds a copy, let it go on, or fail if the data changed meanwhile."""
+        if self.has_copy or self._end is not None or not self.process.holds_copy:
+            return
+        problem = self._changed()
+        if problem:
+            self.process.kill(timeout_s=0.0)
+            detail = f"rank {self._rank}: {problem}"
+            self._end = (Failed(self.of, "state_changed", detail, self._rank),)
+            return
+        self.process.confirm()
+        self.has_copy = True
 
     def _ended(self, now: float) -> tuple[Event, ...] | None:
         """The last reports of a writer that ended or missed its deadline, else None."""
@@ -194,7 +227,12 @@ def missed_deadline(whereabouts: str) -> str:
 
 def launch_forked(storage: Storage, job: RankJob) -> Child:
     """Start the writer as a forked child: the fork freezes the data (``ports.Launch``)."""
-    return fork_child(_BoundJob(storage, job), keep=storage.descriptors(), group=True)
+    parts = tuple(
+        part.bound(InlineChunks(OwnMemory())) if isinstance(part, FromImages) else part
+        for part in job.parts
+    )
+    bound = _BoundJob(storage, replace(job, parts=parts))
+    return fork_child(bound, keep=storage.descriptors(), group=True)
 
 
 @dataclass(frozen=True, slots=True)

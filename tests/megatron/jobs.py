@@ -858,19 +858,20 @@ def look_into(here: Here, directory: str, step: int, rows: int) -> Told:
 SPEC = ModelSpec(hidden_size=32, layers=1, heads=2, sequence_length=16, batch_size=2)
 
 
-def train_gpt(here: Here, root: str, tp: int, until: int, save_at: int) -> Told:
+def train_gpt(here: Here, root: str, tp: int, until: int, save_at: int, **settings: Any) -> Told:
     """Train a GPT from where the root is to step ``until``, saving at ``save_at``."""
     here.join()
     initialize_parallel(tp)
     trainer = Trainer(SPEC, tp, "cpu")
     losses: dict[str, str] = {}
-    with managed(here, root) as manager:
+    with managed(here, root, **settings) as manager:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             restored = manager.restore(trainer.sharded_state_dict())
         if restored is not None:
             trainer.load_state_dict(restored.state)
         for step in range(trainer.iteration + 1, until + 1):
+            manager.before_update()  # before the whole step: the demo's trainer has one call for it
             losses[str(step)] = trainer.train_step().hex()
             if step == save_at:
                 manager.save(step, trainer.sharded_state_dict())

@@ -1,0 +1,157 @@
+"""The engines of ckptfsm beside stock: visible stall, time until loadable, CPU time.
+
+All sides save the same state in turns, in one run, with a sync in between. Each save is followed by a
+forward and backward pass of ``WORK_S`` per GiB (or none), and by an update in place. The stall of a
+save is everything that it costs the trainer: the time in our calls, and how much longer than usual the
+pass and the update take. Ratios are to stock's fast mode: forks are slow in two ways on such machines,
+so each sample is divided by the fastest of stock's saves. torch computes on one thread, as under
+torchrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from benchmarks.measure import MS, Figure, Options, in_unit, timed
+from benchmarks.sides import ManagerSide, Side, StockSide, TrainingState
+from ckptfsm import CheckpointManager, LatestN
+from ckptfsm.megatron.compat import cpu_devices, process_group
+
+ENGINES = ("fork", "eager", "gated")
+WORK_S = (0.0, 0.5)  # per GiB of state
+_STALL_TARGETS = {("eager", 0.0): 0.15, ("gated", 0.5): 0.03}
+_LOADABLE_TARGET = 0.5
+_CPU_TARGET = 0.5
+_WARM_UP_ROUNDS = 2
+_USUAL = 3
+_LEAST_S = 1e-6  # a small state may be saved for nothing
+_MIN_ROUNDS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One save, in seconds; ``cpu_s`` of the trainer and its writers."""
+
+    stall_s: float
+    loadable_s: float
+    cpu_s: float
+
+
+class Pass:
+    """A forward and backward pass that takes about ``seconds``: products of two matrices."""
+
+    def __init__(self, seconds: float) -> None:
+        self._matrix = torch.rand(512, 512)
+        one = min(timed(self._product) for _ in range(20))
+        self._products = round(seconds / one)
+
+    def __call__(self) -> None:
+        for _ in range(self._products):
+            self._product()
+
+    def _product(self) -> None:
+        torch.mm(self._matrix, self._matrix)
+
+
+def run(options: Options) -> list[Figure]:
+    """Stall and time until loadable of each engine (ms), and ratios to stock's fast mode."""
+    torch.set_num_threads(1)
+    state = TrainingState(options.state_bytes)
+    figures: list[Figure] = []
+    for work_s in WORK_S:
+        work = options.work / f"after-{work_s}"
+        work.mkdir()
+        between = Pass(work_s * options.state_bytes / (1 << 30))
+        samples: dict[str, list[Sample]] = {}
+        with _sides(work) as sides:
+            rounds = _WARM_UP_ROUNDS + max(options.pairs, _MIN_ROUNDS)
+            for number in range(rounds):
+                for side in sides if number % 2 == 0 else reversed(sides):
+                    sample = save_once(side, number + 1, state, between, options.poll_interval_s)
+                    side.clear()
+                    if number >= _WARM_UP_ROUNDS:
+                        samples.setdefault(side.name, []).append(sample)
+        figures += _figures(samples, work_s)
+    return figures
+
+
+@contextlib.contextmanager
+def _sides(work: Path) -> Iterator[list[Side]]:
+    """Stock, and a manager for each engine."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cpu_devices())
+        stack.enter_context(process_group())
+        sides: list[Side] = [StockSide(work / "stock")]
+        for engine in ENGINES:
+            root = work / engine
+            manager = CheckpointManager(root, retention=LatestN(1), engine=engine)
+            sides.append(ManagerSide(root, stack.enter_context(manager), engine))
+        yield sides
+
+
+def save_once(
+    side: Side, step: int, state: TrainingState, between: Pass, poll_interval_s: float
+) -> Sample:
+    """One save from call to loadable, with a pass and an update behind it."""
+    usual_s = min(timed(between) + timed(state.update) for _ in range(_USUAL))
+    sharded = state.sharded(step)
+    cpu_s = _cpu_s()
+    began = time.perf_counter()
+    side.save(step, sharded)
+    between()
+    side.before_update()
+    state.update()
+    updated = time.perf_counter()
+    while not side.poll():
+        time.sleep(poll_interval_s)
+    loadable = time.perf_counter()
+    return Sample(max(0.0, updated - began - usual_s), loadable - began, _cpu_s() - cpu_s - usual_s)
+
+
+def _cpu_s() -> float:
+    """CPU time of this process and all below it, living or ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = time.process_time() + ended.ru_utime + ended.ru_stime
+    for child in psutil.Process(os.getpid()).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = child.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def _figures(samples: dict[str, list[Sample]], work_s: float) -> list[Figure]:
+    stock = samples["stock"]
+    fast = Sample(
+        min(s.stall_s for s in stock), min(s.loadable_s for s in stock), min(s.cpu_s for s in stock)
+    )
+    after = f"{work_s:g} s of work"
+    figures = []
+    for name, each in samples.items():
+        stalls, loadable = [s.stall_s for s in each], [s.loadable_s for s in each]
+        figures.append(in_unit(f"stall, {after}, {name}", "ms", MS, stalls))
+        if name == "stock":
+            figures.append(in_unit(f"until loadable, {after}, {name}", "ms", MS, loadable))
+            continue
+        target = _STALL_TARGETS.get((name, work_s))
+        figures.append(_over(f"stall, {after}, {name} / stock", stalls, fast.stall_s, target))
+        figures.append(in_unit(f"until loadable, {after}, {name}", "ms", MS, loadable))
+        wanted = None if name == "fork" else _LOADABLE_TARGET
+        title = f"until loadable, {after}, {name} / stock"
+        figures.append(_over(title, loadable, fast.loadable_s, wanted))
+        title, used = f"CPU time, {after}, {name} / stock", [s.cpu_s for s in each]
+        wanted = None if name == "fork" else _CPU_TARGET
+        figures.append(_over(title, used, fast.cpu_s, wanted))
+    return figures
+
+
+def _over(name: str, samples: Sequence[float], one: float, target: float | None) -> Figure:
+    return Figure(name, "ratio", tuple(sample / max(one, _LEAST_S) for sample in samples), target)

@@ -1,0 +1,115 @@
+"""A torch_dist part as images, for a writer without torch: where each byte of its files lies.
+
+The files are those of ``torch_dist.TorchDistPart``, byte for byte: one ``torch.save`` blob per item.
+The head and tail of a blob come from a template, its data stays in the trainer's memory until the
+writer reads it. A blob without a template is made at once, by torch.
+
+Rules: a tensor is kept until the writer has read its memory. ``changed`` compares its address and
+version with those at staging; torch counts a version up with each change in place.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.utils._pytree import tree_map
+
+from ckptfsm.adapters.notices import no_warning_is_an_error
+from ckptfsm.core.layout import PLANNED, join, planned_name
+from ckptfsm.disk.stock import COMMON, COMMON_KEY
+from ckptfsm.megatron.blobs import Templates
+from ckptfsm.megatron.torch_dist import Row, Share, exact, to_host
+from ckptfsm.writers.image import Image, ImagePart, Literal, Memory, Piece, Tail, image_of
+
+
+@dataclass(slots=True)
+class Held:
+    """Tensors with memory that is read after staging, their names, addresses and versions."""
+
+    tensors: list[tuple[str, torch.Tensor, int, int]] = field(default_factory=list)
+    copies: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, name: str, trainers: torch.Tensor, read: torch.Tensor) -> None:
+        """Keep ``read``; watch the trainer's tensor if ``read`` lies in its memory."""
+        memory = trainers.untyped_storage()
+        if trainers.device.type == "cpu" and (
+            memory.data_ptr() <= read.data_ptr() < memory.data_ptr() + memory.nbytes()
+        ):
+            self.tensors.append((name, trainers, trainers.data_ptr(), _version_of(trainers)))
+        self.copies.append(read)
+
+    def changed(self) -> str:
+        """The first tensor that was changed since it was added, in words; "" if none was."""
+        for name, tensor, address, version in self.tensors:
+            if tensor.data_ptr() != address:
+                return f"{name} was moved before the writer had read it"
+            if _version_of(tensor) != version:
+                return f"{name} was changed before the writer had read it"
+        return ""
+
+    def clear(self) -> None:
+        self.tensors, self.copies = [], []
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """The number of changes in place that torch has counted; it counts none in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@no_warning_is_an_error()
+def stage_images(share: Share, templates: Templates, held: Held) -> ImagePart:
+    """The images of a share. Accelerator tensors are copied to host memory now."""
+    spec, draft, rank, planned, common_in_shard = share
+    images: list[Image] = []
+    rows: list[Row] = []
+    for number, bucket in enumerate(draft.buckets):
+        name = f"__{rank}_{number}.distcp"
+        pieces: list[Piece] = []
+        start = 0
+        for item, value in bucket:
+            blob = _blob(item.index.fqn, value, templates, held)
+            size = sum(piece.size for piece in blob)
+            rows.append(_row(item, name, start, size))
+            pieces += blob
+            start += size
+        images.append(image_of(join(spec.directory, name), pieces))
+    if planned is not None:
+        file = f"__{rank}_{len(draft.buckets)}.distcp" if common_in_shard else COMMON
+        common_state = tree_map(to_host, draft.common)
+        common = saved([common_state] if common_in_shard else common_state)
+        images.append(image_of(join(spec.directory, file), [Literal(common)]))
+        if common_in_shard:
+            rows.append((COMMON_KEY, None, None, file, 0, len(common)))
+        images.append(image_of(planned_name(spec.name), [Literal(planned)]))
+    made = (PLANNED,) if planned is not None else ()
+    return ImagePart(spec.name, spec.directory, tuple(images), tuple(rows), made)
+
+
+def _row(item: WriteItem, file: str, start: int, size: int) -> Row:
+    index = item.index
+    offset = list(index.offset) if index.offset is not None else None
+    return (index.fqn, offset, index.index, file, start, size)
+
+
+def _blob(name: str, value: Any, templates: Templates, held: Held) -> list[Piece]:
+    """The pieces of one item."""
+    if isinstance(value, io.BytesIO):
+        return [Literal(value.getvalue())]
+    host = exact(to_host(value))
+    template = templates.of(host)
+    if template is None:
+        return [Literal(saved(host))]
+    held.add(name, value, host)
+    data = Memory(host.untyped_storage().data_ptr(), template.data_bytes)
+    return [Literal(template.head), data, Tail(template.tail, template.patch)]
+
+
+def saved(value: Any) -> bytes:
+    """The bytes of ``torch.save``."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()

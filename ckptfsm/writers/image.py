@@ -1,0 +1,397 @@
+"""Images: files of a checkpoint as lists of pieces, and the pass that writes one.
+
+A piece is a literal, or memory of the trainer that a ``MemoryReader`` reads, or the tail of a
+``torch.save`` blob whose checksums depend on the memory before it. An image holds no tensor and no
+torch object, so a process without torch can write it.
+
+The pass reads an image in file order, in chunks of ``CHUNK_BYTES``. For each chunk, it fills a buffer,
+sums it (CRC-32 of each blob, digest of the file), and writes it past the page cache. A
+``ChunkSource`` fills the buffers: when it is asked to, or by threads that run ahead.
+
+Rules: a file has its full size from the first moment, so its size proves nothing. The digest in the
+receipt is that of the bytes which were given to the disk. A file is durable when ``write`` returns.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import xxhash
+
+from ckptfsm.adapters.posix_storage import DIGEST_PREFIX
+from ckptfsm.core.documents import FileEntry
+from ckptfsm.core.layout import join
+from ckptfsm.core.ports import DIRECT_ALIGNMENT, PartJob, Storage, Written
+from ckptfsm.disk.durable import make_dirs
+from ckptfsm.writers.blob import Patch
+
+try:
+    from isal.isal_zlib import crc32
+except ImportError:  # wheels exist for x86_64 and aarch64; zlib is slower, and right
+    from zlib import crc32
+
+CHUNK_BYTES = 4 << 20
+_HOT_BYTES = 1 << 20  # summed twice (CRC and digest) while the piece is in the processor's cache
+_STREAMS = 2  # writes of one file in flight
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Bytes that are known when the save is planned."""
+
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """``size`` bytes of the trainer at ``address``: the data of one tensor."""
+
+    address: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The end of a blob. ``patch`` fills in the fields that depend on the memory before it."""
+
+    data: bytes
+    patch: Patch
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+
+Piece = Literal | Memory | Tail
+
+
+class Slice(NamedTuple):
+    """A part of a piece inside a chunk: ``at`` counts from the chunk's start, ``start`` from the
+    piece's.
+    """
+
+    piece: Piece
+    at: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A file as it will be. ``name`` is relative to the step's directory, ``size`` in bytes."""
+
+    name: str
+    size: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def chunk_count(self) -> int:
+        return max(1, -(-self.size // CHUNK_BYTES))
+
+    def chunks(self) -> Iterator[tuple[int, int, list[Slice]]]:
+        """Each chunk in file order: its offset, its length, and its slices."""
+        slices: list[Slice] = []
+        filled = offset = 0
+        for piece in self.pieces:
+            start = 0
+            while start < piece.size:
+                length = min(piece.size - start, CHUNK_BYTES - filled)
+                slices.append(Slice(piece, filled, start, length))
+                start, filled = start + length, filled + length
+                if filled == CHUNK_BYTES:
+                    yield offset, filled, slices
+                    offset, filled, slices = offset + filled, 0, []
+        if slices or not offset:
+            yield offset, filled, slices
+
+
+def image_of(name: str, pieces: Sequence[Piece]) -> Image:
+    """The image of these pieces; its size is the sum of theirs."""
+    return Image(name, sum(piece.size for piece in pieces), tuple(pieces))
+
+
+class MemoryReader(Protocol):
+    """Reads the trainer's memory. Raises ``OSError`` if an address is not readable."""
+
+    def read(self, address: int, into: memoryview) -> None: ...
+
+
+class Chunk(NamedTuple):
+    """A filled buffer: ``view`` has the chunk's bytes and room for the alignment behind them."""
+
+    view: memoryview
+    give_back: Callable[[], None]
+
+
+class ChunkSource(Protocol):
+    """Fills the chunks of images, each image's in file order."""
+
+    concurrent: bool
+    """True if several threads may take chunks, and should, so that the disk is kept busy."""
+
+    def take(self, image: Image, slices: Sequence[Slice]) -> Chunk:
+        """The next chunk of ``image``; waits for it. Raises the error of the read."""
+        ...
+
+    def give_up(self, images: Sequence[Image]) -> None:
+        """Fill no more chunks of these images: an error ended their writing."""
+        ...
+
+    def await_confirmation(self) -> None:
+        """Wait until it is known that the memory did not change while it was read."""
+        ...
+
+
+def fill(view: memoryview, slices: Sequence[Slice], memory: MemoryReader) -> None:
+    """Put the bytes of a chunk into ``view``, tails without their checksums."""
+    for piece, at, start, length in slices:
+        if isinstance(piece, Memory):
+            memory.read(piece.address + start, view[at : at + length])
+        else:
+            view[at : at + length] = piece.data[start : start + length]
+
+
+class InlineChunks:
+    """Fills each chunk when it is asked for, into a single buffer."""
+
+    concurrent = False
+
+    def __init__(self, memory: MemoryReader) -> None:
+        self._memory = memory
+        self._view = memoryview(mmap.mmap(-1, CHUNK_BYTES))
+
+    def take(self, image: Image, slices: Sequence[Slice]) -> Chunk:
+        fill(self._view, slices, self._memory)
+        return Chunk(self._view, _nothing)
+
+    def give_up(self, images: Sequence[Image]) -> None:
+        """Nothing is filled that is not asked for."""
+
+    def await_confirmation(self) -> None:
+        """No wait: the memory is a copy, which no other process changes."""
+
+
+def _nothing() -> None:
+    """Nothing is given back: the next chunk uses the same buffer."""
+
+
+class Sums:
+    """The checksums of an image, in file order: CRC-32 per blob, and the digest of the file."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+        self._crc = 0
+        self._tail = b""
+
+    def add(self, view: memoryview, slices: Sequence[Slice]) -> None:
+        """Sum a filled chunk, and put the checksums into the tails in it."""
+        for piece, at, start, length in slices:
+            part = view[at : at + length]
+            if isinstance(piece, Memory):
+                self._add_memory(part, first=start == 0)
+                continue
+            if isinstance(piece, Tail):
+                if start == 0:
+                    self._tail = piece.patch.applied(piece.data, self._crc)
+                part[:] = self._tail[start : start + length]
+            self._digest.update(part)
+
+    def _add_memory(self, part: memoryview, *, first: bool) -> None:
+        crc = 0 if first else self._crc
+        for start in range(0, len(part), _HOT_BYTES):
+            hot = part[start : start + _HOT_BYTES]
+            crc = crc32(hot, crc)
+            self._digest.update(hot)
+        self._crc = crc
+
+    def digest(self) -> str:
+        return DIGEST_PREFIX + self._digest.hexdigest()
+
+
+class ImageFile(AbstractContextManager["ImageFile"]):
+    """The file of an image on its way to the disk, past the page cache where that is possible."""
+
+    def __init__(self, storage: Storage, path: str, size: int) -> None:
+        self._storage, self._size = storage, size
+        self._handle = storage.open_exclusive(path, direct=True)
+        self._open = True
+
+    def __enter__(self) -> ImageFile:
+        self._storage.allocate(self._handle, self._size)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._open:
+            self._open = False
+            self._storage.close(self._handle)
+
+    def put(self, view: memoryview, length: int, offset: int) -> None:
+        """Write a chunk; the last one is padded to a whole block."""
+        padded = -(-length // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
+        if padded > length:
+            view[length:padded] = bytes(padded - length)
+        written = 0
+        while written < padded:
+            taken = self._storage.pwrite(self._handle, view[written:padded], offset + written)
+            if taken <= 0:
+                raise OSError(errno.EIO, f"a write took {taken} of {padded - written} bytes")
+            written += taken
+
+    def close_durably(self) -> None:
+        """Cut the padding off, fsync, close."""
+        self._storage.truncate(self._handle, self._size)
+        self._storage.fsync(self._handle)
+        self.__exit__(None, None, None)
+
+
+class _PutAtOnce(AbstractContextManager["_PutAtOnce"]):
+    """Writes each chunk before the next one is filled."""
+
+    def __init__(self, file: ImageFile) -> None:
+        self._file = file
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is in flight."""
+
+    def put(self, chunk: Chunk, length: int, offset: int) -> None:
+        self._file.put(chunk.view, length, offset)
+        chunk.give_back()
+
+
+class _Puts(AbstractContextManager["_Puts"]):
+    """Writes chunks on a few threads, so that the disk works while the next chunk is summed.
+
+    The first error is raised by the next ``put``, or at the end. Later chunks are given back
+    unwritten then, so that no thread waits for their buffers.
+    """
+
+    def __init__(self, file: ImageFile) -> None:
+        self._file = file
+        self._todo: queue.Queue[tuple[Chunk, int, int] | None] = queue.Queue(_STREAMS)
+        self._error: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._work, daemon=True, name="ckptfsm-put")
+            for _ in range(_STREAMS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for _ in self._threads:
+            self._todo.put(None)
+        for thread in self._threads:
+            thread.join()
+        if kind is None and self._error is not None:
+            raise self._error
+
+    def put(self, chunk: Chunk, length: int, offset: int) -> None:
+        if self._error is not None:
+            raise self._error
+        self._todo.put((chunk, length, offset))
+
+    def _work(self) -> None:
+        while (item := self._todo.get()) is not None:
+            chunk, length, offset = item
+            try:
+                if self._error is None:
+                    self._file.put(chunk.view, length, offset)
+            except BaseException as error:  # raised on the thread that fills
+                self._error = self._error or error
+            chunk.give_back()
+
+
+def write_image(storage: Storage, location: str, image: Image, source: ChunkSource) -> FileEntry:
+    """Write one image below ``location``; durable when this returns."""
+    sums = Sums()
+    with ImageFile(storage, join(location, image.name), image.size) as file:
+        with _Puts(file) if source.concurrent else _PutAtOnce(file) as puts:
+            for offset, length, slices in image.chunks():
+                chunk = source.take(image, slices)
+                sums.add(chunk.view, slices)
+                puts.put(chunk, length, offset)
+        file.close_durably()
+    return FileEntry(name=image.name, bytes=image.size, digest=sums.digest())
+
+
+@runtime_checkable
+class FromImages(PartJob, Protocol):
+    """A share of a part that a process without the trainer's memory can write."""
+
+    @property
+    def images(self) -> tuple[Image, ...]: ...
+
+    def bound(self, source: ChunkSource) -> PartJob:
+        """The same share, with the source of its chunks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """The share of a rank in a part, as images. See ``ports.PartJob``.
+
+    ``made`` are directories below the step's that the images need besides the part's. ``source`` is
+    set by the process that writes: the trainer's addresses mean nothing elsewhere.
+    """
+
+    name: str
+    directory: str
+    images: tuple[Image, ...]
+    rows: tuple[tuple[object, ...], ...] = ()
+    made: tuple[str, ...] = ()
+    source: ChunkSource | None = None
+
+    def bound(self, source: ChunkSource) -> ImagePart:
+        """The same share, with the source of its chunks."""
+        return replace(self, source=source)
+
+    def write(self, storage: Storage, location: str) -> Written:
+        """Write the images, side by side if the source is concurrent."""
+        source = self.source
+        if source is None:
+            raise AssertionError(f"part {self.name!r} was not bound to a source of its bytes")
+        try:
+            files = self._write(storage, location, source)
+        except BaseException:  # an optional part is left out, and the next one is written
+            source.give_up(self.images)
+            raise
+        for directory in self.made:
+            storage.fsync_dir(join(location, directory))
+        source.await_confirmation()  # the receipt follows: it must not vouch for a torn copy
+        return Written(files, self.rows)
+
+    def _write(self, storage: Storage, location: str, source: ChunkSource) -> tuple[FileEntry, ...]:
+        for directory in self.made:
+            make_dirs(storage, directory, base=location)
+        write = partial(_write_one, storage, location, source)
+        if not source.concurrent or len(self.images) < 2:
+            return tuple(map(write, self.images))
+        with ThreadPoolExecutor(len(self.images), "ckptfsm-file") as threads:
+            return tuple(threads.map(write, self.images))
+
+
+def _write_one(storage: Storage, location: str, source: ChunkSource, image: Image) -> FileEntry:
+    return write_image(storage, location, image, source)

@@ -1,0 +1,137 @@
+"""Threads that read the trainer's memory ahead of the pass that writes it.
+
+The chunks of all images of a job are filled in the order in which they are written, as far as there
+are free buffers. With buffers for all of them, the trainer's memory is copied first, at the speed of
+the memory: the trainer may change it before the disk has a byte.
+
+Rules: all chunks of a part are filled before the first of the next part. Parts are written one after
+the other, so a later part can never hold the buffers that an earlier one waits for. An error of a
+read ends the whole job.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from ckptfsm.writers.image import CHUNK_BYTES, Chunk, Image, MemoryReader, Slice, fill
+
+
+class Buffers:
+    """Chunk-sized pieces of one mapping, aligned for direct writes."""
+
+    def __init__(self, mapping: memoryview) -> None:
+        self.count = len(mapping) // CHUNK_BYTES
+        self._views = [mapping[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES] for i in range(self.count)]
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for index in range(self.count):
+            self._free.put(index)
+
+    def take(self) -> Chunk:
+        """A free buffer; waits for one."""
+        index = self._free.get()
+        return Chunk(self._views[index], partial(self._free.put, index))
+
+
+class Prefetch:
+    """A ``ChunkSource`` that runs ahead. ``parts`` are the images of each part, in writing order.
+
+    ``on_taken`` is called once, when the last byte of the trainer's memory has been read.
+    """
+
+    concurrent = True
+
+    def __init__(
+        self,
+        parts: Sequence[Sequence[Image]],
+        memory: MemoryReader,
+        buffers: Buffers,
+        on_taken: Callable[[], None],
+        *,
+        threads: int,
+    ) -> None:
+        self._parts = parts
+        self._memory = memory
+        self._buffers = buffers
+        self._on_taken = on_taken
+        self._threads = threads
+        self._filled: dict[str, queue.SimpleQueue[Chunk | BaseException]] = {
+            image.name: queue.SimpleQueue() for images in parts for image in images
+        }
+        self._failed = False
+        self._given_up: set[str] = set()
+        self._lock = threading.Lock()  # of a look at the names given up and what follows
+        self._fits = buffers.count >= sum(i.chunk_count for images in parts for i in images)
+        self._read = threading.Event()
+        self._confirmed = threading.Event()
+
+    def start(self) -> None:
+        """Begin to read."""
+        threading.Thread(target=self._run, daemon=True, name="ckptfsm-prefetch").start()
+
+    def confirm(self) -> None:
+        """Note that the trainer's memory did not change while it was read."""
+        self._confirmed.set()
+
+    def await_confirmation(self) -> None:
+        """Wait for ``confirm``; the trainer ends a process that waits too long."""
+        self._confirmed.wait()
+
+    def take(self, image: Image, slices: Sequence[Slice]) -> Chunk:
+        """The next chunk of ``image``; waits for it."""
+        if self._fits:  # two cores copy twice as fast while nothing is summed
+            self._read.wait()
+        found = self._filled[image.name].get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def give_up(self, images: Sequence[Image]) -> None:
+        """Take back the buffers of images that are not written: later parts need them."""
+        with self._lock:
+            self._given_up |= {image.name for image in images}
+            for image in images:
+                filled = self._filled[image.name]
+                while not filled.empty():
+                    chunk = filled.get()
+                    if not isinstance(chunk, BaseException):
+                        chunk.give_back()
+
+    def _run(self) -> None:
+        for images in self._parts:
+            lanes = [images[lane :: self._threads] for lane in range(self._threads)]
+            others = [threading.Thread(target=self._fill, args=(lane,)) for lane in lanes[1:]]
+            for thread in others:
+                thread.start()
+            self._fill(lanes[0])
+            for thread in others:
+                thread.join()
+        if not self._failed:
+            self._on_taken()
+        self._read.set()
+
+    def _fill(self, images: Sequence[Image]) -> None:
+        """Fill the chunks of some images of a part, in turns: they are written side by side."""
+        turns = [(image, image.chunks()) for image in images]
+        try:
+            while turns and not self._failed:
+                turns = [turn for turn in turns if self._fill_next(*turn)]
+        except BaseException as error:  # raised where the chunks are taken, in every file
+            self._failed = True
+            for filled in self._filled.values():
+                filled.put(error)
+
+    def _fill_next(self, image: Image, chunks: Iterator[tuple[int, int, list[Slice]]]) -> bool:
+        found = next(chunks, None)
+        if found is None:
+            return False
+        chunk = self._buffers.take()
+        fill(chunk.view, found[2], self._memory)
+        with self._lock:
+            if image.name in self._given_up:
+                chunk.give_back()
+            else:
+                self._filled[image.name].put(chunk)
+        return True

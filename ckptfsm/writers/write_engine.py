@@ -1,0 +1,222 @@
+"""The engine: one persistent writer process per rank, seen from its trainer.
+
+A save costs the trainer a message. The process reads the trainer's memory (``process_vm_readv``), while
+the trainer goes on or waits. No page is write-protected, as a fork would do, and no tensor is cloned.
+The process is started once, in the background, and holds nothing of its trainer.
+
+Rules:
+
+- ``forked`` keeps its meaning: the writer holds a copy of everything, the trainer may change it. In
+  the mode ``eager`` that is so when the launch returns; in ``gated``, when ``holds_copy`` says so.
+- The process writes no receipt before ``confirm``: the trainer first looks whether its state changed
+  while it was read. So a receipt on disk never vouches for a torn copy, also if a process dies.
+- Success is the message that all is durable, and a receipt for each part; the caller looks for them.
+- A process that failed, was killed or missed its deadline is never used again.
+- A job is forked if its parts need torch or a copy of the whole process (foreign requests), or if the
+  storage is not the library's adapter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptfsm.adapters.notices import say
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.spawn import Spawned
+from ckptfsm.core.errors import describe
+from ckptfsm.core.ports import Outcome, RankJob, Storage, WriterProcess
+from ckptfsm.writers.image import CHUNK_BYTES, FromImages
+from ckptfsm.writers.plain_files import TreePart
+from ckptfsm.writers.rank_writer import FilePart, launch_forked
+from ckptfsm.writers.write_process import Confirm, Done, Ended, Order, Probe, Taken
+
+log = logging.getLogger("ckptfsm")
+
+Mode = Literal["eager", "gated"]
+_LISTEN_S = 0.05
+_HELLO_S = 60.0
+_PROBE_BYTES = 64
+_KILL_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class WriteEngineSettings:
+    """The settings of an engine. ``buffer_bytes``: memory of the writer in the mode ``gated``."""
+
+    mode: Mode = "eager"
+    buffer_bytes: int = 64 << 20
+    threads: int = 2
+    nice: int = 10
+    copy_timeout_s: float = 1800.0
+
+
+class WriteEngine:
+    """``ports.Launch`` with a persistent process. ``close`` it with its manager.
+
+    Where the kernel does not let the process read the trainer's memory, writers are forked.
+    """
+
+    def __init__(self, settings: WriteEngineSettings) -> None:
+        self._settings = settings
+        self._process: Spawned | None = None
+        self._greeted = False
+        self._refused = ""
+        self._probe = ctypes.create_string_buffer(os.urandom(_PROBE_BYTES), _PROBE_BYTES)
+
+    def start(self) -> None:
+        """Start the process, if none waits for a job; it gets ready in the background."""
+        if self._process is not None and self._process.exitcode() is None:
+            return
+        self._greeted = False
+        self._process = Spawned("ckptfsm.writers.write_process", "main")
+        self._process.send(Probe(ctypes.addressof(self._probe), self._probe.raw))
+
+    def warm_up(self) -> None:
+        """Start the process ahead of the first save."""
+        try:
+            self.start()
+        except OSError as error:  # the first save tries again, and fails by itself
+            said = f"the writer process cannot be started yet: {describe(error)}"
+            say(log.warning, "writer_not_started", said, error=describe(error))
+
+    def __call__(self, storage: Storage, job: RankJob) -> WriterProcess:
+        """Start a rank's writer. In the mode ``eager``, waits until it holds a copy."""
+        process = self._ready() if _is_portable(storage, job) else None
+        if process is None:
+            return launch_forked(storage, job)
+        running = WriteJob(self, process)
+        try:
+            process.send(self._order(storage, job), storage.descriptors())
+            if self._settings.mode == "eager":
+                running.await_copy(self._settings.copy_timeout_s)
+        except BaseException:  # a Ctrl-C: the caller will not get this writer
+            process.kill()
+            raise
+        return running
+
+    def _ready(self) -> Spawned | None:
+        """A process that can read our memory, for the caller alone; None if there cannot be one."""
+        if self._refused:
+            return None
+        self.start()
+        process, self._process = self._process, None  # not used again if an error comes now
+        assert process is not None
+        deadline = time.monotonic() + _HELLO_S
+        while not self._greeted:
+            for message in process.listen(_LISTEN_S):
+                self._greeted, self._refused = True, message.problem
+            if not self._greeted and (
+                process.exitcode() is not None or time.monotonic() > deadline
+            ):
+                self._refused = f"the writer process did not start ({process.exitcode()})"
+                self._greeted = True
+        if not self._refused:
+            return process
+        process.kill()
+        said = f"writers are forked: no other process can read this one's memory: {self._refused}"
+        say(log.warning, "engine_refused", said, reason=self._refused)
+        return None
+
+    def _order(self, storage: Storage, job: RankJob) -> Order:
+        images = [i for part in job.parts if isinstance(part, FromImages) for i in part.images]
+        needed = sum(image.chunk_count for image in images) * CHUNK_BYTES
+        settings, eager = self._settings, self._settings.mode == "eager"
+        if not eager:
+            needed = min(needed, settings.buffer_bytes)
+        needed = max(needed, CHUNK_BYTES)
+        return Order(storage.root, job, needed, settings.threads, settings.nice, awaited=eager)
+
+    def take_back(self, process: Spawned) -> None:
+        """Use a process again: its job is done."""
+        if self._process is None:
+            self._process = process
+        else:
+            process.kill(0.0)
+
+    def close(self, timeout_s: float = _KILL_WAIT_S) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+            process.kill(timeout_s)
+
+
+def _is_portable(storage: Storage, job: RankJob) -> bool:
+    """True if a process without torch, on the real disk, can write the job."""
+    portable = (FromImages, FilePart, TreePart)
+    return isinstance(storage, PosixStorage) and all(isinstance(p, portable) for p in job.parts)
+
+
+class WriteJob:
+    """A job of the engine's process. See ``ports.WriterProcess``."""
+
+    def __init__(self, engine: WriteEngine, process: Spawned) -> None:
+        self._engine = engine
+        self._process = process
+        self._taken = False
+        self._failure: Outcome | None = None
+        self._outcome: Outcome | None = None
+
+    @property
+    def holds_copy(self) -> bool:
+        """True once the process has read all of the trainer's memory."""
+        self._listen(0.0)
+        return self._taken
+
+    def await_copy(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self._taken and self._outcome is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            self._listen(min(left, _LISTEN_S))
+
+    def confirm(self) -> None:
+        """Let the process write its receipts; without this message it waits for ever."""
+        if self._outcome is None:
+            with contextlib.suppress(ConnectionError):  # it has ended: ``poll`` tells
+                self._process.send(Confirm())
+
+    def poll(self) -> Outcome | None:
+        self._listen(0.0)
+        return self._outcome
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        deadline = time.monotonic() + timeout_s
+        while self._outcome is None and (left := deadline - time.monotonic()) > 0:
+            self._listen(min(left, _LISTEN_S))
+        return self.poll()
+
+    def kill(self, timeout_s: float) -> bool:
+        """End the process, unless the job is done: then nothing of it is left."""
+        if self._outcome is not None:
+            return True
+        if not self._process.kill(timeout_s):
+            return False
+        self._outcome = Outcome(self._process.exitcode())
+        return True
+
+    def whereabouts(self) -> str:
+        return self._process.whereabouts()
+
+    def _listen(self, timeout_s: float) -> None:
+        """Take what the process said, and learn of its end."""
+        if self._outcome is not None:
+            return
+        exitcode = self._process.exitcode()  # first: all that it said is there once it has ended
+        for message in self._process.listen(0.0 if exitcode is not None else timeout_s):
+            if isinstance(message, Taken):
+                self._taken = True
+            elif isinstance(message, Done):
+                self._outcome = Outcome(0, message.payload, complete=True)
+                self._engine.take_back(self._process)
+            elif isinstance(message, Ended):
+                self._failure = Outcome(1, error=message.error)
+        if self._outcome is None and exitcode is not None:
+            self._outcome = self._failure or Outcome(exitcode)

@@ -1,0 +1,186 @@
+"""The writer process of the engine: it serves one trainer, and writes one job at a time.
+
+Started by ``adapters.spawn`` with no torch and nothing of the trainer; ``writers.write_engine`` is the
+trainer's side. A job is a ``RankJob`` of images, read from the trainer's memory, and written as every
+writer writes: shards, directories, then the receipt.
+
+Rules: a job that fails ends the process, so that no thread and no file of it is left behind: the
+trainer starts another one. A job is done when all its threads are.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import threading
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ckptfsm.adapters.memory import MemoryOf
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.spawn import TrainersEnd, be_considerate
+from ckptfsm.core.errors import describe, first_os_error
+from ckptfsm.core.ports import ChildError, RankJob
+from ckptfsm.writers.image import CHUNK_BYTES, FromImages
+from ckptfsm.writers.prefetch import Buffers, Prefetch
+from ckptfsm.writers.rank_writer import write_rank
+
+_MADV_POPULATE_WRITE = 23
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The trainer's first message: ``content`` lies at ``address``."""
+
+    address: int
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The answer to ``Probe``: "", or the reason why the trainer's memory cannot be read."""
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A job for the process, sent with the descriptor of ``root``.
+
+    ``buffer_bytes`` is the memory to use for it, ``threads`` the number that read the trainer's. If the
+    trainer waits for the copy (``awaited``), ``nice`` holds for writing only.
+    """
+
+    root: str
+    job: RankJob
+    buffer_bytes: int
+    threads: int
+    nice: int
+    awaited: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """All bytes of the trainer's memory are read: the trainer may change it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """The trainer's memory did not change while it was read: receipts may be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The job is durable: (part, bytes, payload) for each part."""
+
+    payload: list[tuple[str, int, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The job failed, and the process ends."""
+
+    error: ChildError
+
+
+class Server:
+    """Takes orders until the trainer lets go of the socket."""
+
+    def __init__(self) -> None:
+        self._trainer = TrainersEnd()
+        self._storages: dict[str, PosixStorage] = {}
+        self._source: Prefetch | None = None
+        self._mapping: mmap.mmap | None = None
+
+    def serve(self) -> None:
+        channel = self._trainer.channel
+        listening = True
+        while listening:
+            listening, messages = channel.receive(None)
+            for message in messages:
+                if isinstance(message, Probe):
+                    channel.send(Hello(self._problem_of(message)))
+                elif isinstance(message, Order):
+                    self._begin(message, channel.take_fds())
+                elif isinstance(message, Confirm) and self._source is not None:
+                    self._source.confirm()
+
+    def _problem_of(self, probe: Probe) -> str:
+        """Try to read the trainer's memory. Yama, seccomp or another user may forbid it."""
+        found = bytearray(len(probe.content))
+        try:
+            MemoryOf(self._trainer.pid).read(probe.address, memoryview(found))
+        except OSError as error:
+            return describe(error)
+        return "" if found == probe.content else "another process was read"
+
+    def _begin(self, order: Order, fds: list[int]) -> None:
+        for fd in fds:
+            self._keep(order.root, fd)
+        work = partial(self._run, order)
+        threading.Thread(target=work, daemon=True, name="ckptfsm-job").start()
+
+    def _keep(self, root: str, fd: int) -> None:
+        if root in self._storages:
+            os.close(fd)
+        else:
+            self._storages[root] = PosixStorage.of_descriptor(root, fd)
+
+    def _run(self, order: Order) -> None:
+        try:
+            payload = self._write(order)
+        except BaseException as error:  # the trainer must hear of every error
+            cause = first_os_error(error)
+            words = describe(cause) if cause else ""
+            told = ChildError(describe(error), words, getattr(error, "kind", ""))
+            self._trainer.channel.send(Ended(told))
+            os._exit(1)
+        self._source = None  # with its views of the buffers
+        self._trainer.channel.send(Done(payload))
+
+    def _write(self, order: Order) -> list[tuple[str, int, object]]:
+        source = self._source = Prefetch(
+            [part.images for part in order.job.parts if isinstance(part, FromImages)],
+            MemoryOf(self._trainer.pid),
+            Buffers(self._memory(order.buffer_bytes)),
+            partial(self._trainer.channel.send, Taken()),
+            threads=order.threads,
+        )
+        bound = tuple(
+            part.bound(source) if isinstance(part, FromImages) else part for part in order.job.parts
+        )
+        if order.awaited:  # a busy machine would let the trainer wait for a process that yields
+            source.start()
+            be_considerate(order.nice)
+        else:
+            be_considerate(order.nice)
+            source.start()
+        return write_rank(self._storages[order.root], replace(order.job, parts=bound))
+
+    def _memory(self, size: int) -> memoryview:
+        """At least ``size`` bytes of memory, present, and kept for the next job."""
+        size = -(-size // CHUNK_BYTES) * CHUNK_BYTES
+        if self._mapping is None or len(self._mapping) < size:
+            self._mapping = None  # first: else both are there for a moment
+            self._mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            populate(self._mapping)
+        return memoryview(self._mapping)[:size]
+
+
+def populate(mapping: mmap.mmap) -> None:
+    """Take the pages of a mapping now: a page that is first touched by a copy slows it threefold."""
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # Linux before 5.14
+            raise
+        for start in range(0, len(mapping), mmap.PAGESIZE):
+            mapping[start] = 0
+
+
+def main() -> None:
+    """Serve the trainer: the command line names the socket."""
+    logging.disable()  # its output goes to /dev/null; errors go to the trainer
+    Server().serve()

@@ -1,0 +1,122 @@
+"""The jobs of the write engine's tests. See ``jobs.py``; its rules hold here."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from jobs import (
+    Here,
+    Told,
+    children,
+    managed,
+    save,
+    train_until_done,
+)
+from megatron.core.dist_checkpointing import ShardedTensor
+
+from ckptfsm.writers.write_engine import WriteJob
+
+
+def strike_writer(
+    here: Here, root: str, victim: int, number: int, rows: int, **settings: Any
+) -> Told:
+    """Save steps 1 to 3. The writer of one rank gets a signal when it has read the state of step 2."""
+
+    def confirm(job: WriteJob) -> None:
+        os.kill(job._process.pid, number)
+
+    with managed(here, root, **settings) as manager:
+        first = save(manager, here, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            if here.rank == victim:
+                patch.setattr(WriteJob, "confirm", confirm)
+            error = save(manager, here, 2, rows)
+        manager.wait_until_finished()
+        third = save(manager, here, 3)
+        return {"first": first, "failed": error, "third": third, "all": manager.all_steps()}
+
+
+class Updated:
+    """Weights of a rank that are changed in place. All values of a step are equal, and known."""
+
+    def __init__(self, here: Here, size: int) -> None:
+        self._place = (0, here.rank, here.world_size)
+        self._names = ("w", "m")
+        self.tensors = {name: torch.zeros(size) for name in self._names}
+
+    def state(self) -> dict[str, Any]:
+        return {
+            name: ShardedTensor.from_rank_offsets(name, tensor, self._place)
+            for name, tensor in self.tensors.items()
+        }
+
+    def update(self) -> None:
+        with torch.no_grad():
+            for tensor in self.tensors.values():
+                tensor.add_(1.0)
+
+    def is_at(self, loaded: dict[str, Any], value: float) -> bool:
+        return all(bool((loaded[name] == value).all()) for name in self._names)
+
+
+def update_as_early_as_allowed(
+    here: Here, root: str, saves: int, size: int, **settings: Any
+) -> list[int]:
+    """Save after each update, and update again at once when that is allowed.
+
+    Returns the steps with a state that is not that of their step.
+    """
+    weights, torn = Updated(here, size), []
+    with managed(here, root, retention={"latest_n": 1}, **settings) as manager:
+        for step in range(1, saves + 1):
+            manager.before_update()
+            weights.update()
+            handle = manager.save(step, weights.state())
+            manager.before_update()
+            weights.update()
+            assert train_until_done(manager, handle) is None
+            loaded = manager.restore(Updated(here, size).state(), step=step)
+            assert loaded is not None
+            if not weights.is_at(loaded.state, 2.0 * step - 1):
+                torn.append(step)
+    return torn
+
+
+def update_too_early(here: Here, root: str, how: str, size: int) -> Told:
+    """Change the state on rank 1 without ``before_update``, while the writer reads it."""
+    weights = Updated(here, size)
+    with managed(here, root, engine="gated") as manager:
+        handle = manager.save(1, weights.state())
+        if here.rank == 1:
+            for pid in children():
+                os.kill(pid, signal.SIGSTOP)
+            if how == "in place":
+                weights.update()
+            else:
+                weights.tensors["w"].set_(torch.ones(size))
+            for pid in children():
+                os.kill(pid, signal.SIGCONT)
+        failed = train_until_done(manager, handle)
+        manager.wait_until_finished()
+        manager.before_update()
+        return {"failed": failed, "third": save(manager, here, 3), "all": manager.all_steps()}
+
+
+def leave_in_flight(here: Here, root: str, size: int) -> None:
+    """Leave by an exception with a gated save in flight that no call has looked at since."""
+    weights = Updated(here, size)
+    try:
+        with managed(here, root, engine="gated") as manager:
+            manager.save(1, weights.state())
+            raise KeyError("training failed")
+    except KeyError:
+        return
+
+
+def latest(here: Here, root: str) -> int | None:
+    with managed(here, root) as manager:
+        return manager.latest_step()

@@ -1,0 +1,138 @@
+"""Saves by the persistent writer process: the same files, the same promises, and no torn state."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from cluster import (
+    Cluster,
+    assert_complete,
+    path_of,
+    staging_of,
+    states_of,
+    steps_on_disk,
+    tracked_step,
+    transitions_of,
+)
+
+pytestmark = pytest.mark.megatron
+
+ENGINES = ("eager", "gated")
+MIB_OF_FLOATS = 1 << 18
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_saves_are_tracked_pruned_restored_and_stock_loadable(
+    cluster: Cluster, root: Path, engine: str
+) -> None:
+    """Catches: a checkpoint of the engine that stock megatron-core cannot load, or that the life
+    cycle treats otherwise than a forked writer's."""
+    keep = {"retention": {"latest_n": 2}, "engine": engine}
+    ranks = cluster.run("save_steps", root=str(root), steps=[1, 2, 3], **keep)
+    for rank in ranks:
+        assert (rank["errors"], rank["all"]) == ([None] * 3, [2, 3])
+        assert len(rank["children"]) == 1, "one writer process stays"
+    assert (steps_on_disk(root), tracked_step(root), staging_of(root)) == ([2, 3], 3, [])
+    way = ["requested", "forked", "shards_written", "finalized", "tracked"]
+    assert [r.dest.value for r in transitions_of(root) if r.step == 3] == way
+    for step in (2, 3):
+        assert_complete(root, step)
+        directory = str(path_of(root, step))
+        assert cluster.run("stock_load", directory=directory, step=step) == [True, True]
+    for rank in cluster.run("restore", root=str(root), then=4, engine=engine):
+        assert (rank["step"], rank["equal"], rank["error"], rank["save"]) == (3, True, None, None)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_files_are_those_of_a_forked_writer(cluster: Cluster, tmp_path: Path, engine: str) -> None:
+    """Catches: a byte that torch.save writes otherwise; an item at another place in its file."""
+    for name in ("fork", engine):
+        cluster.run("save_steps", root=str(tmp_path / name), steps=[1], engine=name)
+    directories = [path_of(tmp_path / name, 1) for name in ("fork", engine)]
+    names = [sorted(p.name for p in each.iterdir() if p.is_file()) for each in directories]
+    assert names[0] == names[1]
+    for name in names[0]:
+        forked, written = ((each / name).read_bytes() for each in directories)
+        if name != ".metadata":  # has the path of its directory, and an id
+            assert written == forked, name
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_gpt_resumes_bit_for_bit(cluster: Cluster, root: Path, engine: str) -> None:
+    """Catches: a weight of a later step in a checkpoint: the next loss differs."""
+    first = cluster.run("train_gpt", root=str(root), tp=2, until=4, save_at=2, engine=engine)
+    assert [rank["latest"] for rank in first] == [2, 2]
+    for rank in cluster.run("train_gpt", root=str(root), tp=2, until=4, save_at=4, engine=engine):
+        assert rank["restored"] == 2
+        assert rank["losses"] == {step: first[0]["losses"][step] for step in ("3", "4")}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_f1_a_killed_writer_fails_the_save_on_all_ranks(
+    cluster: Cluster, root: Path, engine: str, victim: int
+) -> None:
+    """Catches: a dead writer process that counts, that hangs the job, or is used for the next save."""
+    ranks = cluster.run(
+        "engine_jobs.strike_writer",
+        root=str(root),
+        victim=victim,
+        number=int(signal.SIGKILL),
+        rows=1000,
+        engine=engine,
+    )
+    for rank in ranks:
+        assert (rank["first"], rank["third"]) == (None, None)
+        assert rank["failed"] is not None
+        assert rank["failed"]["type"] == "WriterDied", rank["failed"]["text"]
+        assert f"rank {victim}: killed by SIGKILL" in rank["failed"]["text"]
+        assert rank["all"] == [1, 3]
+    assert (tracked_step(root), staging_of(root)) == (3, [])
+
+
+def test_f1_a_stopped_writer_meets_its_deadline(cluster: Cluster, root: Path) -> None:
+    """Catches: a gate, or a save, that waits for ever for a writer that does not run."""
+    ranks = cluster.run(
+        "engine_jobs.strike_writer",
+        root=str(root),
+        victim=1,
+        number=int(signal.SIGSTOP),
+        rows=1000,
+        engine="gated",
+        writer_timeout_s=2.0,
+    )
+    for rank in ranks:
+        assert rank["failed"]["facts"]["reason"] == "writer_hung"
+        assert (rank["third"], rank["all"]) == (None, [1, 3])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_checkpoint_is_torn(cluster: Cluster, root: Path, engine: str) -> None:
+    """Catches: a gate that opens early; memory that is read after it may change."""
+    settings = {"saves": 15, "size": 4 * MIB_OF_FLOATS, "engine": engine}
+    assert cluster.run("engine_jobs.update_as_early_as_allowed", root=str(root), **settings) == [
+        [],
+        [],
+    ]
+
+
+@pytest.mark.parametrize("how", ["in place", "moved"])
+def test_a_state_that_changes_too_early_fails_its_save(
+    cluster: Cluster, root: Path, how: str
+) -> None:
+    """Catches: a torn checkpoint that is tracked, because a trainer forgot ``before_update``."""
+    job = "engine_jobs.update_too_early"
+    for rank in cluster.run(job, root=str(root), how=how, size=16 * MIB_OF_FLOATS):
+        assert rank["failed"] is not None
+        assert rank["failed"]["facts"]["reason"] == "state_changed"
+        assert "before the writer had read it" in rank["failed"]["text"]
+        assert (rank["third"], rank["all"]) == (None, [3])
+    assert states_of(root) == {3: "tracked"}
+
+
+def test_leaving_takes_a_save_that_is_still_read(cluster: Cluster, root: Path) -> None:
+    """Catches: a save whose writer waits for a confirmation that nobody sends any more."""
+    cluster.run("engine_jobs.leave_in_flight", root=str(root), size=MIB_OF_FLOATS)
+    assert cluster.run("engine_jobs.latest", root=str(root)) == [1, 1]

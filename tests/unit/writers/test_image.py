@@ -1,0 +1,399 @@
+"""Images: every byte of a file from its pieces, its checksums, and errors of memory and disk."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptfsm.adapters.memory import OwnMemory
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.core.layout import receipt_name, staging_dir
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import DIRECT_ALIGNMENT, RankJob
+from ckptfsm.disk.durable import lookup, make_dirs
+from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
+from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+from ckptfsm.writers import image as images
+from ckptfsm.writers.blob import Patch
+from ckptfsm.writers.image import (
+    Image,
+    ImagePart,
+    InlineChunks,
+    Literal,
+    Memory,
+    Piece,
+    Slice,
+    Tail,
+    image_of,
+    write_image,
+)
+from ckptfsm.writers.prefetch import Buffers, Prefetch
+from ckptfsm.writers.rank_writer import write_rank
+
+OF = AttemptId(5, 1, 1)
+LOCATION = staging_dir(OF)
+
+PATCH = Patch((2, 8), 20, b"1" * 20, (14,), (7, None))
+TAIL = bytes(range(70))
+
+
+class Trainer:
+    """Memory with known content, by address. ``read`` counts; ``gone``: addresses that fail."""
+
+    def __init__(self, *contents: bytes) -> None:
+        self.buffers = [ctypes.create_string_buffer(c, max(1, len(c))) for c in contents]
+        self.pieces = [
+            Memory(ctypes.addressof(buffer), len(content))
+            for buffer, content in zip(self.buffers, contents, strict=True)
+        ]
+        self.gone: set[int] = set()
+        self.reads = 0
+
+    def read(self, address: int, into: memoryview) -> None:
+        self.reads += 1
+        if any(
+            p.address <= address < p.address + p.size for p in self.pieces if p.address in self.gone
+        ):
+            raise OSError(errno.EFAULT, "no such memory")
+        OwnMemory().read(address, into)
+
+
+def expected(pieces: Sequence[Piece], contents: Sequence[bytes]) -> bytes:
+    """The bytes of a file, put together without chunks."""
+    found, data, waiting = b"", b"", list(contents)
+    for piece in pieces:
+        if isinstance(piece, Memory):
+            data = waiting.pop(0)
+            found += data
+        elif isinstance(piece, Tail):
+            found += piece.patch.applied(piece.data, zlib.crc32(data))
+        else:
+            found += piece.data
+    return found
+
+
+@pytest.fixture(params=["real", "simulated"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path):
+    if request.param == "simulated":
+        yield SimStorage(SimDisk(), "p1")
+        return
+    made = PosixStorage(tmp_path)
+    yield made
+    made.close_root()
+
+
+def some_file(trainer: Trainer) -> Image:
+    first, second = trainer.pieces
+    return image_of(
+        "f.distcp",
+        [
+            Literal(b"head"),
+            first,
+            Tail(TAIL, PATCH),
+            Literal(b"x" * 5000),
+            second,
+            Tail(TAIL, PATCH),
+        ],
+    )
+
+
+@pytest.mark.parametrize("size", [1, images.CHUNK_BYTES - 10, images.CHUNK_BYTES + 3])
+def test_a_file_has_the_bytes_of_its_pieces(storage, size):
+    """Catches: a tail on the edge of two chunks; a checksum of the wrong memory; a padded end."""
+    contents = (bytes(range(256)) * (size // 256 + 1))[:size], b"second" * 1000
+    trainer = Trainer(*contents)
+    image = some_file(trainer)
+    entry = write_image(storage, "", image, InlineChunks(trainer))
+    wanted = expected(image.pieces, contents)
+    assert storage.read("f.distcp", 1 << 30) == wanted
+    assert (entry.name, entry.bytes) == ("f.distcp", len(wanted))
+    assert entry.digest == storage.digest("f.distcp")
+
+
+@given(
+    contents=st.lists(st.binary(min_size=1, max_size=9000), min_size=1, max_size=6),
+    cuts=st.integers(1, 4),
+)
+def test_any_pieces_in_any_chunks(contents, cuts):
+    """Catches: a slice that begins or ends in the wrong place, at any edge of a chunk."""
+    trainer = Trainer(*contents)
+    pieces: list[Piece] = []
+    for memory in trainer.pieces:
+        pieces += [Literal(b"h" * cuts), memory, Tail(TAIL, PATCH)]
+    image = image_of("f", pieces)
+    disk = SimStorage(SimDisk(), "p1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(images, "CHUNK_BYTES", cuts * DIRECT_ALIGNMENT)
+        entry = write_image(disk, "", image, InlineChunks(trainer))
+    assert disk.read("f", 1 << 30) == expected(pieces, contents)
+    assert entry.digest == disk.digest("f")
+
+
+def test_an_empty_file_is_a_file(storage):
+    """Catches: an image without pieces that makes no file, or cannot be allocated."""
+    entry = write_image(storage, "", image_of("empty", []), InlineChunks(Trainer()))
+    assert (entry.bytes, storage.read("empty", 10)) == (0, b"")
+    assert entry.digest == storage.digest("empty")
+
+
+def test_every_write_is_aligned(storage):
+    """Catches: a write that a file system refuses past the page cache."""
+    trainer = Trainer(b"a" * 100, b"b" * (images.CHUNK_BYTES + 1))
+    seen: list[tuple[int, int]] = []
+    inner = storage.pwrite
+
+    def pwrite(handle: int, data: memoryview, offset: int) -> int:
+        seen.append((len(data), offset))
+        return inner(handle, data, offset)
+
+    storage.pwrite = pwrite
+    write_image(storage, "", some_file(trainer), InlineChunks(trainer))
+    assert [n % DIRECT_ALIGNMENT for pair in seen for n in pair] == [0] * 4
+
+
+def test_a_short_write_is_no_end(storage):
+    """Catches: a file with a hole where the disk took less than it was given."""
+    trainer = Trainer(b"a" * 100_000, b"b" * 50)
+    inner = storage.pwrite
+    storage.pwrite = lambda handle, data, offset: inner(handle, data[:DIRECT_ALIGNMENT], offset)
+    image = some_file(trainer)
+    write_image(storage, "", image, InlineChunks(trainer))
+    assert storage.read("f.distcp", 1 << 30) == expected(image.pieces, [b"a" * 100_000, b"b" * 50])
+
+
+@pytest.mark.parametrize(
+    "call", ["open_exclusive", "allocate", "pwrite", "truncate", "fsync", "close"]
+)
+def test_F5_F6_an_error_of_the_disk_is_raised(call):
+    """Catches: a file that counts although the disk refused a call."""
+    trainer = Trainer(b"a" * 100, b"b")
+    disk = SimStorage(SimDisk(), "p1")
+    calls = FaultStorage(disk)
+    write_image(calls, "", some_file(trainer), InlineChunks(trainer))
+    index = [name for name, _ in calls.calls].index(call)
+    disk = SimStorage(SimDisk(), "p1")
+    failing = FaultStorage(disk, before=fail_at(index, errno.ENOSPC))
+    with pytest.raises(OSError, match=r"28|ENOSPC|space"):
+        write_image(failing, "", some_file(trainer), InlineChunks(trainer))
+
+
+def prefetched(trainer: Trainer, parts: list[list[Image]], buffers: int, threads: int = 2):
+    memory = memoryview(bytearray(buffers * images.CHUNK_BYTES))
+    taken = threading.Event()
+    source = Prefetch(parts, trainer, Buffers(memory), taken.set, threads=threads)
+    return source, taken
+
+
+def test_a_concurrent_source_gives_the_same_file(tmp_path):
+    """Catches: chunks of one file in the wrong order, or buffers that are given back too early."""
+    size = 3 * images.CHUNK_BYTES + 17
+    contents = bytes(range(251)) * (size // 251), b"z" * size
+    trainer = Trainer(*contents)
+    parts = [[image_of(f"{i}", [p, Tail(TAIL, PATCH)]) for i, p in enumerate(trainer.pieces)]]
+    source, taken = prefetched(trainer, parts, buffers=2)
+    part = ImagePart("state", "", tuple(parts[0])).bound(source)
+    storage = PosixStorage(tmp_path)
+    source.start()
+    source.confirm()
+    written = part.write(storage, "")
+    assert taken.wait(10)
+    for image, content, entry in zip(parts[0], contents, written.files, strict=True):
+        assert (tmp_path / image.name).read_bytes() == expected(image.pieces, [content])
+        assert entry.digest == storage.digest(image.name)
+    storage.close_root()
+
+
+def test_buffers_for_all_take_the_memory_at_once():
+    """Catches: an eager save that waits for the disk."""
+    trainer = Trainer(b"a" * 100, b"b" * 100)
+    parts = [[image_of("0", [trainer.pieces[0]])], [image_of("1", [trainer.pieces[1]])]]
+    source, taken = prefetched(trainer, parts, buffers=2)
+    source.start()
+    assert taken.wait(10)  # no chunk was asked for
+
+
+def test_few_buffers_take_the_memory_with_the_last_chunk():
+    """Catches: a gate that opens early."""
+    trainer = Trainer(b"a" * 100, b"b" * 100)
+    images_ = [image_of(str(i), [piece]) for i, piece in enumerate(trainer.pieces)]
+    source, taken = prefetched(trainer, [[images_[0]], [images_[1]]], buffers=1)
+    source.start()
+    first = source.take(images_[0], [])
+    assert bytes(first.view[:100]) == b"a" * 100
+    assert (trainer.reads, taken.is_set()) == (1, False)  # the only buffer is in use
+    first.give_back()
+    second = source.take(images_[1], [])
+    assert bytes(second.view[:100]) == b"b" * 100
+    assert taken.wait(10)
+
+
+def test_memory_that_cannot_be_read_fails_every_file(tmp_path):
+    """Catches: a hang, or a file of zeros, when an address is gone; a gate that opens all the same."""
+    trainer = Trainer(b"a" * 100, b"b" * 100)
+    trainer.gone.add(trainer.pieces[1].address)
+    parts = [[image_of(str(i), [piece]) for i, piece in enumerate(trainer.pieces)]]
+    source, taken = prefetched(trainer, parts, buffers=1)
+    storage = PosixStorage(tmp_path)
+    source.start()
+    with pytest.raises(OSError, match="no such memory"):
+        ImagePart("state", "", tuple(parts[0])).bound(source).write(storage, "")
+    assert not taken.is_set()
+    storage.close_root()
+
+
+def test_a_part_is_not_written_before_its_copy_is_confirmed(tmp_path):
+    """Catches: a receipt that vouches for memory which changed while it was read."""
+    trainer = Trainer(b"a" * 100)
+    parts = [[image_of("0", trainer.pieces)]]
+    source, taken = prefetched(trainer, parts, buffers=1)
+    storage = PosixStorage(tmp_path)
+    ended = threading.Event()
+
+    def write() -> None:
+        ImagePart("state", "", tuple(parts[0])).bound(source).write(storage, "")
+        ended.set()
+
+    thread = threading.Thread(target=write)
+    source.start()
+    thread.start()
+    assert taken.wait(10)
+    assert not ended.wait(0.2)
+    source.confirm()
+    assert ended.wait(10)
+    thread.join()
+    storage.close_root()
+
+
+def test_a_part_that_is_left_out_does_not_starve_the_next(tmp_path):
+    """Catches: buffers of an optional part that failed, which a later part waits for in vain."""
+    size = 3 * images.CHUNK_BYTES
+    trainer = Trainer(b"a" * size, b"b" * size)
+    first, second = (image_of(str(i), [piece]) for i, piece in enumerate(trainer.pieces))
+    (tmp_path / "0").write_bytes(b"in the way")
+    source, taken = prefetched(trainer, [[first], [second]], buffers=1)
+    storage = PosixStorage(tmp_path)
+    source.start()
+    source.confirm()
+    with pytest.raises(FileExistsError):
+        ImagePart("optional", "", (first,)).bound(source).write(storage, "")
+    part = ImagePart("state", "", (second,)).bound(source)
+    writing = threading.Thread(target=part.write, args=(storage, ""), daemon=True)
+    writing.start()
+    writing.join(10)
+    assert not writing.is_alive(), "the next part waits for a buffer"
+    assert (tmp_path / "1").read_bytes() == b"b" * size
+    assert taken.wait(10)
+    storage.close_root()
+
+
+def test_a_full_disk_ends_a_concurrent_write(tmp_path):
+    """Catches: a hang of the threads behind the first error; an error that is lost."""
+    size = 6 * images.CHUNK_BYTES
+    trainer = Trainer(b"a" * size)
+    parts = [[image_of("0", trainer.pieces)]]
+    source, _ = prefetched(trainer, parts, buffers=2)
+    real = PosixStorage(tmp_path)
+    full = FaultStorage(real, before=lambda i, call, path: _raise() if call == "pwrite" else None)
+    source.start()
+    source.confirm()
+    with pytest.raises(OSError, match="No space"):
+        ImagePart("state", "", tuple(parts[0])).bound(source).write(full, "")
+    real.close_root()
+
+
+def test_a_buffer_is_not_filled_again_before_it_was_written(tmp_path):
+    """Catches: a slow disk that writes the next chunk in the place of this one."""
+    size = 4 * images.CHUNK_BYTES
+    content = b"".join(bytes([i]) * images.CHUNK_BYTES for i in range(4))
+    trainer = Trainer(content)
+    parts = [[image_of("0", trainer.pieces)]]
+    source, taken = prefetched(trainer, parts, buffers=1)
+    real = PosixStorage(tmp_path)
+    inner, looked = real.pwrite, threading.Event()
+
+    def slow(handle: int, data: memoryview, offset: int) -> int:
+        if offset == 0:
+            looked.set()
+            taken.wait(0.3)  # a buffer that was given back is filled meanwhile
+        return inner(handle, data, offset)
+
+    real.pwrite = slow
+    source.start()
+    source.confirm()
+    ImagePart("state", "", tuple(parts[0])).bound(source).write(real, "")
+    assert looked.is_set()
+    assert (tmp_path / "0").read_bytes()[:size] == content
+    real.close_root()
+
+
+def test_F7_a_written_file_survives_a_loss_of_power():
+    """Catches: a receipt for a file that is allocated, has its size, and reads as zeros."""
+    disk = SimDisk()
+    storage = SimStorage(disk, "p1")
+    trainer = Trainer(b"a" * 10_000, b"b" * 10)
+    image = some_file(trainer)
+    write_image(storage, "", image, InlineChunks(trainer))
+    storage.fsync_dir("")
+    disk.crash("all_lost")
+    wanted = expected(image.pieces, [b"a" * 10_000, b"b" * 10])
+    assert SimStorage(disk, "p2").read("f.distcp", 1 << 30) == wanted
+
+
+def write_job(storage, trainer: Trainer) -> None:
+    image = replace(some_file(trainer), name="sub/f")
+    planned = image_of("planned/p", [Literal(b"planned")])
+    part = ImagePart("state", "sub", (image, planned), made=("planned",))
+    job = RankJob(OF, 0, 1, LOCATION, (part.bound(InlineChunks(trainer)),))
+    write_rank(storage, job)
+
+
+def prepared() -> SimDisk:
+    disk = SimDisk()
+    make_dirs(SimStorage(disk, "setup"), LOCATION)
+    disk.kill("setup")
+    return disk
+
+
+@pytest.mark.parametrize("fate", ["all_lost", "all_kept"])
+def test_I3_power_loss_at_any_call_leaves_no_receipt_without_file(fate):
+    """Catches: a receipt that is durable before the bytes, the cut, or the names of its file."""
+    trainer = Trainer(b"a" * 9000, b"b" * 10)
+    whole = expected(some_file(trainer).pieces, [b"a" * 9000, b"b" * 10])
+    counted = FaultStorage(SimStorage(prepared(), "p1"))
+    write_job(counted, trainer)
+    with_receipt = 0
+    for call in range(len(counted.calls) + 1):
+        disk = prepared()
+        storage = FaultStorage(SimStorage(disk, "p1"), before=crash_at(call))
+        with contextlib.suppress(ProcessDead):
+            write_job(storage, trainer)
+        disk.crash(fate)
+        after = SimStorage(disk, "p2")
+        if lookup(after, f"{LOCATION}/{receipt_name('state', 0)}") is not None:
+            with_receipt += 1
+            assert after.read(f"{LOCATION}/sub/f", 1 << 30) == whole
+            assert after.read(f"{LOCATION}/planned/p", 100) == b"planned"
+    assert 1 <= with_receipt < len(counted.calls) / 2
+
+
+def _raise() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_slices_say_where_their_bytes_lie():
+    """Catches: an offset that counts from the wrong start."""
+    pieces = [Literal(b"ab"), Literal(b"c" * images.CHUNK_BYTES)]
+    first, second = image_of("f", pieces).chunks()
+    assert first[:2] == (0, images.CHUNK_BYTES)
+    assert first[2] == [Slice(pieces[0], 0, 0, 2), Slice(pieces[1], 2, 0, images.CHUNK_BYTES - 2)]
+    assert second == (images.CHUNK_BYTES, 2, [Slice(pieces[1], 0, images.CHUNK_BYTES - 2, 2)])

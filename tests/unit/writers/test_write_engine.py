@@ -1,0 +1,311 @@
+"""The persistent writer process: what its trainer may believe, and when it may change its memory."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.core.events import Failed, ShardReported, WriterForked
+from ckptfsm.core.layout import receipt_name, staging_dir
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import RankJob
+from ckptfsm.writers.image import ImagePart, Literal, Memory, image_of
+from ckptfsm.writers.rank_writer import FilePart, RankWriter
+from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings
+
+OF = AttemptId(5, 1, 1)
+LOCATION = staging_dir(OF)
+FAR = 1e12
+WAIT_S = 30.0
+MIB = 1 << 20
+
+
+class State:
+    """Memory of the trainer: ``count`` tensors of ``size`` bytes."""
+
+    def __init__(self, count: int = 2, size: int = 3 * MIB + 5) -> None:
+        self.buffers = [
+            ctypes.create_string_buffer(bytes([65 + i]) * size, size) for i in range(count)
+        ]
+        self.version = 0
+
+    def part(self, name: str = "state") -> ImagePart:
+        images = [
+            image_of(
+                f"__0_{i}.distcp",
+                [Literal(b"head"), Memory(ctypes.addressof(b), len(b)), Literal(b"t")],
+            )
+            for i, b in enumerate(self.buffers)
+        ]
+        return ImagePart(name, "", tuple(images), (("row", 1),))
+
+    def wanted(self, index: int) -> bytes:
+        return b"head" + self.buffers[index].raw + b"t"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / LOCATION).mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.fixture
+def storage(root: Path):
+    made = PosixStorage(root)
+    yield made
+    made.close_root()
+
+
+@pytest.fixture
+def engine():
+    made: list[WriteEngine] = []
+
+    def make(**settings) -> WriteEngine:
+        made.append(WriteEngine(WriteEngineSettings(**settings)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def job(*parts, of: AttemptId = OF) -> RankJob:
+    return RankJob(of, 0, 1, staging_dir(of), parts)
+
+
+def writer(engine, storage, *parts, of: AttemptId = OF, changed=str) -> RankWriter:
+    return RankWriter(storage, job(*parts, of=of), launch=engine, deadline=FAR, changed=changed)
+
+
+def ends(writer: RankWriter) -> list[object]:
+    """Its reports once it has ended."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        reports = writer.poll(0.0)
+        if any(isinstance(each, (Failed, ShardReported)) for each in reports):
+            return reports
+        writer.process.wait(0.05)
+    raise AssertionError("the writer does not end")
+
+
+def pid_of(writer: RankWriter) -> int:
+    return writer.process._process.pid
+
+
+@pytest.mark.parametrize("mode", ["eager", "gated"])
+def test_a_state_is_written_and_reported(engine, storage, root, mode):
+    """Catches: a file with other bytes than the state; a success without a receipt."""
+    state = State()
+    run = writer(engine(mode=mode), storage, state.part(), FilePart("data.pt", "data.pt", b"plain"))
+    forked, shards, plain = ends(run)
+    assert forked == WriterForked(OF, 0, 1)
+    assert (shards.part, shards.shard_bytes) == ("state", sum(len(state.wanted(i)) for i in (0, 1)))
+    assert (plain.part, plain.shard_bytes) == ("data.pt", 5)
+    for index in (0, 1):
+        assert (root / LOCATION / f"__0_{index}.distcp").read_bytes() == state.wanted(index)
+    assert (root / LOCATION / receipt_name("state", 0)).exists()
+
+
+def test_an_eager_save_may_be_changed_when_its_launch_returns(engine, storage, root):
+    """Catches: a torn file, of a state that was changed as soon as it was allowed."""
+    state = State(size=20 * MIB)
+    wanted = state.wanted(0)
+    run = writer(engine(mode="eager"), storage, state.part())
+    assert run.has_copy
+    for buffer in state.buffers:
+        ctypes.memset(buffer, 0, len(buffer))
+    ends(run)
+    assert (root / LOCATION / "__0_0.distcp").read_bytes() == wanted
+
+
+def test_a_gated_save_holds_no_copy_until_all_is_read(engine, storage, root):
+    """Catches: a gate that opens early: few buffers are filled again and again."""
+    state = State(count=1, size=40 * MIB)
+    wanted = state.wanted(0)
+    run = writer(engine(mode="gated", buffer_bytes=8 * MIB), storage, state.part())
+    run.process.await_copy(WAIT_S)
+    run.look_at_copy()
+    assert run.has_copy
+    ctypes.memset(state.buffers[0], 0, len(state.buffers[0]))
+    ends(run)
+    assert (root / LOCATION / "__0_0.distcp").read_bytes() == wanted
+
+
+def test_a_state_that_changed_too_early_leaves_no_receipt(engine, storage, root):
+    """Catches: a torn checkpoint that counts."""
+    run = writer(engine(mode="gated"), storage, State().part(), changed=lambda: "w1 was changed")
+    [failed] = ends(run)
+    assert (failed.reason, failed.detail) == ("state_changed", "rank 0: w1 was changed")
+    assert run.process.kill(WAIT_S)
+    assert not (root / LOCATION / receipt_name("state", 0)).exists()
+    assert run.poll(0.0) == [failed]
+
+
+def test_no_receipt_before_the_copy_is_confirmed(engine, storage, root):
+    """Catches: a receipt on disk of a trainer that died before it could look at its state."""
+    process = engine(mode="gated")(storage, job(State().part()))
+    process.await_copy(WAIT_S)
+    assert process.holds_copy
+    assert process.wait(0.5) is None
+    assert not (root / LOCATION / receipt_name("state", 0)).exists()
+    process.confirm()
+    assert process.wait(WAIT_S).succeeded
+    assert (root / LOCATION / receipt_name("state", 0)).exists()
+
+
+def test_the_process_stays_for_the_next_save(engine, storage, root):
+    """Catches: a process per save, whose memory is taken anew each time."""
+    used = engine()
+    pids = set()
+    for attempt in (1, 2, 3):
+        of = AttemptId(attempt, 1, attempt)
+        (root / staging_dir(of)).mkdir(parents=True)
+        run = writer(used, storage, State().part(), of=of)
+        ends(run)
+        pids.add(pid_of(run))
+    assert len(pids) == 1
+
+
+def test_F1_a_killed_process_fails_its_save_and_the_next_one_has_another(engine, storage, root):
+    """Catches: a dead writer that counts as a success, or is used again."""
+    used = engine(mode="gated")
+    run = writer(used, storage, State().part())
+    os.kill(pid_of(run), signal.SIGKILL)
+    end = ends(run)[-1]
+    assert isinstance(end, Failed)
+    assert "SIGKILL" in end.detail
+    assert run.kill(WAIT_S)
+    of = AttemptId(6, 1, 2)
+    (root / staging_dir(of)).mkdir(parents=True)
+    again = writer(used, storage, State().part(), of=of)
+    assert isinstance(ends(again)[-1], ShardReported)
+    assert pid_of(again) != pid_of(run)
+
+
+def test_F1_a_process_that_dies_between_saves_is_started_anew(engine, storage, root):
+    """Catches: a save that fails because its writer died long before."""
+    used = engine()
+    ends(writer(used, storage, State().part()))
+    pid = used._process.pid
+    os.kill(pid, signal.SIGKILL)
+    select.select([watched := os.pidfd_open(pid)], [], [], WAIT_S)
+    os.close(watched)
+    of = AttemptId(6, 1, 2)
+    (root / staging_dir(of)).mkdir(parents=True)
+    assert isinstance(ends(writer(used, storage, State().part(), of=of))[-1], ShardReported)
+
+
+def test_F5_an_error_of_the_disk_names_the_file(engine, storage, root):
+    """Catches: a save that counts without its file; an error without a name; a process used again."""
+    (root / LOCATION / "__0_1.distcp").write_bytes(b"there already")
+    used = engine()
+    run = writer(used, storage, State().part())
+    end = ends(run)[-1]
+    assert isinstance(end, Failed)
+    assert "__0_1.distcp" in end.detail
+    assert (root / LOCATION / "__0_1.distcp").read_bytes() == b"there already"
+    assert run.kill(WAIT_S)
+
+
+def test_memory_that_was_freed_fails_the_save(engine, storage, root):
+    """Catches: a file of zeros, or a hang, when the trainer gave memory back too early."""
+    gone = ImagePart("state", "", (image_of("__0_0.distcp", [Memory(4096, 100)]),))
+    end = ends(writer(engine(mode="gated"), storage, gone))[-1]
+    assert isinstance(end, Failed)
+    assert "EFAULT" in end.detail or "Bad address" in end.detail
+
+
+def test_a_kill_is_certain_and_hurts_no_later_save(engine, storage, root):
+    """Catches: a writer that is reported gone, and writes on."""
+    used = engine(mode="gated")
+    run = writer(used, storage, State(size=30 * MIB).part())
+    pid = pid_of(run)
+    assert run.kill(WAIT_S)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    of = AttemptId(6, 1, 2)
+    (root / staging_dir(of)).mkdir(parents=True)
+    assert isinstance(ends(writer(used, storage, State().part(), of=of))[-1], ShardReported)
+
+
+def test_a_job_that_is_done_is_not_killed(engine, storage, root):
+    """Catches: a kill of an old save that hits the process of the next."""
+    used = engine()
+    first = writer(used, storage, State().part())
+    ends(first)
+    of = AttemptId(6, 1, 2)
+    (root / staging_dir(of)).mkdir(parents=True)
+    second = writer(used, storage, State().part(), of=of)
+    assert first.kill(0.0)
+    assert isinstance(ends(second)[-1], ShardReported)
+
+
+def test_where_memory_cannot_be_read_the_writer_is_forked(
+    engine, storage, root, caplog, monkeypatch
+):
+    """Catches: a job in a container without ``process_vm_readv`` that can save nothing."""
+    used = engine()
+    used._probe = ctypes.create_string_buffer(b"x", 1)
+    monkeypatch.setattr(ctypes, "addressof", lambda found: 4096)
+    used.start()
+    monkeypatch.undo()
+    run = writer(used, storage, State().part())
+    assert isinstance(ends(run)[-1], ShardReported)
+    assert "writers are forked" in caplog.text
+    assert (root / LOCATION / "__0_0.distcp").read_bytes() == State().wanted(0)
+
+
+def test_parts_that_need_the_trainers_code_are_forked(engine, storage, root):
+    """Catches: a foreign request that is sent to a process without torch."""
+    run = writer(engine(), storage, _Foreign())
+    assert isinstance(ends(run)[-1], ShardReported)
+
+
+class _Foreign:
+    """A part that only a copy of this process can write: it cannot be pickled."""
+
+    name, directory = "foreign", ""
+
+    def __init__(self) -> None:
+        self.unpicklable = lambda: b"x"
+
+    def write(self, storage, location):
+        return FilePart("foreign", "f", self.unpicklable()).write(storage, location)
+
+
+TRAINER = """
+import os, sys
+sys.path[:0] = sys.argv[2:]
+from unit.writers.test_write_engine import *
+root = sys.argv[1]
+storage = PosixStorage(root)
+engine = WriteEngine(WriteEngineSettings(mode="gated"))
+process = engine(storage, job(State().part()))
+process.await_copy(WAIT_S)
+print(process._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_F3_a_trainer_that_dies_before_it_confirmed_leaves_no_receipt(root):
+    """Catches: a writer that outlives its trainer, and vouches for what it read."""
+    command = [sys.executable, "-c", TRAINER, str(root), *sys.path]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, timeout=120, check=False)
+    assert ran.returncode == -signal.SIGKILL
+    pid = int(ran.stdout)
+    try:
+        select.select([watched := os.pidfd_open(pid)], [], [], WAIT_S)
+        os.close(watched)
+    except OSError as error:
+        assert error.errno == errno.ESRCH
+    assert not (root / LOCATION / receipt_name("state", 0)).exists()
