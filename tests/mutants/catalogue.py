@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants import composites, core, dropins, durability, protocol, ranks
+from mutants import composites, core, dropins, durability, engine, protocol, ranks
 from mutants.loader import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -12,6 +12,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *ranks.MUTANTS,
     *composites.MUTANTS,
     *dropins.MUTANTS,
+    *engine.MUTANTS,
 )
 
 

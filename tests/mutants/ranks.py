@@ -119,9 +119,9 @@ WRITERS = (
     ),
     mutant(
         "a-save-holds-what-its-writer-has",
-        "ranks.reports:RankReports.begin_writing",
-        "draft.let_go()\nself._ports.driver.accept()",
-        "self._ports.driver.accept()",
+        "ranks.reports:RankReports._let_go_of_copied",
+        "self._draft.let_go()",
+        "pass",
         breaks="I10",
         source="verl #4638",
         killers=("tests:test_manager.py::test_nothing_of_the_state_is_held_once_a_writer_has_it",),

@@ -54,6 +54,7 @@ _TESTED_BY = {  # modules that have no test file of their name
     "plan_run": "coordinator",
     "receipts": "inspection",
     "shard_file": "rank_writer",
+    "prefetch": "image",
     "ports": "fork",
     "session": "manager",
     "recovery_refusals": "recovery",
@@ -108,7 +109,7 @@ class Verdict:
 
 
 def layers_for(planted: Mutant, layers: Sequence[str]) -> list[str]:
-    """Every layer, the likely killers first. Tests come before layers: they see most bugs in a second."""
+    """Every layer, the likely killers first; tests before layers, as they see most bugs in a second."""
     modules = dict.fromkeys(edit.module.rpartition(".")[2] for edit in planted.edits)
     tests = [f"{TESTS}test_{_TESTED_BY.get(module, module)}.py" for module in modules]
     named = [killer for killer in planted.killers if killer.startswith(TESTS)]
