@@ -1,4 +1,5 @@
-"""One contract, two disks: what the library relies on holds on the real and the simulated one.
+"""Two disks, the same contract: the real and the simulated disk keep all that the library relies
+on.
 
 The first part runs on both, so that a simulation result says something about the real disk. The
 second part needs a real kernel: symbolic links, FIFOs, locks, mounts, a full disk.
@@ -31,7 +32,7 @@ from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 
 
 class Disk:
-    """A storage, and somebody else who plants things on the same disk."""
+    """A storage, and another program that plants files on the same disk."""
 
     def __init__(self, storage: Storage, symlink: Callable[[str, str], None]) -> None:
         self.storage = storage

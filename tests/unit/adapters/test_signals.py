@@ -88,8 +88,8 @@ def for_the_kernel(number: int) -> tuple[bytes, bytes]:
 
 
 def test_what_the_kernel_knew_of_a_handler_comes_back(heard: list[int], tmp_path: Path):
-    """Catches: a handler in C that stood above Python's, as a library lays it there, and calls that a
-    signal did not interrupt before (asyncio asks for that), gone after the first save."""
+    """Catches: a handler in C above Python's that is gone after the first save, as a library sets
+    it. Calls that a signal did not interrupt before (asyncio asks for that), and now does."""
     signal.siginterrupt(signal.SIGINT, False)
     with (tmp_path / "trace").open("w") as trace:
         faulthandler.register(signal.SIGTERM, file=trace, chain=True)
@@ -254,8 +254,8 @@ except KeyboardInterrupt:
 
 
 def test_an_interrupt_inside_the_fork_is_not_swallowed():
-    """Catches: a Ctrl-C that CPython prints and forgets, as it came in what a fork calls before and
-    after; from logging's own hook it would leave logging's lock held for good."""
+    """Catches: a Ctrl-C that CPython prints and forgets, because it came in a call before or after
+    the fork. From logging's hook it would leave logging's lock held for good."""
     command = [sys.executable, "-c", IN_THE_FORK]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (done.stdout.strip(), done.stderr, done.returncode) == ("interrupted, written", "", 0)

@@ -1,4 +1,4 @@
-"""A process beside its trainer: messages, both ends' deaths, and what it inherits."""
+"""A process beside its trainer: messages, the deaths of both ends, and its inheritance."""
 
 from __future__ import annotations
 

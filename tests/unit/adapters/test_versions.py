@@ -1,4 +1,5 @@
-"""Which packages are asked for, and what is said of versions that are too old, broken or untried."""
+"""Which packages are asked for, and the messages about versions that are too old, broken or
+untried."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def names(requirements: list[str]) -> set[str]:
 
 
 def test_a_plain_install_brings_no_torch():
-    """Catches: 3 GB for somebody who wants the life cycle or the command line."""
+    """Catches: a download of 3 GB for a user who wants the life cycle or the command line."""
     assert names(PROJECT["dependencies"]) == {"pydantic", "transitions", "xxhash", "tomli"}
 
 
@@ -63,7 +64,7 @@ def test_tried_versions_are_taken_silently(name: str):
 
 @pytest.mark.parametrize("name", TRIED)
 def test_an_untried_version_is_taken_with_a_warning(name: str):
-    """Catches: the newest release refused; or taken without a word of what was tried."""
+    """Catches: the newest release refused; or taken without a word of the versions that were tried."""
     with pytest.warns(UntriedVersionWarning, match=f"{name} 99.1.0 was never tried") as seen:
         judge(name, "99.1.0")
     assert all(version in str(seen[0].message) for version in TRIED[name])
@@ -115,7 +116,7 @@ def ray_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_a_package_that_cannot_be_used_is_named(ray_of_ours: Path, content: str, said: str):
-    """Catches: a traceback of somebody else's import, without what to install."""
+    """Catches: a traceback of another package's import, without the package to install."""
     ray_of_ours.write_text(content)
     with pytest.raises(ConfigError, match=said):
         require("ray", extra="ray")

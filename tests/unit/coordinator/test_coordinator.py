@@ -1,6 +1,8 @@
-"""The coordinator on a simulated disk: what it accepts, refuses, repairs and never touches.
+"""The coordinator on a simulated disk: its acceptances, refusals and repairs, and the files that it
+never touches.
 
-Each test says what it would catch. Crashes at every call are in ``test_crash_simulation``.
+Each test names the bugs that it would catch. Crashes at every call are in
+``test_crash_simulation``.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def below(disk: SimDisk, prefix: str) -> dict[str, object]:
 
 
 def written_by_a_child(job: FakeJob, of: AttemptId, rank: int) -> None:
-    """A rank's shard and receipt, which nobody has reported yet."""
+    """A rank's shard and receipt, which are not reported yet."""
     part = FakePart("state", "", rank, fake_content(of, rank))
     write_rank(job.storage, RankJob(of, rank, job.ranks, staging_dir(of), (part,)))
 
@@ -214,7 +216,8 @@ def test_settled_is_said_after_everything_else():
     ]
 
 
-# ----------------------------------------------------------------------- F9: what is visible late
+# ----------------------------------------------------------------------- F9: files that are visible
+# late
 
 
 class LateStorage(SimStorage):
@@ -288,7 +291,7 @@ def test_F9_a_name_that_never_shows_fails_the_attempt(late: str):
 def rewrite_receipt(job: FakeJob, of: AttemptId, rank: int, change: Callable[[dict], None]) -> None:
     path = f"{staging_dir(of)}/{receipt_name('state', rank)}"
     receipt = json.loads(job.storage.read(path, 1 << 20))
-    del receipt["crc"]  # whoever forges a receipt need not seal it
+    del receipt["crc"]  # a forged receipt need not be sealed
     change(receipt)
     job.storage.unlink(path)
     handle = job.storage.open_exclusive(path)
@@ -539,7 +542,7 @@ def test_F16_a_tracked_directory_that_became_a_link_is_not_pruned():
 
 
 def test_F16_a_checkpoint_that_became_a_mount_is_not_pruned():
-    """Catches: a prune that is tried for ever: somebody moved the checkpoint to another disk, and
+    """Catches: a prune that is tried for ever: a person moved the checkpoint to another disk, and
     mounted it where it was."""
     disk = SimDisk()
     job = saved(disk, 1, 2)
@@ -586,7 +589,7 @@ def test_F16_a_linked_name_in_the_way_of_a_save():
 @pytest.mark.damages_journal("puts a link in its place")
 @pytest.mark.parametrize("name", ["staging", "trash", "journal", "epochs"])
 def test_F16_a_private_directory_that_is_a_link_is_refused(name: str):
-    """Catches: our own files written, or deleted, somewhere else."""
+    """Catches: our files written, or deleted, somewhere else."""
     disk = SimDisk()
     vandal = SimStorage(disk, "vandal")
     vandal.mkdir(".ckptfsm")
@@ -654,7 +657,8 @@ def test_I7_a_reader_beside_an_earlier_version_leaves_its_lease_where_that_one_l
 
 
 def test_F17_a_tracker_edited_by_hand_stops_a_deletion():
-    """I2. Catches: the deletion of what the tracker names, whoever wrote it there."""
+    """I2. Catches: the deletion of the step that the tracker names, whichever program wrote it
+    there."""
     disk = SimDisk()
     job = saved(disk, 1, 2)
     replace(disk, TRACKER, b"1\n")
@@ -795,7 +799,7 @@ def test_F20_damage_in_the_middle_changes_nothing_and_raises():
 
 
 def test_F20_bytes_after_a_seal_do_not_count():
-    """F13. Catches: a zombie's last words in its own segment taken for history."""
+    """F13. Catches: a zombie's last words in its segment taken for history."""
     disk = SimDisk()
     zombie = saved(disk, 1)
     second = start(disk, "second", takeover=True)
@@ -866,7 +870,7 @@ def test_F5_a_root_is_opened_where_our_trash_takes_the_bytes_of_the_tracker():
 
 
 def test_F5_the_trash_of_one_that_saves_all_the_time_is_emptied():
-    """Found by attack. Catches: a disk that fills to the brim with what was pruned, since no tick ever
+    """Found by attack. Catches: a disk that fills to the brim with pruned files, since no tick ever
     finds the root idle."""
     disk = SimDisk()
     job = saved(disk, 1, 2)
@@ -936,7 +940,7 @@ def test_F34_a_newer_document_is_refused_and_not_rewritten(make, resume: str):
 
 
 def outside_own_journal(disk: SimDisk, epoch: int) -> dict[str, object]:
-    """Everything but the zombie's own segment, which is sealed: its bytes do not count."""
+    """Everything but the zombie's segment, which is sealed: its bytes do not count."""
     own = f"{JOURNAL}/{epoch:06d}.ndjson"
     return {path: value for path, value in disk.snapshot().items() if path != own}
 
@@ -987,7 +991,7 @@ def test_I9_a_fenced_coordinator_changes_nothing(call: str):
 
 
 def copied(source: SimDisk, name: str, target: SimDisk) -> None:
-    """Somebody else copies a directory, as it is."""
+    """Another program copies a directory, as it is."""
     storage = SimStorage(target, "somebody")
     storage.mkdir(name)
     for path, data in sorted(below(source, f"{name}/").items()):
@@ -1057,7 +1061,7 @@ def faulty(disk: SimDisk, predicate: Callable[[str, str], bool], code: int, **se
 
 
 def test_F6_a_lost_journal_is_fatal_and_stays_so():
-    """I11. Catches: a segment written on after a failed fsync, when nobody knows what is in it."""
+    """I11. Catches: a segment written on after a failed fsync, when its content is unknown."""
     broken = []
     disk = SimDisk()
     job = faulty(disk, lambda m, p: bool(broken) and m == "fsync" and JOURNAL in p, errno.EIO)
@@ -1347,8 +1351,8 @@ def test_F7_short_writes_lose_nothing():
 
 
 def test_I9_a_fenced_coordinator_asks_for_no_finalizers():
-    """Catches: metadata written by the name of what a successor has tracked, by the finalizers of a job
-    that was paused behind its writers."""
+    """Catches: metadata written into the directory that a successor has tracked, by the finalizers
+    of a job that was paused behind its writers."""
     disk = SimDisk()
     job = start(disk)
     with pytest.raises(Fenced):
@@ -1373,7 +1377,7 @@ def test_I6_finalizers_are_asked_for_once_and_of_every_rank():
 
 
 def test_I6_finalizers_are_not_run_again_where_only_the_journal_failed():
-    """Catches: a retry of our own journaling that runs foreign finalizers a second time."""
+    """Catches: a retry of our journaling that runs foreign finalizers a second time."""
     disk = SimDisk()
     broken: list[str] = []
 

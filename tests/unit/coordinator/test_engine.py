@@ -77,7 +77,8 @@ class DiesAfterTracker:
 
 
 def test_I10_an_unexpected_error_stops_the_coordinator():
-    """Catches: an attempt that nobody ends, because its report was lost with a bug or the memory."""
+    """Catches: an attempt that is never ended, because its report was lost with a bug or the
+    memory."""
     disk = SimDisk()
     job = start(disk, "first")
     of = job.request(1)
@@ -92,7 +93,7 @@ def test_I10_an_unexpected_error_stops_the_coordinator():
 
 
 def test_I4_a_listed_file_is_never_swept():
-    """Catches: a part's own file deleted for its name, after its receipt was believed."""
+    """Catches: a part's file deleted for its name, after its receipt was believed."""
     disk = SimDisk()
     job = start(disk, "first", ranks=1)
     of = job.request(1, (PartSpec("vocab", "file", ranks=(0,)),))
@@ -135,8 +136,8 @@ def test_F20_what_is_adopted_brings_its_time_and_metrics():
 
 
 def test_I5_the_manifest_of_another_attempt_is_not_our_commit():
-    """Catches: a manifest of another attempt at the step (a fenced job's, that landed late) taken for
-    ours: what is tracked is not what was written."""
+    """Catches: a manifest of another attempt at the step (a fenced job's, that landed late) taken
+    for ours: another state is tracked than was written."""
     other = SimDisk()
     job = start(other)
     job.fail(in_place(job, 2))
@@ -168,7 +169,7 @@ NOBODY = (PartSpec("state", ranks=()),)
 
 
 def started(disk: SimDisk, name: str = "first", *, before=None, **settings) -> FakeJob:
-    """A job of its own simulated process; ``before`` is a hook that may fail its calls."""
+    """A job with a simulated process; ``before`` is a hook that may fail its calls."""
     storage = FaultStorage(SimStorage(disk, name), before=before)
     job = FakeJob(storage, identity=Identity("sim", sum(name.encode()), name, name), **settings)
     job.open()
@@ -195,7 +196,7 @@ def test_F26_a_metric_that_is_not_a_number_does_not_lock_the_root():
 
 
 def test_a_refused_save_does_not_lock_the_root():
-    """Catches: parts that nobody writes, journaled before they are refused: no restart ends that."""
+    """Catches: parts without a writer, journaled before they are refused: no restart ends that."""
     disk = SimDisk()
     job = started(disk)
     with pytest.raises((ConfigError, SaveRefused)):

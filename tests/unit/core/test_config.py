@@ -1,4 +1,4 @@
-"""The configuration: what it takes, what it refuses, and how it says so."""
+"""The configuration: the values that it takes, those that it refuses, and its messages."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_file_is_read_as_utf8_whatever_the_locale(
 
 
 def test_toml_without_a_table_is_the_whole_file(tmp_path: Path):
-    """Catches: a configuration file of our own that is silently taken for empty."""
+    """Catches: a configuration file of ours that is silently taken for empty."""
     path = tmp_path / "ckptfsm.toml"
     path.write_text("save_interval_s = 60\n")
     assert load_config(str(path)).save_interval_s == 60.0
@@ -86,7 +86,7 @@ def test_toml_without_a_table_is_the_whole_file(tmp_path: Path):
 
 @pytest.mark.parametrize("text", ["save_interval_steps = ", "\xff", "[ckptfsm]\nverify = 1\n"])
 def test_a_broken_file_is_named(tmp_path: Path, text: str):
-    """Catches: a parser's own exception type, or an error that does not say which file."""
+    """Catches: a parser's exception type, or an error that does not say which file."""
     path = tmp_path / "run.toml"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError):
@@ -238,7 +238,7 @@ def test_a_configuration_is_frozen():
 
 
 def test_who_needs_agreement():
-    """Catches: idle exchanges nobody needs, or timed saves that are never agreed."""
+    """Catches: needless idle exchanges, or timed saves that are never agreed."""
     assert not make_config({"save_interval_steps": 5}).needs_agreement
     assert make_config({"save_interval_s": 5}).needs_agreement
     assert make_config({"preemption_signals": ["SIGTERM"]}).needs_agreement

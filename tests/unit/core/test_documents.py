@@ -154,7 +154,7 @@ def test_F30_hostile_bytes_are_damage_not_a_crash(data):
 @given(st.binary(max_size=200))
 @quick
 def test_F30_random_bytes_are_damage(data):
-    """Catches: as above, for bytes nobody thought of."""
+    """Catches: as above, for arbitrary bytes."""
     with pytest.raises(DamagedRoot):
         d.decode(d.Receipt, data, "f")
 
@@ -288,7 +288,7 @@ def test_a_record_leaves_out_what_receipts_on_disk_say():
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda doc: type(doc).__name__)
 def test_F21_a_sealed_document_that_changed_is_damaged(document):
-    """Catches: a checksum that is not of the whole document, or that nobody compares."""
+    """Catches: a checksum that is not of the whole document, or that is never compared."""
     data = d.encode_sealed(document)
     assert data.startswith(b'{"crc":"') and d.decode(type(document), data, "f") == document
     for place in range(len(b'{"crc":"'), len(data)):
@@ -301,7 +301,7 @@ def test_F21_a_sealed_document_that_changed_is_damaged(document):
 
 
 def test_I4_a_document_that_no_reader_would_take_is_not_written(monkeypatch):
-    """Catches: a checkpoint that is published with a manifest which nobody reads."""
+    """Catches: a checkpoint that is published with a manifest that is never read."""
     document = DOCUMENTS[0]
     monkeypatch.setattr(d, "MAX_DOCUMENT_BYTES", len(d.encode_sealed(document)))
     d.encode_sealed(document)

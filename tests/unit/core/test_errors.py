@@ -97,7 +97,7 @@ def test_an_unknown_attribute_is_an_attribute_error():
 
 
 def test_an_os_error_of_ours_has_no_errno_of_its_own():
-    """Catches: facts read as OSError's own fields."""
+    """Catches: facts read as OSError's fields."""
     error = StorageError("disk", file="a", errno_name="ENOSPC", call="write")
     assert error.errno is None and error.errno_name == "ENOSPC" and error.call == "write"
     assert error.filename is None and error.file == "a"
@@ -146,7 +146,7 @@ def test_F5_the_first_os_error_of_a_chain_is_found():
 
 
 def test_first_os_error_ignores_errors_without_errno_and_ends():
-    """Catches: our own StorageError taken for the cause, and an endless chain."""
+    """Catches: our StorageError taken for the cause, and an endless chain."""
     assert errors.first_os_error(ValueError("x")) is None
     assert errors.first_os_error(OutcomeUnknown("x", file="a")) is None
     one, two = ValueError("1"), ValueError("2")
@@ -178,7 +178,7 @@ def test_F30_what_utf8_cannot_hold_is_written_out():
 
 
 def test_describe_names_an_error_of_ours_by_what_it_says():
-    """Catches: advice to a caller in a journal, where nobody is who could take it."""
+    """Catches: advice to a caller in a journal, where no caller reads it."""
     said = errors.describe(StorageError("no room", file="a"))
     assert said == "StorageError: no room [storage: file='a']"
 
@@ -192,7 +192,7 @@ def reading():
 
 
 def test_a_warning_names_the_line_of_whoever_called_the_library():
-    """Catches: a warning that points at a line of ours, or of contextlib: nobody can mend that."""
+    """Catches: a warning that points at a line of ours, or of contextlib: no user can mend that."""
     names = {**vars(errors), **vars(notices), "contextmanager": contextmanager}
     names["__name__"] = "ckptfsm.disk.reader_lease"
     exec(INSIDE, names)

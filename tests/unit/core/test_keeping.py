@@ -99,7 +99,8 @@ def test_F27_a_hold_that_came_while_it_was_moved_brings_it_back(change):
 
 @pytest.mark.parametrize("taken", YES_NO)
 def test_I7_what_is_needed_does_not_stay_in_the_trash(taken):
-    """Catches: a crash between move and second look, after which nobody looks at one of the guards."""
+    """Catches: a crash between move and second look, after which one of the guards is not looked
+    at."""
     for facts in PRUNES:
         last = facts.newer_step < STEP or not facts.newer_is_there
         named = facts.holds.tracker_step == STEP and not taken
@@ -193,7 +194,8 @@ def test_I1_a_clean_up_in_place_leaves_what_others_have_in_use():
 
 
 def test_I10_a_clean_up_leaves_no_directory_of_its_own_undecided():
-    """Catches: a failed attempt whose directory is there, and stays, though nobody else uses it."""
+    """Catches: a failed attempt whose directory is there, and stays, though no other attempt uses
+    it."""
     for facts in FAILED:
         decision = decide_clean_up(facts)
         if decision is CleanUpDecision.NOTHING_LEFT:
@@ -245,7 +247,7 @@ def test_I1_a_withdrawal_moves_only_the_withdrawn_checkpoint():
 
 
 def test_I2_the_tracker_stays_with_a_complete_checkpoint_of_somebody_else():
-    """Catches: a tracker that is taken from what was saved again at a withdrawn step."""
+    """Catches: a tracker that is taken from a new save at a withdrawn step."""
     for withdrawn, there, moved in product(CHECKPOINTS, THERE, YES_NO):
         taken = is_taken(withdrawn, there, moved)
         facts = QuarantineFacts(True, there, moved, False)

@@ -1,4 +1,5 @@
-"""Names on disk: what is built parses back; what is not exactly ours is not taken for ours."""
+"""Names on disk: a built name parses back, and a name that is not exactly ours is not taken for
+ours."""
 
 from __future__ import annotations
 
@@ -174,7 +175,8 @@ def test_the_greatest_step_has_a_name(names):
 
 
 def test_names_of_what_was_moved_aside():
-    """Catches: what is given up or left out taken for its step's directory, or deleted in its place."""
+    """Catches: a directory that is given up or left out taken for its step's directory, or deleted
+    in its place."""
     of = AttemptId(100, 7, 2)
     assert layout.parse_aside("100.e7.a2") == layout.parse_aside("100.e7.a2.1") == of
     for name in ("", "100.e7.a2.", "100.e7.a2.x", "100.e7.a2.٣", "100.e7.a2.1.2", "100.e7.1"):

@@ -1,9 +1,9 @@
 """Readable golden scenarios, run against the production ledger and recovery.
 
-A file in ``scenarios/`` is a story: a line that begins with ``>`` is something that happens, the
-indented lines after it are what the library makes of it: rejections, decisions of a restart, the
-commands it asks for, and last the table of all checkpoints. Comments begin with ``#``. Run this module
-with ``CKPTFSM_UPDATE_GOLDEN=1`` to rewrite the indented lines, and read the diff.
+A file in ``scenarios/`` is a story: a line that begins with ``>`` is something that happens. The
+indented lines after it are the reaction of the library: rejections, decisions of a restart, the
+commands it asks for, and last the table of all checkpoints. Comments begin with ``#``. Run this
+module with ``CKPTFSM_UPDATE_GOLDEN=1`` to rewrite the indented lines, and read the diff.
 
     save STEP xRANKS [PART[:RANK,...]]...      forked RANK [of=ATTEMPT] [world=N]
     shard PART RANK [of=...] [world=N]         published | tracker_written
@@ -161,7 +161,7 @@ class Story:
                 self.post(m.Withdrawn(c.id, "rollback"))
 
     def do_restart(self, named: dict[str, str]) -> None:
-        """A new epoch: memory is gone, the ledger is what its records say."""
+        """A new epoch: memory is gone, the ledger is made from its records."""
         self.epoch, self.attempts = self.epoch + 1, 0
         records = [encode(checkpoint_record(c)) for c in self.ledger.in_state(*State)]
         self.ledger = Ledger()
@@ -219,7 +219,7 @@ def test_scenario(file):
 
 
 def test_there_are_scenarios_and_they_are_short():
-    """Catches: an empty directory that passes; a story nobody reads to its end."""
+    """Catches: an empty directory that passes; a story that is not read to its end."""
     assert len(FILES) >= 6
     for file in FILES:
         lines = file.read_text().splitlines()

@@ -295,7 +295,7 @@ def test_what_apply_remembers():
 
 
 def test_I3_expected_reports_are_all_parts_of_all_their_ranks():
-    """Catches: a part or rank left out of what must be durable."""
+    """Catches: a part or rank left out of the set that must be durable."""
     c = Checkpoint(OF, S.REQUESTED, PARTS, 2)
     assert expected_reports(c) == ALL_REPORTS
     assert writing_ranks(c) == EVERYONE

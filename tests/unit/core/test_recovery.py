@@ -1,4 +1,5 @@
-"""What a restart decides: every row of the table in ``ckptfsm.core.recovery``, faults, idempotence."""
+"""The decisions of a restart: every row of the table in ``ckptfsm.core.recovery``, faults,
+idempotence."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ PARTIAL = StagingEvidence(False, "receipt of rank 1 is missing")
 @pytest.mark.parametrize("state", [S.REQUESTED, S.FORKED])
 @pytest.mark.parametrize("staged", [COMPLETE, PARTIAL, None])
 def test_F2_requested_and_forked_and_not_published_fail(state, staged):
-    """Catches: a save resumed whose shards nobody acknowledged, even if staging looks complete."""
+    """Catches: a save resumed with shards that were never acknowledged, even if staging looks
+    complete."""
     staging = {at(200): staged} if staged else {}
     found = decide(
         ledger_of(BASE, checkpoint(200, state)), evidence(names(100), whole(100), staging=staging)
@@ -400,7 +402,8 @@ def test_what_was_withdrawn_leaves_its_name_after_what_may_have_a_right_to_it():
 
 
 def test_I2_a_tracker_that_names_what_was_being_saved_puts_nothing_back():
-    """Catches: what a rollback took away adopted again, as a save has moved the tracker above it."""
+    """Catches: a checkpoint that a rollback took away adopted again, as a save has moved the
+    tracker above it."""
     ledger = ledger_of(
         BASE,
         checkpoint(200, S.QUARANTINED, reason="rollback"),
@@ -414,7 +417,7 @@ def test_I2_a_tracker_that_names_what_was_being_saved_puts_nothing_back():
 
 
 def test_what_a_stock_trainer_left_at_the_step_of_a_failed_save_is_told():
-    """Catches: a stranger's directory taken for that of an attempt that had its own in staging."""
+    """Catches: a stranger's directory taken for that of an attempt that had a directory in staging."""
     ledger = ledger_of(BASE, checkpoint(200, S.FAILED))
     found = decide(ledger, evidence(names(100), whole(100), stock(200)))
     assert "newer than the tracker" in reported_besides(found, 200).why
@@ -715,7 +718,7 @@ def test_an_unfinished_fresh_start_goes_on():
     "says", [names(100), names(200), names(300), TORN, TrackerEvidence("release")]
 )
 def test_I8_an_unfinished_fresh_start_does_not_take_a_tracker_away_unasked(says):
-    """Catches: what somebody saved since, and uses, moved to quarantine, and a start from zero."""
+    """Catches: a newer stock save that is in use moved to quarantine, and a start from zero."""
     ledger = ledger_of(checkpoint(100, S.TRACKED), checkpoint(200, S.TRACKED))
     there = evidence(says, whole(100), whole(200))
     said = {"release": "'release'", "torn": "something unreadable"}.get(says.found, says.step)
@@ -743,8 +746,8 @@ def test_I8_an_unfinished_fresh_start_does_not_take_a_tracker_away_unasked(says)
     ],
 )
 def test_I8_an_unfinished_rollback_does_not_take_over_what_is_in_use(says, goes_on):
-    """Catches: a rollback that is completed over what somebody saved since, also at a step that it had
-    not moved yet."""
+    """Catches: a rollback that is completed over a newer stock save, also at a step that it had not
+    moved yet."""
     ledger = ledger_of(*(checkpoint(s, S.TRACKED) for s in (50, 100, 200, 300)))
     there = evidence(says, *(whole(s) for s in (50, 100, 200, 300)))
     if goes_on:
@@ -784,7 +787,7 @@ def test_I8_what_was_withdrawn_elsewhere_says_nothing_of_what_stands_here():
 
 
 def test_an_unfinished_rollback_over_what_is_adopted_gives_no_advice():
-    """Catches: "use rollback()" told to whoever just did."""
+    """Catches: "use rollback()" told to a caller who just did."""
     there = evidence(names(50), stock(50), whole(100))
     (warning,) = decide(ledger_of(BASE), there, intent=Intent(True, 100)).warnings
     assert warning.endswith("the journal's latest is 100; the tracker is rewritten")
@@ -820,7 +823,8 @@ def test_an_unfinished_rollback_warns_of_what_nobody_asked_for():
 
 @pytest.mark.parametrize("ours", [S.SHARDS_WRITTEN, S.FINALIZED])
 def test_a_roll_forward_over_what_is_in_use_is_said(ours):
-    """Catches: a run that goes on from our own attempt, while the tracker names another trainer's."""
+    """Catches: a run that goes on from our attempt, while the tracker names the save of another
+    trainer."""
     ledger = ledger_of(checkpoint(100, S.TRACKED), checkpoint(300, ours))
     ev = evidence(names(200), whole(100), stock(200), whole(300))
     assert "the tracker names step 200" in decide(ledger, ev).warnings[0]
@@ -922,8 +926,8 @@ def test_I7_what_lies_in_the_trash_is_not_what_stands_at_its_name(provenance, th
 def test_I8_what_stands_at_the_name_of_a_tracked_one_in_the_trash_is_not_that_one(
     provenance, there, resume
 ):
-    """Catches: what somebody saved there since, withdrawn for ours, which the move then leaves alone: a
-    fresh start that leaves it at its name and says nothing."""
+    """Catches: a newer stock save at the name, withdrawn for ours, which the move then leaves
+    alone: a fresh start that leaves it at its name and says nothing."""
     ledger = ledger_of(
         checkpoint(100, S.TRACKED, provenance=provenance), checkpoint(200, S.TRACKED)
     )
@@ -941,9 +945,9 @@ def test_I8_what_stands_at_the_name_of_a_tracked_one_in_the_trash_is_not_that_on
 @pytest.mark.parametrize("reason", ["damaged", "missing", "rollback", "fresh"])
 @pytest.mark.parametrize("tracker", [names(199), names(200), names(201), MISSING])
 def test_I8_what_a_person_put_back_is_adopted(provenance, reason, tracker):
-    """Catches: a checkpoint that somebody moved back to its name, and the tracker onto it, which goes to
-    quarantine again; one that was damaged, or that the tracker does not reach, which comes back although
-    another one is tracked."""
+    """Catches: a checkpoint that a person moved back to its name, with the tracker onto it, and
+    that goes to quarantine again. A damaged one, or one that the tracker does not reach, that comes
+    back although another one is tracked."""
     gone = replace(checkpoint(200, S.QUARANTINED, provenance=provenance), reason=reason)
     there = whole(200) if provenance == "saved" else stock(200)
     ledger = ledger_of(BASE, gone)
@@ -964,7 +968,7 @@ DECIDED = ledger_of(BASE, checkpoint(200, S.TRACKED), checkpoint(300, S.TRACKED)
 @pytest.mark.parametrize(
     ("tracker", "published", "to"),
     [
-        (TORN, [stock(200), damaged(300)], 200),  # another's, which is adopted
+        (TORN, [stock(200), damaged(300)], 200),  # of another program, and adopted
         (names(300), [stock(200), damaged(300)], 200),
         (names(300), [damaged(200), damaged(300)], 100),
         (names(999), [whole(200), damaged(300)], None),  # it stays there meanwhile
@@ -976,8 +980,9 @@ DECIDED = ledger_of(BASE, checkpoint(200, S.TRACKED), checkpoint(300, S.TRACKED)
     ],
 )
 def test_I8_the_tracker_is_put_to_what_stays_before_anything_is_withdrawn(tracker, published, to):
-    """Catches: a tracker that names what an opening is about to take away, or nothing; one that an
-    opening moves although it names what stays, or to what is only to be rolled forward."""
+    """Catches: a tracker that names a step which an opening is about to take away, or nothing. A
+    tracker that an opening moves although its step stays, or onto a step that is only to be rolled
+    forward."""
     seen = evidence(
         tracker,
         whole(100),
@@ -1014,8 +1019,8 @@ def test_I8_the_tracker_waits_while_a_rollback_or_a_fresh_start_is_to_be_complet
 def test_a_loadable_directory_of_an_attempt_in_place_is_somebody_elses_once_it_was_tracked(
     state, tracker
 ):
-    """Catches: another trainer's checkpoint that is taken for what our failed attempt left there; and
-    what ours left there, adopted although nobody ever called it complete."""
+    """Catches: the checkpoint of another trainer that is taken for the remains of our failed
+    attempt. Remains of ours that are adopted although they were never complete."""
     attempt = replace(checkpoint(200, state), in_place=True)
     found = decide(ledger_of(BASE, attempt), evidence(tracker, whole(100), stock(200)))
     results = {d.result for d in found.decisions if d.last == "none"}
@@ -1065,8 +1070,8 @@ def test_I8_a_roll_forward_that_is_all_there_is_is_the_last_hope():
 @pytest.mark.parametrize("there", [None, stock(100)])
 @pytest.mark.parametrize("whole_there", [True, False])
 def test_I8_what_lies_whole_in_the_trash_is_one_to_resume_from(there, whole_there):
-    """Catches: a refusal, or a start from scratch, beside a checkpoint that the prune would bring back;
-    a plan that counts on one that is not whole, or whose name is taken."""
+    """Catches: a refusal, or a start from scratch, beside a checkpoint that the prune would bring
+    back. A plan that counts on one that is not whole, or on one with a taken name."""
     of = at(100)
     back = frozenset({of}) if whole_there else frozenset()
     ledger = ledger_of(checkpoint(100, S.PRUNABLE), checkpoint(200, S.TRACKED))
@@ -1150,7 +1155,8 @@ class World:
 
 
 def possible(step: int, state: State | None) -> list[PublishedEvidence | None]:
-    """What may lie at a step's name. A failed attempt left nothing there; another program may have."""
+    """The contents that may lie at a step's name. A failed attempt left none there; another program
+    may have."""
     others = [None, stock(step), unexplained(step), whole(step, at(step, 1, 7))]
     return others if state is S.FAILED else [*others, whole(step), damaged(step)]
 
@@ -1258,7 +1264,7 @@ def test_I8_an_unpublished_attempt_does_not_hide_the_only_checkpoint():
 
 
 def test_I8_a_stray_in_staging_is_no_evidence_of_a_checkpoint():
-    """Catches: somebody's note in the staging directory that stops a job from beginning."""
+    """Catches: a person's note in the staging directory that stops a job from beginning."""
     stray = f"{layout.STAGING}/notes"
     found = decided_at_epoch_9(Ledger(), evidence(MISSING, strays=(stray,)))
     assert [(d.subject, d.result) for d in found.decisions] == [(stray, "reported")]

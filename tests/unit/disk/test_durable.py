@@ -357,8 +357,8 @@ def test_parent_of():
 
 
 def test_F8_a_file_of_the_same_content_does_not_excuse_a_failed_rename():
-    """Found by attack. Catches: a rename that did not happen taken for done, as the old file says the
-    same: what is trusted is then a file that was never fsynced, and a power loss takes it."""
+    """Found by attack. Catches: a rename that did not happen taken for done, as the old file has
+    the same content. The trusted file was never fsynced then, and a power loss takes it."""
     disk = SimDisk()
     storage = FaultStorage(SimStorage(disk, "first"))
     handle = storage.open_exclusive("f")

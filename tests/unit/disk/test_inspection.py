@@ -1,4 +1,4 @@
-"""Looking at a root: what is found, what is only reported, and that nothing is changed."""
+"""Looking at a root: findings, files that are only reported, and that nothing is changed."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_F18_no_tracker_and_a_tracker_that_is_no_file(disk: SimDisk):
     ],
 )
 def test_I1_how_far_a_save_in_place_got(disk: SimDisk, files: tuple[str, ...], expected: Contents):
-    """Catches: another trainer's file that passes for what a save leaves that was cut short."""
+    """Catches: a file of another trainer that passes for the remains of a save that was cut short."""
     storage, name = SimStorage(disk, "job-2"), "iter_0000009"
     make_dirs(storage, name)
     for file in files:
@@ -174,7 +174,7 @@ def test_I1_how_far_a_save_in_place_got(disk: SimDisk, files: tuple[str, ...], e
 
 
 def test_F21_a_whole_checkpoint_has_no_problem(disk: SimDisk):
-    """Catches: a check that cries wolf, after which nobody verifies any more."""
+    """Catches: a check that cries wolf, after which users no longer verify."""
     files = entries(disk)
     assert len(files) >= 6
     assert check_sizes(reader(disk), STEP, files) == ""

@@ -260,7 +260,7 @@ def test_F34_a_segment_of_a_newer_version_is_refused_as_newer():
 
 
 def test_F26_history_rebuilds_the_ledger():
-    """Catches: a restart that forgets a checkpoint or what it was made of."""
+    """Catches: a restart that forgets a checkpoint or its parts."""
     snapshot = created(50, S.TRACKED, metrics={"loss": 2.5}, run_seconds=7.0, provenance="adopted")
     records = [
         *life(2),
@@ -310,8 +310,8 @@ AFRESH = d.RollbackStarted(to_step=None)
     ],
 )
 def test_I8_a_fresh_start_counts_until_something_is_tracked(begun, records, afresh):
-    """Catches: what was lost before a fresh start, held against the runs after it; and what is lost in
-    those, not held against anyone."""
+    """Catches: losses before a fresh start, held against the runs after it; and losses in those
+    runs, not held against any run."""
     history = read_history(plant(lines(opened(begun_afresh=begun, checkpoints=(LOST,)), *records)))
     assert history.intent.begun_afresh == afresh
     tracked = history.ledger.latest() is not None
@@ -342,7 +342,7 @@ def test_a_rollback_intent_survives_a_crash(records, expected):
 
 
 def test_I8_the_tracker_is_lifted_with_each_step_that_it_was_left_at():
-    """Catches: a second target that is lost, and our own tracker taken for a newcomer's."""
+    """Catches: a second target that is lost, and our tracker taken for a newcomer's."""
     steps = (10, 20, 30, 35, 40, 50)
     records: list[d.Record] = [d.RollbackStarted(to_step=30)]
     for step, reason, lowered in (
@@ -421,7 +421,7 @@ def test_F13_what_a_zombie_writes_after_the_seal_is_ignored():
 
 @pytest.mark.parametrize("how", ["changed", "shortened", "missing"])
 def test_F20_a_sealed_segment_that_changed_is_corruption(how):
-    """Catches: lost or rewritten history that nobody notices."""
+    """Catches: lost or rewritten history that goes unnoticed."""
     storage, zombie = sealed()
     zombie.close()
     end = read_segments(storage)[0].end
@@ -596,7 +596,7 @@ def test_F6_after_a_failed_fsync_nothing_more_is_written():
 
 
 def test_append_after_close_is_refused():
-    """Catches: a record written through a handle that belongs to somebody else by now."""
+    """Catches: a record written through a handle that belongs to another file by now."""
     writer = write(sim(), [])
     writer.close()
     writer.close()

@@ -110,7 +110,8 @@ def test_I8_a_crash_at_any_call_of_a_fold_loses_nothing(few: int, how: str):
 
 @FEWER
 def test_I8_the_segment_before_the_newest_can_still_be_read(few: int):
-    """Catches: a fold of what the newest does not name: if that is torn, the one before has lost it."""
+    """Catches: a fold of checkpoints that the newest does not name: if that is torn, the one before
+    has lost it."""
     disk = SimDisk()
     restart(disk, range(1, 9), step=5)
     newest = f"{JOURNAL}/{segment_name(8)}"
@@ -161,7 +162,7 @@ def test_a_segment_that_nobody_sealed_is_not_folded(few: int):
 
 @FEWER
 def test_what_cannot_be_removed_is_folded_by_the_next_opening(few: int):
-    """Catches: an opening that fails for a segment that nobody needs."""
+    """Catches: an opening that fails for a needless segment."""
     disk = SimDisk()
     restart(disk, range(1, 8), step=5)
     job = run_again(disk, 8)

@@ -86,7 +86,7 @@ def test_I9_an_earlier_version_that_takes_over_fences_this_one():
 
 
 def test_F5_what_an_earlier_try_of_this_process_left_is_in_no_way():
-    """Catches: an opening that is tried again, and stops at its own temporary file."""
+    """Catches: an opening that is tried again, and stops at its temporary file."""
     disk = SimDisk()
     take(disk, "before").release()
     disk.plant_file(f"{EPOCHS}/take-{who('again').pid}-again-2", b"half")
@@ -149,7 +149,7 @@ def test_release_then_open():
 
 
 def test_release_twice_is_harmless():
-    """Catches: a second release that gives away somebody else's lock."""
+    """Catches: a second release that gives away the lock of another owner."""
     disk = SimDisk()
     first = take(disk, "first")
     first.release()
@@ -195,7 +195,7 @@ def test_I9_a_takeover_fences_the_first():
 
 
 def test_I9_a_lost_epoch_file_fences():
-    """Catches: an owner that goes on although somebody emptied the lease directory."""
+    """Catches: an owner that goes on although a person emptied the lease directory."""
     disk = SimDisk()
     first = take(disk, "first")
     SimStorage(disk, "vandal").unlink(f"{EPOCHS}/{epoch_name(1)}")
@@ -235,7 +235,7 @@ class TakenOverOnceTaken:
 
 
 def test_I9_a_paused_taker_leaves_its_successors_epoch():
-    """F13. Catches: a root that nobody owns, or two own, as the epoch of a living owner is removed."""
+    """F13. Catches: a root with no owner, or with two, as the epoch of a living owner is removed."""
     disk = SimDisk()
     rival = TakenOverOnceTaken(disk)
     first = open_root(FaultStorage(SimStorage(disk, "first"), after=rival), who("first"))
@@ -317,7 +317,7 @@ def try_open(root: Path) -> tuple[str, int]:
 
 
 def asked_elsewhere(root: Path) -> tuple[str, int]:
-    """What another process finds."""
+    """The findings of another process."""
     return fork_child(lambda: try_open(root), keep=(), group=True).wait(WAIT_S).payload
 
 

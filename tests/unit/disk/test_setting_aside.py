@@ -1,4 +1,5 @@
-"""Looks and moves: what keeps a checkpoint is seen before its move, after it, and after a crash."""
+"""Looks and moves: every reason to keep a checkpoint is seen before its move, after it, and after a
+crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``inspect_stock`` promises: real checkpoints in, everything broken or hostile out.
+"""The promises of ``inspect_stock``: real checkpoints in, everything broken or hostile out.
 
 The checkpoint is written once by stock Megatron-core; each test breaks one thing in a copy.
 """
@@ -106,7 +106,7 @@ def common(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def stock_root(tmp_path_factory: pytest.TempPathFactory, common: str) -> Iterator[Path]:
-    """A root with one real checkpoint in it; nobody changes it."""
+    """A root with one real checkpoint in it, which no test changes."""
     import queue
 
     import torch
@@ -820,7 +820,7 @@ def a_run_of(trainer: str, copy: Path) -> Path:
 
 @pytest.mark.parametrize("trainer", ["megatron", "verl-0.7", "verl-0.9"])
 def test_adoption_moves_no_byte(copy: Path, trainer: str) -> None:
-    """Catches: a file of somebody's only checkpoint that is written, copied, linked or renamed."""
+    """Catches: a file of a user's only checkpoint that is written, copied, linked or renamed."""
     root = a_run_of(trainer, copy)
     before = files_of(root)
     assert len(before) > 7

@@ -50,7 +50,8 @@ def test_everything_in_the_trash_goes_and_nothing_else(storage):
 
 
 def test_I1_what_was_not_given_up_stays(storage):
-    """Catches: a checkpoint deleted that somebody's late rename took there, or a person renamed."""
+    """Catches: a checkpoint deleted that a late rename of another program took there, or a person
+    renamed."""
     stays = ["1.e1.a1", "1.e1.a1-mine", "1.e1.a1.1", "1.e1.a1.bak", "iter_0000001"]
     for name in (*stays, "gone-1.e1.a1", "gone-1.e1.a1.1", "part-1.e1.a1"):
         fill(storage, f"{TRASH}/{name}")
@@ -72,7 +73,7 @@ def test_slices_are_bounded(storage, limit: int):
 
 
 def test_F16_links_in_the_trash_are_removed_not_followed(tmp_path: Path):
-    """Catches: somebody's data deleted through a link inside a pruned checkpoint."""
+    """Catches: a user's data deleted through a link inside a pruned checkpoint."""
     storage = PosixStorage(tmp_path / "root")
     make_dirs(storage, f"{TRASH}/gone-1.e1.a1")
     outside = tmp_path / "outside"
@@ -148,7 +149,7 @@ def test_F17_a_deletion_that_was_killed_goes_on():
 
 
 def test_only_our_temporaries_are_swept(storage):
-    """Catches: somebody's file deleted because of its name, or a tracker's leftover that stays."""
+    """Catches: a user's file deleted because of its name, or a tracker's leftover that stays."""
     ours = [f"{TRACKER}.tmp-1-2-x", f"{PINS}/5.json.tmp-1-2-x"]
     theirs = [
         f"{READERS}/5.a.json.tmp-1-2-x",

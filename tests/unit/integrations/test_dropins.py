@@ -1,4 +1,5 @@
-"""The queue and the drop-in for Megatron-LM in one process: what planted bugs of them are killed by.
+"""The queue and the drop-in for Megatron-LM in one process: the tests that kill planted bugs of
+them.
 
 The queue: two ranks as threads, made-up requests, forked writers. The drop-in for Megatron-LM: one
 rank, under the trainer of ``tests/megatron``, with megatron-core's saves. The tests that lie there say
@@ -53,7 +54,7 @@ class Gate:
     def __init__(self, path: Path) -> None:
         self.path = str(path)
         os.mkfifo(path)
-        self._end = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # so that nobody waits for an open
+        self._end = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # so that no process waits for an open
 
     def open(self, count: int) -> None:
         os.write(self._end, b"." * count)
@@ -89,7 +90,8 @@ class Rank:
         self.ran: list[tuple[str, Any]] = []
 
     def request(self, name: str, write: Callable[[], Any] = int, *more: Any) -> Any:
-        """One bucket. Its finalizer notes the result that it took; ``more`` run before that."""
+        """A request of one bucket. Its finalizer notes the result that it took; ``more`` run before
+        that."""
         return SimpleNamespace(
             async_fn=partial(put_result, name, write),
             async_fn_args=[self.rank, [name], self.results],
@@ -100,7 +102,7 @@ class Rank:
         self.ran.append((name, self.results.get(timeout=PATIENCE_S)))
 
     def finish(self, **how: Any) -> Any:
-        """What the next call of the queue returns, or the type of what it raises."""
+        """The result of the next call of the queue, or the type of its error."""
         try:
             return self.queue.maybe_finalize_async_calls(**{"blocking": True, **how})
         except SaveFailed as error:
@@ -194,7 +196,7 @@ def test_I10_a_killed_writer_is_an_error_on_every_rank(ranks: Any) -> None:
 
 
 def test_I6_finalizers_wait_for_the_writers_of_all_ranks(ranks: Any, gate: Gate) -> None:
-    """Catches: a rank that finalizes when its own writer is done: before the checkpoint is whole."""
+    """Catches: a rank that finalizes when its writer is done: before the checkpoint is whole."""
 
     def work(transport: ThreadTransport) -> Any:
         here = Rank(transport)
@@ -290,8 +292,9 @@ def values_in(buckets: Any) -> list[float]:
 def test_I5_ready_parts_that_were_staged_into_one_memory_are_refused(
     tmp_path: Path, shared: bool, ready: bool
 ) -> None:
-    """Catches: two requests that were made before either was copied, whose parts both have the values of
-    the second; a refusal of functions, each of which is called after the one before was copied."""
+    """Catches: two requests that were made before either was copied, so that both parts have the
+    values of the second. A refusal of functions: each of them is called after the one before was
+    copied."""
     import torch
 
     from ckptfsm.megatron.foreign import ForeignRequest, stage_foreign
@@ -401,7 +404,7 @@ def raise_in_a_thread(rank: int, buckets: Any, results: Any) -> None:
 
 def test_I10_a_write_worker_that_is_a_thread_ends_its_writer(ranks: Any) -> None:
     """Catches: a writer that waits for a thread that raised until its deadline, since threads end
-    without a word to anybody."""
+    without a word."""
 
     def work(transport: ThreadTransport) -> Any:
         here = Rank(transport)
@@ -432,8 +435,8 @@ class Index:
 def test_I3_what_a_writer_says_of_its_files_is_compared_with_them(
     tmp_path: Path, left: tuple[str, ...], length: int, said: str
 ) -> None:
-    """Catches: a shard that is shorter than its results say, or an item without a result: tracked, the
-    older ones pruned, and nobody can load it."""
+    """Catches: a shard that is shorter than its results say, or an item without a result: tracked,
+    the older ones pruned, and no loader can read it."""
     shard = tmp_path / STAGED / "__0_0.distcp"
     shard.parent.mkdir(parents=True)
     (shard.parent / "common.pt").write_bytes(b"c")
@@ -465,8 +468,9 @@ def test_I3_what_a_writer_says_of_its_files_is_compared_with_them(
 def test_I4_one_common_state_is_written_and_no_other_lies_beside_it(
     tmp_path: Path, planned: bool, written: bool, older: bool, ran: bool, said: str
 ) -> None:
-    """Catches: megatron-core 0.19, which writes no common.pt, refused; a common.pt that an interrupted
-    save left in the directory, and that a loader takes instead of the newer state in the shards."""
+    """Catches: megatron-core 0.19, which writes no common.pt, refused. A common.pt that an
+    interrupted save left in the directory, which a loader takes instead of the newer state in the
+    shards."""
     item = SimpleNamespace(index=Index(COMMON_KEY if planned else "w"))
     shard = tmp_path / STAGED / "__0_0.distcp"
     shard.parent.mkdir(parents=True)
@@ -488,7 +492,7 @@ def test_I4_one_common_state_is_written_and_no_other_lies_beside_it(
 
 
 def outcome_of(root: Path, rank: int, write: Callable[..., None], bucket: Any) -> Any:
-    """What became of a writer of this rank, whose request has one bucket, in ``STAGED``."""
+    """The fate of a writer of this rank; its request has one bucket, in ``STAGED``."""
     from ckptfsm.adapters.posix_storage import PosixStorage
     from ckptfsm.megatron.foreign import ForeignPart, stage_request
 
@@ -505,13 +509,13 @@ def outcome_of(root: Path, rank: int, write: Callable[..., None], bucket: Any) -
 
 
 def written_names(part: Any, storage: Any, place: str) -> list[str]:
-    """What a writer wrote. Only for a child: a writer changes how its process forks."""
+    """The output of a writer. Only for a child: a writer changes how its process forks."""
     return [file.name for file in part.write(storage, place).files]
 
 
 def test_a_request_that_misses_a_package_says_what_is_installed(ranks: Any) -> None:
-    """Catches: nvidia-resiliency-ext that is half installed, and an error that does not say what is
-    there and what to do."""
+    """Catches: nvidia-resiliency-ext that is half installed, and an error without the installed
+    parts and the remedy."""
 
     def make() -> Any:
         raise ModuleNotFoundError("A compatible `nvidia-resiliency-ext` installation is required")
@@ -532,7 +536,8 @@ def test_a_request_that_misses_a_package_says_what_is_installed(ranks: Any) -> N
 def test_install_without_a_holder_says_where_queues_are_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Catches: an AttributeError of a module that nobody named; a queue where no trainer looks."""
+    """Catches: an AttributeError of a module that the user did not name; a queue where no trainer
+    looks."""
     from ckptfsm.integrations import queue as module
 
     monkeypatch.setattr(module, "_imported", lambda name: None)
@@ -550,7 +555,7 @@ def test_install_without_a_holder_says_where_queues_are_held(
 
 
 class Offloaded:
-    """An optimizer that is loaded around a save: what was called, in order. ``failing`` calls raise."""
+    """An optimizer that is loaded around a save: its calls, in order. ``failing`` calls raise."""
 
     def __init__(self, *failing: str) -> None:
         self.calls: list[str] = []
@@ -583,7 +588,7 @@ class Offloaded:
 def test_a_queue_loads_before_the_request_and_offloads_after_the_fork(
     ranks: Any, failing: str, calls: list[str], seen: Any
 ) -> None:
-    """Catches: a request of what lies in host memory, an accelerator that stays full when a save does
+    """Catches: a request of state in host memory, an accelerator that stays full when a save does
     not begin, a rank that makes its request, which holds collectives, alone."""
 
     def work(transport: ThreadTransport) -> Any:
@@ -762,7 +767,7 @@ class Model:
 
 
 class AtAGate:
-    """Whoever pickles it in another process waits. ``path`` is "" where it was read back."""
+    """A process that unpickles it elsewhere waits. ``path`` is "" where it was read back."""
 
     def __init__(self, path: str, trainer: int) -> None:
         self.path, self.trainer = path, trainer
@@ -834,8 +839,8 @@ REPORTS = ["onelogger", "wandb"]
 def test_megatron_lm_loads_before_the_state_and_offloads_after_the_fork(
     training: Training, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    """Catches: a state of what lies in host memory, an offload that the writer sees, an accelerator that
-    stays full when the save does not begin; a run whose saves are asynchronous ever after."""
+    """Catches: a state that lies in host memory, an offload that the writer sees, an accelerator
+    that stays full when the save does not begin. A run with asynchronous saves ever after."""
     optimizer = Offloaded(failing)
     optimizer.watch_forks(monkeypatch, "ckptfsm.writers.rank_writer.fork_child")
     model = Model()
@@ -935,8 +940,8 @@ def test_I2_a_synchronous_save_is_tracked_when_it_returns(training: Training) ->
 def test_F5_megatron_lm_goes_on_while_the_tracker_is_blocked(
     training: Training, asynchronous: bool
 ) -> None:
-    """Catches: a training that stands still, or ends, for a tracker that cannot be written; a report of
-    what was skipped; a step that nobody tracks once the disk is mended."""
+    """Catches: a training that stands still, or ends, for a tracker that cannot be written. A
+    report of a skipped save; a step that is not tracked once the disk is mended."""
     settings = {"on_failure": "warn", "busy_timeout_s": 20.0}
     with training.installed(settings=settings, async_save=asynchronous):
         training.save(2)

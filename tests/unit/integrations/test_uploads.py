@@ -1,4 +1,4 @@
-"""Uploads of tracked checkpoints: what keeps a step meanwhile, and what an error leaves undone."""
+"""Uploads of tracked checkpoints: the pins that keep a step meanwhile, and the effects of an error."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 def test_I7_a_persons_pin_outlives_an_upload(start):
-    """Catches: an upload whose own pin takes the place of a person's, and whose end removes it."""
+    """Catches: an upload with a pin that takes the place of a person's, and with an end that
+    removes it."""
     job = start()
     job.save(1)
     job.controller.pin(1, "the best so far")
@@ -172,7 +173,7 @@ def test_what_was_adopted_has_no_receipts_to_upload_by(start):
 
 
 def adopt_step_5(job: Job) -> None:
-    """What stock verl leaves, in a root that was opened before."""
+    """The files of stock verl, in a root that was opened before."""
     tree = job.root / "global_step_5/actor/dist_ckpt"
     tree.mkdir(parents=True)
     files = {
@@ -342,7 +343,7 @@ def test_a_copy_that_is_there_at_the_start_is_not_made_again(start, tmp_path):
 
 
 def test_a_failed_upload_is_raised_and_the_step_let_go(start, tmp_path):
-    """Catches: an upload's error that nobody hears of; a step that is kept for ever."""
+    """Catches: an upload's error that is never told; a step that is kept for ever."""
     job = start(DirectoryMirror(str(tmp_path / "nowhere")))
     (tmp_path / "nowhere").write_text("a file")
     job.save(1)
@@ -365,13 +366,14 @@ def test_no_upload_waits_for_the_content_of_a_checkpoint(start, monkeypatch):
 def digest_elsewhere(
     storage: PosixStorage, trainer: int, real: Callable[[PosixStorage, str], str], path: str
 ) -> str:
-    """What the trainer leaves to the process that uploads."""
+    """The work that the trainer leaves to the process that uploads."""
     assert os.getpid() != trainer, "it reads every file"
     return real(storage, path)
 
 
 def test_a_run_that_is_left_lets_its_leases_expire(start):
-    """Catches: a lease that is given back to a controller that is closed, where nobody catches it."""
+    """Catches: a lease that is given back to a controller that is closed, where its error is not
+    caught."""
     job = start()
     job.save(1)
     job.poll()
@@ -437,12 +439,12 @@ def test_a_step_that_is_saved_anew_during_its_upload_has_a_copy_of_its_own(
     start, tmp_path, monkeypatch, when
 ):
     """Catches: an upload that is struck off because one of the same number runs: the remote step is
-    missing, or that of the abandoned branch, and nobody is told."""
+    missing, or that of the abandoned branch, without a word."""
     remote, gate = DirectoryMirror(str(tmp_path / "there")), Gate(tmp_path / "gate")
     job = start(remote, retention=KeepAll())
     job.save(1)
     job.wait()
-    with monkeypatch.context() as patch:  # what the child inherits
+    with monkeypatch.context() as patch:  # inherited by the child
         if when == "before it copies":
             job.uploads.mirror = Held(remote.directory, gate)
         elif when == "before it renames":
@@ -550,7 +552,7 @@ def test_the_poll_that_tells_of_a_failure_keeps_what_is_noted(start, tmp_path) -
 def test_a_lease_that_is_given_back_late_hides_no_failure(
     start, tmp_path, monkeypatch, at_the_end
 ) -> None:
-    """Catches: a failed upload that nobody hears of, as the disk was slow just then."""
+    """Catches: a failed upload that is never told, as the disk was slow just then."""
     job = start(Failing(str(tmp_path / "there"), (1,)))
     job.save(1)
     job.poll()

@@ -44,7 +44,7 @@ class Config(dict[str, Any]):
 
 
 class WorkerGroup:
-    """What verl has of a role. ``broken``: its workers raise when they are to save."""
+    """A role as verl has it. ``broken``: its workers raise when they are to save."""
 
     def __init__(self, role: str, root: Path) -> None:
         self.group = Group(role, SIZES[role], root)
@@ -85,7 +85,7 @@ class Loader:
 
 
 class Trainer:
-    """What ``install`` finds in a trainer of verl, and verl's way to load."""
+    """The parts of verl's trainer that ``install`` looks for, and verl's way to load."""
 
     use_critic = True
     checkpoints: Any
@@ -107,7 +107,7 @@ class Trainer:
         self.global_steps = 0
 
     def _save_checkpoint(self) -> None:
-        """verl's own."""
+        """As verl does."""
 
     def _load_checkpoint(self) -> None:
         tracker = Path(self.config.trainer.default_local_dir, TRACKER)
@@ -115,7 +115,7 @@ class Trainer:
             self.global_steps = int(tracker.read_text())
 
     def _start_profiling(self, profiles: bool) -> None:
-        """verl's own."""
+        """As verl does."""
 
     def fit(self) -> None:
         self._load_checkpoint()
@@ -161,7 +161,8 @@ def tracked(root: Path) -> str:
 
 
 def test_the_loop_polls_and_its_end_waits(start: Start, tmp_path: Path) -> None:
-    """Catches: verl #6067, #7363, #7952: asynchronous saves that nobody polls, or the last of a run."""
+    """Catches: verl #6067, #7363, #7952: asynchronous saves that are never polled, or the last of a
+    run."""
     began = start(max_actor_ckpt_to_keep=2, max_critic_ckpt_to_keep=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PollMissingWarning)
@@ -171,7 +172,7 @@ def test_the_loop_polls_and_its_end_waits(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_loop_that_does_not_poll_is_told(start: Start) -> None:
-    """Catches: verl #4253: nobody finalizes, and nobody is told."""
+    """Catches: verl #4253: a save is never finalized, without a word."""
     began = start()
     began.save()
     with pytest.warns(PollMissingWarning, match="poll\\(\\) was not called"):
@@ -188,7 +189,7 @@ def test_of_two_counts_the_larger_one_counts(start: Start, tmp_path: Path) -> No
 
 
 def test_F18_a_torn_tracker_is_mended_before_verl_loads(start: Start, tmp_path: Path) -> None:
-    """Catches: verl's own code on a torn tracker: ``ValueError``, or training from scratch."""
+    """Catches: verl's code on a torn tracker: ``ValueError``, or training from scratch."""
     began = start(async_save=False)
     began.save()
     began.checkpoints.close()
@@ -220,11 +221,11 @@ def test_training_goes_on_after_a_failed_save_if_it_is_to(start: Start) -> None:
 
 
 def _own_save(trainer: Any) -> None:
-    """Of a recipe's trainer: saves who knows what."""
+    """The save of a recipe's trainer, with unknown content."""
 
 
 def test_a_subclass_with_a_save_of_its_own_is_refused_when_it_is_made(tmp_path: Path) -> None:
-    """Catches: a subclass that was made later, whose own save is silently not called."""
+    """Catches: a subclass that was made later, with a save that is silently not called."""
     ours: Any = install(Trainer, extra_parts=lambda _: {})
     own = {"_save_checkpoint": _own_save, "__module__": "a.recipe"}
     later = type("Later", (ours,), own)
@@ -272,7 +273,7 @@ def test_rays_handle_of_a_class_is_no_trainer(tmp_path: Path) -> None:
 
 
 class Callback:
-    """verl's ``CheckpointCallback``: notes what it is told, and what the tracker names then."""
+    """verl's ``CheckpointCallback``: notes each call, and the step that the tracker names then."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -289,8 +290,8 @@ class Callback:
 def test_verls_callback_is_told_of_what_is_tracked(
     start: Start, tmp_path: Path, async_save: bool
 ) -> None:
-    """Catches: a callback that is told of what may never be a checkpoint, or of nothing; its error,
-    which is to end the training, swallowed."""
+    """Catches: a callback that is told of a directory that may never be a checkpoint, or of
+    nothing; its error, which is to end the training, swallowed."""
     began = start(async_save=async_save)
     began.checkpoint_callback = Callback(tmp_path / "root")
     told = began.checkpoint_callback.told
@@ -362,7 +363,7 @@ def test_a_verl_that_was_never_tried_is_used_with_a_warning(monkeypatch):
     ],
 )
 def test_what_is_missing_or_too_old_is_named(without: str, run: str, said: str) -> None:
-    """Catches: a bare ModuleNotFoundError, which does not say what to install."""
+    """Catches: a bare ModuleNotFoundError, which does not name the package to install."""
     name, _, version = without.partition("=")
     lines = f"""
         import runpy, sys, types

@@ -1,4 +1,4 @@
-"""What stands between a driver and the workers of verl, without verl and Ray."""
+"""The code between a driver and the workers of verl, without verl and Ray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptfsm.integrations.verl.workers import RoleGroups
 
 
 class Answers:
-    """Calls to workers that say what is listed for them, in order: reports, or an error to raise."""
+    """Calls to workers that give the listed answers, in order: reports, or an error to raise."""
 
     def __init__(self, **said: list[Any]) -> None:
         self.said = said
@@ -115,8 +115,8 @@ assert len(loaded) == 5, loaded
 
 @pytest.mark.megatron
 def test_what_only_a_newer_megatron_core_can_read_is_refused_before_verl_loads(tmp_path: Path):
-    """Catches: an error of stock code about a missing file, as if the checkpoint were damaged; a tree
-    that is not looked at; a refusal of what can be read."""
+    """Catches: an error of stock code about a missing file, as if the checkpoint were damaged; a
+    tree that is not looked at; a refusal of readable files."""
     newer = tmp_path / "newer"
     newer.mkdir()
     for name, content in newer_files().items():

@@ -118,8 +118,8 @@ def leave(worker: list[int], rank: int, kind: type[BaseException]) -> None:
 def test_no_rank_waits_for_one_whose_call_raised_no_exception(
     rank: int, kind: type[BaseException]
 ) -> None:
-    """Catches: a Ctrl-C, a handler's SystemExit, or torch's own error inside a call, which nobody
-    answers: the other ranks wait in an exchange until its timeout."""
+    """Catches: a Ctrl-C, a handler's SystemExit, or torch's error inside a call that is then not
+    answered: the other ranks wait in an exchange until its timeout."""
     ends = together(lambda ranks: ranks.everywhere(leave, rank, kind))
     if kind is CheckpointException:
         assert [type(end) for end in ends] == [SaveFailed] * 3

@@ -102,7 +102,7 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    monkeypatch.setattr(trainer_module, "_dumped", repr_of)  # torch's own takes seconds to import
+    monkeypatch.setattr(trainer_module, "_dumped", repr_of)  # torch's takes seconds to import
     run = Run(tmp_path)
     yield run
     for checkpoints in run.begun:
@@ -279,7 +279,7 @@ def test_closing_closes_the_uploader(run):
 )
 def test_settings_that_a_driver_takes_are_good_for_its_workers(run, times):
     """Catches: half of two settings that belong together, sent to the workers; a setting that never
-    reaches them, and so nobody."""
+    reaches them, and so has no effect."""
     of_workers = {"writer_files": 3, "common_state": "file"}
     checkpoints = run.start(settings={**SETTINGS, **times, **of_workers})
     assert checkpoints.controller.latest_step() is None
@@ -341,7 +341,7 @@ def test_a_damaged_checkpoint_of_ours_is_not_taken_for_a_stock_one(run):
 
 
 def test_that_nothing_is_deleted_after_a_load_is_said(run):
-    """Catches: a disk that somebody counted on being freed, and nobody told them that it is not."""
+    """Catches: a disk that a user expects to be freed, without a word that it is not."""
     checkpoints = run.start(resume_mode="auto", del_local_ckpt_after_load=True)
     with pytest.warns(UserWarning, match="del_local_ckpt_after_load"), checkpoints.loading():
         pass
@@ -403,10 +403,10 @@ class FailsFirst(DirectoryMirror):
 
 
 def test_every_setting_reaches_somebody_or_is_refused():
-    """Catches: a new setting of the library that nobody under verl heeds, and nobody hears of."""
+    """Catches: a new setting of the library that no code under verl heeds, without a word."""
     of_controller = {
         "retention",
-        "sync",  # refused, with a reason of its own
+        "sync",  # refused, with a special reason
         "on_failure",
         "on_busy",
         "resume",

@@ -17,8 +17,9 @@ from ckptfsm.testing.fakes import Gate
 
 
 def test_I4_an_old_writer_stays_out_of_a_directory_that_is_anothers(tmp_path: Path):
-    """Found by attack. Catches: a foreign writer that was stopped, or outlived its job, and wakes up
-    after the next job has saved the same step: it opens its files by path, and writes over them."""
+    """Found by attack. Catches: a foreign writer that was stopped, or outlived its job, and wakes
+    up after the next job has saved the same step. Such a writer opens its files by path, and writes
+    over them."""
     directory = tmp_path / "iter_0000006"
     begin(directory, 1)
     gate, storage = Gate(tmp_path / "gate"), PosixStorage(tmp_path)
@@ -51,5 +52,5 @@ def test_I4_an_old_writer_stays_out_of_a_directory_that_is_anothers(tmp_path: Pa
 
 
 def begin(directory: Path, attempt: int) -> None:
-    """What the coordinator makes of a directory in place."""
+    """The decision of the coordinator about a directory in place."""
     (directory / begun_name(AttemptId(6, attempt, 1))).mkdir(parents=True)

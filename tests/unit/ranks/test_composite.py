@@ -150,7 +150,7 @@ def test_a_required_part_that_fails_fails_the_checkpoint(tmp_path):
 
 
 def test_a_tree_of_files_is_made_durable_and_listed(tmp_path):
-    """Catches: files beside the shards that no receipt lists and nobody fsynced."""
+    """Catches: files beside the shards that no receipt lists and no call fsynced."""
 
     def make_files(directory: str) -> None:
         inner = Path(directory, "tokenizer")

@@ -52,7 +52,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def test_two_groups_and_a_file_make_one_checkpoint(tmp_path):
-    """Catches: a part that is not waited for, or completed by nobody."""
+    """Catches: a part that is not waited for, or never completed."""
     job = GroupJob(tmp_path, SIZES)
     job.save(10).handle.wait()
     step = tmp_path / "iter_0000010"
@@ -98,7 +98,7 @@ def test_the_tracker_moves_once_and_after_every_part(tmp_path):
 
 
 def test_the_controller_needs_no_torch(tmp_path):
-    """Catches: a driver process that has to import torch to own its checkpoints."""
+    """Catches: a driver process that has to import torch to manage its checkpoints."""
     code = (
         "import sys; from ckptfsm import Controller, GroupPart\n"
         f"c = Controller({str(tmp_path)!r}, {{'actor': 1}}, lambda doomed: [])\n"
@@ -264,7 +264,7 @@ def test_F3_a_controller_that_dies_is_followed_by_one_that_goes_on(tmp_path):
 
 
 def test_what_a_controller_refuses(tmp_path):
-    """Catches: a group nobody has, a group of nobody, a report of something else."""
+    """Catches: an unknown group, an empty group, a report of something else."""
     with pytest.raises(ConfigError, match="at least one rank"):
         Controller(tmp_path, {"actor": 0}, lambda doomed: [])
     job = GroupJob(tmp_path, SIZES)
@@ -282,7 +282,7 @@ def test_what_a_controller_refuses(tmp_path):
 
 
 def test_a_file_may_be_named_like_a_group_that_writes_under_another_name(tmp_path):
-    """Catches: a refusal of what is not ambiguous."""
+    """Catches: a refusal of an unambiguous name."""
     job = GroupJob(tmp_path, SIZES)
     begun = job.controller.begin(1, {"policy": GroupPart("actor"), "actor": b"a file"})
     assert set(begun.tickets) == {"actor"}
@@ -339,7 +339,7 @@ def test_F13_the_writer_of_a_failed_attempt_is_ended(tmp_path):
 
 
 def test_I5_a_receipt_of_another_attempt_does_not_complete_a_group(tmp_path):
-    """Catches: metadata made from what an earlier attempt wrote."""
+    """Catches: metadata made from the results of an earlier attempt."""
     job = GroupJob(tmp_path, SIZES)
     job.save(10).handle.wait()
     ticket = job.begin(20).tickets["actor"]
@@ -473,7 +473,7 @@ def test_F27_two_readings_of_one_step_keep_it_both(tmp_path):
 
 @pytest.mark.parametrize("end", [FutureTimeout, KeyboardInterrupt])
 def test_F27_a_lease_that_nobody_waited_for_is_given_back(tmp_path, monkeypatch, end):
-    """Catches: a checkpoint that is kept for as long as the job runs, as nobody knows its lease."""
+    """Catches: a checkpoint that is kept for as long as the job runs, as its lease is unknown."""
     job = GroupJob(tmp_path, SIZES)
     job.save(10).handle.wait()
     struck: list[Promise[Any]] = []
@@ -632,7 +632,7 @@ def test_an_answer_that_was_lost_costs_nothing(tmp_path):
     (worker,) = job.groups["actor"].workers
     worker.write(save.tickets["actor"], {"w": 1})
     while not any(isinstance(e, ShardReported) for e in worker.poll()):
-        pass  # nobody heard it
+        pass  # no answer arrived
     job.controller.feed(worker.poll())
     job.controller.feed(worker.poll())
     assert save.handle.wait().state is State.TRACKED
@@ -640,7 +640,7 @@ def test_an_answer_that_was_lost_costs_nothing(tmp_path):
 
 
 def test_a_group_writes_one_part(tmp_path):
-    """Catches: a ticket that replaces another, and a part that nobody writes."""
+    """Catches: a ticket that replaces another, and a part without a writer."""
     job = GroupJob(tmp_path, SIZES)
     with pytest.raises(ConfigError, match="two parts"):
         job.controller.begin(1, {"a": GroupPart("actor"), "b": GroupPart("actor")})
@@ -696,7 +696,7 @@ def test_F31_an_error_of_torch_in_the_plan_strands_nobody(tmp_path):
 
 
 def test_I8_names_of_another_layout_are_evidence(tmp_path):
-    """Catches: a run that begins from zero beside its own checkpoints, because of one word."""
+    """Catches: a run that begins from zero beside its checkpoints, because of one word."""
     (tmp_path / "iter_0000010").mkdir()
     with pytest.raises(ConfigError, match="in the layout 'megatron'"):
         GroupJob(tmp_path, SIZES, layout="verl")
@@ -721,7 +721,7 @@ def test_I4_leaving_a_part_out_takes_only_its_own_plan(tmp_path):
 
 
 def test_a_failed_save_that_was_not_tried_again_is_raised_at_the_end(tmp_path):
-    """Catches: a run whose every save failed, and that nobody was told of."""
+    """Catches: a run without a single good save, and without a word."""
     job = GroupJob(tmp_path, {"actor": 1}, on_failure=3)
     job.groups["actor"].drivers[0].failures["draft"] = RuntimeError("bad state")
     for step in (1, 2):
@@ -759,7 +759,7 @@ def test_a_tree_at_the_top_of_the_step_is_refused(tmp_path):
 
 
 def test_a_tree_at_the_top_of_a_step_that_has_no_other_part(tmp_path):
-    """Catches: files at the top that are refused, left out, or claimed together with our own."""
+    """Catches: files at the top that are refused, left out, or claimed together with ours."""
     job = GroupJob(tmp_path, {"actor": 1})
 
     def make(directory):

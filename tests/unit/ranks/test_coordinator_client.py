@@ -1,4 +1,4 @@
-"""A rank's link to the coordinator: what goes wrong in the background does not end a job."""
+"""A rank's link to the coordinator: errors in the background do not end a job."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ckptfsm.testing.simfs import SimDisk
 
 
 def test_F9_a_stale_listing_in_the_background_stops_nobody():
-    """Catches: one error of the file system in housekeeping that is told to every rank as the end of
-    the coordinator, or after which nothing is done in the background any more."""
+    """Catches: one error of the file system in housekeeping that is told to every rank as the end
+    of the coordinator. An error after which nothing is done in the background any more."""
     disk = SimDisk()
     job = saved(disk, 1)
     link = CoordinatorClient(LocalTransport(), 60.0, NoDeferredSignals().hear)

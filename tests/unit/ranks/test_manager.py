@@ -1,6 +1,8 @@
-"""What a trainer sees: one manager (or one per rank, as threads) with forked writers on a real disk.
+"""The view of a trainer: one manager (or one per rank, as threads) with forked writers on a real
+disk.
 
-Each test says what it would catch. Only the state is made up: see ``ckptfsm.testing.fakes``.
+Each test names the bugs that it would catch. Only the state is made up: see
+``ckptfsm.testing.fakes``.
 """
 
 from __future__ import annotations
@@ -383,7 +385,7 @@ def test_F22_on_busy_wait_is_bounded(run: Run):
     assert manager.all_steps() == [1]
 
 
-# ------------------------------------------------------------------------ on_busy: what is blocked
+# ------------------------------------------------------------------------ on_busy: blocked saves
 
 
 class Broken:
@@ -450,8 +452,8 @@ def tick_on(run: Run, manager: Manager, condition) -> None:
 
 
 def test_F5_training_goes_on_while_the_tracker_is_blocked(broken: Broken):
-    """Catches: a save that waits for ``busy_timeout_s`` for what is known to be stuck; a published step
-    that is given up for it, or never tracked once the disk is mended."""
+    """Catches: a save that waits for ``busy_timeout_s`` for an attempt that is known to be stuck. A
+    published step that is given up for it, or never tracked once the disk is mended."""
     run = broken.run
     manager, handle = blocked(broken, on_failure="warn")
     for step in (3, 4):
@@ -660,7 +662,7 @@ def test_F1_a_killed_writer_fails_the_save(run: Run):
 
 
 def test_on_failure_raise_comes_out_of_poll_once(run: Run):
-    """Catches: a failure that nobody hears of, or one that is raised at every step from then on."""
+    """Catches: a failure that is never told, or one that is raised at every step from then on."""
     run.driver.before_write = die
     manager = run.open()
     handle = manager.save(1, weights(1))
@@ -951,7 +953,7 @@ def test_I7_the_one_in_flight_is_not_counted(run: Run):
 
 
 def test_restore_is_none_only_without_evidence(run: Run):
-    """I8. Catches: a restart from scratch that nobody asked for."""
+    """I8. Catches: a restart from scratch without a request."""
     manager = run.open()
     assert manager.restore(TEMPLATE) is None and manager.latest_step() is None
     manager.save(1, weights(1)).wait()
@@ -1008,7 +1010,7 @@ def test_F21_damage_is_found_before_restore(run: Run, verify: str, damage: str, 
     content = bytearray(shard.read_bytes())
     if damage == "flip":
         shard.write_bytes(bytes(content[:4] + bytes([content[4] ^ 1]) + content[5:]))
-        if found == 2:  # sizes cannot see it: the format's own check must not be what finds it
+        if found == 2:  # sizes cannot see it, and the check of the format must not find it
             shard.write_bytes(bytes(content))
             digest_unreadable(run)
     elif damage == "truncate":
@@ -1032,7 +1034,7 @@ def digest_unreadable(run: Run) -> None:
 
 
 def test_I2_a_restore_that_falls_back_says_so_on_every_rank(run: Run, caplog):
-    """Catches: hours of training from an older step, and nobody knows."""
+    """Catches: hours of training from an older step, without a word."""
 
     def work(transport: ThreadTransport) -> None:
         ports = fake_ports(run.root, driver=FakeDriver(transport.rank), transport=transport)
@@ -1103,11 +1105,11 @@ def test_resume_fresh(run: Run):
 
 
 class Moments(dict[str, Any]):
-    """A state that can be asked whether anybody still holds it."""
+    """A state that can be asked whether any object still holds it."""
 
 
 class PassingDraft(FakeDraft):
-    """It holds the state until the writer owns it."""
+    """A draft that holds the state until the writer owns it."""
 
     def changed(self) -> str:
         return ""
@@ -1127,7 +1129,7 @@ class PassingDriver(FakeDriver):
 
 
 def test_nothing_of_the_state_is_held_once_a_writer_has_it(run: Run):
-    """Catches: memory of the trainer's, or a copy of it, that stays while the writer writes: where an
+    """Catches: memory of the trainer, or a copy of it, that stays while the writer writes. Where an
     optimizer is loaded for a save and offloaded after it, that memory is never free again."""
     manager = run.open(driver=PassingDriver())
     state = Moments(weights(1))
@@ -1202,7 +1204,7 @@ def test_F26_run_time_goes_on_over_a_restart(run: Run):
 
 
 def test_F27_a_leased_checkpoint_is_not_pruned(run: Run):
-    """Catches: a checkpoint that is pruned while somebody reads it."""
+    """Catches: a checkpoint that is pruned while a process reads it."""
     manager = run.saved(1, retention=LatestN(1))
     lease = run.root / ".ckptfsm/readers/1.reader-of-the-evaluation.json"
     lease.write_text('{"schema_version":1,"step":1}')
@@ -1234,7 +1236,7 @@ def test_F27_restore_holds_a_lease_while_it_loads(run: Run):
 
 
 def test_F28_nobody_polls(run: Run):
-    """Catches: a save that can never be tracked, and nobody says so."""
+    """Catches: a save that can never be tracked, without a word."""
     manager = run.open(poll_warning_steps=5)
     manager.save(10, weights(10))
     for step in range(11, 15):
@@ -1262,7 +1264,7 @@ if sys.argv[2] == "abandons":
 
 @pytest.mark.parametrize("end", ["ends", "abandons"])
 def test_F28_a_program_that_ends_with_a_save_in_flight_is_told(run: Run, end: str):
-    """Catches: the last save of a job that nobody closes, lost without a word."""
+    """Catches: the last save of a job that is never closed, lost without a word."""
     command = [sys.executable, "-c", LEFT, str(run.root), end]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -1427,8 +1429,8 @@ def test_F25_a_disk_that_does_not_say_is_no_loss(run: Run):
 
 
 def test_F6_an_answer_of_the_disk_is_awaited_as_long_as_one_may_take(run: Run):
-    """Found by review. Catches: a rank that is alone, and waits for ``busy_timeout_s`` for what was
-    asked before, whatever ``on_busy`` says."""
+    """Found by review. Catches: a rank that is alone, and waits for ``busy_timeout_s`` for the
+    earlier request, whatever ``on_busy`` says."""
     stuck = Stuck("mkdir", "staging")
     storage = FaultStorage(PosixStorage(run.root), before=stuck)
     manager = run.open(storage, effect_timeout_s=0.3, busy_timeout_s=20.0, on_busy="skip")
@@ -1464,8 +1466,8 @@ def test_calls_from_two_threads_are_refused(run: Run):
 
 
 def test_F7_a_dead_disk_that_was_mended_is_opened_again_by_the_same_process(run: Run):
-    """Catches: RootBusy against one's own pid for good: a root that could not be given back on the disk
-    that died, with the advice to stop the other job."""
+    """Catches: RootBusy against the caller's pid for good: a root that could not be given back on
+    the disk that died, with the advice to stop the other job."""
     dead: list[str] = []
 
     def fails(index: int, method: str, path: str) -> None:
@@ -1509,7 +1511,7 @@ def test_I10_a_writer_that_hangs_fails_at_its_deadline(run: Run):
     with pytest.raises(SaveFailed, match=f"missed its deadline at {child.pid} "):
         handle.wait()
     assert handle.exception().reason == "writer_hung"
-    assert child.wait(30).exitcode == -signal.SIGKILL  # killed, but nobody has waited for its end
+    assert child.wait(30).exitcode == -signal.SIGKILL  # killed, but its end was not waited for
 
 
 class Stuck:
@@ -1539,7 +1541,8 @@ def test_I10_a_disk_that_hangs_does_not_hang_the_training_thread(run: Run):
     for _ in range(5):
         manager.poll()
     stuck.go.set()
-    # The disk came back: what was accepted meanwhile is failed and cleaned, a new save works.
+    # The disk came back: a save that was accepted meanwhile is failed and cleaned, a new save
+    # works.
     until(manager, lambda: any(r.dest is State.DISCARDED for r in run.records))
     manager.wait_until_finished()
     manager.save(2, weights(2)).wait()
@@ -1547,7 +1550,7 @@ def test_I10_a_disk_that_hangs_does_not_hang_the_training_thread(run: Run):
 
 
 def test_I10_an_opening_that_was_too_slow_gives_the_root_back(run: Run):
-    """Catches: RootBusy against one's own pid for ever, after a disk that hung while opening."""
+    """Catches: RootBusy against the caller's pid for ever, after a disk that hung while opening."""
     run.saved(1).close()
     stuck = Stuck("fsync_dir", "epochs")
     stuck.armed = True
@@ -1557,7 +1560,7 @@ def test_I10_an_opening_that_was_too_slow_gives_the_root_back(run: Run):
     assert stuck.reached.is_set()
     stuck.go.set()
     deadline = time.monotonic() + 30
-    while True:  # the other thread lets go in its own time
+    while True:  # the other thread lets go later
         try:
             again = run.open()
             break
@@ -1595,7 +1598,8 @@ def test_F15_the_same_step_again_is_refused(run: Run):
 
 
 def test_F15_a_partial_directory_is_quarantined(run: Run):
-    """Catches: a save that fails for ever, or that mixes its files with somebody's leftovers."""
+    """Catches: a save that fails for ever, or that mixes its files with the leftovers of another
+    program."""
     manager = run.saved(1)
     partial_dir = run.root / "iter_0000002"
     partial_dir.mkdir()
@@ -1791,7 +1795,7 @@ def test_I6_a_finalizer_that_raises_fails_the_save(run: Run, error: BaseExceptio
 
 
 def test_I10_an_interrupted_finalizer_fails_the_save(run: Run):
-    """Catches: a Ctrl-C after which everything waits for a save that nobody goes on with."""
+    """Catches: a Ctrl-C after which everything waits for a save that never goes on."""
     run.driver.failures["finalize"] = KeyboardInterrupt()
     manager = run.open()
     handle = manager.save(1, parts={"state": FakeRequest(b"x")})
@@ -1963,8 +1967,8 @@ def test_I10_ranks_decide_the_same_of_what_is_blocked(run: Run):
 
 
 def test_I10_a_rank_that_may_not_finalize_is_heard_before_any_rank_does(run: Run):
-    """Catches: finalizers that begin on one rank, and wait in its collectives for the other, which may
-    not (two queues are in use at once, or the results queue is gone)."""
+    """Catches: finalizers that begin on one rank, and wait in its collectives for the other. That
+    rank may not begin: two queues are in use at once, or the results queue is gone."""
 
     def work(transport: ThreadTransport):
         driver = FakeDriver(transport.rank)
@@ -2080,7 +2084,7 @@ def test_I10_a_rank_that_left_fails_the_others(run: Run):
 
 
 def test_F2_a_simulated_death_is_no_error_to_be_handled(run: Run):
-    """Catches: a broad ``except`` around the coordinator's work that survives its own death."""
+    """Catches: a broad ``except`` around the coordinator's work that survives its death."""
 
     def before(index: int, method: str, path: str) -> None:
         if "staging" in path and method == "mkdir" and "staging/" in path:
@@ -2094,7 +2098,7 @@ def test_F2_a_simulated_death_is_no_error_to_be_handled(run: Run):
 
 
 def test_open_storage_is_called_once_per_rank_with_its_role(run: Run):
-    """Catches: a rank other than the coordinator that creates a root of its own."""
+    """Catches: a rank other than the coordinator that creates another root."""
     asked: list[tuple[int, bool]] = []
 
     def work(transport: ThreadTransport):

@@ -43,8 +43,9 @@ def tree(content: str) -> FileTree:
 
 @pytest.mark.parametrize("when", ["before the save", "while its files are made"])
 def test_I3_files_never_land_in_the_root_of_another_run(when: str, tmp_path: Path):
-    """Found by attack. Catches: a link above the root that is put to another run's while the job goes on
-    (``current`` of a deployment): one run's files in the other's checkpoint, which is acknowledged."""
+    """Found by attack. Catches: a link above the root that is put to the root of another run while
+    the job goes on (``current`` of a deployment). Files of one run land in the other's checkpoint,
+    which is acknowledged."""
     current = tmp_path / "current"
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -99,8 +100,8 @@ def link_to_one_of_two_runs(place: Path) -> Path:
 
 @pytest.mark.parametrize("how", ["link", "rename"])
 def test_I2_a_restore_does_not_read_another_runs_checkpoint(how: str, tmp_path: Path):
-    """Found by attack. Catches: files that are verified in the root that was opened, and loaded from
-    what has its path by now."""
+    """Found by attack. Catches: files that are verified in the root that was opened, and loaded
+    from the directory that has its path by now."""
     current = link_to_one_of_two_runs(tmp_path)
     ours = files_manager(current / "gpt")
     assert Path(ours.restore(parts={"t": tree("")}).parts["t"], "tokenizer.json").read_text() == (

@@ -23,7 +23,8 @@ TEMPLATE = {"where": None}
 
 
 class Trainer:
-    """State that is somewhere. ``calls``: what the hook and the making of the state did, in order."""
+    """State that is somewhere. ``calls``: those of the hook, and those that make the state, in
+    order."""
 
     def __init__(self) -> None:
         self.where = "host"
@@ -56,7 +57,7 @@ class Trainer:
 
 
 class Running:
-    """One rank: a manager, its trainer and its driver."""
+    """A single rank: a manager, its trainer and its driver."""
 
     def __init__(self, root: Path, transport: ThreadTransport | None = None, **settings) -> None:
         self.trainer = Trainer()
@@ -177,7 +178,7 @@ def test_I10_load_fails_on_one_rank(tmp_path: Path, culprit: int):
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_I10_offload_fails_on_one_rank(tmp_path: Path, refused: bool):
-    """Catches: an error that only its own rank raises, or that costs a checkpoint that is good."""
+    """Catches: an error that only its rank raises, or that costs a checkpoint that is good."""
 
     def work(transport: ThreadTransport):
         running = Running(tmp_path / "root", transport)

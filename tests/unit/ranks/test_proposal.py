@@ -1,4 +1,5 @@
-"""What each rank proposes and what all must agree on: no process is forked here, nothing is written."""
+"""The proposal of each rank, and the agreement of all: no process is forked here, nothing is
+written."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def refused(*proposals: Proposal) -> SaveRefused:
 
 
 def test_a_state_alone_is_the_part_named_state():
-    """Catches: a part's name that differs from what a restore looks for."""
+    """Catches: a part's name that differs from the name that a restore looks for."""
     assert name_parts({"w": 1}, None) == {"state": {"w": 1}}
     assert name_parts(None, {"actor": 1, "critic": None}) == {"actor": 1, "critic": None}
     for both in (({}, {}), (None, None)):
@@ -143,7 +144,7 @@ def test_plain_files_are_written_by_the_first_of_their_ranks(kind):
 
 
 def test_F10_every_rank_that_cannot_prepare_is_named():
-    """Catches: an error of one rank that is told as another's, or hides the next."""
+    """Catches: an error of one rank that is told as the error of another rank, or hides the next."""
     fine, broken = of(STATE, world_size=3), of(error="disk on fire", world_size=3)
     found = refused(fine, broken, replace(broken, error="other"))
     assert "rank 1, 2 cannot prepare the save: disk on fire" in found.message.replace(" and ", ", ")

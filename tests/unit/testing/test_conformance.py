@@ -47,7 +47,7 @@ def test_I11_what_the_library_writes_conforms(tmp_path: Path):
 
 @pytest.mark.parametrize("forgery", FORGERIES, ids=lambda forgery: forgery.name)
 def test_I11_an_illegal_journal_is_refused_by_its_rule(forgery: Forgery):
-    """Catches: a rule that nobody enforces, or another one that refuses by accident."""
+    """Catches: a rule that is not enforced, or another one that refuses by accident."""
     assert refused_by(forged(forgery)) == forgery.rule
 
 
@@ -68,7 +68,7 @@ def test_F20_damage_before_an_intact_record_is_refused_and_named():
 
 @pytest.mark.damages_journal("puts a FIFO in the place of a segment")
 def test_a_segment_that_is_no_file_is_refused_at_once(tmp_path: Path):
-    """Catches: a judge that waits for ever for somebody to write into a FIFO."""
+    """Catches: a judge that waits for ever for a writer of a FIFO."""
     root = lay_out(tmp_path / "root", forged(LEGAL))
     os.mkfifo(root / JOURNAL / segment_name(4))
     for place in (root, PosixStorage(root)):
@@ -79,7 +79,8 @@ def test_a_segment_that_is_no_file_is_refused_at_once(tmp_path: Path):
 
 @pytest.mark.parametrize("left", [b"\0" * 700, b'{"crc":"00', b"\xff\n\nxx\n"])
 def test_F4_F13_what_a_crash_or_a_zombie_leaves_conforms(left: bytes):
-    """Catches: an alarm at a torn tail, bytes after a seal, a segment that nobody began or sealed."""
+    """Catches: an alarm at a torn tail, bytes after a seal, a segment without a beginning or a
+    seal."""
     legal = forged(LEGAL)
     found = check_segments(legal)
     crashed = {epoch: data + left for epoch, data in legal.items()}
@@ -105,7 +106,7 @@ def test_I11_wandering_jobs_leave_legal_journals(seed: int):
 
 @pytest.mark.damages_journal("it is the watch itself that is tried")
 def test_the_watch_over_all_tests_sees_an_illegal_journal(request, tmp_path: Path):
-    """Catches: a suite whose journals nobody looks at any more."""
+    """Catches: a suite with journals that are no longer judged."""
     watch = request.config.pluginmanager.get_plugin("journal-watch")
     illegal = forged(next(f for f in FORGERIES if f.rule == "steps-grow"))
     watch.judge_place(lay_out(tmp_path / "root", illegal))

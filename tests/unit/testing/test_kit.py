@@ -77,7 +77,7 @@ def test_the_librarys_own_writers_are_sound():
 
 
 class Careless:
-    """A part that writes one file of its own, wrongly in one of several ways."""
+    """A part that writes one file, wrongly in one of several ways."""
 
     name = "extra"
     directory = ""

@@ -1,7 +1,7 @@
-"""The simulated disk: what must survive does, and what may be lost can really be lost.
+"""The simulated disk: durable bytes survive, and bytes that may be lost can really be lost.
 
 A simulator that is too kind proves nothing, so half of these tests remove a safeguard from the
-library's own protocols and require that a violation is found.
+library's protocols and require that a violation is found.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def test_the_extreme_crashes() -> None:
 
 
 def _crashes(run: Callable[[SimStorage], None]) -> list[dict[str, bytes | str | None]]:
-    """What is seen after each of many random power losses at the end of ``run``."""
+    """The content after each of many random power losses at the end of ``run``."""
     seen = []
     for seed in seeds:
         disk = SimDisk()

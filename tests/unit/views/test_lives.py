@@ -1,4 +1,5 @@
-"""Lives read back from journals, and drawn: what counts, what is shown, and that nothing escapes."""
+"""Lives read back from journals, and drawn: the records that count, the picture, and that nothing
+escapes."""
 
 from __future__ import annotations
 
@@ -264,7 +265,7 @@ def test_a_reprieve_an_adoption_and_a_directory_that_was_moved_away(journal):
 
 
 def test_a_life_known_only_from_a_snapshot_is_shown(journal):
-    """Catches: the picture of a root whose first segments are gone leaving out what is kept."""
+    """Catches: the picture of a root without its first segments that leaves out a kept checkpoint."""
     journal.begin(7, 0.0, (record((5, 3, 1), S.TRACKED, shard_bytes=8),))
     (life,) = read_lives(journal.storage)
     assert (life.attempt, life.end, life.shard_bytes) == ("5.e3.a1", S.TRACKED, 8)

@@ -1,6 +1,6 @@
-"""One rank's writer: what it puts on disk, in which order, and what its trainer believes.
+"""The writer of one rank: its files on disk, their order, and the view of its trainer.
 
-Each test says what it would catch.
+Each test names the bugs that it would catch.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def receipt(storage, part: str = "state", rank: int = 0) -> Receipt:
 
 
 def test_I3_a_receipt_lists_every_file_with_size_and_digest(disk: SimDisk):
-    """Catches: a file that nobody answers for, or a receipt of something else than was written."""
+    """Catches: a file that no receipt answers for, or a receipt of something else than was written."""
     storage = SimStorage(disk, "writer")
     assert write_rank(storage, job()) == [("state", 2 * len(content()), None)]
     found = receipt(storage)
@@ -221,8 +221,8 @@ def test_the_first_error_of_a_shard_is_kept(disk: SimDisk):
 
 
 def test_a_good_writer_reports_its_shards_at_each_call(root: Path):
-    """I5. Catches: a report with another rank's numbers, or one that an interrupt loses: whoever takes
-    it remembers what was taken."""
+    """I5. Catches: a report with another rank's numbers, or one that an interrupt loses: the caller
+    remembers the reports that it took."""
     writer = fork(root, job(rank=1, world_size=2))
     expected = [ShardReported(OF, "state", 1, 2, len(content(1)))]
     assert events(writer) == expected
@@ -231,7 +231,7 @@ def test_a_good_writer_reports_its_shards_at_each_call(root: Path):
 
 
 def test_payloads_come_back(root: Path):
-    """Catches: a foreign finalizer without the results of its own writer."""
+    """Catches: a foreign finalizer without the results of its writer."""
 
     @dataclass
     class Foreign:

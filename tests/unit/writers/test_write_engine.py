@@ -1,4 +1,4 @@
-"""The persistent writer process: what its trainer may believe, and when it may change its memory."""
+"""The persistent writer process: the view of its trainer, and when memory may be changed."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_F3_a_trainer_that_dies_before_it_confirmed_leaves_no_receipt(root):
-    """Catches: a writer that outlives its trainer, and vouches for what it read."""
+    """Catches: a writer that outlives its trainer, and vouches for its copy."""
     command = [sys.executable, "-c", TRAINER, str(root), *sys.path]
     ran = subprocess.run(command, stdout=subprocess.PIPE, timeout=120, check=False)
     assert ran.returncode == -signal.SIGKILL
