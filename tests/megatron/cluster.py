@@ -1,4 +1,4 @@
-"""What the tests hold in their hands: jobs of several ranks, gates, processes and roots.
+"""The tools of the tests: jobs of several ranks, gates, processes and roots.
 
 Rules: every wait is bounded, and a wait that runs out shows the stacks and the logs of the ranks. A
 job's processes are found by session: each rank leads one, and everything it forks stays in it.
@@ -149,7 +149,7 @@ class Job:
         return all(self.server.wait(pid, 0.0) is not None for pid in self.pids)
 
     def results(self, timeout_s: float = PATIENCE_S) -> list[Any]:
-        """What every rank returned; all must have ended well."""
+        """The results of all ranks, which must have ended well."""
         codes = self.wait(timeout_s)
         assert codes == [0] * len(codes), f"exit codes {codes}\n{self.logs()}"
         return [self.result(rank) for rank in range(len(self.pids))]
@@ -234,7 +234,7 @@ class Gate:
         self.path = str(path)
         os.mkfifo(f"{path}.reached")
         os.mkfifo(f"{path}.go")
-        # Both ends open here, so that nobody ever waits for an open.
+        # Both ends open here, so that no process ever waits for an open.
         self._reached = os.open(f"{path}.reached", os.O_RDWR | os.O_NONBLOCK)
         self._go = os.open(f"{path}.go", os.O_RDWR | os.O_NONBLOCK)
         self._lines = bytearray()
@@ -305,7 +305,7 @@ def await_file(path: Path, timeout_s: float = PATIENCE_S) -> bool:
 
 
 def await_death(pid: int, timeout_s: float = PATIENCE_S) -> bool:
-    """True once the process is dead, also if nobody reaped it yet. It need not be our child."""
+    """True once the process is dead, also before it is reaped. The process need not be our child."""
     return _await(lambda: not is_alive(pid), timeout_s)
 
 
@@ -324,7 +324,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def descriptors_of(pid: int) -> dict[int, str]:
-    """What every descriptor of a process refers to."""
+    """The target of every descriptor of a process."""
     found = {}
     for name in os.listdir(f"/proc/{pid}/fd"):
         try:

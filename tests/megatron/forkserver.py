@@ -2,8 +2,8 @@
 
 Importing both takes four seconds; forking a process that has them takes milliseconds. Rules: the
 server never creates a thread, a process group or a socket, so that a rank is as clean as a fresh
-interpreter; every rank gets a session of its own, so that everything it ever forked can be found; a
-rank dies with the server and the server with the test run (its stdin ends).
+interpreter. Every rank gets a new session, so that everything it ever forked can be found. A rank
+dies with the server, and the server with the test run (its stdin ends).
 
 Run as a script: commands are JSON lines on stdin, replies JSON lines on stdout.
 """

@@ -1,7 +1,8 @@
-"""What the ranks of the test jobs do. Each function below ``Here`` is one job, run by every rank.
+"""The programs of the ranks of the test jobs. Each function below ``Here`` is one job, run by every
+rank.
 
 Rules: arguments and results are JSON; ranks stay in lockstep by counting steps, never by looking at
-a clock; what a test has to do in between happens at a gate. Nothing is replaced by a stand-in: faults
+a clock; the steps of a test in between happen at a gate. Nothing is replaced by a stand-in: faults
 come from signals, limits, a full disk, or a storage that returns an errno.
 """
 
@@ -107,8 +108,9 @@ class Here:
     def join_with_queue(self) -> None:
         """Also make the queue that megatron-core shares among its requests, in a forked process.
 
-        Megatron-core spawns that process, which imports torch anew when it is given its first result:
-        seconds on every rank. It is the same otherwise. It is forked before a rank has sockets.
+        Megatron-core spawns that process, which imports torch anew when it is given its first
+        result: seconds on every rank. The queue is the same otherwise. The process is forked before
+        a rank has sockets.
         """
         if filesystem_async._results_queue is None and not dist.is_initialized():
             manager = multiprocessing.get_context("fork").Manager()
@@ -117,7 +119,7 @@ class Here:
 
 
 def leave() -> None:
-    """What an interpreter does at its end, before ``os._exit`` ends a forked one."""
+    """The last calls of an interpreter, before ``os._exit`` ends a forked one."""
     if dist.is_initialized():
         dist.destroy_process_group()
     for child in multiprocessing.active_children():
@@ -139,7 +141,7 @@ def meet(gate: str, what: str = "", rank: int = -1) -> None:
 
 @dataclass
 class Faults:
-    """A hook of ``FaultStorage``: what happens before a call whose method and path match.
+    """A hook of ``FaultStorage``: it acts before a call with a matching method and path.
 
     A fault is ``{"rank", "method", "path" (a pattern), "gate" or "errno"}``.
     """
@@ -254,9 +256,10 @@ def save(manager: CheckpointManager, here: Here, step: int, rows: int = ROWS) ->
 
 
 def children(own: Callable[[int], bool] = lambda pid: False) -> list[int]:
-    """The living processes below this rank. What was just killed gets two seconds to be gone.
+    """The living processes below this rank. A process that was just killed gets two seconds to be
+    gone.
 
-    ``own``: those that are to stay. Nobody waits for them.
+    ``own(pid)``: True for those that are to stay, and are not waited for.
     """
     deadline = time.monotonic() + 2.0
     while True:
@@ -349,7 +352,7 @@ def restore_what_rank_1_misnames(here: Here, root: str) -> Told:
 
 
 def stock_load(here: Here, directory: str, step: int, rows: int = ROWS) -> bool:
-    """Megatron-core's own loader on one checkpoint directory; True if bit-equal."""
+    """Megatron-core's loader on one checkpoint directory; True if bit-equal."""
     here.join()
     with cpu_devices():
         loaded = dist_checkpointing.load(template_of(here, rows), directory)
@@ -448,7 +451,7 @@ class Unreadable:
 
 
 def fail_in_save(here: Here, root: str, fault: str, rank: int = 1) -> Told:
-    """Rank ``rank`` fails inside ``save(2)`` in its own way; the others are in good health."""
+    """Rank ``rank`` fails inside ``save(2)`` in a special way; the others are in good health."""
     with managed(here, root) as manager:
         first = save(manager, here, 1)
         mine = here.rank == rank
@@ -561,7 +564,7 @@ def train_until_preempted(here: Here, root: str, gate: str) -> Told:
 
 
 def hold(here: Here, root: str, gate: str) -> Told:
-    """Save step 1, own the root until the gate opens, then save step 2."""
+    """Save step 1, keep the root until the gate opens, then save step 2."""
     outcome: Told = {"left": None}
     try:
         with managed(here, root) as manager:
@@ -598,7 +601,7 @@ T = TypeVar("T")
 
 
 def at_coordinator(manager: CheckpointManager, work: Callable[[Coordinator], T]) -> T:
-    """Run something on the coordinator's own thread. The one place that looks inside."""
+    """Run something on the coordinator's thread. No other place looks inside."""
     return manager._client.ask(work)
 
 
@@ -669,7 +672,7 @@ BIG_ROWS, SMALL_ROWS = 512, 16
 
 
 def request_for(directory: str, state: dict[str, Any], strategy: Any = None) -> Any:
-    """Megatron-core's own AsyncRequest (collective), with two write workers by default."""
+    """Megatron-core's AsyncRequest (collective), with two write workers by default."""
     how: dict[str, Any] = {"async_strategy": "nvrx" if NVRX else "mcore"} if STRATEGIES else {}
     strategy = strategy or TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=2)
     with cpu_devices():
@@ -680,7 +683,7 @@ def request_for(directory: str, state: dict[str, Any], strategy: Any = None) -> 
 class Gated:
     """An ``async_fn`` that stands at a gate before it begins, or whose worker ``worker`` does.
 
-    Workers are processes or threads. The first of those writes on the writer's own thread.
+    Workers are processes or threads. The first of those writes on the writer's thread.
     """
 
     inner: Callable[..., None]
@@ -722,7 +725,7 @@ def workers_are_threads() -> bool:
 
 @dataclass
 class Build:
-    """How a foreign part makes its request, and what is wrong with it."""
+    """The request of a foreign part, and its fault."""
 
     here: Here
     step: int
@@ -784,7 +787,7 @@ def save_foreign(
 
 
 def _leave_beside(here: Here, directory: str) -> None:
-    """Newer trainers' finalizers leave hashes of all files, and what belongs to the tokenizer."""
+    """Newer trainers' finalizers leave hashes of all files, and the files of the tokenizer."""
     if here.rank == 0:
         Path(directory, "integrity.json").write_text("{}")
         Path(directory, "tokenizer").mkdir()
@@ -817,7 +820,7 @@ def save_ready_made(here: Here, root: str, gate: str = "", gated: int = 1) -> To
 
 
 def save_with_stock_queue(here: Here, big: str, small: str, gate: str, ended: str) -> None:
-    """The contrast: two requests in flight in megatron-core's own queue; the small one ends first."""
+    """The contrast: two requests in flight in megatron-core's queue; the small one ends first."""
     here.join()
     for directory in (big, small):
         if here.rank == 0:
@@ -839,7 +842,8 @@ def save_with_stock_queue(here: Here, big: str, small: str, gate: str, ended: st
 
 
 def look_into(here: Here, directory: str, step: int, rows: int) -> Told:
-    """What ``.metadata`` refers to, and whether the stock loader gives back what was saved."""
+    """The files that ``.metadata`` refers to, and whether the stock loader gives back the saved
+    state."""
     here.join()
     stored = FileSystemReader(directory).read_metadata().storage_data
     ends: dict[str, int] = {}
@@ -940,8 +944,8 @@ def save_what_changes(here: Here, root: str, kind: str) -> Told:
 
 
 class Offloaded:
-    """An Adam whose moments are loaded and offloaded. The accelerator is made up: arrays of numpy's,
-    which tell when nobody holds them any more."""
+    """An Adam whose moments are loaded and offloaded. The accelerator is made up: arrays of
+    numpy's, which tell when they are no longer held."""
 
     def __init__(self, rank: int) -> None:
         self.weight = torch.nn.Parameter(torch.full((ROWS, 64), float(rank)))

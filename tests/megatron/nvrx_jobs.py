@@ -29,7 +29,7 @@ from ckptfsm.megatron.compat import cpu_devices
 
 
 def request_of(directory: str, value: float, **how: Any) -> Any:
-    """As the package's own example makes one (collective). ``how``: settings of its writer."""
+    """A request as the package's example makes one (collective). ``how``: settings of its writer."""
     state = {"w": torch.full((64, 64), value), "step": int(value)}
     writer = FileSystemWriterAsync(directory, **how)
     with cpu_devices():
@@ -43,7 +43,7 @@ def request_of(directory: str, value: float, **how: Any) -> Any:
 
 
 def save_two(here: Here, place: str) -> Told:
-    """Two requests in flight together, and a plain ``torch.save`` through the package's own class."""
+    """Two requests in flight together, and a plain ``torch.save`` through the package's class."""
     here.join()
     queue = queue_of()
     for name in ("1", "2"):

@@ -1,4 +1,4 @@
-"""What the ranks of the queue's test jobs do. See ``jobs.py``; its rules hold here."""
+"""The programs of the ranks of the queue's test jobs. See ``jobs.py``; its rules hold here."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def save_three(
     """Three requests in flight together; the second has a gate in the writer of rank 1, or a fault
     there: ``preload``, ``write``, ``payload``, ``worker``, ``dying worker``.
 
-    ``finalizer`` (before megatron-core's own, which hold collectives): one that raises, on both ranks.
+    ``finalizer`` (before megatron-core's, which hold collectives): one that raises, on both ranks.
     ``spawned``: megatron-core makes its shared queue.
     """
     if spawned:
@@ -141,7 +141,7 @@ def fail(*_: Any) -> None:
 
 
 def put_an_error(rank: int, buckets: Any, queue: Any) -> None:
-    """What megatron-core's writer does with an error: exit code 0."""
+    """Act as megatron-core's writer with an error: exit code 0."""
     queue.put(ValueError("a fault of this test"))
 
 
@@ -255,7 +255,7 @@ def schedule_and_stay(here: Here, place: str, gate: str, stay: str) -> None:
 
 
 def save_where_stock_stood(here: Here, place: str) -> Told:
-    """A queue where ``install`` looks by default, and one of a trainer's own."""
+    """A queue where ``install`` looks by default, and one that a trainer holds elsewhere."""
     here.join_with_queue()
     holder, name = where_stock_stands()
     before = getattr(holder, name)
@@ -284,7 +284,7 @@ def save_where_stock_stood(here: Here, place: str) -> Told:
 
 
 def where_stock_stands() -> tuple[Any, str]:
-    """Megatron-LM's module needs more than a rank has here; the module of that name is what counts."""
+    """Megatron-LM's module needs more than a rank has here; only the module of that name counts."""
     base = sys.modules.get("megatron.core.dist_checkpointing.strategies.base")
     if hasattr(base, "async_calls"):
         return base, "async_calls"

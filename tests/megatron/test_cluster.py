@@ -43,7 +43,7 @@ def test_the_exit_code_of_a_rank_is_not_an_earlier_ones(twice: ForkServer) -> No
 def test_a_job_that_is_over_ends_nobody_who_has_its_number(
     twice: ForkServer, tmp_path: Path
 ) -> None:
-    """Catches: another job's process killed with what is left of a job that ended long ago."""
+    """Catches: the process of another job killed with the remains of a job that ended long ago."""
     command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     stranger = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     job = Job(twice, tmp_path, 0, [twice.fork({})])

@@ -1,4 +1,4 @@
-"""What all ranks have in common: written where the installed megatron-core keeps it, and read back.
+"""The common state of all ranks: written where the installed megatron-core keeps it, and read back.
 
 Up to megatron-core 0.18 that is ``common.pt``, from 0.19 on an object in a shard. A job of one rank in
 this process; which of the two the installed one writes is asked, not assumed.
@@ -68,7 +68,8 @@ def keys_of(directory: Path) -> frozenset[str]:
 
 
 def test_a_save_keeps_it_where_the_installed_megatron_core_does(tmp_path: Path) -> None:
-    """Catches: own saves that a later megatron-core reads by a deprecated reader only, or not at all."""
+    """Catches: our saves that a later megatron-core reads by a deprecated reader only, or not at
+    all."""
     root, stock = tmp_path / "root", tmp_path / "stock"
     save(root, 1)
     stock_save(stock, 1)
@@ -105,8 +106,8 @@ def test_a_root_of_both_goes_on(tmp_path: Path) -> None:
 def test_a_root_of_a_newer_megatron_core_is_refused_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches: the only checkpoints put away as damaged, because an older megatron-core was installed;
-    or its own words, that ``common.pt`` is missing."""
+    """Catches: the only checkpoints put away as damaged, because an older megatron-core was
+    installed; or the words of megatron-core, that ``common.pt`` is missing."""
     monkeypatch.setattr(manager, "keeps_common_in_shard", lambda: True)
     save(tmp_path, 1, 2)
     assert not (tmp_path / "iter_0000002" / COMMON).exists()
@@ -137,7 +138,7 @@ def test_what_a_newer_megatron_core_wrote_is_refused_before_stock_code_loads_it(
 
 
 def test_the_key_of_megatron_core_is_not_taken(tmp_path: Path) -> None:
-    """Catches: a state of the trainer's that is written over, under megatron-core's own key."""
+    """Catches: a state of the trainer's that is written over, under megatron-core's key."""
     mine = {**state(1), "mine": ShardedObject("common_state", [1], (1,), (0,))}
     with CheckpointManager(tmp_path) as ckpts, pytest.raises(SaveRefused, match="'common_state'"):
         ckpts.save(1, mine)
@@ -145,7 +146,8 @@ def test_the_key_of_megatron_core_is_not_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("extra", ["integrity.json", "tokenizer/tokenizer.json"])
 def test_a_run_of_stock_is_adopted_goes_on_and_is_pruned(tmp_path: Path, extra: str) -> None:
-    """Catches: what stock writes now that cannot be adopted, or whose other files are in the way."""
+    """Catches: directories of today's stock code that cannot be adopted, or with files that are in
+    the way."""
     root = tmp_path / "root"
     for step in (5, 10):
         stock_save(root / f"iter_{step:07d}", step)

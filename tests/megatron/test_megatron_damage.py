@@ -22,7 +22,7 @@ pytestmark = pytest.mark.megatron
 
 
 def flip(directory: Path) -> None:
-    """One bit, in the middle of a shard."""
+    """A flipped bit, in the middle of a shard."""
     flip_in(directory / "__1_0.distcp")
 
 

@@ -99,7 +99,8 @@ def test_f5_file_size_limit_fails_the_save_on_all_ranks(cluster: Cluster, root: 
 
 
 def test_f5_f6_fsync_error_fails_the_save(cluster: Cluster, root: Path) -> None:
-    """EIO from the fsync of a shard of rank 1. Would catch: an fsync whose result nobody looks at."""
+    """EIO from the fsync of a shard of rank 1. Would catch: an fsync with a result that is not
+    looked at."""
     fault = {
         "rank": 1,
         "method": "fsync",

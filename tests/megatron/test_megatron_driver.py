@@ -1,4 +1,4 @@
-"""What ranks send each other of their plans, and what rank 0 remembers of them."""
+"""The plans that ranks send each other, and the memory of rank 0."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_state_that_megatron_core_can_load_is_not_refused(saved: str) -> None:
 def test_an_empty_tensor_is_saved_where_megatron_core_can(
     tmp_path: Any, shape: tuple[int, ...]
 ) -> None:
-    """Catches: a ZeroDivisionError for a key that nobody names; and an empty shard refused for good."""
+    """Catches: a ZeroDivisionError for an unnamed key; and an empty shard refused for good."""
     with CheckpointManager(tmp_path / "root") as manager:
         with pytest.raises(
             SaveRefused, match="part 'state': key 'w': a shard of shape .* is empty"

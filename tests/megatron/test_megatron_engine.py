@@ -133,6 +133,6 @@ def test_a_state_that_changes_too_early_fails_its_save(
 
 
 def test_leaving_takes_a_save_that_is_still_read(cluster: Cluster, root: Path) -> None:
-    """Catches: a save whose writer waits for a confirmation that nobody sends any more."""
+    """Catches: a save whose writer waits for a confirmation that is never sent."""
     cluster.run("engine_jobs.leave_in_flight", root=str(root), size=MIB_OF_FLOATS)
     assert cluster.run("engine_jobs.latest", root=str(root)) == [1, 1]

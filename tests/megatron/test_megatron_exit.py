@@ -29,8 +29,8 @@ def pause_rank_one(gate: Gate) -> list[dict[str, Any]]:
 
 
 def test_f25_normal_exit_drains(cluster: Cluster, gate: Gates, root: Path) -> None:
-    """The loop ends right after ``save``, nobody polls any more. Would catch: a last checkpoint that
-    is written and never tracked, a writer that is killed at the exit."""
+    """The loop ends right after ``save``, without a poll. Would catch: a last checkpoint that is
+    written and never tracked, a writer that is killed at the exit."""
     paused, leaving = gate("paused"), gate("leaving")
     job = cluster.start(
         "leave_in_flight", root=str(root), faults=pause_rank_one(paused), leaving=leaving.path
@@ -87,7 +87,7 @@ def test_f25_exception_leaves_in_time_and_the_next_start_decides(
 def test_f25_sigterm_saves_at_an_agreed_step_and_drains(
     cluster: Cluster, gate: Gates, root: Path
 ) -> None:
-    """One rank gets SIGTERM. Would catch: ranks that save different steps, a signal that only its own
+    """A rank gets SIGTERM. Would catch: ranks that save different steps, a signal that only its
     rank hears of, a last save that is not drained."""
     standing = gate("standing")
     job = cluster.start("train_until_preempted", root=str(root), gate=standing.path)

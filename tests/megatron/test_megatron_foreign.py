@@ -1,4 +1,4 @@
-"""F23, I6: AsyncRequests that somebody else made, in parts of one checkpoint and in place."""
+"""F23, I6: AsyncRequests of other code, in parts of one checkpoint and in place."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_f23_two_foreign_parts_keep_their_results_apart(cluster: Cluster, root: 
 def test_stock_queue_swaps_the_results_of_two_requests(
     cluster: Cluster, gate: Gates, tmp_path: Path
 ) -> None:
-    """The contrast to the test above: megatron-core's own AsyncCallsQueue, the same two requests, and
+    """The contrast to the test above: megatron-core's AsyncCallsQueue, the same two requests, and
     the small one ends first. If this fails, megatron-core was mended."""
     big, small = tmp_path / "big", tmp_path / "small"
     writing, ended = gate("writing"), gate("ended")
@@ -158,8 +158,8 @@ def starts_another_after_one_died(*_: Any) -> None:
 def test_f1_a_write_worker_that_multiprocessing_reaps_ends_the_writer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Found by a run of this suite. Would catch: a writer that waits for a worker until the deadline,
-    since nobody saw how that ended but who reaped it."""
+    """Found by a run of this suite. Would catch: a writer that waits for a worker until the
+    deadline, since only the process that reaped it saw its end."""
     monkeypatch.setattr("ckptfsm.megatron.foreign._WATCH_S", 3600.0)
     request = StagedRequest("x", starts_another_after_one_died, [], {}, [], None)
     child = fork_child(request.run, keep=(), group=True)
@@ -170,7 +170,7 @@ def test_f1_a_write_worker_that_multiprocessing_reaps_ends_the_writer(
 
 
 def writes_a_part_after_it() -> int | None:
-    """Of a writer that has run a request: how a worker of a later part ended."""
+    """The end of a worker of a later part, of a writer that has run a request."""
     StagedRequest("x", int, [], {}, [], None).run()
     for thread in threading.enumerate():
         if thread is not threading.current_thread():
@@ -194,7 +194,7 @@ def test_i3_the_watch_ends_with_its_part() -> None:
 def test_f29_foreign_write_workers_die_with_their_trainer(
     cluster: Cluster, gate: Gates, root: Path
 ) -> None:
-    """SIGKILL of a rank while a worker of megatron-core's own writer stands still. Would catch: a
+    """SIGKILL of a rank while a worker of megatron-core's writer stands still. Would catch: a
     worker that outlives its writer, since the kernel's death signal is not inherited by a fork."""
     paused = gate("paused")
     job = cluster.start("save_foreign", root=str(root), gate=paused.path, worker=0)
@@ -230,8 +230,8 @@ def test_i6_i10_finalizer_of_the_first_part_raises_on_one_rank(
 
 
 def test_i5_finalizers_that_end_early_leave_no_payload(cluster: Cluster, root: Path) -> None:
-    """Catches: a payload that stays in the queue of all requests: the next save takes it for its own,
-    is tracked, and cannot be loaded."""
+    """Catches: a payload that stays in the queue of all requests: the next save takes it for
+    another, is tracked, and cannot be loaded."""
     for rank in cluster.run("queue_jobs.leave_a_payload", root=str(root)):
         assert rank["errors"] == ["SaveFailed", None]
     directory = str(path_of(root, 2))
@@ -239,7 +239,7 @@ def test_i5_finalizers_that_end_early_leave_no_payload(cluster: Cluster, root: P
 
 
 def test_i4_ready_made_requests_are_written_in_place(cluster: Cluster, root: Path) -> None:
-    """Would catch: a request whose path is fixed and that is looked for in staging; a save that fails
+    """Would catch: a request with a fixed path that is looked for in staging. A save that fails
     because of the files that finalizers of newer trainers leave beside the shards."""
     root.mkdir()
     for rank in cluster.run("save_ready_made", root=str(root)):

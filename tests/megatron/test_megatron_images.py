@@ -1,4 +1,4 @@
-"""Which tensors are watched while a writer reads them, and what counts as a change."""
+"""Which tensors are watched while a writer reads them, and the changes that count."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("kind", VIEWS)
 def test_a_change_of_the_memory_is_seen(kind):
-    """Catches: a part of a larger buffer, as of a distributed optimizer, that nobody watches."""
+    """Catches: a part of a larger buffer, as of a distributed optimizer, that is not watched."""
     base = torch.zeros(50, 50)
     watched = held(VIEWS[kind](base))
     assert watched.changed() == ""

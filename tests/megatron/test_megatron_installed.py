@@ -1,5 +1,5 @@
 """The queue beside packages as people have them: the trainer of the wheel, and an unfit
-nvidia-resiliency-ext. Each in an interpreter of its own."""
+nvidia-resiliency-ext. Each in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ print([str(each.message) for each in said if "never tried" in str(each.message)]
 
 
 def run(place: Path, text: str, *arguments: str, first: Path | None = None) -> str:
-    """What a script prints, in an interpreter that finds the packages below ``first`` first."""
+    """The output of a script, in an interpreter that finds the packages below ``first`` first."""
     script = place / "job.py"
     script.write_text(text)
     ours = str(Path(__file__).resolve().parents[2])
@@ -164,7 +164,7 @@ def test_install_stands_where_the_trainer_of_the_wheel_looks(tmp_path: Path) -> 
     "module", ["ckptfsm.integrations.queue", "ckptfsm.integrations.megatron_lm"]
 )
 def test_an_old_nvidia_resiliency_ext_is_named(tmp_path: Path, module: str) -> None:
-    """Catches: an AssertionError of megatron-core that does not say what is installed, or what to do."""
+    """Catches: an AssertionError of megatron-core without the installed versions and the remedy."""
     said = run(tmp_path, REFUSED, module, first=unfit(tmp_path / "first", "0.5.0", ""))
     if (series_of(installed("megatron-core")) or (0, 0)) < (0, 17):
         assert said == "taken"
@@ -175,7 +175,7 @@ def test_an_old_nvidia_resiliency_ext_is_named(tmp_path: Path, module: str) -> N
 
 
 def test_an_untried_nvidia_resiliency_ext_is_taken_with_a_warning(tmp_path: Path) -> None:
-    """Catches: a release whose requests nobody ever saved, taken without a word."""
+    """Catches: a release with requests that were never saved here, taken without a word."""
     said = run(tmp_path, UNTRIED, first=unfit(tmp_path / "first", "0.99.0", ""))
     assert "nvidia-resiliency-ext 0.99.0 was never tried" in said
     assert "0.7.0" in said
@@ -185,7 +185,7 @@ def test_an_untried_nvidia_resiliency_ext_is_taken_with_a_warning(tmp_path: Path
 def test_a_half_installed_nvidia_resiliency_ext_is_left_alone_or_named(
     tmp_path: Path, error: str
 ) -> None:
-    """Catches: megatron-core's own requests that cannot be saved since another package is broken."""
+    """Catches: megatron-core's requests that cannot be saved since another package is broken."""
     broken = unfit(tmp_path / "first", "0.7.0", f"raise {error}('no library')")
     said = run(tmp_path, REFUSED, "ckptfsm.integrations.queue", first=broken)
     assert said == "taken" or (error != "ImportError" and "ext is 0.7.0: install what" in said), (

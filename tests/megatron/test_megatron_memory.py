@@ -26,7 +26,7 @@ def test_cpu_tensors_are_frozen_by_the_fork_or_copied(
 
 def test_an_offloaded_optimizer_is_loaded_around_each_save(cluster: Cluster, root: Path) -> None:
     """Would catch: moments of before they were loaded or after the next step, an accelerator that
-    the library keeps full, a rank left in a collective when another is out of memory."""
+    the library keeps full. A rank left in a collective when another is out of memory."""
     ranks = cluster.run("save_offloaded", root=str(root))
     for said in ranks:
         first, second, third = said["errors"]

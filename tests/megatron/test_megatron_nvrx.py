@@ -32,8 +32,9 @@ def test_requests_of_nvidia_resiliency_ext(cluster: Cluster, tmp_path: Path) -> 
 def test_I5_staged_requests_in_flight_together_keep_their_values(
     cluster: Cluster, gate: Callable[[str], Gate], tmp_path: Path, how: str, persistent: bool
 ) -> None:
-    """Catches: three requests that are staged into the same shared memory: iteration 1 with the values
-    of iteration 3, and no error; a request without the tensors that a worker of the stock queue has."""
+    """Catches: three requests that are staged into the same shared memory: iteration 1 with the
+    values of iteration 3, and no error. A request without the tensors that a worker of the stock
+    queue has."""
     writing, scheduled = gate("writing"), gate("scheduled")
     gates = {"writing": writing.path, "scheduled": scheduled.path}
     job = cluster.start(

@@ -50,7 +50,7 @@ def test_f31_bad_state_on_one_rank_is_refused_on_all(
 def test_f31_failed_fork_on_one_rank_fails_the_save_on_all(
     cluster: Cluster, root: Path, victim: int
 ) -> None:
-    """One rank is out of descriptors (for real) when it should fork its writer. Would catch: a local
+    """A rank is out of descriptors (for real) when it should fork its writer. Would catch: a local
     error raised from ``save``, a healthy writer of the other rank that is never ended."""
     ranks = cluster.run("fail_in_save", root=str(root), fault="descriptors", rank=victim)
     for rank in ranks:

@@ -48,7 +48,7 @@ def test_f12_f32_second_job_is_refused_with_host_and_pid(
 
 
 def test_f12_second_manager_of_one_process_is_refused(cluster: Cluster, root: Path) -> None:
-    """POSIX locks do not hold against the own process, and closing the lock file drops them. Would
+    """POSIX locks do not hold against the same process, and closing the lock file drops them. Would
     catch: a second manager that gets in, or that costs the first one its lock."""
     (only,) = cluster.run("own_twice", ranks=0, root=str(root))
     assert only["busy"]["type"] == "RootBusy"

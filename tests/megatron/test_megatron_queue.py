@@ -1,4 +1,4 @@
-"""The drop-in for megatron-core's AsyncCallsQueue, with megatron-core's own requests on two ranks."""
+"""The drop-in for megatron-core's AsyncCallsQueue, with megatron-core's requests on two ranks."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_error_of_one_rank_raises_on_all_ranks(
     cluster: Cluster, tmp_path: Path, fault: str, reason: str
 ) -> None:
     """Catches: an error before the fork that leaves the other ranks in a collective, one in the
-    writer that nobody hears of."""
+    writer that is never told."""
     ranks = cluster.run("queue_jobs.save_three", place=str(tmp_path), fault=fault)
     assert_only_the_second_failed(ranks, "SaveFailed", reason)
     assert all("a fault of this test" in the_error(rank)["text"] for rank in ranks)
@@ -150,8 +150,8 @@ def test_error_of_one_rank_raises_on_all_ranks(
 def test_a_write_worker_that_fails_raises_on_all_ranks(
     cluster: Cluster, tmp_path: Path, fault: str, kind: str, reason: str, word: str
 ) -> None:
-    """Catches: a worker, which is a process up to megatron-core 0.16 and a thread from 0.17 on, whose
-    end is noticed by nobody: its writer waits until its deadline."""
+    """Catches: a worker, which is a process up to megatron-core 0.16 and a thread from 0.17 on,
+    with an unnoticed end: its writer waits until its deadline."""
     ranks = cluster.run("queue_jobs.save_three", place=str(tmp_path), fault=fault)
     assert_only_the_second_failed(ranks, kind, reason)
     assert all(word in the_error(rank)["text"] for rank in ranks)
@@ -161,7 +161,7 @@ def test_a_write_worker_that_fails_raises_on_all_ranks(
 def test_finalizer_that_raises_leaves_nothing_to_the_next_request(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Catches: a payload that its own finalizers did not take and that the next request finds: the
+    """Catches: a payload that its finalizers did not take and that the next request finds: the
     results are swapped again."""
     ranks = cluster.run("queue_jobs.save_three", place=str(tmp_path), fault="finalizer")
     for rank in ranks:
@@ -249,8 +249,8 @@ def test_writers_die_with_their_trainer(cluster: Cluster, gate: Gates, tmp_path:
 
 
 def test_install_is_reversible(cluster: Cluster, tmp_path: Path) -> None:
-    """Catches: a queue that stays after ``uninstall``, or that leaves calls behind which nobody will
-    finalize any more; a second queue over the first; one that was put there since and is lost."""
+    """Catches: a queue that stays after ``uninstall``, or that leaves calls behind which are never
+    finalized. A second queue over the first; a queue that was put there since and is lost."""
     for rank in cluster.run("queue_jobs.save_where_stock_stood", place=str(tmp_path)):
         unfinished, twice, displaced = rank.pop("refused")
         assert "1 calls are not finalized: close the queue first" in unfinished
@@ -317,7 +317,7 @@ def test_misuse_is_refused_and_the_root_is_given_back(cluster: Cluster, root: Pa
 def test_F28_a_queue_that_ends_with_calls_says_so(
     polled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches: a loop that never finalizes what it schedules, and nobody is told."""
+    """Catches: a loop that never finalizes what it schedules, without a word."""
     from ckptfsm.integrations.queue import AsyncCallsQueue
 
     monkeypatch.setattr(AsyncCallsQueue, "_write", lambda queue, call, request: None)
@@ -337,8 +337,8 @@ def test_F28_a_queue_that_ends_with_calls_says_so(
 def test_F13_calls_are_those_of_the_process_that_scheduled_them(
     scheduled_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches: a child of the trainer's own that ends its parent's writers, or waits for them; and a
-    queue that was made before its rank was forked, and is closed there without a word."""
+    """Catches: a child of the trainer that ends its parent's writers, or waits for them. A queue
+    that was made before its rank was forked, and is closed there without a word."""
     from ckptfsm.integrations.queue import AsyncCallsQueue
 
     monkeypatch.setattr(AsyncCallsQueue, "_write", lambda queue, call, request: None)

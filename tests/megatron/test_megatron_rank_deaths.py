@@ -39,7 +39,7 @@ def pause_shards(step: int, gate: Gate) -> dict[str, Any]:
 
 
 def decision_on(ranks: list[dict[str, Any]], attempt: str) -> tuple[str, str]:
-    """What recovery found last and decided about an attempt: (last, result)."""
+    """The last state that recovery found of an attempt, and its decision: (last, result)."""
     decisions = ranks[0]["recovery"]["decisions"]
     found = [d for d in decisions if attempt in d[0]]
     assert found, f"no decision on {attempt} in {decisions}"
@@ -47,7 +47,7 @@ def decision_on(ranks: list[dict[str, Any]], attempt: str) -> tuple[str, str]:
 
 
 def strange_descriptors(pid: int, root: Path, job: Job) -> dict[int, str]:
-    """What a writer holds besides the root, files of its own attempt, its pipe and its output."""
+    """The descriptors of a writer besides the root, files of its attempt, its pipe and its output."""
     harmless = (
         r"/dev/null",
         r"pipe:\[\d+\]",

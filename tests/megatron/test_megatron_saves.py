@@ -1,4 +1,4 @@
-"""The good way: real saves of two ranks, retention, a new job, megatron-core's own loader."""
+"""The good way: real saves of two ranks, retention, a new job, megatron-core's loader."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.megatron
 
 def test_saves_are_tracked_pruned_restored_and_stock_loadable(cluster: Cluster, root: Path) -> None:
     """Would catch: a save acknowledged before it is tracked, retention that forgets or takes too
-    much, a checkpoint that only our own loader reads, leftovers, a manager process of megatron's."""
+    much, a checkpoint that only our loader reads, leftovers, a manager process of megatron's."""
     retention = {"latest_n": 2, "every_n_steps": 3}
     ranks = cluster.run("save_steps", root=str(root), steps=[1, 2, 3, 4, 5], retention=retention)
     for rank in ranks:

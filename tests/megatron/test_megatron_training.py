@@ -225,7 +225,8 @@ def test_synchronous_save_is_tracked_when_it_returns(cluster: Cluster, root: Pat
 
 
 def test_uninstall_restores_every_name(cluster: Cluster, root: Path) -> None:
-    """Catches: a function that was imported by name elsewhere and stays, a save that nobody polls."""
+    """Catches: a function that was imported by name elsewhere and stays, a save that is never
+    polled."""
     for rank in cluster.run("training_jobs.install_and_uninstall", root=str(root)):
         assert rank["restored"]
         assert {
@@ -243,7 +244,8 @@ def test_uninstall_restores_every_name(cluster: Cluster, root: Path) -> None:
 
 
 def test_a_trainer_that_saves_in_another_way_is_refused(cluster: Cluster) -> None:
-    """Catches: a name that a newer trainer does not have, so that its own closure writes the tracker."""
+    """Catches: a name that a newer trainer does not have, so that the trainer's closure writes the
+    tracker."""
     none, moved, unused, older = cluster.run("training_jobs.refuse_other_trainers", ranks=0)[0]
     assert "no_such_trainer" in none and "since 0.17" in none and "clone" in none
     assert "trainer_lm.async_utils" in moved and "has no schedule_async_save" in moved
@@ -256,8 +258,9 @@ def test_a_trainer_that_saves_in_another_way_is_refused(cluster: Cluster) -> Non
 def test_files_of_the_tokenizer_come_and_go_with_their_checkpoint(
     cluster: Cluster, root: Path
 ) -> None:
-    """Catches: files that are left out because the closure that writes them does not run, that are in no
-    manifest, that stay when their checkpoint goes, or that are in the way of an adoption."""
+    """Catches: files that are left out because the closure that writes them does not run. Files
+    that are in no manifest, that stay when their checkpoint goes, or that are in the way of an
+    adoption."""
     assets: dict[str, Any] = {"save_tokenizer_assets": True, "save_retain_interval": 4}
     stock = {**assets, "async_save": False}
     train(cluster, root, installed=False, train_iters=2, **stock)
@@ -304,7 +307,7 @@ def test_a_synchronous_save_remembers_that_it_was_one(cluster: Cluster, root: Pa
 
 
 def test_what_stock_code_raises_on_one_rank_is_raised_on_all(cluster: Cluster, root: Path) -> None:
-    """Catches: ranks that wait for one that has left the save with an error of its own; the directory of
+    """Catches: ranks that wait for one that has left the save with a local error. The directory of
     a save that was refused, which stock code makes before it knows."""
     for rank in cluster.run("training_jobs.fail_on_one_rank", root=str(root)):
         assert rank["error"]["type"] == "SaveRefused"

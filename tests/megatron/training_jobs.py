@@ -1,4 +1,4 @@
-"""What the ranks of the Megatron-LM test jobs do. See ``jobs.py``; its rules hold here."""
+"""The programs of the ranks of the Megatron-LM test jobs. See ``jobs.py``; its rules hold here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PACKAGE = "trainer_lm"
 class Model:
     """Its state is a function of the iteration. The replica is the data-parallel part.
 
-    ``gate``: whoever pickles ``common`` at ``gated_at`` in another process stands there.
+    ``gate``: a process that pickles ``common`` at ``gated_at`` stands there.
     """
 
     here: Here
@@ -76,7 +76,7 @@ class AtAGate:
     def __reduce__(self) -> tuple[Any, ...]:
         if os.getpid() != self.trainer:
             meet(self.gate, "writer")
-        return (OrderedDict, ())  # what stock code reads without being told to trust it
+        return (OrderedDict, ())  # stock code reads these without being told to trust them
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def retain_while_saving(here: Here, root: str, gate: str, retained: str) -> None
 
 
 def save_synchronously(here: Here, root: str) -> Told:
-    """What the tracker says when ``save_checkpoint`` returns."""
+    """The content of the tracker when ``save_checkpoint`` returns."""
     here.join_with_queue()
     global_vars.set_args(save=root, async_save=False)
     model = Model(here)
@@ -172,7 +172,7 @@ def save_synchronously(here: Here, root: str) -> Told:
 
 
 def install_and_uninstall(here: Here, root: str) -> Told:
-    """Which names the drop-in changes, and whether they come back. And what it refuses."""
+    """Which names the drop-in changes, and whether they come back. And its refusals."""
     here.join_with_queue()
     args = global_vars.set_args(save=root)
     modules = (checkpointing, async_utils, training)
@@ -260,7 +260,7 @@ class Broken:
 
 
 def fail_and_terminate(here: Here, root: str) -> Told:
-    """A save that fails while the trainer leaves; then somebody else opens the root."""
+    """A save that fails while the trainer leaves; then another process opens the root."""
     here.join_with_queue()
     ckpts = MegatronLMCheckpoints(root, **TIMES)
     ckpts.save(2, {**state_of(2, here), "broken": Broken()})
@@ -279,7 +279,7 @@ def fail_and_terminate(here: Here, root: str) -> Told:
 
 
 def save_alone(here: Here, root: str) -> Told:
-    """A trainer of one's own: states, a ready request, an iteration twice, after ``terminate``."""
+    """A custom trainer: states, a ready request, an iteration twice, after ``terminate``."""
     here.join_with_queue()
     ckpts = MegatronLMCheckpoints(root, save_retain_interval=4, **TIMES)
     steps = []

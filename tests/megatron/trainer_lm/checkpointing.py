@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from trainer_lm.async_utils import is_empty_async_queue, schedule_async_save
 from trainer_lm.global_vars import get_args
 
-# From megatron-core 0.17 on a request says who makes it; the queue beside this is megatron-core's own.
+# From megatron-core 0.17 on a request says who makes it; the queue beside this is megatron-core's.
 _ASKS = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
 ASYNC: dict[str, Any] = {"async_strategy": "mcore"} if _ASKS else {}
 
@@ -111,7 +111,7 @@ def save_checkpoint(
 
 
 def _closure_of_the_tracker(args: Any, save_dir: str, iteration: int) -> Any:
-    """It truncates the tracker first, and deletes below ``args.save`` whatever ``save_dir`` is."""
+    """Truncates the tracker first, and deletes below ``args.save`` whatever ``save_dir`` is."""
     tracker_filename = get_checkpoint_tracker_filename(save_dir)
 
     def iter_finalize_fn() -> None:
