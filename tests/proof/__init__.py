@@ -1,1 +1,1 @@
-"""The layers of proof, one module each, and what they have in common."""
+"""The layers of proof, one module each, and their common parts."""

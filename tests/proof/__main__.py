@@ -1,11 +1,11 @@
-"""Runs the layers of proof and prints one table: what was explored, how long, what was violated.
+"""Runs the layers of proof and prints one table: the amounts explored, the times, the violations.
 
     PYTHONPATH=tests python -m proof [--profile PROFILE] [--only LAYER ...] [--hours H]
 
-Each layer runs in an interpreter of its own, as many at once as there are CPUs for, and one more. The
-run fails if a layer finds a violation or breaks, if a fault strikes where ``proof.faults`` says that it
-cannot, and, when all layers of the profile ran, if a row of the table, a state x event or an applicable
-fault x state was exercised by nobody. ``--write`` makes build/proof.md.
+Each layer runs in a fresh interpreter, as many at once as there are CPUs for, and one more. The run
+fails if a layer finds a violation or breaks, or if a fault strikes where ``proof.faults`` says that
+it cannot. When all layers of the profile ran, it also fails for a row of the table, a state x event
+or an applicable fault x state that no layer exercised. ``--write`` makes build/proof.md.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def main() -> int:
 
 
 def judge_coverage(results: Sequence[LayerResult], profile: str, *, whole: bool) -> bool:
-    """Say what nobody exercised, if the ``whole`` profile ran, and what the table of faults denies."""
+    """Say which pairs no layer exercised, if the ``whole`` profile ran, and those that the table of
+    faults denies."""
     wrong = [f"CANNOT HAPPEN, AND DID: {line}" for line in impossible(results)]
     if whole:
         print(exercised(results, profile))

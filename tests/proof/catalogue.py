@@ -1,4 +1,4 @@
-"""The layers of proof: what each one is, where it runs, and how many CPUs it can use."""
+"""The layers of proof: the purpose of each one, where it runs, and how many CPUs it can use."""
 
 from __future__ import annotations
 
@@ -101,5 +101,5 @@ def layers_of(profile: str) -> list[str]:
 
 
 def command_of(name: str, profile: str) -> str:
-    """What a person types to run one layer."""
+    """The command of a person that runs one layer."""
     return f"PYTHONPATH=tests python -m proof --profile {profile} --only {name}"

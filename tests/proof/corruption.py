@@ -1,16 +1,16 @@
 """Real checkpoints are corrupted, and nothing wrong is ever restored (F15-F21, F30, F34).
 
-Roots that production code wrote (settled, interrupted, or just one checkpoint; for a third of the trials
-with what real Megatron writers of two ranks wrote) get one corruption each:
-a bit, a length, two files changed for each other, something missing, something too many, or another kind
-of file. Then production code opens the root and restores, and is judged:
+Roots that production code wrote (settled, interrupted, or just one checkpoint; in a third of the
+trials written by real Megatron writers of two ranks) get one corruption each. That is a bit, a
+length, two files changed for each other, something missing, something too many, or another kind of
+file. Then production code opens the root and restores, and is judged:
 
-* what belongs to a checkpoint (shards, metadata, receipts, manifest): that step is never restored again;
+* a file of a checkpoint (shards, metadata, receipts, manifest): that step is never restored again;
   the next valid one is, or the error is typed. Also if the step is asked for by its number;
 * the journal: refused as corrupt with nothing changed on disk, or the latest step is restored, exactly;
 * the tracker: names the latest again; markers, epochs, locks, trash: the latest step is restored;
-* always: the content of a step is bit for bit what was saved at that step, errors are typed, what lies
-  beside the root is untouched, and the journal goes on being a legal trace;
+* always: the content of a step is bit for bit the state saved at that step, errors are typed, files
+  beside the root are untouched, and the journal goes on being a legal trace;
 * nothing is reported, refused or withdrawn where nothing, or nothing that counts, was changed.
 
     PYTHONPATH=tests python -m proof.corruption [--seed N] [--profile pr|nightly|release]
@@ -80,14 +80,15 @@ PARTS = (PartSpec("state"), PartSpec("ema", directory="ema"))
 OUTSIDE = "-> outside"  # on a real disk: to the directory beside the root
 REAL_SHARE = 5  # every fifth trial is on a real disk, where there are FIFOs too
 HUGE_BYTES = 20 << 30  # of a sparse file
-MEGATRON_SHARE = 3  # every third is of what real Megatron writers wrote
+MEGATRON_SHARE = 3  # every third is by real Megatron writers
 
 # ------------------------------------------------------------------------------ what is corrupted
 
 
 @dataclass(frozen=True)
 class Template:
-    """A root as production code left it, and what an uncorrupted one restores: ``truth`` by step."""
+    """A root as production code left it, and the content that an uncorrupted one restores:
+    ``truth`` by step."""
 
     name: str
     tree: Tree
@@ -100,7 +101,7 @@ class Template:
 
     @cached_property
     def acknowledged(self) -> int:
-        """The step that the tracker names: what may never be lost."""
+        """The step that the tracker names: it may never be lost."""
         return int(_bytes(self, TRACKER))
 
     @cached_property
@@ -250,7 +251,7 @@ def _temporaries(disk: SimDisk) -> list[str]:
 def trusting_finisher(
     planned: bytes, results: Sequence[Sequence[Any]], location: str
 ) -> Mapping[str, bytes]:
-    """Believes what it is given: whether that is what was written, the library has to find out."""
+    """A driver that believes all files: the library has to find out whether those were written."""
     rows = [[list(row) for row in rows] for rows in results]
     return {".metadata": planned + json.dumps(rows).encode(), "metadata.json": b"{}"}
 
@@ -284,7 +285,7 @@ class _ReadsAll(FakeDriver):
 
 @dataclass
 class Outcome:
-    """What a run found. ``error`` ended it; ``refused`` are the steps that restore said no to."""
+    """The findings of a run. ``error`` ended it; ``refused`` are the steps that restore said no to."""
 
     error: BaseException | None = None
     first: int | None = None
@@ -342,7 +343,8 @@ def _restore_all(manager: Manager, outcome: Outcome, parts: Sequence[str]) -> No
 
 @dataclass(frozen=True)
 class Corruption:
-    """One change of one tree. ``area`` says what was hit, ``steps`` whose it was, if a step's."""
+    """A change of one tree. ``area`` names the struck files, ``steps`` the steps that they belong
+    to, if any."""
 
     how: str
     path: str
@@ -390,7 +392,7 @@ _WEIGHTS = {
 
 
 def choose(template: Template, rng: random.Random, *, real: bool) -> Corruption:
-    """A corruption drawn at random: what is hit first, then how."""
+    """A corruption drawn at random: first the target, then the change."""
     areas: dict[str, list[str]] = {}
     for path in template.files:
         areas.setdefault(_area(template, path)[0], []).append(path)
@@ -428,7 +430,7 @@ def _bytes(template: Template, path: str) -> bytes:
 
 
 def flip(template: Template, path: str, rng: random.Random) -> Corruption:
-    """One bit. In a journal's padding it may not matter."""
+    """A flipped bit. In a journal's padding it may not matter."""
     data = bytearray(_bytes(template, path))
     if not data:
         return extend(template, path, rng)
@@ -448,14 +450,14 @@ def truncate(template: Template, path: str, rng: random.Random) -> Corruption:
 
 
 def extend(template: Template, path: str, rng: random.Random) -> Corruption:
-    """More bytes at the end. A journal ends in padding: what comes after is no record."""
+    """More bytes at the end. A journal ends in padding: later bytes are no record."""
     more = rng.randbytes(1 + rng.randrange(40))
     how, matters = f"{len(more)} bytes more at", not path.startswith(JOURNAL)
     return _made(template, how, path, {path: _bytes(template, path) + more}, matters=matters)
 
 
 def zero_block(template: Template, path: str, rng: random.Random) -> Corruption:
-    """512 bytes, or what there is of them, read back as zeros."""
+    """At most 512 bytes, which read back as zeros."""
     data = _bytes(template, path)
     if not data:
         return extend(template, path, rng)
@@ -499,14 +501,14 @@ def replace_by_fifo(template: Template, path: str, rng: random.Random) -> Corrup
 
 
 def blow_up(template: Template, path: str, rng: random.Random) -> Corruption:
-    """The same content in 20 GB. What comes after the end of a sealed segment does not count."""
+    """The same content in 20 GB. Bytes after the end of a sealed segment do not count."""
     newest = path == max(p for p in template.files if p.startswith(JOURNAL))
     matters = newest or not path.startswith(JOURNAL)
     return _made(template, "20 GB at", path, {path: Huge(_bytes(template, path))}, matters=matters)
 
 
 def add_file(template: Template, path: str, rng: random.Random) -> Corruption:
-    """One more shard among those of a checkpoint counts; elsewhere a stranger's file does not."""
+    """Another shard among those of a checkpoint counts; elsewhere a stranger's file does not."""
     directory = path.rpartition("/")[0]
     shard = path.startswith("iter_") and PRIVATE not in directory
     name = "__7_0.distcp" if shard else f"stranger-{rng.randrange(100)}"
@@ -570,7 +572,7 @@ def newer_schema(template: Template, path: str, rng: random.Random) -> Corruptio
 
 
 def judge(template: Template, corruption: Corruption, outcome: Outcome, changed: bool) -> str:
-    """What is wrong with ``outcome``; "" if nothing. ``changed``: the root is not as it was."""
+    """The fault of ``outcome``; "" if there is none. ``changed``: the root is not as it was."""
     if outcome.error is not None:
         return _judge_refusal(template, corruption, outcome.error, changed)
     for step, content in outcome.restored.items():
@@ -617,7 +619,8 @@ def _judge_refusal(
 
 
 def _broken_rule(corruption: Corruption) -> str:
-    """What the judge of journals, who shares no code with the reader, says; "" for a torn tail."""
+    """The verdict of the judge of journals, which shares no code with the reader; "" for a torn
+    tail."""
     try:
         assert_journal_conforms(SimStorage(_disk_of(corruption.tree), "judge"))
     except JournalViolation as error:
@@ -633,7 +636,7 @@ def _has_no_tracker(corruption: Corruption) -> bool:
 
 
 def _cannot_be_tracked(template: Template, corruption: Corruption) -> bool:
-    """What is finalized cannot be acknowledged then, and closing in order says so."""
+    """A finalized attempt cannot be acknowledged then, and closing in order says so."""
     return _has_no_tracker(corruption) and template.latest != template.acknowledged
 
 
@@ -669,7 +672,7 @@ def _judge_tracker(template: Template, corruption: Corruption, outcome: Outcome)
 
 @dataclass
 class Bench:
-    """The templates, and what the trials found. ``megatron``: the one of every third trial.
+    """The templates, and the findings of the trials. ``megatron``: the one of every third trial.
 
     ``saved_again``: in the last trial, a step that was corrupt was to be saved once more.
     """
@@ -684,7 +687,7 @@ class Bench:
         return [*self.templates, *([self.megatron] if self.megatron is not None else [])]
 
     def trial(self, seed: int) -> tuple[Corruption, str]:
-        """One corruption and what is wrong with what became of it."""
+        """A corruption and the fault of its outcome."""
         rng = random.Random(seed)
         template = rng.choice(self.templates)
         if self.megatron is not None and is_megatrons(seed):
@@ -694,7 +697,7 @@ class Bench:
         return corruption, self.judged(template, corruption, real=real)
 
     def judged(self, template: Template, corruption: Corruption, *, real: bool = False) -> str:
-        """What is wrong with what becomes of a corruption; "" if nothing."""
+        """The fault of the outcome of a corruption; "" if there is none."""
         run = _on_real_disk if real else _on_sim_disk
         outcome, changed, problem = run(template, corruption)
         problem = problem or judge(template, corruption, outcome, changed)
@@ -705,7 +708,7 @@ class Bench:
         return f"{template.name}: {corruption}: {problem}" if problem else ""
 
     def control(self, template: Template) -> str:
-        """Nothing is changed: everything is restored, and nobody says anything."""
+        """Nothing is changed: everything is restored, without a word."""
         nothing = Corruption(
             "nothing", TRACKER, "control", frozenset(), template.tree, matters=False
         )
@@ -846,7 +849,7 @@ def _tree_of(root: Path) -> dict[str, Any]:
 
 
 def make_bench(*, megatron: bool) -> Bench:
-    """One root of it, beside the made ones, is Megatron's own."""
+    """A root of Megatron's, beside the made ones."""
     return Bench(
         [make_template(name) for name in LIVES], make_megatron_template() if megatron else None
     )
@@ -876,7 +879,7 @@ def _count_faults(result: LayerResult, corruption: Corruption, *, saved_again: b
 
 
 def run(budget: Budget) -> LayerResult:
-    """See the module. Whoever hurries does without Megatron, and leaves its seeds out."""
+    """See the module. A hurried run does without Megatron, and leaves its seeds out."""
     result = LayerResult("corruption")
     began = time.monotonic()
     with watch_moves(result.coverage):

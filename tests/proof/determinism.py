@@ -2,14 +2,14 @@
 
     PYTHONPATH=tests python -m proof.determinism
 
-A fingerprint is a hash over everything a layer did, in order: each call of the simulation, each event
-that a Hypothesis suite offered to a checkpoint, each transition between the states of the exhaustive
-search, each journal that wandering jobs left, each corruption and hostile input and what became of it,
+A fingerprint is a hash over everything a layer did, in order. That is each call of the simulation,
+each event that a Hypothesis suite offered to a checkpoint, each transition of the exhaustive
+search, each journal of wandering jobs. So are each corruption and hostile input with its outcome,
 the shortest history of each field bug, each move on which relation and production must agree. Each
-re-run is an interpreter of its own with another ``PYTHONHASHSEED``, so that an order that comes from a
+re-run is a fresh interpreter with another ``PYTHONHASHSEED``, so that an order that comes from a
 set, an address or a clock shows.
 
-Left out: what z3 does (its work is bounded, not its order), and what plays out between real processes.
+Left out: the work of z3 (its amount is bounded, not its order), and the timing of real processes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ STATES = 150  # of each scope of the exhaustive search
 PATIENCE_S = 600.0  # for one re-run; one that takes longer is an error
 INPUTS = 8  # of each target of the fuzzing
 AGREEMENTS = 400
-EXAMPLES = 0.05  # of what the suites run in the gate
+EXAMPLES = 0.05  # of the examples that the suites run in the gate
 
 
 class Trace(Coverage):
@@ -66,7 +66,7 @@ class Trace(Coverage):
 
 
 def fingerprints() -> Iterator[tuple[str, str]]:
-    """(layer, hash of what it did), for each fast layer."""
+    """(layer, hash of its work), for each fast layer."""
     traces = [simulate(seed).trace for seed in SEEDS]
     yield "simulation", hashlib.blake2b("".join(traces).encode(), digest_size=16).hexdigest()
     for suite, (check, scale) in SUITES.items():
@@ -94,7 +94,7 @@ def fingerprints() -> Iterator[tuple[str, str]]:
 
 
 def _fuzzed() -> Iterator[tuple[bytes, str]]:
-    """Each hostile document and what its reader made of it, then whole roots."""
+    """Each hostile document and the answer of its reader, then whole roots."""
     for name, target in TARGETS.items():
         for seed in range(INPUTS):
             yield target.make(Random(f"{name} {seed}")), attempt(target, seed)

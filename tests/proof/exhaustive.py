@@ -1,9 +1,9 @@
 """Exhaustive search: every state that production can reach in a few small worlds, shortest first.
 
-Breadth first, so that the first state in which a promise does not hold has the shortest history. What a
-state is, is in ``exhaustive_world``; what can happen, in ``exhaustive_moves``; what must hold, in
-``exhaustive_promises``. A world is bounded by how often each thing may happen (``Left``) and is explored
-to its end, or to a number of states that the report names.
+Breadth first, so that the first state in which a promise does not hold has the shortest history.
+States are in ``exhaustive_world``, transitions in ``exhaustive_moves``, promises in
+``exhaustive_promises``. A world is bounded by how often each thing may happen (``Left``) and is
+explored to its end, or to a number of states that the report names.
 
     PYTHONPATH=tests python -m proof.exhaustive [--profile pr] [--scope keep] [--limit 20000]
     PYTHONPATH=tests python -m proof.exhaustive --replay keep:0.3.1
@@ -117,7 +117,7 @@ WIDER: tuple[Scope, ...] = (
 
 @dataclass
 class Found:
-    """What a search saw. ``path``: the successor to take at each state, from the first on."""
+    """The result of a search. ``path``: the successor to take at each state, from the first on."""
 
     scope: str
     states: int = 0
@@ -243,7 +243,7 @@ class Search:
 
 
 def history(scope: Scope, path: tuple[int, ...]) -> list[str]:
-    """The states on the way, for people: numbered actions with what they leave."""
+    """The states on the way, for people: numbered actions with their results."""
     lines = [f"scope {scope.name}: {scope.world_size} rank(s), retention {scope.retention}"]
     moves = Moves(scope)
     with production():
@@ -298,7 +298,7 @@ def scope_named(name: str) -> Scope:
 
 
 def explore(name: str, limit: int) -> Found:
-    """Search one scope: what a worker process is given."""
+    """Search one scope: the work of a worker process."""
     return Search(scope_named(name), limit).run()
 
 

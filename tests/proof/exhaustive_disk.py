@@ -1,9 +1,9 @@
 """The environment of the exhaustive search: a disk of tokens, and a journal of records.
 
-Rules: a value of the disk is an immutable tree that shares what did not change, so that every moment
-of an action can be kept and compared. Calls take effect in the order they are made and at once: this
-is what SIGKILL leaves behind. Lost or reordered writes are the matter of the simulation, not of this
-search. Before each change a hook is called, which may note the moment, raise, or look.
+Rules: a value of the disk is an immutable tree that shares its unchanged parts, so that every
+moment of an action can be kept and compared. Calls take effect in the order they are made and at
+once: so does SIGKILL leave them. Lost or reordered writes are the matter of the simulation, not of
+this search. Before each change a hook is called, which may note the moment, raise, or look.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Hook = Callable[[str, tuple[Any, ...]], None]
 class Dir:
     """An immutable directory: names to directories or bytes. Its hash is computed once.
 
-    ``note`` is for whoever judges the directory: a verdict about a value never changes.
+    ``note`` is for the judge of the directory: a verdict about a value never changes.
     """
 
     __slots__ = ("_hash", "names", "note")
@@ -220,7 +220,7 @@ def _error(number: int, path: str) -> OSError:
 
 
 class Journaled(NamedTuple):
-    """What the durable records of the journal amount to."""
+    """The content of the journal's durable records."""
 
     checkpoints: tuple[Checkpoint, ...] = ()
     intent: Intent = NO_INTENT
@@ -238,9 +238,9 @@ class Journaled(NamedTuple):
 
 
 class RecordJournal:
-    """Stands where ``JournalWriter`` stands: what it appends is replayed at once by production.
+    """Stands where ``JournalWriter`` stands: production replays each appended record at once.
 
-    What comes out is what a restart would read, so an illegal record is seen when it is written.
+    The result is that of a restart, so an illegal record is seen when it is written.
     """
 
     def __init__(self, value: Journaled, hook: Hook, then: Callable[[Any], None]) -> None:
@@ -311,7 +311,7 @@ class EpochLease:
         """There is no lock here, only epochs."""
 
     def release(self) -> None:
-        """Nobody waits for it here."""
+        """No code waits for it here."""
 
 
 class StillClock:

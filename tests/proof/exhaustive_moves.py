@@ -1,8 +1,9 @@
-"""What can happen next in a state of the exhaustive search: every transition, in a fixed order.
+"""The transitions from a state of the exhaustive search, in a fixed order.
 
-A coordinator's action is done once undisturbed; that run shows its points. Then the same action again:
-crashed or overtaken before each point, failed at each call, read into at each call, fenced at each
-check. What the world does beside it (writers, a reader, damage, the zombie's one rename) comes after.
+A coordinator's action is done once undisturbed; that run shows its points. Then the same action
+again: crashed or overtaken before each point, failed at each call, read into at each call, fenced
+at each check. The moves of the world beside it (writers, a reader, damage, the zombie's one rename)
+come after.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Work = Callable[[Run], World]
 
 @dataclass(frozen=True)
 class Next:
-    """A transition: what happened, and the state after it, or the promise it broke."""
+    """A transition: its label, and the state after it, or the promise it broke."""
 
     action: str
     world: World | None
@@ -113,7 +114,7 @@ class Moves:
     def _overtaken(
         self, world: World, spent: World, action: Action, work: Work, run: Run
     ) -> Iterator[Next]:
-        """I9: what was checked may still land, as the zombie; what was not must not be done."""
+        """I9: a checked rename may still land, as the zombie; an unchecked one must not."""
         for moment in run.moments:
             taken = crashed(spent, moment, takeover=True)
             yield Next(f"{action.text}; taken over before", taken, before=moment)
@@ -124,7 +125,7 @@ class Moves:
                 yield found
 
     def _read_into(self, world: World, action: Action, work: Work, points: int) -> Iterator[Next]:
-        """A reader goes on, a little or to the end, in the middle of what moves a directory."""
+        """A reader goes on, a little or to the end, in the middle of a move of a directory."""
         for reader, left in readers_that_may_step(world):
             for at, to_the_end in product(range(1, points + 1), (False, True)):
                 run = Run(world._replace(left=left), self._watch)
@@ -134,7 +135,7 @@ class Moves:
                 yield _attempt(text, run, work)
 
     def _start(self, run: Run) -> World:
-        """A start, and what must be so after it: evidence is used, the tracker is right (I2, I8)."""
+        """A start, and the promises after it: evidence is used, the tracker is right (I2, I8)."""
         before, scope = run.world, self.scope
         after = reopen(run, scope)
         known = [c for c in before.journal.checkpoints if c.state in PUBLISHED]
@@ -235,7 +236,8 @@ class Moves:
 
 
 def crashed(world: World, moment: Moment | None = None, *, takeover: bool = False) -> World:
-    """What a crash leaves; or a takeover: the old writers go on, one checked rename may still land."""
+    """The remains of a crash; or a takeover: the old writers go on, one checked rename may still
+    land."""
     after = world._replace(
         live=None,
         epoch=world.epoch + 1,
@@ -269,7 +271,7 @@ def _attempt(text: str, run: Run, work: Work) -> Next:
 
 
 def _look_away(run: Run, call: str, args: tuple[Any, ...]) -> None:
-    """What the world does is not judged."""
+    """Moves of the world are not judged."""
 
 
 def _is_whole(disk: Dir, of: AttemptId, provenance: str, scope: Scope) -> bool:
@@ -285,7 +287,7 @@ def _is_in_others_use(world: World) -> bool:
 
 
 def _check_unasked(before: World, after: World) -> None:
-    """A directory newer than what was in use is reported, never resumed from unasked."""
+    """A directory newer than the step in use is reported, never resumed from unasked."""
     assert after.live is not None
     in_use = tracker_step(before.disk)
     content = before.disk.names.get(layout.TRACKER)

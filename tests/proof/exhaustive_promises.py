@@ -1,8 +1,9 @@
-"""What must hold: at every point of an action, in every state, and for every event in every state.
+"""The promises that must hold: at every point of an action, in every state, and for every event in
+every state.
 
-Rules: judged from the tree, the records and the table's outcome by what the promises say, with none of
-production's own questions. A check that the world itself made void (it gutted that directory, a fenced
-process landed its one effect) is left out for exactly that checkpoint, or for that history.
+Rules: judged from the tree, the records and the table's outcome by the words of the promises, with
+none of production's questions. A check that the world itself made void (it gutted that directory, a
+fenced process landed its one effect) is left out for exactly that checkpoint, or for that history.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ _MAY_UNLINK = (TRASH, PINS, READERS, layout.EPOCHS)
 
 
 class Verdict(NamedTuple):
-    """What a directory is: whose manifest it carries, if any, and whether all of it is there."""
+    """The kind of a directory: the attempt of its manifest, if any, and whether all files are
+    there."""
 
     of: AttemptId | None
     complete: bool
@@ -119,7 +121,7 @@ def marked(disk: Dir, directory: str) -> set[int]:
 
 
 class Watch:
-    """Looks at every change before it is made. One per scope; called by the run."""
+    """Looks at every change before it is made. There is one per scope; the run calls it."""
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
@@ -189,7 +191,7 @@ class Watch:
             )
 
     def _recorded(self, run: Run, record: documents.TransitionRecord) -> None:
-        """What a record says must be so on disk before it is written."""
+        """The content of a record must be so on disk before it is written."""
         if run.world.scarred:
             return
         disk, of, scope = run.disk.value, record.of, self.scope
@@ -230,7 +232,7 @@ def _is_passed(run: Run, step: int) -> bool:
 
 
 def _foreign(writer: Any, run: Run) -> bool:
-    """A writer of a generation that was taken over: nobody can ask it."""
+    """A writer of a generation that was taken over: no coordinator can ask it."""
     return bool(writer.of.epoch < run.world.epoch)
 
 
@@ -242,7 +244,7 @@ def _of_step(run: Run, step: int) -> AttemptId | None:
 
 
 def _elsewhere(run: Run, of: AttemptId, scope: Scope) -> bool:
-    """What is deleted is a second copy or a remainder: the checkpoint itself is at its name."""
+    """A deleted directory is a second copy or a remainder: the checkpoint itself is at its name."""
     return judge(run.disk.value.get(layout.MEGATRON.published_name(of.step)), scope) == (of, True)
 
 
@@ -262,7 +264,7 @@ def check_world(world: World, scope: Scope) -> None:
 
 
 def _check_names(world: World, scope: Scope) -> dict[int, Verdict]:
-    """I4: what has a published name is complete, but for what the world itself gutted."""
+    """I4: a published directory is complete, unless the world itself gutted it."""
     whole: dict[int, Verdict] = {}
     for name, node in world.disk.names.items():
         step = layout.MEGATRON.parse_published(name)
@@ -275,7 +277,7 @@ def _check_names(world: World, scope: Scope) -> dict[int, Verdict]:
 
 
 def _check_tracker(world: World, whole: dict[int, Verdict]) -> None:
-    """I2: the tracker names a complete checkpoint, never older than what was acknowledged."""
+    """I2: the tracker names a complete checkpoint, never older than the acknowledged one."""
     if world.acked is None:
         return
     step = tracker_step(world.disk)
@@ -293,7 +295,7 @@ def _check_tracker(world: World, whole: dict[int, Verdict]) -> None:
 
 
 def _check_journal(world: World, scope: Scope, whole: dict[int, Verdict]) -> None:
-    """I3, I1: what the journal counts on is there; I2: the latest is what was acknowledged."""
+    """I3, I1: directories that the journal counts on are there; I2: the latest was acknowledged."""
     tracked = [-1]
     for checkpoint in world.journal.checkpoints:
         of, state = checkpoint.id, checkpoint.state
@@ -330,7 +332,7 @@ def _check_reader(world: World, scope: Scope) -> None:
 
 
 def _check_live(world: World) -> None:
-    """One in flight; what memory says is what the journal says (I11)."""
+    """At most one in flight; memory and journal agree (I11)."""
     assert world.live is not None
     flying = [c.id for c in world.live.checkpoints if c.state in IN_FLIGHT]
     require(len(flying) <= 1, "I5", f"several are in flight: {flying}")
@@ -478,7 +480,7 @@ class Table:
 
 
 def check_move(before: Checkpoint, event: Event, after: Checkpoint) -> None:
-    """What a legal move may amount to, whatever the table says."""
+    """The bounds of a legal move, whatever the table says."""
     dest = after.state
     what = f"{event} took {before.state.value} to {dest.value}"
     expected = {

@@ -1,24 +1,24 @@
-"""The states of the exhaustive search, and what can happen in them.
+"""The states of the exhaustive search, and the moves in them.
 
 Production runs as it is: coordinator, engine, publishing, setting aside, evidence, trash, readers'
 leases, and below them ledger, lifecycle, recovery and retention. Only the environment is modelled
-(``exhaustive_disk``: tree of tokens, record journal, epoch), and what the world does: writers, damage,
-crashes. A state is a value; an action loads a coordinator from it, lets it work, and takes the new value
-out.
+(``exhaustive_disk``: tree of tokens, record journal, epoch), and the moves of the world: writers,
+damage, crashes. A state is a value; an action loads a coordinator from it, lets it work, and takes
+the new value out.
 
 How an action becomes several transitions:
 
 * ``coordinator/coordinator.py``, ``coordinator/engine.py``, ``disk/publishing.py`` and
-  ``disk/setting_aside.py`` order it as journal record, effect, next journal record, ... . Each storage
-  call that changes the tree and each journal record is a point. A crash before any point is a transition
-  of its own: what is durable is kept, the rest is gone.
+  ``disk/setting_aside.py`` order it as journal record, effect, next journal record, ... . Each
+  storage call that changes the tree and each journal record is a point. A crash before any point is
+  a separate transition: durable parts are kept, the rest is gone.
 * The same points, when the epoch is taken over instead: the old process's next rename may land later,
   at any time (the zombie); its writers may go on writing; anything else of it must stop (I9).
-* A reader may take a step at any point of an action: its calls are recorded and replayed, so that it
-  stops and goes on between its own calls too.
+* A reader may take a step at any point of an action: its calls are recorded and replayed, so that
+  it stops and goes on between its calls too.
 * A storage call may fail at any point, once or with its effect.
 
-What is left out: foreign parts and in-place directories, lost writes, time.
+Left out: foreign parts and in-place directories, lost writes, time.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ from proof.exhaustive_disk import (
     tree,
 )
 
-TORN = b"torn, was "  # and what it was, for the oracle alone
+TORN = b"torn, was "  # and its content, for the oracle alone
 STOCK = "stock"
 IDENTITY = Identity("host", 1, "", "nonce")
 CLOCK = StillClock()
 READER = "reader"
 
 
-class Broken(BaseException):  # no handler of production may take it for an error of its own
+class Broken(BaseException):  # no handler of production may take it for one of its errors
     """A promise did not hold."""
 
     def __init__(self, promise: str, what: str) -> None:
@@ -107,7 +107,7 @@ class Left(NamedTuple):
 
 @dataclass(frozen=True)
 class Scope:
-    """One bounded world. ``stock``: steps that lie there before the first start, in stock format."""
+    """A bounded world. ``stock``: steps that lie there before the first start, in stock format."""
 
     name: str
     left: Left
@@ -125,7 +125,7 @@ class Scope:
 
 
 class Live(NamedTuple):
-    """What a coordinator has in memory."""
+    """The memory of a coordinator."""
 
     checkpoints: tuple[Checkpoint, ...]
     pins: frozenset[int]
@@ -145,7 +145,8 @@ class Writer(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """An evaluator outside the job: the answers its storage calls got, and what it was told."""
+    """An evaluator outside the job: the answers its storage calls got, and the step that it was
+    told."""
 
     step: int
     log: tuple[Any, ...] = ()
@@ -153,7 +154,8 @@ class Reader(NamedTuple):
 
 
 class World(NamedTuple):
-    """A state. ``acked`` is the step last acknowledged; ``damaged`` is what the world gutted.
+    """A state. ``acked`` is the step last acknowledged; ``damaged`` are the steps that the world
+    gutted.
 
     ``zombie`` is a rename that a fenced process checked and has not made yet; ``scarred`` once it was.
     """
@@ -173,7 +175,7 @@ class World(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """What was durable before a point of an action; ``next`` is what would come."""
+    """The durable state before a point of an action; ``next`` is the call that would come."""
 
     call: str
     args: tuple[Any, ...]
@@ -197,7 +199,7 @@ Watch = Callable[["Run", str, tuple[Any, ...]], None]
 
 
 class Run:
-    """One action at work: a disk, a journal, a lease, and the moments it went through."""
+    """An action at work: a disk, a journal, a lease, and the moments it went through."""
 
     def __init__(self, world: World, watch: Watch, fenced_at: int = 0) -> None:
         self.world = world
@@ -240,11 +242,11 @@ class Run:
             self.interject(self, self.points)
 
     def _is_first_unlink(self) -> bool:
-        """Nobody reads a directory that is being deleted: half-deleted is looked at once or twice."""
+        """No code reads a directory that is being deleted: half-deleted is looked at once or twice."""
         return sum(m.call in ("rmdir", "unlink") for m in self.moments) < 2
 
     def _journaled(self, record: Any) -> None:
-        """What the record acknowledges, or takes back for a reason it names (I2)."""
+        """The step that the record acknowledges, or takes back for a reason it names (I2)."""
         tracked = [c.step for c in self.journal.value.checkpoints if c.state is State.TRACKED]
         if isinstance(record, documents.RollbackStarted):
             self.acked = record.to_step
@@ -258,7 +260,8 @@ class Run:
 
 
 def is_effect(call: str, args: tuple[Any, ...]) -> bool:
-    """What a fenced process must not do: a directory or the tracker gets, changes or loses its name."""
+    """The effects forbidden to a fenced process: a directory or the tracker gets, changes or loses
+    its name."""
     if call == "mkdir":
         return bool(layout.parse_attempt(args[0].removeprefix(f"{layout.STAGING}/")))
     if call != "rename":
@@ -287,7 +290,8 @@ class Verdict:
 
 @contextmanager
 def production() -> Iterator[None]:
-    """Production code on tokens: its journal file, its lock and its stock judge are the search's own.
+    """Production code on tokens: its journal file, its lock and its stock judge belong to the
+    search.
 
     ``apply`` is replaced by ``apply_row``, proven equal elsewhere, and parsing is remembered: the same
     bytes are the same document.
@@ -333,7 +337,7 @@ def production() -> Iterator[None]:
 
 
 def first_world(scope: Scope) -> World:
-    """Before the first start: an empty root, or what a stock run left."""
+    """Before the first start: an empty root, or the remains of a stock run."""
     disk = tree()
     for directory in layout.DIRECTORIES:
         disk = disk.put(directory, EMPTY)
@@ -470,7 +474,7 @@ def load(run: Run, scope: Scope) -> Coordinator:
 
 
 def save(coordinator: Coordinator) -> Live:
-    """What it has in memory now."""
+    """Its memory at this moment."""
     engine = coordinator._engine
     ledger = engine.ledger
     return Live(
@@ -484,7 +488,7 @@ def save(coordinator: Coordinator) -> Live:
 
 
 class Action(NamedTuple):
-    """A call of the coordinator, with what it costs and what it does to the world beside it."""
+    """A call of the coordinator, with its cost and its effect on the world beside it."""
 
     text: str
     work: Callable[[Coordinator], Any]
@@ -493,7 +497,7 @@ class Action(NamedTuple):
 
 
 def coordinator_actions(world: World, scope: Scope) -> Iterator[Action]:
-    """Everything somebody can ask a living coordinator for."""
+    """All requests that a living coordinator can get."""
     assert world.live is not None
     tracked = [c.step for c in world.live.checkpoints if c.state is State.TRACKED]
     flying = next((c for c in world.live.checkpoints if c.state in lifecycle.IN_FLIGHT), None)
@@ -522,7 +526,7 @@ def coordinator_actions(world: World, scope: Scope) -> Iterator[Action]:
 
 
 def _reports(world: World, scope: Scope, checkpoint: Checkpoint) -> Iterator[Action]:
-    """What the ranks can report of one attempt: forks, shards, failures, ends of writers."""
+    """The reports that ranks can make of one attempt: forks, shards, failures, ends of writers."""
     of, size = checkpoint.id, scope.world_size
     writers = {w.rank: w for w in world.writers if w.of == of}
 
@@ -585,7 +589,7 @@ def perform(run: Run, scope: Scope, action: Action) -> World:
 
 
 def forget_done(world: World) -> World:
-    """Writers that nobody waits for any more and that cannot write again."""
+    """Writers that are no longer waited for and that cannot write again."""
     if world.live is None:
         return world
     living = {c.id for c in world.live.checkpoints if c.state in lifecycle.UNFINISHED}
@@ -632,7 +636,7 @@ def reading(at: int, reader: Reader, *, to_the_end: bool) -> Callable[[Run, int]
     def interject(run: Run, point: int) -> None:
         if point != at:
             return
-        quiet = Disk(run.disk.value, lambda call, args: None)  # its own calls are no points
+        quiet = Disk(run.disk.value, lambda call, args: None)  # its calls are no points
         then = step_reader(quiet, reader)
         while to_the_end and not then.told:
             then = step_reader(quiet, then)

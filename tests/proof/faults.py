@@ -1,4 +1,4 @@
-"""Which fault can strike in which state of a checkpoint: what a whole run must have exercised.
+"""Which fault can strike in which state of a checkpoint: the pairs that a whole run must exercise.
 
 The state is that of the checkpoint in flight, or of the newest one, when the fault struck; ``absent`` is
 a root without any, also one whose newest journal has nothing left in flight or tracked. The marks:
@@ -13,11 +13,11 @@ is ``pruned``, ``discarded`` or ``quarantined`` leaves the root to the one befor
 the same as that one's state; and ``any`` are strikes at which no layer tells a state, because the root
 holds none yet, or because it does not matter.
 
-What people and machines do to a root between two jobs (F16 to F21, F26, F30, F34) meets what the last
-job left behind; in the states that are soon over, because the simulation aims at them. Of F29 the
-simulation has writers that live on while the next job starts, and judges that no start is refused for
-them; that they die and hold nothing is told by real processes (``megatron_kills``), where no
-checkpoint's state matters.
+Damage by people and machines between two jobs (F16 to F21, F26, F30, F34) meets the remains of the
+last job; in the states that are soon over, because the simulation aims at them. For F29 the
+simulation has writers that live on while the next job starts, and judges that no start is refused
+for them. Real processes (``megatron_kills``) show that such writers die and hold nothing; no
+checkpoint's state matters there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckptfsm.core.lifecycle import State
 
 
 class Line(NamedTuple):
-    """One fault: a mark for each of ``STATES``, and why ``=`` and ``.`` stand where they do."""
+    """A fault: a mark for each of ``STATES``, and why ``=`` and ``.`` stand where they do."""
 
     marks: str
     same: str = ""
@@ -119,7 +119,7 @@ _DEMANDED: Mapping[str, str] = MappingProxyType(
 
 
 def mark_of(fault: str, state: str) -> str:
-    """The mark of a pair. Raises ``KeyError`` for what the table does not have."""
+    """The mark of a pair. Raises ``KeyError`` for a pair that the table does not have."""
     marks = TABLE[fault].marks.replace(" ", "")
     return dict(zip(STATES, marks, strict=True))[state]
 

@@ -37,7 +37,7 @@ def run(budget: Budget) -> LayerResult:
 
 
 def violations(checked: Checked) -> list[Violation]:
-    """What is not as it must be, with the promise that the report is about."""
+    """The findings that differ from the expectation, with the promise that the report is about."""
     promise = checked.old.broken.partition(":")[0] or "field bug"
     name = checked.report.name
     return [Violation(promise, f"{name}: {p}", f"make repro-{name}") for p in checked.problems]

@@ -1,13 +1,13 @@
 """Every reader of the library is fed with hostile and damaged input (F30, F34).
 
-Readers: journal, manifest, receipt, tracker, holder, pin, stock metadata, the judge of journals, and a
-whole root. Inputs are what production code wrote, changed: JSON by its structure (types, huge numbers,
-deep nesting, names with ``..``, NULs, newer versions; journal records with right checksums), pickles and
-texts by their bytes and opcodes. Each input is one seed.
+Readers: journal, manifest, receipt, tracker, holder, pin, stock metadata, the judge of journals,
+and a whole root. Inputs are documents of production code, changed: JSON by its structure (types,
+huge numbers, deep nesting, names with ``..``, NULs, newer versions; journal records with right
+checksums), pickles and texts by their bytes and opcodes. Each input is one seed.
 
-Of each: errors are typed, nothing takes long or much memory, what is accepted reads back the same, and
-nothing beside the root is touched. The readers run in a child of their own with a limited address space:
-a crash of the interpreter is a finding like any other.
+For each: errors are typed, nothing takes long or much memory, accepted input reads back the same,
+and nothing beside the root is touched. The readers run in a child with a limited address space: a
+crash of the interpreter is a finding like any other.
 
     PYTHONPATH=tests python -m proof.fuzz [--target NAME --seed N]
     PYTHONPATH=tests python -m proof.fuzz --atheris TARGET    needs atheris installed
@@ -217,7 +217,7 @@ def to_text(value: Any) -> str:
 
 
 def mutate_json(document: Any, rng: random.Random) -> bytes:
-    """One to three changes by structure, sometimes one more by bytes."""
+    """Make one to three changes by structure, sometimes one more by bytes."""
     changed = json.loads(json.dumps(document))
     for _ in range(rng.randrange(1, 4)):
         _change_somewhere(changed, rng)
@@ -265,7 +265,7 @@ _TOKENS = (
 
 
 def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
-    """One to four changes without understanding."""
+    """Make one to four changes without understanding."""
     changed = bytearray(data)
     for _ in range(rng.randrange(1, 5)):
         at = rng.randrange(len(changed) + 1)
@@ -458,7 +458,7 @@ def read_stock_config(data: bytes) -> None:
 
 @cache
 def common_archive() -> bytes:
-    """What all ranks have in common, as far as it is looked at without torch."""
+    """The common state of all ranks, as far as it is looked at without torch."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as archive:
         archive.writestr("archive/data.pkl", b"x")
@@ -645,7 +645,7 @@ def _run_seeds(name: str, seeds: range, report: Any) -> None:
 def run_in_child(
     name: str, count: int, first: int = 0
 ) -> tuple[Counter[str], list[tuple[int, str]]]:
-    """Run a target in a process of its own; if it dies or hangs, that is a problem of its seed."""
+    """Run a target in a separate process; if it dies or hangs, that is a problem of its seed."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_run_seeds, args=(name, range(first, first + count), sender))
@@ -693,7 +693,7 @@ def run(budget: Budget) -> LayerResult:
 
 
 def legal_input_problem() -> str:
-    """What production code wrote is accepted: refusing everything would be noticed. "" if it is."""
+    """Documents of production code are accepted: refusing everything would be noticed. "" if it is."""
     legal = {
         "journal": _written(_FIRST_SEGMENT), "manifest": _written(f"{_STEP}/{MANIFEST}"),
         "receipt": _written(f"{_STEP}/{receipt_name('state', 0)}"), "tracker": _written(TRACKER),

@@ -2,12 +2,13 @@
 
 ``specs/inductive.py`` has the relation, by hand. Three things are shown, and each is red unless shown:
 
-* Proof: what holds initially holds for ever. Anything but ``unsat`` is a violation with z3's model.
+* Proof: the invariant holds initially, and for ever. Anything but ``unsat`` is a violation with
+  z3's model.
 * Sanity: the invariant has a model, every rule can fire in one, and every control (one condition of one
   rule left out) breaks the promise that it is there for. A proof that nothing can break proves nothing.
-* Agreement: every row of ``lifecycle.TABLE`` is in the relation and nothing more, and on random ledgers
-  the formulas, evaluated, say what production ``Ledger`` and ``lifecycle.apply`` do: whether an event is
-  legal and the state after it.
+* Agreement: every row of ``lifecycle.TABLE`` is in the relation and nothing more, and on random
+  ledgers the formulas, evaluated, agree with production ``Ledger`` and ``lifecycle.apply``: whether
+  an event is legal and the state after it.
 
 Rules: a model with few objects is looked for by writing the quantifiers out, so that z3 answers at once
 where there is one; a proof never does that.
@@ -45,9 +46,7 @@ from proof.layer import Budget, LayerResult, Violation, timed
 
 SPEC = Path(__file__).resolve().parents[2] / "specs" / "inductive.py"
 REPLAY = "PYTHONPATH=tests python -m proof.inductive"
-WORK_LIMIT = (
-    40_000_000  # of z3's own units, so that a slow machine decides nothing: seconds of work
-)
+WORK_LIMIT = 40_000_000  # of z3's units, so that a slow machine decides nothing: seconds of work
 
 
 @cache
@@ -65,7 +64,7 @@ def load_spec() -> ModuleType:
 
 
 def properties(spec: ModuleType, rule: Any, world: Any) -> dict[str, Any]:
-    """What must hold after ``rule``. What nobody asked for has to keep the invariant only."""
+    """The promises after ``rule``. A rule without a request has to keep the invariant only."""
     after = rule.then(world)
     held = {name: holds(after) for name, holds in spec.INVARIANT.items()}
     if rule in spec.WEATHER:
@@ -82,7 +81,7 @@ def refute(*formulas: Any) -> z3.Solver | None:
 
 
 def prove(spec: ModuleType, rules: tuple[Any, ...] = ()) -> Iterator[tuple[str, str]]:
-    """What could not be shown: the obligation, and z3's counterexample or why there is none."""
+    """A failed proof: the obligation, and z3's counterexample or why there is none."""
     world = spec.World.symbolic()
     invariant = spec.invariant(world)
     for name, holds in spec.INVARIANT.items():
@@ -312,7 +311,8 @@ def vacuous(spec: ModuleType) -> Iterator[tuple[str, str]]:
 # -------------------------------------------------------------------------------------- agreement
 
 Scope = dict[str, Any]
-"""What a formula is evaluated in: a function or value per symbol, a list of objects per sort."""
+"""The values for the evaluation of a formula: a function or value per symbol, a list of objects per
+sort."""
 
 _CONNECTIVES: dict[int, Callable[[list[Any]], Any]] = {
     z3.Z3_OP_TRUE: lambda _: True,
@@ -354,7 +354,7 @@ def compiled(term: Any) -> Compiled:
 
 
 class Evaluated:
-    """One row of the relation: its conditions, and the ledger after it, as Python functions."""
+    """A row of the relation: its conditions, and the ledger after it, as Python functions."""
 
     REMEMBERS = ("state", "declared", "forked", "reported", "gone", "finalizers_ran", "published")
 
@@ -377,7 +377,7 @@ class Evaluated:
         return all(holds(scope, ()) for holds in self.table)
 
     def allowed(self, scope: Scope) -> bool:
-        """What the ledger adds to the table for an event of its own making."""
+        """The conditions that the ledger adds to the table for an event that it makes."""
         return all(holds(scope, ()) for holds in self.ledger)
 
 
@@ -571,7 +571,7 @@ class Agreement:
         return "" if row.allowed(scope) else f"Ledger.refuse: {event} may begin"
 
     def _offers(self, ledger: Ledger) -> str:
-        """What retention may take, if no policy keeps anything (I7)."""
+        """The checkpoints that retention may take, if no policy keeps anything (I7)."""
         taker = next(row for row in self.rows if row.event == "superseded")
         offered = {offer.of for offer in ledger.prunable(())}
         for checkpoint in ledger.checkpoints.values():

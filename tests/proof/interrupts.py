@@ -160,7 +160,7 @@ class ManagerJob:
             time.sleep(0.001)  # stands for a step: a loop without one starves the other thread
 
     def _goes_on(self, manager: Manager, step: int) -> None:
-        """The promise: what comes later is accepted and tracked, as if nothing had happened."""
+        """The promise: later saves are accepted and tracked, as if nothing had happened."""
         manager.save(step, self._state(step)).wait()
         assert manager.latest_step() == step
         manager.wait_until_finished()
@@ -260,7 +260,7 @@ def once_each(sites: Iterable[Site]) -> list[Site]:
 
 
 def strike(site: Site) -> tuple[Site, bool, str]:
-    """Run the job that a site is of: whether the line was reached, and what went wrong."""
+    """Run the job that a site is of: whether the line was reached, and the fault."""
     tracer = Tracer(site)
     problem = trial(GroupsJob if site.call in CALLS_OF_GROUPS else ManagerJob, tracer)
     return site, tracer.struck, problem

@@ -1,8 +1,8 @@
-"""What every layer of proof takes and returns.
+"""The arguments and the result of every layer of proof.
 
-A layer is a module of this package with a function ``run(budget) -> LayerResult``. It drives the
-production code, never a copy of the protocol. A violation is a promise that did not hold, with the one
-command that shows it again.
+A layer is a module of this package with a function ``run(budget) -> LayerResult``. Each layer
+drives the production code, never a copy of the protocol. A violation is a promise that did not
+hold, with the one command that shows it again.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _T = TypeVar("_T")
 class Budget:
     """How much to explore.
 
-    ``pr`` is what the gate runs: derandomized, bounded. ``sample`` is the part of it that ``make test``
-    runs. ``nightly`` and ``release`` go further; ``soak`` goes on for ``hours``. ``processes``: how many
-    CPUs may be used. ``stop_at_first``: return with the first violation, which is how mutants are killed
-    quickly.
+    ``pr`` is the profile of the gate: derandomized, bounded. ``sample`` is the part of it that
+    ``make test`` runs. ``nightly`` and ``release`` go further; ``soak`` goes on for ``hours``.
+    ``processes``: how many CPUs may be used. ``stop_at_first``: return with the first violation, so
+    that mutants are killed quickly.
     """
 
     profile: Profile = "pr"
@@ -47,7 +47,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Violation:
-    """A promise (``I4``) that did not hold: what was seen, and the command that shows it again."""
+    """A promise (``I4``) that did not hold: the finding, and the command that shows it again."""
 
     promise: str
     what: str
@@ -56,7 +56,7 @@ class Violation:
 
 @dataclass
 class LayerResult:
-    """What a layer explored (named counts: runs, states, sites, kills) and found.
+    """The result of a layer: named counts (runs, states, sites, kills) and its findings.
 
     ``skipped`` is the reason if it could not run at all; that is shown, never hidden. ``notes`` are
     further lines for the report; ``kills`` how many mutants each layer has killed.

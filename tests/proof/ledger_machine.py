@@ -283,7 +283,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(target=attempts, step=st.integers(0, 8))
     def adopt(self, step):
-        """At a restart: an unknown directory, not newer than what is tracked."""
+        """At a restart: an unknown directory, not newer than the tracked step."""
         latest = self.ledger.latest()
         taken = {c.step for c in self.ledger.checkpoints.values()}
         if self.flying() is not None or step in taken or (latest and step > latest.step):

@@ -1,10 +1,11 @@
-"""Real Megatron writers SIGKILLed at random bytes of what they write, on a real disk.
+"""Real Megatron writers SIGKILLed at random bytes of their files, on a real disk.
 
-A round is one root and two jobs of two ranks. In each job every other save is hit: at a random byte of
-a random file of a random rank (shards, common state, planned metadata, receipt) a process dies: the
-one that writes, or the writer above it; the first job ends with a rank killed the same way, the second
-starts from what it left. Between two hits the earlier step is loaded and compared bit by bit, and the
-next save must be tracked; at the end megatron-core's own loader reads the tracked step.
+A round is one root and two jobs of two ranks. In each job every other save is hit. A process dies
+at a random byte of a random file of a random rank (shards, common state, planned metadata,
+receipt): the one that writes, or the writer above it. The first job ends with a rank killed the
+same way, the second starts from its remains. Between two hits the earlier step is loaded and
+compared bit by bit, and the next save must be tracked. At the end megatron-core's loader reads the
+tracked step.
 
 Rules: bytes come from the round's seed, so a round can be run again. Nothing acknowledged is ever lost;
 a hit save is never published.
@@ -52,13 +53,13 @@ from proof.layer import Budget, LayerResult, Violation, timed  # noqa: E402
 from proof.processes import file_system_of  # noqa: E402
 
 KILLS = 25  # of a round
-PATIENCE_S = 300.0  # for a job; what hangs inside it has a deadline of its own
+PATIENCE_S = 300.0  # for a job; a hang inside it meets another deadline
 DYING_S = 10.0
 IN_SHARDS = 0.7  # the part of the kills that hit a shard; the others hit what goes with it
 
 
 def shots_of(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What hits the two jobs of a round; the last one of the first job hits a whole rank."""
+    """The hits on the two jobs of a round; the last one of the first job hits a whole rank."""
     chance = random.Random(seed)
     shots = [
         {
@@ -76,7 +77,7 @@ def shots_of(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 class Round:
-    """One root, its two jobs, and what they told."""
+    """A root, its two jobs, and their words."""
 
     def __init__(self, cluster: Cluster, place: Path, seed: int) -> None:
         self.kills = 0
@@ -123,7 +124,8 @@ class Round:
         assert not left, f"F29: {left} outlived their job"
 
     def _judge(self, survived: int) -> None:
-        """After a job: what was acknowledged, what is published, and what was hit and ``survived``."""
+        """The steps after a job: acknowledged ones, published ones, and those that were hit and
+        ``survived``."""
         lines = [json.loads(line) for line in self._told.read_text().splitlines()]
         acknowledged = max(line["acknowledged"] for line in lines if "acknowledged" in line)
         failed = [line for line in lines if "failed" in line]
@@ -165,7 +167,7 @@ def run(budget: Budget) -> LayerResult:
 
 
 def play(server: ForkServer, seed: int, result: LayerResult) -> None:
-    """One round into ``result``."""
+    """Add a round to ``result``."""
     place = Path(tempfile.mkdtemp(prefix="ckptfsm-kills-"))
     try:
         with Cluster(server, place) as cluster:

@@ -2,11 +2,11 @@
 
 ``PYTHONPATH=tests python -m proof.mutants [--only NAME ...] [--list]``
 
-Rules: every mutant must be seen by some layer of the ``pr`` profile within ``LIMIT_S``. A layer runs
-in a process of its own that imports the mutated code; a layer that crashes or hangs has seen nothing.
-The mutant's own hints say which layers are asked first; that saves time and decides nothing. A control,
-the unbroken library, must be seen by none; in the gate, the layers and tests beside this one are it.
-A layer that is not there is reported.
+Rules: every mutant must be seen by some layer of the ``pr`` profile within ``LIMIT_S``. A layer
+runs in a separate process that imports the mutated code; a layer that crashes or hangs has seen
+nothing. The mutant's hints say which layers are asked first; that saves time and decides nothing. A
+control, the unbroken library, must be seen by none; in the gate, the layers and tests beside this
+one are it. A layer that is not there is reported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAYERS = (
     "interrupts",
 )
 LIMIT_S = 60.0
-PROFILE = "pr"  # what the gate runs must kill them all, whatever profile asks
+PROFILE = "pr"  # the layers of the gate must kill them all, whatever profile asks
 _SHARE_S = 30.0  # of a layer, while others are still to be asked
 _HINTED_S = 50.0  # of a layer that the mutant names
 _CONTROL_S = 8.0
@@ -84,7 +84,7 @@ def _nobody(line: str) -> None:
 
 @dataclass
 class Verdict:
-    """What became of one mutant. ``killer`` is empty for a survivor; ``others`` saw nothing."""
+    """The fate of one mutant. ``killer`` is empty for a survivor; ``others`` saw nothing."""
 
     name: str
     breaks: str
@@ -98,7 +98,7 @@ class Verdict:
     absent: set[str] = field(default_factory=set)
 
     def line(self) -> str:
-        """One line of the report."""
+        """A line of the report."""
         by = self.killer or "SURVIVED"
         seen = self.message or "; ".join(self.others)
         text = " ".join(seen.split())[:100]
@@ -210,7 +210,7 @@ def run(
 
 
 def sample_of(mutants: Sequence[Mutant]) -> tuple[Mutant, ...]:
-    """One mutant of each promise or rule that is broken, if possible one that a single test sees."""
+    """A mutant of each promise or rule that is broken, if possible one that a single test sees."""
     found: dict[str, Mutant] = {}
     for planted in sorted(mutants, key=lambda each: not any("::" in k for k in each.killers)):
         found.setdefault(planted.breaks, planted)

@@ -1,10 +1,10 @@
-"""mutmut over the pure modules, each with its own unit tests: a maintainer's command (``make mutmut``).
+"""mutmut over the pure modules, each with its unit tests: a maintainer's command (``make mutmut``).
 
     PYTHONPATH=tests python -m proof.mutmut [MODULE ...] [--children N] [--again]
 
-Works in a copy of the tree below ``build/mutmut``; prints, for each module, what became of its mutants
-(see ``survivors``), and ends red if one lives that is not explained, or an explanation explains nothing.
-``--again`` runs nothing and judges what the last run left there.
+Works in a copy of the tree below ``build/mutmut``. Prints, for each module, the fate of its mutants
+(see ``survivors``), and ends red if one lives without an explanation, or an explanation explains
+nothing. ``--again`` runs nothing and judges the results of the last run.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def refused(place: Path, module: str, mutants: Mapping[str, Mutant]) -> set[str]
 
 
 def judge(place: Path, module: str) -> Judgement:
-    """What became of the mutants of a run, told in a line and, where it is to be acted on, in full."""
+    """The fate of the mutants of a run, told in a line and, where it is to be acted on, in full."""
     text = (place / "mutants" / "ckptfsm" / f"{module}.py").read_text(encoding="utf-8")
     mutants, ended = survivors.read_mutants(module, text), ends(place)
     explanations = survivors.EXPLANATIONS.read_text(encoding="utf-8")

@@ -1,14 +1,14 @@
 """Power loss below a real file system: every write recorded, cut, thinned and torn, then recovered from.
 
-A job of production code runs on a kernel-mounted file system whose disk records what it is sent
-(``powerloss_disk``). Each crash state (``powerloss_states``) is mounted by the kernel, which replays its
-own journal, and then opened by the production recovery and judged (``powerloss_jobs``).
+A job of production code runs on a kernel-mounted file system and its disk records all that it is
+sent (``powerloss_disk``). Each crash state (``powerloss_states``) is mounted by the kernel, which
+replays its journal, and then opened by the production recovery and judged (``powerloss_jobs``).
 
 Rules:
 * For maintainers: needs Linux, root, FUSE and loop devices; skipped with the reason where they are not.
 * A recording is not repeatable (the kernel decides when it writes), so a violation is kept in a file
   that replays exactly.
-* Nothing is left behind: every worker has its own mount namespace, and dies with this process.
+* Nothing is left behind: every worker has a separate mount namespace, and dies with this process.
 
     PYTHONPATH=tests python -m proof.powerloss [--states N] [--seed S] [--filesystems ext4,xfs]
     PYTHONPATH=tests python -m proof.powerloss --replay FILE [--image disk.img]
@@ -85,7 +85,8 @@ OMISSIONS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What to explore. ``without``: calls that the recorded job leaves out (to see the layer fail).
+    """The order of an exploration. ``without``: calls that the recorded job leaves out (to see the
+    layer fail).
 
     ``keep``: how many violations get a file that replays them.
     """
@@ -186,7 +187,7 @@ class _Order:
 
 @dataclass
 class _Made:
-    """What became of an order. ``problem``: the job itself failed, on a disk that lost nothing more."""
+    """The result of an order. ``problem``: the job itself failed, on a disk that lost nothing more."""
 
     order: _Order
     recording: Recording | None = None
@@ -237,7 +238,8 @@ def _record(order: _Order, script: Script) -> _Made:
 
 @dataclass
 class Verdicts:
-    """Of one chunk of states of recording ``index``. ``refused``: how many the kernel did not mount."""
+    """The results for one chunk of states of recording ``index``. ``refused``: how many the kernel
+    did not mount."""
 
     index: int
     judged: int = 0
@@ -400,7 +402,7 @@ def replay(path: str, image: str | None) -> LayerResult:
 
 
 def omissions(plan: Plan) -> Iterator[tuple[str, dict[str, str]]]:
-    """For each call left out: by file system, the promise that broke, or "" if nobody noticed."""
+    """For each call left out: by file system, the promise that broke, or "" if it went unnoticed."""
     for pattern in OMISSIONS:
         found = {}
         for name in plan.filesystems:

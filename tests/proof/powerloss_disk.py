@@ -1,14 +1,14 @@
 """A disk that remembers: a real file system runs on it, and every write and flush is recorded.
 
-One file, served over ``/dev/fuse`` by a process of its own, stands below a loop device below the file
-system. What the server is sent, in order, is what a disk with a volatile cache is sent: writes, and
-flushes that make all earlier writes durable.
+A file, served over ``/dev/fuse`` by a separate process, stands below a loop device below the file
+system. The server is sent the same, in order, as a disk with a volatile cache: writes, and flushes
+that make all earlier writes durable.
 
 Rules:
 * ``enter_private_mounts`` comes first: all mounts are made in a mount namespace of this process, and
   every loop device clears itself, so that nothing is left behind however the process ends.
-* The server touches nothing but its memory and its log, and sees none of the mounts, so it can never
-  wait for what it serves.
+* The server touches nothing but its memory and its log, and sees none of the mounts, so it can
+  never wait for itself.
 * Linux and root only; ``OSError`` where the machine does not allow it.
 """
 
@@ -93,7 +93,7 @@ def enter_private_mounts(work: str) -> None:
 
 
 def _leave_mounts(disk: str) -> None:
-    """For the server: mounts of its own, without its disk.
+    """Separate mounts for the server, without its disk.
 
     The last process of a mount namespace unmounts it in its exit, before its descriptors are closed. A
     server that dies as the last one would wait for ever for itself to serve that unmount.
@@ -154,7 +154,7 @@ def _attach(fd: int) -> tuple[str, int]:
                 return path, loop
             except OSError as error:
                 os.close(loop)
-                if error.errno != errno.EBUSY:  # somebody else took it meanwhile
+                if error.errno != errno.EBUSY:  # another process took it meanwhile
                     raise
     finally:
         os.close(control)
@@ -233,7 +233,7 @@ class RecordingDisk:
             _leave_mounts(disk)
             _Server(self._image, fuse, self._log, self._counter).run()
             code = 0
-        except BaseException:  # a forked child: nobody above may go on
+        except BaseException:  # a forked child: no frame above may go on
             traceback.print_exc()
         finally:
             os._exit(code)
@@ -316,7 +316,7 @@ class _Server:
         try:
             os.write(self.fuse, answer)
         except FileNotFoundError:
-            pass  # nobody waits for it any more: the last close races with the unmount
+            pass  # it is no longer waited for: the last close races with the unmount
 
     def _answer(self, opcode: int, body: memoryview) -> bytes:
         if opcode == _WRITES:

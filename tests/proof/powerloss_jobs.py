@@ -1,7 +1,7 @@
-"""The jobs whose disk loses power, and the judge of what recovery makes of the rest.
+"""The jobs whose disk loses power, and the judge of recovery from the rest.
 
 Rules: everything on the disk is done by production code through ``PosixStorage`` on a mounted file
-system. The judge shares nothing with what it judges but the reader of documents.
+system. The judge shares nothing with the judged code but the reader of documents.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ SCRIPTS: Mapping[str, Script] = {
 
 
 def recover_and_save(site: Site) -> None:
-    """What a restart does on what a power loss has left."""
+    """The run of a restart on the remains of a power loss."""
     job = site.job(LatestN(1))
     latest = job.open().latest_step or 0
     job.save(latest + 5)
@@ -231,7 +231,7 @@ class Judge:
     coverage: Coverage = field(default_factory=Coverage)
 
     def judge(self, root: str, promised: int | None) -> str:
-        """What is wrong with the root that a power loss left, or with its recovery; "" if nothing."""
+        """The fault of the root that a power loss left, or of its recovery; "" if there is none."""
         try:
             with watch_moves(self.coverage):
                 self._judge(root, promised)

@@ -1,9 +1,9 @@
-"""What a disk may hold after the power failed, from what it had been sent. Pure.
+"""The states of a disk after the power failed, from the writes that it was sent. Pure.
 
-Rules: a flush makes every earlier write durable. Of the writes since the last flush any subset may
-have reached the medium, each of them whole or only some of its sectors; of two writes to one place the
-later one wins if it was kept. Nothing else is ever lost. A sector arrives whole or not at all; it is
-as large as what the file system counts on (ext4: the 1,024 bytes of its superblock).
+Rules: a flush makes every earlier write durable. Any subset of the writes since the last flush may
+have reached the medium, each of them whole or only some of its sectors. If two writes to one place
+were kept, the later one wins. Nothing else is ever lost. A sector arrives whole or not at all; its
+size is the one that the file system counts on (ext4: the 1,024 bytes of its superblock).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class CrashState:
 
 @dataclass
 class Recording:
-    """A workload on a disk: the image it began on, what the disk was sent, and what was promised when.
+    """A workload on a disk: the image it began on, the writes to the disk, and the promises at each
+    time.
 
     ``promises``: (position in ``records``, least step that the tracker must name from there on).
     ``calls``: (position, storage call that began there), for people.
@@ -56,7 +57,7 @@ class Recording:
     calls: list[tuple[int, str]] = field(default_factory=list)
 
     def promised(self, state: CrashState) -> int | None:
-        """What had been acknowledged before the power failed."""
+        """The steps acknowledged before the power failed."""
         made = [step for position, step in self.promises if position <= state.end]
         return made[-1] if made else None
 

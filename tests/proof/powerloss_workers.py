@@ -1,4 +1,4 @@
-"""Processes that may be killed at any moment: each has its own mounts and its own pipe, and no locks.
+"""Processes that may be killed at any moment: each has separate mounts and a pipe, and no locks.
 
 Rules: a worker does one task at a time and is sent the next when it has answered. Leaving ends them all
 at once, whatever they do; what they mounted ends with them. A worker that died or does not answer is

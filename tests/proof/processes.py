@@ -1,15 +1,15 @@
 """SIGKILL and errors at every storage call of real processes on a real disk.
 
-A job is forked from this warm process, struck at one call, and judged; then it is restarted, judged,
-restarted once more, and must save again. What is swept:
+A job is forked from this warm process, struck at one call, and judged; then it is restarted,
+judged, restarted once more, and must save again. The sweeps:
 
 * ``kill``: SIGKILL before each changing call of a life (save, track, prune, fail, roll back, pin, lease,
   delete), on the coordinator, and on the manager with forked writers: trainer and writer each.
 * ``torn``: SIGKILL half way through each write, of all of these.
-* each changing call of the recovery after a kill, for one kill per distinct thing that recovery decides:
-  SIGKILL before it, and errors as below. A recovery that an error hits opens the root, or refuses it
-  typed; then the next start resumes from what it said, and that is what it would have found unstruck,
-  or what was tracked before a save that it was rolling forward.
+* each changing call of the recovery after a kill, for one kill per distinct decision of recovery:
+  SIGKILL before it, and errors as below. A recovery that an error hits opens the root, or refuses
+  it typed. Then the next start resumes from the step that it named. That is the step of an unstruck
+  recovery, or the one tracked before a save that it was rolling forward.
 * errors at each changing call, before it (it did not happen) and after it (it did, and said otherwise),
   and writes that take a part or nothing.
 * EIO and ESTALE of each read (``stat``, ``listdir``, ``read``, ``digest``, ``free_bytes``; and
@@ -23,10 +23,10 @@ is a violation. The manager polls as often as timing asks, so its reads are stru
 up to the last that a life makes. SIGKILL leaves the page cache alone, so no sweep here can show a
 missing fsync: the ``pr`` profile counts and strikes those calls, but does not carry them out.
 
-What the gate (``pr``) takes: every kill and every torn write; at each changing call one kind of error,
-in turn, on one side of it, in turn (on both in the main script); both cuts of each write, or one in
-turn in recoveries; where two recoveries begin alike, the beginning once; and of reads that are alike,
-the same after the same whatever the step, the first, with one kind in turn. The other profiles sync,
+The gate (``pr``) takes every kill and every torn write. At each changing call it takes one kind of
+error, in turn, on one side of it, in turn (on both in the main script); and both cuts of each
+write, or one in turn in recoveries. Where two recoveries begin alike, the beginning is taken once.
+The first of several reads that are alike is taken, with one kind in turn. The other profiles sync,
 and take every kind on both sides of every call; they are skipped where there is no real disk.
 
     PYTHONPATH=tests python -m proof.processes
@@ -69,7 +69,7 @@ from proof.real_site import (
 )
 
 MAIN_SCRIPT = "save_track_prune"
-PATIENCE_S = 180.0  # for one site; its child has an alarm of its own
+PATIENCE_S = 180.0  # for one site; its child has a separate alarm
 TRIES = 3  # a life on the manager makes its calls in an order that timing decides
 NEVER = 1_000_000
 DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs"})
@@ -81,7 +81,7 @@ Recoveries = dict[Site, Ended]  # the unstruck ones, by the kill that each follo
 
 @dataclass
 class Finding:
-    """What striking one site showed. ``ended``: of a recovery, or of a life that was not struck."""
+    """The result of striking one site. ``ended``: of a recovery, or of a life that was not struck."""
 
     site: Site
     struck: Call | None = None
@@ -189,9 +189,9 @@ def _check_life(site: Site, ended: Ended) -> None:
 
 
 def decided_otherwise(finding: Finding, unstruck: Ended) -> str:
-    """What is resumed from after a struck recovery is what it would have been without the strike.
+    """A start after a struck recovery resumes from the same step as without the strike.
 
-    But an opening may end an attempt whose roll forward an error hit: it was acknowledged to nobody.
+    But an opening may end an attempt whose roll forward an error hit: no trainer was told of it.
     """
     told, expected = finding.ended.told if finding.ended else {}, unstruck.told.get("latest")
     ended = "latest" in told and unstruck.told.get("rolled_forward")
@@ -247,7 +247,7 @@ class Sweep:
     fatal: Counter[str] = field(default_factory=Counter)
 
     def strike_all(self, name: str, sites: Iterable[Site]) -> list[Finding]:
-        """Strike every site. Counts them, their coverage and what was broken."""
+        """Strike every site. Counts them, their coverage and the broken promises."""
         findings: list[Finding] = []
         todo = list(sites)
         arriving = self.pool.imap_unordered(
@@ -372,7 +372,7 @@ def _writes(life: Ended, site: Site) -> bool:
 
 
 def _kinds_of_recovery(killed: list[Finding]) -> list[Site]:
-    """One unstruck recovery after a kill of each kind: by what recovery decided there."""
+    """An unstruck recovery after a kill of each kind, by the decisions of recovery there."""
     kinds: dict[tuple[str, ...], Site] = {}
     for finding in killed:
         kinds.setdefault(finding.decisions, finding.site)

@@ -1,12 +1,12 @@
 """Spin tries every interleaving of two trainers and a reader on one root.
 
-``specs/races.pml`` has the model and says what must hold. Each build of it either holds in every state,
-or finds a counterexample that it must find: a control (a look, a check or an order left out), or a race
-that is accepted because POSIX has no compare-and-swap. What is accepted is replayed here on production
-code in simulation, with one side stopped between its check and its act, and its damage is bounded; so
-is the race that the sweep of temporary files closes.
+``specs/races.pml`` has the model and its assertions. Each build of it either holds in every state,
+or finds a counterexample that it must find. That is a control (a look, a check or an order left
+out), or a race that is accepted because POSIX has no compare-and-swap. Accepted races are replayed
+here on production code in simulation, with one side stopped between its check and its act, and
+their damage is bounded. So is the race that the sweep of temporary files closes.
 
-Rules: spin and gcc run in a folder of their own; where they are missing the layer says so and is
+Rules: spin and gcc run in a separate folder; where they are missing the layer says so and is
 skipped. The replays need neither, and always run.
 """
 
@@ -46,7 +46,8 @@ ONE = "iter_0000001"
 
 @dataclass(frozen=True)
 class Build:
-    """The model with some switches. ``finds``: what its counterexample violates; "" if none may be."""
+    """The model with some switches. ``finds``: the assertion that its counterexample violates; ""
+    if there may be none."""
 
     switches: tuple[str, ...]
     finds: str = ""
@@ -74,7 +75,7 @@ ACCEPTED = (
 
 @dataclass(frozen=True)
 class Search:
-    """What an exhaustive search of one build found. ``violated`` is the assertion, "" if none."""
+    """The result of an exhaustive search of one build. ``violated`` is the assertion, "" if none."""
 
     states: int
     violated: str
@@ -109,7 +110,7 @@ def _call(command: list[str], folder: Path) -> str:
 
 
 def judge_build(build: Build, found: Search) -> str:
-    """What is wrong with what a build found; "" if it found what it must."""
+    """The fault of a build's result; "" if there is none."""
     if not build.finds and found.violated:
         return f"{build}: {found.violated}\n{found.trail}"
     if build.finds and build.finds not in found.violated:
@@ -121,7 +122,7 @@ def judge_build(build: Build, found: Search) -> str:
 
 
 def trainer(disk: SimDisk, name: str, *, retention: Policy | None = None, **more: bool) -> FakeJob:
-    """A job of its own process; ``takeover`` where the other still lives."""
+    """A job in another process; ``takeover`` where the other still lives."""
     storage = FaultStorage(SimStorage(disk, name))
     identity = Identity("sim", sum(name.encode()), name, name)
     job = FakeJob(storage, identity=identity, retention=retention or KeepAll(), **more)
@@ -167,7 +168,8 @@ def judged(disk: SimDisk, acknowledged: int) -> int | None:
 
 
 def replay_away() -> str:
-    """STRICT_AWAY: a reader that was told "there" while a prune was about to move it. It comes back."""
+    """STRICT_AWAY: a reader that was told "there" while a prune was about to move it. The directory
+    comes back."""
     disk = SimDisk()
     job = trainer(disk, "first", retention=LatestN(1))
     job.save(1)

@@ -1,4 +1,5 @@
-"""What the struck children do: trainers on the production coordinator, or on the production manager.
+"""The programs of the struck children: trainers on the production coordinator, or on the production
+manager.
 
 Rules: a trainer goes on after an error as a real one does: it saves again later, and stops only if the
 coordinator has stopped for good. After an error at any call it must get one more save tracked, unless
@@ -62,7 +63,7 @@ class Acknowledged(list[int]):
 
 
 class Training:
-    """A trainer of two ranks on the coordinator's own interface."""
+    """A trainer of two ranks on the coordinator's interface."""
 
     def __init__(self, storage: Storage, retention: Policy, tell: Tell) -> None:
         self.tell = tell
@@ -115,7 +116,7 @@ class Training:
             self.errors.append(SaveFailed(f"step {step} was not tracked"))
 
     def train_on(self) -> None:
-        """What polls do between two saves: commands that failed are tried again."""
+        """The work of polls between two saves: commands that failed are tried again."""
         for _ in range(2):
             self.job.clock.sleep(RETRY_S)
             self.ask(self.job.coordinator.tick)
@@ -133,7 +134,7 @@ def save_track_prune(on: Training) -> None:
 def fail_and_retry(on: Training) -> None:
     """The very first save fails and is cleaned up; the same step again, of three parts.
 
-    One of them lives on one rank only, and an optional one cannot be written there.
+    A part lives on one rank only, and an optional one cannot be written there.
     """
     on.save(1, ranks=1)
     on.job.cannot = frozenset({"export"})
@@ -144,7 +145,7 @@ def roll_back(on: Training) -> None:
     """Two saves, and back to the first."""
     on.save(1)
     on.save(2)
-    on.tell(acknowledged=1)  # what is promised from here on is the target
+    on.tell(acknowledged=1)  # from here on the target is promised
     on.ask(partial(on.job.coordinator.rollback, 1))
 
 
@@ -169,7 +170,7 @@ def keep_and_let_go(on: Training) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A life on one root, and what retention leaves of it."""
+    """A life on one root, and the checkpoints that retention leaves."""
 
     work: Callable[[Training], None]
     retention: Policy
@@ -196,7 +197,7 @@ class Life:
 
     @contextmanager
     def noting_errors(self) -> Iterator[None]:
-        """What a trainer would catch and go on from."""
+        """The errors that a trainer would catch and go on from."""
         try:
             yield
         except CkptFsmError as error:
@@ -259,9 +260,9 @@ def fsynced_again(calls: list[tuple[str, str]], failed: int | None) -> bool:
 def recover(site: Site, root: str, synced: bool, pipe: int, tell: Tell) -> None:
     """A restart that is struck in the middle: opening is all it does.
 
-    It tells the ``latest`` step, and whether it came to roll an attempt forward; or what it ``refused``
-    the root with: an error of the library, or the disk's own that hit it, which the owner of a
-    coordinator wraps.
+    Tells the ``latest`` step, and whether it came to roll an attempt forward; or the error that it
+    ``refused`` the root with. That is an error of the library, or one of the disk, which the owner
+    of a coordinator wraps.
     """
     noting = Noting()
     strike = Strike(site, partial(Disk, root, synced=synced, tells=(pipe,)), tell, noting)
@@ -292,7 +293,7 @@ def recover(site: Site, root: str, synced: bool, pipe: int, tell: Tell) -> None:
 
 
 class QuickClock(ShiftedClock):
-    """The real clock, on which two hundred times more passes while somebody sleeps."""
+    """The real clock, on which two hundred times more passes during a sleep."""
 
     def sleep(self, seconds: float) -> None:
         SystemClock.sleep(self, seconds)
@@ -301,7 +302,7 @@ class QuickClock(ShiftedClock):
 
 @dataclass(slots=True)
 class NamedDraft(FakeDraft):
-    """A draft whose shards name their attempt, which is what ``check_root`` looks for."""
+    """A draft whose shards name their attempt, as ``check_root`` expects."""
 
     def stage(
         self, location: str, specs: Sequence[PartSpec], planned: Mapping[str, bytes]

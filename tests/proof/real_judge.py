@@ -1,8 +1,8 @@
 """Whether a root kept its promises after its owner was struck, and whether a restart mends it.
 
-Rules: the judge is ``check_root``, the specification of journals and their own reader, and what was
-acknowledged before the strike. A restart is the production coordinator: it opens, finds
-nothing left to do the second time, saves, and leaves neither a partial nor a temporary file behind.
+Rules: the judge is ``check_root``, the specification of journals with a separate reader, and the
+acknowledgements before the strike. A restart is the production coordinator: it opens, finds nothing
+left to do the second time, saves, and leaves neither a partial nor a temporary file behind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from proof.real_site import Disk
 
 
 class Broken(AssertionError):
-    """A promise that did not hold: ``args`` are its number and what was seen."""
+    """A promise that did not hold: ``args`` are its number and the finding."""
 
 
 def broken(promise: str, what: str) -> Broken:
@@ -37,7 +37,7 @@ def broken(promise: str, what: str) -> Broken:
 
 @dataclass
 class Verdict:
-    """What the restart made of it: ``decisions`` are results and actions of recovery, in order."""
+    """The result of the restart: ``decisions`` are results and actions of recovery, in order."""
 
     decisions: tuple[str, ...] = ()
     tracked: int | None = None

@@ -1,9 +1,9 @@
-"""What the ranks of a killed Megatron job do, and the fork server that serves such jobs.
+"""The program of the ranks of a killed Megatron job, and the fork server that serves such jobs.
 
 Each rank's storage counts the bytes that its writers put into the file that is aimed at, and kills at
 exactly one of them: the process that writes, the writer above it, or the whole rank.
 
-Rules: everything is the production manager on megatron-core's own state; nothing waits for a clock.
+Rules: everything is the production manager on a state of megatron-core; nothing waits for a clock.
 Run as a script this is ``tests/megatron/forkserver.py`` with one job more.
 """
 
@@ -86,7 +86,7 @@ class KillingDisk(PosixStorage):
         writer = me if os.getppid() == self._trainer else os.getppid()
         os.kill({"process": me, "writer": writer, "rank": self._trainer}[victim], signal.SIGKILL)
         while True:
-            signal.pause()  # the library ends whoever outlives its writer or its trainer
+            signal.pause()  # the library ends a process that outlives its writer or its trainer
 
 
 def aim_at(root: str, rank: int, like: int, step: int, shot: Mapping[str, Any]) -> Aim:
@@ -103,9 +103,9 @@ def aim_at(root: str, rank: int, like: int, step: int, shot: Mapping[str, Any]) 
 
 
 def die_in_saves(here: jobs.Here, root: str, told: str, shots: Sequence[Mapping[str, Any]]) -> Any:
-    """Load what is there; then, for every shot, a save that is hit and a good one.
+    """Load the latest; then, for every shot, make a save that is hit and a good one.
 
-    What is acknowledged and what was seen is appended to ``told`` by rank 0, line by line.
+    Rank 0 appends acknowledgements and findings to ``told``, line by line.
     """
     coverage = Coverage()
     disks: list[KillingDisk] = []

@@ -1,13 +1,13 @@
-"""One place to strike: a storage call of a real process on a real disk, and what hits it.
+"""A place to strike: a storage call of a real process on a real disk, and its fault.
 
-A job runs in a forked child. At the call it is told to, it kills itself, fails the call, or lets only
-a part of a write through; what it acknowledged until then comes through a pipe.
+A job runs in a forked child. At the call it is told to, it kills itself, fails the call, or lets
+only a part of a write through; its acknowledgements until then come through a pipe.
 
-Rules: nothing here knows what the calls mean. Changing calls are those that a ``FaultStorage`` counts.
-Reads are ``stat``, ``listdir``, ``read``, ``digest``, ``free_bytes`` and ``try_lock``; giving back,
-``unlock`` and ``close_root``, never fails. Calls are counted for each role by itself, in shared memory:
-a writer is forked by its trainer and goes on counting where the last writer stopped. A child that takes
-too long is killed by an alarm of its own, and that is a finding.
+Rules: nothing here knows what the calls mean. Changing calls are those that a ``FaultStorage``
+counts. Reads are ``stat``, ``listdir``, ``read``, ``digest``, ``free_bytes`` and ``try_lock``;
+giving back, ``unlock`` and ``close_root``, never fails. Calls are counted for each role by itself,
+in shared memory: a writer is forked by its trainer and goes on counting where the last writer
+stopped. A child that takes too long is killed by an alarm, and that is a finding.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 class Site:
     """``index``: of the role's changing calls, or of its ``reads``.
 
-    ``recovery``: the life is killed at ``index``, and the rest is what hits this call of its recovery.
+    ``recovery``: the life is killed at ``index``, and the rest is the fault of this call of its
+    recovery.
     """
 
     script: str
@@ -70,7 +71,7 @@ class Site:
         return self.recovery if self.recovery >= 0 else self.index
 
     def life(self) -> Site:
-        """What hits the life: before a recovery it is killed."""
+        """The fault of the life: before a recovery it is killed."""
         return Site(self.script, self.index, "kill") if self.recovery >= 0 else self
 
     def replay(self) -> str:
@@ -83,7 +84,8 @@ class Site:
 
 
 class Disk(PosixStorage):
-    """The real disk. One write can be cut; ``synced=False`` leaves out what only power loss shows.
+    """The real disk. A write can be cut; ``synced=False`` leaves out the calls that only power loss
+    shows.
 
     ``reading`` is called with method and path before each read, and may raise.
     ``tells`` are descriptors that forked writers keep; ``lost`` is a file whose fsync failed in an
@@ -282,7 +284,7 @@ def _nobody() -> dict[str, list[Any]]:
 
 @dataclass
 class Ended:
-    """What a child told, and how it ended (negative: a signal).
+    """The words of a child, and its exit code (negative: a signal).
 
     ``calls`` of each role and which of them ``succeeded`` by themselves are told by an unstruck life.
     """
@@ -345,7 +347,7 @@ def _live(work: Callable[[int, Tell], None], pipe: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what a killed child leaves, to wait for its end. Fork cheaply."""
+    """Become the parent of the orphans of a killed child, to wait for their end. Fork cheaply."""
     gc.collect()
     gc.freeze()  # a collection in a child would copy the pages of everything
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -1,19 +1,21 @@
-"""The state machine that Hypothesis drives over recovery: our runs, and what strangers do between them.
+"""The state machine that Hypothesis drives over recovery: our runs, and the changes by strangers
+between them.
 
-One rank and one part on a simulated disk. Every run of ours may die, or meet an error, at any call; a
-stock trainer saves steps of its own, power fails, shards rot, and somebody spoils the tracker. The
-model knows of each content only what became of it, and judges the disk by names and bytes.
+A single rank and part on a simulated disk. Every run of ours may die, or meet an error, at any
+call; a stock trainer saves steps, power fails, shards rot, and a person spoils the tracker. The
+model knows only the fate of each content, and judges the disk by names and bytes.
 
 Documented, so allowed, each as narrowly as it can be told (see ``docs/decisions/0022``):
 
-* What a stock trainer saves at a step that we had published: recovery may take it aside, whole.
-  Of an adopted one, that goes for what was damaged before, if a start was cut short in between.
-  What it could not take, as the disk failed, is a stranger's for the next start.
-* What a rollback or a fresh start could not move, as the disk failed, is still at its name: it may come
-  back (``loose``) once a stranger saved above it; and a start with nothing else to resume from refuses.
-  What was adopted, and not moved durably, a power loss may show at both names: it may be adopted anew.
-* An interrupted rollback is refused if a start could not lift the tracker from what had rotted,
-  until the tracker is set aside.
+* A stock save at a step that we had published: recovery may take it aside, whole. The same goes for
+  an adopted step that was damaged before, if a start was cut short in between. A directory that it
+  could not take, as the disk failed, is a stranger's for the next start.
+* A checkpoint that a rollback or a fresh start could not move, as the disk failed, is still at its
+  name. The checkpoint may come back (``loose``) once a stranger saved above it, and a start with
+  nothing else to resume from refuses. A power loss may show an adopted checkpoint, not moved
+  durably, at both names: it may be adopted anew.
+* An interrupted rollback is refused if a start could not lift the tracker from a rotten step, until
+  the tracker is set aside.
 
 Left out: a stock save of exactly the newest step while a rollback is interrupted; torn manifests.
 """
@@ -100,9 +102,9 @@ class Copy:
 
 
 class Look:
-    """What stands on a disk, by bytes: ``at`` has the whole ones by step.
+    """The checkpoints on a disk, by bytes: ``at`` has the whole ones by step.
 
-    ``whole`` has those and what is whole in quarantine, ``trashed`` what is whole in the trash.
+    ``whole`` has those and the whole ones in quarantine, ``trashed`` the whole ones in the trash.
     """
 
     def __init__(self, disk: SimDisk, copies: Mapping[bytes, Copy]) -> None:
@@ -146,9 +148,11 @@ class Look:
 
 @dataclass
 class Expected:
-    """Of a default start: the steps that are ``sure`` to be in use, and those that ``may`` be.
+    """The expectation of a default start: the steps that are ``sure`` to be in use, and those that
+    ``may`` be.
 
-    ``odd``: those that may be resumed from, as nobody knows what the tracker said or what is there.
+    ``odd``: those that may be resumed from, as the content of the tracker or of the directory is
+    unknown.
     """
 
     refusal: bool = False
@@ -171,18 +175,18 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.owed: set[bytes] = set()  # must be somewhere, whole
         self.tracked: dict[int, bytes] = {}  # by our last run
         self.unsure: dict[bytes, int] = {}  # saves that were cut short: they may become tracked
-        self.offered: dict[bytes, int] = {}  # what starts that were cut short may have decided on
-        self.newest = ANY  # what the journal has, if such starts journaled any: at least this
+        self.offered: dict[bytes, int] = {}  # decided on by starts that were cut short, perhaps
+        self.newest = ANY  # in the journal, if such starts journaled any: at least this
         self.loose: set[bytes] = set()  # withdrawn, and still at their names
         self.left: set[bytes] = set()  # rolled back, or left by a fresh start
         self.afloat: set[bytes] = set()  # adopted ones of these, perhaps not moved durably
         self.shaky: dict[bytes, int] = {}  # a stock trainer's that a power loss may take
-        self.lost: set[int] = set()  # such steps: nobody knows what is there
+        self.lost: set[int] = set()  # such steps: their content is unknown
         self.rotten: set[bytes] = set()
         self.strange: set[int] = set()  # steps that others wrote or that rotted
         self.interrupted: tuple[str, int] | None = None
         self.in_service = False  # something was tracked, and no fresh start begun since
-        # What others left in the tracker since the last opening, or what that could not lift.
+        # The tracker that others left since the last opening, or that the opening could not lift.
         self.theirs: set[bytes | None] = set()
         self.unsynced: object | None = None  # the tracker as a stock trainer left it
         self.keep: int | None = None
@@ -222,9 +226,10 @@ class RecoveryMachine(RuleBasedStateMachine):
     def attempt(
         self, job: FakeJob, blow: Blow, work: Callable[[], object], refusable: bool = False
     ) -> BaseException | None:
-        """Do it, under a blow. What it died of, or was refused for: typed, or what was injected.
+        """Do it, under a blow. Returns the error it died of, or was refused for: typed, or
+        injected.
 
-        Without an error of the disk in this run, only what is ``refusable`` may be refused.
+        Without an error of the disk in this run, only a ``refusable`` call may be refused.
         """
         chance = job.storage.before
         chance.arm(blow)
@@ -300,7 +305,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             self.a_way_out_works(str(error))
 
     def cut_short(self, resume: str, before: Look, expected: Expected) -> None:
-        """A start died, or met an error that ended it: some of what it decided may be done."""
+        """A start died, or met an error that ended it: some of its decisions may be carried out."""
         self.offered |= {
             shard: step for step, shard in self.tracked.items()
         }  # and withdrawn, if damaged
@@ -316,11 +321,12 @@ class RecoveryMachine(RuleBasedStateMachine):
             self.retired()
 
     def expected(self, seen: Look) -> Expected:
-        """What a default start has to resume from, and what it may, as the disk is now."""
+        """The steps that a default start has to resume from, and those that it may, as the disk is
+        now."""
         kind, goal = self.interrupted or ("", ANY)
         found = Expected(nothing=seen.tracker is None and (not self.in_service or kind == "fresh"))
         moved = seen.step is not None and seen.tracker in self.theirs
-        offered = self.offered.values()  # also what somebody has saved there anew since
+        offered = self.offered.values()  # also a newer stock save there
         if seen.step is not None:
             limit = reach = seen.step
         else:  # the journal's newest counts, which may lack what was cut short
@@ -351,7 +357,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         return found
 
     def in_use(self, step: int, shard: bytes, limit: int) -> bool:
-        """True for what was tracked by us, or what a stranger's tracker has reached."""
+        """True for a step that was tracked by us, or that a stranger's tracker has reached."""
         if shard in self.left | self.loose or step in self.lost:
             return False
         last = self.tracked.get(step)
@@ -388,7 +394,8 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.in_service = latest is not None
 
     def settle(self, seen: Look, now: list[int], asked: set[bytes]) -> None:
-        """What is tracked now counts; what was, or was ``asked`` about, and is not was left behind."""
+        """Steps that are tracked now count; those that were, or were ``asked`` about, are left
+        behind."""
         before, last = {*self.tracked.values(), *self.unsure, *self.loose}, self.tracked
         self.tracked = {}
         for step in now:
@@ -426,7 +433,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         if seen.step != max(now, default=None):
             self.theirs = {seen.tracker}
         else:  # one that was right is kept as it is, not made durable: power may leave it empty
-            earlier = self.theirs if busy else set()  # what is written again may not be durable yet
+            earlier = self.theirs if busy else set()  # a second write may not be durable yet
             self.theirs = earlier | ({b""} if self.disk.find(TRACKER) is self.unsynced else set())
 
     def begun_afresh(self, before: Look) -> None:
@@ -495,7 +502,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         self.in_service = True
 
     def retired(self) -> None:
-        """Retention had its turn: what is not among the newest ``keep`` may be deleted."""
+        """Retention had its turn: steps that are not among the newest ``keep`` may be deleted."""
         seen = self.look()
         if not self.keep or seen.step is None:
             return
@@ -518,7 +525,7 @@ class RecoveryMachine(RuleBasedStateMachine):
             seen = self.look()
             spoilt = seen.step is None and seen.tracker == found  # a repair of it had failed
             if not spoilt:
-                self.theirs.discard(seen.tracker)  # nobody has moved it since we began
+                self.theirs.discard(seen.tracker)  # it was not moved since we began
             self.end()
             return
         seen = self.look()
@@ -531,7 +538,7 @@ class RecoveryMachine(RuleBasedStateMachine):
     @precondition(waits)
     @rule(blow=blows(30))
     def tick(self, blow) -> None:
-        """Time passes: what waits is tried again, and the trash is emptied."""
+        """Time passes: pending commands are tried again, and the trash is emptied."""
         job = self.job
         if job.acknowledged:
             self.retired()
@@ -591,7 +598,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         return MEGATRON.parse_published(names[-1 - back]) if back < len(names) else None
 
     def destroyed(self, step: int) -> None:
-        """What stands at a step's name is no more; a power loss may have shown it at two names."""
+        """The directory at a step's name is no more; a power loss may have shown it at two names."""
         shard = self.look().shard(step)
         self.owed.discard(shard)
         self.rotten |= {shard} & set(self.unsure)

@@ -1,7 +1,7 @@
-"""What must hold of recovery and retention for any ledger and any evidence, contradictory ones too.
+"""Properties of recovery and retention for any ledger and any evidence, contradictory ones too.
 
-``carry_out`` plays the coordinator: it takes a plan's actions through the production ledger and does to
-the evidence what the commands do to the disk.
+``carry_out`` plays the coordinator: it takes a plan's actions through the production ledger and
+changes the evidence as the commands change the disk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def roots(draw) -> tuple[Ledger, Evidence]:
 
 
 def is_whole(checkpoint: Checkpoint, evidence: Evidence) -> bool:
-    """Its directory is there, complete, and its own."""
+    """Its directory is there, complete, and of this attempt."""
     there = evidence.published.get(checkpoint.step)
     if there is None:
         return False
@@ -84,7 +84,8 @@ class Played:
         self.evidence = replace(self.evidence, staging=staging)
 
     def _prune(self, of: m.AttemptId) -> None:
-        """It comes back if nothing newer is tracked, or for a reader: of a step that three divides."""
+        """The step comes back if nothing newer is tracked, or for a reader: of a step that three
+        divides."""
         there = self.evidence.published.get(of.step)
         latest = self.ledger.latest()
         needed = latest is None or latest.step < of.step or of.step % 3 == 0
@@ -116,7 +117,7 @@ class Played:
             self.evidence = replace(self.evidence, published=published, aside=aside)
 
     def end(self) -> None:
-        """What opening does after the decisions: the tracker names the latest."""
+        """The last act of an opening: the tracker names the latest."""
         latest = self.ledger.latest()
         if latest is not None:
             self.evidence = replace(self.evidence, tracker=_our_tracker(latest.step))
@@ -177,7 +178,8 @@ def recovery_is_lawful_and_loses_nothing(root, resume):
 
 
 def _beside_a_release() -> tuple[Ledger, Evidence]:
-    """Step 0, another's, is newer than the release; ours, step 1, was published and is tracked now."""
+    """Step 0, of another program, is newer than the release; ours, step 1, was published and is
+    tracked now."""
     ours, other = m.AttemptId(1, 1, 1), m.AttemptId(0, 9, 9)
     requested = Checkpoint(ours, State.REQUESTED, (m.PartSpec("state"),), 1)
     published = {of.step: PublishedEvidence(of.step, "manifest", of) for of in (other, ours)}
@@ -188,9 +190,10 @@ def _beside_a_release() -> tuple[Ledger, Evidence]:
 @example(root=_beside_a_release())
 @given(root=roots())
 def recovery_is_idempotent(root):
-    """I8: what one recovery left, the next finds settled; its tracker is the ledger's latest.
+    """I8: the next recovery finds the results of the first settled; its tracker is the ledger's
+    latest.
 
-    A complete directory that was newer than what was in use, and no longer is, may be adopted now.
+    A complete directory that was newer than the step in use, and no longer is, may be adopted now.
     """
     ledger, evidence = root
     try:

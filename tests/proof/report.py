@@ -1,6 +1,8 @@
-"""The table of a proof run, for the terminal and for build/proof.md, and what nobody exercised.
+"""The table of a proof run, for the terminal and for build/proof.md, and the pairs that were not
+exercised.
 
-Rules: a soak repeats a few layers, and is asked for no coverage; what cannot happen is red in any run.
+Rules: a soak repeats a few layers, and is asked for no coverage; a pair that cannot happen is red
+in any run.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def rows(results: Sequence[LayerResult]) -> list[tuple[str, ...]]:
 
 
 def table(results: Sequence[LayerResult]) -> str:
-    """One line per layer, and its notes below."""
+    """A line per layer, and its notes below."""
     lines = [HEAD, *rows(results)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
     text = [
@@ -65,7 +67,8 @@ def unexercised(results: Sequence[LayerResult], profile: str) -> list[str]:
 
 
 def impossible(results: Sequence[LayerResult]) -> list[str]:
-    """What was struck though the table of faults says that it cannot happen: the table is wrong."""
+    """The pairs that were struck though the table of faults says that it cannot happen: the table
+    is wrong."""
     return [
         f"{key}, {count:,} times in {result.layer}"
         for result in results
@@ -89,7 +92,7 @@ def exercised(results: Sequence[LayerResult], profile: str) -> str:
 
 
 def document(results: Sequence[LayerResult], profile: str) -> str:
-    """build/proof.md: the table with the command of each row, and what was exercised."""
+    """build/proof.md: the table with the command of each row, and the exercised pairs."""
     lines = [
         "# Proof",
         "",

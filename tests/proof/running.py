@@ -1,8 +1,8 @@
-"""Runs layers, each in an interpreter of its own: as many at once as CPUs allow, and one more.
+"""Runs layers, each in a fresh interpreter: as many at once as CPUs allow, and one more.
 
-A layer waits now and then, for a disk, a process or its last worker; the one more takes what is idle.
-In a soak the layers that go on begin last, side by side, and each of them gets all the hours asked for:
-what had to run before comes on top.
+A layer waits now and then, for a disk, a process or its last worker; the one more takes what is
+idle. In a soak the layers that go on begin last, side by side, and each of them gets all the hours
+asked for. Earlier layers come on top.
 """
 
 from __future__ import annotations

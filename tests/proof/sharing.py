@@ -15,7 +15,8 @@ _AHEAD = 4  # how many items per process are handed out before the first result 
 
 
 class WorkerDied(Exception, Generic[T]):
-    """A worker process was killed (no memory?). ``lost``: what was handed out and has no result."""
+    """A worker process was killed (no memory?). ``lost``: the items that were handed out and have
+    no result."""
 
     def __init__(self, lost: Sequence[T]) -> None:
         super().__init__("a worker process died, and what it had is lost")
@@ -25,8 +26,8 @@ class WorkerDied(Exception, Generic[T]):
 def share_out(work: Callable[[T], R], items: Iterable[T], processes: int) -> Iterator[R]:
     """The results in the order of the items, which may be endless.
 
-    The processes are forked before any of it runs. Who leaves early waits for what already runs.
-    Raises ``WorkerDied`` after the results of those that were done by then.
+    The processes are forked before any of it runs. A caller that leaves early waits for the running
+    items. Raises ``WorkerDied`` after the results of those that were done by then.
     """
     if processes <= 1:
         yield from map(work, items)

@@ -1,8 +1,8 @@
 """Jobs whose ranks get SIGINT at random moments, and go on. Used by ``proof.interrupts``.
 
-The ranks are real processes that talk over a socket, with forked writers on a real disk. Each rank makes
-the same calls, catches KeyboardInterrupt and ``RankInterrupted``, and goes on. A signal that comes
-between two calls is the trainer's own business: its handler raises inside the library only.
+The ranks are real processes that talk over a socket, with forked writers on a real disk. Each rank
+makes the same calls, catches KeyboardInterrupt and ``RankInterrupted``, and goes on. A signal that
+comes between two calls is the business of the trainer: its handler raises inside the library only.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class SocketTransport:
 
 
 class Trainer:
-    """One rank: it saves every third step until its time is over, then once more without signals."""
+    """A rank: it saves every third step until its time is over, then once more without signals."""
 
     def __init__(self, root: Path, transport: Any) -> None:
         self.interrupted = 0
@@ -131,7 +131,7 @@ class Trainer:
 
 
 def strike(number: int, struck: FrameType | None) -> None:
-    """As Python's own handler, but only where the library runs it: not before a call has begun."""
+    """As Python's handler, but only where the library runs it: not before a call has begun."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         inside = frame.f_globals.get("__name__") == "ckptfsm.adapters.signals"
@@ -151,7 +151,7 @@ def gloo(store: str, rank: int) -> Any:
 
 
 def rank_main(root: str, rank: int, descriptor: int, steps: int) -> None:
-    """The life of one rank, in an interpreter of its own; prints how it went as JSON."""
+    """The life of one rank, in a fresh interpreter; prints how it went as JSON."""
     warnings.simplefilter("ignore")
     transport: Any = LocalTransport()
     if descriptor == _GLOO:
@@ -183,7 +183,7 @@ def run_signals(result: LayerResult, seconds: float, *, with_gloo: bool) -> None
 
 
 def _strike_job(result: LayerResult, ranks: int, how: str, seed: int, steps: int = 90) -> str:
-    """One job, whose ranks are struck until they end. Returns what went wrong, or ""."""
+    """A job with ranks that are struck until they end. Returns the fault, or ""."""
     chance = random.Random(seed)
     root = Path(tempfile.mkdtemp(prefix="sigint-"))
     sockets = socket.socketpair() if how == "socket" else ()

@@ -1,7 +1,7 @@
 """Deterministic simulation of whole jobs, seed by seed.
 
-Ranks, coordinator, writers, restarts, rivals and readers run the production code on a simulated clock,
-network and disk (``proof.sim``); the judges look after every storage call. One seed is one
+Ranks, coordinator, writers, restarts, rivals and readers run the production code on a simulated
+clock, network and disk (``proof.sim``); the judges look after every storage call. Each seed is one
 run: seeds 0..N-1, never random ones. A violation is printed as the command that replays its seed:
 
     PYTHONPATH=tests python -m proof.simulation --seed N [--aim STATE]
@@ -88,7 +88,7 @@ def _run_aimed(result: LayerResult, budget: Budget) -> None:
 
 
 def _check_replayed(result: LayerResult) -> None:
-    """Answers that came late or twice are no fault of a state: their own count must not be 0."""
+    """Answers that came late or twice are no fault of a state: their count must not be 0."""
     if result.explored["runs"] < _ENOUGH:
         return
     for kind in REPLAYED:
@@ -192,7 +192,7 @@ def run_chunk(seeds: range, aim: State | None = None) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Nobody wants to read of the millions of failures that a simulation makes."""
+    """No reader wants the millions of failures that a simulation makes."""
     log = logging.getLogger("ckptfsm")
     level = log.level
     log.setLevel(logging.CRITICAL + 1)

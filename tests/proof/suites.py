@@ -68,7 +68,7 @@ def run(budget: Budget) -> LayerResult:
 
 @contextmanager
 def count_examples() -> Iterator[Counter[str]]:
-    """How many examples Hypothesis really ran within, by what became of them."""
+    """How many examples Hypothesis really ran within, by their outcome."""
     ran: Counter[str] = Counter()
 
     def note(statistics) -> None:
@@ -81,7 +81,7 @@ def count_examples() -> Iterator[Counter[str]]:
 
 
 def violation_of(suite: str, name: str, check: Callable[[], None]) -> Violation | None:
-    """What a suite found, with its shortest history; None if it holds."""
+    """The finding of a suite, with its shortest history; None if it holds."""
     try:
         check()
     except Exception as error:  # whatever a broken library raises is a finding

@@ -1,8 +1,8 @@
-"""What becomes of the mutants that the tests let live. Pure but for reading the explanations.
+"""The fate of the mutants that the tests let live. Pure but for reading the explanations.
 
-Rules: a survivor is known by its function and its changed lines, never by mutmut's number, which shifts.
-Four things may account for one: the tests killed it; it changes only words for people, which is decided
-on the two syntax trees; ``mypy --strict``, which the gate runs too, refuses it; or
+Rules: a survivor is known by its function and its changed lines, never by mutmut's number, which
+shifts. Four things may account for one. The tests killed it. The two syntax trees show that it
+changes only words for people. ``mypy --strict``, which the gate runs too, refuses it. Or
 ``mutmut_survivors.toml`` says why it may live. Whatever is left is a gap, and the command ends red.
 """
 
@@ -49,7 +49,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, order=True)
 class Change:
-    """What a mutant changed: its function (``Class.method``), and the lines before and after."""
+    """The change of a mutant: its function (``Class.method``), and the lines before and after."""
 
     function: str
     old: str
@@ -58,7 +58,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Mutant:
-    """One mutant as mutmut wrote it down; ``lines`` is where, from 1, the last included."""
+    """A mutant as mutmut wrote it down; ``lines`` is where, from 1, the last included."""
 
     change: Change
     words_only: bool
@@ -67,7 +67,7 @@ class Mutant:
 
 @dataclass
 class Judgement:
-    """What became of the mutants of one module, by name; ``stale`` explains nothing that lives."""
+    """The fate of the mutants of one module, by name; ``stale`` explains nothing that lives."""
 
     killed: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
@@ -89,8 +89,9 @@ def judge(
 ) -> Judgement:
     """Account for every mutant; ``ends`` is how mutmut says that it ended.
 
-    An explanation covers one mutant: where two have the same change, it is given twice. It is stale if
-    none needs it, but for one that only ran out of time, which a busy machine may have done.
+    Each explanation covers one mutant: where two have the same change, it is given twice. An
+    explanation is stale if none needs it, but for one that only ran out of time, which a busy
+    machine may have done.
     """
     found, left, refused = Judgement(), Counter(explanations), frozenset(refused)
     for name, end in ends.items():
@@ -177,8 +178,9 @@ def _difference(old: list[str], new: list[str]) -> tuple[str, str]:
 def words_only(original: Function, mutant: Function, sought: frozenset[str] = frozenset()) -> bool:
     """True if nothing differs but text for people: the trees are the same once that is blanked.
 
-    A text that was empty and no longer is, or became empty, may decide something: that is no wording.
-    Nor is what the module itself looks for in such a text (``sought``): that stays where it stands.
+    A text that was empty and no longer is, or became empty, may decide something: that is no
+    wording. Nor are words that the module itself looks for in such a text (``sought``): those stay
+    in place.
     """
     blanked = []
     for function in (original, mutant):
@@ -189,7 +191,7 @@ def words_only(original: Function, mutant: Function, sought: frozenset[str] = fr
 
 
 def phrases(tree: ast.Module) -> frozenset[str]:
-    """What is looked for in texts for people: ``"rolled forward" in decision.why``."""
+    """Words that are looked for in texts for people: ``"rolled forward" in decision.why``."""
     return frozenset(
         str(node.left.value)
         for node in ast.walk(tree)
@@ -228,7 +230,7 @@ class _Blank(ast.NodeTransformer):
             call.args[position] = self.blanked(call.args[position])
 
     def blanked(self, value: ast.expr) -> ast.expr:
-        """Without the text it is put together from. What decides, or is called with, stays."""
+        """Without the text it is put together from. Conditions and arguments stay."""
         match value:
             case ast.Constant(value=str(text)):
                 kept = sorted(phrase for phrase in self.sought if phrase in text)

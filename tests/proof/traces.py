@@ -1,13 +1,14 @@
 """Every journal is a legal trace (I11), and the judge of that can tell an illegal one.
 
-Jobs of production code wander at random over a simulated disk: saves, failures, rollbacks, pins, errors,
-crashes, power losses, zombies, damage, fresh starts; every journal they leave must conform. Then
-journals that production code wrote are made illegal one way at a time, with right checksums, and each
-must be refused by the very rule it breaks. Last, the speed of the judge, from a real disk, and, in
-nightly and release, the journal of the demo. That takes a minute of CPU: in the gate the tutorial's job
-stands in for it (``test_docs``), as large, of real Megatron, with its kill and its restart.
+Jobs of production code wander at random over a simulated disk: saves, failures, rollbacks, pins,
+errors, crashes, power losses, zombies, damage, fresh starts; every journal they leave must conform.
+Then journals that production code wrote are made illegal one way at a time, with right checksums,
+and each must be refused by the very rule it breaks. Last, the speed of the judge, from a real disk,
+and, in nightly and release, the journal of the demo. That takes a minute of CPU: in the gate the
+tutorial's job stands in for it (``test_docs``), as large, of real Megatron, with its kill and its
+restart.
 
-    PYTHONPATH=tests python -m proof.traces [--seed N]    one wander, with what it did
+PYTHONPATH=tests python -m proof.traces [--seed N] one wander, with its actions
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _WANDER = 120  # transitions after which a wander ends
 
 
 class Wanderer:
-    """One random life of a root: several runs of a job, one after the other or competing."""
+    """A random life of a root: several runs of a job, one after the other or competing."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -126,7 +127,7 @@ class Wanderer:
         self._end(job)
 
     def _end(self, job: FakeJob) -> None:
-        """It dies, loses power, or lives on as a zombie that wakes up in the next run."""
+        """The job dies, loses power, or lives on as a zombie that wakes up in the next run."""
         if self._sleeper is not None:
             self.disk.kill(self._sleeper.identity.started)
             self._sleeper = None
@@ -284,7 +285,7 @@ def _encode(records: list[Raw]) -> bytes:
 
 @dataclass(frozen=True)
 class Forgery:
-    """One way to make the sample illegal, and the rule that must notice."""
+    """A way to make the sample illegal, and the rule that must notice."""
 
     name: str
     rule: str
@@ -678,7 +679,7 @@ def _measure(budget: Budget, result: LayerResult) -> None:
 
 
 def _demo(result: LayerResult) -> None:
-    """What the demo, with its kill and its restart, leaves on a real disk."""
+    """The journal of the demo, with its kill and its restart, on a real disk."""
     with tempfile.TemporaryDirectory() as place:
         command = [sys.executable, "-m", "ckptfsm.cli", "demo", "--root", f"{place}/demo"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

@@ -1,8 +1,8 @@
 """The state machine that Hypothesis drives over a production manager on a simulated disk.
 
-One trainer at a time: its manager, its writers (moved by the rules), a simulated disk that loses power,
-storage faults at rates drawn per run, people and readers who pin, lease, roll back and delete. What
-must hold is judged after every rule by reading the disk as a stranger.
+A single trainer at a time: its manager, its writers (moved by the rules), a simulated disk that
+loses power, storage faults at rates drawn per run, people and readers who pin, lease, roll back and
+delete. The promises are judged after every rule by reading the disk as a stranger.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class Chaos:
             raise OSError(self.rng.choice(CODES), "injected", path)
 
     def after(self, index: int, method: str, path: str) -> None:
-        """It happened, and still reports an error: an unknown outcome (F8)."""
+        """The call happened, and still reports an error: an unknown outcome (F8)."""
         if self.rate and method in ("rename", "fsync_dir") and self.rng.random() < self.rate / 3:
             raise OSError(errno.ESTALE, "injected after", path)
 
 
 class TrainerMachine(RuleBasedStateMachine):
-    """See the module. Steps grow by what is drawn; a run that lost its root for good ends."""
+    """See the module. Steps grow by a drawn number; a run that lost its root for good ends."""
 
     attempts = Bundle("attempts")
     leases = Bundle("leases")
@@ -156,7 +156,7 @@ class TrainerMachine(RuleBasedStateMachine):
         return None
 
     def listen(self) -> None:
-        """What the trainer was told by now."""
+        """The steps that the trainer was told of by now."""
         for handle in self.handles:
             if handle.state is State.TRACKED:
                 self.acknowledged = max(self.acknowledged or 0, handle.step)
@@ -301,7 +301,7 @@ class TrainerMachine(RuleBasedStateMachine):
 
     @rule(lease=consumes(leases))
     def read_and_give_back(self, lease):
-        """What a reader was told is there stays there, whole, for as long as it holds the lease.
+        """A step that a reader was told of stays there, whole, for as long as it holds the lease.
 
         A rollback takes it to quarantine all the same: whole, too.
         """

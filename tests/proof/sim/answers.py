@@ -1,4 +1,4 @@
-"""Workers' answers on their way to a controller, and the judge of what it hands on of them.
+"""Workers' answers on their way to a controller, and the judge of those that it hands on.
 
 Rules: ``Mail`` loses answers, delivers them twice, and brings those of long ago: of attempts that have
 failed or are tracked meanwhile, or of an earlier run. ``HandedOn`` stands where the controller's
@@ -22,7 +22,7 @@ OF_FAILED = "answers of failed attempts"
 OF_TRACKED = "answers of tracked attempts"
 OF_EARLIER_RUNS = "answers of earlier runs"
 REPLAYED = (TWICE, OF_FAILED, OF_TRACKED, OF_EARLIER_RUNS)
-"""What is counted while an attempt is in flight that the answer could be taken for."""
+"""The answers counted while an attempt is in flight that the answer could be taken for."""
 
 _LOST = 0.1
 _TWICE = 0.3
@@ -43,7 +43,7 @@ class Mail:
         self.handed_on.note(record)
 
     def deliver(self, answer: Sequence[Event]) -> list[Event]:
-        """What arrives where a worker has answered: F11."""
+        """The answers that arrive of a worker: F11."""
         site, earlier = self._site, self._earlier()
         self.handed_on.said(answer)
         self._keep(answer)
@@ -59,7 +59,7 @@ class Mail:
             self._kept.append(packed)
 
     def _earlier(self) -> list[Event]:
-        """Sometimes an answer that was lost or heard before, whoever was asked."""
+        """Sometimes an answer that was lost or heard before, of any worker."""
         site = self._site
         if not self._kept or not site.chance(site.stale):
             return []
@@ -89,9 +89,9 @@ class Mail:
 class HandedOn:
     """Judges the reports that a controller hands on (I5).
 
-    A completion is one that a worker has made; it and its fork are handed on once. Nothing is handed on
-    of an attempt that the controller has not begun, or that was settled when it last asked: what is in
-    its hands while it learns that, the ledger has to reject.
+    A completion is one that a worker has made; it and its fork are handed on once. Nothing is
+    handed on of an attempt that the controller has not begun, or that was settled when it last
+    asked. The ledger has to reject reports that are in its hands while it learns that.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class HandedOn:
         self._settled: set[AttemptId] = set()
         self._known: frozenset[AttemptId] = frozenset()  # settled at the last round
         self._over: frozenset[AttemptId] = frozenset()  # settled at the round before
-        self._seen: dict[int, Event] = {}  # by identity: what is sent again after an error
+        self._seen: dict[int, Event] = {}  # by identity: some are sent again after an error
         self._once: set[Event] = set()
 
     def said(self, answer: Iterable[Event]) -> None:
@@ -119,20 +119,20 @@ class HandedOn:
         self._over, self._known = self._known, frozenset(self._settled)
 
     def problem_of(self, reports: Sequence[Event]) -> str:
-        """What is wrong with the reports of a round; empty if nothing is."""
+        """The fault of the reports of a round; empty if there is none."""
         problems = [self._problem(event) for event in reports if id(event) not in self._seen]
         self._seen.update((id(event), event) for event in reports)
         return next(filter(None, problems), "")
 
     def _problem(self, event: Event) -> str:
         if not isinstance(event, (WriterForked, ShardReported, Failed)) or not event.rank:
-            return ""  # the controller's own, or counted by who knows the attempt to have failed
+            return ""  # the controller's, or counted where the attempt is known to have failed
         if event.of not in self._begun:
             return f"{event} is handed on, of an attempt that was never begun here"
         if event.of in self._over:
             return f"{event} is handed on, of an attempt that is settled"
         if isinstance(event, Failed):
-            return ""  # also the controller's own words, each time that a worker is found dead
+            return ""  # also the controller's words, each time that a worker is found dead
         if isinstance(event, ShardReported) and event not in self._said:
             return f"{event} is handed on, and no worker has said so"
         if event in self._once:

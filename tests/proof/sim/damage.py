@@ -1,4 +1,4 @@
-"""What people and sick machines do to a root between two jobs: F17 to F21, F16, F30.
+"""Damage by people and sick machines to a root between two jobs: F17 to F21, F16, F30.
 
 Rules: whatever is damaged on purpose is told to the ``Watch``; another valid checkpoint is always left,
 so that a fall-back exists. Damage that a restart must refuse is undone by ``Site`` before the end.
@@ -23,7 +23,7 @@ Meddler = Callable[[Site], None]
 
 
 def draw_meddling(choose: random.Random) -> dict[Meddler, float]:
-    """What people and machines do in one run, and how likely each is between two jobs."""
+    """The damage by people and machines in one run, and how likely each is between two jobs."""
     chances: dict[Meddler, float] = {
         tear_tracker: 0.15,
         edit_tracker: 0.2,
@@ -69,7 +69,8 @@ def tear_tracker(site: Site) -> None:
 def edit_tracker(site: Site) -> None:
     """F17, F19: a hand-edited tracker, at an older step or one that is not there.
 
-    Only where the journal knows all steps: without it the tracker is what tells which of them to resume.
+    Only where the journal knows all steps: without it only the tracker tells which of them to
+    resume.
     """
     steps = _steps(site)
     model = site.watch.models.get(site.watch.newest_epoch)
@@ -171,7 +172,7 @@ def _step_in(line: bytes) -> int | None:
 def lose_journal(site: Site) -> None:
     """F26: the private directory is gone, as after a copy of the steps: they are adopted.
 
-    Not where somebody changed the tracker: without a journal it tells which of them to resume.
+    Not where a person changed the tracker: without a journal it tells which of them to resume.
     """
     disk, watch = site.world.disk, site.watch
     if watch.floor() is None or watch.damaged or watch.meddled or disk.find(".ckptfsm") is None:
@@ -192,7 +193,7 @@ def spoil_journal(site: Site) -> Callable[[], None] | None:
     if len(lines) < 3 or b'"record":' not in lines[0]:  # a power loss tore its very first write
         return None
     if not any(map(decode_line, lines[1:])):
-        return None  # what is torn after it makes the first record the last
+        return None  # torn after it, the first record is the last
     if choose.random() < 0.5:
         site.count("F20")
         place = choose.randrange(1, len(lines[0]))

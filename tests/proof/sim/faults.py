@@ -1,8 +1,8 @@
-"""What goes wrong in a simulated run: rates, drawn anew for every run.
+"""Faults of a simulated run: rates, drawn anew for every run.
 
-Rules: a rate of ``Faults`` is a probability per storage call; 0 means that it does not occur in the run.
-``heal`` ends all of them. What a fault may be at a call, and its number in the catalogue of faults, is
-written here and nowhere else.
+Rules: a rate of ``Faults`` is a probability per storage call; 0 means that it does not occur in the
+run. ``heal`` ends all of them. The faults that a call may have, and their numbers in the catalogue
+of faults, are written only here.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Faults:
 
     ``full``: no space (F5); ``error``: another error, nothing happened (F6, F8); ``unknown``: it
     happened and reports an error (F8); ``read``: a read fails; ``short``: a short write (F7);
-    ``slow`` and ``hang``: the call takes its time, or more than anybody waits; ``kill_trainer`` and
-    ``kill_writer``: SIGKILL at the call (F1, F2); ``power``: power loss at the call (F4); ``pause``:
-    the process is stopped for a while (F13).
+    ``slow`` and ``hang``: the call takes its time, or more than any wait; ``kill_trainer`` and
+    ``kill_writer``: SIGKILL at the call (F1, F2); ``power``: power loss at the call (F4);
+    ``pause``: the process is stopped for a while (F13).
     """
 
     full: float = 0.0
@@ -76,7 +76,7 @@ _SCALES = MappingProxyType(
 
 
 def draw_faults(choose: random.Random) -> Faults:
-    """Some kinds of faults, each at a rate of its own; one run in six has none."""
+    """Some kinds of faults, each at a separate rate; one run in six has none."""
     if choose.random() < 0.17:
         return Faults()
     return Faults(**{name: draw_rate(choose, *scale) for name, scale in _SCALES.items()})

@@ -1,4 +1,4 @@
-"""A simulated job of one controller and groups of workers, each a process of its own.
+"""A simulated job of one controller and groups of workers, each a separate process.
 
 Rules: the controller is a trainer like any other (``job.Trainer``); only how it saves and restores
 differs. Calls to workers are made up here: they may be answered late, twice, or not at all (see
@@ -34,7 +34,7 @@ _CALL_S = 30.0
 
 
 class Call:
-    """A call of a worker's method; ``answer`` waits for what it returned or raised."""
+    """A call of a worker's method; ``answer`` waits for its result or error."""
 
     def __init__(self, worker: WorkerProcess, method: str, arguments: bytes) -> None:
         self.method = method
@@ -60,7 +60,7 @@ class Call:
 
 
 class WorkerProcess:
-    """One worker: takes calls one after the other, until it dies."""
+    """A worker: takes calls one after the other, until it dies."""
 
     def __init__(self, site: Site, name: str, group: WorldGroup, rank: int, host: str) -> None:
         self.site = site
@@ -87,7 +87,7 @@ class WorkerProcess:
             call.wake()
 
     def _serve(self) -> None:
-        """What a call raises ends the worker: its group has lost a member."""
+        """An error of a call ends the worker: its group has lost a member."""
         while True:
             while not self._calls:
                 self.site.world.park()
@@ -144,7 +144,7 @@ class Groups:
 
 
 class JudgedTransport(WorldTransport):
-    """The controller's own, where what it hands on of its workers' answers is judged."""
+    """The controller's transport, where the reports that it hands on are judged."""
 
     handed_on: HandedOn
 
@@ -190,7 +190,7 @@ class ControllerTrainer(Trainer):
         super()._hook(record)
 
     def _fail_at(self, call: str) -> None:
-        """F31: one worker fails in the middle of what all of them do."""
+        """F31: one worker fails in the middle of a call of all."""
         worker = self.site.world.random.choice(self.groups.workers["actor"])
         worker.driver.strike(call)
 

@@ -1,8 +1,8 @@
-"""What runs in a simulated world: a training job of several ranks, and readers beside it.
+"""The programs of a simulated world: a training job of several ranks, and readers beside it.
 
-Rules: a trainer only uses the public ``Manager``; all its ranks follow one script, drawn before the job
-starts, as SPMD programs do. What a rank may expect from the library is checked where it happens; what
-ends a rank ends its process, and its peers must notice (I10).
+Rules: a trainer only uses the public ``Manager``; all its ranks follow one script, drawn before the
+job starts, as SPMD programs do. The expectations of a rank are checked where they arise; an error
+that ends a rank ends its process, and its peers must notice (I10).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ LAYOUTS = ("state", "parts", "file", "foreign", "split", "optional", "groups")
 
 @dataclass(frozen=True)
 class Op:
-    """One line of a script. ``number`` in [0, 1) is the op's own; ``fails`` is (rank, call)."""
+    """A line of a script. ``number`` in [0, 1) belongs to the op; ``fails`` is (rank, call)."""
 
     name: str
     number: float
@@ -79,7 +79,7 @@ class Op:
 
 
 def draw_script(choose: random.Random, length: int, world_size: int, failing: float) -> list[Op]:
-    """What a trainer does, in order. ``failing``: how likely a rank fails in a line."""
+    """The actions of a trainer, in order. ``failing``: how likely a rank fails in a line."""
     script = []
     for name in choose.choices(_NAMES, _WEIGHTS, k=length):
         fails = None
@@ -94,7 +94,7 @@ def draw_script(choose: random.Random, length: int, world_size: int, failing: fl
 
 @dataclass
 class Job:
-    """One run of a trainer: ``world_size`` processes that share a script.
+    """A run of a trainer: ``world_size`` processes that share a script.
 
     ``ending``: ``close``, ``abandon`` (an exception leaves the trainer) or ``die`` (the process just
     ends). After it, ``errors`` has what opening or leaving raised, by rank; ``opened`` the latest step
@@ -154,7 +154,7 @@ def _leaver(group: WorldGroup, rank: int) -> Callable[[], None]:
 
 
 class Trainer:
-    """One rank of a job."""
+    """A rank of a job."""
 
     def __init__(self, job: Job, rank: int, process: Process, group: WorldGroup) -> None:
         self.job = job
@@ -242,7 +242,8 @@ class Trainer:
         return any((p.host, p.pid) == named for p in living if p not in self.job.processes)
 
     def _what_is_left(self) -> list[tuple[str, str]]:
-        """What this start meets: checkpoints (F26), a deletion (F17), writers without trainer (F29)."""
+        """The things that this start meets: checkpoints (F26), a deletion (F17), writers without
+        trainer (F29)."""
         site = self.site
         model = site.watch.models.get(site.watch.newest_epoch)
         writers = [p for p in site.world.processes if p.role == "writer" and p.alive]
@@ -259,7 +260,7 @@ class Trainer:
         return Manager(self.ports, self.job.config, (self._hook,))
 
     def _check_latest(self, floor: int | None) -> None:
-        """I2: what was acknowledged before the start is there, unless somebody changed it since."""
+        """I2: steps acknowledged before the start are there, unless a person changed them since."""
         now = self.site.watch.floor()
         expected = floor if now is not None and floor is not None and now >= floor else now
         latest = self.manager.latest_step()
@@ -283,7 +284,7 @@ class Trainer:
             self.manager.abandon()
 
     def _hook(self, record: TransitionRecord) -> None:
-        """The user's hook: what the trainer is told; sometimes it raises (F24)."""
+        """The user's hook: it is told of moves; sometimes it raises (F24)."""
         if record.dest is State.TRACKED and record.source is State.FINALIZED:
             try:
                 self.site.watch.acknowledge(self.job.processes[0].name, record.step)
@@ -309,7 +310,7 @@ class Trainer:
             self._goes_on(error)
 
     def _fail_at(self, call: str) -> None:
-        """F31: this rank fails in the middle of what all of them do."""
+        """F31: this rank fails in the middle of a call of all."""
         driver = self.ports.driver
         assert isinstance(driver, WorldDriver)
         driver.strike(call)
@@ -324,7 +325,7 @@ class Trainer:
         self._save(max(self.step, self.manager.latest_step() or 0) + 1 + int(number * 3), number)
 
     def _op_again(self, number: float) -> None:
-        """F15: the same step, or one before. What is tracked is refused, what failed tried again."""
+        """F15: the same step, or one before. A tracked step is refused, a failed one tried again."""
         watch, step = self.site.watch, max(self.step - int(number * 2), 0)
         stood, state = self._standing(step), watch.state_in_flight()
         try:
@@ -341,7 +342,8 @@ class Trainer:
         self._train(1 + int(number * 4))
 
     def _standing(self, step: int) -> str:
-        """What the journal says of earlier saves of ``step``: tracked, failed, or nothing to tell."""
+        """The words of the journal about earlier saves of ``step``: tracked, failed, or nothing to
+        tell."""
         watch = self.site.watch
         model = watch.models.get(watch.newest_epoch)
         if model is None or not self.newest or step in watch.outside():
@@ -411,7 +413,7 @@ class Trainer:
         self._train(1 + int(number * 4))
 
     def _warned(self, step: int) -> list[str]:
-        """What asking for ``step`` says of polls that are missing. No other task runs meanwhile."""
+        """The warning about missing polls when ``step`` is asked for. No other task runs meanwhile."""
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             self.manager.should_save(step)
@@ -482,7 +484,7 @@ class Trainer:
 
 @dataclass
 class Reader:
-    """F27: an evaluator in a process of its own: leases a step and reads every file of it.
+    """F27: an evaluator in a separate process: leases a step and reads every file of it.
 
     ``renew_within_s``: how long it may be silent. ``renewals``: how often it renews a lease, and reads
     once more at the end.
@@ -540,7 +542,8 @@ class Reader:
             watch.returned(self.name)
 
     def _hold(self, step: int, asked: float) -> None:
-        """It was told that the step is there. What it had asked for may count from that moment on."""
+        """The reader was told that the step is there. A step that it asked for may count from that
+        moment on."""
         try:
             self.site.watch.granted(self.name, step, asked + self.renew_within_s)
         except RootBroken as broken:

@@ -1,6 +1,6 @@
 """Names that the hosts see late which did not change them, as over NFS.
 
-Rules: a name is late until a time of its own, and for every host but the one that changed it.
+Rules: a name is late until a drawn time, and for every host but the one that changed it.
 """
 
 from __future__ import annotations

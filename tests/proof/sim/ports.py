@@ -1,8 +1,8 @@
 """The ports of a ``Manager`` in a simulated world: time, other ranks, the coordinator's thread, writers.
 
-Rules: only what a network, a clock or a kernel would do is made up here; what the library does with it
-is the library's own code. Ranks exchange pickled copies, a writer works on a copy of its job taken at
-the launch: nothing is ever shared that separate processes would not share.
+Rules: only what a network, a clock or a kernel would do is made up here; the rest is code of the
+library. Ranks exchange pickled copies, a writer works on a copy of its job taken at the launch:
+nothing is ever shared that separate processes would not share.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ _LATE_PART_S = 5.0
 
 
 class WorldClock:
-    """``Clock`` of one process: simulated time from its own origin, a wall clock that jumps (F14)."""
+    """``Clock`` of one process: simulated time from a separate origin, a wall clock that jumps
+    (F14)."""
 
     def __init__(self, site: Site, owner: Process) -> None:
         self._site = site
@@ -109,7 +110,7 @@ class WorldFuture(Future[Any]):
 
 
 class WorldExecutor:
-    """``Executor``: a thread of its own in the simulated process."""
+    """``Executor``: a thread in the simulated process."""
 
     def __init__(self, site: Site, owner: Process) -> None:
         self._site = site
@@ -205,7 +206,8 @@ class WorldGroup:
 
 
 class WorldTransport:
-    """One rank's ``Transport``. Sometimes the network delivers a report twice, or one of long ago."""
+    """The ``Transport`` of one rank. Sometimes the network delivers a report twice, or one of long
+    ago."""
 
     def __init__(self, group: WorldGroup, rank: int, owner: Process, sent: list[Event]) -> None:
         self.rank = rank
@@ -251,7 +253,7 @@ class WorldTransport:
         out = list(events)
         if site.chance(site.stale) and self._sent:
             late = self._sent[site.world.random.randrange(len(self._sent))]
-            if late.of not in {event.of for event in events}:  # no duplicate of its own
+            if late.of not in {event.of for event in events}:  # no duplicate of this one
                 site.count("F11")
             out.insert(site.world.random.randrange(len(out) + 1), late)
         if site.chance(site.stale * 0.2):
@@ -267,7 +269,7 @@ class WorldTransport:
 
 
 class WorldWriter:
-    """``WriterProcess``: a simulated process of its own that runs the library's writer."""
+    """``WriterProcess``: a simulated process that runs the library's writer."""
 
     def __init__(self, site: Site, parent: Process, job: RankJob) -> None:
         name = f"{parent.name}.w{len(parent.children)}"
@@ -360,7 +362,7 @@ class WorldWriter:
 
 
 def _forked(job: RankJob, clock: WorldClock) -> RankJob:
-    """What the fork does: a copy of everything but the time."""
+    """The work of the fork: a copy of everything but the time."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer)
     pickler.persistent_id = _is_time  # type: ignore[method-assign]
@@ -380,7 +382,7 @@ def _attempt_of(job: RankJob) -> Attempt:
 
 
 class StruckPart:
-    """One part of several that is ``late``, ``fails`` or is ``missing``. Counted once it is."""
+    """A part of several that is ``late``, ``fails`` or is ``missing``. Counted once it is."""
 
     def __init__(self, site: Site, job: RankJob, part: PartJob, how: str) -> None:
         self.name = part.name
@@ -411,7 +413,7 @@ class StruckPart:
 
 @dataclass(frozen=True, slots=True)
 class WorldShard:
-    """One rank's live state; only the copy taken at the launch freezes it."""
+    """The live state of one rank; only the copy taken at the launch freezes it."""
 
     name: str
     directory: str
@@ -434,7 +436,7 @@ class WorldRequest(FakeRequest):
 
 @dataclass(frozen=True, slots=True)
 class WorldForeignShard:
-    """One rank's share of a foreign request."""
+    """The share of one rank of a foreign request."""
 
     name: str
     directory: str
@@ -449,14 +451,14 @@ class WorldForeignShard:
 
 
 def _content(location: str, rank: int, part: str, state: Mapping[str, Any]) -> bytes:
-    """A shard that names its attempt and rank, and carries its own checksum."""
+    """A shard that names its attempt and rank, and carries its checksum."""
     attempt = location.rpartition("/")[2]
     body = f"{attempt} rank {rank} part {part}\n{json.dumps(state)}\n".encode()
     return body + hashlib.sha256(body).hexdigest().encode()
 
 
 class WorldDraft(FakeDraft):
-    """A draft of simulated shards. What it finalizes goes through the simulated storage."""
+    """A draft of simulated shards. Its finalizers go through the simulated storage."""
 
     driver: WorldDriver
 

@@ -1,7 +1,7 @@
-"""One simulated run: jobs that follow one another on a root, and what happens to it in between.
+"""A simulated run: jobs that follow one another on a root, and the damage in between.
 
 ``simulate(seed)`` runs it and judges it. At the end everything is healed: a last job must open the
-root, resume from what was acknowledged, save, and leave nothing for the next recovery to do (I8).
+root, resume from the acknowledged step, save, and leave nothing for the next recovery to do (I8).
 
 Rules: everything is drawn from the seed. Most runs are small, some are large.
 """
@@ -38,10 +38,10 @@ from proof.sim.job import LAYOUTS, Job, Op, Reader, draw_script
 from proof.sim.site import Site
 from proof.sim.world import SimulationFailed, Task, World
 
-_SECOND_RECOVERY = 4  # of so many runs one: it costs a job of its own
+_SECOND_RECOVERY = 4  # of so many runs one: it costs another job
 _LIMIT_S = 3000.0
 _READER_S = 40.0
-_SHORT_READER_S = 4.0  # of what a job lasts, a part
+_SHORT_READER_S = 4.0  # a part of the time of a job
 _LATE_S = 2.0
 _AIMING_S = 0.05
 _MEDDLED = 0.8  # how likely each thing is done to a root whose coordinator was struck
@@ -72,7 +72,7 @@ _TIMES = MappingProxyType(
 
 @dataclass
 class Run:
-    """What became of a run. ``failure`` is None if every promise held.
+    """The result of a run. ``failure`` is None if every promise held.
 
     ``journals``: how many times the journal was replayed against the specification. ``replayed``: how
     many answers of a controller's workers came late or twice, by kind.
@@ -101,8 +101,8 @@ def simulate(
 ) -> Run:
     """Run one seed. ``retention`` is the policy under test; by default one is drawn per job.
 
-    ``aim``: strike the coordinator while a checkpoint is in this state, and let rivals come or people
-    meddle then: what many seeds together rarely hit.
+    ``aim``: strike the coordinator while a checkpoint is in this state, and let rivals come or
+    people meddle then, which many seeds together rarely do.
 
     Never raises for a broken promise: that is ``failure``, and ``tail`` has the last lines of the
     trace then (always, with ``keep_tail``).
@@ -181,7 +181,7 @@ class Scenario:
         self.jostling, self.takeovers = 1.0, 0.4
         site.lag_s, site.patient = 0.0, False
         if aim is not State.PRUNABLE and choose.random() < 0.5:
-            self.retention = KeepAll()  # what is damaged is never the only one
+            self.retention = KeepAll()  # the damaged step is never the only one
         one = choose.choice(tuple(self.meddling))
         self.meddling = dict.fromkeys((damage_step, plant_stray, one), _MEDDLED)
         self.spoils = _MEDDLED
@@ -329,7 +329,7 @@ class Scenario:
             return
         fine = floor is None or first.opened[0] is not None
         site.check(fine, "I2", f"the last job found nothing, {floor} was acknowledged")
-        newest = next(reversed(site.watch.ever_acknowledged), None)  # what this last job saved
+        newest = next(reversed(site.watch.ever_acknowledged), None)  # saved by this last job
         site.check(newest is not None, "I10", "nothing can be saved on a healed root")
         if world.random.randrange(_SECOND_RECOVERY) == 0:
             second = self._last_job([])
@@ -339,7 +339,7 @@ class Scenario:
         self._judge_end(newest)
 
     def _in_the_way(self) -> int:
-        """How many steps a save in place may be refused at, for what stands there half written."""
+        """How many steps a save in place may be refused at, for half-written files there."""
         if self.layout != "foreign":
             return 0
         there = self.site.world.disk.snapshot()
@@ -347,7 +347,7 @@ class Scenario:
         return sum(f"{name}/{MANIFEST}" not in there for name in names)
 
     def _last_job(self, script: list[Op]) -> Job | None:
-        """A job on a sound machine. None if nothing whole is left of what was in use."""
+        """A job on a sound machine. None if no step that was in use is left whole."""
         self.numbers += 1
         config = make_config({**_TIMES, "retention": LatestN(1), "on_failure": "raise"})
         job = Job(self.site, self.numbers, 1, config, script, layout=self.layout)
@@ -370,7 +370,7 @@ class Scenario:
         self._judge_journal()
 
     def _judge_journal(self) -> None:
-        """I11, also of what somebody did to it: that looks like a torn tail, or was undone."""
+        """I11, also after damage: that looks like a torn tail, or was undone."""
         try:
             assert_journal_conforms(SimStorage(self.site.world.disk, "judge"))
         except JournalViolation as broken:
@@ -379,5 +379,5 @@ class Scenario:
 
 
 def _without_leases(files: Mapping[str, object]) -> dict[str, object]:
-    """What no reader outside the job changes."""
+    """The files that no reader outside the job changes."""
     return {path: what for path, what in files.items() if not path.startswith(".ckptfsm/readers")}

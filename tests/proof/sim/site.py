@@ -25,7 +25,8 @@ _ORPHAN_S = 5.0
 
 @dataclass
 class Site:
-    """One run's world, judges and faults. ``switch``: how likely others run before a call,
+    """The world, the judges and the faults of one run. ``switch``: how likely others run before a
+    call,
 
     for ``latency_s`` at most if that is not 0; ``lag_s``: how late names are seen on other hosts, never
     with rivals, for a fence is a listing of ``epochs/`` that is current (I9 in specs/lifecycle.md);
@@ -66,7 +67,7 @@ class Site:
             self.count(number)
 
     def count(self, number: str, state: str = "") -> None:
-        """Count fault ``number`` with the state of what is in flight, or was when it struck."""
+        """Count fault ``number`` with the state of the save in flight, or was when it struck."""
         self.coverage.fault(number, State(state or self.watch.state_in_flight()))
 
     # ------------------------------------------------------------------------------ every call
@@ -136,7 +137,8 @@ class Site:
         self._pause(owner)
 
     def count_death(self) -> None:
-        """What a sudden death struck: F3 between publishing and tracker, F17 in a deletion, F33."""
+        """The moment that a sudden death struck: F3 between publishing and tracker, F17 in a
+        deletion, F33."""
         model = self.watch.models.get(self.watch.newest_epoch)
         if self.watch.state_in_flight() == "finalized":
             self.count("F3")

@@ -3,10 +3,10 @@
 Before a call others may run; a fault may make it fail, half-succeed, last, or be the last one of its
 process; after a call that changed something the ``Watch`` looks. Every call is a line of the trace.
 
-Rules: an error of a call says nothing about whether it happened. A ``close`` that reports an error has
-closed; a failed ``fsync`` has dropped what was not durable. On another host, names may be seen late in
-what is read (F9), never in what is changed: a new one is not there yet, and one that was removed or
-renamed away is still listed. To change what is at a name, or below it, is to have seen it.
+Rules: an error of a call says nothing about whether it happened. A ``close`` that reports an error
+has closed; a failed ``fsync`` has dropped bytes that were not durable. On another host, reads may
+see names late (F9), changes never: a new name is not there yet, and one that was removed or renamed
+away is still listed. A host that changes a name, or below it, has seen it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class WorldStorage(SimStorage):
     # -- one call ------------------------------------------------------------------------------
 
     def _call(self, method: str, call: Callable[..., T], *arguments: Any) -> T:
-        """One call: others may run, a fault may strike, the trace and the judges see it."""
+        """Make a call: others may run, a fault may strike, the trace and the judges see it."""
         site, owner = self.site, self.owner
         first = arguments[0] if arguments else ""
         path = first if isinstance(first, str) else self._path_of(first)
@@ -199,7 +199,8 @@ class WorldStorage(SimStorage):
     # -- late names ----------------------------------------------------------------------------
 
     def _as_seen(self, path: str, names: list[str]) -> list[str]:
-        """A listing as this host sees it: without what is new, with what has gone a moment ago."""
+        """A listing as this host sees it: without new names, with names that have gone a moment
+        ago."""
         site, host = self.site, self.owner.host
         hidden = site.hidden.names_in(path, host).intersection(names)
         gone = site.gone.names_in(path, host).difference(names)

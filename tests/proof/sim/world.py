@@ -1,13 +1,14 @@
 """A world of simulated processes: seeded scheduling, simulated time, and a trace of everything done.
 
-Every thread of every process is a greenlet. One scheduler picks who runs next with one random number
-generator; time passes only when everybody waits. So one seed is one run: the same seed gives the same
-trace, call by call.
+Every thread of every process is a greenlet. A single scheduler picks the next greenlet with one
+random number generator; time passes only when all wait. So one seed is one run: the same seed gives
+the same trace, call by call.
 
-Rules: no real time, no real thread. Whoever blocks, blocks through ``pause``, ``sleep`` or ``park``.
-A killed process runs no further: ``ProcessDead`` is thrown into its greenlets, and whatever their
-``finally`` blocks try, every port of a dead process raises ``ProcessDead`` again. Nobody can run and
-nobody sleeps: that is a deadlock, and a violation, as is a run that does not end (I10).
+Rules: no real time, no real thread. Code that blocks, blocks through ``pause``, ``sleep`` or
+``park``. A killed process runs no further: ``ProcessDead`` is thrown into its greenlets, and
+whatever their ``finally`` blocks try, every port of a dead process raises ``ProcessDead`` again. If
+no greenlet can run and none sleeps, that is a deadlock, and a violation, as is a run that does not
+end (I10).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Process:
 
 
 class Task:
-    """One thread of a process. ``done`` once it ended, in whatever way; ``result`` if it returned."""
+    """A thread of a process. ``done`` once it ended, in whatever way; ``result`` if it returned."""
 
     def __init__(self, world: World, process: Process, name: str, work: Callable[[], Any]) -> None:
         self.name = name
@@ -73,7 +74,7 @@ class Task:
         try:
             self.result = self._work()
         except ProcessDead:
-            pass  # killed, as somebody wanted
+            pass  # killed on purpose
         except SimulationFailed as failure:
             self._world.fail(failure)
         except BaseException:  # nothing else may come out of a program: it is a finding
@@ -87,7 +88,7 @@ class Task:
 
 
 def _nothing() -> None:
-    """What an ended task still has to do, and what most processes do at their death."""
+    """The last acts of an ended task, and of most processes at their death."""
 
 
 class World:
@@ -255,7 +256,7 @@ class World:
         self.current = task
         task.parked = False
         task.greenlet.throw(ProcessDead(task.process.name))
-        if not task.done:  # it caught its own death and waits: nobody will ever wake it
+        if not task.done:  # it caught its death and waits: no task will ever wake it
             self._doomed.append(task)
 
     def _end(self) -> None:
@@ -271,7 +272,7 @@ class World:
     # --------------------------------------------------------------------------------- trace
 
     def trace_hash(self) -> str:
-        """A digest of everything that was done, in order, and of what lies on the disk now."""
+        """A digest of everything that was done, in order, and of the disk now."""
         data = marshal.dumps((self.history, sorted(self.disk.snapshot().items())), 2)
         return hashlib.blake2b(data, digest_size=16).hexdigest()
 

@@ -234,7 +234,7 @@ def test_the_judge_of_corruptions_is_not_blind(bench: Bench):
 
 
 def test_F20_a_corrupt_sealed_segment_is_refused(bench: Bench):
-    """Catches: a sealed segment that nobody looks at because the newest says enough."""
+    """Catches: a sealed segment that is not looked at because the newest says enough."""
     template = named(bench, "settled")
     corruption = flip(template, f"{JOURNAL}/000001.ndjson", Zero())
     assert bench.judged(template, corruption) == ""
@@ -265,7 +265,7 @@ def test_F30_the_death_of_the_interpreter_is_a_finding(monkeypatch: pytest.Monke
     """Catches: a reader that kills the process, which the layer would take for an end in order."""
 
     def dies(data: bytes) -> None:
-        faulthandler.disable()  # pytest's would dump a trace that nobody should look into
+        faulthandler.disable()  # pytest's would dump a needless trace
         os.kill(os.getpid(), signal.SIGSEGV)
 
     target = fuzz.Target("pin", lambda rng: b"", dies)
@@ -278,7 +278,7 @@ def test_F30_the_death_of_the_interpreter_is_a_finding(monkeypatch: pytest.Monke
 @settings(derandomize=True, max_examples=100, deadline=None)
 @given(st.binary(max_size=200))
 def test_F30_any_bytes_are_read_or_refused(data: bytes):
-    """Catches: an input that some reader answers with an error of its own."""
+    """Catches: an input that some reader answers with an untyped error."""
     for read in (
         lambda: parse_segment_bytes(1, data, "any"),
         lambda: decode(Manifest, data, "any"),

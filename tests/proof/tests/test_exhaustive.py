@@ -175,9 +175,9 @@ PLANTED = (
     ("plant", "scope", "promise"), PLANTED, ids=lambda v: getattr(v, "__name__", v)
 )
 def test_a_planted_bug_breaks_its_promise(plant, scope, promise, monkeypatch):
-    """Catches: a search that looks away. The history of what it finds shows it again."""
+    """Catches: a search that looks away. The history of a finding shows it again."""
     plant(monkeypatch)
-    # What never settles is known only when the search ends, so that one ends early.
+    # A state that never settles is known only when the search ends, so that one ends early.
     limit = 2_000 if promise == "I10" else 20_000
     found = Search(scope_named(scope), limit).run()
     assert found.broken, f"not found in {found.states} states"

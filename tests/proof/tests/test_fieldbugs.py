@@ -26,7 +26,7 @@ HARMLESS = SaveLoop()
 
 @pytest.fixture(scope="module")
 def checked() -> dict[str, Checked]:
-    """What was checked so far, so that the page need not check it again."""
+    """The checks so far, so that the page need not check it again."""
     return {}
 
 
@@ -57,7 +57,7 @@ def test_every_report_says_how_it_is_in_the_newest_versions():
 
 
 def test_what_is_said_to_have_been_run_has_a_test_that_runs_it():
-    """Catches: "run" without a test that anybody can repeat, and a test whose row says "read"."""
+    """Catches: "run" without a repeatable test, and a test whose row says "read"."""
     marked = set()
     for node in ast.walk(ast.parse((ROOT / TESTS).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.field_bug":
@@ -66,9 +66,9 @@ def test_what_is_said_to_have_been_run_has_a_test_that_runs_it():
 
 
 def test_every_report_of_verl_and_megatron_runs_against_a_drop_in():
-    """Catches: a report that only the library's own manager was tried on, a test that was renamed."""
+    """Catches: a report that only the library's manager was tried on, a test that was renamed."""
     reports = (*verl.REPORTS, *megatron.REPORTS, *newest.REPORTS)
-    without = {"bridge-5778"}  # retention is the library's own
+    without = {"bridge-5778"}  # retention is the library's
     assert list(DROPINS) == [each.name for each in reports if each.name not in without]
     for path, _, function in (test.partition("::") for tests in DROPINS.values() for test in tests):
         text = (ROOT / path).read_text(encoding="utf-8")
@@ -82,14 +82,14 @@ def test_a_model_that_is_not_red_is_a_violation():
 
 
 def test_a_mended_model_that_is_red_is_a_violation():
-    """Catches: a model that is red for a reason of its own."""
+    """Catches: a model that is red for another reason."""
     report = BY_NAME["verl-4638-tracker"]
     found = check(replace(report, mended=report.old), Coverage())
     assert [v.replay for v in violations(found)] == ["make repro-verl-4638-tracker"]
 
 
 def test_an_expectation_that_does_not_hold_is_a_violation():
-    """Catches: errors of the replay that nobody hears of."""
+    """Catches: errors of the replay that are never told."""
 
     def never(trainer: object) -> None:
         raise AssertionError("not so")

@@ -37,9 +37,11 @@ ELSEWHERE = {
     "storage.fsync_dir(EPOCHS)": "remove_marker does it again, in the line before",
     "storage.fsync_dir(job.location)": "make_dirs does it again, in the next line",
     "self._fsync_names(checkpoint, target)": "each of the two fsyncs in it is left out",
-}  # the calls that no mutant of their own leaves out, and why
+}  # the calls that no separate mutant leaves out, and why
 
-ORDERINGS = {  # of specs/layout.md and recovery.md: what comes first, what then, and who turns it round
+# Orderings of specs/layout.md and recovery.md: the first, the second, and the mutant that turns
+# them round.
+ORDERINGS = {
     ("a record", "its command"): "effect-before-journal",
     ("a rank's fork", "its shard"): "a-shard-before-its-fork",
     ("shards are fsynced", "their receipt"): "shard-without-fsync",
@@ -83,7 +85,7 @@ def test_every_mutant_still_fits_the_library(planted: Mutant) -> None:
 
 
 def test_no_mutant_uses_a_name_that_is_not_there(tmp_path: Path) -> None:
-    """Catches a mutant that dies of itself: whoever hears it fall has not seen what it breaks."""
+    """Catches a mutant that dies of itself: its killer has not seen the broken promise."""
     for planted in MUTANTS:
         for module, source in mutated_sources(planted).items():
             (tmp_path / f"{planted.name}.{module}.py").write_text(source)
@@ -98,7 +100,7 @@ def test_no_mutant_uses_a_name_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_the_catalogue_breaks_every_promise_and_has_every_field_bug() -> None:
-    """Catches a promise or a report for which nobody has shown that a layer sees it broken."""
+    """Catches a promise or a report that no layer was shown to see broken."""
     assert {m.breaks for m in MUTANTS} >= PROMISES
     sources = {m.source for m in MUTANTS}
     assert {" ".join(name.split()) for name in REPORTS.split(";")} <= sources
@@ -124,13 +126,13 @@ def test_every_fsync_of_the_library_is_left_out_by_some_mutant() -> None:
 
 
 def test_every_ordering_of_the_protocol_is_turned_round_by_a_mutant() -> None:
-    """Catches an ordering that is turned round by nobody any more."""
+    """Catches an ordering that no mutant turns round any more."""
     assert set(ORDERINGS.values()) <= {m.name for m in MUTANTS}
     assert len(set(ORDERINGS.values())) == len(ORDERINGS)
 
 
 def test_every_test_that_is_to_kill_a_mutant_is_there() -> None:
-    """Catches a test that was renamed: nobody would ask it about the mutant that it is to kill."""
+    """Catches a test that was renamed: it would not be asked about the mutant that it is to kill."""
     for planted in MUTANTS:
         for killer in layer.layers_for(planted, ()):
             for name in killer.removeprefix(child.TESTS).split(","):

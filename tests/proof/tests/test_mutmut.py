@@ -1,4 +1,4 @@
-"""What the maintainer's mutation run lets a survivor off for, and what it does not."""
+"""The excuses of a survivor that the maintainer's mutation run accepts, and those that it does not."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_accounts_for_a_survivor(mutants):
 
 
 def test_an_explanation_covers_one_mutant(mutants):
-    """Catches: the same change at another place of the function, which nobody has looked at."""
+    """Catches: the same change at another place of the function, which was not looked at."""
     ends = {"one": "survived", "two": "survived"}
     twice = dict.fromkeys(ends, mutants[NAMES[0]])
     assert judge(ends, twice, (), [BOUND]).unexplained == ["two"]
@@ -189,8 +189,8 @@ def functions_of(source: str) -> dict[str, str]:
 
 
 def test_every_pure_module_is_mutated_and_every_explanation_is_of_one():
-    """Catches: a pure module that no mutant is made of, or a reason that nobody reads, or one of a line
-    that its function has no more."""
+    """Catches: a pure module that no mutant is made of, or a reason that is not read, or one of a
+    line that its function has no more."""
     plain = {"core/__init__.py", "core/ports.py", "core/requests.py", "core/backoff.py"}
     core = {module.removesuffix(".py") for module in MODULES if room(module) == "core"} - {
         name.removesuffix(".py") for name in plain

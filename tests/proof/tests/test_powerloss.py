@@ -1,4 +1,4 @@
-"""Power loss below a real file system: what a crash state is, and that the layer can fail.
+"""Power loss below a real file system: the meaning of a crash state, and that the layer can fail.
 
 The tests that mount something run where root, FUSE and loop devices are, and are skipped elsewhere.
 """
@@ -211,7 +211,7 @@ DATA = bytes(range(256)) * 19 + b"end"
 def direct_file_after_power_losses(work: str) -> dict[str, list[bytes]]:
     """A file that is reserved, written past the cache, cut and fsynced, as crash states show it.
 
-    Runs in a process of its own. ``durable``: the states after the fsync, ``earlier``: those before.
+    Runs in a separate process. ``durable``: the states after the fsync, ``earlier``: those before.
     """
     enter_private_mounts(work)
     ext4 = powerloss.FILESYSTEMS["ext4"]
@@ -277,7 +277,7 @@ def test_F4_a_direct_file_is_durable_after_its_fsync_and_its_size_proves_nothing
 
 
 def loop_devices(work: Path) -> list[str]:
-    """What this machine's loop devices hold for a run below ``work``."""
+    """The files of this machine's loop devices for a run below ``work``."""
     files = [Path(file) for file in glob.glob("/sys/block/loop*/loop/backing_file")]
     found = []
     for file in files:

@@ -1,6 +1,8 @@
-"""The layer of interrupts: lines that a Ctrl-C once broke, struck one by one; and what it can see.
+"""The layer of interrupts: lines that a Ctrl-C once broke, struck one by one; and the bugs it can
+see.
 
-Each test says what it would catch. The jobs are those of ``proof.interrupts``, on a real disk.
+Each test names the bugs that it would catch. The jobs are those of ``proof.interrupts``, on a real
+disk.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ def lines_of(function: Function) -> set[tuple[str, int]]:
 def test_I10_a_job_goes_on_after_a_ctrl_c_at_each_line_of(
     functions: Sequence[Function], sites: list[Site]
 ):
-    """Found by attack. Catches: a save that is in flight for good, since an interrupt lost an answer, a
-    report, a writer's end, or the giving up of what was accepted."""
+    """Found by attack. Catches: a save that is in flight for good, since an interrupt lost an
+    answer, a report, a writer's end, or the giving up of an accepted save."""
     wanted = set().union(*map(lines_of, functions))
     chosen = [site for site in sites if (site.file, site.line) in wanted]
     assert len(chosen) > len(functions), "each function is run by the job"

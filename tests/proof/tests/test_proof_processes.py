@@ -205,7 +205,7 @@ LATEST = ("read", "iter_0000002/.ckptfsm/manifest.json", "EIO", KILLED)
 def test_looking_away_from_a_read_of_recovery_is_seen(
     plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would catch: a step that nobody resumes from any more because it could not be read once."""
+    """Would catch: a step that is no longer resumed from because it could not be read once."""
     with _pool(1) as pool:
         unstruck = pool.apply(strike, (KILLED,), {"synced": False}).ended
     refused = strike_first(*LATEST)
@@ -251,7 +251,7 @@ def test_a_lock_that_cannot_be_made_is_among_the_reads() -> None:
 def test_a_bug_at_a_lock_that_cannot_be_made_is_seen(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would catch: such an error that nobody judges. Green without the bug."""
+    """Would catch: such an error that is not judged. Green without the bug."""
     where = ("try_lock", "/lock", kind, replace(MAIN, reads=True))
     assert strike_first(*where).violation is None
     recovery_without_a_type(monkeypatch)
@@ -314,7 +314,7 @@ def recovery_without_a_type(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("plant", [hopeful_recovery, recovery_without_a_type])
 def test_a_bug_of_a_struck_recovery_is_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch: errors of a recovery that nobody judges. Green without the bug."""
+    """Would catch: errors of a recovery that are not judged. Green without the bug."""
     site = Site("roll_back", 213, "EIO", recovery=1)
     with _pool(1) as pool:
         sound = pool.apply(strike, (site,), {"synced": False})
@@ -340,7 +340,7 @@ READING: dict[str, tuple[Plant, tuple[str, str]]] = {
 def test_a_bug_at_an_error_of_a_lifes_read_is_seen(
     bug: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would catch: errors of a life's reads that nobody judges. Green without the bug."""
+    """Would catch: errors of a life's reads that are not judged. Green without the bug."""
     plant, (method, ending) = READING[bug]
     where = (method, ending, "ESTALE", replace(MAIN, reads=True))
     assert strike_first(*where).violation is None
@@ -386,7 +386,7 @@ def test_every_write_of_the_manager_is_cut(role: Role) -> None:
 def test_a_bug_at_a_short_write_of_the_managers_writer_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Would catch: short writes of a forked writer that nobody judges. Green without the bug."""
+    """Would catch: short writes of a forked writer that are not judged. Green without the bug."""
     with _pool(1) as pool:
         life = pool.apply(strike, (Site(MANAGER),), {"synced": False}).ended
         shard = next(

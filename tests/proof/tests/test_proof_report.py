@@ -1,4 +1,4 @@
-"""The table of a proof run: what was skipped, violated or not exercised is never hidden."""
+"""The table of a proof run: skipped, violated or unexercised rows are never hidden."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from proof.running import Running, run_one
 
 from ckptfsm.core.lifecycle import State
 
-EVERYWHERE = ("pruned", "discarded", "quarantined", "any")  # what they mean is said for all faults
+EVERYWHERE = ("pruned", "discarded", "quarantined", "any")  # their meaning is said for all faults
 
 
 def everything(layer: str) -> LayerResult:
@@ -38,7 +38,8 @@ def everything(layer: str) -> LayerResult:
 
 
 def test_every_fault_is_classified_in_every_state():
-    """Catches: a fault that nobody has to exercise, a pair without a mark, and a mark without reason."""
+    """Catches: a fault that no layer has to exercise, a pair without a mark, and a mark without
+    reason."""
     assert list(TABLE) == [f"F{number}" for number in range(1, 35)]
     assert [*sorted(STATES)] == sorted([*(state.value for state in State), "any"])
     for fault, line in TABLE.items():
@@ -60,7 +61,7 @@ def test_a_required_pair_that_is_left_out_is_named():
 
 
 def test_a_strike_that_cannot_happen_is_red(capsys):
-    """Catches: a table that says less than what happens, whatever part of the proof found it out."""
+    """Catches: a table that says less than the truth, whatever part of the proof found it out."""
     struck = everything("simulation")
     struck.coverage.faults["F1 x tracked"] = 3  # means the same as another
     assert judge_coverage([struck], "release", whole=True)
@@ -73,7 +74,7 @@ def test_a_strike_that_cannot_happen_is_red(capsys):
 
 
 def test_the_report_says_how_many_applicable_pairs_were_exercised():
-    """Catches: a count that takes in strikes which nobody asks for."""
+    """Catches: a count that takes in strikes which are not asked for."""
     result, count = everything("simulation"), len(applicable("pr"))
     result.coverage.faults["F1 x tracked"] = 1
     assert f" {count} of {count} applicable fault x state" in document([result], "pr")
@@ -163,7 +164,7 @@ def test_another_trace_is_red(monkeypatch):
 
 @dataclass
 class Elapsing:
-    """Stands in for ``time``, and for a layer's process: waiting is what makes the time pass."""
+    """Stands in for ``time``, and for a layer's process: only waiting makes the time pass."""
 
     now: float = 0.0
 
@@ -171,7 +172,7 @@ class Elapsing:
         return self.now
 
     def layer(self, name: str, budget: Budget, scratch: Path) -> Running:
-        """One that goes on takes its hours, any other half an hour."""
+        """A layer that goes on takes its hours, any other half an hour."""
         seconds = budget.hours * 3600 if LAYERS[name].goes_on else 1800.0
         file, ends = scratch / name, self.now + seconds
 

@@ -22,7 +22,7 @@ needs_spin = pytest.mark.skipif(bool(races.missing()), reason=races.missing() or
 
 
 class Watched(FaultStorage):
-    """Also notes looks: what is listed, looked up or read of ``seen``, between the changes."""
+    """Also notes looks: listings, lookups and reads of ``seen``, between the changes."""
 
     def __init__(self, inner: SimStorage) -> None:
         super().__init__(inner)
@@ -121,7 +121,8 @@ def test_I9_the_order_of_a_tracker_write_is_the_models():
 
 
 def test_I9_a_check_comes_directly_before_a_checkpoint_gets_its_name():
-    """Catches: a publishing rename, or in place the manifest's, by whoever was fenced meanwhile."""
+    """Catches: a publishing rename, or in place the manifest's, by a process that was fenced
+    meanwhile."""
     job, storage = watched_job(SimDisk())
     job.save(1)
     check_before(storage, f"rename {STAGING}/1.e1.a1 -> ")
@@ -171,7 +172,7 @@ def test_F12_an_opening_sweeps_after_it_took_its_epoch_and_before_it_writes():
 
 
 def test_F27_the_trash_is_emptied_after_a_check_and_never_while_a_prune_is_undecided():
-    """Catches: ``give_space_back`` without its check, or of what is undecided."""
+    """Catches: ``give_space_back`` without its check, or of undecided attempts."""
     disk = SimDisk()
     job, storage = watched_job(disk)
     job.save(1)

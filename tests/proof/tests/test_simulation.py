@@ -125,27 +125,27 @@ TAKES = {"relabelled": relabel, "older": take_older, "repeated": take_again}
 
 
 def test_one_seed_is_one_trace():
-    """Catches: a run that depends on a hash seed, an address, a clock or what ran before it."""
+    """Catches: a run that depends on a hash seed, an address, a clock or an earlier run."""
     assert simulation.rerun_hashes(range(6), times=1) == []
     assert len({simulate(seed).trace for seed in range(6)}) == 6
 
 
 class KeepEven(Policy):
-    """A trainer's own policy: right."""
+    """A trainer's policy: right."""
 
     def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
         return {c.step for c in checkpoints if c.step % 2 == 0}
 
 
 class Raises(Policy):
-    """A trainer's own policy: it raises, which keeps everything."""
+    """A trainer's policy: it raises, which keeps everything."""
 
     def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
         raise RuntimeError("a bug in a policy")
 
 
 class Nothing(Policy):
-    """A trainer's own policy: keeps nothing; the library keeps what must be kept (I7)."""
+    """A trainer's policy: keeps nothing; the library keeps the necessary steps (I7)."""
 
     def preserve(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
         return set()
@@ -171,7 +171,7 @@ def first_failure(most: int = 400, what: str = "") -> SimulationFailed:
 
 
 def no_effect(*arguments: Any, **keywords: Any) -> None:
-    """Stands for what was left out."""
+    """Stands for a call that was left out."""
 
 
 def test_F4_a_missing_fsync_of_a_directory_is_found(monkeypatch):
@@ -212,7 +212,7 @@ def test_I7_retention_that_forgets_pins_is_found(monkeypatch):
 
 
 def test_F26_an_adoption_without_its_pin_is_found(monkeypatch):
-    """Catches: what a stranger saved in use, and nothing that keeps it from retention."""
+    """Catches: a stranger's save in use, and nothing that keeps it from retention."""
     monkeypatch.setattr(Protection, "pin", no_effect)
     assert first_failure(what="without its pin").promise == "I8"
 
@@ -254,7 +254,7 @@ def test_F23_a_part_that_nobody_looks_for_is_found(monkeypatch):
 
 
 def test_I8_a_sound_root_that_is_given_up_is_found(monkeypatch):
-    """Catches: judges that excuse any refusal once somebody has planted a harmless stray."""
+    """Catches: judges that excuse any refusal once a harmless stray was planted."""
     plan = coordinator.plan
 
     def give_up(ledger: Ledger, evidence: Any, *others: Any, **keywords: Any) -> Any:
@@ -321,7 +321,7 @@ def test_I10_a_run_without_end_is_a_violation():
 
 
 def test_a_killed_process_runs_no_further():
-    """Catches: code that survives its own death by catching everything."""
+    """Catches: code that survives its death by catching everything."""
     ran: list[str] = []
 
     def work(world: World, process: Any) -> None:
@@ -442,7 +442,8 @@ def test_F33_a_death_before_any_save_began_is_none_of_the_very_first():
 
 
 def test_F11_a_duplicate_of_an_attempts_own_report_is_no_stale_one():
-    """Catches: stale reports counted as exercised by what cannot be taken for another attempt's."""
+    """Catches: stale reports counted as exercised though they cannot be taken for another
+    attempt's."""
     site, world = quiet_site()
     site.stale = 1.0
     process = world.process("p")
@@ -455,7 +456,7 @@ def test_F11_a_duplicate_of_an_attempts_own_report_is_no_stale_one():
 
 
 def test_F32_only_a_refusal_that_names_a_living_owner_counts():
-    """Catches: a refusal counted as clear that names nobody, a dead process, or the wrong host."""
+    """Catches: a refusal counted as clear that names no process, a dead one, or the wrong host."""
     site, world = quiet_site()
     config = make_config({**_TIMES, "on_failure": "raise"})
     owner, dead = world.process("owner", role="trainer"), world.process("dead", role="trainer")
@@ -529,7 +530,7 @@ def test_every_run_has_its_own_rates_between_jobs():
 
 
 def test_F29_a_root_that_a_writer_holds_is_found(monkeypatch):
-    """Catches: a start that is refused for the sake of an orphan, which nobody judges."""
+    """Catches: a start that is refused for the sake of an orphan, without a verdict."""
     monkeypatch.setattr(SimDisk, "kill", no_effect)  # a dead trainer's lock stays
     assert first_failure(what="nobody has the root").promise == "I8"
 
@@ -579,7 +580,7 @@ def test_the_watch_judges_what_has_no_reason():
 
 
 def test_I9_bringing_a_directory_back_needs_a_fresh_look():
-    """Catches: a watch that takes a bring-back from the trash for no effect of its own."""
+    """Catches: a watch that takes a bring-back from the trash for no effect."""
     _, _, watch = watched()
     watch.changed("p", 0.0, "link", ".ckptfsm/epochs/taking", ".ckptfsm/epochs/epoch-1")
     back = ("rename", ".ckptfsm/trash/1.e1.a1", "iter_0000001")
@@ -656,7 +657,7 @@ def test_I8_the_watch_tells_a_hopeless_root(monkeypatch):
         (4, 1, {2: "prunable"}, False),
         (4, 2, {2: "prunable"}, True),
         (3, 2, {3: "finalized"}, True),  # 3 waits to be tracked and is damaged
-        (4, 2, {3: "finalized"}, True),  # it waits, and nobody has acknowledged it
+        (4, 2, {3: "finalized"}, True),  # it waits, and it was not acknowledged
         (2, 1, {}, False),  # it named what is whole
     ],
 )
@@ -727,7 +728,7 @@ def test_a_run_strikes_where_it_aims():
 
 
 def test_the_layer_shares_seeds_out_and_stops_when_told(monkeypatch):
-    """Catches: seeds that nobody runs, or a hurried run that goes on after what it found."""
+    """Catches: seeds that are never run, or a hurried run that goes on after a finding."""
     monkeypatch.setattr(simulation, "_CHUNK", 4)
     monkeypatch.setattr(simulation, "_CHUNK_HURRIED", 3)
     monkeypatch.setattr(Budget, "pick", lambda self, **amounts: 6)

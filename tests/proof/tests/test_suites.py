@@ -49,7 +49,7 @@ def test_a_broken_guard_is_a_violation_with_its_history(monkeypatch):
     ],
 )
 def test_the_machines_are_driven_deep(suite, labels):
-    """Catches: a machine whose examples nobody drives to deeper crashes and more in flight."""
+    """Catches: a machine with examples that are not driven to deeper crashes and more in flight."""
     check, _ = suites.SUITES[suite]
     told = []
     with collector.with_value(told.append):
@@ -103,8 +103,8 @@ def test_I8_what_a_save_that_was_cut_short_leaves_is_no_limit_for_a_stock_traine
 
 
 def test_I8_what_a_start_may_have_adopted_is_no_limit_for_what_the_one_before_it_did():
-    """Found by a release run. Catches: a machine that takes the newest of what two starts that were cut
-    short may have adopted for what the first of them has journaled."""
+    """Found by a release run. Catches: a machine that takes the newest of the steps that two
+    cut-short starts may have adopted for the step that the first of them has journaled."""
     machine = RecoveryMachine()
     machine.begin(saved=2, adopted=0, keep=1)
     machine.leave(blow=None, closes=False)
@@ -122,8 +122,8 @@ def test_I8_what_a_start_may_have_adopted_is_no_limit_for_what_the_one_before_it
 @pytest.mark.parametrize("call", range(30, 50))
 @pytest.mark.parametrize("torn", [False, True])
 def test_I2_a_rollback_dies_before_a_spoilt_tracker_could_be_put_right(torn, call):
-    """Found by a release run. Catches: a machine that takes a tracker which somebody had spoilt, and
-    whose repair failed and waits to be tried again, for one that the rollback destroyed."""
+    """Found by a release run. Catches: a machine that takes a tracker that a person had spoilt,
+    with a repair that failed and waits to be tried again, for one that the rollback destroyed."""
     machine = RecoveryMachine()
     machine.begin(saved=0, adopted=2, keep=None)
     machine.leave(closes=False, blow=None)
@@ -141,7 +141,7 @@ def test_I2_a_rollback_dies_before_a_spoilt_tracker_could_be_put_right(torn, cal
 @pytest.mark.parametrize("cut_short", [False, True])
 @pytest.mark.parametrize("rots", [False, True])
 def test_I8_a_save_whose_record_was_not_fsynced_may_be_the_journals_newest(cut_short, rots):
-    """Found by review. Catches: a machine that asks for what a stock trainer wrote above such a save and
+    """Found by review. Catches: a machine that asks for a stock save above such a save that was
     never tracked."""
     machine = RecoveryMachine()
     machine.begin(saved=0, adopted=0, keep=None)
@@ -173,7 +173,7 @@ def test_I2_an_adoption_that_is_cut_short_begins_with_the_newest(call):
 
 
 def test_I11_an_illegal_move_is_a_violation():
-    """Catches: a trainer that takes our own bugs for one more refusal."""
+    """Catches: a trainer that takes our bugs for one more refusal."""
 
     def move():
         raise IllegalTransition("tracked, and removed")
