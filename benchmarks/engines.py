@@ -39,7 +39,7 @@ _MIN_ROUNDS = 9
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One save, in seconds; ``cpu_s`` of the trainer and its writers."""
+    """A save, in seconds; ``cpu_s`` of the trainer and its writers."""
 
     stall_s: float
     loadable_s: float
@@ -101,7 +101,7 @@ def _sides(work: Path) -> Iterator[list[Side]]:
 def save_once(
     side: Side, step: int, state: TrainingState, between: Pass, poll_interval_s: float
 ) -> Sample:
-    """One save from call to loadable, with a pass and an update behind it."""
+    """A save from call to loadable, with a pass and an update behind it."""
     usual_s = min(timed(between) + timed(state.update) for _ in range(_USUAL))
     sharded = state.sharded(step)
     cpu_s = _cpu_s()

@@ -1,8 +1,8 @@
 """Every journal that a test leaves behind is judged: it must be a legal trace (I11).
 
 Judged are the journals of every ``SimDisk`` that is made while a test runs, at the latest when the
-disk dies, and those of every root below ``tmp_path`` (and, at the end, below what module fixtures
-made). A test that damages or invents a journal on purpose says so, with its reason:
+disk dies. So are those of every root below ``tmp_path`` and, at the end, below the directories of
+module fixtures. A test that damages or invents a journal on purpose says so, with its reason:
 
     @pytest.mark.damages_journal("cuts a record in two")
 
@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class JournalWatch:
-    """Looks on while tests run. ``problems`` are what the disks of the running test violated."""
+    """Looks on while tests run. ``problems`` are the violations on disks of the running test."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -144,7 +144,8 @@ class JournalWatch:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """A process that shared the tests has ended. One that died tells nothing: its test failed."""
+        """A process that shared the tests has ended. A process that died tells nothing: its test
+        failed."""
         told = getattr(node, "workeroutput", {}).get("journals", ())
         for name, value in zip(_TOLD, told, strict=False):
             setattr(self, name, getattr(self, name) + value)

@@ -21,7 +21,8 @@ GATE: Mapping[str, str] = MappingProxyType(
         "test_I8_crash_in_the_middle_of_recovery": "fail_and_retry",
         # Each line of a call with its Ctrl-C; the layer `interrupts` strikes a sample of all lines.
         "test_I10_a_job_goes_on_after_a_ctrl_c_at_each_line_of": "forking",
-        # Controls of the layers: a bug in what they look at is seen. The layers themselves run a sample.
+        # Controls of the layers: a bug in their subject is seen. The layers themselves run a
+        # sample.
         "test_planted_bug_is_seen": "tracker is written before",
         "test_looking_away_from_a_read_of_recovery_is_seen": "unreadable",
         "test_a_bug_of_a_struck_recovery_is_seen": "hopeful",

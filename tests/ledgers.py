@@ -1,4 +1,4 @@
-"""Ledgers as a journal would leave them, and what may lie beside them on disk."""
+"""Ledgers as a journal would leave them, and the files that may lie beside them on disk."""
 
 from __future__ import annotations
 

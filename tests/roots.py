@@ -1,4 +1,4 @@
-"""Jobs that save into a root on a simulated disk: how one begins, what strikes it, and what it left."""
+"""Jobs that save into a root on a simulated disk: their beginning, their faults, and their remains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckptfsm.writers.rank_writer import write_rank
 def start(
     disk: SimDisk, name: str = "first", *, wrap=None, opened: bool = True, **settings
 ) -> FakeJob:
-    """A job of its own simulated process."""
+    """A job with a simulated process."""
     storage = FaultStorage(SimStorage(disk, name))
     identity = Identity("sim", sum(name.encode()), name, name)
     job = FakeJob(wrap(storage) if wrap else storage, identity=identity, **settings)
@@ -59,7 +59,7 @@ def destinations(job: FakeJob) -> list[str]:
 
 
 def replace(disk: SimDisk, path: str, data: bytes) -> None:
-    """Somebody else's change of a file."""
+    """The change of a file by another program."""
     vandal = SimStorage(disk, "vandal")
     try:
         vandal.unlink(path)
@@ -83,7 +83,7 @@ def staged(job: FakeJob, step: int) -> tuple[AttemptId, str]:
 
 
 def foreign_attempt(job: FakeJob, between: Callable[[], object] = list) -> AttemptId:
-    """A request of a trainer's at step 1, written. ``between``: what happens before that is reported."""
+    """The request of a trainer at step 1, written. ``between`` runs before that is reported."""
     parts = (PartSpec("state", "foreign"),)
     request = SaveRequest(1, parts, 2, in_place=True, expected_bytes=100)
     of = job.coordinator.request(request)

@@ -1,4 +1,4 @@
-"""What of a root nobody but its trainer may change, as it is on disk."""
+"""The files of a root that only its trainer may change, as they are on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FileState(NamedTuple):
 
 
 def files_of(root: Path) -> dict[str, FileState]:
-    """Every file but the tracker and what is ours, by its path in ``root``.
+    """Every file but the tracker and ours, by its path in ``root``.
 
     A link counts as itself: a file that was moved away and linked to is another one.
     """

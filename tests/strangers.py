@@ -1,4 +1,4 @@
-"""What others do to a root, without the library: a stock trainer that saves a step."""
+"""Changes of a root by other programs: a stock trainer that saves a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHARD = "__0_0.distcp"
 
 
 def newer_files() -> dict[str, bytes]:
-    """A torch_dist directory as megatron-core 0.19 leaves it: what is common lies in a shard."""
+    """A torch_dist directory as megatron-core 0.19 leaves it: the common state lies in a shard."""
     return {
         ".metadata": written_metadata(in_shard=True),
         "metadata.json": _CONFIG,
@@ -30,7 +30,7 @@ def stock_saves(
 ) -> None:
     """A stock trainer saves a step and, if ``tracked``, moves the tracker.
 
-    It fsyncs nothing by itself; ``synced``: the system has done so meanwhile.
+    The trainer fsyncs nothing by itself; ``synced``: the system has done so meanwhile.
     """
     storage, name = SimStorage(disk, "stock"), MEGATRON.published_name(step)
     if name not in storage.listdir(""):

@@ -1,1 +1,2 @@
-"""Public reports of lost checkpoints: a model of what was wrong in each, and the library on the same."""
+"""Public reports of lost checkpoints: a model of the bug in each, and the library on the same
+history."""

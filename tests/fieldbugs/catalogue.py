@@ -42,7 +42,7 @@ There "run" means that stock code was run, by `{TESTS}`
 
 
 def side_by_side(checked: Checked) -> str:
-    """One report for people: both histories, action by action, and the verdicts."""
+    """A report for people: both histories, action by action, and the verdicts."""
     report = checked.report
     rows = [("", "what happens", "old semantics", "ckptfsm")]
     for number, action in enumerate(checked.old.history):

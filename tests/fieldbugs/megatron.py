@@ -1,4 +1,4 @@
-"""What was reported of Megatron-Bridge, Megatron-LM and megatron-core."""
+"""Reports about Megatron-Bridge, Megatron-LM and megatron-core."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Completions:
 
 
 def stale_reports_are_rejected(trainer: SimTrainer) -> None:
-    """What the abandoned writers said counted for nothing: neither for 200 nor for 100 again."""
+    """The words of the abandoned writers counted for nothing: neither for 200 nor for 100 again."""
     busy = trainer.job.coordinator.ledger.in_flight()
     assert busy is not None and (busy.step, busy.state) == (200, State.FORKED)
     assert not busy.reported and trainer.tracker() is None and trainer.steps() == []
@@ -178,7 +178,7 @@ class Queued:
 
 
 class ResultsQueue:
-    """Two saves in flight. Done right, each has a channel of its own; ``shared``: one queue for all."""
+    """Two saves in flight. Done right, each has a separate channel; ``shared``: one queue for all."""
 
     STEPS = (100, 200)
 
@@ -235,7 +235,7 @@ class TwoParts(SimTrainer):
 
 
 def results_are_not_mixed(trainer: TwoParts) -> None:
-    """The overlap was refused; each part's metadata has the results of its own shards."""
+    """The overlap was refused; each part's metadata has the results of its shards."""
     assert trainer.tracker() == 100 and trainer.steps() == [100]
     for part in "ab":
         directory = f"{MEGATRON.published_name(100)}/{part}"
@@ -280,7 +280,7 @@ def names_the_saved_step(trainer: RealTrainer) -> None:
 
 
 class WaitsForTheDead(Believing):
-    """A worker that is gone never reports; nobody looks whether it lives."""
+    """A worker that is gone never reports; no code looks whether it lives."""
 
     def polled(self, job: Job) -> Job:
         alive = replace(job, pending=tuple(p for p in job.pending if p[1] != "dead"))
@@ -315,7 +315,7 @@ def bounded_failure(trainer: RealTrainer) -> None:
 
 @dataclass
 class _Stranded:
-    """One rank of two: the writer of rank 1 is killed, both wait for the save."""
+    """Two ranks: the writer of rank 1 is killed, both wait for the save."""
 
     root: Path
 

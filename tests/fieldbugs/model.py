@@ -1,8 +1,8 @@
 """A tiny explorer for tiny models: the shortest history that breaks a promise, or none in all of it.
 
-Rules: a model is finite and its states are frozen; an action is something a trainer or its environment
-does (save, poll, SIGKILL), never an inner step of the software, so that the same history can be
-replayed on other software. Breadth first: what is found first is shortest.
+Rules: a model is finite and its states are frozen. An action is something a trainer or its
+environment does (save, poll, SIGKILL), never an inner step of the software. So other software can
+replay the same history. Breadth first: the first history found is a shortest.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Action(NamedTuple):
 
 
 class Model(Protocol[S]):
-    """What ``search`` explores. ``broken`` names the promise (``I2: ...``), or is "" if all hold."""
+    """The model that ``search`` explores. ``broken`` names the promise (``I2: ...``), or is "" if
+    all hold."""
 
     def initial(self) -> S: ...
 
@@ -73,7 +74,8 @@ class Model(Protocol[S]):
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found: a shortest history and what each action left, or nothing in ``states``."""
+    """The result of a search: a shortest history and the state after each action, or nothing in
+    ``states``."""
 
     states: int
     history: tuple[Action, ...] = ()

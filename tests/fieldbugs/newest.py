@@ -202,7 +202,7 @@ class Resumes:
 
 
 class TrainsEpochs(Player):
-    """A data loader with verl's kind of state, resumed by the drop-in's own rule."""
+    """A data loader with verl's kind of state, resumed by the drop-in's rule."""
 
     def __init__(self) -> None:
         super().__init__()

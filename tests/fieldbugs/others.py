@@ -1,4 +1,4 @@
-"""What was reported of other trainers, and of one store."""
+"""Reports about other trainers, and about one store."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def rolled_forward(trainer: SimTrainer) -> None:
 
 @dataclass
 class _SavesTwice:
-    """One rank of two, which saves a step that is there."""
+    """A rank of two, which saves a step that is there."""
 
     root: Path
 
@@ -176,7 +176,7 @@ def _no_move_to_trash(index: int, method: str, path: str) -> None:
 
 
 class IgnoresFullDisk(Believing):
-    """Files are made and cannot be filled; nobody looks at what was written."""
+    """Files are made and cannot be filled; the written files are not looked at."""
 
     def no_space(self, job: Job, step: int) -> Job:
         return job.mark(step, "no bytes")
@@ -194,7 +194,8 @@ class IgnoresFullDisk(Believing):
 
 
 def no_empty_shard(trainer: SimTrainer) -> None:
-    """It failed with ENOSPC and left nothing; a shard that is emptied later is found at the start."""
+    """The save failed with ENOSPC and left nothing; a shard that is emptied later is found at the
+    start."""
     assert trainer.resumed is None and trainer.tracker() is None
     assert trainer.steps() == [] and trainer.acknowledged == []
     for step in (200, 300):
@@ -321,7 +322,7 @@ class PutTwice(Player):
         return SimStorage(self.disk, "reader")
 
     def content(self) -> str | None:
-        """What a reader of the file sees; None where there is no file."""
+        """The content for a reader of the file; None where there is no file."""
         try:
             return self.reader().read(TRACKER, 100).decode()
         except FileNotFoundError:

@@ -4,8 +4,8 @@
 kill, a power failure and a full disk can be had. ``RealTrainer``: a whole manager on a real disk with
 really forked writers, where processes matter.
 
-Rules: a method per verb of ``model.PHRASES``; nothing of the protocol is written here. ``told`` is what
-the trainer heard of the last action, ``show`` what a reader of the disk sees, ``judge`` raises if a
+Rules: a method per verb of ``model.PHRASES``; nothing of the protocol is written here. ``told`` is
+the answer to the last action, ``show`` the view of a reader of the disk. ``judge`` raises if a
 promise does not hold on disk at this moment.
 """
 
@@ -61,7 +61,7 @@ def has_manifest(storage: Storage, step: int) -> bool:
 
 
 def show_root(storage: Storage) -> str:
-    """``tracker 100; 100 complete, 200 staged``: what has our manifest is complete."""
+    """``tracker 100; 100 complete, 200 staged``: a directory with our manifest is complete."""
     seen = read_tracker(storage)
     tracker = seen.step if seen.step is not None else {"missing": "-"}.get(seen.found, seen.found)
     found = [
@@ -77,7 +77,7 @@ def show_root(storage: Storage) -> str:
 
 
 class Player(ABC):
-    """What both trainers have in common: a history's actions become method calls."""
+    """The base of both trainers: a history's actions become method calls."""
 
     def __init__(self) -> None:
         self.told = ""
@@ -99,7 +99,7 @@ class Player(ABC):
 
     @abstractmethod
     def reader(self) -> Storage:
-        """The root, as somebody who only looks sees it."""
+        """The root, as an onlooker sees it."""
 
     def close(self) -> None:
         """Give back what is outside of memory."""
@@ -121,9 +121,9 @@ class Job(FakeJob):
 class SimTrainer(Player):
     """See the module. Two ranks; ``life`` counts the processes. ``retention`` keeps one if not given.
 
-    ``waiting`` are the reports of writers that no poll has delivered yet, ``refused`` the refusals that
-    the trainer met, ``calls`` what each rank's writers did to the disk. ``held``, ``no_tracker``,
-    ``no_shards`` and ``crash_before`` are what is injected at the moment.
+    ``waiting`` are the reports of writers that no poll has delivered yet, ``refused`` the refusals
+    that the trainer met, ``calls`` those of each rank's writers to the disk. ``held``,
+    ``no_tracker``, ``no_shards`` and ``crash_before`` are the faults injected at the moment.
     """
 
     def __init__(
@@ -180,12 +180,12 @@ class SimTrainer(Player):
         self._end_processes()
         self.waiting = []
         self.no_tracker = False
-        self.disk.capacity = None  # somebody made room
+        self.disk.capacity = None  # a person made room
         self.open()
         self.told = f"resumes from {self.resumed}" if self.resumed is not None else "starts at zero"
 
     def restart_at(self, step: int) -> None:
-        """The operator asks for a step; a refusal is what the operator is told."""
+        """The operator asks for a step; the operator may be told of a refusal."""
         self.restart()
         try:
             self.job.coordinator.locate(step)
@@ -207,7 +207,7 @@ class SimTrainer(Player):
         self.disk.crash("all_lost")
 
     def retry(self) -> None:
-        """The loop raised; its process opens the root again. What its writers say comes later."""
+        """The loop raised; its process opens the root again. The reports of its writers come later."""
         self._fault("F11")
         self.job.coordinator.abandon()
         self.open(process=f"life{self.life}")
@@ -233,12 +233,12 @@ class SimTrainer(Player):
         self.attempts[step] = of
 
     def written(self, step: int) -> None:
-        """Every rank writes; the last rank is the first to finish. Nobody is told before a poll."""
+        """Every rank writes; the last rank is the first to finish. No rank is told before a poll."""
         for rank in reversed(range(RANKS)):
             self._write(step, rank)
 
     def finalizes(self, step: int, rank: int) -> None:
-        """One rank comes to its finalizers before the others: here it says that it has written."""
+        """A rank comes to its finalizers before the others: here it says that it has written."""
         mine = [e for e in self.waiting if isinstance(e, ShardReported) and e.rank == rank]
         self.waiting = [e for e in self.waiting if e not in mine]
         self.job.deliver(mine)
@@ -340,7 +340,7 @@ class SimTrainer(Player):
 
 
 class LiveStep:
-    """A trainer's step counter: whoever keeps it instead of its value reads a later step."""
+    """A trainer's step counter: code that keeps it instead of its value reads a later step."""
 
     def __init__(self, value: int) -> None:
         self.value = value

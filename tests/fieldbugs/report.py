@@ -1,8 +1,8 @@
-"""One public report: what was wrong as a model, and what must become of the same history here.
+"""A public report: the bug as a model, and the fate of the same history here.
 
-``check`` is the whole procedure: the model with the old semantics must have a broken history, the same
-model done right must have none in all its states, and the library must end that very history with its
-promises kept after every action.
+``check`` is the whole procedure. The model with the old semantics must have a broken history. The
+same model done right must have none in all its states. The library must end that very history with
+its promises kept after every action.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fieldbugs.player import Player
 
 @dataclass(frozen=True)
 class Report:
-    """``play`` makes a fresh trainer (its directory is its own); ``expect`` asserts how it must end.
+    """``play`` makes a fresh trainer (in a fresh directory); ``expect`` asserts how it must end.
 
-    ``old`` is the model with what was wrong, ``mended`` the same one done right. ``verdict`` says for
-    people what the library does.
+    ``old`` is the model with the bug, ``mended`` the same one done right. ``verdict`` tells people
+    the behaviour of the library.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Report:
 
 @dataclass
 class Checked:
-    """What came of a report. ``problem`` says why the library is not green; "" if it is."""
+    """The result of a report. ``problem`` says why the library is not green; "" if it is."""
 
     report: Report
     old: Found

@@ -1,8 +1,8 @@
 """A trainer's save loop without a state machine, as small as it goes, done right.
 
-A request makes a partial directory; writers finish; a poll completes what is written, moves the
-tracker, then lets retention have its turn; a restart looks for what is complete. Each report is this
-class with one hook done the old way, so what was wrong can be read off its few lines.
+A request makes a partial directory; writers finish; a poll completes the written ones, moves the
+tracker, then lets retention have its turn; a restart looks for complete ones. Each report is this
+class with one hook done the old way, so the bug can be read off its few lines.
 
 Rules: with ``overlap`` several saves may be in flight, as some of the reported software allows. A kill
 loses the memory of the process, never the disk.
@@ -135,7 +135,7 @@ class SaveLoop:
         disk = ", ".join(f"{step} {status}" for step, status in job.disk) or "nothing"
         return f"tracker {tracker}; {disk}"
 
-    # ------------------------------------------------------------------- hooks: what may be wrong
+    # ------------------------------------------------------------------- hooks: possible bugs
 
     def may_save(self, job: Job, step: int) -> bool:
         """Steps only grow, and a step is saved once."""
@@ -176,7 +176,7 @@ class SaveLoop:
         return replace(job, tracker=max(step, job.tracker or 0))
 
     def retired(self, job: Job) -> Job:
-        """Keep the newest of what is complete and not newer than the tracker."""
+        """Keep the newest of the complete ones that are not newer than the tracker."""
         known = [step for step in job.complete() if step <= (job.tracker or 0)]
         return job.drop(*(step for step in known[: -self.keep] if step != job.held))
 
@@ -206,7 +206,7 @@ class SaveLoop:
         return self.resumed(replace(job, tracker=step), step)
 
     def found(self, job: Job) -> int | None:
-        """What to resume from: the newest that is complete."""
+        """The directory to resume from: the newest that is complete."""
         return max(job.complete(), default=None)
 
     def restarted_at(self, job: Job, step: int) -> Job:

@@ -76,7 +76,7 @@ class StagesTogether(Player):
     def __init__(self, directory: Path) -> None:
         super().__init__()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # megatron-core's, of what it does not find
+            warnings.simplefilter("ignore")  # of megatron-core, for keys that it does not find
             import torch
 
             from ckptfsm.integrations.queue import AsyncCallsQueue

@@ -1,4 +1,4 @@
-"""Whether what was reported is still so in the newest versions, by the report's name.
+"""Whether each reported bug is still there in the newest versions, by the report's name.
 
 Rules: "(run)" means that stock code was run, by a test of ``TESTS`` whose marker names the report;
 "(read)" that its sources were read and not run.

@@ -1,4 +1,4 @@
-"""What was reported of verl: trackers too early, never, or by the wrong rank; deletion likewise."""
+"""Reports about verl: trackers too early, never, or by the wrong rank; deletion likewise."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def held(directory: Path) -> RealTrainer:
 
 
 def resumed_from_100(trainer: SimTrainer) -> None:
-    """100 is the last that was acknowledged: it is there, tracked, and what training goes on from."""
+    """100 is the last that was acknowledged: it is there and tracked, and training goes on from it."""
     assert trainer.resumed == trainer.tracker() == 100
     assert trainer.steps() == [100]
     assert trainer.acknowledged == [100]
@@ -103,7 +103,7 @@ class TracksAtRequest(Believing):
 
 
 class DeletesAtRequest(Believing):
-    """What came before is deleted when the save is asked for."""
+    """Earlier checkpoints are deleted when the save is asked for."""
 
     def saved(self, job: Job, step: int) -> Job:
         job = super().saved(job, step)
@@ -181,7 +181,7 @@ class Memory:
 
 
 class Staged:
-    """What a draft copies out of the trainer's tensors before the fork."""
+    """The copies that a draft makes of the trainer's tensors before the fork."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -197,7 +197,7 @@ class StagingDraft(FakeDraft):
         for name, value in self.values.items():
             self.copies[name] = {**value, "staged": Staged(b"x" * 1000)}
             self.driver.staged.append(weakref.ref(self.copies[name]["staged"]))  # type: ignore[attr-defined]
-        self.values = dict(self.copies)  # what the writers are made from
+        self.values = dict(self.copies)  # the writers are made from these
         return FakeDraft.stage(self, location, specs, planned)
 
     def changed(self) -> str:
@@ -370,7 +370,8 @@ def deleted_by_rank_0_alone(trainer: SimTrainer) -> None:
     resumed_from_100(trainer)
 
 
-# ------------------------------------------------------------------------------ what nobody tracks
+# ------------------------------------------------------------------------------ saves that are
+# never tracked
 
 
 class NobodyTracks(Believing):
@@ -420,7 +421,7 @@ class DeletesOnlyActor(Believing):
 
 
 class PrunesFromMemory(Believing):
-    """What to delete is a list in memory, which a restart begins anew."""
+    """The list of deletions is in memory, and a restart begins it anew."""
 
     def retired(self, job: Job) -> Job:
         job, kept = job.drop(*job.memory[: -self.keep]), job.memory[-self.keep :]
@@ -451,7 +452,8 @@ def never_half_deleted(trainer: SimTrainer) -> None:
 
 
 def crash_points_of_a_prune() -> int:
-    """Lose power at every call of a save that prunes: what has its name is whole. Their number."""
+    """Lose power at every call of a save that prunes: each published one is whole. Returns their
+    number."""
     index = 0
     while True:
         trainer = SimTrainer()

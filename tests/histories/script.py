@@ -6,8 +6,9 @@
         = tracked 1 2; tracker 2; @1=a @2=b
 
 A line of output is an error, a decision of an opening, or the state of the root, where it changed:
-the ledger, the tracker (quoted if the library did not write it), and the directories, each with a letter
-for its content: equal letters, equal bytes. `CKPTFSM_UPDATE_GOLDEN=1` rewrites the output.
+the ledger, the tracker, and the directories. A tracker that the library did not write is quoted.
+Each directory has a letter for its content: equal letters, equal bytes. `CKPTFSM_UPDATE_GOLDEN=1`
+rewrites the output.
 
 Paths: @1 is the directory of step 1; the words TRACKER, TRASH, QUARANTINE, STAGING, JOURNAL, READERS,
 PINS, EPOCHS, MANIFEST and SHARD stand for the names on disk. `when [after] [COUNTx] CALL PATH: COMMAND`
@@ -36,7 +37,7 @@ UNSWEPT = 6  # a sweep that makes fewer calls looks at nothing
 
 @dataclass
 class History:
-    """One script of a file."""
+    """A single script of a file."""
 
     name: str
     comments: list[str] = field(default_factory=list)
@@ -95,7 +96,7 @@ class History:
         told = [before.play(line) for line in lines[:last_special]]
         for index in count():
             sweep = Sweep(index)
-            if before.runs:  # what they remember cannot be copied
+            if before.runs:  # their memory cannot be copied
                 output = play(lines, sweep, ends_only=True)
             else:
                 output = [*told, *finish(before.fork(sweep), lines[last_special:])]
@@ -119,7 +120,7 @@ def _with_values(line: str, values: dict[str, str]) -> str:
 
 
 def _end(output: list[list[str]]) -> str:
-    """What was raised or judged on the way, and the last state."""
+    """The errors and verdicts on the way, and the last state."""
     said = [line for lines in output for line in lines]
     kept = [line for line in said if line.startswith(KEPT)]
     return _relettered(re.sub(r" \S+ quarantined;", "", "\n".join(kept)))

@@ -47,7 +47,7 @@ def do_open(story: Story, *options: str) -> None:
     try:
         report = job.open()
     except Exception:
-        story.end(run)  # it is refused: nobody keeps the lock
+        story.end(run)  # it is refused, and the lock is free
         raise
     story.said += [f"{short(d.subject)}: {d.result}" for d in report.decisions]
     story.said += [f"warning: {short(w)}" for w in report.warnings]
@@ -115,7 +115,7 @@ def _ask(story: Story, step: int, parts: Sequence[str], *, in_place: bool) -> No
 
 
 def do_write(story: Story, *ranks: str) -> None:
-    """Ranks write and report their shares of what is in flight."""
+    """Ranks write and report their shares of the save in flight."""
     run, job = story.run, story.job
     location = MEGATRON.working_dir(run.of, run.in_place)
     for rank in map(int, ranks):
@@ -141,12 +141,12 @@ def do_wrong_world(story: Story, rank: str) -> None:
 
 
 def do_fail(story: Story, reason: str = "writer_died") -> None:
-    """What is in flight fails, and its writers are gone."""
+    """The save in flight fails, and its writers are gone."""
     story.job.fail(story.run.of, reason)
 
 
 def do_failed(story: Story, reason: str = "writer_hung") -> None:
-    """What is in flight fails, and its writers may live."""
+    """The save in flight fails, and its writers may live."""
     story.job.coordinator.report([Failed(story.run.of, reason)])
 
 

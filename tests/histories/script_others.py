@@ -79,7 +79,7 @@ def do_older_format(story: Story, step: str) -> None:
 
 
 def do_another_run_saves(story: Story, step: str) -> None:
-    """What another run saved, whole, stands at the name of step 2."""
+    """A whole checkpoint of another run stands at the name of step 2."""
     assert step == "2"
     saved_by_another(story.disk)
 
@@ -90,7 +90,7 @@ def do_remove(story: Story, *paths: str) -> None:
 
 
 def do_empty_out(story: Story, path: str) -> None:
-    """All but what is private leaves a directory, if it is there."""
+    """All files but the private ones leave a directory, if it is there."""
     for name in story.listed(expanded(path)):
         if name != layout.PRIVATE:
             story.disk.uproot(f"{expanded(path)}/{name}")
@@ -102,7 +102,7 @@ def do_replace_by_link(story: Story, path: str) -> None:
 
 
 def do_copy(story: Story, source: str, target: str) -> None:
-    """Of a file, or of a directory, by a person."""
+    """A person removes a file or a directory."""
     old, new = expanded(source), expanded(target)
     for path, data in sorted(story.disk.snapshot().items()):
         if path == old or path.startswith(f"{old}/"):
@@ -114,7 +114,7 @@ def do_copy(story: Story, source: str, target: str) -> None:
 
 
 def do_tear_plan(story: Story) -> None:
-    """The planned metadata of what is staged is torn."""
+    """The planned metadata of the staged attempt is torn."""
     for path, data in story.disk.snapshot().items():
         if "/planned/" in path and isinstance(data, bytes):
             story.disk.overwrite(path, b"?" * len(data))
@@ -125,7 +125,7 @@ def do_plant_hostile_name(story: Story, path: str) -> None:
 
 
 def do_forget_everything(story: Story) -> None:
-    """Somebody deletes the private directory of the root; the checkpoints stay."""
+    """A person deletes the private directory of the root; the checkpoints stay."""
     story.disk.uproot(layout.PRIVATE)
 
 
@@ -140,7 +140,7 @@ def do_put(story: Story, path: str, *text: str) -> None:
 
 
 def do_precious(story: Story, path: str, like: str = "") -> None:
-    """A file of somebody else's content, as long as another one if that is named."""
+    """A file with foreign content, as long as another one if that is named."""
     size = len(_bytes(story, like)) if like else 0
     story.disk.overwrite(expanded(path), PRECIOUS.ljust(size))
 
@@ -223,7 +223,7 @@ def do_find_its_own(story: Story, part: str) -> None:
 
 
 def do_possible(story: Story, path: str) -> None:
-    """What a power loss could leave at a name."""
+    """The contents that a power loss could leave at a name."""
     kept = {story.disk.content(node) or node for node in story.disk.possible(expanded(path))}
     story.said.append(f"in {path}, after a power loss: {' or '.join(map(repr, kept))}")
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sweep:
-    """One run of a sweep: the call of the swept command at which it strikes."""
+    """A single run of a sweep: the call of the swept command at which it strikes."""
 
     index: int
     struck: bool = False

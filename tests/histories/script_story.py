@@ -27,7 +27,7 @@ RAISED = (CkptFsmError, OSError)
 
 @dataclass
 class Story:
-    """What is played: the disk, the jobs, and what has been said of the line that runs."""
+    """The played story: the disk, the jobs, and the output of the line that runs."""
 
     sweep: Sweep | None = None
     ends_only: bool = False  # the state is told by ``show`` and at the end
@@ -42,12 +42,10 @@ class Story:
     state: str = ""
     died_at: str = ""  # the path of that call
     names: list[str] = field(default_factory=list)  # of all jobs so far
-    sweeping: list[int] = field(
-        default_factory=list
-    )  # what strikes, and how many calls were before
+    sweeping: list[int] = field(default_factory=list)  # the fault, and how many calls were before
 
     def fork(self, sweep: Sweep) -> Story:
-        """The same so far, on a disk of its own. No job lives."""
+        """The same so far, on a copy of the disk. No job lives."""
         assert not self.runs
         waiting = [replace(hook) for hook in self.waiting]
         disk, letters, names = self.disk.fork(), dict(self.letters), list(self.names)

@@ -25,7 +25,7 @@ MOST = 150  # characters of a message
 
 
 def short(text: str) -> str:
-    """One line, with steps as they are written in scripts."""
+    """A line, with steps as they are written in scripts."""
     line = re.sub(r"iter_0*(\d)", r"@\1", text.splitlines()[0]).replace(layout.TRACKER, "TRACKER")
     line = printable(line)
     return line if len(line) <= MOST else f"{line[:MOST]}..."

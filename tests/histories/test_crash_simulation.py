@@ -1,11 +1,11 @@
 """Crash at every storage call of a job, lose power in several ways, recover, and judge the root.
 
-The job is the production coordinator and writer code on a simulated disk; in the script ``control`` it
-is a production controller that is fed by the workers of two groups, in ``control_late`` with a part that
-fails, and with answers of that attempt and repeated ones while the next is in flight. Each test says
-what it would catch; the disk is adversarial: what was not fsynced may be lost, torn or reordered.
-SIGKILL and errors at every call of the other scripts are ``proof.processes``, on a real disk; here they
-are those of the two.
+The job is the production coordinator and writer code on a simulated disk; in the script ``control``
+it is a production controller that is fed by the workers of two groups. In ``control_late`` a part
+fails, and answers of that attempt come late or twice while the next is in flight. Each test names
+the bugs that it would catch. The disk is adversarial: bytes that were not fsynced may be lost, torn
+or reordered. SIGKILL and errors at every call of the other scripts are ``proof.processes``, on a
+real disk; here they are those of the two.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def roll_back(job: FakeJob) -> None:
     job.open()
     for step in (1, 2, 3):
         job.save(step)
-    job.acknowledged.clear()  # what is promised from here on is the target
+    job.acknowledged.clear()  # from here on the target is promised
     job.coordinator.rollback(1)
     job.save(2)
     job.close()
@@ -156,7 +156,7 @@ class JudgedTransport(LocalTransport):
 class Controlled:
     """A controller and two groups of one worker each, on the disk and the clock of a job.
 
-    ``answers`` are what the workers have said of a step, by step.
+    ``answers`` are those of the workers, by step.
     """
 
     def __init__(self, job: FakeJob) -> None:
@@ -232,14 +232,14 @@ class Controlled:
         self.controller.wait_until_finished()
 
     def hear(self, step: int) -> None:
-        """Once more, what was said of a step so far; and time for what comes of it."""
+        """Repeat all answers for a step so far, and give them time to take effect."""
         self.controller.feed(pickle.loads(pickle.dumps(self.answers[step])))
         self.job.clock.sleep(1.0)
         self.controller.poll()
 
 
 def control(job: FakeJob) -> None:
-    """A controller with a file of its own, and two groups whose reports it is fed: save, prune."""
+    """A controller with a file, and two groups that report to it: save, prune."""
     controlled = Controlled(job)
     for step in (1, 2):
         controlled.save(step)
@@ -247,7 +247,7 @@ def control(job: FakeJob) -> None:
 
 
 def control_late(job: FakeJob) -> None:
-    """A part fails; at the next save its attempt is heard again, before it and among its own answers."""
+    """A part fails; at the next save its attempt is heard again, before it and among its answers."""
     hear_late(Controlled(job))
 
 
@@ -299,7 +299,7 @@ def count_calls(script: Script, retention: object) -> int:
 
 
 def lose_power(disk: SimDisk, loss: object) -> None:
-    """``all_lost``, or what a number draws."""
+    """``all_lost``, or a fate that a number draws."""
     disk.crash(random.Random(loss) if isinstance(loss, int) else loss)
 
 

@@ -25,7 +25,7 @@ def _parameters():
 
 @pytest.mark.parametrize(("file", "history"), _parameters())
 def test_history(file: Path, history: History):
-    """Catches: any change of what becomes of a root, as a diff that a person can read."""
+    """Catches: any change of the fate of a root, as a diff that a person can read."""
     stands = golden(file)[history.name]
     rendered = history.render()
     if UPDATE:
@@ -37,7 +37,7 @@ def test_history(file: Path, history: History):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_history_says_what_it_catches(file: Path):
-    """Catches: a script that nobody knows the purpose of, or that was never played; two of one name."""
+    """Catches: a script without a purpose, or one that was never played; two of one name."""
     histories = read(file)
     assert file.read_text(encoding="utf-8").startswith("# ")
     assert len({history.name for history in histories}) == len(histories)
@@ -82,6 +82,6 @@ def test_a_line_that_does_nothing_is_an_error(line: str, said: str):
 
 
 def test_a_fault_that_never_struck_is_told():
-    """Catches: a history whose fault waits for a call that nobody makes any more."""
+    """Catches: a history whose fault waits for a call that is no longer made."""
     story = History("waits", [], ["open", "when rename nowhere: die", "save 1"])
     assert "    never called: rename nowhere" in story.render().splitlines()

@@ -1,8 +1,8 @@
 """The user documentation: links resolve, tables are complete, snippets compile and the marked ones run.
 
-A fenced block is marked in its first line: ``python run`` is executed without torch, ``python run=job``
-in one process with torch and a working directory of its own, ``python file=NAME`` is saved and run by
-the tutorial's test. The other python blocks are compiled only.
+A fenced block is marked in its first line: ``python run`` is executed without torch, ``python
+run=job`` in one process with torch and a fresh working directory. The tutorial's test saves and
+runs ``python file=NAME``. The other python blocks are compiled only.
 """
 
 from __future__ import annotations
@@ -220,12 +220,12 @@ def test_the_picture_of_the_rooms_is_that_of_the_imports(tmp_path, monkeypatch):
 
 
 def test_the_readme_stays_short():
-    """Catches: a first page that grows until nobody reads it."""
+    """Catches: a first page that grows until it is too long to read."""
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
 
 
 def test_the_index_names_every_page():
-    """Catches: a page that nobody finds."""
+    """Catches: a page without a link to it."""
     linked = {target.partition("#")[0] for target in LINK.findall((DOCS / "README.md").read_text())}
     pages = {page.name for page in DOCS.glob("*.md")} - {"README.md"}
     assert pages - linked == set()
@@ -302,7 +302,7 @@ def test_the_deadlines_are_those_of_the_code():
 
 
 def test_every_setting_is_in_the_reference_with_its_meaning():
-    """Catches: a new field that nobody explained."""
+    """Catches: a new field without an explanation."""
     fields = CheckpointConfig.model_fields
     assert [name for name, field in fields.items() if not field.description] == []
     text = reference.reference_markdown()
@@ -515,7 +515,7 @@ def test_the_tutorial(tmp_path):
 
 
 def test_the_table_of_what_ran_is_that_of_the_last_run():
-    """Catches: a README that names versions which nobody ran."""
+    """Catches: a README that names versions that were not run."""
     ran = json.loads((ROOT / "tests/integrations/ran.json").read_text())
     written = (ROOT / "README.md").read_text().partition(BEGIN)[2].partition(END)[0].strip()
     assert written == table(ran)

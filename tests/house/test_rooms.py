@@ -38,7 +38,7 @@ APART = {  # rooms that are earlier in the list, and yet not to be imported
     "testing": {"megatron", "integrations", "views"},
     "demo": {"integrations"},
 }
-# What the core may use of the standard library; config.py reads a TOML file besides.
+# The modules of the standard library that the core may use; config.py reads a TOML file besides.
 HARMLESS = {
     "__future__",
     "collections",
@@ -68,7 +68,7 @@ CORE = [module for module in MODULES if room(module) == "core"]
 
 
 def test_imports_point_down():
-    """Catches: a room that imports who drives it, or what has no business in it."""
+    """Catches: a room that imports a room above it, or a foreign package."""
     floor = {name: number for number, name in enumerate(ROOMS)}
     found = [
         f"{module} imports {other}"
@@ -100,7 +100,7 @@ def test_there_is_no_import_cycle():
 
 
 def test_the_core_uses_nothing_of_the_machine():
-    """Catches: I/O, a clock or torch in what decides, which simulation and proofs rely on."""
+    """Catches: I/O, a clock or torch in the code that decides, on which simulation and proofs rely."""
     found = [
         (module, name)
         for module in CORE
@@ -110,7 +110,7 @@ def test_the_core_uses_nothing_of_the_machine():
 
 
 def test_the_core_does_not_open_log_or_print():
-    """Catches: an effect in what decides that no import gives away."""
+    """Catches: an effect in the code that decides, which no import gives away."""
     effects = {"open", "print", "input", "exec", "eval", "__import__", "log", "logging"}
     found = [
         (module, node.id)

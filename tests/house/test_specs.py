@@ -1,4 +1,5 @@
-"""The specification is true: generated files are fresh, and what the text shows is what code does."""
+"""The specification is true: generated files are fresh, and the text shows the behaviour of the
+code."""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ def test_an_edge_without_a_place_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("number", range(1, 12))
 def test_every_promise_is_stated_with_its_mechanism(number: int) -> None:
-    """Catches: a promise that is missing, or stated without what keeps it and what it rests on."""
+    """Catches: a promise that is missing, or stated without the code that keeps it and the facts
+    that it rests on."""
     text = read("lifecycle.md").split("## Promises")[1].split("\n## ")[0]
     found = re.search(rf"\*\*I{number}\. .*?(?=\n\*\*I|\Z)", text, re.DOTALL)
     assert found, f"I{number}"
@@ -187,7 +189,7 @@ def test_recovery_decides_about_every_state() -> None:
 
 
 def test_every_rule_of_recovery_has_a_meaning_and_a_reason() -> None:
-    """Catches: a condition without a docstring, and a rule that nobody can say the reason of."""
+    """Catches: a condition without a docstring, and a rule without a reason."""
     assert all(rule.when.__doc__ for rule in RULES)
     assert re.findall(r"^- \*\*`(\w+)`\*\* \S", decisions()[1], re.MULTILINE) == [
         rule.name for rule in RULES
@@ -300,7 +302,7 @@ def problems(value: Any, schema: dict[str, Any], whole: dict[str, Any]) -> list[
 
 @pytest.mark.parametrize("name", sorted(DOCUMENTS))
 def test_schemas_describe_real_documents(name: str) -> None:
-    """Catches: a schema of something else than what is written, or one that lets anything pass."""
+    """Catches: a schema of another document than the written one, or one that lets anything pass."""
     schema = json.loads(read(f"schemas/{name}.json"))
     document = DOCUMENTS[name]
     value = json.loads(encode(document))

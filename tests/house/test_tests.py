@@ -1,4 +1,5 @@
-"""Rules for the tests themselves: where they stand, and what they may use. Each test lists offenders."""
+"""Rules for the tests themselves: their places, and the modules that they may use. Each test lists
+offenders."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def test_names_of_test_files_are_unique():
 
 
 def test_no_test_module_imports_another():
-    """Catches: a test that depends on another file of tests: helpers have modules of their own."""
+    """Catches: a test that depends on another file of tests: helpers have separate modules."""
     stems = {path.stem for path in FILES}
     offenders = []
     for path in FILES:

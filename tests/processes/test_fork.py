@@ -1,6 +1,6 @@
-"""Forked children: what counts as success, what they hold, and when they end.
+"""Forked children: their success, the descriptors they hold, and their end.
 
-Each test says what it would catch. Everything here is a real fork.
+Each test names the bugs that it would catch. Everything here is a real fork.
 """
 
 from __future__ import annotations
@@ -117,12 +117,12 @@ def test_I10_an_error_before_the_first_byte_is_told(monkeypatch: pytest.MonkeyPa
 
 
 def in_few_descriptors(job, free: int) -> str:
-    """What ``job`` says in a process that has only so many descriptors left."""
+    """The answer of ``job`` in a process that has only so many descriptors left."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-        os.closerange(3, write_end)  # whoever ran before in this process may hold many
+        os.closerange(3, write_end)  # earlier tests in this process may hold many
         os.closerange(write_end + 1, 64)
         held = []
         with contextlib.suppress(OSError):
@@ -165,7 +165,7 @@ def test_a_descriptor_above_the_limit_is_let_go_of(group: bool):
 
 
 def test_a_child_needs_no_descriptor_of_its_own():
-    """Catches: a child that cannot let go of what it inherited where only its pipe could be made."""
+    """Catches: a child that cannot let go of its inheritance where only its pipe could be made."""
     assert in_few_descriptors(lambda: str(run(lambda: "written").payload), free=2) == "written"
 
 
@@ -308,7 +308,7 @@ def test_F1_kill_takes_the_grandchildren_too(tmp_path: Path):
 
 
 def test_F3_a_writer_that_hangs_can_be_located(tmp_path: Path):
-    """Catches: a hang that nobody can explain: was it the disk, or a lock?"""
+    """Catches: a hang without an explanation: was it the disk, or a lock?"""
     read_end, write_end = os.pipe()
     gate = Gate(tmp_path / "gate")
 
@@ -363,7 +363,7 @@ def test_a_child_that_hangs_in_its_fork_is_forked_anew(
 ):
     """I10. A lock was held at the fork. Catches: a save that fails at its deadline for it.
 
-    One that died there is a writer that died.
+    A child that died there is a writer that died.
     """
     command = [sys.executable, "-c", HANGING, str(bad), how, str(begin_s), str(patience_s)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
@@ -406,7 +406,7 @@ def test_a_child_that_died_is_not_waited_for_where_another_holds_its_pipe():
 
 
 def test_a_child_that_cannot_be_killed_is_not_forked_anew(monkeypatch: pytest.MonkeyPatch):
-    """Catches: a child in an uninterruptible sleep that nobody waits for any more."""
+    """Catches: a child in an uninterruptible sleep that is no longer waited for."""
     kill = Child.kill
     monkeypatch.setattr(Child, "begins", lambda child, timeout_s: False)
     monkeypatch.setattr(Child, "kill", lambda child: False)
@@ -427,7 +427,7 @@ def test_a_worker_of_a_child_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_interrupt_while_a_child_begins_leaves_none(monkeypatch: pytest.MonkeyPatch):
-    """Catches: a writer that nobody knows of, at work on what the next save writes."""
+    """Catches: a writer that is not known to its trainer, at work on the files of the next save."""
 
     def interrupted(child: Child, timeout_s: float) -> bool:
         raise KeyboardInterrupt
@@ -440,7 +440,7 @@ def test_an_interrupt_while_a_child_begins_leaves_none(monkeypatch: pytest.Monke
 
 
 def test_a_thread_that_ended_hides_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Catches: what watches a writer's workers, ended by a thread that ended while it looked."""
+    """Catches: the watch over a writer's workers, ended by a thread that ended while it looked."""
     gate = Gate(tmp_path / "gate")
     child = fork_child(gate.hold, keep=(), group=True)
     ended_thread = threading.Thread(target=int)
@@ -514,14 +514,14 @@ def test_F29_a_child_dies_with_its_trainer(thread: str):
 
 
 def ask_too_late(parent: int) -> None:
-    """Stands for ``_ask_kernel`` in a child whose parent ends first: nobody will signal it."""
+    """Stands for ``_ask_kernel`` in a child whose parent ends first: no process will signal it."""
     while os.getppid() == parent:
         time.sleep(0.001)  # bounded: its parent ends at once
     _ask_kernel()
 
 
 def test_F29_a_child_whose_trainer_died_before_it_could_ask_ends(monkeypatch: pytest.MonkeyPatch):
-    """Catches: an orphaned writer that nobody signals: its trainer died between the fork and prctl."""
+    """Catches: an orphaned writer that gets no signal: its trainer died between the fork and prctl."""
     read_end, write_end = os.pipe()
     trainer = os.fork()
     if trainer == 0:
@@ -618,7 +618,7 @@ def test_a_child_keeps_what_it_was_told_to(tmp_path: Path):
 
 
 def test_SIGCHLD_ignored_is_a_failure_not_a_success():
-    """Catches: an exit status that nobody can know, taken for 0."""
+    """Catches: an unknown exit status taken for 0."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         outcome = run(lambda: "written")
@@ -629,7 +629,7 @@ def test_SIGCHLD_ignored_is_a_failure_not_a_success():
 
 
 def test_somebody_else_reaped_it(tmp_path: Path):
-    """Catches: the same, where a trainer's own ``waitpid(-1)`` was faster."""
+    """Catches: the same, where a trainer's ``waitpid(-1)`` was faster."""
     child = fork_child(lambda: "written", keep=(), group=True)
     os.waitpid(child.pid, 0)
     outcome = ended(child)

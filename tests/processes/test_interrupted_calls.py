@@ -56,7 +56,7 @@ def test_I10_a_save_interrupted_before_its_fork_is_not_in_flight_for_ever(
     where: str, tmp_path: Path
 ):
     """Found by attack. Catches: a Ctrl-C, which a notebook survives, in the middle of ``save``: the
-    attempt waits for a writer that nobody forks, and every later save runs into its deadline."""
+    attempt waits for a writer that is never forked, and every later save runs into its deadline."""
     ctrl_c = CtrlC("mkdir", ".ckptfsm/staging/2.")
     storage = FaultStorage(PosixStorage(tmp_path / "root"), before=ctrl_c)
     driver = FakeDriver()
@@ -83,15 +83,15 @@ def test_I10_a_save_interrupted_before_its_fork_is_not_in_flight_for_ever(
         with pytest.raises(SaveFailed, match="interrupted|KeyboardInterrupt"):
             manager.wait_until_finished()
     manager.save(3, weights(3)).wait()
-    # A handler waits for the end of the call: what was asked for was begun, and goes on.
+    # A handler waits for the end of the call: the save was begun, and goes on.
     assert manager.all_steps() == ([1, 2, 3] if where == "asking" else [1, 3])
     manager.close()
 
 
 @pytest.mark.usefixtures("interruptible")
 def test_I5_a_writer_whose_fork_was_interrupted_is_not_forgotten(tmp_path: Path):
-    """Found by review. Catches: a Ctrl-C between the fork and the line that stores the writer: its
-    attempt is cleaned up, and its files may be given to the next one, while it writes."""
+    """Found by review. Catches: a Ctrl-C between the fork and the line that stores the writer. The
+    attempt is cleaned up, and its files may be given to the next one, while the writer writes."""
     children: list[Child] = []
 
     def launch(storage: Storage, job: RankJob) -> Child:
@@ -123,7 +123,7 @@ def test_I10_an_opening_that_is_interrupted_gives_the_root_back(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         Manager(fake_ports(lambda create: storage), make_config(QUICK))
     deadline = time.monotonic() + 30
-    while True:  # the other thread lets go in its own time
+    while True:  # the other thread lets go later
         try:
             Manager(fake_ports(tmp_path / "root"), make_config(QUICK)).close()
             break

@@ -34,7 +34,8 @@ sys.stdin.read(1)
 
 @contextmanager
 def owner_that_copied(root: Path) -> Iterator[subprocess.Popen[str]]:
-    """A trainer on the root, which has made a copy of it beside it. It is killed at the end."""
+    """A trainer on the root, which has made a copy of it beside it. The trainer is killed at the
+    end."""
     command = [sys.executable, "-c", COPIES, str(root)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as owner:

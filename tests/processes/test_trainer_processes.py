@@ -1,4 +1,4 @@
-"""Signal handlers and forked children of a trainer: what managers must leave alone."""
+"""Signal handlers and forked children of a trainer: managers must leave them alone."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_F25_managers_closed_in_the_order_they_were_opened_leave_signals_alone(
 
 @pytest.mark.parametrize("does", ["exit", "raise", "close", "abandon", "poll", "save", "wait"])
 def test_F13_a_process_that_the_trainer_forks_leaves_its_saves_alone(does: str, tmp_path: Path):
-    """Found by attack. Catches: a child of the trainer's own that leaves through the ``with`` block, and
+    """Found by attack. Catches: a child of the trainer that leaves through the ``with`` block, and
     kills its parent's writer, or hangs there."""
     gate = Gate(tmp_path / "gate")
     driver = FakeDriver()
