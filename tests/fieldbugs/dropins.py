@@ -18,7 +18,7 @@ NVRX = "tests/megatron/test_megatron_nvrx.py"
 _OLD_STAYS = f"{VERL}::test_the_old_checkpoint_stays_until_the_new_one_is_tracked"
 _EVERY_RANK = f"{VERL}::test_the_tracker_waits_for_every_rank_and_is_the_drivers"
 _POLLS = f"{VERL}::test_the_loop_polls_and_its_end_waits"
-_NOBODY_POLLS = f"{VERL}::test_nobody_polls"
+_NOBODY_POLLS = f"{VERL}::test_a_save_is_never_polled"
 _KILLED = f"{QUEUE}::test_killed_writer_raises_on_all_ranks"
 _KILLED_LM = f"{TRAINING}::test_killed_writer_leaves_the_tracker"
 
@@ -33,7 +33,7 @@ DROPINS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         ),
         "verl-4873": (
             _OLD_STAYS,
-            f"{VERL}::test_a_full_disk_in_verls_own_code_fails_the_save_alone",
+            f"{VERL}::test_a_full_disk_in_verls_code_fails_the_save_alone",
         ),
         "verl-5016": (_EVERY_RANK,),
         "verl-6067": (_POLLS, _NOBODY_POLLS),
@@ -43,9 +43,9 @@ DROPINS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         ),
         "verl-ranks-delete": (_OLD_STAYS,),
         "verl-gutted": (f"{VERL}::test_a_gutted_step_is_not_resumed_from",),
-        "verl-forgets": (f"{VERL}::test_a_restart_remembers_what_to_prune",),
+        "verl-forgets": (f"{VERL}::test_a_restart_remembers_the_prunes",),
         "verl-same-step": (f"{VERL}::test_the_same_step_twice_is_refused_and_stays",),
-        "bridge-5184": (f"{TRAINING}::test_retention_does_not_count_what_is_in_flight",),
+        "bridge-5184": (f"{TRAINING}::test_retention_does_not_count_a_save_in_flight",),
         "bridge-5117": (f"{QUEUE}::test_written_call_of_a_failed_run_does_not_finalize_the_next",),
         "bridge-3267": (
             f"{TRAINING}::test_tracker_waits_for_the_writers_and_names_their_iteration",

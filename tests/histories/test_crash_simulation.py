@@ -331,7 +331,7 @@ def recover_and_judge(disk: SimDisk, acknowledged: int | None, what: str) -> Non
     read_history(SimStorage(disk, "judge3"))
 
 
-def test_F11_F23_what_a_failed_attempt_said_is_heard_at_the_next_save() -> None:
+def test_F11_F23_words_of_a_failed_attempt_are_heard_at_the_next_save() -> None:
     """Catches: a script without a part that is written, one that fails, or answers that come late."""
     controlled = Controlled(start(SimDisk(), "first", LatestN(1)))
     hear_late(controlled)

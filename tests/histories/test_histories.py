@@ -36,7 +36,7 @@ def test_history(file: Path, history: History):
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_every_history_says_what_it_catches(file: Path):
+def test_every_history_names_the_bug_it_catches(file: Path):
     """Catches: a script without a purpose, or one that was never played; two of one name."""
     histories = read(file)
     assert file.read_text(encoding="utf-8").startswith("# ")

@@ -94,7 +94,7 @@ sys.stdin.readline()
 """
 
 
-def test_the_sampler_sees_what_only_the_writer_holds() -> None:
+def test_the_sampler_sees_memory_that_only_the_writer_holds() -> None:
     """Catches: a page counted twice, a helper taken for a writer, a writer that is not looked at."""
     sampler = str(ROOT / "benchmarks" / "sampler.py")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}

@@ -56,7 +56,7 @@ def test_every_log_line_is_said_with_an_event():
     assert found == []
 
 
-def test_every_module_says_what_it_is():
+def test_every_module_has_a_docstring():
     """Catches: a module without its sentence of purpose."""
     found = [m for m in MODULES if tree(m).body and not ast.get_docstring(tree(m))]
     assert found == []

@@ -282,7 +282,7 @@ def test_the_pages_that_readme_promises_exist():
     assert names >= {f"{name}.md" for name in wanted.split()}
 
 
-def test_every_error_says_what_to_do():
+def test_every_error_has_advice():
     """Catches: an error that is new, or renamed, and that no page explains."""
     text = (DOCS / "errors.md").read_text(encoding="utf-8")
     section = text.partition("## Every error")[2].partition("\n## ")[0]
@@ -514,7 +514,7 @@ def test_the_tutorial(tmp_path):
     assert any(line.startswith("loaded step 60; next loss") for line in lines_of(tmp_path))
 
 
-def test_the_table_of_what_ran_is_that_of_the_last_run():
+def test_the_table_of_targets_is_that_of_the_last_run():
     """Catches: a README that names versions that were not run."""
     ran = json.loads((ROOT / "tests/integrations/ran.json").read_text())
     written = (ROOT / "README.md").read_text().partition(BEGIN)[2].partition(END)[0].strip()

@@ -103,7 +103,7 @@ def test_table_names_every_row_in_order() -> None:
         assert line[4:] == [row.dest.value, command]
 
 
-def test_table_says_what_each_guard_event_and_command_means() -> None:
+def test_table_explains_each_guard_event_and_command() -> None:
     """Catches: a guard, event or command without a docstring, or a meaning that is not printed."""
     text = read("lifecycle-table.md")
     named = {row.guard for row in TABLE} | {row.event for row in TABLE} | {r.command for r in TABLE}
@@ -221,7 +221,7 @@ def example() -> bytes:
     return found[1].encode()
 
 
-def test_journal_example_is_what_the_code_writes_and_reads() -> None:
+def test_journal_example_is_written_and_read_by_the_code() -> None:
     """Catches: a line format that moved away from its specification."""
     data = example()
     assert data == specs.journal_example()

@@ -140,7 +140,7 @@ def test_a_killed_persistent_worker_is_polled_without_an_end(
 
 @needs_core
 @pytest.mark.field_bug("bridge-5117")
-def test_what_an_abandoned_queue_was_not_told_finalizes_a_call_of_the_next(
+def test_untold_results_of_an_abandoned_queue_finalize_a_call_of_the_next(
     made_by: Any, tmp_path: Path
 ) -> None:
     """Catches: a release in which completions name their queue (bridge-5117). Today all queues
@@ -301,7 +301,7 @@ def test_rank_0_writes_the_tracker(rank: None, tmp_path: Path) -> None:
 
 @needs_verl
 @pytest.mark.field_bug("verl-ranks-delete")
-def test_another_rank_deletes_what_is_tracked(rank: None, tmp_path: Path) -> None:
+def test_another_rank_deletes_the_tracked_step(rank: None, tmp_path: Path) -> None:
     """Catches: a release in which ranks leave deletion to rank 0 (verl-ranks-delete). Today, if
     rank 1 comes to its finalizer first, the step that the tracker names is gone."""
     finalize(megatron(async_save=True), tmp_path, 1)
@@ -329,7 +329,7 @@ def test_a_gutted_step_is_found_after_a_kill(rank: None, tmp_path: Path) -> None
 
 @needs_verl
 @pytest.mark.field_bug("verl-forgets")
-def test_a_restart_forgets_what_is_to_be_deleted(rank: None, tmp_path: Path) -> None:
+def test_a_restart_forgets_the_deletions(rank: None, tmp_path: Path) -> None:
     """Catches: a release in which the list of steps to delete outlives its process (verl-forgets).
     Today two stay, not one.
     """
@@ -385,7 +385,7 @@ def test_the_trainer_polls_workers_that_have_nothing_to_poll() -> None:
 
 @needs_verl
 @pytest.mark.field_bug("verl-7952")
-def test_a_backend_for_which_nobody_writes_the_tracker(rank: None, tmp_path: Path) -> None:
+def test_a_backend_without_a_writer_of_the_tracker(rank: None, tmp_path: Path) -> None:
     """Catches: a release that writes a tracker for every backend (verl-7952). Today, with FSDP
     and ``async_save``, the step is whole, and the next run starts from 0."""
     settings: dict[str, Any] = {"async_save": True}

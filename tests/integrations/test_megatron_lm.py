@@ -155,7 +155,7 @@ def test_the_tracker_moves_when_the_writers_are_done_and_retention_follows_it(
 
 
 @pytest.mark.parametrize("how", [MCORE, NVRX, "--async-save", ""])
-def test_stock_code_resumes_from_what_we_wrote(train: Trainer, how: str) -> None:
+def test_stock_code_resumes_from_our_steps(train: Trainer, how: str) -> None:
     """Catches: a checkpoint that stock code cannot load, or loads incompletely; a last save (7,
     after ``terminate``) that is lost. Also: a synchronous save that returns before it is
     tracked."""
@@ -176,7 +176,7 @@ def test_stock_code_resumes_from_what_we_wrote(train: Trainer, how: str) -> None
 
 
 @pytest.mark.parametrize("how", [MCORE, NVRX, ""])
-def test_we_adopt_what_stock_code_wrote_and_resume_from_it(train: Trainer, how: str) -> None:
+def test_we_adopt_steps_of_stock_code_and_resume_from_them(train: Trainer, how: str) -> None:
     """Catches: a save directory that is not adopted. Also: a file of it, except the tracker,
     that is written anew, moved or deleted."""
     if how == NVRX and not find_spec("nvidia_resiliency_ext"):
@@ -281,7 +281,7 @@ def test_an_offloaded_optimizer_is_there_for_the_save_only(train: Trainer, tmp_p
     train.stock("--train-iters 10", begins=8)
 
 
-def test_the_integrity_of_what_is_loaded_is_verified(train: Trainer, version: str) -> None:
+def test_the_integrity_of_loaded_files_is_verified(train: Trainer, version: str) -> None:
     """Catches: ``--verify-integrity`` that refuses our checkpoints, which have no file of hashes, or
     that believes them; a checkpoint of stock code with such a file that is in our way."""
     if version < "0.17":

@@ -172,7 +172,7 @@ def slow(gate: Gate, how: str = "reports") -> Any:
 
 
 @pytest.mark.parametrize("how", ["reports", "raises"])
-def test_what_a_write_says_late_still_counts(begin: Any, tmp_path: Path, how: str) -> None:
+def test_a_late_report_of_a_write_still_counts(begin: Any, tmp_path: Path, how: str) -> None:
     """Catches: the answer of a slow write thrown away: its save fails only at the deadline."""
     gate = Gate(tmp_path / "go")
     controller = begin(slow(gate, how))
@@ -198,7 +198,7 @@ def interrupt(*ignored: Any) -> Any:
     raise KeyboardInterrupt
 
 
-def test_what_cannot_be_called_fails_its_save_at_once(begin: Any, tmp_path: Path) -> None:
+def test_a_worker_that_cannot_be_called_fails_its_save_at_once(begin: Any, tmp_path: Path) -> None:
     """Catches: Ctrl-C between two calls: an attempt without a writer, which stops the next one."""
     gate = Gate(tmp_path / "go")
     no_call = SimpleNamespace(remote=interrupt)

@@ -71,7 +71,7 @@ def job(server: Server, tmp_path: Path) -> Iterator[Job]:
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_stock_verl_loads_what_was_saved(job: Job, async_save: bool) -> None:
+def test_stock_verl_loads_the_saved_state(job: Job, async_save: bool) -> None:
     """Catches: a checkpoint that only we can read; a missing part; a lost moment or generator."""
     trainer = job.start(async_save=async_save)
     trainer._load_checkpoint()
@@ -303,7 +303,7 @@ def test_who_loads_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not NEW, reason="verl 0.9 schedules through megatron-core's module")
 def test_a_stock_async_save_cannot_be_scheduled(job: Job) -> None:
     """Catches: a stock verl in which async saves work again, although the page says that they do
-    not. With ours the same setting saves (``test_stock_verl_loads_what_was_saved``)."""
+    not. With ours the same setting saves (``test_stock_verl_loads_the_saved_state``)."""
     trainer = job.start(stock=True, async_save=True, critic=False)
     train(trainer, 1)
     with pytest.raises(RuntimeError, match="async_calls|strategies.base|nvidia-resiliency-ext"):
@@ -358,7 +358,7 @@ def test_a_backend_for_which_verl_writes_no_tracker(job: Job) -> None:
     assert state_of(stock) == before
 
 
-def test_a_restart_remembers_what_to_prune(job: Job) -> None:
+def test_a_restart_remembers_the_prunes(job: Job) -> None:
     """Catches: retention in an in-memory list: every restart leaves one more checkpoint behind."""
     keep = {"max_actor_ckpt_to_keep": 2, "max_critic_ckpt_to_keep": 2}
     trainer = job.start(**keep)
@@ -454,7 +454,7 @@ def test_a_killed_driver_is_followed_by_one_that_goes_on(job: Job) -> None:
     assert (stock.global_steps, state_of(stock)) == (2, saved)
 
 
-def test_a_full_disk_in_verls_own_code_fails_the_save_alone(job: Job) -> None:
+def test_a_full_disk_in_verls_code_fails_the_save_alone(job: Job) -> None:
     """Catches: the ranks of a group left in a collective; training that ends; a tracker that moves."""
     trainer = job.start(on_failure="warn")
     save(trainer)
@@ -479,7 +479,7 @@ def test_a_torn_tracker_is_not_a_start_from_zero(job: Job, tracker: str | None) 
     assert again.global_steps == 2
 
 
-def test_what_stock_verl_has_written_is_resumed_from(job: Job) -> None:
+def test_steps_of_stock_verl_are_resumed_from(job: Job) -> None:
     """Catches: an earlier run that is not seen: a silent restart from zero. Also: a file of that
     run, except the tracker, that adoption or the next save writes, moves, copies, links or
     touches."""
@@ -505,7 +505,7 @@ def _without_hdfs(group: WorkerGroup) -> Any:
     return partial(group.call, "method:save_checkpoint")
 
 
-def test_nobody_polls(job: Job) -> None:
+def test_a_save_is_never_polled(job: Job) -> None:
     """Catches: verl #4253, #6067, #7363: a finalizer that is never called, without any warning."""
     trainer = job.start(async_save=True)
     save(trainer)
@@ -662,7 +662,7 @@ def test_a_mirror_is_a_whole_copy(job: Job, when: str) -> None:
     assert named == ("none" if when == "before" else "1")
 
 
-def test_verls_own_setting_of_a_remote_directory(job: Job) -> None:
+def test_verls_setting_of_a_remote_directory(job: Job) -> None:
     """Catches: ``default_hdfs_dir`` without any copy there; a load that verl refuses because of
     it. Also: a loaded checkpoint that a worker deletes because it is told to."""
     there = job.place / "there"
@@ -777,7 +777,7 @@ def test_the_queue_of_prompts_in_flight_is_in_the_checkpoint(
     assert (again.global_steps, queue.prompts) == (1, saved)
 
 
-def test_verls_own_callback_is_told_once_the_step_is_tracked(job: Job) -> None:
+def test_verls_callback_is_told_once_the_step_is_tracked(job: Job) -> None:
     """Catches: a callback of verl's configuration never called, or called before there is a
     checkpoint.
     """
@@ -803,7 +803,7 @@ class OwnWay:
         """Saves in a way unknown to us."""
 
 
-def test_what_install_refuses_and_warns_of() -> None:
+def test_refusals_and_warnings_of_install() -> None:
     """Catches: extra state of a recipe that silently is not saved any more; a loop that never polls."""
     with pytest.raises(ConfigError, match="saves in its own way"):
         install(OwnWay)
@@ -813,7 +813,7 @@ def test_what_install_refuses_and_warns_of() -> None:
         install(ours)
 
 
-def test_a_verl_without_what_its_newer_trainers_import() -> None:
+def test_a_verl_without_the_imports_of_its_newer_trainers() -> None:
     """Catches: a first line that fails where verl itself, with ``trainer.use_v1=False``, would train."""
     lines = """
         import sys

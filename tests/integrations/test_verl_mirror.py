@@ -125,7 +125,7 @@ def test_a_host_that_is_away_is_not_a_missing_copy(
 
 
 @pytest.mark.parametrize("fault", ["missing", "hung"])
-def test_a_command_that_cannot_be_run_is_an_error_that_says_what_to_do(
+def test_a_command_that_cannot_be_run_is_an_error_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Catches: a bare ``FileNotFoundError``; a look that takes as long as an upload may."""

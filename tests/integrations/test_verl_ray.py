@@ -128,7 +128,7 @@ def a_trainer(root: Path) -> Any:
     return install(trainer)
 
 
-def test_verls_own_worker_group_saves_and_loads(local_ray: None, tmp_path: Path) -> None:
+def test_verls_worker_group_saves_and_loads(local_ray: None, tmp_path: Path) -> None:
     """Catches: a ticket that verl's dispatch does not carry; calls that verl's workers do not answer."""
     trainer = a_trainer(tmp_path / "root")
     group = trainer.actor_rollout_wg

@@ -66,7 +66,7 @@ def seen(notes: list[dict[str, Any]]) -> list[Any]:
     ("engine", "async_save"),
     [("fsdp2", True), ("fsdp2", False), ("megatron", True), ("megatron", False)],
 )
-def test_stock_resumes_what_was_saved_as_if_nothing_had_been(
+def test_stock_resumes_our_steps_as_if_nothing_had_been(
     sft: SftServer, tmp_path: Path, engine: str, async_save: bool
 ) -> None:
     """Catches: verl #7952: an engine with saves that are never tracked; a file that only we can
@@ -272,7 +272,7 @@ def test_a_mirror_and_another_policy(sft: SftServer, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "before") == steps(run.place) == ["global_step_2"]
 
 
-def test_what_stock_has_saved_is_not_passed_over(sft: SftServer, tmp_path: Path) -> None:
+def test_steps_of_stock_are_not_passed_over(sft: SftServer, tmp_path: Path) -> None:
     """Catches: an earlier run that is not seen: a silent restart from zero over it."""
     first, more = {"total_training_steps": 3, "save_freq": 3}, {"save_freq": 5}
     for engine in ("fsdp2", "megatron"):
@@ -308,7 +308,7 @@ def test_the_manifest_lists_every_file_of_every_rank(sft: SftServer, tmp_path: P
         assert engine != "megatron" or any(name.endswith("/common.pt") for name in listed)
 
 
-def test_what_install_refuses() -> None:
+def test_refusals_of_install() -> None:
     """Catches: an object with a checkpoint loaded already; parts that would not be saved."""
     from verl.trainer import sft_trainer
 

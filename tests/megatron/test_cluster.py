@@ -40,7 +40,7 @@ def test_the_exit_code_of_a_rank_is_not_an_earlier_ones(twice: ForkServer) -> No
     assert codes == [-signal.SIGKILL, 0]
 
 
-def test_a_job_that_is_over_ends_nobody_who_has_its_number(
+def test_a_job_that_is_over_ends_no_process_with_its_number(
     twice: ForkServer, tmp_path: Path
 ) -> None:
     """Catches: the process of another job killed with the remains of a job that ended long ago."""

@@ -123,7 +123,7 @@ def test_a_root_of_a_newer_megatron_core_is_refused_and_kept(
 
 
 @pytest.mark.parametrize("call", ["load_common_state_dict", "load"])
-def test_what_a_newer_megatron_core_wrote_is_refused_before_stock_code_loads_it(
+def test_steps_of_a_newer_megatron_core_are_refused_before_stock_code_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """Catches: a trainer of an older megatron-core that says no more than that a file is missing."""

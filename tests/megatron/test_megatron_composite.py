@@ -31,7 +31,7 @@ def test_parts_of_different_ranks_are_one_checkpoint(cluster: Cluster, root: Pat
         assert loaded, "megatron-core's own loader reads each part"
 
 
-def test_groups_under_a_controller_write_what_stock_code_loads(
+def test_groups_under_a_controller_write_steps_that_stock_code_loads(
     cluster: Cluster, root: Path
 ) -> None:
     """Would catch: a part that a controller without torch leaves without its metadata."""

@@ -36,7 +36,7 @@ def assert_began_from(ranks: list[dict[str, Any]], step: int) -> None:
         assert rank["loaded"] is (True if step else None)
 
 
-def test_stock_code_resumes_from_what_we_wrote(cluster: Cluster, root: Path) -> None:
+def test_stock_code_resumes_from_our_steps(cluster: Cluster, root: Path) -> None:
     """Catches: a checkpoint that stock code cannot load, a closure that still writes the tracker, a
     last save (7, after ``terminate``) that is lost."""
     ranks = train(cluster, root, installed=True, train_iters=7)
@@ -52,9 +52,7 @@ def test_stock_code_resumes_from_what_we_wrote(cluster: Cluster, root: Path) -> 
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_we_resume_from_what_stock_code_wrote(
-    cluster: Cluster, root: Path, async_save: bool
-) -> None:
+def test_we_resume_from_steps_of_stock_code(cluster: Cluster, root: Path, async_save: bool) -> None:
     """Catches: an existing save directory that is not adopted, or that retention deletes unasked."""
     train(cluster, root, installed=False, train_iters=4, async_save=async_save)
     ranks = train(cluster, root, installed=True, train_iters=8, save_retain_interval=4)
@@ -102,7 +100,7 @@ def test_tracker_waits_for_the_writers_and_names_their_iteration(
     assert_began_from(train(cluster, root, installed=False, train_iters=4), 4)
 
 
-def test_retention_does_not_count_what_is_in_flight(
+def test_retention_does_not_count_a_save_in_flight(
     cluster: Cluster, gate: Gates, root: Path
 ) -> None:
     """Catches: retention that keeps the newest, which is in flight, and deletes the tracked one
@@ -306,7 +304,7 @@ def test_a_synchronous_save_remembers_that_it_was_one(cluster: Cluster, root: Pa
     assert asked is False
 
 
-def test_what_stock_code_raises_on_one_rank_is_raised_on_all(cluster: Cluster, root: Path) -> None:
+def test_an_error_of_stock_code_on_one_rank_is_raised_on_all(cluster: Cluster, root: Path) -> None:
     """Catches: ranks that wait for one that has left the save with a local error. The directory of
     a save that was refused, which stock code makes before it knows."""
     for rank in cluster.run("training_jobs.fail_on_one_rank", root=str(root)):

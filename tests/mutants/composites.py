@@ -6,7 +6,7 @@ from mutants.loader import mutant
 
 _HEARD_LATE = (
     "tests:test_crash_simulation.py::"
-    "test_F11_F23_what_a_failed_attempt_said_is_heard_at_the_next_save"
+    "test_F11_F23_words_of_a_failed_attempt_are_heard_at_the_next_save"
 )
 MUTANTS = (
     mutant(
@@ -170,7 +170,7 @@ MUTANTS = (
         breaks="I4",
         source="review",
         killers=(
-            "tests:test_controller.py::test_I8_a_controller_does_not_finish_what_needs_torch",
+            "tests:test_controller.py::test_I8_a_controller_does_not_finish_parts_that_need_torch",
         ),
     ),
     mutant(

@@ -104,7 +104,7 @@ QUEUE = (
         "if False:",
         breaks="I3",
         source="megatron-core (a writer that lies)",
-        killers=(f"{_TESTS}test_I3_what_a_writer_says_of_its_files_is_compared_with_them",),
+        killers=(f"{_TESTS}test_I3_the_words_of_a_writer_are_compared_with_its_files",),
     ),
     mutant(
         "a-shard-shorter-than-its-results-is-taken",
@@ -113,7 +113,7 @@ QUEUE = (
         "if False:",
         breaks="I3",
         source="megatron-core (a writer that lies)",
-        killers=(f"{_TESTS}test_I3_what_a_writer_says_of_its_files_is_compared_with_them",),
+        killers=(f"{_TESTS}test_I3_the_words_of_a_writer_are_compared_with_its_files",),
     ),
     mutant(
         "a-rank-alone-raises-of-its-results-queue",
@@ -225,7 +225,7 @@ MEGATRON_LM = (
         "if pending.handle.skipped:",
         breaks="I6",
         source="order",
-        killers=(f"{_TESTS}test_I2_a_failed_save_is_raised_and_reported_to_nobody",),
+        killers=(f"{_TESTS}test_I2_a_failed_save_is_raised_and_not_reported_as_saved",),
     ),
     mutant(
         "the-retain-interval-deletes-what-it-keeps",
@@ -344,7 +344,7 @@ VERL = (
         "if own is None:",
         breaks="I6",
         source="order",
-        killers=(f"{_VERL}test_a_subclass_with_a_save_of_its_own_is_refused_when_it_is_made",),
+        killers=(f"{_VERL}test_a_subclass_with_another_save_is_refused_when_it_is_made",),
         why="state that the subclass would have saved is not in the checkpoint",
     ),
 )

@@ -721,7 +721,7 @@ FENCES = (
         "return attempt_name(of)",
         breaks="F27",
         source="F27",
-        killers=("tests:test_layout.py::test_names_of_what_was_moved_aside",),
+        killers=("tests:test_layout.py::test_names_of_directories_that_were_moved_aside",),
         why="half a checkpoint comes back for its reader",
     ),
     mutant(
@@ -793,7 +793,9 @@ FENCES = (
         "if there is None:\n    return False",
         breaks="I8",
         source="F33",
-        killers=("tests:test_recovery.py::test_I8_what_stands_at_a_step_we_know_may_be_anothers",),
+        killers=(
+            "tests:test_recovery.py::test_I8_a_directory_at_a_known_step_may_be_of_another_trainer",
+        ),
         why="a step that a stock trainer saved again goes to quarantine",
     ),
     mutant(
@@ -816,7 +818,7 @@ FENCES = (
         killers=(
             (
                 "tests:test_recovery.py::"
-                "test_I8_an_unfinished_rollback_goes_on_where_the_tracker_names_what_was_lost"
+                "test_I8_an_unfinished_rollback_goes_on_where_the_tracker_names_a_lost_step"
             ),
         ),
         why="the tracker names a lost checkpoint, and the rollback is refused for ever",
@@ -1238,7 +1240,7 @@ FENCES = (
         "return (",
         breaks="I8",
         source="F33",
-        killers=("tests:test_recovery.py::test_a_roll_forward_over_what_is_in_use_is_said",),
+        killers=("tests:test_recovery.py::test_a_roll_forward_over_a_step_in_use_is_said",),
         why="another trainer's line is left without a word, also with strict",
     ),
     mutant(
@@ -1249,7 +1251,7 @@ FENCES = (
         breaks="I8",
         source="F33",
         killers=(
-            ("tests:test_recovery.py::test_an_unfinished_rollback_warns_of_what_nobody_asked_for"),
+            ("tests:test_recovery.py::test_an_unfinished_rollback_warns_of_unrequested_moves"),
         ),
         why="strict goes on although the target was damaged",
     ),
@@ -1260,7 +1262,9 @@ FENCES = (
         'there.found in ("manifest", "stock")',
         breaks="I8",
         source="F33",
-        killers=("tests:test_recovery.py::test_I8_what_stands_at_a_step_we_know_may_be_anothers",),
+        killers=(
+            "tests:test_recovery.py::test_I8_a_directory_at_a_known_step_may_be_of_another_trainer",
+        ),
         why="a checkpoint of an older format, that the tracker names, is passed over without a word",
     ),
     mutant(
@@ -1460,7 +1464,7 @@ FENCES = (
         breaks="I8",
         source="order",
         killers=(
-            "tests:test_recovery.py::test_I8_the_tracker_is_put_to_what_stays_before_anything_is_withdrawn",
+            "tests:test_recovery.py::test_I8_the_tracker_is_put_to_a_staying_step_before_anything_is_withdrawn",
         ),
     ),
     mutant(

@@ -600,7 +600,7 @@ def held() -> int:
     return sum(place not in (os.devnull, "the listing itself") for place in places)
 
 
-def test_a_child_keeps_what_it_was_told_to(tmp_path: Path):
+def test_a_child_keeps_the_descriptors_it_was_told_to(tmp_path: Path):
     """Catches: a writer whose storage was closed under it."""
     kept = os.open(tmp_path, os.O_RDONLY)
     other = os.open(tmp_path, os.O_RDONLY)
@@ -628,7 +628,7 @@ def test_SIGCHLD_ignored_is_a_failure_not_a_success():
     assert "SIGCHLD" in outcome.explain()
 
 
-def test_somebody_else_reaped_it(tmp_path: Path):
+def test_other_code_reaped_the_child(tmp_path: Path):
     """Catches: the same, where a trainer's ``waitpid(-1)`` was faster."""
     child = fork_child(lambda: "written", keep=(), group=True)
     os.waitpid(child.pid, 0)
@@ -675,7 +675,7 @@ def test_the_trainers_signal_handlers_do_not_run_in_a_child():
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_child_in_its_own_group():
+def test_a_child_in_a_new_group():
     """Catches: a Ctrl-C at the terminal that kills the writer with the trainer's group."""
     assert run(lambda: (os.getpgid(0), os.getpid()), group=True).payload is not None
     group, pid = run(lambda: (os.getpgid(0), os.getpid()), group=True).payload

@@ -84,7 +84,7 @@ def test_F21_nothing_is_found_where_nothing_was_changed(bench: Bench):
 
 
 @pytest.mark.parametrize(("matters", "again"), [(True, True), (True, False), (False, False)])
-def test_F15_F21_only_what_struck_counts(bench: Bench, matters: bool, again: bool):
+def test_F15_F21_only_strikes_count(bench: Bench, matters: bool, again: bool):
     """Catches: faults counted as exercised by a harmless change, or without a second save."""
     template = bench.templates[0]
     path = next(p for p in template.tree if p.startswith("iter_") and p.endswith(".distcp"))
@@ -190,7 +190,7 @@ def test_F30_a_huge_manifest_costs_no_memory(bench: Bench):
         tracemalloc.stop()
 
 
-def test_a_third_of_the_corruptions_is_of_what_megatron_wrote(bench: Bench, monkeypatch):
+def test_a_third_of_the_corruptions_is_of_files_by_megatron(bench: Bench, monkeypatch):
     """Catches: a layer that corrupts invented shards only. The other seeds stay what they were."""
     tried: list[tuple[Template, str]] = []
 
@@ -244,7 +244,7 @@ def test_F20_a_corrupt_sealed_segment_is_refused(bench: Bench):
 # -------------------------------------------------------------------------------------------- fuzz
 
 
-def test_F30_what_was_written_is_accepted():
+def test_F30_written_documents_are_accepted():
     """Catches: readers that refuse everything, which no other test here would notice."""
     assert fuzz.legal_input_problem() == ""
 

@@ -56,7 +56,7 @@ def test_every_report_says_how_it_is_in_the_newest_versions():
     assert [text for text in TODAY.values() if text != OTHER and not known.match(text)] == []
 
 
-def test_what_is_said_to_have_been_run_has_a_test_that_runs_it():
+def test_a_row_marked_run_has_a_test_that_runs_it():
     """Catches: "run" without a repeatable test, and a test whose row says "read"."""
     marked = set()
     for node in ast.walk(ast.parse((ROOT / TESTS).read_text(encoding="utf-8"))):

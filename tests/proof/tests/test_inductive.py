@@ -52,7 +52,7 @@ def changed_row(event: str, **fields) -> tuple[lifecycle.Row, ...]:
     return tuple(replace(r, **fields) if r is changed[0] else r for r in lifecycle.TABLE)
 
 
-def test_what_z3_cannot_tell_is_red(spec, monkeypatch):
+def test_an_unknown_of_z3_is_red(spec, monkeypatch):
     """Catches: a solver that gave up, taken for a proof."""
     monkeypatch.setattr(layer, "WORK_LIMIT", 10)
     assert next(layer.prove(spec), None) is not None

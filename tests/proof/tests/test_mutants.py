@@ -188,7 +188,7 @@ def test_code_is_found_however_it_is_laid_out(function: str, old: str, count: in
     assert len(anchors.find(SOURCE, function, old)) == count
 
 
-def test_what_replaces_code_is_indented_as_it_was() -> None:
+def test_the_replacement_of_code_is_indented_as_it_was() -> None:
     """Catches a planted bug that is a syntax error, or that is in another block."""
     [span] = anchors.find(SOURCE, "Kept.second", "return call(self.one, 'a b')".replace("'", '"'))
     changed = anchors.replace(SOURCE, span, "for one in self.one:\n    call(one)\nreturn 4")
@@ -201,7 +201,7 @@ def test_what_replaces_code_is_indented_as_it_was() -> None:
         anchors.find(SOURCE, "Kept.third", "return")
 
 
-def test_the_mutated_text_is_what_is_imported() -> None:
+def test_the_mutated_text_is_imported() -> None:
     """Catches cached byte code, or a finder that is asked too late."""
     script = """
 import sys

@@ -63,7 +63,7 @@ def mutants() -> dict[str, Mutant]:
     return read_mutants("core/retention", GENERATED)
 
 
-def test_a_mutant_is_known_by_what_it_changes(mutants):
+def test_a_mutant_is_known_by_its_change(mutants):
     """Catches: an explanation that moves to another mutant once mutmut numbers them anew."""
     assert {name: mutant.change for name, mutant in mutants.items()} == {
         NAMES[0]: BOUND,
@@ -83,7 +83,7 @@ def test_a_survivor_that_nothing_explains_is_red(mutants):
         assert (found.unexplained, found.words, found.good) == ([NAMES[0]], [NAMES[1]], False)
 
 
-def test_what_accounts_for_a_survivor(mutants):
+def test_excuses_of_a_survivor(mutants):
     """Catches: a survivor that is red though it is explained, or is counted twice."""
     ends = {NAMES[0]: "survived", NAMES[1]: "killed", NUMBER: "survived"}
     found = judge(ends, mutants, [NUMBER], [BOUND])
@@ -146,7 +146,7 @@ def test_words_for_people(old, new):
         ('raise ValueError("a" * 2)', 'raise ValueError("a" * 3)'),
     ],
 )
-def test_what_is_not_words_for_people(old, new):
+def test_texts_that_are_not_words_for_people(old, new):
     """Catches: a rule for words that lets off a key, a comparison, or the whole message."""
     assert not words_only(function(old), function(new))
 

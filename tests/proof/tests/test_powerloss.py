@@ -79,7 +79,7 @@ def test_a_copy_of_an_image_does_not_change_with_it():
 # ----------------------------------------------------------------------------------------- the states
 
 
-def test_what_was_flushed_is_never_lost():
+def test_flushed_writes_are_never_lost():
     """F4. Catches: a disk more hostile than disks are, which would blame the library."""
     recorded = recording((0, A), FLUSH, (1024, B), FLUSH, (0, C), (1024, C), FLUSH)
     states = drawn_states(recorded, random.Random(1), 1000)
@@ -129,7 +129,7 @@ def test_states_may_be_built_in_any_order():
         assert builder.build(CrashState(end))._blocks.get(0, bytes(BLOCK))[:1024] == expected
 
 
-def test_what_is_promised_at_a_state_is_what_was_acknowledged_before_it():
+def test_the_promise_at_a_state_is_the_last_acknowledgement_before_it():
     """Catches: a promise judged too early (false alarm) or too late (a loss not seen)."""
     recorded = recording(*[(0, A)] * 9)
     recorded.promises = [(0, None), (3, 1), (6, 3), (8, 1)]  # the last one: a rollback

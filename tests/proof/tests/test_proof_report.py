@@ -82,7 +82,7 @@ def test_the_report_says_how_many_applicable_pairs_were_exercised():
     assert f" {count - 1} of {count} applicable fault x state" in document([result], "pr")
 
 
-def test_what_nobody_exercised_is_named():
+def test_unexercised_pairs_are_named():
     assert unexercised([everything("simulation")], "pr") == []
     lacking = everything("simulation")
     del lacking.coverage.rows[ALL_ROWS[0]], lacking.coverage.pairs[ALL_PAIRS[0]]
@@ -205,7 +205,7 @@ def test_a_soak_simulates_for_its_hours(monkeypatch, tmp_path, cpus, hours):
 
 
 @pytest.mark.parametrize(("name", "hours"), [("traces", 2.0), ("processes", 4.0)])
-def test_a_layer_that_hangs_is_ended_at_its_own_limit(monkeypatch, tmp_path, name, hours):
+def test_a_layer_that_hangs_is_ended_at_its_limit(monkeypatch, tmp_path, name, hours):
     """Catches: one limit that a slow disk meets, and a run that waits for a hung layer for ever."""
     elapsing, ended = Elapsing(), []
     monkeypatch.setattr(running, "time", elapsing)

@@ -89,7 +89,7 @@ def test_I5_F11_answers_of_workers_come_late_and_twice():
 
 
 @pytest.mark.parametrize("change", ["relabelled", "older", "repeated"])
-def test_I5_a_controller_that_takes_what_does_not_count_is_found(change: str, monkeypatch):
+def test_I5_a_controller_that_takes_void_answers_is_found(change: str, monkeypatch):
     """Catches: a judge that looks at the ledger's filter, and not at the controller's."""
     take = Controller._take
     monkeypatch.setattr(Controller, "_take", partialmethod(TAKES[change], take))
@@ -152,7 +152,7 @@ class Nothing(Policy):
 
 
 @pytest.mark.parametrize("policy", [KeepEven(), Raises(), Nothing(), LatestN(0)])
-def test_I7_a_trainers_own_policy_can_be_simulated(policy: Policy):
+def test_I7_a_trainers_policy_can_be_simulated(policy: Policy):
     """Catches: a policy, right or wrong, that empties the store or stops a save."""
     for seed in range(100, 115):
         run = simulate(seed, retention=policy)
@@ -248,7 +248,7 @@ def test_F15_a_step_that_is_saved_twice_is_found(monkeypatch):
     assert first_failure(what="is saved once more").promise == "I1"
 
 
-def test_F23_a_part_that_nobody_looks_for_is_found(monkeypatch):
+def test_F23_a_part_that_is_not_looked_for_is_found(monkeypatch):
     monkeypatch.setattr(RankWriter, "_missing_receipt", lambda writer: "")
     assert first_failure(what="never written").promise == "I3"
 
@@ -306,7 +306,7 @@ def test_time_passes_only_when_everybody_waits():
     assert seen == [("main", 0.0), ("other", 5.0)]
 
 
-def test_I10_nobody_can_run_is_a_violation():
+def test_I10_a_deadlock_is_a_violation():
     with pytest.raises(SimulationFailed, match="nobody can run"):
         in_world(lambda world, process: world.park())
 
@@ -441,7 +441,7 @@ def test_F33_a_death_before_any_save_began_is_none_of_the_very_first():
     assert site.coverage.faults == {"F33 x requested": 1}
 
 
-def test_F11_a_duplicate_of_an_attempts_own_report_is_no_stale_one():
+def test_F11_a_duplicate_of_an_attempts_report_is_no_stale_one():
     """Catches: stale reports counted as exercised though they cannot be taken for another
     attempt's."""
     site, world = quiet_site()
@@ -521,7 +521,7 @@ def test_no_death_is_drawn_that_does_not_happen(monkeypatch):
     assert drawn == died > 2
 
 
-def test_every_run_has_its_own_rates_between_jobs():
+def test_every_run_draws_rates_between_jobs():
     """Catches: damage that every run meets equally often, or some kind that none does."""
     runs = [draw_meddling(random.Random(seed)) for seed in range(200)]
     for meddler in runs[0]:
@@ -561,7 +561,7 @@ def test_check_root_judges_tracker_and_directories():
         check_root(storage, None)
 
 
-def test_the_watch_judges_what_has_no_reason():
+def test_the_watch_judges_moves_without_a_reason():
     """Catches: a watch that lets a directory be published, moved or deleted without a journal."""
     disk, storage, watch = watched()
     for path in (".ckptfsm", ".ckptfsm/staging", ".ckptfsm/trash"):

@@ -60,7 +60,7 @@ def test_the_machines_are_driven_deep(suite, labels):
 
 
 @pytest.mark.parametrize("call, power", [(48, 4), (48, 6), (49, 5), (49, 7)])
-def test_I8_power_shows_what_a_fresh_start_left_at_both_names(call, power):
+def test_I8_power_shows_a_step_of_a_fresh_start_at_both_names(call, power):
     """Found by a release run. Catches: a machine that expects more than decision 22 promises."""
     machine = RecoveryMachine()
     machine.begin(saved=0, adopted=1, keep=None)
@@ -88,7 +88,7 @@ def test_I8_a_rollback_goes_on_over_a_tracker_that_an_opening_wrote():
     machine.teardown()
 
 
-def test_I8_what_a_save_that_was_cut_short_leaves_is_no_limit_for_a_stock_trainer():
+def test_I8_a_save_that_was_cut_short_is_no_limit_for_a_stock_trainer():
     """Found by a release run. Catches: a machine that takes for certain that a start which died had
     journaled the only save, so that nothing above it may be adopted."""
     machine = RecoveryMachine()
@@ -102,7 +102,7 @@ def test_I8_what_a_save_that_was_cut_short_leaves_is_no_limit_for_a_stock_traine
     machine.teardown()
 
 
-def test_I8_what_a_start_may_have_adopted_is_no_limit_for_what_the_one_before_it_did():
+def test_I8_adoptions_of_a_start_are_no_limit_for_the_start_before():
     """Found by a release run. Catches: a machine that takes the newest of the steps that two
     cut-short starts may have adopted for the step that the first of them has journaled."""
     machine = RecoveryMachine()

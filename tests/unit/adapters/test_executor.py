@@ -94,7 +94,7 @@ def test_the_training_thread_does_not_wait():
     executor.shutdown()
 
 
-def test_what_is_queued_at_shutdown_still_runs():
+def test_work_queued_at_shutdown_still_runs():
     """Catches: a lock that is never given back because the executor was told to stop."""
     executor = ThreadExecutor()
     go = threading.Event()

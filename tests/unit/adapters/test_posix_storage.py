@@ -105,7 +105,7 @@ def fails(code: int, call: Callable[..., object], *args: object) -> OSError:
 # -- both disks ------------------------------------------------------------------------------------
 
 
-def test_what_was_written_is_read(store: Storage) -> None:
+def test_written_bytes_are_read(store: Storage) -> None:
     handle = store.open_exclusive("a")
     write_all(store, handle, b"hello ")
     write_all(store, handle, memoryview(b"world"))
@@ -858,7 +858,7 @@ def test_F5_a_full_disk_is_ENOSPC(small_disk: str) -> None:
     storage.close_root()
 
 
-def test_F5_what_a_full_disk_cannot_reserve_is_ENOSPC(small_disk: str) -> None:
+def test_F5_a_full_disk_cannot_reserve_ENOSPC(small_disk: str) -> None:
     storage = PosixStorage(small_disk)
     handle = storage.open_exclusive("big", direct=True)
     assert fails(errno.ENOSPC, storage.allocate, handle, 128 << 10).filename == "big"

@@ -87,7 +87,7 @@ def for_the_kernel(number: int) -> tuple[bytes, bytes]:
     return found.raw[:8], found.raw[136:140]
 
 
-def test_what_the_kernel_knew_of_a_handler_comes_back(heard: list[int], tmp_path: Path):
+def test_the_kernels_setting_of_a_handler_comes_back(heard: list[int], tmp_path: Path):
     """Catches: a handler in C above Python's that is gone after the first save, as a library sets
     it. Calls that a signal did not interrupt before (asyncio asks for that), and now does."""
     signal.siginterrupt(signal.SIGINT, False)

@@ -119,7 +119,7 @@ def test_F1_its_death_is_told(echo):
         process.send("nobody hears this")
 
 
-def test_what_it_said_before_its_death_is_heard(echo):
+def test_words_before_its_death_are_heard(echo):
     """Catches: a result that is lost because the process ended right after it."""
     process = echo()
     process.send(("say_and_end", b"y" * 1000))
@@ -216,7 +216,7 @@ def test_memory_that_is_not_there_is_an_error(echo):
     assert raised.value.errno == errno.EFAULT
 
 
-def test_own_memory_is_read():
+def test_memory_of_this_process_is_read():
     """Catches: a copy of the wrong length."""
     source = ctypes.create_string_buffer(b"abcdef", 6)
     found = bytearray(6)

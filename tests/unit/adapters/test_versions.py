@@ -31,7 +31,7 @@ def test_a_plain_install_brings_no_torch():
     assert names(PROJECT["dependencies"]) == {"pydantic", "transitions", "xxhash", "tomli"}
 
 
-def test_no_extra_holds_back_what_a_trainer_brings():
+def test_no_extra_holds_back_a_trainers_packages():
     """Catches: an install that takes a trainer's newer torch, megatron-core, Ray or verl away."""
     extras = PROJECT["optional-dependencies"]
     assert {"megatron", "ray", "verl", "nvrx", "testing", "test"} <= set(extras)
@@ -40,7 +40,7 @@ def test_no_extra_holds_back_what_a_trainer_brings():
         assert not re.search(r"(?<![<>=!~])<|==(?!.*\*)|~=", versions), requirement
 
 
-def test_what_is_installed_for_the_tests_was_tried():
+def test_versions_installed_for_the_tests_were_tried():
     """Catches: a pin that moves on while the list of tried versions does not."""
     pinned = re.findall(
         r"^(torch|megatron-core)==(\S+?);", (ROOT / "constraints.txt").read_text(), re.M
@@ -85,7 +85,7 @@ def test_a_version_that_cannot_work_is_refused(name: str):
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("version", ["unknown", None, "core_r0.19.0"])
-def test_a_version_that_is_no_number_is_judged_by_what_is_there(
+def test_a_version_that_is_no_number_is_judged_by_its_functions(
     version: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     """Catches: a TypeError, or an older megatron-core that writes what it cannot read."""

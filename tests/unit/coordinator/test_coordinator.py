@@ -728,7 +728,7 @@ def test_F18_a_tracker_that_is_a_link_is_not_followed():
 
 
 @pytest.mark.parametrize("damage", ["missing", "gutted", "no_manifest", "torn_manifest", "short"])
-def test_F19_the_tracker_names_what_is_not_whole(damage: str):
+def test_F19_the_tracker_names_a_step_that_is_not_whole(damage: str):
     """I2. Catches: a resume from a directory that only looks like a checkpoint."""
     disk = SimDisk()
     left(disk, 1, 2)
@@ -1133,7 +1133,7 @@ def test_F5_a_save_that_cannot_fit_first_empties_the_trash():
     assert ".ckptfsm/trash/gone-1.e1.a1" not in disk.snapshot()
 
 
-def test_F5_a_tracker_that_waits_for_space_gets_what_the_trash_takes():
+def test_F5_a_tracker_that_waits_for_space_gets_that_of_the_trash():
     """Found by attack. Catches: a published save that waits for its tracker until its deadline, while
     what was pruned before takes the few bytes that it needs."""
     disk = SimDisk()
@@ -1234,7 +1234,7 @@ def test_F5_a_save_that_cannot_fit_prunes_nothing():
     assert tracked(job) == [1, 2] and job.coordinator.ledger.in_flight() is None
 
 
-def test_F27_a_readers_lease_expires_by_our_own_time():
+def test_F27_a_readers_lease_expires_by_our_time():
     """F14. Catches: a crashed reader that keeps a checkpoint for ever, or wall time deciding so."""
     disk = SimDisk()
     job = saved(disk, 1, retention=LatestN(1))
@@ -1274,7 +1274,7 @@ def test_F27_a_reader_that_renews_keeps_its_step_beyond_the_timeout():
     assert tracked(job) == [3]
 
 
-def test_what_is_left_of_a_lease_that_could_not_be_written_expires():
+def test_the_rest_of_a_lease_that_could_not_be_written_expires():
     """Catches: files that a full disk or a killed reader leaves among the leases for good."""
     disk = SimDisk()
     job = saved(disk, 1)

@@ -115,7 +115,7 @@ class Vocabulary:
         return Written((shard.close_durably("bpe.tmp-final.json"),))
 
 
-def test_F20_what_is_adopted_brings_its_time_and_metrics():
+def test_F20_an_adopted_step_brings_its_time_and_metrics():
     """Catches: policies that prune the wrong ones after the journal was moved away: run time begins at
     zero again, and the best checkpoint has no metric."""
     disk = SimDisk()

@@ -87,7 +87,7 @@ def test_documents_round_trip(document):
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=ids)
-def test_records_round_trip_as_their_own_type(record):
+def test_records_round_trip_as_their_type(record):
     """Catches: a journal record that is read back as another kind."""
     assert d.RECORD.validate_json(d.encode(record)) == record
 
@@ -276,7 +276,7 @@ def test_F26_a_checkpoint_survives_its_record(checkpoint):
     assert d.checkpoint_of(again) == checkpoint
 
 
-def test_a_record_leaves_out_what_receipts_on_disk_say():
+def test_a_record_leaves_out_the_facts_of_receipts_on_disk():
     """Catches: in-memory reports believed after a restart instead of the disk."""
     everyone = frozenset({0})
     c = Checkpoint(

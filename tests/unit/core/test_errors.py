@@ -60,7 +60,7 @@ def test_every_error_survives_pickling(cls, protocol):
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
-def test_every_error_says_what_it_is_and_what_to_do(cls):
+def test_every_error_has_a_kind_and_advice(cls):
     """Catches: an error without a kind, advice, doc or facts in its text."""
     error = cls("it broke", step=7, file=None)
     assert error.advice and error.kind and cls.__doc__
@@ -165,19 +165,19 @@ def test_F10_name_ranks():
     assert errors.name_ranks(range(20), limit=1) == "0 and 19 more"
 
 
-def test_a_refused_step_says_what_is_there():
+def test_a_refused_step_names_the_directory_there():
     """Catches: a refusal that does not tell the caller the latest step."""
     error = StepExistsError("taken", step=5, latest=9)
     assert (error.step, error.latest) == (5, 9) and "latest=9" in str(error)
 
 
-def test_F30_what_utf8_cannot_hold_is_written_out():
+def test_F30_bytes_that_utf8_cannot_hold_are_written_out():
     """Catches: a file's name of arbitrary bytes that a journal record cannot carry."""
     assert errors.printable("name\udcff.bin") == "name\\udcff.bin"
     assert errors.printable("grün") == "grün"
 
 
-def test_describe_names_an_error_of_ours_by_what_it_says():
+def test_describe_names_an_error_of_ours_by_its_message():
     """Catches: advice to a caller in a journal, where no caller reads it."""
     said = errors.describe(StorageError("no room", file="a"))
     assert said == "StorageError: no room [storage: file='a']"
@@ -191,7 +191,7 @@ def reading():
 """
 
 
-def test_a_warning_names_the_line_of_whoever_called_the_library():
+def test_a_warning_names_the_line_that_called_the_library():
     """Catches: a warning that points at a line of ours, or of contextlib: no user can mend that."""
     names = {**vars(errors), **vars(notices), "contextmanager": contextmanager}
     names["__name__"] = "ckptfsm.disk.reader_lease"

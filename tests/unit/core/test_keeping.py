@@ -98,7 +98,7 @@ def test_F27_a_hold_that_came_while_it_was_moved_brings_it_back(change):
 
 
 @pytest.mark.parametrize("taken", YES_NO)
-def test_I7_what_is_needed_does_not_stay_in_the_trash(taken):
+def test_I7_a_needed_step_does_not_stay_in_the_trash(taken):
     """Catches: a crash between move and second look, after which one of the guards is not looked
     at."""
     for facts in PRUNES:
@@ -148,7 +148,7 @@ def test_the_journal_gets_the_reason_that_kept_it(decision, reason):
 # ---------------------------------------------------------------------------------------- clean up
 
 
-def test_whose_directory_stands_at_a_name():
+def test_the_claimant_of_the_directory_at_a_name():
     """Catches: a torn manifest, or one of another attempt, that is taken for this attempt's."""
     assert [at_name(OURS, there) for there in THERE] == [
         AtName.ITS_OWN,
@@ -162,7 +162,7 @@ def test_whose_directory_stands_at_a_name():
     ]
 
 
-def test_I1_a_clean_up_gives_up_what_lies_in_staging_and_was_not_published():
+def test_I1_a_clean_up_gives_up_unpublished_directories_in_staging():
     """Catches: a failed attempt that is deleted although a late rename published it."""
     for facts in FAILED:
         given_up = decide_clean_up(facts) is CleanUpDecision.GIVE_UP
@@ -179,7 +179,7 @@ def test_I1_a_clean_up_takes_from_a_published_name_only_its_own():
         assert taken == (facts.at_name is AtName.ITS_OWN or torn), facts
 
 
-def test_I1_a_clean_up_in_place_leaves_what_others_have_in_use():
+def test_I1_a_clean_up_in_place_leaves_directories_in_use_by_others():
     """Catches: a directory that another trainer went on from, and that is moved away as a left over."""
     for facts in FAILED:
         decision = decide_clean_up(facts)
@@ -193,7 +193,7 @@ def test_I1_a_clean_up_in_place_leaves_what_others_have_in_use():
             assert facts.in_place and facts.at_name is AtName.NOT_OURS, facts
 
 
-def test_I10_a_clean_up_leaves_no_directory_of_its_own_undecided():
+def test_I10_a_clean_up_leaves_none_of_its_directories_undecided():
     """Catches: a failed attempt whose directory is there, and stays, though no other attempt uses
     it."""
     for facts in FAILED:
@@ -212,7 +212,7 @@ def test_I1_in_place_only_this_attempts_unfinished_save_may_be_deleted():
         assert (decide_in_place(facts) is InPlaceDecision.GIVE_UP) == expected, facts
 
 
-def test_I1_what_is_completed_while_it_is_moved_is_not_deleted():
+def test_I1_a_directory_completed_while_it_is_moved_is_not_deleted():
     """Catches: a second look whose answer cannot differ from the first."""
     for facts in IN_PLACE:
         if decide_in_place(facts) is InPlaceDecision.GIVE_UP:
@@ -220,7 +220,7 @@ def test_I1_what_is_completed_while_it_is_moved_is_not_deleted():
             assert decide_in_place(again) is InPlaceDecision.QUARANTINE, facts
 
 
-def test_I1_in_place_a_directory_that_somebody_made_anew_is_left():
+def test_I1_in_place_a_directory_that_was_made_anew_is_left():
     """Catches: a directory that vanishes under a trainer that has just begun in it."""
     for facts in IN_PLACE:
         begun = not facts.marked and facts.contents is Contents.BARE
@@ -246,7 +246,7 @@ def test_I1_a_withdrawal_moves_only_the_withdrawn_checkpoint():
             assert decision is QuarantineDecision.MOVE, case
 
 
-def test_I2_the_tracker_stays_with_a_complete_checkpoint_of_somebody_else():
+def test_I2_the_tracker_stays_with_a_complete_foreign_checkpoint():
     """Catches: a tracker that is taken from a new save at a withdrawn step."""
     for withdrawn, there, moved in product(CHECKPOINTS, THERE, YES_NO):
         taken = is_taken(withdrawn, there, moved)

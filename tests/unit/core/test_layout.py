@@ -20,7 +20,7 @@ near = st.text(alphabet="0123456789٣²+-._ eaiter/\n\x00epoch-jsnd", max_size=2
 
 @given(steps, attempts, numbers)
 @quick
-def test_what_is_built_parses_back(step, of, epoch):
+def test_a_built_name_parses_back(step, of, epoch):
     """Catches: a checkpoint, attempt or epoch that a restart would not recognise."""
     assert layout.MEGATRON.parse_published(layout.MEGATRON.published_name(step)) == step
     assert layout.parse_attempt(layout.attempt_name(of)) == of
@@ -135,7 +135,7 @@ def test_F30_other_names_that_are_not_ours():
         (b"RELEASE", None),
     ],
 )
-def test_F18_what_a_tracker_can_say(text, value):
+def test_F18_the_possible_words_of_a_tracker(text, value):
     """Catches: a torn or hostile tracker read as a step, or a crash on a huge number."""
     assert layout.parse_tracker(text) == value
 
@@ -174,7 +174,7 @@ def test_the_greatest_step_has_a_name(names):
         assert layout.parse_tracker(str(step).encode()) == parsed
 
 
-def test_names_of_what_was_moved_aside():
+def test_names_of_directories_that_were_moved_aside():
     """Catches: a directory that is given up or left out taken for its step's directory, or deleted
     in its place."""
     of = AttemptId(100, 7, 2)

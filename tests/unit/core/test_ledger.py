@@ -184,7 +184,7 @@ def test_I7_kept_by_names_everything_that_keeps():
         assert Ledger().superseded(only, ()) == m.Superseded(at(step), None, ("latest",))
 
 
-def test_I7_prunable_offers_only_what_nothing_keeps():
+def test_I7_prunable_offers_only_unkept_steps():
     """Catches: the latest, pinned, leased or preserved offered for pruning."""
     ledger = tracked(100, 200, 300, 400, 500).protected(pins=[200], readers=[300])
     offers = ledger.prunable([400])
@@ -270,7 +270,7 @@ def test_F11_a_report_of_another_attempt_is_rejected(of):
     ],
     ids=lambda e: type(e).__name__,
 )
-def test_I5_what_does_not_fit_the_state_is_rejected(event):
+def test_I5_an_event_that_does_not_fit_the_state_is_rejected(event):
     """Catches: a cross-wired, duplicate or premature report that counts or raises."""
     outcome = rejected(flying(S.FORKED), event)
     assert outcome.why == f"{event.name} does not fit forked"
@@ -308,7 +308,7 @@ def test_restore_refuses_an_attempt_twice():
     assert caught.value.attempt == str(at(100))
 
 
-def test_protected_replaces_what_was_read_before():
+def test_protected_replaces_the_steps_read_before():
     """Catches: a released pin or lease that protects for ever."""
     ledger = tracked(1, 2).protected([1], [1]).protected([2], [])
     assert ledger.pins == {2} and ledger.readers == frozenset()
@@ -326,7 +326,7 @@ def test_F30_a_part_named_like_a_temporary_file_is_refused(part: PartSpec):
 @pytest.mark.parametrize(
     "name", ["metadata.json", "common.pt", "data.distcp", ".metadata", ".ckptfsm"]
 )
-def test_I3_a_plain_file_is_not_named_like_what_a_save_writes(name: str):
+def test_I3_a_plain_file_is_not_named_like_the_files_of_a_save(name: str):
     """Catches: a trainer's file in whose place ``metadata.json`` or a shard is written: the save is
     acknowledged, its file is lost, and a restart finds damage."""
     with pytest.raises(ConfigError, match=re.escape(name)) as caught:

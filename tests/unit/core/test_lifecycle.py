@@ -271,7 +271,7 @@ def test_the_machine_has_no_auto_transitions():
     assert not machine.models
 
 
-def test_what_apply_remembers():
+def test_apply_remembers_its_facts():
     """Catches: a forgotten or wrong field when an event is absorbed."""
     c, _ = apply(absent(OF), m.SaveRequested(OF, PARTS, 2, True, (("loss", 1.5),), run_seconds=9.0))
     assert (c.parts, c.world_size, c.in_place, c.metrics) == (PARTS, 2, True, (("loss", 1.5),))

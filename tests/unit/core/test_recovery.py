@@ -145,7 +145,7 @@ def test_shards_written_in_place_is_rolled_forward_under_its_name():
 
 
 @pytest.mark.parametrize("state", [S.REQUESTED, S.FORKED, S.SHARDS_WRITTEN])
-def test_F3_published_with_its_own_manifest_is_finalized(state):
+def test_F3_published_with_its_manifest_is_finalized(state):
     """Catches: a published checkpoint failed because the journal lagged behind the rename."""
     found = decide(
         ledger_of(BASE, checkpoint(200, state)), evidence(names(100), whole(100), whole(200))
@@ -345,7 +345,7 @@ def test_quarantined_and_moved_aside_needs_nothing():
         ),
     ],
 )
-def test_a_decision_says_from_what_to_what(ours, there, fields, said):
+def test_a_decision_names_both_states(ours, there, fields, said):
     """Catches: a report that tells a person another story than the plan."""
     published = [whole(100), *([there] if there is not None else [])]
     decision = only(
@@ -393,7 +393,7 @@ def test_F19_a_withdrawal_says_where_to_look(there, trashed, detail):
     assert decision.actions[0].detail == decision.why == detail
 
 
-def test_what_was_withdrawn_leaves_its_name_after_what_may_have_a_right_to_it():
+def test_a_withdrawn_step_leaves_its_name_after_one_with_a_right_to_it():
     """Catches: a newer attempt's directory moved to quarantine for an older one's."""
     new = Checkpoint(at(200, attempt=2), S.FINALIZED, PARTS, 2)
     ev = evidence(names(100), whole(100), whole(200, new.id), trashed=frozenset({at(200)}))
@@ -401,7 +401,7 @@ def test_what_was_withdrawn_leaves_its_name_after_what_may_have_a_right_to_it():
     assert [d.result for d in found.decisions] == ["tracked", "quarantined"]
 
 
-def test_I2_a_tracker_that_names_what_was_being_saved_puts_nothing_back():
+def test_I2_a_tracker_that_names_a_save_in_flight_puts_nothing_back():
     """Catches: a checkpoint that a rollback took away adopted again, as a save has moved the
     tracker above it."""
     ledger = ledger_of(
@@ -416,7 +416,7 @@ def test_I2_a_tracker_that_names_what_was_being_saved_puts_nothing_back():
     ]
 
 
-def test_what_a_stock_trainer_left_at_the_step_of_a_failed_save_is_told():
+def test_a_stock_save_at_the_step_of_a_failed_save_is_told():
     """Catches: a stranger's directory taken for that of an attempt that had a directory in staging."""
     ledger = ledger_of(BASE, checkpoint(200, S.FAILED))
     found = decide(ledger, evidence(names(100), whole(100), stock(200)))
@@ -430,7 +430,7 @@ def test_I8_a_roll_forward_in_place_stops_where_another_trainer_went_on():
     assert about(decide(ledger_of(BASE, ours), ev), 200).result == "failed"
 
 
-def test_forget_moved_keeps_what_is_still_to_be_moved_and_what_was_lost():
+def test_forget_moved_keeps_steps_still_to_be_moved_and_lost_ones():
     """Catches: evidence of a lost checkpoint that a restart forgets, or one that comes back twice."""
     gone = {step: checkpoint(step, S.QUARANTINED) for step in (200, 300, 400, 500)}
     ledger = ledger_of(BASE, *gone.values())
@@ -552,7 +552,7 @@ def test_F18_everything_is_newer_than_a_release(step):
     assert (only(found).result, only(found).actions) == ("reported", ())
 
 
-def test_what_is_adopted_is_numbered():
+def test_adopted_steps_are_numbered():
     """Catches: two attempts of one number in the journal of one run."""
     found = decide(Ledger(), evidence(MISSING, stock(100), stock(200)))
     assert [a.of for d in found.decisions for a in d.actions] == [
@@ -568,7 +568,7 @@ def test_what_is_adopted_is_numbered():
         (unexplained(50), "the tracker names step 50, which is not a complete checkpoint"),
     ],
 )
-def test_what_comes_back_from_the_trash_counts_where_its_name_is_free(there, warning):
+def test_a_step_from_the_trash_counts_where_its_name_is_free(there, warning):
     """Catches: a person told that the step in use is gone although it comes back, or the reverse."""
     published = [whole(100), *([there] if there is not None else [])]
     mine = frozenset({at(50)})
@@ -635,7 +635,7 @@ def test_strict_accepts_an_ordinary_crash(ledger, ev):
     ],
     ids=["gutted", "torn", "edited", "lost"],
 )
-def test_strict_refuses_what_fallback_only_warns_of(ledger, ev):
+def test_strict_refuses_where_fallback_only_warns(ledger, ev):
     """Catches: strict that falls back."""
     warnings = decide(ledger, ev).warnings
     assert warnings
@@ -650,7 +650,7 @@ def test_fresh_adopts_everything_so_that_it_can_be_set_aside():
     assert only(found).actions == (m.Adopted(AttemptId(200, EPOCH, 1), 0.0),)
 
 
-def test_fresh_refuses_to_leave_behind_what_it_cannot_move():
+def test_fresh_refuses_to_leave_behind_a_directory_it_cannot_move():
     """Catches: a fresh run whose first save meets an unexplained directory."""
     with pytest.raises(DamagedRoot, match="would leave") as caught:
         decide(ledger_of(BASE), evidence(names(100), whole(100), unexplained(200)), "fresh")
@@ -666,7 +666,7 @@ def test_fresh_refuses_to_leave_behind_what_it_cannot_move():
     assert caught.value.evidence == mounts
 
 
-def test_a_directory_under_another_steps_name_is_judged_by_its_own_name():
+def test_a_directory_under_another_steps_name_is_judged_by_its_name():
     """Catches: a copy of a step under another name that is taken for that step: a wrong reason in the
     report, and a fresh start that leaves the copy behind.
     """
@@ -680,7 +680,7 @@ def test_a_directory_under_another_steps_name_is_judged_by_its_own_name():
         decide(ledger, evidence(names(100), whole(100), damaged(200), copy), "fresh")
 
 
-def test_fresh_moves_what_a_failed_attempt_has_published_with_its_files():
+def test_fresh_moves_the_published_files_of_a_failed_attempt():
     """Catches: a fresh start that refuses over a directory that it takes away itself."""
     ledger = ledger_of(BASE, checkpoint(200, S.FORKED))
     found = decide(ledger, evidence(names(100), whole(100), damaged(200)), "fresh")
@@ -745,7 +745,7 @@ def test_I8_an_unfinished_fresh_start_does_not_take_a_tracker_away_unasked(says)
         (TrackerEvidence("release"), False),
     ],
 )
-def test_I8_an_unfinished_rollback_does_not_take_over_what_is_in_use(says, goes_on):
+def test_I8_an_unfinished_rollback_does_not_take_over_a_step_in_use(says, goes_on):
     """Catches: a rollback that is completed over a newer stock save, also at a step that it had not
     moved yet."""
     ledger = ledger_of(*(checkpoint(s, S.TRACKED) for s in (50, 100, 200, 300)))
@@ -763,7 +763,7 @@ def test_I8_an_unfinished_rollback_does_not_take_over_what_is_in_use(says, goes_
 @pytest.mark.parametrize("there", [damaged(200), unexplained(200), whole(200), stock(200)])
 @pytest.mark.parametrize("state", [S.TRACKED, S.QUARANTINED, S.FAILED])
 @pytest.mark.parametrize("lowered", [False, True])
-def test_I8_what_stands_at_a_step_we_know_may_be_anothers(there, state, lowered):
+def test_I8_a_directory_at_a_known_step_may_be_of_another_trainer(there, state, lowered):
     """Catches: a save of another format, or over our files, moved away as its step is one of ours."""
     ours = replace(checkpoint(200, state), reason="rollback" if state is S.QUARANTINED else "")
     ledger = ledger_of(checkpoint(100, S.TRACKED), ours, checkpoint(300, S.TRACKED))
@@ -777,7 +777,7 @@ def test_I8_what_stands_at_a_step_we_know_may_be_anothers(there, state, lowered)
         decide(ledger, there, intent=intent)
 
 
-def test_I8_what_was_withdrawn_elsewhere_says_nothing_of_what_stands_here():
+def test_I8_a_withdrawal_elsewhere_says_nothing_of_a_directory_here():
     """Catches: a save of another format moved away as something else of ours was withdrawn."""
     gone = checkpoint(250, S.QUARANTINED, reason="rollback")
     ledger = ledger_of(BASE, gone, checkpoint(300, S.TRACKED))
@@ -786,7 +786,7 @@ def test_I8_what_was_withdrawn_elsewhere_says_nothing_of_what_stands_here():
         decide(ledger, there, intent=Intent(True, 100))
 
 
-def test_an_unfinished_rollback_over_what_is_adopted_gives_no_advice():
+def test_an_unfinished_rollback_over_an_adopted_step_gives_no_advice():
     """Catches: "use rollback()" told to a caller who just did."""
     there = evidence(names(50), stock(50), whole(100))
     (warning,) = decide(ledger_of(BASE), there, intent=Intent(True, 100)).warnings
@@ -806,7 +806,7 @@ def test_I8_the_newest_that_was_saved_anew_is_anothers(provenance):
         decide(ledger, there, intent=Intent(True, 100))
 
 
-def test_an_unfinished_rollback_warns_of_what_nobody_asked_for():
+def test_an_unfinished_rollback_warns_of_unrequested_moves():
     """Catches: a rollback that goes on with no word about its target, or who moved the tracker."""
     ledger = ledger_of(*(checkpoint(s, S.TRACKED) for s in (100, 200, 300)))
     intent = Intent(True, 200)
@@ -822,7 +822,7 @@ def test_an_unfinished_rollback_warns_of_what_nobody_asked_for():
 
 
 @pytest.mark.parametrize("ours", [S.SHARDS_WRITTEN, S.FINALIZED])
-def test_a_roll_forward_over_what_is_in_use_is_said(ours):
+def test_a_roll_forward_over_a_step_in_use_is_said(ours):
     """Catches: a run that goes on from our attempt, while the tracker names the save of another
     trainer."""
     ledger = ledger_of(checkpoint(100, S.TRACKED), checkpoint(300, ours))
@@ -835,7 +835,7 @@ def test_a_roll_forward_over_what_is_in_use_is_said(ours):
 
 @pytest.mark.parametrize("there", [damaged(300), None, whole(300), stock(300)])
 @pytest.mark.parametrize("reason", ["damaged", "missing", "rollback"])
-def test_I8_an_unfinished_rollback_goes_on_where_the_tracker_names_what_was_lost(there, reason):
+def test_I8_an_unfinished_rollback_goes_on_where_the_tracker_names_a_lost_step(there, reason):
     """Catches: a rollback that is never completed, as what the tracker named was damaged before it."""
     lost = replace(checkpoint(300, S.QUARANTINED), reason=reason)
     ledger = ledger_of(checkpoint(100, S.TRACKED), lost)
@@ -866,7 +866,7 @@ ANOTHER = at(100, 9, 9)
     ],
     ids=["own", "no manifest", "loadable", "torn manifest", "another's", "link"],
 )
-def test_what_stands_at_the_name_of_a_withdrawn_one_is_its_own_or_a_strangers(
+def test_a_directory_at_the_name_of_a_withdrawn_step_is_its_or_a_strangers(
     provenance, there, owner
 ):
     """Catches: a stranger's directory that is explained away once, and evidence at the next restart
@@ -888,7 +888,7 @@ def test_what_stands_at_the_name_of_a_withdrawn_one_is_its_own_or_a_strangers(
 
 @pytest.mark.parametrize("provenance", ["saved", "adopted"])
 @pytest.mark.parametrize("there", [whole(100), stock(100), unexplained(100)])
-def test_what_stands_at_the_name_of_a_missing_one_is_not_what_was_withdrawn(provenance, there):
+def test_a_directory_at_the_name_of_a_missing_step_is_not_the_withdrawn_one(provenance, there):
     """Catches: a step that a stock trainer saved again, or a person brought back from a backup, which
     goes to quarantine because a checkpoint of that step was missing before."""
     missing = replace(checkpoint(100, S.QUARANTINED, provenance=provenance), reason="missing")
@@ -900,7 +900,7 @@ def test_what_stands_at_the_name_of_a_missing_one_is_not_what_was_withdrawn(prov
 
 @pytest.mark.parametrize("provenance", ["saved", "adopted"])
 @pytest.mark.parametrize("there", [None, whole(100, ANOTHER), stock(100), unexplained(100)])
-def test_I7_what_lies_in_the_trash_is_not_what_stands_at_its_name(provenance, there):
+def test_I7_a_step_in_the_trash_is_not_the_directory_at_its_name(provenance, there):
     """Catches: a stranger's directory that is withdrawn, or tracked, for the one in the trash."""
     trashed = frozenset({at(100)})
     ledger = ledger_of(
@@ -923,7 +923,7 @@ def test_I7_what_lies_in_the_trash_is_not_what_stands_at_its_name(provenance, th
 @pytest.mark.parametrize("provenance", ["saved", "adopted"])
 @pytest.mark.parametrize("there", [whole(100, ANOTHER), stock(100), unexplained(100)])
 @pytest.mark.parametrize("resume", ["fallback", "fresh"])
-def test_I8_what_stands_at_the_name_of_a_tracked_one_in_the_trash_is_not_that_one(
+def test_I8_a_directory_at_the_name_of_a_tracked_step_in_the_trash_is_another(
     provenance, there, resume
 ):
     """Catches: a newer stock save at the name, withdrawn for ours, which the move then leaves
@@ -944,7 +944,7 @@ def test_I8_what_stands_at_the_name_of_a_tracked_one_in_the_trash_is_not_that_on
 @pytest.mark.parametrize("provenance", ["saved", "adopted"])
 @pytest.mark.parametrize("reason", ["damaged", "missing", "rollback", "fresh"])
 @pytest.mark.parametrize("tracker", [names(199), names(200), names(201), MISSING])
-def test_I8_what_a_person_put_back_is_adopted(provenance, reason, tracker):
+def test_I8_a_step_that_a_person_put_back_is_adopted(provenance, reason, tracker):
     """Catches: a checkpoint that a person moved back to its name, with the tracker onto it, and
     that goes to quarantine again. A damaged one, or one that the tracker does not reach, that comes
     back although another one is tracked."""
@@ -979,7 +979,9 @@ DECIDED = ledger_of(BASE, checkpoint(200, S.TRACKED), checkpoint(300, S.TRACKED)
         (TORN, [whole(200), whole(300)], None),  # nothing is withdrawn
     ],
 )
-def test_I8_the_tracker_is_put_to_what_stays_before_anything_is_withdrawn(tracker, published, to):
+def test_I8_the_tracker_is_put_to_a_staying_step_before_anything_is_withdrawn(
+    tracker, published, to
+):
     """Catches: a tracker that names a step which an opening is about to take away, or nothing. A
     tracker that an opening moves although its step stays, or onto a step that is only to be rolled
     forward."""
@@ -997,7 +999,7 @@ def test_I8_the_tracker_is_put_to_what_stays_before_anything_is_withdrawn(tracke
     ("published", "trashed", "to"),
     [([whole(200)], [], 200), ([damaged(200)], [], 100), ([], [at(200)], 100)],
 )
-def test_I2_the_tracker_is_put_to_what_is_reprieved_at_its_name(published, trashed, to):
+def test_I2_the_tracker_is_put_to_a_step_reprieved_at_its_name(published, trashed, to):
     """Catches: a tracker that goes below what a prune had chosen, and had not moved yet."""
     ledger = ledger_of(BASE, checkpoint(200, S.PRUNABLE), checkpoint(300, S.TRACKED))
     seen = evidence(names(300), whole(100), *published, damaged(300), trashed=frozenset(trashed))
@@ -1016,9 +1018,7 @@ def test_I8_the_tracker_waits_while_a_rollback_or_a_fresh_start_is_to_be_complet
 
 @pytest.mark.parametrize("state", [S.REQUESTED, S.SHARDS_WRITTEN, S.FAILED])
 @pytest.mark.parametrize("tracker", [names(199), names(200), names(201), MISSING])
-def test_a_loadable_directory_of_an_attempt_in_place_is_somebody_elses_once_it_was_tracked(
-    state, tracker
-):
+def test_a_loadable_directory_of_an_attempt_in_place_is_foreign_once_it_was_tracked(state, tracker):
     """Catches: the checkpoint of another trainer that is taken for the remains of our failed
     attempt. Remains of ours that are adopted although they were never complete."""
     attempt = replace(checkpoint(200, state), in_place=True)
@@ -1030,7 +1030,7 @@ def test_a_loadable_directory_of_an_attempt_in_place_is_somebody_elses_once_it_w
 
 @pytest.mark.parametrize("there", [whole(100), damaged(100), stock(100)])
 @pytest.mark.parametrize("intent", [Intent(), Intent(True, 100), Intent(True)])
-def test_I8_what_was_withdrawn_and_stands_whole_at_its_name_is_evidence(there, intent):
+def test_I8_a_withdrawn_step_whole_at_its_name_is_evidence(there, intent):
     """Catches: a start from scratch beside a whole checkpoint whose move to quarantine was cut off."""
     gone = replace(checkpoint(100, S.QUARANTINED, provenance="adopted"), reason="rollback")
     ledger, ev = ledger_of(gone), evidence(MISSING, there)
@@ -1047,7 +1047,7 @@ def test_I8_what_was_withdrawn_and_stands_whole_at_its_name_is_evidence(there, i
     ("resume", "intent"),
     [("fresh", Intent()), ("fallback", Intent(True, 100)), ("fallback", Intent(True))],
 )
-def test_what_lies_in_quarantine_is_not_asked_when_everything_is_to_go_there(resume, intent):
+def test_steps_in_quarantine_are_not_asked_when_everything_goes_there(resume, intent):
     """Catches: a fresh start or rollback that a power loss, which shows a move at both its names, leaves
     half done."""
     gone = replace(checkpoint(200, S.QUARANTINED), reason="rollback")
@@ -1069,7 +1069,7 @@ def test_I8_a_roll_forward_that_is_all_there_is_is_the_last_hope():
 
 @pytest.mark.parametrize("there", [None, stock(100)])
 @pytest.mark.parametrize("whole_there", [True, False])
-def test_I8_what_lies_whole_in_the_trash_is_one_to_resume_from(there, whole_there):
+def test_I8_a_whole_step_in_the_trash_is_one_to_resume_from(there, whole_there):
     """Catches: a refusal, or a start from scratch, beside a checkpoint that the prune would bring
     back. A plan that counts on one that is not whole, or on one with a taken name."""
     of = at(100)
@@ -1090,7 +1090,7 @@ def test_I8_what_lies_whole_in_the_trash_is_one_to_resume_from(there, whole_ther
     assert not [w for w in found.warnings if "falling back to 100" in w]
 
 
-def test_F20_what_is_adopted_brings_its_metrics():
+def test_F20_an_adopted_step_brings_its_metrics():
     """Catches: a retention by the best metric that forgets what another run has measured."""
     there = replace(whole(100), metrics=(("loss", 0.5),))
     (adopted,) = only(decide(Ledger(), evidence(names(100), there))).actions

@@ -81,14 +81,14 @@ def test_a_hidden_rule_is_found(monkeypatch):
     assert used == {"whole", "damaged", "missing"}
 
 
-def test_every_rule_has_a_name_of_its_own_and_is_for_what_a_ledger_holds():
+def test_every_rule_has_a_distinct_name_and_is_for_states_of_a_ledger():
     """Catches: two rules that a report cannot tell apart, and a rule for a state that is forgotten."""
     assert len({rule.name for rule in RULES}) == len(RULES)
     assert {state for rule in RULES for state in rule.states} == LEFT_BY_A_CRASH
 
 
 @pytest.mark.parametrize("state", sorted(LEFT_BY_A_CRASH), ids=lambda s: s.value)
-def test_a_decision_does_what_its_rule_says_and_says_why(state):
+def test_a_decision_follows_its_rule_and_says_why(state):
     """Catches: an action of another attempt, or in another order than the table has it; no reason."""
     for facts in every_case(state):
         rule, decision = rule_for(facts), decide(facts)

@@ -228,7 +228,7 @@ class Pops(Policy):
 
 
 @pytest.mark.parametrize("wrong", [Sorts(), Pops()], ids=["sorts", "pops"])
-def test_I7_a_policy_cannot_change_what_the_policies_beside_it_see(wrong):
+def test_I7_a_policy_cannot_change_the_view_of_the_policies_beside_it(wrong):
     """Catches: one list for all policies, which a wrong one sorts or empties: ``LatestN`` deletes the
     newest, ``BestN`` the best. A policy that raises keeps everything."""
     beside = LatestN(1) | BestN("loss", 1)
@@ -294,7 +294,7 @@ def test_parse_policy(value, policy):
         {"all_of": [None]},
     ],
 )
-def test_F28_parse_policy_refuses_what_it_does_not_know(value):
+def test_F28_parse_policy_refuses_unknown_words(value):
     """Catches: a typo in the configuration that keeps, or deletes, other checkpoints than meant."""
     with pytest.raises(ConfigError):
         parse_policy(value)

@@ -270,7 +270,7 @@ def test_F4_made_directories_survive_power_loss():
     assert SimStorage(disk).stat("a/b/c").kind == "dir"
 
 
-def test_F16_make_dirs_refuses_what_is_no_directory(storage, tmp_path):
+def test_F16_make_dirs_refuses_a_file_in_its_way(storage, tmp_path):
     """Catches: a file or a symbolic link taken for a directory."""
     durable.put(storage, "f", OLD, tag="t")
     with pytest.raises(OSError):

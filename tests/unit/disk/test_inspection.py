@@ -118,7 +118,7 @@ def entries(disk: SimDisk) -> tuple[FileEntry, ...]:
         ("١٢".encode(), TrackerEvidence("torn")),
     ],
 )
-def test_F18_what_a_tracker_says(disk: SimDisk, content: bytes, expected: TrackerEvidence):
+def test_F18_the_words_of_a_tracker(disk: SimDisk, content: bytes, expected: TrackerEvidence):
     """Catches: a torn tracker taken for a step, or a step for torn."""
     replace(disk, TRACKER, content)
     assert read_tracker(reader(disk)) == expected
@@ -236,7 +236,7 @@ def test_a_published_checkpoint_is_recognised(disk: SimDisk):
 
 
 @pytest.mark.parametrize("kind", ["nothing", "file", "symlink", "empty", "no_manifest"])
-def test_I8_what_is_not_a_checkpoint_is_unexplained(disk: SimDisk, kind: str):
+def test_I8_a_directory_that_is_no_checkpoint_is_unexplained(disk: SimDisk, kind: str):
     """F16. Catches: evidence explained away, or followed elsewhere."""
     if kind == "file":
         disk.plant_file("iter_0000007", b"?")

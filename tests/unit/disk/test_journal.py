@@ -385,7 +385,7 @@ def test_I11_a_move_that_is_no_row_is_corruption(records):
     [lines(*life(1)), lines(opened(epoch=2)), lines(opened(), opened())],
     ids=["no opening", "another epoch", "opened twice"],
 )
-def test_F20_a_segment_must_begin_with_its_own_opening(data):
+def test_F20_a_segment_must_begin_with_its_opening(data):
     """Catches: a segment copied from elsewhere or begun by two."""
     with pytest.raises(JournalCorrupt):
         read_history(plant(data))
@@ -405,7 +405,7 @@ def sealed() -> tuple[SimStorage, JournalWriter]:
     return storage, zombie
 
 
-def test_F13_what_a_zombie_writes_after_the_seal_is_ignored():
+def test_F13_records_of_a_zombie_after_the_seal_are_ignored():
     """Catches: a paused old trainer that changes history after it was fenced."""
     storage, zombie = sealed()
     before = read_history(storage)
@@ -520,7 +520,7 @@ def test_F5_an_essential_record_fits_when_only_the_reserve_cannot_be_renewed(tri
     assert records_on(storage)[-1] == big
 
 
-def test_F20_a_segment_does_not_grow_beyond_what_is_read(monkeypatch):
+def test_F20_a_segment_does_not_grow_beyond_the_limit_of_its_reader(monkeypatch):
     """Catches: a run so long that no later one can open its root; a failure that is not journaled."""
     monkeypatch.setattr(journal, "MAX_SEGMENT_BYTES", 2 * BLOCK_BYTES)
     storage = sim()
@@ -656,7 +656,7 @@ def test_F5_a_write_that_failed_half_way_is_overwritten_by_the_next():
         assert records_on(storage) == [opened(), *life(1), *later[:count]]
 
 
-def test_F4_power_loss_at_any_call_loses_only_what_was_not_acknowledged():
+def test_F4_power_loss_at_any_call_loses_only_unacknowledged_records():
     """Catches: an acknowledged record that a power loss takes, or one that makes it unreadable."""
     records = life(5)
     calls = FaultStorage(sim())

@@ -147,7 +147,7 @@ def test_I9_a_fenced_manager_folds_nothing(few: int):
 
 
 @FEWER
-def test_a_segment_that_nobody_sealed_is_not_folded(few: int):
+def test_an_unsealed_segment_is_not_folded(few: int):
     """Catches: a journal that came back, of a disk that was away for a run, deleted as old."""
     disk = SimDisk()
     restart(disk, range(1, 4), step=5)
@@ -161,7 +161,7 @@ def test_a_segment_that_nobody_sealed_is_not_folded(few: int):
 
 
 @FEWER
-def test_what_cannot_be_removed_is_folded_by_the_next_opening(few: int):
+def test_a_segment_that_stays_is_folded_by_the_next_opening(few: int):
     """Catches: an opening that fails for a needless segment."""
     disk = SimDisk()
     restart(disk, range(1, 8), step=5)

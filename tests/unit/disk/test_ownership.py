@@ -85,7 +85,7 @@ def test_I9_an_earlier_version_that_takes_over_fences_this_one():
     assert fenced.value.facts["newer_epoch"] == 2
 
 
-def test_F5_what_an_earlier_try_of_this_process_left_is_in_no_way():
+def test_F5_a_file_of_an_earlier_try_of_this_process_is_in_no_way():
     """Catches: an opening that is tried again, and stops at its temporary file."""
     disk = SimDisk()
     take(disk, "before").release()
@@ -161,7 +161,7 @@ def test_release_twice_is_harmless():
         take(disk, "third")
 
 
-def test_a_dead_owner_is_nobody():
+def test_a_dead_owner_holds_nothing():
     """F29. Catches: a restart that must wait, or be forced, after a crash."""
     disk = SimDisk()
     take(disk, "first")
@@ -395,7 +395,7 @@ def test_F5_an_opening_that_failed_can_be_tried_again_by_the_same_process():
         again.check()
 
 
-def test_F2_a_process_tells_its_own_start_by_itself(monkeypatch):
+def test_F2_a_process_tells_its_start_by_itself(monkeypatch):
     """Catches: a ``/proc`` of another pid namespace, where our number is a stranger's: after each
     restart the same name, and so a root that is busy for ever."""
     own = this_process().started

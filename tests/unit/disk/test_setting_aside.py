@@ -128,7 +128,7 @@ def test_F27_a_crash_after_the_move_leaves_each_hold_to_the_next_start(disk, job
     assert ONE in names(disk) and names(disk, TRASH) == []
 
 
-def test_I10_a_crash_after_the_move_of_what_nothing_keeps_changes_nothing(disk, job):
+def test_I10_a_crash_after_the_move_of_an_unkept_step_changes_nothing(disk, job):
     """Catches: a prune that is undone, or waits for ever, because a crash came in the middle."""
     vandal(disk).rename(ONE, ASIDE)
     assert mover_of(job).prune(checkpoint(job, 1), 2) == Pruned()
@@ -178,7 +178,7 @@ def refuse() -> None:
     raise Fenced("a newer manager took this root over")
 
 
-def test_I9_whoever_was_fenced_changes_nothing(disk, job):
+def test_I9_a_fenced_owner_changes_nothing(disk, job):
     """Catches: a method that looks at the epoch after its first change, or not at all."""
     of, _ = staged(job, 3)
     unfinished = job.coordinator.ledger.checkpoints[of]

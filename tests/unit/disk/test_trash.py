@@ -49,7 +49,7 @@ def test_everything_in_the_trash_goes_and_nothing_else(storage):
     assert remove_some(storage, 1000) == 0
 
 
-def test_I1_what_was_not_given_up_stays(storage):
+def test_I1_a_directory_that_was_not_given_up_stays(storage):
     """Catches: a checkpoint deleted that a late rename of another program took there, or a person
     renamed."""
     stays = ["1.e1.a1", "1.e1.a1-mine", "1.e1.a1.1", "1.e1.a1.bak", "iter_0000001"]

@@ -432,7 +432,7 @@ class Index:
         (("a", "b"), 5, "has 8 bytes, and 9 were written to it"),
     ],
 )
-def test_I3_what_a_writer_says_of_its_files_is_compared_with_them(
+def test_I3_the_words_of_a_writer_are_compared_with_its_files(
     tmp_path: Path, left: tuple[str, ...], length: int, said: str
 ) -> None:
     """Catches: a shard that is shorter than its results say, or an item without a result: tracked,
@@ -513,7 +513,7 @@ def written_names(part: Any, storage: Any, place: str) -> list[str]:
     return [file.name for file in part.write(storage, place).files]
 
 
-def test_a_request_that_misses_a_package_says_what_is_installed(ranks: Any) -> None:
+def test_a_request_that_misses_a_package_names_the_installed_ones(ranks: Any) -> None:
     """Catches: nvidia-resiliency-ext that is half installed, and an error without the installed
     parts and the remedy."""
 
@@ -858,7 +858,7 @@ def test_megatron_lm_loads_before_the_state_and_offloads_after_the_fork(
         assert training.ran[-2:] == [f"{who} 4" for who in REPORTS]
 
 
-def test_checkpoints_of_ones_own_trainer_are_loaded_around_too(training: Training) -> None:
+def test_checkpoints_of_a_custom_trainer_are_loaded_around_too(training: Training) -> None:
     """Catches: a hook that works under ``install`` only, or not for requests."""
     from megatron.core import dist_checkpointing
 
@@ -986,7 +986,7 @@ def test_I7_the_cleanup_by_names_does_not_run(training: Training) -> None:
         assert 2 in training.iterations(place)
 
 
-def test_I2_a_failed_save_is_raised_and_reported_to_nobody(training: Training) -> None:
+def test_I2_a_failed_save_is_raised_and_not_reported_as_saved(training: Training) -> None:
     """Catches: people who are told of a checkpoint that is not there, a trainer that is not told."""
     with training.installed():
         training.save(2, Doomed())

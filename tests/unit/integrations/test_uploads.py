@@ -155,7 +155,7 @@ def ended(job: Job) -> None:
     job.poll()
 
 
-def test_what_was_adopted_has_no_receipts_to_upload_by(start):
+def test_an_adopted_step_has_no_receipts_to_upload_by(start):
     """Catches: a run of stock verl that ends at every start; the adoption's pin removed by an upload."""
     job = start()
     adopt_step_5(job)
@@ -279,7 +279,7 @@ def test_uploads_go_on_behind_those_that_fail_at_the_end(start, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["lease", "fork"])
-def test_what_cannot_begin_at_the_end_costs_no_other_upload(start, monkeypatch, what):
+def test_an_upload_that_cannot_begin_costs_no_other(start, monkeypatch, what):
     """Catches: the same where a lease or a fork fails; an end that tries for ever."""
     job = start(retention=KeepAll())
     job.save(1)
@@ -301,7 +301,7 @@ def test_failed_uploads_at_the_end_are_one_warning_where_failures_are(start, tmp
     assert len(ours) == 1 and job.uploaded() == [] and job.leases() == []
 
 
-def test_an_end_that_came_too_early_names_what_has_no_copy(start, tmp_path):
+def test_an_end_that_came_too_early_names_the_steps_without_a_copy(start, tmp_path):
     """Catches: leases that stay; a child that outlives its run."""
     held = Held(str(tmp_path / "there"), Gate(tmp_path / "gate"))
     job = start(held, retention=KeepAll(), close_timeout_s=0.3)
@@ -464,7 +464,7 @@ def test_a_step_that_is_saved_anew_during_its_upload_has_a_copy_of_its_own(
     assert job.leases() == []
 
 
-def test_the_upload_of_what_was_left_by_a_rollback_does_not_fail(start, tmp_path):
+def test_the_upload_of_a_step_left_by_a_rollback_does_not_fail(start, tmp_path):
     """Catches: a training that ends because what it left itself could not be copied."""
     job = start(Held(str(tmp_path / "there"), Gate(tmp_path / "gate")), retention=KeepAll())
     job.save(1)
@@ -478,7 +478,7 @@ def test_the_upload_of_what_was_left_by_a_rollback_does_not_fail(start, tmp_path
     assert job.leases() == [] and job.uploads.running is None
 
 
-def test_what_was_saved_anew_is_not_uploaded_for_the_old(start):
+def test_a_step_that_was_saved_anew_is_not_uploaded_for_the_old(start):
     """Catches: new content under the old attempt's mark, where the child came too late."""
     job = start(retention=KeepAll())
     job.save(1)
@@ -534,7 +534,7 @@ def test_a_step_that_cannot_be_kept_stops_no_other_and_leaves_no_lease(start, mo
     assert job.uploaded() == ["global_step_1", "global_step_2", "global_step_3"]
 
 
-def test_the_poll_that_tells_of_a_failure_keeps_what_is_noted(start, tmp_path) -> None:
+def test_the_poll_that_tells_of_a_failure_keeps_the_notes(start, tmp_path) -> None:
     """Catches: a step that retention prunes before its upload, as another upload had just failed."""
     job = start(Failing(str(tmp_path / "there"), (1,)), on_failure="warn")
     with pytest.warns(SaveFailedWarning, match="the upload of step 1 failed"):

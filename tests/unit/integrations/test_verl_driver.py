@@ -224,7 +224,7 @@ def _own_save(trainer: Any) -> None:
     """The save of a recipe's trainer, with unknown content."""
 
 
-def test_a_subclass_with_a_save_of_its_own_is_refused_when_it_is_made(tmp_path: Path) -> None:
+def test_a_subclass_with_another_save_is_refused_when_it_is_made(tmp_path: Path) -> None:
     """Catches: a subclass that was made later, with a save that is silently not called."""
     ours: Any = install(Trainer, extra_parts=lambda _: {})
     own = {"_save_checkpoint": _own_save, "__module__": "a.recipe"}
@@ -287,7 +287,7 @@ class Callback:
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_verls_callback_is_told_of_what_is_tracked(
+def test_verls_callback_is_told_of_tracked_steps(
     start: Start, tmp_path: Path, async_save: bool
 ) -> None:
     """Catches: a callback that is told of a directory that may never be a checkpoint, or of
@@ -309,7 +309,7 @@ def test_verls_callback_is_told_of_what_is_tracked(
     assert start().checkpoints.controller.latest_step() == 3, "the root was given back"
 
 
-def test_verls_callback_is_not_told_of_what_was_rolled_back(start: Start, tmp_path: Path) -> None:
+def test_verls_callback_is_not_told_of_rolled_back_steps(start: Start, tmp_path: Path) -> None:
     """Catches: a registry that gets a directory which is gone."""
     began = start(async_save=True)
     began.checkpoint_callback = Callback(tmp_path / "root")
@@ -362,7 +362,7 @@ def test_a_verl_that_was_never_tried_is_used_with_a_warning(monkeypatch):
         ("verl", "ckptfsm.integrations.verl.install_in_verl()", "verl"),
     ],
 )
-def test_what_is_missing_or_too_old_is_named(without: str, run: str, said: str) -> None:
+def test_a_missing_or_too_old_package_is_named(without: str, run: str, said: str) -> None:
     """Catches: a bare ModuleNotFoundError, which does not name the package to install."""
     name, _, version = without.partition("=")
     lines = f"""

@@ -114,7 +114,7 @@ assert len(loaded) == 5, loaded
 
 
 @pytest.mark.megatron
-def test_what_only_a_newer_megatron_core_can_read_is_refused_before_verl_loads(tmp_path: Path):
+def test_a_step_for_a_newer_megatron_core_is_refused_before_verl_loads(tmp_path: Path):
     """Catches: an error of stock code about a missing file, as if the checkpoint were damaged; a
     tree that is not looked at; a refusal of readable files."""
     newer = tmp_path / "newer"
@@ -127,7 +127,7 @@ def test_what_only_a_newer_megatron_core_can_read_is_refused_before_verl_loads(t
 
 
 @pytest.mark.megatron
-def test_a_worker_that_cannot_be_attached_again_has_verls_own_manager():
+def test_a_worker_that_cannot_be_attached_again_has_verls_manager():
     """Catches: a manager that is closed, and stays in its place."""
     done = subprocess.run(
         [sys.executable, "-c", ATTACH], capture_output=True, text=True, timeout=120

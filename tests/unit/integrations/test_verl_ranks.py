@@ -132,7 +132,7 @@ def test_no_rank_waits_for_one_whose_call_raised_no_exception(
     assert all("made up" in str(end) for end in ends)
 
 
-def test_what_others_answered_counts_beside_an_interrupt() -> None:
+def test_answers_of_others_count_beside_an_interrupt() -> None:
     """Catches: answers that are lost with an exchange in which one rank was interrupted: a worker that
     is never asked again."""
 
@@ -182,7 +182,7 @@ def ctrl_c() -> Iterator[None]:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("at", range(5))
-def test_a_signal_anywhere_in_an_exchange_leaves_nobody_waiting(
+def test_a_signal_anywhere_in_an_exchange_leaves_no_rank_waiting(
     rank: int, when: str, at: int
 ) -> None:
     """Catches: a Ctrl-C between two lines of an exchange: the ranks would wait in different ones."""

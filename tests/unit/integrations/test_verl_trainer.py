@@ -228,7 +228,7 @@ def test_leaving_ends_an_upload_before_the_tracker(run, tmp_path):
     assert run.uploaded() == [] and is_free(run.root)
 
 
-def test_closing_what_was_left_with_a_save_in_flight_waits_for_nothing(run):
+def test_closing_after_leaving_with_a_save_in_flight_waits_for_nothing(run):
     """Catches: a launcher's ``finally``, whose close hides the error that the loop ended with."""
     checkpoints = run.start()
     checkpoints.groups.groups["actor"].save_checkpoint = nothing
@@ -316,7 +316,7 @@ def test_resuming_from_elsewhere_at_or_above_the_latest_step(run, tmp_path):
 
 
 @pytest.mark.parametrize("inner", ["", "actor/"])
-def test_what_stock_verl_wrote_with_fsdp_is_refused_with_a_way_out(run, inner):
+def test_steps_of_stock_verl_with_fsdp_are_refused_with_a_way_out(run, inner):
     """Catches: advice to repair what is whole, or to begin again and move it to quarantine."""
     for step in (9, 10):
         shard = run.root / f"global_step_{step}/{inner}model_world_size_1_rank_0.pt"
@@ -402,7 +402,7 @@ class FailsFirst(DirectoryMirror):
         DirectoryMirror.upload(self, source, copy, files)
 
 
-def test_every_setting_reaches_somebody_or_is_refused():
+def test_every_setting_has_an_effect_or_is_refused():
     """Catches: a new setting of the library that no code under verl heeds, without a word."""
     of_controller = {
         "retention",

@@ -265,7 +265,7 @@ def test_a_tree_around_another_part_lists_only_its_own(tmp_path):
     assert together(tmp_path / "root", work) == [1, 1]
 
 
-def test_I4_what_a_receipt_lists_is_there_when_it_is_published(tmp_path):
+def test_I4_files_of_a_receipt_are_there_when_it_is_published(tmp_path):
     """Catches: a step that is tracked and lacks a file that its manifest names."""
 
     def work(manager: Manager) -> Any:

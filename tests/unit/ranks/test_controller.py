@@ -263,7 +263,7 @@ def test_F3_a_controller_that_dies_is_followed_by_one_that_goes_on(tmp_path):
     again.controller.close()
 
 
-def test_what_a_controller_refuses(tmp_path):
+def test_refusals_of_a_controller(tmp_path):
     """Catches: an unknown group, an empty group, a report of something else."""
     with pytest.raises(ConfigError, match="at least one rank"):
         Controller(tmp_path, {"actor": 0}, lambda doomed: [])
@@ -355,7 +355,7 @@ def test_I5_a_receipt_of_another_attempt_does_not_complete_a_group(tmp_path):
 # ------------------------------------------------------------------------ what a review has found
 
 
-def test_I8_a_controller_does_not_finish_what_needs_torch(tmp_path):
+def test_I8_a_controller_does_not_finish_parts_that_need_torch(tmp_path):
     """Catches: a torch_dist save without its metadata, tracked, for which the one before is pruned."""
 
     def stop(self, checkpoint):
@@ -472,7 +472,7 @@ def test_F27_two_readings_of_one_step_keep_it_both(tmp_path):
 
 
 @pytest.mark.parametrize("end", [FutureTimeout, KeyboardInterrupt])
-def test_F27_a_lease_that_nobody_waited_for_is_given_back(tmp_path, monkeypatch, end):
+def test_F27_a_lease_without_a_waiter_is_given_back(tmp_path, monkeypatch, end):
     """Catches: a checkpoint that is kept for as long as the job runs, as its lease is unknown."""
     job = GroupJob(tmp_path, SIZES)
     job.save(10).handle.wait()
@@ -531,7 +531,7 @@ def test_a_save_that_was_asked_for_is_due_once(tmp_path):
     job.controller.close()
 
 
-def test_I10_a_ctrl_c_in_begin_leaves_nothing_that_nobody_ends(tmp_path):
+def test_I10_a_ctrl_c_in_begin_leaves_nothing_unended(tmp_path):
     """Catches: a controller that can save nothing any more."""
     job = GroupJob(tmp_path, SIZES)
     struck: list[int] = []
@@ -570,7 +570,7 @@ def test_I10_asking_workers_may_raise_and_the_deadline_stays(tmp_path):
     job.controller.abandon()
 
 
-def test_what_lost_says_concerns_only_its_own_ranks(tmp_path):
+def test_lost_concerns_only_its_ranks(tmp_path):
     """Catches: a group beside the save that fails it, a rank of another group, an unknown name."""
     job = GroupJob(tmp_path, {"actor": 1, "critic": 1})
     save = job.controller.begin(10, {"actor": GroupPart("actor")})
@@ -686,7 +686,7 @@ def test_several_trees_of_an_optional_group_go_together(tmp_path):
     job.controller.close()
 
 
-def test_F31_an_error_of_torch_in_the_plan_strands_nobody(tmp_path):
+def test_F31_an_error_of_torch_in_the_plan_strands_no_rank(tmp_path):
     """Catches: the other ranks of a group that wait for an answer until their timeout."""
     job = GroupJob(tmp_path, SIZES)
     job.groups["actor"].drivers[0].failures["merge"] = BaseException("CheckpointException")
@@ -705,7 +705,7 @@ def test_I8_names_of_another_layout_are_evidence(tmp_path):
     GroupJob(tmp_path, SIZES).controller.close()
 
 
-def test_I4_leaving_a_part_out_takes_only_its_own_plan(tmp_path):
+def test_I4_leaving_a_part_out_takes_only_its_plan(tmp_path):
     """Catches: an optional part that takes what another part's manifest entry names with it."""
     job = GroupJob(tmp_path, {"a": 1, "b": 1})
     parts = {"a": GroupPart("a"), "a.0": GroupPart("b", optional=True)}
@@ -738,7 +738,7 @@ def test_a_failed_save_that_was_not_tried_again_is_raised_at_the_end(tmp_path):
     second.controller.close()
 
 
-def test_a_reading_that_outlives_its_controller_keeps_the_load_s_own_error(tmp_path):
+def test_a_reading_that_outlives_its_controller_keeps_the_loads_error(tmp_path):
     """Catches: an error of the load behind one that says only that the controller is closed."""
     job = GroupJob(tmp_path, {"actor": 1})
     job.save(1).handle.wait()

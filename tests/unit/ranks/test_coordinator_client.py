@@ -19,7 +19,7 @@ from ckptfsm.ranks.coordinator_client import CoordinatorClient
 from ckptfsm.testing.simfs import SimDisk
 
 
-def test_F9_a_stale_listing_in_the_background_stops_nobody():
+def test_F9_a_stale_listing_in_the_background_stops_no_rank():
     """Catches: one error of the file system in housekeeping that is told to every rank as the end
     of the coordinator. An error after which nothing is done in the background any more."""
     disk = SimDisk()

@@ -512,7 +512,7 @@ def test_F5_a_retry_uses_the_space_of_the_trash(run: Run):
     assert (handle.state, junk.exists()) == (State.TRACKED, False)
 
 
-def test_F22_on_busy_skip_and_raise_of_what_is_blocked(broken: Broken):
+def test_F22_on_busy_skip_and_raise_of_a_blocked_save(broken: Broken):
     """Catches: a refusal without its reason; a skip that tries the disk."""
     manager, handle = blocked(broken, on_busy="raise")
     with pytest.raises(SaveRefused) as caught:
@@ -526,7 +526,7 @@ def test_F22_on_busy_skip_and_raise_of_what_is_blocked(broken: Broken):
     broken.mend()
 
 
-def test_F5_what_becomes_blocked_while_a_save_waits(broken: Broken):
+def test_F5_a_save_becomes_blocked_while_another_waits(broken: Broken):
     """Catches: the same wait, where the tracker is found blocked only once it has begun."""
     run = broken.run
     manager = run.saved(1, storage=broken.storage, on_failure="warn")
@@ -560,7 +560,7 @@ def test_F5_a_synchronous_save_that_becomes_blocked(broken: Broken):
 
 
 @pytest.mark.parametrize("wait", ["handle", "all", "close"])
-def test_F5_a_deadline_says_what_is_blocked(broken: Broken, wait: str):
+def test_F5_a_deadline_names_the_blocked_save(broken: Broken, wait: str):
     """Catches: a wait that ends without a word on the disk."""
     manager, handle = blocked(broken, close_timeout_s=0.05)
     waits = {
@@ -786,7 +786,7 @@ def test_hooks_get_frozen_records(run: Run):
     assert {r.step for r in run.records} == {1}
 
 
-def test_hooks_hear_what_recovery_did(run: Run):
+def test_hooks_hear_of_recovery(run: Run):
     """Catches: a mirror or metric that never learns of a save that a restart completed."""
     crash_at_rename_to(run, TRACKER)
     run.records.clear()
@@ -881,7 +881,7 @@ def test_pin_of_nothing(run: Run):
     manager.unpin(2)
 
 
-def test_I7_delete_refuses_what_is_in_use(run: Run):
+def test_I7_delete_refuses_a_step_in_use(run: Run):
     """Catches: a person's command that removes the latest, a pinned, or a checkpoint in use."""
     manager = run.saved(1, 2, 3)
     manager.pin(2)
@@ -1235,7 +1235,7 @@ def test_F27_restore_holds_a_lease_while_it_loads(run: Run):
     assert list((run.root / ".ckptfsm/readers").iterdir()) == []
 
 
-def test_F28_nobody_polls(run: Run):
+def test_F28_a_save_without_polls(run: Run):
     """Catches: a save that can never be tracked, without a word."""
     manager = run.open(poll_warning_steps=5)
     manager.save(10, weights(10))
@@ -1359,7 +1359,7 @@ def test_F25_every_rank_leaves_and_the_save_is_finished(run: Run):
     assert run_ranks(2, look) == [1, 1]
 
 
-def test_F25_what_is_lost_is_said_when_leaving_and_when_starting(run: Run):
+def test_F25_a_loss_is_said_when_leaving_and_when_starting(run: Run):
     """Catches: a save that was thrown away without a word."""
     run.saved(1).close()
     gate = Gate(run.root.parent / "gate")
@@ -1764,7 +1764,7 @@ def test_F12_fenced_with_a_save_in_flight(run: Run):
 # ---------------------------------------------------------------------------- foreign requests
 
 
-def test_I6_foreign_finalizers_run_once_with_their_own_payload(run: Run):
+def test_I6_foreign_finalizers_run_once_with_their_payload(run: Run):
     """Catches: finalizers run twice, not at all, or with another save's results."""
     manager = run.open()
     for step in (1, 2):
@@ -1847,7 +1847,7 @@ def test_a_finalizer_that_leaves_nothing_fails_the_save(run: Run):
         ({"notes.txt": "mine"}, "notes.txt"),
     ],
 )
-def test_what_finalizers_leave_beside_the_shards(run: Run, left: dict[str, str], said: str):
+def test_files_of_finalizers_beside_the_shards(run: Run, left: dict[str, str], said: str):
     """Catches: a save that fails for a tokenizer's empty file; a torn file of hashes in the manifest."""
 
     def finalize(where: Path, payload: Any) -> None:
@@ -1939,7 +1939,7 @@ def test_F1_one_ranks_writer_is_killed(run: Run):
     assert run_ranks(2, work) == [1, 1]
 
 
-def test_I10_ranks_decide_the_same_of_what_is_blocked(run: Run):
+def test_I10_ranks_decide_the_same_of_a_blocked_save(run: Run):
     """Catches: ranks of which one skips a save, and the others wait for it in its first exchange."""
 
     def work(transport: ThreadTransport):

@@ -345,7 +345,7 @@ def test_offload_comes_when_a_groups_parts_were_let_go_of(tmp_path: Path):
 
 
 @pytest.mark.parametrize("call", ["load", "offload"])
-def test_a_group_reports_what_the_hook_raised(tmp_path: Path, call: str):
+def test_a_group_reports_the_error_of_the_hook(tmp_path: Path, call: str):
     """Catches: an error of the hook that the controller does not hear of, or that hangs the group."""
     job, trainers = group_job(tmp_path / "root")
     trainers[1].failures[call] = RuntimeError("out of memory")

@@ -96,7 +96,7 @@ def test_a_proposal_says_all_that_the_draft_says():
         (Drafted(), {"loss": "low"}, "ValueError"),
     ],
 )
-def test_I10_what_goes_wrong_on_one_rank_is_part_of_its_proposal(drafted, metrics, text, caplog):
+def test_I10_an_error_on_one_rank_is_part_of_its_proposal(drafted, metrics, text, caplog):
     """Catches: a rank that raises before the exchange, and leaves the others waiting in it."""
     draft, proposal = propose(Trainer(drafted), 2, 5, ({}, None), metrics)
     assert draft is None and text in proposal.error

@@ -34,7 +34,7 @@ def lay_out(root: Path, segments: dict[int, bytes]) -> Path:
     return root
 
 
-def test_I11_what_the_library_writes_conforms(tmp_path: Path):
+def test_I11_journals_of_the_library_conform(tmp_path: Path):
     """Catches: a judge that refuses what is legal; a directory and a storage judged differently."""
     root = lay_out(tmp_path / "root", forged(LEGAL))
     found = assert_journal_conforms(root)
@@ -78,7 +78,7 @@ def test_a_segment_that_is_no_file_is_refused_at_once(tmp_path: Path):
 
 
 @pytest.mark.parametrize("left", [b"\0" * 700, b'{"crc":"00', b"\xff\n\nxx\n"])
-def test_F4_F13_what_a_crash_or_a_zombie_leaves_conforms(left: bytes):
+def test_F4_F13_journals_after_a_crash_or_a_zombie_conform(left: bytes):
     """Catches: an alarm at a torn tail, bytes after a seal, a segment without a beginning or a
     seal."""
     legal = forged(LEGAL)

@@ -19,11 +19,11 @@ from ckptfsm.writers.shard_file import ShardFile
 @pytest.mark.parametrize(
     "policy", [LatestN(0), LatestN(2), AnyOf((EveryNSteps(4), BestN("loss", 1)))], ids=repr
 )
-def test_the_librarys_own_policies_are_sound(policy):
+def test_the_librarys_policies_are_sound(policy):
     assert_policy_sound(policy, examples=50)
 
 
-def test_a_policy_that_keeps_what_its_author_means():
+def test_a_policy_that_keeps_the_steps_its_author_means():
     class KeepEven(Policy):
         def preserve(self, checkpoints):
             return {c.step for c in checkpoints if c.step % 2 == 0}
@@ -71,7 +71,7 @@ def test_a_wrong_policy_is_caught(name):
         assert_policy_sound(Wrong(), keeps=lambda cs: {c.step for c in cs[-1:]}, examples=50)
 
 
-def test_the_librarys_own_writers_are_sound():
+def test_the_librarys_writers_are_sound():
     assert assert_writer_sound(FilePart("data", "data.bin", b"cursor" * 100)) > 5
     assert assert_writer_sound(FakePart("state", "", 0, b"x" * 2000)) > 10
 

@@ -282,7 +282,7 @@ def test_directories_never_contain_themselves() -> None:
         assert {b"a", b"b"} <= set(seen.values())
 
 
-def test_what_survived_one_crash_is_durable_for_the_next() -> None:
+def test_bytes_that_survived_one_crash_are_durable_for_the_next() -> None:
     for seed in seeds:
         disk = SimDisk()
         storage = SimStorage(disk)
@@ -415,7 +415,7 @@ def test_F4_a_cut_is_kept_or_lost() -> None:
     assert {seen["f"] for seen in _crashes(cut)} == {NEW, NEW[:700]}
 
 
-def test_F6_a_failed_fsync_drops_what_was_reserved_and_cut() -> None:
+def test_F6_a_failed_fsync_drops_reserved_and_cut_bytes() -> None:
     disk = SimDisk()
     storage = SimStorage(disk)
     handle = storage.open_exclusive("f")
@@ -449,7 +449,7 @@ def test_F6_a_failed_fsync_drops_what_was_reserved_and_cut() -> None:
     assert shown.snapshot() == {"f": bytes(10)}
 
 
-def test_F5_a_full_disk_reserves_what_fits() -> None:
+def test_F5_a_full_disk_reserves_as_much_as_fits() -> None:
     disk = SimDisk(capacity=1000)
     storage = SimStorage(disk)
     handle = storage.open_exclusive("f")
@@ -483,7 +483,7 @@ def test_a_disk_that_reserves_nothing() -> None:
 # -- space and other things ------------------------------------------------------------------------
 
 
-def test_F5_a_full_disk_takes_what_fits() -> None:
+def test_F5_a_full_disk_takes_as_much_as_fits() -> None:
     disk = SimDisk(capacity=1000)
     storage = SimStorage(disk)
     handle = storage.open_exclusive("f")
@@ -516,7 +516,7 @@ def test_F7_short_writes() -> None:
     assert storage.read("f", 9999) == NEW
 
 
-def test_F16_what_others_planted() -> None:
+def test_F16_plants_of_others() -> None:
     disk = SimDisk()
     disk.plant_file("f", OLD)
     disk.plant_symlink("link", "/etc")
@@ -624,7 +624,7 @@ def _random_call(storage: SimStorage, rng: random.Random) -> None:
 # -- what a judge may ask --------------------------------------------------------------------------
 
 
-def test_a_judge_sees_what_a_power_loss_could_change() -> None:
+def test_a_judge_sees_the_possible_changes_of_a_power_loss() -> None:
     """Catches: a durable view that calls something durable that a crash can take away."""
     disk = SimDisk()
     storage = SimStorage(disk)
@@ -646,7 +646,7 @@ def test_a_judge_sees_what_a_power_loss_could_change() -> None:
     assert disk.listed("") == ["e"] and disk.listed("d") == []
 
 
-def test_somebody_else_changes_things_durably() -> None:
+def test_another_program_changes_things_durably() -> None:
     disk = SimDisk()
     storage = SimStorage(disk)
     storage.mkdir("d")

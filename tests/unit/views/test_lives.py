@@ -211,7 +211,7 @@ def test_runs_say_when_each_epoch_began_and_whether_it_was_closed(crashed):
     ]
 
 
-def test_what_a_zombie_appended_after_the_seal_is_not_shown(crashed):
+def test_records_of_a_zombie_after_the_seal_are_not_shown(crashed):
     """Catches: a segment read to its end instead of to its seal."""
     before = read_lives(crashed.storage)
     file = Path(crashed.storage.root) / JOURNAL / segment_name(1)

@@ -185,7 +185,7 @@ def test_F7_short_writes(disk: SimDisk):
     assert storage.read(f"{LOCATION}/__0_0.distcp", 1 << 20) == content()
 
 
-def test_a_shard_file_is_what_torch_save_wants(disk: SimDisk):
+def test_a_shard_file_has_the_methods_torch_save_wants(disk: SimDisk):
     """Catches: a position that is wrong for memoryviews of other item sizes."""
     storage = SimStorage(disk, "writer")
     shard = ShardFile(storage, f"{LOCATION}/x")
