@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -31,13 +32,15 @@ MIB = 1 << 20
 
 
 class State:
-    """Memory of the trainer: ``count`` tensors of ``size`` bytes."""
+    """Memory of the trainer: ``count`` tensors of ``size`` bytes. It stays until the test ends."""
+
+    living: ClassVar[list[State]] = []
 
     def __init__(self, count: int = 2, size: int = 3 * MIB + 5) -> None:
         self.buffers = [
             ctypes.create_string_buffer(bytes([65 + i]) * size, size) for i in range(count)
         ]
-        self.version = 0
+        self.living.append(self)
 
     def part(self, name: str = "state") -> ImagePart:
         images = [
@@ -51,6 +54,12 @@ class State:
 
     def wanted(self, index: int) -> bytes:
         return b"head" + self.buffers[index].raw + b"t"
+
+
+@pytest.fixture(autouse=True)
+def free_states():
+    yield
+    State.living.clear()
 
 
 @pytest.fixture
