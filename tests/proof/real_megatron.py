@@ -50,19 +50,19 @@ class KillingDisk(PosixStorage):
         super().__init__(root, create=create)
         self.aim: Aim | None = None
         self._trainer = os.getpid()
-        self._written = 0
+        self._so_far = 0
 
     def write(self, handle: int, data: bytes | memoryview) -> int:
         aim = self._aimed_at(handle)
         if aim is None:
             return super().write(handle, data)
         view = memoryview(data).cast("B")
-        if aim.byte > self._written + len(view):
+        if aim.byte > self._so_far + len(view):
             taken = super().write(handle, view)
-            self._written += taken
+            self._so_far += taken
             return taken
-        if aim.byte > self._written:
-            super().write(handle, view[: aim.byte - self._written])
+        if aim.byte > self._so_far:
+            super().write(handle, view[: aim.byte - self._so_far])
         self._kill(aim.victim)
         raise AssertionError("not reached")
 

@@ -280,6 +280,24 @@ def test_parts_that_need_the_trainers_code_are_forked(engine, storage, root):
     assert isinstance(ends(run)[-1], ShardReported)
 
 
+def test_the_calls_of_another_storage_are_made(engine, root):
+    """Catches: a user's storage that is replaced by the library's in the writer process."""
+    storage = _CountingDisk(root)
+    run = writer(engine(), storage, State().part())
+    assert isinstance(ends(run)[-1], ShardReported)
+    assert (root / "synced").read_bytes()
+    storage.close_root()
+
+
+class _CountingDisk(PosixStorage):
+    """A user's storage: it notes each fsync in a file."""
+
+    def fsync(self, handle: int) -> None:
+        with open(f"{self.root}/synced", "ab") as noted:
+            noted.write(b".")
+        super().fsync(handle)
+
+
 class _Foreign:
     """A part that only a copy of this process can write: it cannot be pickled."""
 
