@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 
 class State:
-    """Memory of the trainer: ``count`` tensors of ``size`` bytes. It stays until the test ends."""
+    """Memory of the trainer: ``count`` tensors of ``size`` bytes. The memory stays until the test ends."""
 
     living: ClassVar[list[State]] = []
 
