@@ -258,3 +258,11 @@ def load_config(path: str | Path, table: str = "ckptfsm") -> CheckpointConfig:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}", file=str(path)) from error
     return make_config(values.get(table, values))
+
+
+def require_fork(config: CheckpointConfig, savers: str) -> CheckpointConfig:
+    """``config``, for ``savers`` that always fork. Raises ``ConfigError`` for another engine."""
+    if config.engine != "fork":
+        said = f"{savers} are written by forked processes: engine={config.engine!r} has no effect"
+        raise ConfigError(said, key="engine")
+    return config

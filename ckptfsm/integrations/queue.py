@@ -34,7 +34,7 @@ from ckptfsm.adapters.notices import say, warn_at_end
 from ckptfsm.adapters.signals import OneCall, PosixDeferredSignals
 from ckptfsm.adapters.versions import installed
 from ckptfsm.core.backoff import pauses
-from ckptfsm.core.config import CheckpointConfig, config_of
+from ckptfsm.core.config import CheckpointConfig, config_of, require_fork
 from ckptfsm.core.errors import (
     CkptFsmError,
     ConfigError,
@@ -150,7 +150,7 @@ class AsyncCallsQueue:
         self.persistent = persistent
         self._one_call = OneCall(PosixDeferredSignals)
         self._process: int | None = None  # owner of the calls: ranks may be forked after this
-        self._config = config_of(config, settings)
+        self._config = require_fork(config_of(config, settings), "megatron-core's requests")
         self._staging = staging
         self._transport: Transport | None = None
         self._calls: deque[_Call] = deque()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptfsm.adapters.posix_storage import OpenPosix
-from ckptfsm.core.config import CheckpointConfig, config_of
+from ckptfsm.core.config import CheckpointConfig, config_of, require_fork
 from ckptfsm.core.ports import OffloadHook, Storage
 from ckptfsm.megatron.checkpoint_manager import ports_of
 from ckptfsm.ranks.group_worker import BaseGroupWorker
@@ -35,6 +35,6 @@ class GroupWorker(BaseGroupWorker):
         staging: OffloadHook | None = None,
         **settings: Any,
     ) -> None:
-        config = config_of(config, settings)
+        config = require_fork(config_of(config, settings), "the parts of a worker")
         opener = open_storage or OpenPosix(os.fspath(root))
         super().__init__(ports_of(config, opener, staging), config)

@@ -918,6 +918,17 @@ def test_I2_closures_do_not_run_through_a_second_request(training: Training) -> 
         assert training.tracked() == "2"
 
 
+def test_an_engine_without_effect_is_refused(tmp_path):
+    """Catches: a trainer that believes its saves to be gated, and never hears that they are not."""
+    from ckptfsm.integrations.megatron_lm import MegatronLMCheckpoints
+    from ckptfsm.integrations.queue import AsyncCallsQueue
+
+    with pytest.raises(ConfigError, match="engine='eager' has no effect"):
+        AsyncCallsQueue(engine="eager")
+    with pytest.raises(ConfigError, match="engine='gated' has no effect"):
+        MegatronLMCheckpoints(tmp_path, engine="gated")
+
+
 def test_I7_the_retain_interval_keeps_the_last_and_the_multiples(training: Training) -> None:
     """Catches: a multiple that is deleted, a checkpoint between them that stays for ever."""
     with training.installed(save_retain_interval=4):

@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 
 class State:
-    """Memory of the trainer: ``count`` tensors of ``size`` bytes. The memory stays until the test ends."""
+    """Memory of the trainer, until the test ends: ``count`` tensors of ``size`` bytes."""
 
     living: ClassVar[list[State]] = []
 
