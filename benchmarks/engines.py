@@ -34,7 +34,6 @@ _CPU_TARGET = 0.5
 _WARM_UP_ROUNDS = 2
 _USUAL = 3
 _LEAST_S = 1e-6  # a small state may be saved for nothing
-_MIN_ROUNDS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ def run(options: Options) -> list[Figure]:
         between = Pass(work_s * options.state_bytes / (1 << 30))
         samples: dict[str, list[Sample]] = {}
         with _sides(work) as sides:
-            rounds = _WARM_UP_ROUNDS + max(options.pairs, _MIN_ROUNDS)
+            rounds = _WARM_UP_ROUNDS + options.pairs
             for number in range(rounds):
                 for side in sides if number % 2 == 0 else reversed(sides):
                     sample = save_once(side, number + 1, state, between, options.poll_interval_s)
