@@ -104,7 +104,7 @@ def test_the_kernels_setting_of_a_handler_comes_back(heard: list[int], tmp_path:
 
 
 class Strike:
-    """``_signal.signal``, just before or after whose nth call a signal arrives."""
+    """Stands for ``_signal.signal``: a signal arrives just before or after its nth call."""
 
     def __init__(self, number: int, nth: int, *, early: bool) -> None:
         self.number, self.left, self.early, self.set = number, nth, early, _signal.signal
@@ -170,7 +170,7 @@ def test_other_threads_have_no_handlers():
 
 
 def test_a_thread_that_may_set_no_handler_goes_on(monkeypatch: pytest.MonkeyPatch):
-    """Catches: a save that fails in a program whose interpreter was begun in another thread."""
+    """Catches: a save that fails because the program's interpreter was begun in another thread."""
 
     def refuses(number: int, handler: object) -> None:
         raise ValueError("signal only works in main thread of the main interpreter")
@@ -205,7 +205,7 @@ def test_a_thousand_of_one_signal_are_one(heard: list[int]):
 
 
 def test_a_handler_that_another_one_set_stays(heard: list[int]):
-    """Catches: a trainer whose handler for the second Ctrl-C is taken away again."""
+    """Catches: a trainer that loses the handler which it set for the second Ctrl-C."""
 
     def second(number: int, frame: object) -> None:
         heard.append(-number)
@@ -255,7 +255,7 @@ except KeyboardInterrupt:
 
 def test_an_interrupt_inside_the_fork_is_not_swallowed():
     """Catches: a Ctrl-C that CPython prints and forgets, because it came in a call before or after
-    the fork. From logging's hook it would leave logging's lock held for good."""
+    the fork. A Ctrl-C from logging's hook would leave logging's lock held for good."""
     command = [sys.executable, "-c", IN_THE_FORK]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (done.stdout.strip(), done.stderr, done.returncode) == ("interrupted, written", "", 0)
