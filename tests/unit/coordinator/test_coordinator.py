@@ -75,7 +75,8 @@ def written_by_a_child(job: FakeJob, of: AttemptId, rank: int) -> None:
 
 
 def test_I3_receipts_counted_when_leaving_are_durable():
-    """Catches: shards that are journaled as written, and whose receipts a power loss takes.
+    """Catches: shards that are journaled as written although a power loss can still take their
+    receipts.
 
     The writer of rank 1 is killed before it makes the name of its receipt durable.
     """
@@ -171,7 +172,7 @@ def test_F11_a_completion_of_an_earlier_attempt_is_rejected():
 
 
 def test_F11_an_attempt_of_an_earlier_run_is_rejected():
-    """Catches: a writer of the previous run whose report completes this run's attempt."""
+    """Catches: a report by a writer of the previous run that completes this run's attempt."""
     disk = SimDisk()
     left(disk)
     job = start(disk, "second")
@@ -1187,7 +1188,7 @@ def test_F5_why_a_published_one_waits_is_told_once_per_reason():
 
 
 def test_a_clean_up_that_waits_is_told_too():
-    """Catches: a ``close`` that waits for it without a word on the disk."""
+    """Catches: a ``close`` that waits for a clean-up without a word on the disk."""
     disk = SimDisk()
     job = saved(disk, 1)
     of, directory = staged(job, 2)

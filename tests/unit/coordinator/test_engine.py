@@ -44,7 +44,7 @@ from ckptfsm.writers.shard_file import ShardFile
 
 
 def test_I2_a_directory_that_the_trainer_made_is_durable_before_the_tracker_names_it():
-    """Catches: a tracker that names a directory whose name a power loss takes away."""
+    """Catches: a tracker that names a directory before the name of that directory is durable."""
     for seed in range(60):
         disk = SimDisk()
         storage = FaultStorage(SimStorage(disk, "first"))
