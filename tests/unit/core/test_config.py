@@ -231,7 +231,7 @@ def test_an_unknown_signal_is_refused(name: str):
 
 
 def test_a_configuration_is_frozen():
-    """Catches: a manager whose rules change under it."""
+    """Catches: a manager's rules that change while it uses them."""
     config = make_config({})
     with pytest.raises(ValueError):
         config.on_busy = "skip"

@@ -113,7 +113,7 @@ def test_describe_is_one_bounded_line():
 
 
 class Gathered(BaseException):
-    """Looks like torch's ``CheckpointException``, whose text is a traceback of each rank."""
+    """Looks like torch's ``CheckpointException``: its text is a traceback of each rank."""
 
     def __init__(self, failures):
         super().__init__("Traceback (most recent call last): (RANK 0)\n" + "  File\n" * 500)

@@ -194,8 +194,7 @@ def test_I1_a_clean_up_in_place_leaves_directories_in_use_by_others():
 
 
 def test_I10_a_clean_up_leaves_none_of_its_directories_undecided():
-    """Catches: a failed attempt whose directory is there, and stays, though no other attempt uses
-    it."""
+    """Catches: the directory of a failed attempt that stays, though no other attempt uses it."""
     for facts in FAILED:
         decision = decide_clean_up(facts)
         if decision is CleanUpDecision.NOTHING_LEFT:
@@ -213,7 +212,7 @@ def test_I1_in_place_only_this_attempts_unfinished_save_may_be_deleted():
 
 
 def test_I1_a_directory_completed_while_it_is_moved_is_not_deleted():
-    """Catches: a second look whose answer cannot differ from the first."""
+    """Catches: a second look that always gives the answer of the first."""
     for facts in IN_PLACE:
         if decide_in_place(facts) is InPlaceDecision.GIVE_UP:
             again = replace(facts, contents=Contents.MORE)
@@ -231,7 +230,7 @@ def test_I1_in_place_a_directory_that_was_made_anew_is_left():
 
 
 def test_I1_a_withdrawal_moves_only_the_withdrawn_checkpoint():
-    """Catches: a step that was saved again, and whose new checkpoint is moved for the old one."""
+    """Catches: a step that was saved again: its new checkpoint is moved in place of the old one."""
     cases = product(CHECKPOINTS, YES_NO, (None, *THERE), YES_NO, YES_NO)
     for withdrawn, alone, there, moved, foreign in cases:
         decision = decide_quarantine(withdrawn, QuarantineFacts(alone, there, moved, foreign))

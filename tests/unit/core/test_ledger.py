@@ -318,7 +318,8 @@ def test_protected_replaces_the_steps_read_before():
     "part", [PartSpec("a.tmp-1"), PartSpec("a", directory="model/x.tmp-2/dist_ckpt")]
 )
 def test_F30_a_part_named_like_a_temporary_file_is_refused(part: PartSpec):
-    """Catches: a part whose shards are swept away as left-over temporary files."""
+    """Catches: a part that loses its shards, because they are swept away as left-over temporary
+    files."""
     with pytest.raises(ConfigError, match="tmp"):
         check_parts((part,), 2)
 
@@ -327,8 +328,8 @@ def test_F30_a_part_named_like_a_temporary_file_is_refused(part: PartSpec):
     "name", ["metadata.json", "common.pt", "data.distcp", ".metadata", ".ckptfsm"]
 )
 def test_I3_a_plain_file_is_not_named_like_the_files_of_a_save(name: str):
-    """Catches: a trainer's file in whose place ``metadata.json`` or a shard is written: the save is
-    acknowledged, its file is lost, and a restart finds damage."""
+    """Catches: a trainer's file that is overwritten by ``metadata.json`` or a shard: the save is
+    acknowledged, the file is lost, and a restart finds damage."""
     with pytest.raises(ConfigError, match=re.escape(name)) as caught:
         check_parts((PartSpec("state"), PartSpec(name, "file", ranks=(0,))), 2)
     assert caught.value.part == name

@@ -342,7 +342,8 @@ def test_I1_deletion_only_from_prunable_and_prunable_only_from_tracked():
 
 
 def test_I1_nothing_published_ever_fails():
-    """Catches: a way from finalized (published) to failed, whose files are thrown away."""
+    """Catches: a way from finalized (published) to failed: the files of a failed attempt are thrown
+    away."""
     assert S.FAILED not in reachable(S.FINALIZED)
     assert S.DISCARDED not in reachable(S.FINALIZED)
     assert S.FAILED in reachable(S.ABSENT, without=frozenset({S.FINALIZED}))

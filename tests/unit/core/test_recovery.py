@@ -114,7 +114,7 @@ def test_I3_shards_written_and_not_complete_fails(staged):
 
 
 def test_I4_shards_written_is_not_published_over_something_else():
-    """Catches: a roll-forward whose name is taken by another directory."""
+    """Catches: a roll-forward to a name that another directory has taken."""
     ev = evidence(names(100), whole(100), unexplained(200), staging={at(200): COMPLETE})
     found = decide(ledger_of(BASE, checkpoint(200, S.SHARDS_WRITTEN)), ev)
     assert about(found, 200).result == "failed"
@@ -251,7 +251,8 @@ def test_F19_another_whole_attempt_at_the_name_is_adopted_at_once():
 
 
 def test_F33_damaged_before_it_was_ever_tracked_is_reported_not_forgotten():
-    """Catches: a start from scratch beside a published directory whose journal lagged (I8)."""
+    """Catches: a start from scratch beside a published directory, because the journal lagged behind
+    (I8)."""
     ledger = ledger_of(checkpoint(200, S.REQUESTED))
     with pytest.raises(DamagedRoot, match="shard of 200 is gutted"):
         decide(ledger, evidence(MISSING, damaged(200)))
@@ -456,7 +457,7 @@ def test_I8_unknown_and_complete_is_adopted(there, tracker):
 
 
 def test_unknown_and_newer_than_the_tracker_is_reported_only():
-    """Catches: a stock save whose tracker was never written, resumed from unasked."""
+    """Catches: a stock save that the tracker never named, resumed from unasked."""
     found = decide(ledger_of(BASE), evidence(names(100), whole(100), stock(200)))
     assert (only(found).result, only(found).actions) == ("reported", ())
     assert "newer than the tracker" in only(found).why
@@ -537,7 +538,8 @@ def test_F18_a_torn_tracker_is_rebuilt_with_a_warning():
 
 
 def test_F18_a_release_directory_is_a_place_to_resume_from():
-    """Catches: a stock ``release`` root refused, or one whose directory is gone accepted."""
+    """Catches: a stock ``release`` root that is refused, or one that is accepted although its
+    directory is gone."""
     release = TrackerEvidence("release")
     found = decide(Ledger(), evidence(release, unexplained(5), release=True))
     assert [d.result for d in found.decisions] == ["reported"]
@@ -651,7 +653,7 @@ def test_fresh_adopts_everything_so_that_it_can_be_set_aside():
 
 
 def test_fresh_refuses_to_leave_behind_a_directory_it_cannot_move():
-    """Catches: a fresh run whose first save meets an unexplained directory."""
+    """Catches: a fresh run that meets an unexplained directory at its first save."""
     with pytest.raises(DamagedRoot, match="would leave") as caught:
         decide(ledger_of(BASE), evidence(names(100), whole(100), unexplained(200)), "fresh")
     assert caught.value.evidence == ("iter_0000200",)
@@ -870,7 +872,7 @@ def test_a_directory_at_the_name_of_a_withdrawn_step_is_its_or_a_strangers(
     provenance, there, owner
 ):
     """Catches: a stranger's directory that is explained away once, and evidence at the next restart
-    (I8); a damaged checkpoint whose way to quarantine was interrupted and is never finished."""
+    (I8). A damaged checkpoint that never reaches quarantine, because its move was interrupted."""
     withdrawn = checkpoint(100, S.QUARANTINED, provenance=provenance)
     ledger = ledger_of(withdrawn, checkpoint(200, S.TRACKED))
     found = decide(ledger, evidence(names(200), whole(200), there))
@@ -1031,7 +1033,8 @@ def test_a_loadable_directory_of_an_attempt_in_place_is_foreign_once_it_was_trac
 @pytest.mark.parametrize("there", [whole(100), damaged(100), stock(100)])
 @pytest.mark.parametrize("intent", [Intent(), Intent(True, 100), Intent(True)])
 def test_I8_a_withdrawn_step_whole_at_its_name_is_evidence(there, intent):
-    """Catches: a start from scratch beside a whole checkpoint whose move to quarantine was cut off."""
+    """Catches: a start from scratch beside a whole checkpoint, as its move to quarantine was cut
+    off."""
     gone = replace(checkpoint(100, S.QUARANTINED, provenance="adopted"), reason="rollback")
     ledger, ev = ledger_of(gone), evidence(MISSING, there)
     if there == damaged(100) or intent.unfinished:
