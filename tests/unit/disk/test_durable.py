@@ -164,7 +164,8 @@ def test_two_writers_never_share_a_temporary_name(storage):
 
 
 def test_F6_a_temporary_that_was_left_is_skipped_and_never_written_again(storage):
-    """Catches: a put that fails for good, or goes on with a file whose fsync may have failed."""
+    """Catches: a put that fails for good, or goes on with a file after its fsync may have
+    failed."""
     for number in range(2):
         durable.write_new(storage, f"f.tmp-t.{number}", OLD)
     durable.put(storage, "f", NEW, tag="t")

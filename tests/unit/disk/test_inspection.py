@@ -60,7 +60,7 @@ WRITTEN = Checkpoint(OF, State.SHARDS_WRITTEN, (PartSpec("state"),), world_size=
 
 @pytest.fixture
 def disk() -> SimDisk:
-    """A root with step 1, whose process is gone, and an attempt at step 5 that was written."""
+    """A root with step 1, and a written attempt at step 5. The job's process is gone."""
     made = SimDisk()
     job = FakeJob(SimStorage(made, "job"))
     job.open()
@@ -80,7 +80,7 @@ def reader(disk: SimDisk) -> SimStorage:
 
 
 def receipts_in(storage: SimStorage) -> Receipts:
-    """Those of the attempt at step 5."""
+    """The receipts of the attempt at step 5."""
     return Receipts(storage, staging_dir(OF), OF, WRITTEN.world_size)
 
 

@@ -168,7 +168,7 @@ def test_records_round_trip(storage_kind, tmp_path):
 
 
 def test_padding_grows_and_always_leaves_the_reserve():
-    """Catches: a segment whose last block is used up by ordinary records."""
+    """Catches: ordinary records that use up the last block of a segment."""
     storage = sim()
     writer = JournalWriter(storage, 1)
     writer.open(opened())
@@ -535,7 +535,7 @@ def test_F20_a_segment_does_not_grow_beyond_the_limit_of_its_reader(monkeypatch)
 
 
 def test_F20_a_segment_that_is_too_large_is_refused(monkeypatch):
-    """Catches: a segment cut off at a limit, whose later records are lost in silence."""
+    """Catches: a segment that is cut off at a limit, and silently loses its later records."""
     storage = sim()
     write(storage, life(3))
     monkeypatch.setattr(journal, "MAX_SEGMENT_BYTES", BLOCK_BYTES - 1)
@@ -576,7 +576,8 @@ def test_an_error_that_is_not_a_full_disk_is_never_swallowed():
 
 
 def test_F6_after_a_failed_fsync_nothing_more_is_written():
-    """Catches: a second fsync of a file whose first failed (it would succeed, and lie)."""
+    """Catches: a second fsync of a file after the first one failed (the second would succeed, and
+    lie)."""
     storage = FaultStorage(sim())
     writer = write(storage, life(1))
     storage.inner.disk.fail_fsync(errno.EIO, path=ONE)

@@ -181,7 +181,7 @@ def test_a_dropped_lock_is_as_death():
 
 
 def test_I9_a_takeover_fences_the_first():
-    """F12. Catches: a zombie whose check still passes."""
+    """F12. Catches: a zombie that still passes its check."""
     disk = SimDisk()
     first = take(disk, "first")
     second = take(disk, "second", takeover=True)
@@ -223,7 +223,7 @@ def test_F12_two_that_race_for_one_epoch():
 
 
 class TakenOverOnceTaken:
-    """Another one takes the root over as soon as this one has made its epoch."""
+    """Another owner takes the root over as soon as the first one has made its epoch."""
 
     def __init__(self, disk: SimDisk) -> None:
         self.disk = disk

@@ -190,7 +190,7 @@ def common_piece(directory: Path) -> tuple[str, int, int]:
 
 
 def test_a_real_checkpoint_is_accepted_with_its_files_and_keys(stock_root: Path) -> None:
-    # would catch: a global or opcode of real files missing from the tables
+    # Catches: a global or opcode of real files that is missing from the tables.
     verdict = verdict_of(stock_root / STEP)
     assert verdict.acceptable, verdict.reason
     assert verdict.reason == ""
@@ -789,8 +789,8 @@ def _set(path: str) -> Callable[[dict[str, Any]], None]:
     ids=range(13),
 )
 def test_a_role_that_was_cut_off_is_not_accepted(copy: Path, spoil: Callable[[Path], Any]) -> None:
-    """Catches: a step whose critic is missing, in half, or somewhere else, resumed from; or a hostile
-    list that keeps the whole root from being opened (F30)."""
+    """Catches: resuming from a step with a critic that is missing, in half, or somewhere else. A
+    hostile list that keeps the whole root from being opened (F30)."""
     step = verl_step(copy, "actor", "critic")
     spoil(step / "critic")
     verdict = verdict_of_verl(step)
