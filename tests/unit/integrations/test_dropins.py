@@ -346,8 +346,8 @@ def test_I5_pinned_memory_is_kept_until_the_finalizers(monkeypatch: pytest.Monke
 
 
 def test_I5_results_of_another_queue_are_left_to_it(ranks: Any) -> None:
-    """Catches: two queues in use at once, whose results are swapped: both are finalized, and neither can
-    be loaded."""
+    """Catches: two queues in use at once that swap their results: both are finalized, and neither
+    can be loaded."""
 
     def work(transport: ThreadTransport) -> Any:
         here = Rank(transport)
@@ -372,7 +372,7 @@ def test_I5_results_of_another_queue_are_left_to_it(ranks: Any) -> None:
 
 
 class GoneQueue(queue.Queue[Any]):
-    """A results queue whose process died."""
+    """A results queue after its process died."""
 
     def empty(self) -> bool:
         raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
@@ -419,7 +419,7 @@ def test_I10_a_write_worker_that_is_a_thread_ends_its_writer(ranks: Any) -> None
 
 @dataclass(frozen=True)
 class Index:
-    """Which tensor or object it is."""
+    """The name of a tensor or object."""
 
     fqn: str
 
@@ -984,7 +984,8 @@ def test_F18_a_torn_tracker_does_not_end_the_run_with_status_0(training: Trainin
 
 
 def test_I7_the_cleanup_by_names_does_not_run(training: Training) -> None:
-    """Catches: a partial newest non-persistent directory for whose sake the tracked one is deleted."""
+    """Catches: the tracked directory deleted for the sake of a newer non-persistent one that is
+    partial."""
     place = "non_persistent"
     with training.installed(non_persistent_ckpt_type="global"):
         training.save(2, non_persistent_ckpt=True)
@@ -1007,7 +1008,7 @@ def test_I2_a_failed_save_is_raised_and_not_reported_as_saved(training: Training
 
 
 class Doomed(Model):
-    """Its writer is killed."""
+    """A model that kills its writer."""
 
     def sharded_state_dict(self, iteration: int) -> dict[str, Any]:
         return {**super().sharded_state_dict(iteration), "doom": Doom(os.getpid())}

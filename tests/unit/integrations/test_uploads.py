@@ -62,7 +62,7 @@ class Held(DirectoryMirror):
 
 
 class Job:
-    """A controller of a file, whose steps are uploaded."""
+    """A controller that saves one file, and the uploads of its steps."""
 
     def __init__(self, place: Path, remote: DirectoryMirror | None = None, **settings: Any) -> None:
         self.root, self.there = place / "root", place / "there"
@@ -280,7 +280,8 @@ def test_uploads_go_on_behind_those_that_fail_at_the_end(start, tmp_path):
 
 @pytest.mark.parametrize("what", ["lease", "fork"])
 def test_an_upload_that_cannot_begin_costs_no_other(start, monkeypatch, what):
-    """Catches: the same where a lease or a fork fails; an end that tries for ever."""
+    """Catches: the copy of the last step, lost because the lease or the fork of an older one
+    failed. Leases that stay; an end that tries for ever."""
     job = start(retention=KeepAll())
     job.save(1)
     job.save(2)
@@ -419,7 +420,7 @@ def test_a_copy_is_fsynced_before_it_has_its_name(tmp_path, monkeypatch):
 
 
 def test_the_copy_of_an_abandoned_branch_does_not_count(start):
-    """Catches: after a rollback, a remote step whose content is that of the branch that was left."""
+    """Catches: after a rollback, a remote step with the content of the abandoned branch."""
     job = start()
     for step in (1, 2):
         job.controller.begin(step, {"data.pt": b"old %d" % step}).handle.wait()
@@ -510,7 +511,7 @@ def test_another_run_into_the_same_place_has_copies_of_its_own(tmp_path: Path) -
 
 
 def test_a_step_that_cannot_be_kept_stops_no_other_and_leaves_no_lease(start, monkeypatch) -> None:
-    """Catches: uploads that wait behind one whose manifest cannot be read; a child that is never
+    """Catches: uploads that wait behind a step with an unreadable manifest; a child that is never
     looked after, and a lease more with each poll."""
     job = start(on_failure="warn", retention=KeepAll())
     for step in (1, 2, 3):

@@ -148,7 +148,7 @@ def test_answers_of_others_count_beside_an_interrupt() -> None:
 
 
 class Interrupted:
-    """A transport, before or after whose call number ``at`` a Ctrl-C arrives."""
+    """A transport that gets a Ctrl-C before or after its call number ``at``."""
 
     def __init__(self, transport: Any, at: int, when: str) -> None:
         self._transport, self._at, self._when, self._count = transport, at, when, 0

@@ -60,7 +60,7 @@ class Direct:
 
 
 class Role:
-    """verl's worker group of one worker, whose writer is forked."""
+    """verl's worker group of one worker, which forks its writer."""
 
     def __init__(self, root: Path) -> None:
         self.workers = [BaseGroupWorker(fake_ports(root, driver=FakeDriver(0)))]
@@ -200,7 +200,7 @@ def test_an_upload_that_does_not_end_gives_the_root_back(run, tmp_path):
 
 
 def test_a_failed_save_at_the_end_gives_the_root_back(run):
-    """Catches: the same of a save: it is raised before the root is given back."""
+    """Catches: a failed save that is raised before the root is given back."""
     checkpoints = run.start(DirectoryMirror(str(run.there)))
     checkpoints.groups.groups["actor"].workers[0]._ports.driver.before_write = full
     save(checkpoints, 1)
@@ -229,7 +229,8 @@ def test_leaving_ends_an_upload_before_the_tracker(run, tmp_path):
 
 
 def test_closing_after_leaving_with_a_save_in_flight_waits_for_nothing(run):
-    """Catches: a launcher's ``finally``, whose close hides the error that the loop ended with."""
+    """Catches: a close in a launcher's ``finally`` that hides the error that the loop ended
+    with."""
     checkpoints = run.start()
     checkpoints.groups.groups["actor"].save_checkpoint = nothing
     save(checkpoints, 1)
@@ -330,7 +331,8 @@ def test_steps_of_stock_verl_with_fsdp_are_refused_with_a_way_out(run, inner):
 
 
 def test_a_damaged_checkpoint_of_ours_is_not_taken_for_a_stock_one(run):
-    """Catches: that way out for a checkpoint of which is known that it is damaged."""
+    """Catches: a damaged checkpoint of ours that is refused with the way out for steps of stock
+    verl."""
     for name in (".ckptfsm/manifest.json", "model_world_size_1_rank_0.pt"):
         path = run.root / "global_step_10" / name
         path.parent.mkdir(parents=True, exist_ok=True)
