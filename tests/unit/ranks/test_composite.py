@@ -70,7 +70,8 @@ def test_parts_that_live_on_different_ranks(tmp_path):
 
 
 def test_a_rank_that_writes_nothing_has_no_writer(tmp_path):
-    """Catches: a rank without a share that is awaited, or whose failure report condemns others."""
+    """Catches: a rank without a share that is awaited, or that condemns others by its failure
+    report."""
 
     def work(manager: Manager) -> Any:
         part = {"w": 1} if manager.rank == 1 else None

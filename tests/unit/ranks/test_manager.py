@@ -231,7 +231,7 @@ def test_a_step_that_is_no_step_is_refused(run: Run, step):
 
 
 def test_state_or_parts_but_not_both_or_neither(run: Run):
-    """Catches: one of them silently ignored."""
+    """Catches: a state that is silently ignored beside parts, or parts beside a state."""
     manager = run.open()
     for given in ({}, {"state": weights(1), "parts": {"a": weights(1)}}):
         with pytest.raises((SaveRefused, ConfigError)):
@@ -304,7 +304,8 @@ def test_the_manager_is_quiet_again_after(run: Run, action: str):
 
 
 def test_the_manager_is_quiet_again_after_falling_back(run: Run):
-    """Catches: the same, where a restore withdrew a damaged checkpoint."""
+    """Catches: ``close`` that waits half an hour, because a restore withdrew a damaged
+    checkpoint."""
     manager = run.saved(1, 2)
     (run.root / "iter_0000002" / SHARD).write_bytes(b"flipped")
     assert manager.restore(TEMPLATE).step == 1
@@ -328,7 +329,7 @@ def test_a_view_is_quiet_only_when_the_coordinator_says_so(run: Run):
 
 
 def held(run: Run, **settings) -> tuple[Manager, Gate]:
-    """A manager whose save of step 1 stays in flight until the gate is opened."""
+    """A manager with a save of step 1 that stays in flight until the gate is opened."""
     gate = Gate(run.root.parent / "gate")
     run.driver.before_write = gate.hold
     manager = run.open(**settings)
@@ -432,7 +433,7 @@ def broken(run: Run, request: pytest.FixtureRequest) -> Broken:
 
 
 def blocked(broken: Broken, **settings) -> tuple[Manager, SaveHandle]:
-    """A manager whose step 1 is tracked, and whose step 2 is published and cannot be."""
+    """A manager: step 1 is tracked, and step 2 is published and cannot be tracked."""
     manager = broken.run.saved(1, storage=broken.storage, **settings)
     broken.break_it()
     handle = manager.save(2, weights(2))
@@ -527,7 +528,8 @@ def test_F22_on_busy_skip_and_raise_of_a_blocked_save(broken: Broken):
 
 
 def test_F5_a_save_becomes_blocked_while_another_waits(broken: Broken):
-    """Catches: the same wait, where the tracker is found blocked only once it has begun."""
+    """Catches: a wait for ``busy_timeout_s``, where the tracker is found blocked only once the wait
+    has begun."""
     run = broken.run
     manager = run.saved(1, storage=broken.storage, on_failure="warn")
     gate = Gate(run.root.parent / "gate")
@@ -548,7 +550,8 @@ def test_F5_a_save_becomes_blocked_while_another_waits(broken: Broken):
 
 
 def test_F5_a_synchronous_save_that_becomes_blocked(broken: Broken):
-    """Catches: the same wait, in the save itself; one that gives up at the first error of a disk."""
+    """Catches: a synchronous save that waits for ``busy_timeout_s`` for its blocked tracker, or
+    that gives up at the first error of a disk."""
     manager = broken.run.saved(1, storage=broken.storage, on_failure="warn", sync=True)
     broken.break_it()
     with pytest.warns(SaveFailedWarning, match="step 2 is published, and waits for the disk"):
@@ -620,7 +623,8 @@ def test_I8_a_restart_between_a_blocked_tracker_and_its_mending(broken: Broken):
 
 
 def test_F5_a_journal_that_cannot_take_the_published_step(run: Run):
-    """Catches: the same wait, where it is the journal that the disk does not let grow."""
+    """Catches: a save that waits for ``busy_timeout_s``, where the disk does not let the journal
+    grow."""
     full = threading.Event()
 
     def before(index: int, method: str, path: str) -> None:
@@ -753,7 +757,7 @@ def test_F24_a_raising_hook_stops_nothing(run: Run, caplog):
 
 
 def test_a_log_tells_each_transition_in_one_line(run: Run, caplog):
-    """Catches: a log of one word for every step, whose facts no plain formatter shows."""
+    """Catches: a log with one word for every step: a plain formatter does not show its facts."""
     manager = run.open()
     with caplog.at_level(logging.INFO, "ckptfsm"):
         manager.save(1, weights(1)).wait()
@@ -902,7 +906,7 @@ def test_I7_keep_nothing_keeps_the_latest(run: Run):
 
 
 def test_I7_a_policy_that_raises_keeps_everything(run: Run):
-    """Catches: a user's policy whose bug deletes checkpoints or fails saves."""
+    """Catches: a bug in a user's policy that deletes checkpoints or fails saves."""
 
     class Broken(Policy):
         def preserve(self, checkpoints):
@@ -1326,8 +1330,8 @@ def test_F25_leaving_with_an_exception_abandons(run: Run):
 
 
 def test_F25_a_save_that_was_durable_when_its_manager_was_left_is_finished(run: Run):
-    """I2. Catches: ``sys.exit(0)`` after a save whose receipt is durable, and a next start that resumes
-    from the step before without a word."""
+    """I2. Catches: ``sys.exit(0)`` after a save with a durable receipt, and a next start that
+    resumes from the step before without a word."""
     with pytest.raises(SystemExit), run.open() as manager:
         manager.save(1, weights(1)).wait()
         manager.save(2, weights(2))
@@ -1715,7 +1719,7 @@ def test_F12_a_second_manager_is_refused(run: Run):
 
 
 def test_F12_a_second_process_is_refused(run: Run):
-    """Catches: the same, where only the lock can tell."""
+    """Catches: two trainers on one root in two processes, where only the lock can tell."""
     run.saved(1)
     mine = os.getpid()
 

@@ -230,7 +230,7 @@ def test_a_save_without_the_hook_costs_no_exchange_more(tmp_path: Path, hooked: 
 
 
 def group_job(root: Path) -> tuple[GroupJob, list[Trainer]]:
-    """A group of two whose workers have the hook."""
+    """A group of two workers with the hook."""
     job = GroupJob(root, {"actor": 2})
     trainers = [Trainer(), Trainer()]
     for worker, trainer in zip(job.groups["actor"].workers, trainers, strict=True):

@@ -65,8 +65,8 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_F24_a_hook_that_calls_its_manager_is_refused(call: str, tmp_path: Path):
-    """Found by attack. Catches: news taken by a call from inside a hook, before those that the hook
-    was called for: the manager waits for ever for the end of a save that has ended."""
+    """Found by attack. Catches: a call from inside a hook that takes news before those that the
+    hook was called for. The manager then waits for ever for the end of a save that has ended."""
     managers: list[Manager] = []
     refused: list[str] = []
 
