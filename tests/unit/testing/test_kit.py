@@ -150,7 +150,8 @@ class Named:
 
 @pytest.mark.parametrize("file", ["bpe.tmp-final.json", "metadata.json", ".metadata", "common.pt"])
 def test_I3_a_writer_whose_file_would_not_stay_is_caught(file):
-    """Catches: a part called sound whose file is swept away, or replaced, when the save is finished."""
+    """Catches: a part that is called sound, though its file is swept away or replaced when the save
+    is finished."""
     with pytest.raises(Unsound, match="swept away|writes such a file"):
         assert_writer_sound(Named(file))
 
