@@ -64,13 +64,13 @@ def fork(root: Path, work: RankJob, deadline: float = FAR) -> RankWriter:
 
 
 def events(writer: RankWriter, now: float = 0.0) -> list[Any]:
-    """How it ended, as it says at each call."""
+    """The reports of a writer that has ended; each call repeats them."""
     assert writer.wait(WAIT_S)
     return ends(writer, now)
 
 
 def ends(writer: RankWriter, now: float = 0.0) -> list[Any]:
-    """Its reports so far, without the one of its fork."""
+    """The writer's reports so far, without the one of its fork."""
     forked, *rest = writer.poll(now)
     assert type(forked) is WriterForked
     return rest
@@ -153,7 +153,7 @@ def test_F13_a_late_writer_cannot_bring_its_directory_back(disk: SimDisk, direct
 
 @pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EIO"])
 def test_F5_F6_an_error_at_any_call_leaves_no_receipt(code: str):
-    """Catches: a receipt for a shard whose write, fsync or close failed."""
+    """Catches: a receipt for a shard after a failed write, fsync or close."""
 
     def fresh(index: int) -> FaultStorage:
         disk = SimDisk()
@@ -278,7 +278,7 @@ def test_F1_F5_a_writer_that_failed(root: Path, before, reason: str, told: str):
 
 @pytest.mark.parametrize("what", ["receipt", "directory"])
 def test_exit_code_and_payload_without_a_receipt_is_a_failure(root: Path, what: str):
-    """Catches: a writer believed on its word, whose files are not there."""
+    """Catches: a writer that is believed on its word, though its files are not there."""
     writer = fork(root, job())
     assert writer.wait(WAIT_S)
     if what == "receipt":

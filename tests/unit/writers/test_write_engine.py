@@ -97,7 +97,7 @@ def writer(engine, storage, *parts, of: AttemptId = OF, changed=str) -> RankWrit
 
 
 def ends(writer: RankWriter) -> list[object]:
-    """Its reports once it has ended."""
+    """The reports of a writer once it has ended."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         reports = writer.poll(0.0)
@@ -173,7 +173,7 @@ def test_no_receipt_before_the_copy_is_confirmed(engine, storage, root):
 
 
 def test_the_process_stays_for_the_next_save(engine, storage, root):
-    """Catches: a process per save, whose memory is taken anew each time."""
+    """Catches: a new process for each save, with memory that is taken anew each time."""
     used = engine()
     pids = set()
     for attempt in (1, 2, 3):
