@@ -62,17 +62,20 @@ class Templates:
         self._refused = ""
 
     def of(self, tensor: torch.Tensor) -> Template | None:
-        """The template of a tensor on the CPU that fills its storage; None if there is none."""
-        if self._refused or not _is_plain(tensor):
+        """The template of a tensor on the CPU that fills its storage; None if there is none.
+
+        There is none while torch is set to write no CRC-32s: the tails would have wrong ones.
+        """
+        if self._refused or not config.save.compute_crc32 or not _is_plain(tensor):
             return None
         key = (
             type(tensor),
             tensor.dtype,
             tensor.shape,
             tensor.stride(),
+            tensor.storage_offset(),  # an expanded view may begin anywhere in a storage of its size
             tensor.requires_grad,
             config.save.storage_alignment,
-            config.save.compute_crc32,
         )
         found = self._made.get(key)
         if found is None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.serialization import config
 
 from ckptfsm.megatron import blobs
 from ckptfsm.megatron.blobs import Template, Templates, make_template
@@ -168,6 +169,37 @@ def test_the_structure_is_kept_the_data_is_not():
     assert by_template(templates.of(second), second) == saved(second)
 
 
+VIEWS = {
+    "expanded": lambda base, start: base[start : start + 1].expand(4),
+    "strided": lambda base, start: torch.as_strided(base, (2, 2), (1, 0), start),
+    "windows": lambda base, start: torch.as_strided(base, (2, 2), (1, 1), start),
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_views_at_different_places_have_different_templates(kind):
+    """Catches: the values of one view in the checkpoint of another, of the same shape and stride."""
+    templates, base = Templates(), torch.arange(4.0)
+    for start in (0, 1, 0):
+        tensor = exact(VIEWS[kind](base, start))
+        template = templates.of(tensor)
+        blob = saved(tensor) if template is None else by_template(template, tensor)
+        assert blob == saved(tensor)
+        assert torch.equal(
+            torch.load(io.BytesIO(blob), weights_only=True), VIEWS[kind](base, start)
+        )
+
+
+def test_without_checksums_torch_writes():
+    """Catches: a template with checksums where torch is told to write none, or one for good after it."""
+    templates, tensor = Templates(), torch.ones(1000)
+    with config.patch({"save.compute_crc32": False}):
+        assert templates.of(tensor) is None
+    assert by_template(templates.of(tensor), tensor) == saved(tensor)
+    with config.patch({"save.compute_crc32": False}):
+        assert templates.of(tensor) is None
+
+
 @pytest.mark.parametrize("surprise", ["other bytes", "an error"])
 def test_a_torch_that_writes_otherwise_is_left_to_itself(monkeypatch, caplog, surprise):
     """Catches: a template of an older format that is used with a newer torch."""
@@ -188,8 +220,6 @@ def test_a_torch_that_writes_otherwise_is_left_to_itself(monkeypatch, caplog, su
 
 def test_torch_settings_make_another_template():
     """Catches: a template of other settings of torch.save."""
-    from torch.utils.serialization import config
-
     templates = Templates()
     tensor = torch.ones(1000)
     plain = templates.of(tensor)
