@@ -9,6 +9,7 @@ import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writers import image as images
 from ckptfsm.writers.blob import Patch
 from ckptfsm.writers.image import (
+    Chunk,
     Image,
     ImagePart,
     InlineChunks,
@@ -311,29 +313,37 @@ def test_a_full_disk_ends_a_concurrent_write(tmp_path):
     real.close_root()
 
 
-def test_a_buffer_is_not_filled_again_before_it_was_written(tmp_path):
-    """Catches: a slow disk that writes the next chunk in the place of this one."""
-    size = 4 * images.CHUNK_BYTES
-    content = b"".join(bytes([i]) * images.CHUNK_BYTES for i in range(4))
-    trainer = Trainer(content)
-    parts = [[image_of("0", trainer.pieces)]]
-    source, taken = prefetched(trainer, parts, buffers=1)
-    real = PosixStorage(tmp_path)
-    inner, looked = real.pwrite, threading.Event()
+class Returned:
+    """A concurrent source with a buffer for each chunk, which notes the buffers given back."""
 
-    def slow(handle: int, data: memoryview, offset: int) -> int:
-        if offset == 0:
-            looked.set()
-            taken.wait(0.3)  # a buffer that was given back is filled meanwhile
+    concurrent = True
+
+    def __init__(self) -> None:
+        self.back: list[int] = []
+
+    def take(self, image: Image, slices: Sequence[Slice]) -> Chunk:
+        view = memoryview(bytearray(images.CHUNK_BYTES))
+        return Chunk(view, partial(self.back.append, slices[0].start // images.CHUNK_BYTES))
+
+    def give_up(self, images: Sequence[Image]) -> None: ...
+
+    def await_confirmation(self) -> None: ...
+
+
+def test_a_buffer_is_not_filled_again_before_it_was_written():
+    """Catches: a slow disk that writes the next chunk in the place of this one."""
+    source, early = Returned(), []
+    storage = SimStorage(SimDisk(), "p1")
+    inner = storage.pwrite
+
+    def look(handle: int, data: memoryview, offset: int) -> int:
+        early.append(offset // images.CHUNK_BYTES in source.back)
         return inner(handle, data, offset)
 
-    real.pwrite = slow
-    source.start()
-    source.confirm()
-    ImagePart("state", "", tuple(parts[0])).bound(source).write(real, "")
-    assert looked.is_set()
-    assert (tmp_path / "0").read_bytes()[:size] == content
-    real.close_root()
+    storage.pwrite = look
+    write_image(storage, "", image_of("0", [Memory(0, 4 * images.CHUNK_BYTES)]), source)
+    assert early == [False] * 4
+    assert sorted(source.back) == [0, 1, 2, 3]
 
 
 def test_F7_a_written_file_survives_a_loss_of_power():
