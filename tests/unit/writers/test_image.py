@@ -259,17 +259,24 @@ def test_a_part_is_not_written_before_its_copy_is_confirmed(tmp_path):
     parts = [[image_of("0", trainer.pieces)]]
     source, taken = prefetched(trainer, parts, buffers=1)
     storage = PosixStorage(tmp_path)
-    ended = threading.Event()
+    asked, ended = threading.Event(), threading.Event()
+    inner = source.await_confirmation
+
+    def ask() -> None:
+        asked.set()
+        inner()
 
     def write() -> None:
         ImagePart("state", "", tuple(parts[0])).bound(source).write(storage, "")
         ended.set()
 
+    source.await_confirmation = ask
     thread = threading.Thread(target=write)
     source.start()
     thread.start()
     assert taken.wait(10)
-    assert not ended.wait(0.2)
+    assert asked.wait(10)
+    assert not ended.is_set()
     source.confirm()
     assert ended.wait(10)
     thread.join()
