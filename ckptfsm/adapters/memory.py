@@ -1,4 +1,4 @@
-"""Memory by address: of another process of this user, and of this one. No torch.
+"""Memory by address: of another process of this user, and of this one. Memory that is free. No torch.
 
 Rules: reading never changes the memory. ``into`` is filled whole, or an error is raised.
 """
@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -55,3 +59,34 @@ class OwnMemory:
     def read(self, address: int, into: memoryview) -> None:
         """Fill ``into`` from ``address``."""
         ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(into)), address, len(into))
+
+
+def available_bytes(cgroups: Path = _CGROUPS, proc: Path = Path("/proc")) -> int:
+    """The memory that this process can take before the host, or one of its cgroups, is full.
+
+    Page cache counts as free. Raises ``OSError`` if the kernel does not tell.
+    """
+    lines = (proc / "meminfo").read_text().splitlines()
+    [host] = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    return min([host, *_left_in_cgroups(cgroups, proc)])
+
+
+def _left_in_cgroups(cgroups: Path, proc: Path) -> Iterator[int]:
+    """The bytes left under each limit of this process's cgroups (version 2), and of those above."""
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        number, _, path = line.partition("::")
+        if number != "0":
+            continue
+        place = cgroups / path.strip("/")
+        for directory in (place, *place.parents):
+            limit = directory / "memory.max"
+            if directory.is_relative_to(cgroups) and limit.is_file():
+                allowed = limit.read_text().strip()
+                if allowed != "max":
+                    yield int(allowed) - _used_in(directory)
+
+
+def _used_in(directory: Path) -> int:
+    used = int((directory / "memory.current").read_text())
+    stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+    return used - int(stat["inactive_file"]) - int(stat["active_file"])

@@ -100,10 +100,11 @@ class CheckpointConfig(BaseModel):
     writer_files: Annotated[int, Field(ge=1, le=64)] = Field(
         default=2, description="files, and worker processes, per rank and part"
     )
-    engine: Literal["fork", "eager", "gated"] = Field(
-        default="fork",
-        description="how a save gets its copy of the state: `fork`, or a persistent writer process "
-        "that reads it before `save` returns (`eager`) or before `before_update` does (`gated`)",
+    engine: Literal["auto", "eager", "gated", "fork"] = Field(
+        default="auto",
+        description="how a save gets its copy of the state: a writer process reads it before `save` "
+        "returns (`eager`) or before `before_update` does (`gated`), or is forked (`fork`), see "
+        "[the write engine](engine.md)",
     )
     writer_nice: Annotated[int, Field(ge=0, le=19)] = Field(
         default=10,
@@ -261,8 +262,8 @@ def load_config(path: str | Path, table: str = "ckptfsm") -> CheckpointConfig:
 
 
 def require_fork(config: CheckpointConfig, savers: str) -> CheckpointConfig:
-    """``config``, for ``savers`` that always fork. Raises ``ConfigError`` for another engine."""
-    if config.engine != "fork":
+    """``config``, for ``savers`` that always fork. Raises ``ConfigError`` if it asks for an engine."""
+    if config.engine not in ("auto", "fork"):
         said = f"{savers} are written by forked processes: engine={config.engine!r} has no effect"
         raise ConfigError(said, key="engine")
     return config

@@ -30,6 +30,7 @@ import ckptfsm.megatron  # noqa: F401 first, to report a missing or old package
 
 # isort: split
 import megatron.core
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
@@ -108,9 +109,11 @@ class MegatronLMCheckpoints:
             raise ConfigError("Megatron-LM decides when it saves: on_failure is 'raise' or 'warn'")
         self._config = base.model_copy(update={"retention": retain(save_retain_interval)})
         self._managers: dict[str, CheckpointManager] = {}
-        self._queue = AsyncCallsQueue(config=self._config)
+        forked = self._config.model_copy(update={"engine": "fork"})  # requests need the trainer
+        self._queue = AsyncCallsQueue(config=forked)
         self._pending: list[_Pending] = []
         self._own: set[tuple[str, int]] = set()  # roots and iterations written by this run
+        self._attached: list[torch.optim.Optimizer] = []
 
     def open(
         self, directory: str | os.PathLike[str] | None = None, *, non_persistent: bool = False
@@ -126,7 +129,31 @@ class MegatronLMCheckpoints:
             last = {"retention": LatestN(1)} if non_persistent else {}
             config = self._config.model_copy(update=last)
             self._managers[root] = CheckpointManager(root, config, staging=self.staging)
+            if self._attached:
+                self._managers[root].expect_gate()
         return self._managers[root]
+
+    def attach(self, optimizer: Any) -> None:
+        """Call ``before_update`` before each step of an optimizer of megatron-core (local).
+
+        Has an effect on state in host memory: the writer may read it until the next step. A second
+        call with the same optimizer does nothing.
+        """
+        for each in torch_optimizers(optimizer):
+            if not any(each is known for known in self._attached):
+                each.register_step_pre_hook(self._before_step)
+                self._attached.append(each)
+        if self._attached:
+            for manager in self._managers.values():
+                manager.expect_gate()
+
+    def before_update(self) -> None:
+        """Wait until the saves in flight have read this rank's state (local)."""
+        for manager in self._managers.values():
+            manager.before_update()
+
+    def _before_step(self, *_: Any) -> None:
+        self.before_update()
 
     def _root_of(self, directory: str | os.PathLike[str] | None) -> str:
         return self.save_dir if directory is None else str(Path(directory).absolute())
@@ -264,6 +291,15 @@ class MegatronLMCheckpoints:
                     say(log.exception, "report_failed", said, step=step)
 
 
+def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The torch optimizers in an optimizer of megatron-core, which may chain and wrap them."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [optimizer]
+    chained = getattr(optimizer, "chained_optimizers", None) or ()
+    inner = (*chained, getattr(optimizer, "optimizer", None))
+    return [found for each in inner if each is not None for found in torch_optimizers(each)]
+
+
 def _with_metadata(
     state_dict: StateDict, content_metadata: Mapping[str, Any] | None
 ) -> dict[str, Any]:
@@ -332,6 +368,11 @@ class _DistCheckpointing:
         return self._module.load(sharded_state_dict, checkpoint_dir, *rest, **options)
 
 
+def _optimizer_of(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """The optimizer among the arguments of ``save_checkpoint`` behind the iteration."""
+    return arguments[1] if len(arguments) > 1 else keywords.get("optimizer")
+
+
 class _Patches:
     """The functions that replace those of ``megatron.training`` while it is installed.
 
@@ -373,6 +414,7 @@ class _Patches:
             raise ConfigError("--dataloader-save must be another directory than --save")
         root = _non_persistent_dir(args) if non_persistent else args.save
         manager = self.checkpoints.open(root, non_persistent=non_persistent)
+        self.checkpoints.attach(_optimizer_of(arguments, keywords))
         stock = partial(self._stock_save, iteration, *arguments, **keywords)
         reports: list[Closure] = []
         collect = partial(self._collect, root, iteration, stock, reports)

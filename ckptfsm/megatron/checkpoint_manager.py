@@ -47,7 +47,7 @@ class CheckpointManager(Manager):
     ) -> None:
         config = config_of(config, settings)
         opener = open_storage or OpenPosix(os.fspath(root))
-        engine = engine_of(config)
+        self._engine = engine = engine_of(config)
         super().__init__(ports_of(config, opener, staging, engine), config, hooks)
         if engine is not None:
             engine.warm_up()
@@ -56,9 +56,18 @@ class CheckpointManager(Manager):
         """Call ``before_update`` before each step of a torch optimizer (local).
 
         ``optimizer`` is a ``torch.optim.Optimizer``; of one that wraps others, attach the inner ones.
-        Returns torch's handle: its ``remove`` undoes this.
+        Returns torch's handle: its ``remove`` undoes this. See ``expect_gate``.
         """
+        self.expect_gate()
         return optimizer.register_step_pre_hook(self._before_step)
+
+    def expect_gate(self) -> None:
+        """Promise to call ``before_update`` before each change of the state (local).
+
+        With ``engine="auto"``, later saves are gated: the writer reads while it writes.
+        """
+        if self._engine is not None:
+            self._engine.expect_gate()
 
     def _before_step(self, *_: Any) -> None:
         self.before_update()
@@ -82,14 +91,18 @@ def ports_of(
     return system_ports(transport, driver, open_storage, staging, engine)
 
 
-def engine_of(config: CheckpointConfig) -> WriteEngine | None:
-    """The engine that the configuration asks for; None where writers are forked."""
+def engine_of(config: CheckpointConfig, imports: tuple[str, ...] = ()) -> WriteEngine | None:
+    """The engine that the configuration asks for; None where writers are forked.
+
+    ``imports`` are modules that its jobs need beside ``ckptfsm.writers``.
+    """
     if config.engine == "fork":
         return None
     return WriteEngine(
         WriteEngineSettings(
-            mode="gated" if config.engine == "gated" else "eager",
+            mode=config.engine,
             nice=config.writer_nice,
             copy_timeout_s=config.writer_timeout_s,
+            imports=imports,
         )
     )

@@ -5,11 +5,13 @@ The head and tail of a blob come from a template, its data stays in the trainer'
 writer reads it. A blob without a template is made at once, by torch.
 
 Rules: a tensor is kept until the writer has read its memory. ``changed`` compares its address and
-version with those at staging; torch counts a version up with each change in place.
+version with those at staging; torch counts a version up with each change in place. Data of less than
+``SMALL_BYTES`` is copied at staging: a forward pass may change it, as the buffers of a BatchNorm.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +25,9 @@ from ckptfsm.core.layout import PLANNED, join, planned_name
 from ckptfsm.disk.stock import COMMON, COMMON_KEY
 from ckptfsm.megatron.blobs import Templates
 from ckptfsm.megatron.torch_dist import Row, Share, exact, to_host
-from ckptfsm.writers.image import Image, ImagePart, Literal, Memory, Piece, Tail, image_of
+from ckptfsm.writers.image import Copied, Image, ImagePart, Literal, Memory, Piece, Tail, image_of
+
+SMALL_BYTES = 64 << 10
 
 
 @dataclass(slots=True)
@@ -64,6 +68,7 @@ def _version_of(tensor: torch.Tensor) -> int:
 def stage_images(share: Share, templates: Templates, held: Held) -> ImagePart:
     """The images of a share. Accelerator tensors are copied to host memory now."""
     spec, draft, rank, planned, common_in_shard = share
+    watched = len(held.tensors)
     images: list[Image] = []
     rows: list[Row] = []
     for number, bucket in enumerate(draft.buckets):
@@ -86,7 +91,15 @@ def stage_images(share: Share, templates: Templates, held: Held) -> ImagePart:
             rows.append((COMMON_KEY, None, None, file, 0, len(common)))
         images.append(image_of(planned_name(spec.name), [Literal(planned)]))
     made = (PLANNED,) if planned is not None else ()
-    return ImagePart(spec.name, spec.directory, tuple(images), tuple(rows), made)
+    return ImagePart(
+        spec.name,
+        spec.directory,
+        tuple(images),
+        tuple(rows),
+        made,
+        owner=tuple(held.copies),
+        lent=len(held.tensors) > watched,
+    )
 
 
 def _row(item: WriteItem, file: str, start: int, size: int) -> Row:
@@ -103,8 +116,12 @@ def _blob(name: str, value: Any, templates: Templates, held: Held) -> list[Piece
     template = templates.of(host)
     if template is None:
         return [Literal(saved(host))]
-    held.add(name, value, host)
-    data = Memory(host.untyped_storage().data_ptr(), template.data_bytes)
+    address, size = host.untyped_storage().data_ptr(), template.data_bytes
+    data: Piece = Memory(address, size)
+    if size < SMALL_BYTES:
+        data = Copied(ctypes.string_at(address, size))
+    else:
+        held.add(name, value, host)
     return [Literal(template.head), data, Tail(template.tail, template.patch)]
 
 

@@ -6,11 +6,15 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.distributed as dist
+
 from ckptfsm.adapters.posix_storage import OpenPosix
-from ckptfsm.core.config import CheckpointConfig, config_of, require_fork
+from ckptfsm.core.config import CheckpointConfig, config_of
 from ckptfsm.core.ports import OffloadHook, Storage
-from ckptfsm.megatron.checkpoint_manager import ports_of
+from ckptfsm.megatron.checkpoint_manager import engine_of, ports_of
 from ckptfsm.ranks.group_worker import BaseGroupWorker
+
+_FINISHERS = ("ckptfsm.megatron.torch_dist",)  # the first rank's writer completes the part
 
 
 class GroupWorker(BaseGroupWorker):
@@ -18,10 +22,10 @@ class GroupWorker(BaseGroupWorker):
 
     Construction is collective in the group. Its ranks are those of the default process group
     (initialise it first); without ``torch.distributed``, a group of one. ``config`` (a model or a
-    dict) or keyword arguments: ``writer_files``, ``common_state``, ``exchange_timeout_s``,
-    ``verify`` and ``reshard_drops`` are used here. ``open_storage(create)`` replaces the storage
-    adapter, for tests and fault injection. ``staging`` loads offloaded state around each ``write``,
-    see ``OffloadHook``.
+    dict) or keyword arguments: ``writer_files``, ``engine``, ``writer_nice``, ``common_state``,
+    ``exchange_timeout_s``, ``verify`` and ``reshard_drops`` are used here. ``open_storage(create)``
+    replaces the storage adapter, for tests and fault injection. ``staging`` loads offloaded state
+    around each ``write``, see ``OffloadHook``.
 
     Raises ``ConfigError``.
     """
@@ -35,6 +39,13 @@ class GroupWorker(BaseGroupWorker):
         staging: OffloadHook | None = None,
         **settings: Any,
     ) -> None:
-        config = require_fork(config_of(config, settings), "the parts of a worker")
+        config = config_of(config, settings)
         opener = open_storage or OpenPosix(os.fspath(root))
-        super().__init__(ports_of(config, opener, staging), config)
+        engine = engine_of(config, _FINISHERS if _is_first() else ())
+        super().__init__(ports_of(config, opener, staging, engine), config)
+        if engine is not None:
+            engine.warm_up()
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

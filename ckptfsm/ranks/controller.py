@@ -29,7 +29,7 @@ from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.coordinator.coordinator import Coordinator
-from ckptfsm.core.config import CheckpointConfig, Verify, config_of, require_fork
+from ckptfsm.core.config import CheckpointConfig, Verify, config_of
 from ckptfsm.core.errors import ConfigError, DeadlineExceeded, WriterDied, name_ranks, shorten
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked, WriterGone, WritersLost
 from ckptfsm.core.layout import LAYOUTS
@@ -89,7 +89,7 @@ def controller_config(
     read = config_of(config, settings)
     if read.sync:
         raise ConfigError("a controller cannot save synchronously: wait for the handle", key="sync")
-    return require_fork(read, "the parts of a controller")
+    return read
 
 
 class Controller(Session):

@@ -38,7 +38,8 @@ from ckptfsm.ranks.offload import OffloadTurn
 from ckptfsm.ranks.proposal import Proposal, agree
 from ckptfsm.ranks.restoring import Restorer, warn_of_drops
 from ckptfsm.ranks.tickets import Reading, Ticket
-from ckptfsm.writers.plain_files import FileTree, TreePart, UnmadePart, around, at_path
+from ckptfsm.writers.image import ChunkSource, FromImages, Image
+from ckptfsm.writers.plain_files import PLAIN_PARTS, FileTree, TreePart, UnmadePart, around, at_path
 from ckptfsm.writers.rank_writer import RankWriter
 from ckptfsm.writers.shard_file import ShardFile
 
@@ -186,18 +187,35 @@ class BaseGroupWorker:
             raise ConfigError("a FileTree needs a directory of its own", part=ticket.part.name)
         unfinished = self._to_finish(accepted, shares) if rank == 0 else ()
         share = GroupShare(ticket, self._number, jobs, unfinished, self._ports.clock)
-        self._launch(ticket, share)
-        draft.let_go()
+        self._launch(ticket, share, draft)
+        if self._ports.staging is not None:  # the state is about to be moved
+            self.before_update()
         self._ports.driver.accept()
 
-    def _launch(self, ticket: Ticket, share: PartJob) -> None:
+    def before_update(self) -> None:
+        """Wait until this rank's writer has read the state (local): call before changing it.
+
+        Needed with ``engine="gated"``; otherwise returns at once. A state that changes earlier
+        fails its save.
+        """
+        if self._writer is not None:
+            self._writer.await_copy(self._ports.clock)
+
+    def _launch(self, ticket: Ticket, share: PartJob, draft: Draft | None = None) -> None:
         optional = frozenset({ticket.part.name} if ticket.part.optional else ())
         job = RankJob(
             ticket.of, self._number, ticket.world_size, ticket.location, (share,), optional
         )
         deadline = self._ports.clock.monotonic() + ticket.timeout_s
         storage = self._open(ticket.root)
-        self._writer = RankWriter(storage, job, launch=self._ports.launch, deadline=deadline)
+        self._writer = RankWriter(
+            storage,
+            job,
+            launch=self._ports.launch,
+            deadline=deadline,
+            changed=str if draft is None else draft.changed,
+            let_go=str if draft is None else draft.let_go,
+        )
         self._begun = True
 
     def _to_finish(self, accepted: Accepted, shares: GroupParts) -> tuple[Unfinished, ...]:
@@ -249,10 +267,11 @@ class BaseGroupWorker:
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait for this rank's writer, at most ``timeout_s``, then end it (local)."""
         with self._one_call.running():
-            if self._writer is not None and not self._writer.wait(timeout_s):
+            if self._writer is not None and not self._writer.wait(self._ports.clock, timeout_s):
                 self._writer.kill(timeout_s)
             self._writer = None
             self._ports.transport.close()
+            self._ports.close_writers()
             if self._storage is not None:
                 self._storage.close_root()
 
@@ -375,6 +394,23 @@ class GroupShare:
     @property
     def directory(self) -> str:
         return self.ticket.part.directory
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        return tuple(i for job in self.jobs if isinstance(job, FromImages) for i in job.images)
+
+    @property
+    def lent(self) -> bool:
+        return any(isinstance(job, FromImages) and job.lent for job in self.jobs)
+
+    @property
+    def portable(self) -> bool:
+        return all(isinstance(job, (FromImages, *PLAIN_PARTS)) for job in self.jobs)
+
+    def bound(self, source: ChunkSource | None) -> GroupShare:
+        """The same share, with the source of its chunks, and without the worker's objects."""
+        jobs = (job.bound(source) if isinstance(job, FromImages) else job for job in self.jobs)
+        return replace(self, jobs=tuple(jobs))
 
     def write(self, storage: Storage, location: str) -> Written:
         files: list[FileEntry] = []

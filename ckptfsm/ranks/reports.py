@@ -30,7 +30,6 @@ from ckptfsm.writers.plain_files import around, at_path
 from ckptfsm.writers.rank_writer import RankWriter
 
 log = logging.getLogger("ckptfsm")
-_LOOK_S = 0.2
 _BEGINNING = (State.REQUESTED, State.FORKED)  # each rank that writes has a writer of these
 
 
@@ -95,11 +94,15 @@ class RankReports:
             deadline = self._now() + self._config.writer_timeout_s
             self._draft = draft
             self.writer = RankWriter(
-                storage, job, launch=self._ports.launch, deadline=deadline, changed=draft.changed
+                storage,
+                job,
+                launch=self._ports.launch,
+                deadline=deadline,
+                changed=draft.changed,
+                let_go=draft.let_go,
             )
             if self._ports.staging is not None:  # the state is about to be moved
                 self.await_copy()
-            self._let_go_of_copied()
             self._ports.driver.accept()
         except BaseException as error:  # also torch's; the others must not wait for this rank
             self.give_up(of, error)
@@ -124,7 +127,6 @@ class RankReports:
         if self.writer is not None:
             for event in self.writer.poll(now):
                 self.owe(event)
-            self._let_go_of_copied()
         for of, state in view.unfinished.items():
             if self.is_orphan(of, state, view):
                 detail = f"rank {self._rank}: the call that was to write it was interrupted"
@@ -133,17 +135,8 @@ class RankReports:
 
     def await_copy(self) -> None:
         """Wait until the writer needs the trainer's data no more; its deadline bounds the wait."""
-        writer = self.writer
-        while writer is not None and not writer.has_copy:
-            writer.process.await_copy(_LOOK_S)
-            if any(isinstance(event, Failed) for event in writer.poll(self._now())):
-                return
-        self._let_go_of_copied()
-
-    def _let_go_of_copied(self) -> None:
-        """Drop the draft's data once the writer has its copy."""
-        if self._draft is not None and self.writer is not None and self.writer.has_copy:
-            self._draft.let_go()
+        if self.writer is not None:
+            self.writer.await_copy(self._ports.clock)
 
     def _now(self) -> float:
         return self._ports.clock.monotonic()
@@ -194,10 +187,7 @@ class RankReports:
         writer = self.writer
         if writer is None:
             return ""
-        deadline = self._now() + timeout_s
-        writer.process.await_copy(timeout_s)
-        writer.look_at_copy()
-        if not writer.wait(max(0.0, deadline - self._now())):
+        if not writer.wait(self._ports.clock, timeout_s):
             writer.kill(timeout_s)
             return f"is lost: its writer had not ended after {timeout_s} s"
         ends = writer.poll(self._now())

@@ -1,8 +1,8 @@
 """Images: files of a checkpoint as lists of pieces, and the pass that writes one.
 
-A piece is a literal, or memory of the trainer that a ``MemoryReader`` reads, or the tail of a
-``torch.save`` blob whose checksums depend on the memory before it. An image holds no tensor and no
-torch object, so a process without torch can write it.
+A piece is a literal, or data of a tensor, or the tail of a ``torch.save`` blob: its checksums depend
+on the data before it. The data is memory of the trainer that a ``MemoryReader`` reads, or a copy. An
+image holds no tensor and no torch object, so a process without torch can write it.
 
 The pass reads an image in file order, in chunks of ``CHUNK_BYTES``. For each chunk, it fills a buffer,
 sums it (CRC-32 of each blob, digest of the file), and writes it past the page cache. A
@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import xxhash
 
@@ -65,8 +65,19 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class Copied:
+    """The data of one tensor, as it was when the save was staged."""
+
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
 class Tail:
-    """The end of a blob. ``patch`` fills in the fields that depend on the memory before it."""
+    """The end of a blob. ``patch`` fills in the fields that depend on the data before it."""
 
     data: bytes
     patch: Patch
@@ -76,7 +87,7 @@ class Tail:
         return len(self.data)
 
 
-Piece = Literal | Memory | Tail
+Piece = Literal | Memory | Copied | Tail
 
 
 class Slice(NamedTuple):
@@ -201,8 +212,8 @@ class Sums:
         """Sum a filled chunk, and put the checksums into the tails in it."""
         for piece, at, start, length in slices:
             part = view[at : at + length]
-            if isinstance(piece, Memory):
-                self._add_memory(part, first=start == 0)
+            if isinstance(piece, (Memory, Copied)):
+                self._add_data(part, first=start == 0)
                 continue
             if isinstance(piece, Tail):
                 if start == 0:
@@ -210,7 +221,7 @@ class Sums:
                 part[:] = self._tail[start : start + length]
             self._digest.update(part)
 
-    def _add_memory(self, part: memoryview, *, first: bool) -> None:
+    def _add_data(self, part: memoryview, *, first: bool) -> None:
         crc = 0 if first else self._crc
         for start in range(0, len(part), _HOT_BYTES):
             hot = part[start : start + _HOT_BYTES]
@@ -344,8 +355,18 @@ class FromImages(PartJob, Protocol):
     @property
     def images(self) -> tuple[Image, ...]: ...
 
-    def bound(self, source: ChunkSource) -> PartJob:
-        """The same share, with the source of its chunks."""
+    @property
+    def lent(self) -> bool:
+        """True if the trainer can change memory that the images name."""
+        ...
+
+    @property
+    def portable(self) -> bool:
+        """True if the share is images and files only."""
+        ...
+
+    def bound(self, source: ChunkSource | None) -> FromImages:
+        """The same share, with the source of its chunks, and without the trainer's objects."""
         ...
 
 
@@ -354,7 +375,8 @@ class ImagePart:
     """The share of a rank in a part, as images. See ``ports.PartJob``.
 
     ``made`` are directories below the step's that the images need besides the part's. ``source`` is
-    set by the process that writes: the trainer's addresses mean nothing elsewhere.
+    set by the process that writes: the trainer's addresses mean nothing elsewhere. ``owner`` keeps the
+    memory of the images alive, in the trainer. ``lent``: the trainer can change some of that memory.
     """
 
     name: str
@@ -363,10 +385,13 @@ class ImagePart:
     rows: tuple[tuple[object, ...], ...] = ()
     made: tuple[str, ...] = ()
     source: ChunkSource | None = None
+    owner: object = None
+    lent: bool = True
+    portable: ClassVar[bool] = True
 
-    def bound(self, source: ChunkSource) -> ImagePart:
-        """The same share, with the source of its chunks."""
-        return replace(self, source=source)
+    def bound(self, source: ChunkSource | None) -> ImagePart:
+        """The same share, with the source of its chunks, and without the trainer's objects."""
+        return replace(self, source=source, owner=None)
 
     def write(self, storage: Storage, location: str) -> Written:
         """Write the images, side by side if the source is concurrent."""

@@ -70,6 +70,10 @@ class UnmadePart:
         raise SaveFailed(self.why)
 
 
+PLAIN_PARTS = (FilePart, TreePart, UnmadePart)
+"""Kinds of shares that any process can write."""
+
+
 @contextmanager
 def at_path(storage: Storage, location: str, specs: Iterable[PartSpec]) -> Iterator[str]:
     """The absolute path of an attempt, for parts that the trainer writes by path.

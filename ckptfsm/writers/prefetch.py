@@ -38,7 +38,8 @@ class Buffers:
 class Prefetch:
     """A ``ChunkSource`` that runs ahead. ``parts`` are the images of each part, in writing order.
 
-    ``on_taken`` is called once, when the last byte of the trainer's memory has been read.
+    ``on_taken`` is called once, when the last byte of the trainer's memory has been read. ``confirmed``
+    is set once it is known that the memory did not change meanwhile.
     """
 
     concurrent = True
@@ -49,6 +50,7 @@ class Prefetch:
         memory: MemoryReader,
         buffers: Buffers,
         on_taken: Callable[[], None],
+        confirmed: threading.Event,
         *,
         threads: int,
     ) -> None:
@@ -65,18 +67,14 @@ class Prefetch:
         self._lock = threading.Lock()  # of a look at the names given up and what follows
         self._fits = buffers.count >= sum(i.chunk_count for images in parts for i in images)
         self._read = threading.Event()
-        self._confirmed = threading.Event()
+        self._confirmed = confirmed
 
     def start(self) -> None:
         """Begin to read."""
         threading.Thread(target=self._run, daemon=True, name="ckptfsm-prefetch").start()
 
-    def confirm(self) -> None:
-        """Note that the trainer's memory did not change while it was read."""
-        self._confirmed.set()
-
     def await_confirmation(self) -> None:
-        """Wait for ``confirm``; the trainer ends a process that waits too long."""
+        """Wait for it; the trainer ends a process that waits too long."""
         self._confirmed.wait()
 
     def take(self, image: Image, slices: Sequence[Slice]) -> Chunk:

@@ -24,10 +24,12 @@ from ckptfsm.core.errors import StorageError, WriterDied, describe, printable
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked
 from ckptfsm.core.layout import RECEIPTS, STAGING, begun_name, join, receipt_name
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.ports import Launch, Outcome, PartJob, RankJob, Storage, Written
+from ckptfsm.core.ports import Clock, Launch, Outcome, PartJob, RankJob, Storage, Written
 from ckptfsm.disk.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error
 from ckptfsm.writers.image import FromImages, InlineChunks
 from ckptfsm.writers.shard_file import ShardFile
+
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class RankWriter:
     """A rank's writer as its trainer sees it: launched once, polled, killed at its deadline.
 
     ``changed`` names data that was changed before the writer held its copy; "" if nothing was.
-    ``has_copy``: the trainer may change its data.
+    ``let_go`` is called once the writer holds its copy. ``has_copy``: the trainer may change its data.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class RankWriter:
         launch: Launch,
         deadline: float,
         changed: Callable[[], str] = str,
+        let_go: Callable[[], object] = str,
     ) -> None:
         self.of = job.of
         self.payloads: dict[str, Any] = {}
@@ -132,7 +135,7 @@ class RankWriter:
         self._names = tuple(part.name for part in job.parts)  # not the parts: they hold the data
         self._deadline = deadline
         self._end: tuple[Event, ...] | None = None
-        self._changed = changed
+        self._changed, self._let_go = changed, let_go
         self.has_copy = False
         self.process = launch(storage, job)
         self.look_at_copy()
@@ -161,6 +164,15 @@ class RankWriter:
             return
         self.process.confirm()
         self.has_copy = True
+        self._let_go()
+        self._changed = self._let_go = str  # they hold the data
+
+    def await_copy(self, clock: Clock) -> None:
+        """Wait until the trainer may change its data, or the writer failed; its deadline bounds it."""
+        while not self.has_copy:
+            self.process.await_copy(_LOOK_S)
+            if any(isinstance(event, Failed) for event in self.poll(clock.monotonic())):
+                return
 
     def _ended(self, now: float) -> tuple[Event, ...] | None:
         """The last reports of a writer that ended or missed its deadline, else None."""
@@ -174,9 +186,12 @@ class RankWriter:
         detail = f"rank {self._rank}: {missed_deadline(where)}"
         return (Failed(self.of, "writer_hung", detail, self._rank),)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the child's end, at most ``timeout_s``; True if it ended."""
-        return self.process.wait(timeout_s) is not None
+    def wait(self, clock: Clock, timeout_s: float) -> bool:
+        """Wait for the writer's copy and its end, at most ``timeout_s``; True if it ended."""
+        deadline = clock.monotonic() + timeout_s
+        self.process.await_copy(timeout_s)
+        self.look_at_copy()
+        return self.process.wait(max(0.0, deadline - clock.monotonic())) is not None
 
     def kill(self, timeout_s: float) -> bool:
         """End the writer and everything it forked; True once it is certainly gone.

@@ -6,14 +6,17 @@ The process is started once, in the background, and holds nothing of its trainer
 
 Rules:
 
-- ``forked`` keeps its meaning: the writer holds a copy of everything, the trainer may change it. In
-  the mode ``eager`` that is so when the launch returns; in ``gated``, when ``holds_copy`` says so.
+- ``forked`` keeps its meaning: the trainer may change its state. After an ``eager`` copy that is so when
+  the launch returns; after a ``gated`` one, when ``holds_copy`` says so.
+- Memory that the trainer cannot change (host copies of an accelerator's) needs no gate. The job keeps
+  that memory alive until the process has read it.
 - The process writes no receipt before ``confirm``: the trainer first looks whether its state changed
   while it was read. So a receipt on disk never vouches for a torn copy, also if a process dies.
 - Success is the message that all is durable, and a receipt for each part; the caller looks for them.
 - A process that failed, was killed or missed its deadline is never used again.
 - A job is forked if its parts need torch or a copy of the whole process (foreign requests), or if the
-  storage is not the library's adapter.
+  storage is not the library's adapter. In the mode ``auto`` also if the host has no memory for an
+  eager copy.
 """
 
 from __future__ import annotations
@@ -23,34 +26,43 @@ import ctypes
 import logging
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from ckptfsm.adapters.memory import available_bytes
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import describe
 from ckptfsm.core.ports import Outcome, RankJob, Storage, WriterProcess
 from ckptfsm.writers.image import CHUNK_BYTES, FromImages
-from ckptfsm.writers.plain_files import TreePart
-from ckptfsm.writers.rank_writer import FilePart, launch_forked
+from ckptfsm.writers.plain_files import PLAIN_PARTS
+from ckptfsm.writers.rank_writer import launch_forked
 from ckptfsm.writers.write_process import Confirm, Done, Ended, Order, Probe, Taken
 
 log = logging.getLogger("ckptfsm")
 
-Mode = Literal["eager", "gated"]
+Mode = Literal["auto", "eager", "gated"]
 _LISTEN_S = 0.05
 _HELLO_S = 60.0
 _PROBE_BYTES = 64
 _KILL_WAIT_S = 5.0
+_FREE_SHARE = 0.5  # of the free memory, for eager copies: the trainer, and other ranks, need some
 
 
 @dataclass(frozen=True, slots=True)
 class WriteEngineSettings:
-    """The settings of an engine. ``buffer_bytes``: memory of the writer in the mode ``gated``."""
+    """The settings of an engine. ``buffer_bytes``: memory of the writer for a ``gated`` copy.
 
-    mode: Mode = "eager"
+    ``free_bytes`` tells the free memory, which limits an eager copy in the mode ``auto``. ``imports``
+    are modules that jobs need beside this package's.
+    """
+
+    mode: Mode = "auto"
     buffer_bytes: int = 64 << 20
+    free_bytes: Callable[[], int] = available_bytes
+    imports: tuple[str, ...] = ()
     threads: int = 2
     nice: int = 10
     copy_timeout_s: float = 1800.0
@@ -67,6 +79,8 @@ class WriteEngine:
         self._process: Spawned | None = None
         self._greeted = False
         self._refused = ""
+        self._gate = settings.mode == "gated"
+        self._held_bytes = 0  # the process's memory for copies
         self._probe = ctypes.create_string_buffer(os.urandom(_PROBE_BYTES), _PROBE_BYTES)
 
     def start(self) -> None:
@@ -74,8 +88,10 @@ class WriteEngine:
         if self._process is not None and self._process.exitcode() is None:
             return
         self._greeted = False
+        self._held_bytes = 0
         self._process = Spawned("ckptfsm.writers.write_process", "main")
-        self._process.send(Probe(ctypes.addressof(self._probe), self._probe.raw))
+        at = ctypes.addressof(self._probe)
+        self._process.send(Probe(at, self._probe.raw, self._settings.imports))
 
     def warm_up(self) -> None:
         """Start the process ahead of the first save."""
@@ -85,15 +101,26 @@ class WriteEngine:
             said = f"the writer process cannot be started yet: {describe(error)}"
             say(log.warning, "writer_not_started", said, error=describe(error))
 
+    def expect_gate(self) -> None:
+        """In the mode ``auto``: the trainer waits before it changes its state, so copy while writing."""
+        self._gate = self._gate or self._settings.mode == "auto"
+
     def __call__(self, storage: Storage, job: RankJob) -> WriterProcess:
-        """Start a rank's writer. In the mode ``eager``, waits until it holds a copy."""
-        process = self._ready() if _is_portable(storage, job) else None
+        """Start a rank's writer. Waits until an eager writer holds a copy."""
+        parts = [part for part in job.parts if isinstance(part, FromImages)]
+        lent = any(part.lent for part in parts)
+        eager = lent and not self._gate
+        needed = sum(i.chunk_count for part in parts for i in part.images) * CHUNK_BYTES
+        if not _is_portable(storage, job) or (eager and not self._affords(needed)):
+            return launch_forked(storage, job)
+        process = self._ready()
         if process is None:
             return launch_forked(storage, job)
-        running = WriteJob(self, process)
+        running = WriteJob(self, process, parts, lent=lent)
         try:
-            process.send(self._order(storage, job), storage.descriptors())
-            if self._settings.mode == "eager":
+            buffers = needed if eager else min(needed, self._settings.buffer_bytes)
+            process.send(self._order(storage, job, buffers, eager), storage.descriptors())
+            if eager:
                 running.await_copy(self._settings.copy_timeout_s)
         except BaseException:  # a Ctrl-C: the caller will not get this writer
             process.kill()
@@ -123,14 +150,24 @@ class WriteEngine:
         say(log.warning, "engine_refused", said, reason=self._refused)
         return None
 
-    def _order(self, storage: Storage, job: RankJob) -> Order:
-        images = [i for part in job.parts if isinstance(part, FromImages) for i in part.images]
-        needed = sum(image.chunk_count for image in images) * CHUNK_BYTES
-        settings, eager = self._settings, self._settings.mode == "eager"
-        if not eager:
-            needed = min(needed, settings.buffer_bytes)
-        needed = max(needed, CHUNK_BYTES)
-        return Order(storage.root, job, needed, settings.threads, settings.nice, awaited=eager)
+    def _affords(self, needed: int) -> bool:
+        """False if, in the mode ``auto``, an eager copy would take too much of the free memory."""
+        more = needed - self._held_bytes
+        if self._settings.mode != "auto" or more <= 0:
+            return True
+        limit = int(self._settings.free_bytes() * _FREE_SHARE)
+        if more <= limit:
+            return True
+        said = f"the writer is forked: a copy takes {more} bytes, and at most {limit} may be taken"
+        say(log.warning, "copy_not_affordable", said, needed=more, limit=limit)
+        return False
+
+    def _order(self, storage: Storage, job: RankJob, buffer_bytes: int, eager: bool) -> Order:
+        parts = tuple(p.bound(None) if isinstance(p, FromImages) else p for p in job.parts)
+        job, memory = replace(job, parts=parts), max(buffer_bytes, CHUNK_BYTES)
+        self._held_bytes = max(self._held_bytes, memory)
+        settings = self._settings
+        return Order(storage.root, job, memory, settings.threads, settings.nice, awaited=eager)
 
     def take_back(self, process: Spawned) -> None:
         """Use a process again: its job is done."""
@@ -152,29 +189,35 @@ def _is_portable(storage: Storage, job: RankJob) -> bool:
 
     A subclass of the adapter has calls that would not be made there.
     """
-    portable = (FromImages, FilePart, TreePart)
-    return type(storage) is PosixStorage and all(isinstance(p, portable) for p in job.parts)
+    return type(storage) is PosixStorage and all(
+        part.portable if isinstance(part, FromImages) else isinstance(part, PLAIN_PARTS)
+        for part in job.parts
+    )
 
 
 class WriteJob:
     """A job of the engine's process. See ``ports.WriterProcess``."""
 
-    def __init__(self, engine: WriteEngine, process: Spawned) -> None:
+    def __init__(
+        self, engine: WriteEngine, process: Spawned, parts: Sequence[FromImages], *, lent: bool
+    ) -> None:
         self._engine = engine
         self._process = process
+        self._kept = tuple(parts)  # with their memory, until it was read
+        self._lent = lent
         self._taken = False
         self._failure: Outcome | None = None
         self._outcome: Outcome | None = None
 
     @property
     def holds_copy(self) -> bool:
-        """True once the process has read all of the trainer's memory."""
+        """True once the trainer can change nothing that the process still has to read."""
         self._listen(0.0)
-        return self._taken
+        return self._taken or not self._lent
 
     def await_copy(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while not self._taken and self._outcome is None:
+        while not self.holds_copy and self._outcome is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
@@ -215,7 +258,7 @@ class WriteJob:
         exitcode = self._process.exitcode()  # first: all that it said is there once it has ended
         for message in self._process.listen(0.0 if exitcode is not None else timeout_s):
             if isinstance(message, Taken):
-                self._taken = True
+                self._taken, self._kept = True, ()
             elif isinstance(message, Done):
                 self._outcome = Outcome(0, message.payload, complete=True)
                 self._engine.take_back(self._process)

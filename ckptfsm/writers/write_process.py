@@ -17,6 +17,7 @@ import os
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 
 from ckptfsm.adapters.memory import MemoryOf
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -32,10 +33,14 @@ _MADV_POPULATE_WRITE = 23
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The trainer's first message: ``content`` lies at ``address``."""
+    """The trainer's first message: ``content`` lies at ``address``.
+
+    ``imports`` are modules that jobs need beside this package's.
+    """
 
     address: int
     content: bytes
+    imports: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ class Server:
     def __init__(self) -> None:
         self._trainer = TrainersEnd()
         self._storages: dict[str, PosixStorage] = {}
-        self._source: Prefetch | None = None
+        self._confirmed = threading.Event()
         self._mapping: mmap.mmap | None = None
 
     def serve(self) -> None:
@@ -102,10 +107,12 @@ class Server:
             for message in messages:
                 if isinstance(message, Probe):
                     channel.send(Hello(self._problem_of(message)))
+                    for module in message.imports:
+                        import_module(module)  # now: the first job would wait for it
                 elif isinstance(message, Order):
                     self._begin(message, channel.take_fds())
-                elif isinstance(message, Confirm) and self._source is not None:
-                    self._source.confirm()
+                elif isinstance(message, Confirm):
+                    self._confirmed.set()
 
     def _problem_of(self, probe: Probe) -> str:
         """Try to read the trainer's memory. Yama, seccomp or another user may forbid it."""
@@ -119,7 +126,8 @@ class Server:
     def _begin(self, order: Order, fds: list[int]) -> None:
         for fd in fds:
             self._keep(order.root, fd)
-        work = partial(self._run, order)
+        self._confirmed = confirmed = threading.Event()  # here: the confirmation may be next
+        work = partial(self._run, order, confirmed)
         threading.Thread(target=work, daemon=True, name="ckptfsm-job").start()
 
     def _keep(self, root: str, fd: int) -> None:
@@ -128,24 +136,24 @@ class Server:
         else:
             self._storages[root] = PosixStorage.of_descriptor(root, fd)
 
-    def _run(self, order: Order) -> None:
+    def _run(self, order: Order, confirmed: threading.Event) -> None:
         try:
-            payload = self._write(order)
+            payload = self._write(order, confirmed)
         except BaseException as error:  # the trainer must hear of every error
             cause = first_os_error(error)
             words = describe(cause) if cause else ""
             told = ChildError(describe(error), words, getattr(error, "kind", ""))
             self._trainer.channel.send(Ended(told))
             os._exit(1)
-        self._source = None  # with its views of the buffers
         self._trainer.channel.send(Done(payload))
 
-    def _write(self, order: Order) -> list[tuple[str, int, object]]:
-        source = self._source = Prefetch(
+    def _write(self, order: Order, confirmed: threading.Event) -> list[tuple[str, int, object]]:
+        source = Prefetch(
             [part.images for part in order.job.parts if isinstance(part, FromImages)],
             MemoryOf(self._trainer.pid),
             Buffers(self._memory(order.buffer_bytes)),
             partial(self._trainer.channel.send, Taken()),
+            confirmed,
             threads=order.threads,
         )
         bound = tuple(

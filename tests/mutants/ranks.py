@@ -119,8 +119,8 @@ WRITERS = (
     ),
     mutant(
         "a-save-holds-what-its-writer-has",
-        "ranks.reports:RankReports._let_go_of_copied",
-        "self._draft.let_go()",
+        "writers.rank_writer:RankWriter.look_at_copy",
+        "self._let_go()",
         "pass",
         breaks="I10",
         source="verl #4638",

@@ -60,9 +60,15 @@ _SFT = "verl.trainer.sft_trainer"
 _SFT_OF_RAY = "verl.trainer.sft_trainer_ray"
 _EVERY_STEP = "_start_profiling"  # called at every step of the loops of all released trainers
 _RAY_HANDLES = "ray.actor"  # where ``ray.remote`` subclasses the class, which is no trainer
-_WORKER_SETTINGS = ("writer_files", "common_state", "effect_timeout_s", "exchange_timeout_s")
+_WORKER_SETTINGS = (
+    "writer_files",
+    "engine",
+    "writer_nice",
+    "common_state",
+    "effect_timeout_s",
+    "exchange_timeout_s",
+)
 _WHEN = "verl decides when it saves, see its trainer.save_freq"
-_FORKED = "the workers' writers are forked"
 _OF_NOBODY: Mapping[str, str] = MappingProxyType(
     {
         "save_interval_steps": _WHEN,
@@ -72,8 +78,6 @@ _OF_NOBODY: Mapping[str, str] = MappingProxyType(
         "agree_when_idle": _WHEN,
         "exchange_every": _WHEN,
         "reshard_drops": "verl's own code loads, and leaves nothing out",
-        "engine": _FORKED,
-        "writer_nice": _FORKED,
     }
 )
 """Settings without effect under verl, and why."""

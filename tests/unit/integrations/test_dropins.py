@@ -846,7 +846,8 @@ def test_megatron_lm_loads_before_the_state_and_offloads_after_the_fork(
     model = Model()
     make = model.sharded_state_dict
     monkeypatch.setattr(model, "sharded_state_dict", partial(optimizer.noting, "state", make))
-    with training.installed(staging=optimizer.staging, async_save=False):
+    forks = {"engine": "fork"}
+    with training.installed(optimizer.staging, forks, async_save=False):
         with pytest.raises((SaveRefused, SaveFailed)) if failing else contextlib.nullcontext():
             training.save(2, model)
         begun = ["load", "state"] if failing == "state" else ["load", "state", "fork"]
@@ -918,15 +919,12 @@ def test_I2_closures_do_not_run_through_a_second_request(training: Training) -> 
         assert training.tracked() == "2"
 
 
-def test_an_engine_without_effect_is_refused(tmp_path):
+def test_an_engine_without_effect_is_refused():
     """Catches: a trainer that believes its saves to be gated, and never hears that they are not."""
-    from ckptfsm.integrations.megatron_lm import MegatronLMCheckpoints
     from ckptfsm.integrations.queue import AsyncCallsQueue
 
     with pytest.raises(ConfigError, match="engine='eager' has no effect"):
         AsyncCallsQueue(engine="eager")
-    with pytest.raises(ConfigError, match="engine='gated' has no effect"):
-        MegatronLMCheckpoints(tmp_path, engine="gated")
 
 
 def test_I7_the_retain_interval_keeps_the_last_and_the_multiples(training: Training) -> None:
@@ -987,7 +985,7 @@ def test_I7_the_cleanup_by_names_does_not_run(training: Training) -> None:
     """Catches: the tracked directory deleted for the sake of a newer non-persistent one that is
     partial."""
     place = "non_persistent"
-    with training.installed(non_persistent_ckpt_type="global"):
+    with training.installed(None, {"engine": "fork"}, non_persistent_ckpt_type="global"):
         training.save(2, non_persistent_ckpt=True)
         training.finalize()
         (training.root / place / "iter_0000009").mkdir()
@@ -1000,7 +998,7 @@ def test_I7_the_cleanup_by_names_does_not_run(training: Training) -> None:
 
 def test_I2_a_failed_save_is_raised_and_not_reported_as_saved(training: Training) -> None:
     """Catches: people who are told of a checkpoint that is not there, a trainer that is not told."""
-    with training.installed():
+    with training.installed(settings={"engine": "fork"}):
         training.save(2, Doomed())
         with pytest.raises(WriterDied):
             training.finalize()
@@ -1022,3 +1020,22 @@ class Doom:
         if os.getpid() != self.trainer:
             die()
         return (Doom, (self.trainer,))
+
+
+def test_the_optimizer_of_a_save_gates_it(training: Training) -> None:
+    """Catches: state in host memory that is copied as a whole, although its optimizer can wait; a
+    step that does not wait; an optimizer that waits once more after each save."""
+    torch = pytest.importorskip("torch")
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+    chained = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)])
+    with training.installed() as dropin:
+        for iteration in (2, 4):
+            training.checkpointing.save_checkpoint(iteration, Model(), chained, None, 0)
+            training.finalize()
+        calls: list[int] = []
+        manager = dropin.checkpoints.open()
+        assert manager._engine._gate
+        manager.before_update = lambda: calls.append(1)
+        inner.step()
+        assert calls == [1]
+        assert dropin.checkpoints.open(training.root / "other")._engine._gate

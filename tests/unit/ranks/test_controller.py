@@ -267,8 +267,6 @@ def test_refusals_of_a_controller(tmp_path):
     """Catches: an unknown group, an empty group, a report of something else."""
     with pytest.raises(ConfigError, match="at least one rank"):
         Controller(tmp_path, {"actor": 0}, lambda doomed: [])
-    with pytest.raises(ConfigError, match="engine='gated' has no effect"):
-        GroupJob(tmp_path, SIZES, engine="gated")
     job = GroupJob(tmp_path, SIZES)
     with pytest.raises(ConfigError, match="no group 'judge'"):
         job.controller.begin(1, {"judge": GroupPart("judge")})

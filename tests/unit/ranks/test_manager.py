@@ -1427,7 +1427,7 @@ def test_F25_a_disk_that_does_not_say_is_no_loss(run: Run):
     said = "whether it was finished is not known: the next start decides"
     with pytest.warns(SaveFailedWarning, match=said), pytest.raises(KeyError), manager:
         manager.save(1, weights(1))
-        assert manager._participant.reports.writer.wait(20.0)
+        assert manager._participant.reports.writer.process.wait(20.0)
         raise KeyError
     stuck.go.set()
 

@@ -191,9 +191,9 @@ def test_F5_F6_an_error_of_the_disk_is_raised(call):
 
 def prefetched(trainer: Trainer, parts: list[list[Image]], buffers: int, threads: int = 2):
     memory = memoryview(bytearray(buffers * images.CHUNK_BYTES))
-    taken = threading.Event()
-    source = Prefetch(parts, trainer, Buffers(memory), taken.set, threads=threads)
-    return source, taken
+    taken, confirmed = threading.Event(), threading.Event()
+    source = Prefetch(parts, trainer, Buffers(memory), taken.set, confirmed, threads=threads)
+    return source, taken, confirmed
 
 
 def test_a_concurrent_source_gives_the_same_file(tmp_path):
@@ -202,11 +202,11 @@ def test_a_concurrent_source_gives_the_same_file(tmp_path):
     contents = bytes(range(251)) * (size // 251), b"z" * size
     trainer = Trainer(*contents)
     parts = [[image_of(f"{i}", [p, Tail(TAIL, PATCH)]) for i, p in enumerate(trainer.pieces)]]
-    source, taken = prefetched(trainer, parts, buffers=2)
+    source, taken, confirmed = prefetched(trainer, parts, buffers=2)
     part = ImagePart("state", "", tuple(parts[0])).bound(source)
     storage = PosixStorage(tmp_path)
     source.start()
-    source.confirm()
+    confirmed.set()
     written = part.write(storage, "")
     assert taken.wait(10)
     for image, content, entry in zip(parts[0], contents, written.files, strict=True):
@@ -219,7 +219,7 @@ def test_buffers_for_all_take_the_memory_at_once():
     """Catches: an eager save that waits for the disk."""
     trainer = Trainer(b"a" * 100, b"b" * 100)
     parts = [[image_of("0", [trainer.pieces[0]])], [image_of("1", [trainer.pieces[1]])]]
-    source, taken = prefetched(trainer, parts, buffers=2)
+    source, taken, confirmed = prefetched(trainer, parts, buffers=2)
     source.start()
     assert taken.wait(10)  # no chunk was asked for
 
@@ -228,7 +228,7 @@ def test_few_buffers_take_the_memory_with_the_last_chunk():
     """Catches: a gate that opens early."""
     trainer = Trainer(b"a" * 100, b"b" * 100)
     images_ = [image_of(str(i), [piece]) for i, piece in enumerate(trainer.pieces)]
-    source, taken = prefetched(trainer, [[images_[0]], [images_[1]]], buffers=1)
+    source, taken, confirmed = prefetched(trainer, [[images_[0]], [images_[1]]], buffers=1)
     source.start()
     first = source.take(images_[0], [])
     assert bytes(first.view[:100]) == b"a" * 100
@@ -244,7 +244,7 @@ def test_memory_that_cannot_be_read_fails_every_file(tmp_path):
     trainer = Trainer(b"a" * 100, b"b" * 100)
     trainer.gone.add(trainer.pieces[1].address)
     parts = [[image_of(str(i), [piece]) for i, piece in enumerate(trainer.pieces)]]
-    source, taken = prefetched(trainer, parts, buffers=1)
+    source, taken, confirmed = prefetched(trainer, parts, buffers=1)
     storage = PosixStorage(tmp_path)
     source.start()
     with pytest.raises(OSError, match="no such memory"):
@@ -257,7 +257,7 @@ def test_a_part_is_not_written_before_its_copy_is_confirmed(tmp_path):
     """Catches: a receipt that vouches for memory which changed while it was read."""
     trainer = Trainer(b"a" * 100)
     parts = [[image_of("0", trainer.pieces)]]
-    source, taken = prefetched(trainer, parts, buffers=1)
+    source, taken, confirmed = prefetched(trainer, parts, buffers=1)
     storage = PosixStorage(tmp_path)
     asked, ended = threading.Event(), threading.Event()
     inner = source.await_confirmation
@@ -277,7 +277,7 @@ def test_a_part_is_not_written_before_its_copy_is_confirmed(tmp_path):
     assert taken.wait(10)
     assert asked.wait(10)
     assert not ended.is_set()
-    source.confirm()
+    confirmed.set()
     assert ended.wait(10)
     thread.join()
     storage.close_root()
@@ -289,10 +289,10 @@ def test_a_part_that_is_left_out_does_not_starve_the_next(tmp_path):
     trainer = Trainer(b"a" * size, b"b" * size)
     first, second = (image_of(str(i), [piece]) for i, piece in enumerate(trainer.pieces))
     (tmp_path / "0").write_bytes(b"in the way")
-    source, taken = prefetched(trainer, [[first], [second]], buffers=1)
+    source, taken, confirmed = prefetched(trainer, [[first], [second]], buffers=1)
     storage = PosixStorage(tmp_path)
     source.start()
-    source.confirm()
+    confirmed.set()
     with pytest.raises(FileExistsError):
         ImagePart("optional", "", (first,)).bound(source).write(storage, "")
     part = ImagePart("state", "", (second,)).bound(source)
@@ -310,11 +310,11 @@ def test_a_full_disk_ends_a_concurrent_write(tmp_path):
     size = 6 * images.CHUNK_BYTES
     trainer = Trainer(b"a" * size)
     parts = [[image_of("0", trainer.pieces)]]
-    source, _ = prefetched(trainer, parts, buffers=2)
+    source, _, confirmed = prefetched(trainer, parts, buffers=2)
     real = PosixStorage(tmp_path)
     full = FaultStorage(real, before=lambda i, call, path: _raise() if call == "pwrite" else None)
     source.start()
-    source.confirm()
+    confirmed.set()
     with pytest.raises(OSError, match="No space"):
         ImagePart("state", "", tuple(parts[0])).bound(source).write(full, "")
     real.close_root()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.documents import Receipt, decode
 from ckptfsm.core.events import Failed, ShardReported, WriterForked
@@ -65,7 +66,7 @@ def fork(root: Path, work: RankJob, deadline: float = FAR) -> RankWriter:
 
 def events(writer: RankWriter, now: float = 0.0) -> list[Any]:
     """The reports of a writer that has ended; each call repeats them."""
-    assert writer.wait(WAIT_S)
+    assert writer.wait(SystemClock(), WAIT_S)
     return ends(writer, now)
 
 
@@ -280,7 +281,7 @@ def test_F1_F5_a_writer_that_failed(root: Path, before, reason: str, told: str):
 def test_exit_code_and_payload_without_a_receipt_is_a_failure(root: Path, what: str):
     """Catches: a writer that is believed on its word, though its files are not there."""
     writer = fork(root, job())
-    assert writer.wait(WAIT_S)
+    assert writer.wait(SystemClock(), WAIT_S)
     if what == "receipt":
         (root / LOCATION / receipt_name("state", 0)).unlink()
     else:
@@ -319,6 +320,6 @@ def test_a_killed_writer_reports_nothing_any_more(root: Path, tmp_path: Path):
     """Catches: a second verdict on an attempt that has failed already."""
     gate = Gate(tmp_path / "gate")
     writer = fork(root, job(FakeShard("state", "", 0, {"w": 1}, gate.hold)))
-    assert writer.wait(0.01) is False
+    assert writer.wait(SystemClock(), 0.01) is False
     assert writer.kill(WAIT_S) is True
     assert ends(writer, FAR * 2) == []

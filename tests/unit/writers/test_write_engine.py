@@ -10,11 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
+from ckptfsm.adapters.fork import Child
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.events import Failed, ShardReported, WriterForked
 from ckptfsm.core.layout import receipt_name, staging_dir
@@ -22,7 +25,7 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import RankJob
 from ckptfsm.writers.image import ImagePart, Literal, Memory, image_of
 from ckptfsm.writers.rank_writer import FilePart, RankWriter
-from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings
+from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings, WriteJob
 
 OF = AttemptId(5, 1, 1)
 LOCATION = staging_dir(OF)
@@ -272,6 +275,56 @@ def test_where_memory_cannot_be_read_the_writer_is_forked(
     assert isinstance(ends(run)[-1], ShardReported)
     assert "writers are forked" in caplog.text
     assert (root / LOCATION / "__0_0.distcp").read_bytes() == State().wanted(0)
+
+
+def test_without_memory_for_a_copy_the_writer_is_forked(engine, storage, root, caplog):
+    """Catches: a host that ends a job at its save, because a copy of the state does not fit."""
+    run = writer(engine(free_bytes=lambda: 12 * MIB), storage, State().part())
+    assert isinstance(run.process, Child)
+    assert isinstance(ends(run)[-1], ShardReported)
+    assert f"a copy takes {8 * MIB} bytes, and at most {6 * MIB} may be taken" in caplog.text
+
+
+def test_memory_that_is_held_counts_once(engine, storage, root):
+    """Catches: a job that is forked from its second save on, as its first copy left less memory."""
+    free = [40 * MIB]
+    used = engine(free_bytes=lambda: free[0])
+    for step in (6, 7):
+        of = AttemptId(step, 1, step)
+        (root / staging_dir(of)).mkdir(parents=True)
+        run = writer(used, storage, State().part(), of=of)
+        assert run.has_copy
+        assert isinstance(run.process, WriteJob)
+        assert isinstance(ends(run)[-1], ShardReported)
+        free[0] = 0
+
+
+def test_a_trainer_that_waits_needs_no_memory_for_a_copy(engine, storage, root):
+    """Catches: a gate that is promised in vain: the state is copied as a whole."""
+    used = engine(free_bytes=lambda: 0)
+    used.expect_gate()
+    run = writer(used, storage, State().part())
+    assert isinstance(run.process, WriteJob)
+    assert isinstance(ends(run)[-1], ShardReported)
+
+
+class Owner:
+    """The trainer's object that keeps the memory of a part."""
+
+
+def test_copies_of_the_trainer_are_kept_until_they_are_read(engine, storage, root):
+    """Catches: host copies of an accelerator's state that are copied once more; a copy that is freed
+    while the writer reads it, or kept after that."""
+    owner = Owner()
+    alive = weakref.ref(owner)
+    part = replace(State().part(), owner=owner, lent=False)
+    run = writer(engine(free_bytes=lambda: 0), storage, part)
+    assert run.has_copy
+    assert isinstance(run.process, WriteJob)
+    del part, owner
+    assert run.process._kept[0].owner is alive()
+    assert isinstance(ends(run)[-1], ShardReported)
+    assert alive() is None
 
 
 def test_parts_that_need_the_trainers_code_are_forked(engine, storage, root):

@@ -1,0 +1,51 @@
+"""The memory that a process can still take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptfsm.adapters.memory import available_bytes
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    made = tmp_path / "proc"
+    (made / "self").mkdir(parents=True)
+    (made / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   8388608 kB\nBuffers: 1 kB\n")
+    (made / "self/cgroup").write_text("4:memory:/old\n0::/job/step\n")
+    return made
+
+
+def limit(directory: Path, allowed: str, used: int = 0, cached: int = 0) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "memory.max").write_text(f"{allowed}\n")
+    (directory / "memory.current").write_text(f"{used}\n")
+    (directory / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\nactive_file 0\n")
+
+
+def test_without_cgroups_the_host_decides(tmp_path, proc):
+    """Catches: a host without cgroups of version 2 that can save nothing."""
+    assert available_bytes(tmp_path / "none", proc) == 8 * GIB
+
+
+def test_the_least_of_all_limits_counts(tmp_path, proc):
+    """Catches: a container that is ended because its host has memory; a cgroup above that is full;
+    page cache that counts as used."""
+    cgroups = tmp_path / "cgroup"
+    limit(cgroups / "job/step", "max")
+    assert available_bytes(cgroups, proc) == 8 * GIB
+    limit(cgroups / "job", str(4 * GIB), used=3 * GIB, cached=1 * GIB)
+    assert available_bytes(cgroups, proc) == 2 * GIB
+    limit(cgroups / "job/step", str(GIB))
+    assert available_bytes(cgroups, proc) == GIB
+    limit(cgroups, str(GIB), used=GIB - 5)
+    assert available_bytes(cgroups, proc) == 5
+
+
+def test_this_process_can_take_memory():
+    """Catches: a format of this kernel that is not read."""
+    assert 0 < available_bytes() < 1 << 50
