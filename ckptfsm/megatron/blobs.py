@@ -60,13 +60,19 @@ class Templates:
         self._made: dict[tuple[Any, ...], Template] = {}
         self._trusted: set[torch.dtype] = set()
         self._refused = ""
+        self._alignment: int | None = None  # of torch's settings; None while it writes no CRC-32s
+        self.look()
+
+    def look(self) -> None:
+        """Take torch's settings, which hold for all templates until the next look."""
+        self._alignment = config.save.storage_alignment if config.save.compute_crc32 else None
 
     def of(self, tensor: torch.Tensor) -> Template | None:
         """The template of a tensor on the CPU that fills its storage; None if there is none.
 
         There is none while torch is set to write no CRC-32s: the tails would have wrong ones.
         """
-        if self._refused or not config.save.compute_crc32 or not _is_plain(tensor):
+        if self._refused or self._alignment is None or not _is_plain(tensor):
             return None
         key = (
             type(tensor),
@@ -75,7 +81,7 @@ class Templates:
             tensor.stride(),
             tensor.storage_offset(),  # an expanded view may begin anywhere in a storage of its size
             tensor.requires_grad,
-            config.save.storage_alignment,
+            self._alignment,
         )
         found = self._made.get(key)
         if found is None:

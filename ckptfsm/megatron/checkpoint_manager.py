@@ -47,7 +47,8 @@ class CheckpointManager(Manager):
     ) -> None:
         config = config_of(config, settings)
         opener = open_storage or OpenPosix(os.fspath(root))
-        self._engine = engine = engine_of(config)
+        given = open_storage is not None and config.engine == "auto"
+        self._engine = engine = None if given else engine_of(config)
         super().__init__(ports_of(config, opener, staging, engine), config, hooks)
         if engine is not None:
             engine.warm_up()

@@ -32,16 +32,13 @@ from ckptfsm.megatron.blobs import Templates
 from ckptfsm.megatron.compat import cpu_devices, process_group
 from ckptfsm.megatron.foreign import ForeignPart, ForeignRequest, stage_foreign
 from ckptfsm.megatron.image_part import Held, stage_images
+from ckptfsm.megatron.planning import PartDraft, PartSummary, Plans, merge_part
 from ckptfsm.megatron.shardings import check_fit, check_shards, metadata_of
 from ckptfsm.megatron.torch_dist import (
     COMMON_IN_SHARD,
-    PartDraft,
-    PartSummary,
     Share,
-    draft_part,
     finish_part,
     keeps_common_in_shard,
-    merge_part,
     stage_part,
 )
 from ckptfsm.writers.plain_files import bytes_of, file_spec, load_file, provenance, stage_file
@@ -126,7 +123,8 @@ class MegatronDriver:
         self, rank: int, files: int, *, common_in_shard: bool = False, images: bool = False
     ) -> None:
         self._rank = rank
-        self._files = files
+        self._planner = Plans(files)
+        self._summarized: tuple[list[tuple[str, PartSummary]], bytes, str] = ([], b"", "")
         self._common_in_shard = common_in_shard
         self._templates = Templates() if images else None
         self._sent = ""
@@ -145,12 +143,11 @@ class MegatronDriver:
         values = {name: content_of(value) for name, value in parts.items()}
         with process_group():
             drafts = tuple(
-                draft_part(spec, values[spec.name], self._files)
+                self._planner.draft(spec, values[spec.name])
                 for spec in specs
                 if spec.kind == "torch_dist"
             )
-        plans = pickle.dumps([(d.spec.name, d.summary) for d in drafts])
-        digest = xxhash.xxh3_128_hexdigest(plans)
+        plans, digest = self._summary_of(drafts)
         known = digest == self._accepted
         self._sent = digest
         return MegatronDraft(
@@ -165,6 +162,19 @@ class MegatronDriver:
             self._common_in_shard,
             self._templates,
         )
+
+    def _summary_of(self, drafts: Sequence[PartDraft]) -> tuple[bytes, str]:
+        """The plans of the drafts as bytes, and their digest; those of the last call if it had them."""
+        found = [(draft.spec.name, draft.summary) for draft in drafts]
+        known, plans, digest = self._summarized
+        same = [(name, id(summary)) for name, summary in found] == [
+            (name, id(summary)) for name, summary in known
+        ]
+        if not same or not digest:
+            plans = pickle.dumps(found)
+            digest = xxhash.xxh3_128_hexdigest(plans)
+            self._summarized = (found, plans, digest)
+        return plans, digest
 
     def accept(self) -> None:
         self._plans = dict(self._candidates)

@@ -69,6 +69,7 @@ def stage_images(share: Share, templates: Templates, held: Held) -> ImagePart:
     """The images of a share. Accelerator tensors are copied to host memory now."""
     spec, draft, rank, planned, common_in_shard = share
     watched = len(held.tensors)
+    templates.look()
     images: list[Image] = []
     rows: list[Row] = []
     for number, bucket in enumerate(draft.buckets):

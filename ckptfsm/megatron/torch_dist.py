@@ -28,14 +28,6 @@ import megatron.core
 import torch
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.filesystem_async import _split_by_size_and_type
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -43,96 +35,24 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
 )
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.utils._pytree import tree_map
 
 from ckptfsm.adapters.fork import Child, fork_child
 from ckptfsm.adapters.notices import no_warning_is_an_error
 from ckptfsm.adapters.versions import series_of
 from ckptfsm.core.documents import FileEntry
-from ckptfsm.core.errors import DamagedRoot, SaveFailed, SaveRefused, WriterDied
+from ckptfsm.core.errors import DamagedRoot, SaveFailed, WriterDied
 from ckptfsm.core.layout import PLANNED, join, planned_name
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Storage, Written
 from ckptfsm.disk.durable import make_dirs, storage_error
 from ckptfsm.disk.stock import COMMON, COMMON_KEY
-from ckptfsm.megatron.shardings import check_not_empty, check_shards
+from ckptfsm.megatron.planning import Bucket, PartDraft
 from ckptfsm.writers.shard_file import ShardFile
 
 _DCP_VERSION = "1.0.0"  # written by FileSystemWriter of torch 2.x, ignored by its reader
 COMMON_IN_SHARD = (0, 19)  # the first megatron-core with the common state in a shard
-Bucket = tuple[tuple[WriteItem, Any], ...]
 Row = tuple[str, "list[int] | None", "int | None", str, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class PartSummary:
-    """A rank's draft of a part for rank 0: its plan and its shardings, without data."""
-
-    plan: SavePlan
-    shardings: list[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class PartDraft:
-    """A part as one rank planned it. ``buckets`` still refer to the trainer's tensors."""
-
-    spec: PartSpec
-    buckets: tuple[Bucket, ...]
-    common: Any
-    summary: PartSummary
-    expected_bytes: int
-
-
-def draft_part(spec: PartSpec, state: Any, files: int) -> PartDraft:
-    """Plan one sharded state dict. Local; may raise megatron-core's error for a bad one."""
-    sharded, common = save_preprocess(state, validate_access_integrity=False)
-    shardings = [value.without_data() for value in nested_values(sharded)]
-    check_not_empty(spec.name, shardings, SaveRefused)
-    reserved = COMMON_KEY.partition("/")[0]
-    if any(value.key == reserved for value in shardings):
-        said = (
-            f"part {spec.name!r}: the key {reserved!r} is megatron-core's own: name yours otherwise"
-        )
-        raise SaveRefused(said, part=spec.name, key=reserved)
-    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    planner.set_up_planner(mcore_to_pyt_state_dict(flat, False), is_coordinator=False)
-    plan = planner.finish_plan(
-        planner.create_decentralized_global_plan(planner.create_local_plan())
-    )
-    resolved = [
-        tuple((item, _resolve(planner, item)) for item in bucket)
-        for bucket in _split_by_size_and_type(files, plan.items)
-    ]
-    buckets = tuple(bucket for bucket in resolved if bucket)
-    size = sum(_size_of(value) for bucket in buckets for _, value in bucket)
-    return PartDraft(spec, buckets, common, PartSummary(plan, shardings), size)
-
-
-def _resolve(planner: MCoreSavePlanner, item: WriteItem) -> Any:
-    """The data of an item: the trainer's tensor itself, or a view of it."""
-    value = planner.resolve_data(item)
-    return value if item.type == WriteItemType.BYTE_IO else value.detach()
-
-
-def _size_of(value: Any) -> int:
-    if isinstance(value, io.BytesIO):
-        return value.getbuffer().nbytes
-    return int(value.numel() * value.itemsize)
-
-
-def merge_part(name: str, summaries: Sequence[PartSummary]) -> bytes:
-    """At rank 0: check that the shards of all ranks make whole tensors.
-
-    Returns the planned metadata.
-
-    Raises ``SaveRefused`` when shards overlap or do not cover a tensor.
-    """
-    check_shards(name, [s.shardings for s in summaries], SaveRefused)
-    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    _, metadata = planner.create_global_plan([s.plan for s in summaries])
-    return pickle.dumps(metadata)
 
 
 def keeps_common_in_shard() -> bool:
@@ -181,7 +101,9 @@ def to_host(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     strided = value.layout is torch.strided  # a sparse tensor cannot be asked
-    if value.device.type == "cpu" and (not strided or value.is_shared() or value.is_pinned()):
+    if value.device.type == "cpu" and (
+        not strided or value.untyped_storage().is_shared() or value.is_pinned()
+    ):
         return value.detach().clone()
     return value.detach().to("cpu")
 

@@ -39,7 +39,7 @@ PACKAGE = "trainer_lm"
 class Model:
     """Its state is a function of the iteration. The replica is the data-parallel part.
 
-    ``gate``: a process that pickles ``common`` at ``gated_at`` stands there.
+    ``gate``: a process that pickles ``common`` at ``gated_at`` stands there; a forked writer does.
     """
 
     here: Here
@@ -101,11 +101,12 @@ def train(
     here.join_with_queue()
     global_vars.set_args(**{"save": root, "load": root, **args})
     model = Model(here, gate, gated_at)
+    how = {**({"engine": "fork"} if gate else {}), **(settings or {})}
     outcome: Told = {"error": None, "start": None, "exit": False}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", RecoveryWarning)
         try:
-            with cpu_devices(), owned(installed, **(settings or {})):
+            with cpu_devices(), owned(installed, **how):
                 outcome["start"] = training.pretrain(model)
         except CkptFsmError as error:
             outcome["error"] = told(error)
@@ -129,7 +130,7 @@ def train_on_while_saving(here: Here, root: str, gate: str, trained: str) -> Tol
     here.join_with_queue()
     args = global_vars.set_args(save=root, load=root)
     model = Model(here, gate, gated_at=4)
-    with cpu_devices(), owned(True):
+    with cpu_devices(), owned(True, engine="fork"):
         for iteration in (2, 4):
             args.iteration = iteration
             checkpointing.save_checkpoint(iteration, model, None, None, 0)
@@ -147,7 +148,7 @@ def retain_while_saving(here: Here, root: str, gate: str, retained: str) -> None
     here.join_with_queue()
     global_vars.set_args(save=root, load=root, save_retain_interval=100)
     model = Model(here, gate, gated_at=4)
-    with cpu_devices(), owned(True) as training_:
+    with cpu_devices(), owned(True, engine="fork") as training_:
         assert training_ is not None
         for iteration in (2, 4):
             checkpointing.save_checkpoint(iteration, model, None, None, 0)

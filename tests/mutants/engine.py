@@ -156,4 +156,47 @@ MUTANTS = (
         killers=("tests:test_write_engine.py::test_a_kill_is_certain_and_hurts_no_later_save",),
         why="the attempt's space is given back while its writer writes on",
     ),
+    mutant(
+        "data-that-was-copied-is-not-summed",
+        "writers.image:Sums.add",
+        "if isinstance(piece, (Memory, Copied)):\n    self._add_data(part, first=start == 0)\n"
+        "    continue",
+        "if isinstance(piece, Memory):\n    self._add_data(part, first=start == 0)\n    continue",
+        breaks="F21",
+        source="order",
+        killers=("tests:test_image.py::test_copied_data_has_its_checksum",),
+    ),
+    mutant(
+        "a-gate-that-opens-early",
+        "writers.write_engine:WriteJob.holds_copy",
+        "return self._taken or not self._lent",
+        "return True",
+        breaks="I5",
+        source="order",
+        killers=("tests:test_write_engine.py::test_the_gate_opens_when_the_last_byte_was_taken",),
+        why="the trainer changes its state while the writer reads it",
+    ),
+    mutant(
+        "copies-are-freed-while-they-are-read",
+        "writers.write_engine:WriteJob.__init__",
+        "self._kept = tuple(parts)",
+        "self._kept = ()",
+        breaks="I5",
+        source="order",
+        killers=(
+            "tests:test_write_engine.py::test_copies_of_the_trainer_are_kept_until_they_are_read",
+        ),
+    ),
+    mutant(
+        "a-copy-that-does-not-fit-is-made",
+        "writers.write_engine:WriteEngine._affords",
+        "if more <= limit:\n    return True",
+        "return True",
+        breaks="I10",
+        source="order",
+        killers=(
+            "tests:test_write_engine.py::test_without_memory_for_a_copy_the_writer_is_forked",
+        ),
+        why="the host ends the job at its save",
+    ),
 )

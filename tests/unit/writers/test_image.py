@@ -28,6 +28,7 @@ from ckptfsm.writers import image as images
 from ckptfsm.writers.blob import Patch
 from ckptfsm.writers.image import (
     Chunk,
+    Copied,
     Image,
     ImagePart,
     InlineChunks,
@@ -318,6 +319,19 @@ def test_a_full_disk_ends_a_concurrent_write(tmp_path):
     with pytest.raises(OSError, match="No space"):
         ImagePart("state", "", tuple(parts[0])).bound(source).write(full, "")
     real.close_root()
+
+
+@pytest.mark.parametrize("before", [3, images.CHUNK_BYTES - 9])
+def test_copied_data_has_its_checksum(before):
+    """Catches: a small tensor's blob with the checksum of no data, or of the one before it."""
+    storage, trainer = SimStorage(SimDisk(), "p1"), Trainer(b"x" * before)
+    small = bytes(range(100))
+    pieces = [*trainer.pieces, Tail(TAIL, PATCH), Copied(small), Tail(TAIL, PATCH)]
+    entry = write_image(storage, "", image_of("f", pieces), InlineChunks(trainer))
+    tails = [PATCH.applied(TAIL, zlib.crc32(data)) for data in (b"x" * before, small)]
+    wanted = b"x" * before + tails[0] + small + tails[1]
+    assert storage.read("f", 1 << 30) == wanted
+    assert entry.digest == storage.digest("f")
 
 
 class Returned:

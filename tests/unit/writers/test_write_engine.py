@@ -26,6 +26,7 @@ from ckptfsm.core.ports import RankJob
 from ckptfsm.writers.image import ImagePart, Literal, Memory, image_of
 from ckptfsm.writers.rank_writer import FilePart, RankWriter
 from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings, WriteJob
+from ckptfsm.writers.write_process import Hello, Taken
 
 OF = AttemptId(5, 1, 1)
 LOCATION = staging_dir(OF)
@@ -306,6 +307,26 @@ def test_a_trainer_that_waits_needs_no_memory_for_a_copy(engine, storage, root):
     run = writer(used, storage, State().part())
     assert isinstance(run.process, WriteJob)
     assert isinstance(ends(run)[-1], ShardReported)
+
+
+class Told:
+    """A process that says these messages, one at each look."""
+
+    def __init__(self, *messages: object) -> None:
+        self.messages = list(messages)
+
+    def exitcode(self) -> None:
+        return None
+
+    def listen(self, timeout_s: float) -> list[object]:
+        return [self.messages.pop(0)] if self.messages else []
+
+
+def test_the_gate_opens_when_the_last_byte_was_taken(engine):
+    """Catches: a trainer that changes its state while the writer reads it."""
+    process = Told(Hello(""), Taken())
+    job = WriteJob(engine(), process, [State().part()], lent=True)
+    assert [job.holds_copy for _ in range(3)] == [False, True, True]
 
 
 class Owner:

@@ -1,0 +1,217 @@
+"""The plan of a part: which item of a state goes to which file, made by megatron-core's planner.
+
+A plan depends on the structure of the state only, so it is made once and used again while the
+structure stays: the planner takes longer than everything else in a save.
+
+Rules: planning is local. A plan is used again only for a state with the same keys, shapes, strides
+and places in the same order. A plan is kept only if each of its items is certainly the data of one
+value, or a view of it; otherwise the next save makes another one.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.filesystem_async import _split_by_size_and_type
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from ckptfsm.core.errors import SaveRefused
+from ckptfsm.core.parts import PartSpec
+from ckptfsm.disk.stock import COMMON_KEY
+from ckptfsm.megatron.shardings import check_not_empty, check_shards
+
+Bucket = tuple[tuple[WriteItem, Any], ...]
+Values = Mapping[str, Sequence[ShardedBase]]
+
+
+@dataclass(frozen=True, slots=True)
+class PartSummary:
+    """A rank's draft of a part for rank 0: its plan and its shardings, without data."""
+
+    plan: SavePlan
+    shardings: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PartDraft:
+    """A part as one rank planned it. ``buckets`` still refer to the trainer's tensors."""
+
+    spec: PartSpec
+    buckets: tuple[Bucket, ...]
+    common: Any
+    summary: PartSummary
+    expected_bytes: int
+
+
+class _Source(NamedTuple):
+    """The tensor of an item: a value under a key, as a view of ``shape``."""
+
+    key: str
+    number: int
+    shape: torch.Size
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A plan that may be used again. An item without a source is a key's objects as bytes."""
+
+    structure: list[Any]
+    buckets: tuple[tuple[tuple[WriteItem, _Source | None], ...], ...]
+    summary: PartSummary
+
+    def draft(self, spec: PartSpec, values: Values, common: Any) -> PartDraft:
+        """The plan, with the data of ``values``."""
+        objects = {
+            item.index.fqn for bucket in self.buckets for item, source in bucket if not source
+        }
+        written = mcore_to_pyt_state_dict({key: list(values[key]) for key in objects}, False)
+        buckets = tuple(
+            tuple(
+                (item, _data_of(values, source) if source else written[item.index.fqn])
+                for item, source in bucket
+            )
+            for bucket in self.buckets
+        )
+        return _draft(spec, buckets, common, self.summary)
+
+
+class Plans:
+    """Plans of one rank by the names of their parts. ``files`` is the number of files of a part."""
+
+    def __init__(self, files: int) -> None:
+        self._files = files
+        self._known: dict[str, _Plan] = {}
+
+    def draft(self, spec: PartSpec, state: Any) -> PartDraft:
+        """Plan one sharded state dict. May raise megatron-core's error for a bad one."""
+        sharded, common = save_preprocess(state, validate_access_integrity=False)
+        structure = [_structure_of(value) for value in nested_values(sharded)]
+        known = self._known.pop(spec.name, None)
+        if known is None or known.structure != structure:
+            draft, known = _make(spec, sharded, common, structure, self._files)
+        else:
+            values, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+            draft = known.draft(spec, values, common)
+        if known is not None:
+            self._known[spec.name] = known
+        return draft
+
+
+def _structure_of(value: ShardedBase) -> list[Any]:
+    """Everything that a plan depends on: the value without its data, and the form of its data."""
+    found = [type(value), *(getattr(value, f.name) for f in fields(value) if f.name != "data")]
+    data = value.data
+    if isinstance(data, torch.Tensor):
+        found += [data.dtype, data.shape, data.stride() if data.layout is torch.strided else None]
+    return found
+
+
+def _make(
+    spec: PartSpec, sharded: Any, common: Any, structure: list[Any], files: int
+) -> tuple[PartDraft, _Plan | None]:
+    """Make a plan. Returns the draft too, and None for a plan that holds only for this state."""
+    shardings = [value.without_data() for value in nested_values(sharded)]
+    check_not_empty(spec.name, shardings, SaveRefused)
+    reserved = COMMON_KEY.partition("/")[0]
+    if any(value.key == reserved for value in shardings):
+        said = (
+            f"part {spec.name!r}: the key {reserved!r} is megatron-core's own: name yours otherwise"
+        )
+        raise SaveRefused(said, part=spec.name, key=reserved)
+    values, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    planner.set_up_planner(mcore_to_pyt_state_dict(dict(values), False), is_coordinator=False)
+    plan = planner.finish_plan(
+        planner.create_decentralized_global_plan(planner.create_local_plan())
+    )
+    split = [bucket for bucket in _split_by_size_and_type(files, plan.items) if bucket]
+    buckets = tuple(tuple((item, _resolve(planner, item)) for item in bucket) for bucket in split)
+    summary = PartSummary(plan, shardings)
+    draft = _draft(spec, buckets, common, summary)
+    try:
+        sources = tuple(
+            tuple((item, _source_of(item, data, values)) for item, data in bucket)
+            for bucket in buckets
+        )
+    except LookupError:
+        return draft, None
+    return draft, _Plan(structure, sources, summary)
+
+
+def _draft(
+    spec: PartSpec, buckets: tuple[Bucket, ...], common: Any, summary: PartSummary
+) -> PartDraft:
+    size = sum(_size_of(value) for bucket in buckets for _, value in bucket)
+    return PartDraft(spec, buckets, common, summary, size)
+
+
+def _resolve(planner: MCoreSavePlanner, item: WriteItem) -> Any:
+    """The data of an item: the trainer's tensor itself, or a view of it."""
+    value = planner.resolve_data(item)
+    return value if item.type == WriteItemType.BYTE_IO else value.detach()
+
+
+def _source_of(item: WriteItem, data: Any, values: Values) -> _Source | None:
+    """The only value that is the data of an item. Raises ``LookupError`` if that is not certain."""
+    key = item.index.fqn
+    if item.type == WriteItemType.BYTE_IO:
+        values[key]
+        return None
+    sources = [_Source(key, number, data.shape) for number in range(len(values[key]))]
+    found = [each for each in sources if _is(data, values, each)]
+    if len(found) != 1:
+        raise LookupError(key)
+    return found[0]
+
+
+def _is(data: torch.Tensor, values: Values, source: _Source) -> bool:
+    """True if ``data`` is the memory of a source, in the same form."""
+    value = values[source.key][source.number]
+    if not isinstance(value, ShardedTensor) or value.data.layout is not torch.strided:
+        return False
+    try:
+        found = _data_of(values, source)
+    except RuntimeError:  # no view of this shape
+        return False
+    return (found.data_ptr(), found.stride(), found.dtype) == (
+        data.data_ptr(),
+        data.stride(),
+        data.dtype,
+    )
+
+
+def _data_of(values: Values, source: _Source) -> torch.Tensor:
+    data: torch.Tensor = values[source.key][source.number].data.detach()
+    return data if data.shape == source.shape else data.view(source.shape)
+
+
+def _size_of(value: Any) -> int:
+    if isinstance(value, io.BytesIO):
+        return value.getbuffer().nbytes
+    return int(value.numel() * value.itemsize)
+
+
+def merge_part(name: str, summaries: Sequence[PartSummary]) -> bytes:
+    """At rank 0: check that the shards of all ranks make whole tensors.
+
+    Returns the planned metadata.
+
+    Raises ``SaveRefused`` when shards overlap or do not cover a tensor.
+    """
+    check_shards(name, [s.shardings for s in summaries], SaveRefused)
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    _, metadata = planner.create_global_plan([s.plan for s in summaries])
+    return pickle.dumps(metadata)
