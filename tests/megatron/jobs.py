@@ -65,6 +65,7 @@ from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel  # noqa: 
 from ckptfsm.megatron.compat import cpu_devices  # noqa: E402
 from ckptfsm.megatron.driver import MegatronDriver  # noqa: E402
 from ckptfsm.testing.faults import FaultStorage  # noqa: E402
+from ckptfsm.writers.write_engine import WriteJob
 
 torch.set_num_threads(1)
 
@@ -1046,10 +1047,10 @@ def _make_tokenizer(rank: int, directory: str) -> None:
     Path(directory, "vocab.txt").write_text(f"of rank {rank}")
 
 
-def work_in_a_group(here: Here, root: str, ticket: str) -> list[str]:
+def work_in_a_group(here: Here, root: str, ticket: str, engine: str) -> list[str]:
     """A rank of a group of workers: writes its share. Returns its reports, pickled."""
     here.join()
-    worker = GroupWorker(root)
+    worker = GroupWorker(root, engine=engine)
     given: Ticket = pickle.loads(base64.b64decode(ticket))
     state = state_of(given.of.step, here)
     events = worker.write(given, parts={"model/dist_ckpt": state, "extra/dist_ckpt": {"a": 1}})
@@ -1059,5 +1060,8 @@ def work_in_a_group(here: Here, root: str, ticket: str) -> list[str]:
             break
         time.sleep(PACE_S)
         said += worker.poll()
+    if engine != "fork":
+        assert worker._writer is not None
+        assert isinstance(worker._writer.process, WriteJob), "it was forked"
     worker.close()
     return [base64.b64encode(pickle.dumps(event)).decode() for event in said]

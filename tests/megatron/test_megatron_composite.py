@@ -31,10 +31,12 @@ def test_parts_of_different_ranks_are_one_checkpoint(cluster: Cluster, root: Pat
         assert loaded, "megatron-core's own loader reads each part"
 
 
+@pytest.mark.parametrize("engine", ["fork", "auto", "gated"])
 def test_groups_under_a_controller_write_steps_that_stock_code_loads(
-    cluster: Cluster, root: Path
+    cluster: Cluster, root: Path, engine: str
 ) -> None:
-    """Would catch: a part that a controller without torch leaves without its metadata."""
+    """Would catch: a part that a controller without torch leaves without its metadata, a writer
+    process that cannot complete it, or that waits for a confirmation which is never sent."""
     controller = Controller(root, {"actor": 2, "critic": 1}, lambda doomed: [], layout="verl")
     save = controller.begin(
         5,
@@ -46,6 +48,7 @@ def test_groups_under_a_controller_write_steps_that_stock_code_loads(
             ranks=ticket.size,
             root=str(root),
             ticket=base64.b64encode(pickle.dumps(ticket)).decode(),
+            engine=engine,
         )
         for ticket in save.tickets.values()
     ]
