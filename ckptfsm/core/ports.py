@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import CkptFsmError
+from ckptfsm.core.events import Event
 from ckptfsm.core.parts import AttemptId, PartSpec
 
 FileKind = Literal["file", "dir", "symlink", "other"]
@@ -503,6 +504,35 @@ class DeferredSignals(Protocol):
         ...
 
 
+class Mailbox(Protocol):
+    """A way for reports to rank 0, beside the transport: not collective, and not on its thread.
+
+    A report may be lost, as the ranks send all reports through the transport as well.
+    """
+
+    def post(self, events: Sequence[Event]) -> None:
+        """Send reports to rank 0. Raises an error if that is not possible any more."""
+        ...
+
+    def collect(self) -> list[Event]:
+        """At rank 0: the reports that have arrived since the last call; never waits for one."""
+        ...
+
+
+def no_mailbox() -> None:
+    """Reports wait for the next round."""
+
+
+class OneRank:
+    """The mailbox of a job with one rank, which reports to itself."""
+
+    def post(self, events: Sequence[Event]) -> None:
+        raise AssertionError("no other rank takes reports")
+
+    def collect(self) -> list[Event]:
+        return []
+
+
 def no_writers() -> None:
     """Nothing is left to close: every writer ends with its job."""
 
@@ -512,7 +542,8 @@ class Ports:
     """The dependencies of a manager.
 
     ``open_storage(create)`` gives this rank's storage. ``close_writers`` ends the processes that
-    ``launch`` keeps for later jobs.
+    ``launch`` keeps for later jobs. ``mailbox()`` makes the way for reports outside of the rounds
+    (collective); without one, they wait for the next round.
     """
 
     transport: Transport
@@ -525,3 +556,4 @@ class Ports:
     defer_signals: Callable[[], DeferredSignals]
     staging: OffloadHook | None = None
     close_writers: Callable[[], None] = no_writers
+    mailbox: Callable[[], Mailbox | None] = no_mailbox

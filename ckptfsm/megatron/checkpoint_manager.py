@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.core.config import CheckpointConfig, config_of
 from ckptfsm.core.ports import OffloadHook, Ports, Storage
 from ckptfsm.megatron.driver import MegatronDriver
+from ckptfsm.megatron.mailbox import mailbox_of
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
 from ckptfsm.megatron.transport import transport_of
 from ckptfsm.ranks.manager import Manager
@@ -89,7 +91,8 @@ def ports_of(
     driver = MegatronDriver(
         transport.rank, config.writer_files, common_in_shard=in_shard, images=engine is not None
     )
-    return system_ports(transport, driver, open_storage, staging, engine)
+    mailbox = partial(mailbox_of, transport)
+    return system_ports(transport, driver, open_storage, staging, engine, mailbox)
 
 
 def engine_of(config: CheckpointConfig, imports: tuple[str, ...] = ()) -> WriteEngine | None:

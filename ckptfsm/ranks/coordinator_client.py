@@ -227,6 +227,12 @@ class CoordinatorClient:
         shared: Update = self.transport.broadcast(update)
         return shared
 
+    def reporter(self) -> Callable[[Sequence[Event]], None] | None:
+        """At rank 0: a function that reports from any thread. Elsewhere None."""
+        if self._coordinator is None or self._executor is None:
+            return None
+        return partial(_report, self._coordinator, self._executor)
+
     def forget_request(self) -> None:
         """Fail a request that timed out, once the disk answers again."""
         self._late = self._submit(Coordinator.forget_request)
@@ -301,6 +307,11 @@ class CoordinatorClient:
         future = self._executor.submit(call)
         self._submitted.append(future)
         return future
+
+
+def _report(coordinator: Coordinator, executor: Executor, events: Sequence[Event]) -> None:
+    """Report on the coordinator's thread. An error of its own ends it, and is raised by ``poll``."""
+    executor.submit(partial(coordinator.report, events))
 
 
 def interrupted_rank(error: BaseException) -> RankInterrupted:

@@ -111,6 +111,7 @@ class Participant:
     def end(self) -> None:
         """Note that the root was given back."""
         self._closed = self.calls.left = True
+        self.reports.let_agent_go()
 
     def begin(self, view: View, update: Update) -> None:
         """Note the content of an opened root, and take the news of the opening."""

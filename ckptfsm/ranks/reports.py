@@ -25,6 +25,7 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Finalizer, Ports, RankJob, Storage
 from ckptfsm.core.requests import Accepted
+from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.handle import View
 from ckptfsm.writers.plain_files import around, at_path
 from ckptfsm.writers.rank_writer import RankWriter
@@ -58,6 +59,7 @@ class RankReports:
     def __init__(self, ports: Ports, config: CheckpointConfig, writers: int) -> None:
         self.writer: RankWriter | None = None
         self.source: Callable[[], None] | None = None
+        self.agent: Agent | None = None
         self.outbox: list[Event] = []
         self._ports = ports
         self._config = config
@@ -68,6 +70,16 @@ class RankReports:
         self._bystander: AttemptId | None = None  # an attempt without a share of this rank
         self._given_up: AttemptId | None = None
         self._finalizing: AttemptId | None = None  # the attempt with finalizers begun here
+
+    def employ(self, agent: Agent) -> None:
+        """Let an agent carry reports between the rounds."""
+        agent.start()
+        self.agent = agent
+
+    def let_agent_go(self) -> None:
+        """End the agent, if there is one."""
+        if self.agent is not None:
+            self.agent.end()
 
     def begin_writing(
         self,
@@ -82,6 +94,8 @@ class RankReports:
         of, specs = accepted.of, accepted.of_rank(self._rank)
         location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)
         self._bystander = None if specs else of
+        if not specs and self.agent is not None:
+            self.agent.begin(None)
         if not specs:
             self._ports.driver.accept()
             return
@@ -101,6 +115,8 @@ class RankReports:
                 changed=draft.changed,
                 let_go=draft.let_go,
             )
+            if self.agent is not None:
+                self.agent.begin(self.writer)
             if self._ports.staging is not None:  # the state is about to be moved
                 self.await_copy()
             self._ports.driver.accept()
@@ -171,6 +187,8 @@ class RankReports:
 
     def forget(self) -> None:
         """Drop writer and draft: the save is over for this rank."""
+        if self.agent is not None:
+            self.agent.rest()
         self.writer = self._draft = None
 
     def taken(self, events: Sequence[Event]) -> None:

@@ -42,6 +42,7 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Ports, Storage
 from ckptfsm.core.recovery_rules import Result
 from ckptfsm.core.requests import Accepted, RecoveryReport
+from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.coordinator_client import Answer, CoordinatorClient, interrupted_rank, typed
 from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
 from ckptfsm.ranks.participant import HandleDone, Hook, Participant
@@ -127,6 +128,11 @@ class Session:
             raise raised or RankFailed("another rank could not open the root")
         self.recovery, view = answer.value
         self._participant.begin(view, answer.update)
+        mailbox = self._ports.mailbox()
+        if mailbox is not None:
+            self._participant.reports.employ(
+                Agent(self._ports.clock, mailbox, self._client.reporter())
+            )
         self._note_recovery()
 
     def _open_locally(self) -> CkptFsmError | None:
@@ -454,10 +460,16 @@ class Session:
             return
         if step - since >= self.config.poll_warning_steps:
             self._unpolled_since = step
+            agent = self._participant.reports.agent
+            lost = (
+                "its failure would not be seen, and foreign requests wait"
+                if agent is not None and agent.alive
+                else "it cannot be tracked without"
+            )
             warn_caller(
                 PollMissingWarning(
                     f"the save of step {busy.step} is in flight and poll() was not called for "
-                    f"{step - since} steps: it cannot be tracked without"
+                    f"{step - since} steps: {lost}"
                 )
             )
 

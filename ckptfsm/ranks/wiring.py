@@ -8,7 +8,16 @@ from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.executor import ThreadExecutor
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.signals import PosixDeferredSignals
-from ckptfsm.core.ports import Driver, OffloadHook, Ports, Storage, Transport, no_writers
+from ckptfsm.core.ports import (
+    Driver,
+    Mailbox,
+    OffloadHook,
+    Ports,
+    Storage,
+    Transport,
+    no_mailbox,
+    no_writers,
+)
 from ckptfsm.writers.rank_writer import launch_forked
 from ckptfsm.writers.write_engine import WriteEngine
 
@@ -19,6 +28,7 @@ def system_ports(
     open_storage: Callable[[bool], Storage],
     staging: OffloadHook | None = None,
     engine: WriteEngine | None = None,
+    mailbox: Callable[[], Mailbox | None] = no_mailbox,
 ) -> Ports:
     """The ports of a real process, given its transport, driver and storage.
 
@@ -35,4 +45,5 @@ def system_ports(
         PosixDeferredSignals,
         staging,
         no_writers if engine is None else engine.close,
+        mailbox,
     )

@@ -32,6 +32,7 @@ from ckptfsm.core.ports import (
     Finalizer,
     Identity,
     Launch,
+    Mailbox,
     OffloadHook,
     PartFinisher,
     PartJob,
@@ -40,6 +41,7 @@ from ckptfsm.core.ports import (
     Survey,
     Transport,
     Written,
+    no_mailbox,
 )
 from ckptfsm.testing.harness import FINISHERS, FakePart
 from ckptfsm.writers.plain_files import file_spec, load_file, stage_file
@@ -457,6 +459,7 @@ def fake_ports(
     identity: Callable[[], Identity] = this_process,
     launch: Launch = launch_forked,
     staging: OffloadHook | None = None,
+    mailbox: Callable[[], Mailbox | None] = no_mailbox,
 ) -> Ports:
     """Ports of a ``Manager`` without torch.
 
@@ -476,6 +479,7 @@ def fake_ports(
         launch,
         PosixDeferredSignals,
         staging,
+        mailbox=mailbox,
     )
 
 

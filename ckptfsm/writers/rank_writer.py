@@ -12,6 +12,7 @@ path: a ``FileTree`` and foreign requests.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -136,6 +137,7 @@ class RankWriter:
         self._deadline = deadline
         self._end: tuple[Event, ...] | None = None
         self._changed, self._let_go = changed, let_go
+        self._lock = threading.RLock()  # an agent's thread looks too
         self.has_copy = False
         self.process = launch(storage, job)
         self.look_at_copy()
@@ -145,10 +147,11 @@ class RankWriter:
 
         The reports: the writer holds a copy, and its shards, or the reason why there are none.
         """
-        if self._end is None:
-            self.look_at_copy()
-        if self._end is None:
-            self._end = self._ended(now)
+        with self._lock:
+            if self._end is None:
+                self.look_at_copy()
+            if self._end is None:
+                self._end = self._ended(now)
         forked = [WriterForked(self.of, self._rank, self._world_size)] if self.has_copy else []
         return [*forked, *(self._end or ())]
 
@@ -170,7 +173,8 @@ class RankWriter:
     def await_copy(self, clock: Clock) -> None:
         """Wait until the trainer may change its data, or the writer failed; its deadline bounds it."""
         while not self.has_copy:
-            self.process.await_copy(_LOOK_S)
+            with self._lock:
+                self.process.await_copy(_LOOK_S)
             if any(isinstance(event, Failed) for event in self.poll(clock.monotonic())):
                 return
 
@@ -189,17 +193,19 @@ class RankWriter:
     def wait(self, clock: Clock, timeout_s: float) -> bool:
         """Wait for the writer's copy and its end, at most ``timeout_s``; True if it ended."""
         deadline = clock.monotonic() + timeout_s
-        self.process.await_copy(timeout_s)
-        self.look_at_copy()
-        return self.process.wait(max(0.0, deadline - clock.monotonic())) is not None
+        with self._lock:
+            self.process.await_copy(timeout_s)
+            self.look_at_copy()
+            return self.process.wait(max(0.0, deadline - clock.monotonic())) is not None
 
     def kill(self, timeout_s: float) -> bool:
         """End the writer and everything it forked; True once it is certainly gone.
 
         A killed writer reports nothing further.
         """
-        self._end = self._end or ()
-        return self.process.kill(timeout_s)
+        with self._lock:
+            self._end = self._end or ()
+            return self.process.kill(timeout_s)
 
     def require_mark(self) -> None:
         """Raise ``StorageError`` if the directory now belongs to another attempt: finalizers write

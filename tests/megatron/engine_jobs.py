@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cluster import tracked_step
 from jobs import (
+    PACE_S,
     Here,
     Told,
     children,
     managed,
     save,
+    state_of,
     train_until_done,
 )
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -120,3 +125,18 @@ def leave_in_flight(here: Here, root: str, size: int) -> None:
 def latest(here: Here, root: str) -> int | None:
     with managed(here, root) as manager:
         return manager.latest_step()
+
+
+def save_without_polling(here: Here, root: str, **settings: Any) -> Told:
+    """Save, and compute without a call of the manager until the tracker names the step."""
+    with managed(here, root, **settings) as manager:
+        handle = manager.save(1, state_of(1, here))
+        deadline = time.monotonic() + 60.0
+        while tracked_step(Path(root)) != 1 and time.monotonic() < deadline:
+            time.sleep(PACE_S)
+        seen = (tracked_step(Path(root)), manager.latest_step())
+        return {
+            "seen": seen,
+            "failed": train_until_done(manager, handle),
+            "all": manager.all_steps(),
+        }

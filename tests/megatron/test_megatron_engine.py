@@ -136,3 +136,16 @@ def test_leaving_takes_a_save_that_is_still_read(cluster: Cluster, root: Path) -
     """Catches: a save whose writer waits for a confirmation that is never sent."""
     cluster.run("engine_jobs.leave_in_flight", root=str(root), size=MIB_OF_FLOATS)
     assert cluster.run("engine_jobs.latest", root=str(root)) == [1, 1]
+
+
+@pytest.mark.parametrize("engine", ["fork", "eager", "gated"])
+def test_a_save_is_tracked_while_its_trainer_computes(
+    cluster: Cluster, root: Path, engine: str
+) -> None:
+    """Catches: durable shards that wait for the next call of a trainer, which may come after hours."""
+    job = "engine_jobs.save_without_polling"
+    for rank in cluster.run(job, root=str(root), engine=engine):
+        assert rank["seen"] == [1, None]
+        assert (rank["failed"], rank["all"]) == (None, [1])
+    way = ["requested", "forked", "shards_written", "finalized", "tracked"]
+    assert [r.dest.value for r in transitions_of(root)] == way

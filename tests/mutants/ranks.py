@@ -607,6 +607,25 @@ FIELD = (
         killers=("simulation", "suites"),
         why="a late report of the failed attempt counts for the next one at the step",
     ),
+    mutant(
+        "reports-wait-for-a-call-of-the-trainer",
+        "ranks.agent:Agent._look",
+        "self._report(events)",
+        "pass",
+        breaks="I10",
+        source="order",
+        killers=("tests:test_agent.py::test_a_save_of_one_rank_is_tracked_without_a_round",),
+        why="durable shards are lost with a job that computes for hours",
+    ),
+    mutant(
+        "an-agent-that-outlives-its-manager",
+        "ranks.agent:Agent.end",
+        "self._over.set()",
+        "pass",
+        breaks="F29",
+        source="order",
+        killers=("tests:test_agent.py::test_the_thread_ends_with_its_manager",),
+    ),
 )
 
-MUTANTS = (*WRITERS, *PEOPLE, *FIELD)
+MUTANTS = (*WRITERS, *PEOPLE, *FIELDS)

@@ -1,0 +1,96 @@
+"""A thread of each rank that carries reports to the coordinator while the trainer computes.
+
+Without it, a report waits for the trainer's next ``poll``. With it, a checkpoint is finished as soon as
+its shards are durable: the coordinator works on its own thread, and needs no more than the reports.
+
+Rules:
+
+- The agent only brings reports earlier. The rounds of all ranks send the same reports again, and
+  the coordinator takes each once. So an agent may die, and a report may be lost.
+- No agent waits for another one. It holds no collective, and ends with its process.
+- Errors of a save are raised by ``poll``, as without an agent.
+- Foreign finalizers hold collectives: they wait for the rounds.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ckptfsm.adapters.notices import say
+from ckptfsm.core.errors import describe
+from ckptfsm.core.events import Event
+from ckptfsm.core.ports import Clock, Mailbox
+from ckptfsm.writers.rank_writer import RankWriter
+
+log = logging.getLogger("ckptfsm")
+_PAUSE_S = 0.01  # between two looks at the writer, and at rank 0 into the mailbox
+
+
+class Agent:
+    """The agent of one rank. At rank 0, ``report`` takes the reports of all ranks.
+
+    ``begin`` wakes it for a save, ``rest`` lets it sleep, ``end`` ends it: from the training thread.
+    """
+
+    def __init__(
+        self, clock: Clock, mailbox: Mailbox, report: Callable[[Sequence[Event]], Any] | None
+    ) -> None:
+        self._clock = clock
+        self._mailbox = mailbox
+        self._report = report
+        self._writer: RankWriter | None = None
+        self._posted: set[Event] = set()
+        self._busy = threading.Event()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ckptfsm-agent", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        """True while reports need no ``poll``."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def begin(self, writer: RankWriter | None) -> None:
+        """Report on this writer; None at a rank without one, which may be rank 0."""
+        self._posted = set()
+        self._writer = writer
+        self._busy.set()
+
+    def rest(self) -> None:
+        """Sleep until the next save: this one is over for this rank."""
+        self._busy.clear()
+        self._writer = None
+
+    def end(self) -> None:
+        """End the thread; it may still be in a look at a disk that does not answer."""
+        self._over.set()
+        self._busy.set()
+
+    def _run(self) -> None:
+        try:
+            while not self._over.is_set():
+                self._busy.wait()
+                self._look()
+                self._over.wait(_PAUSE_S)
+        except Exception as error:  # the rounds go on without the agent
+            why = describe(error)
+            said = f"reports of saves now wait for poll(): {why}"
+            say(log.warning, "agent_ended", said, error=why)
+
+    def _look(self) -> None:
+        """Carry the reports that are new."""
+        writer, posted = self._writer, self._posted
+        found = writer.poll(self._clock.monotonic()) if writer is not None else []
+        events = [event for event in found if event not in posted]
+        if self._report is not None:
+            events += self._mailbox.collect()
+            if events and not self._over.is_set():
+                self._report(events)
+        elif events:
+            self._mailbox.post(events)
+        posted.update(events)
