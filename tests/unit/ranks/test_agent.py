@@ -18,7 +18,7 @@ from ckptfsm.core.ports import Mailbox, OneRank
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import FakeDriver, Gate, ThreadTransport, fake_ports, run_ranks
 
-WAIT_S = 30.0
+WAIT_S = 15.0
 
 
 class Shared:
