@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.measure import Figure, Options, as_json, as_table, environment
 
-GROUPS = ("saving", "engines", "memory", "polling", "transition", "recovery")
+GROUPS = ("saving", "engines", "memory", "polling", "transition", "recovery", "scale")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in given.only or GROUPS:
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(prefix="ckptfsm-bench-", dir=given.dir) as work:
-            options = Options(Path(work), given.bytes, given.pairs, given.checkpoints)
+            options = Options(Path(work), given.bytes, given.pairs, given.checkpoints, given.ranks)
             about = about or environment(options)
             groups[name] = import_module(f"benchmarks.{name}").run(options)
     print((as_json if given.json else as_table)(about, groups))
@@ -39,6 +39,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--checkpoints", type=_positive, default=1000, help="checkpoints in the root to recover"
     )
+    parser.add_argument(
+        "--ranks", type=_ranks, default=Options.ranks, help="simulated ranks: 1000,10000,..."
+    )
     parser.add_argument("--only", choices=GROUPS, action="append", help="run this group only")
     parser.add_argument(
         "--dir", type=Path, help="where to write (default: the temporary directory)"
@@ -51,6 +54,11 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return number
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    """Numbers of ranks, in growing order."""
+    return tuple(sorted(_positive(number) for number in text.split(",")))
 
 
 if __name__ == "__main__":  # stock spawns a manager process, which imports this module again

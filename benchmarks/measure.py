@@ -23,12 +23,16 @@ _COLUMNS = ("figure", "median", "p25", "p75", "min", "max", "n", "unit", "target
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``state_bytes``: the saved state; ``pairs``: samples per side; ``work``: where to write."""
+    """``state_bytes``: the saved state; ``pairs``: samples per side; ``work``: where to write.
+
+    ``ranks``: the simulated ranks of each save of the group ``scale``, in growing order.
+    """
 
     work: Path
     state_bytes: int = 1 << 30
     pairs: int = 16
     checkpoints: int = 1000
+    ranks: tuple[int, ...] = (1_000, 3_000, 10_000, 30_000, 100_000)
     poll_interval_s: float = 0.002
 
 
@@ -107,6 +111,7 @@ def environment(options: Options) -> dict[str, object]:
         "state_bytes": options.state_bytes,
         "pairs": options.pairs,
         "checkpoints": options.checkpoints,
+        "ranks": options.ranks,
     }
 
 

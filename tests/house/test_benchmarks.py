@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ("--bytes", "65536", "--pairs", "2", "--checkpoints", "3")
+TINY = ("--bytes", "65536", "--pairs", "2", "--checkpoints", "3", "--ranks", "8,3")
 TIMEOUT_S = 300
 
 
@@ -41,6 +41,7 @@ def test_every_group_reports_its_figures(tmp_path: Path) -> None:
         "polling",
         "transition",
         "recovery",
+        "scale",
     }
     assert len(figures) == len(report["figures"]), "a name is used twice"
     wanted = {name: f["target"] for name, f in figures.items() if f["target"] is not None}
@@ -51,6 +52,7 @@ def test_every_group_reports_its_figures(tmp_path: Path) -> None:
         "until loadable, ckptfsm / stock": 1.1,
         "recovery of 3, after a close": 1.0,
         "recovery of 3, after a kill": 1.0,
+        "time per rank, 8 / 3 ranks": 1.5,
     }
     for name, figure in figures.items():
         assert figure["samples"], name
@@ -59,6 +61,9 @@ def test_every_group_reports_its_figures(tmp_path: Path) -> None:
     for side in ("stock", "ckptfsm"):
         assert len(figures[f"save(), {side}"]["samples"]) == 2
         assert figures[f"trainer + writers, peak PSS, {side}"]["median"] > 10  # torch alone is more
+    for ranks in (3, 8):
+        for name in ("coordinator", "peak RSS", "messages of a rank", "manifest", "journal"):
+            assert figures[f"{ranks} ranks, {name}"]["median"] > 0
     assert report["environment"]["state_bytes"] == 65536
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stderr", "stdout"], "left behind"
 
