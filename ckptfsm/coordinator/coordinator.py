@@ -503,17 +503,25 @@ class Coordinator:
             raise
 
     def _report(self, events: Sequence[Event]) -> None:
-        for event in events:
-            outcome = self._engine.ledger.report(event)
-            if isinstance(outcome, Rejected):
-                self._engine.reject(outcome)
-                continue
-            try:
-                self._engine.commit(*outcome)
-            except OutcomeUnknown:
-                raise
-            except StorageError as error:
-                self._engine.fail_unjournaled(event, error)
+        at = 0
+        while at < len(events):
+            self._engine.ledger, taken = self._engine.ledger.absorb(events, at)
+            at += taken
+            if at < len(events):
+                self._report_one(events[at])
+                at += 1
+
+    def _report_one(self, event: Event) -> None:
+        outcome = self._engine.ledger.report(event)
+        if isinstance(outcome, Rejected):
+            self._engine.reject(outcome)
+            return
+        try:
+            self._engine.commit(*outcome)
+        except OutcomeUnknown:
+            raise
+        except StorageError as error:
+            self._engine.fail_unjournaled(event, error)
 
     def tick(self) -> None:
         """Retry pending commands, expire readers' leases, delete a slice of the trash."""

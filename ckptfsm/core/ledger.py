@@ -8,7 +8,7 @@ rejected (I5).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -29,6 +29,7 @@ from ckptfsm.core.lifecycle import (
     Checkpoint,
     State,
     absent,
+    absorb,
     apply,
     find_row,
 )
@@ -176,6 +177,21 @@ class Ledger:
             published = ", published" if living.published else ""
             return Rejected(event, f"{event.name} does not fit {living.state.value}{published}")
         return self.post(event)
+
+    def absorb(self, events: Sequence[Event], start: int = 0) -> tuple[Ledger, int]:
+        """Take the reports from ``start`` on that move no checkpoint to another state.
+
+        Stops before the first report of another attempt, or that does more or does not count.
+        Returns the number taken, too.
+        """
+        living = self.checkpoints.get(events[start].of)
+        if living is None:
+            return self, 0
+        after, taken = absorb(living, events, start)
+        if not taken:
+            return self, 0
+        checkpoints = MappingProxyType({**self.checkpoints, living.id: after})
+        return replace(self, checkpoints=checkpoints), taken
 
     def restore(self, checkpoint: Checkpoint) -> Ledger:
         """The same ledger with a checkpoint put back as it was, e.g. to begin a scenario with."""

@@ -336,6 +336,18 @@ def test_I3_a_plain_file_is_not_named_like_the_files_of_a_save(name: str):
     check_parts((PartSpec("state"), PartSpec(f"my-{name.strip('.')}x", "file", ranks=(0,))), 2)
 
 
+def test_reports_are_absorbed_up_to_the_first_that_is_of_another_attempt_or_moves_it():
+    """Catches: a report of a dead attempt that is absorbed, or that hides those before it."""
+    ledger = Ledger().restore(Checkpoint(at(300), S.REQUESTED, PARTS, 3))
+    forks = [WriterForked(at(300), rank, 3) for rank in range(3)]
+    after, taken = ledger.absorb(forks)
+    assert (taken, after.checkpoints[at(300)].forked) == (2, {0, 1})
+    assert after == ledger.post(forks[0])[0].post(forks[1])[0]
+    assert ledger.absorb([forks[0], WriterForked(at(200), 1, 3), forks[1]])[1] == 1
+    assert ledger.absorb([WriterForked(at(200), 1, 3), *forks]) == (ledger, 0)
+    assert ledger.absorb([WriterForked(at(300), 1, 7), *forks]) == (ledger, 0)
+
+
 def test_a_late_report_of_another_world_size_fails_nothing():
     """Catches: a failure of an attempt that is published, which the table forbids."""
     ledger = ledger_of(checkpoint(100, S.FINALIZED))

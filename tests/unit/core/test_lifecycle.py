@@ -27,6 +27,7 @@ from ckptfsm.core.lifecycle import (
     Row,
     State,
     absent,
+    absorb,
     apply,
     compile_machine,
     expected_reports,
@@ -292,6 +293,43 @@ def test_apply_remembers_its_facts():
     assert adopted.metrics == (("loss", 1.0),)
     out, _ = apply(adopted, m.Withdrawn(OF, "rollback", "to 50"))
     assert (out.reason, out.detail) == ("rollback", "to 50")
+
+
+REPORTS = (m.WriterForked, m.ShardReported, m.FinalizersRan, m.WriterGone)
+
+
+def test_absorb_takes_a_report_exactly_if_apply_stays_in_the_state():
+    """Catches: a guard that absorb forgets, a report with a command that is lost."""
+    for checkpoint, event in itertools.product(checkpoints(), [*events(), *events(STALE)]):
+        try:
+            after, command = apply(checkpoint, event)
+        except IllegalTransition:
+            after, command = checkpoint, None
+        taken = isinstance(event, REPORTS) and command is None and after.state is checkpoint.state
+        if taken and after != checkpoint:
+            assert absorb(checkpoint, [event]) == (after, 1), (checkpoint, event)
+        else:
+            assert absorb(checkpoint, [event]) == (checkpoint, 0), (checkpoint, event)
+
+
+def test_absorb_of_many_reports_is_apply_of_each():
+    """Catches: facts of the second report that are judged without those of the first."""
+    everyone = range(6)
+    parts = (PartSpec("state"), PartSpec("data", "file", ranks=(3,)))
+    begun = Checkpoint(OF, S.REQUESTED, parts, 6)
+    mixed = [
+        report
+        for rank in everyone
+        for report in (m.WriterForked(OF, rank, 6), m.ShardReported(OF, "state", rank, 6, rank))
+    ]
+    once = begun
+    for report in mixed[:-2]:
+        once, command = apply(once, report)
+        assert command is None
+    assert absorb(begun, mixed) == (once, len(mixed) - 2), "the last fork moves it"
+    assert absorb(begun, mixed, 2)[1] == len(mixed) - 2, "rank 0 has not forked then"
+    assert absorb(begun, [*mixed[:4], mixed[0]])[1] == 4, "a report counts once"
+    assert absorb(begun, mixed, len(mixed)) == (begun, 0)
 
 
 def test_I3_expected_reports_are_all_parts_of_all_their_ranks():
