@@ -44,6 +44,10 @@ class PartSpec:
     ranks: tuple[int, ...] | None = None
     optional: bool = False
 
+    def __hash__(self) -> int:
+        """Hash without ``ranks``: every report looks the part up, and a group has many ranks."""
+        return hash((self.name, self.kind, self.directory))
+
     @property
     def first_rank(self) -> int:
         """The rank that writes the files common to all ranks of the part."""
