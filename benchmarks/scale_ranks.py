@@ -4,8 +4,7 @@
 
 The process reads requests as pickles on standard input, and answers each with one message per rank
 on standard output: eight bytes of length, then a pickle, as ``gather_object`` sends. Each rank has
-one small shard and its receipt. Nothing is fsynced here: a rank's fsyncs cost the coordinator
-nothing.
+one small shard and its receipt. A single sync stands for the fsyncs of all ranks.
 """
 
 from __future__ import annotations
@@ -72,6 +71,7 @@ def write(root: Path, of: AttemptId, count: int) -> Iterator[list[Event]]:
             results=((_TENSOR, (rank * _ROWS,), None, shard.name, 0, len(_SHARD)),),
         )
         _put(directory, receipt_name(PART.name, rank), encode_sealed(receipt))
+    os.sync()
     for rank in range(count):
         yield [ShardReported(of, PART.name, rank, count, len(_SHARD))]
 

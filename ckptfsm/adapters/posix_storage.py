@@ -26,9 +26,10 @@ import functools
 import os
 import stat as modes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import xxhash
 
@@ -45,6 +46,10 @@ _READ_BYTES = 1 << 20  # one read; the limit of a document may be far larger tha
 _DIGEST_BYTES = 4 << 20
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+_KINDS: Mapping[int, FileKind] = MappingProxyType(
+    {modes.S_IFREG: "file", modes.S_IFDIR: "dir", modes.S_IFLNK: "symlink"}
+)
 
 _Inode = tuple[int, int]  # st_dev, st_ino
 
@@ -273,6 +278,15 @@ class PosixStorage:
             finally:
                 os.close(own)
 
+    def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
+        with self._directory(path, split_path(path), changes=False) as fd:
+            own = os.open(".", _DIRECTORY, dir_fd=fd)  # as in ``listdir``
+            try:
+                with os.scandir(own) as found:
+                    yield from _with_stats(found)
+            finally:
+                os.close(own)
+
     def stat(self, path: str) -> FileStat:
         if not split_path(path):
             with self._directory(path, (), changes=False) as fd:
@@ -444,6 +458,11 @@ def _read_up_to(fd: int, limit: int, offset: int) -> bytes:
     return b"".join(chunks)
 
 
+def digest_of(data: bytes | bytearray) -> str:
+    """The digest of a file that holds exactly ``data``."""
+    return DIGEST_PREFIX + xxhash.xxh3_128_hexdigest(data)
+
+
 def _digest(fd: int) -> str:
     """Digest by reading, not by mmap: a file truncated under an mmap kills the process (SIGBUS)."""
     size = os.fstat(fd).st_size
@@ -458,14 +477,16 @@ def _digest(fd: int) -> str:
     return DIGEST_PREFIX + hasher.hexdigest()
 
 
+def _with_stats(found: Iterable[os.DirEntry[str]]) -> Iterator[tuple[str, FileStat]]:
+    for entry in found:
+        try:
+            yield entry.name, _file_stat(entry.stat(follow_symlinks=False))
+        except FileNotFoundError:
+            continue  # it went since it was listed
+
+
 def _file_stat(found: os.stat_result) -> FileStat:
-    kind: FileKind = "other"
-    if modes.S_ISREG(found.st_mode):
-        kind = "file"
-    elif modes.S_ISDIR(found.st_mode):
-        kind = "dir"
-    elif modes.S_ISLNK(found.st_mode):
-        kind = "symlink"
+    kind = _KINDS.get(modes.S_IFMT(found.st_mode), "other")
     return FileStat(kind, found.st_size, found.st_dev)
 
 

@@ -11,7 +11,7 @@ Paths are relative to the store's root, with ``/`` between components; a compone
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -101,6 +101,13 @@ class Storage(Protocol):
 
     def listdir(self, path: str) -> list[str]:
         """Names in a directory, sorted."""
+        ...
+
+    def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
+        """Names in a directory, in any order, each with its ``stat``.
+
+        The directory may not be changed meanwhile; a name that another program removes is left out.
+        """
         ...
 
     def stat(self, path: str) -> FileStat: ...

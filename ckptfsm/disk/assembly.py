@@ -18,7 +18,15 @@ from ckptfsm.core.layout import MANIFEST, Layout, join, planned_name, receipt_na
 from ckptfsm.core.lifecycle import Checkpoint, expected_reports
 from ckptfsm.core.parts import FINISHED_BY_US, PartSpec
 from ckptfsm.core.ports import Clock, PartFinisher, Storage
-from ckptfsm.disk.durable import content_is, fsync_existing, lookup, put, read_document, walk_files
+from ckptfsm.disk.durable import (
+    content_is,
+    each_file,
+    fsync_existing,
+    lookup,
+    put,
+    read_document,
+    walk_files,
+)
 from ckptfsm.disk.inspection import check_sizes, dropped_parts
 from ckptfsm.disk.receipts import Receipts
 from ckptfsm.disk.stock import COMMON, MAX_METADATA_BYTES
@@ -29,9 +37,13 @@ _INTEGRITY, _TOKENIZER = "integrity.json", "tokenizer/"  # newer trainers' final
 
 @dataclass(frozen=True, slots=True)
 class ReceivedParts:
-    """The receipts of an attempt, and the optional parts that some rank left out, with the reason."""
+    """The receipts of an attempt, and the optional parts that some rank left out, with the reason.
+
+    ``entries`` are the receipts as files, by name.
+    """
 
     receipts: Sequence[Receipt]
+    entries: Mapping[str, FileEntry]
     dropped: Mapping[str, str]
 
 
@@ -59,10 +71,16 @@ class Assembly:
             mine.arriving(expected, self.clock, deadline), key=attrgetter("part", "rank")
         )
         dropped = dropped_parts(checkpoint, receipts)
+        there = {
+            name: stat.size
+            for name, stat in each_file(self.storage, directory)
+            if stat.kind == "file"
+        }
         for receipt in receipts:
-            if receipt.part not in dropped:
+            whole = all(there.get(entry.name) == entry.bytes for entry in receipt.files)
+            if not whole and receipt.part not in dropped:
                 self._await_files(receipt, directory, deadline)
-        return ReceivedParts(receipts, dropped)
+        return ReceivedParts(receipts, mine.entries, dropped)
 
     def _await_files(self, receipt: Receipt, directory: str, deadline: float) -> None:
         """Wait until all files of a receipt are whole. Raises ``ShardMissing`` at the deadline."""
@@ -84,11 +102,9 @@ class Assembly:
         """The files of all receipts and the receipts themselves; a name may be claimed once."""
         files: dict[str, FileEntry] = {}
         for receipt in shares.receipts:
-            own = receipt_name(receipt.part, receipt.rank)
-            size = self.storage.stat(f"{directory}/{own}").size
-            digest = self.storage.digest(f"{directory}/{own}")
+            own = shares.entries[receipt_name(receipt.part, receipt.rank)]
             own_files = receipt.files if receipt.part not in shares.dropped else ()
-            for entry in (*own_files, FileEntry(name=own, bytes=size, digest=digest)):
+            for entry in (*own_files, own):
                 if entry.name in files:
                     raise SaveFailed(
                         f"{entry.name} is claimed by two receipts",
@@ -230,7 +246,7 @@ class Assembly:
         A file that no receipt claims may be a late writer's.
         """
         missing = {entry.name for entry in files}
-        for name, stat in walk_files(self.storage, directory):
+        for name, stat in each_file(self.storage, directory):
             if stat.kind != "file" or (name not in missing and name != MANIFEST):
                 raise SaveFailed(f"{name} is in no receipt", file=f"{directory}/{name}")
             missing.discard(name)

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ckptfsm.core.errors import DamagedRoot, StorageError
 from ckptfsm.core.ports import FileStat, Storage
 
 TEMPORARY = ".tmp-"
 _TEMPORARIES = 100
+_SMALL_BYTES = 64 << 10
 
 
 def parent_of(path: str) -> str:
@@ -125,7 +126,13 @@ def lookup(storage: Storage, path: str) -> FileStat | None:
 
 
 def read_document(storage: Storage, path: str, limit: int) -> bytes:
-    """The content of a file. Raises ``DamagedRoot`` for one of more than ``limit`` bytes, unread."""
+    """The content of a file. Raises ``DamagedRoot`` for one of more than ``limit`` bytes.
+
+    Nothing but the beginning of such a file is read. A small one costs a single call.
+    """
+    beginning = storage.read(path, _SMALL_BYTES)
+    if len(beginning) < min(_SMALL_BYTES, limit):
+        return beginning
     size = storage.stat(path).size
     if size > limit:
         raise DamagedRoot(
@@ -166,29 +173,37 @@ def list_names(storage: Storage, path: str) -> list[str]:
 def walk_files(
     storage: Storage, directory: str, limit: int = 5_000_000
 ) -> list[tuple[str, FileStat]]:
-    """All entries below ``directory`` except directories: (name relative to ``directory``, stat)."""
-    found: list[tuple[str, FileStat]] = []
-    pending = [""]
+    """All entries below ``directory`` except directories, sorted. See ``each_file``."""
+    return sorted(each_file(storage, directory, limit))
+
+
+def each_file(
+    storage: Storage, directory: str, limit: int = 5_000_000
+) -> Iterator[tuple[str, FileStat]]:
+    """All entries below ``directory`` except directories: (name relative to ``directory``, stat).
+
+    Nothing below ``directory`` may be changed meanwhile.
+    """
+    pending, count = [""], 0
     while pending:
         inner = pending.pop()
         base = f"{directory}/{inner}" if inner else directory
-        for name in storage.listdir(base):
+        for name, stat in storage.entries(base):
             relative = f"{inner}/{name}" if inner else name
-            stat = storage.stat(f"{directory}/{relative}")
             if stat.kind == "dir":
                 pending.append(relative)
             else:
-                found.append((relative, stat))
-            if len(found) + len(pending) > limit:
+                yield relative, stat
+            count += 1
+            if count > limit:
                 raise StorageError("more files than can be right", file=directory)
-    return sorted(found)
 
 
 def fsync_tree_dirs(storage: Storage, directory: str) -> None:
     """fsync ``directory`` and every directory below it, deepest first."""
-    for name in storage.listdir(directory):
+    for name, stat in storage.entries(directory):
         path = f"{directory}/{name}"
-        if storage.stat(path).kind == "dir":
+        if stat.kind == "dir":
             fsync_tree_dirs(storage, path)
     storage.fsync_dir(directory)
 

@@ -5,10 +5,11 @@ late (F9).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ckptfsm.adapters.posix_storage import digest_of
 from ckptfsm.core.backoff import pauses
-from ckptfsm.core.documents import MAX_DOCUMENT_BYTES, Receipt, decode
+from ckptfsm.core.documents import MAX_DOCUMENT_BYTES, FileEntry, Receipt, decode
 from ckptfsm.core.errors import DamagedRoot, ShardMissing, name_ranks
 from ckptfsm.core.layout import receipt_name
 from ckptfsm.core.parts import AttemptId
@@ -20,16 +21,22 @@ _LONGEST_PAUSE_S = 0.5  # between two looks for a missing receipt on a shared di
 
 @dataclass(frozen=True, slots=True)
 class Receipts:
-    """The receipts of the attempt ``of``, which lies in the directory ``location``."""
+    """The receipts of the attempt ``of``, which lies in the directory ``location``.
+
+    ``entries``: the receipts read so far as a manifest lists them, by name. Size and digest are
+    those of the bytes that were checked.
+    """
 
     storage: Storage
     location: str
     of: AttemptId
     world_size: int
+    entries: dict[str, FileEntry] = field(default_factory=dict)
 
     def read(self, part: str, rank: int) -> Receipt:
         """The receipt of a rank for a part. Raises ``DamagedRoot`` if it is not of this attempt."""
-        path = f"{self.location}/{receipt_name(part, rank)}"
+        name = receipt_name(part, rank)
+        path = f"{self.location}/{name}"
         data = read_document(self.storage, path, MAX_DOCUMENT_BYTES)
         receipt = decode(Receipt, data, path)
         expected = (self.of, part, rank, self.world_size)
@@ -41,6 +48,7 @@ class Receipts:
                 rank=rank,
                 step=self.of.step,
             )
+        self.entries[name] = FileEntry(name=name, bytes=len(data), digest=digest_of(data))
         return receipt
 
     def arriving(

@@ -24,7 +24,7 @@ from ckptfsm.core.layout import (
     is_given_up,
 )
 from ckptfsm.core.ports import Storage
-from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, walk_files
+from ckptfsm.disk.durable import TEMPORARY, each_file, list_names, lookup
 
 _DEPTH = 64
 
@@ -99,10 +99,14 @@ def sweep_attempt(storage: Storage, directory: str, listed: Collection[str]) -> 
 
     ``listed``: the files of its receipts, whatever they are called.
     """
-    for name, stat in walk_files(storage, directory):
-        left = TEMPORARY in name.rpartition("/")[2] and name not in listed
-        if left and stat.kind == "file":
-            storage.unlink(f"{directory}/{name}")
+    left = [
+        name
+        for name, stat in each_file(storage, directory)
+        if TEMPORARY in name and TEMPORARY in name.rpartition("/")[2] and name not in listed
+        if stat.kind == "file"
+    ]
+    for name in left:
+        storage.unlink(f"{directory}/{name}")
 
 
 def remove_marker(storage: Storage, path: str) -> None:

@@ -13,7 +13,7 @@ sweep. Nothing here sleeps. A hook may do four things:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -114,6 +114,15 @@ class FaultStorage:
     def listdir(self, path: str) -> list[str]:
         self._alive()
         return self.inner.listdir(path)
+
+    def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
+        """As the port says, by ``listdir`` and ``stat``: whatever replaces these is asked."""
+        for name in self.listdir(path):
+            try:
+                stat = self.stat(f"{path}/{name}" if path else name)
+            except FileNotFoundError:
+                continue
+            yield name, stat
 
     def stat(self, path: str) -> FileStat:
         self._alive()

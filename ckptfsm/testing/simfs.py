@@ -30,9 +30,7 @@ import os
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
-import xxhash
-
-from ckptfsm.adapters.posix_storage import DIGEST_PREFIX, split_entry, split_path
+from ckptfsm.adapters.posix_storage import digest_of, split_entry, split_path
 from ckptfsm.core.ports import FileStat
 
 BLOCK_BYTES = 512  # the unit that a disk writes at once
@@ -554,7 +552,7 @@ class SimStorage:
         return bytes(self._regular(path).data[offset : offset + max(limit, 0)])
 
     def digest(self, path: str) -> str:
-        return DIGEST_PREFIX + xxhash.xxh3_128_hexdigest(bytes(self._regular(path).data))
+        return digest_of(self._regular(path).data)
 
     # -- names ---------------------------------------------------------------------------------
 
@@ -618,6 +616,15 @@ class SimStorage:
 
     def listdir(self, path: str) -> list[str]:
         return sorted(self._directory(path, split_path(path)).entries)
+
+    def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
+        """As the port says, by ``listdir`` and ``stat``: whatever replaces these is asked."""
+        for name in self.listdir(path):
+            try:
+                stat = self.stat(f"{path}/{name}" if path else name)
+            except FileNotFoundError:
+                continue
+            yield name, stat
 
     def stat(self, path: str) -> FileStat:
         if not split_path(path):

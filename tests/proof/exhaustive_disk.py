@@ -171,6 +171,10 @@ class Disk:
     def listdir(self, path: str) -> list[str]:
         return sorted(self._dir(path).names)
 
+    def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
+        for name in self.listdir(path):
+            yield name, self.stat(f"{path}/{name}" if path else name)
+
     def stat(self, path: str) -> FileStat:
         node = self.value.get(path)
         if node is None:

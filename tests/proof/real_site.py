@@ -21,7 +21,7 @@ import os
 import signal
 import struct
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -129,6 +129,10 @@ class Disk(PosixStorage):
     def listdir(self, path: str) -> list[str]:
         self._maybe_fail("listdir", path)
         return super().listdir(path)
+
+    def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
+        for name in self.listdir(path):  # by calls that fail
+            yield name, self.stat(f"{path}/{name}" if path else name)
 
     def read(self, path: str, limit: int, offset: int = 0) -> bytes:
         self._maybe_fail("read", path)

@@ -292,6 +292,40 @@ def test_lookups(store: Storage) -> None:
     assert store.free_bytes() > 0
 
 
+def test_entries_are_names_with_their_stats(disk: Disk) -> None:
+    """Catches: an entry that is left out, a link that is followed, a descriptor that stays open."""
+    store = disk.storage
+    store.mkdir("d")
+    store.mkdir("d/inner")
+    create(store, "d/f", b"abc")
+    disk.symlink("d/link", "f")
+    before = sorted(os.listdir("/proc/self/fd"))
+    for path in ("", "d"):
+        names = store.listdir(path)
+        inside = {name: store.stat(f"{path}/{name}" if path else name) for name in names}
+        assert dict(store.entries(path)) == inside
+    assert {name: stat.kind for name, stat in store.entries("d")} == {
+        "f": "file",
+        "inner": "dir",
+        "link": "symlink",
+    }
+    fails(errno.ENOENT, next, store.entries("none"))
+    fails(errno.ENOTDIR, next, store.entries("d/f"))
+    fails(errno.ELOOP, next, store.entries("d/link"))
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_entries_leave_out_a_name_that_goes_meanwhile(posix: PosixStorage) -> None:
+    """Catches: a listing that fails because another program removed a file."""
+    for name in ("a", "b", "c"):
+        create(posix, name)
+    found = posix.entries("")
+    first, _ = next(found)
+    gone, kept = sorted({"a", "b", "c"} - {first})
+    os.unlink(f"{posix.root}/{gone}")
+    assert [name for name, _ in found] == [kept]
+
+
 def test_only_regular_files_are_opened(store: Storage) -> None:
     store.mkdir("d")
     for call in (store.open_existing, store.digest, store.try_lock):

@@ -14,6 +14,7 @@ from roots import (
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.errors import (
+    DamagedRoot,
     StorageError,
 )
 from ckptfsm.disk import durable
@@ -386,3 +387,14 @@ def test_F5_F6_a_put_can_be_repeated_after_its_fsync_failed():
         durable.put(storage, "f", b"1", tag="t")
     durable.put(storage, "f", b"1", tag="t")
     assert storage.read("f", 10) == b"1"
+
+
+@pytest.mark.parametrize("size", [0, 1, durable._SMALL_BYTES - 1, durable._SMALL_BYTES, 200_000])
+def test_a_document_is_read_whole_or_refused(storage, size):
+    """Catches: a document that is cut off, also at the length of the first read."""
+    durable.write_new(storage, "f", bytes(size))
+    assert durable.read_document(storage, "f", size + 1) == bytes(size)
+    assert durable.read_document(storage, "f", size) == bytes(size)
+    if size:
+        with pytest.raises(DamagedRoot):
+            durable.read_document(storage, "f", size - 1)
