@@ -25,6 +25,7 @@ from typing import Any
 from ckptfsm.adapters.notices import say
 from ckptfsm.coordinator.engine import Engine, EngineSettings
 from ckptfsm.coordinator.plan_run import PlanRun, roll_back
+from ckptfsm.core.admission import Admission, Space, decide_admission, predict_bytes
 from ckptfsm.core.documents import (
     RollbackStarted,
     SegmentClosed,
@@ -37,6 +38,7 @@ from ckptfsm.core.errors import (
     IllegalTransition,
     JournalCorrupt,
     NewerSchema,
+    NoRoom,
     OutcomeUnknown,
     SaveRefused,
     ShardMissing,
@@ -131,6 +133,7 @@ class Coordinator:
         self._ownership: RootOwnership | None = None
         self._opened: Engine | None = None
         self._requests = 0
+        self._verified: AttemptId | None = None
         self._readers = ReaderLeases(storage, clock, options.reader_timeout_s)
         self._tick_at = 0.0
         self._idle_at_last_tick = True
@@ -347,7 +350,7 @@ class Coordinator:
             self._engine.ledger.refuse(event)
             self._refuse_old_writers(request)
             self._clear_the_name(request)
-            self._check_space(request)
+            self._make_room(request)
             self._requests = of.attempt
             try:
                 self._engine.post(event)
@@ -423,16 +426,50 @@ class Coordinator:
                 step=request.step,
             )
 
-    def _check_space(self, request: SaveRequest) -> None:
-        free = self._storage.free_bytes()
-        while free < request.expected_bytes and self._engine.give_space_back(_TRASH_SLICE):
-            free = self._storage.free_bytes()
-        if free < request.expected_bytes:
-            raise SaveRefused(
-                f"the checkpoint needs about {request.expected_bytes} bytes, {free} are free",
+    def _make_room(self, request: SaveRequest) -> None:
+        """Refuse a save that the disk cannot hold; first delete files that were given up."""
+        space = self._space_for(request)
+        answer = decide_admission(space)
+        if answer is Admission.PRUNE_FIRST:
+            said = f"step {request.step}: {space.free} bytes are free, not {space.needed}: pruned first"
+            say(log.warning, "pruned_for_room", said, step=request.step)
+            self._engine.retire_now()
+            space = replace(space, free=self._free_bytes(space.needed), given_up=0)
+            answer = decide_admission(space)
+        if answer is Admission.REFUSE:
+            raise NoRoom(
+                f"the checkpoint needs about {space.needed} bytes, {space.free} are free",
                 step=request.step,
+                bytes_needed=space.needed,
+                bytes_free=space.free,
                 file=self._storage.root,
             )
+
+    def _space_for(self, request: SaveRequest) -> Space:
+        """Predict the size of a save, and measure the disk. Retention is asked only if need be."""
+        names = [part.name for part in request.parts]
+        tracked = self._engine.ledger.in_state(State.TRACKED)
+        same = [c.shard_bytes for c in tracked if [part.name for part in c.parts] == names]
+        needed = predict_bytes(request.expected_bytes, same)
+        free, given_up = self._free_bytes(needed), 0
+        if free < needed:
+            gone = {offer.of for offer in self._engine.given_up()}
+            given_up = sum(c.shard_bytes for c in tracked if c.id in gone)
+        return Space(needed, free, given_up, self._is_proven(self._engine.ledger.latest()))
+
+    def _free_bytes(self, needed: int) -> int:
+        """The free bytes; if they are too few, the trash is emptied as far as needed."""
+        free = self._storage.free_bytes()
+        while free < needed and self._engine.give_space_back(_TRASH_SLICE):
+            free = self._storage.free_bytes()
+        return free
+
+    def _is_proven(self, latest: Checkpoint | None) -> bool:
+        """True if this run wrote ``latest``, or has verified its digests."""
+        if latest is None:
+            return False
+        written = latest.provenance == "saved" and latest.id.epoch == self.epoch
+        return written or latest.id == self._verified
 
     def forget_request(self) -> None:
         """Fail a request that was accepted after the question for it had timed out."""
@@ -676,10 +713,16 @@ class Coordinator:
             manifest.of if manifest else None,
         )
 
-    def release(self, lease: str) -> None:
-        """Give a reader's lease back. A lease that cannot be removed expires."""
+    def release(self, lease: str, verified: int | None = None) -> None:
+        """Give a reader's lease back. A lease that cannot be removed expires.
+
+        ``verified``: its step, if all digests were compared under the lease.
+        """
         if not lease:
             return
+        whole = self._engine.ledger.at(verified) if verified is not None else None
+        if whole is not None:  # else rolled back meanwhile
+            self._verified = whole.id
         self._readers.give_back(lease)
         try:
             self._engine.reread_protection()

@@ -64,6 +64,7 @@ from ckptfsm.core.events import (
     Removed,
     Reprieved,
     RunFinalizers,
+    Superseded,
     TrackerWritten,
     Withdrawn,
     WriteTracker,
@@ -584,8 +585,18 @@ class Engine:
             return
         self._retire_due = False
 
+    def retire_now(self) -> None:
+        """Apply retention; if the disk refuses, again at the next tick."""
+        self._retire_due = True
+        self.retire_if_due()
+
     def retire(self) -> None:
-        """Offer checkpoints for pruning that no policy, pin or reader keeps.
+        """Offer the checkpoints for pruning that retention has given up."""
+        for offer in self.given_up():
+            self.post(offer)
+
+    def given_up(self) -> list[Superseded]:
+        """The pruning events of the checkpoints that no policy, pin or reader keeps.
 
         A failing policy keeps all.
         """
@@ -596,9 +607,8 @@ class Engine:
         except Exception as error:  # a user's policy failed: nothing is deleted
             said = f"the retention policy failed, and all is kept: {describe(error)}"
             say(log.exception, "retention_policy_failed", said, error=describe(error))
-            return
-        for offer in self.ledger.prunable(preserved):
-            self.post(offer)
+            return []
+        return self.ledger.prunable(preserved)
 
     def reread_protection(self) -> None:
         """Read pins and readers' leases anew from disk."""

@@ -85,6 +85,16 @@ class SaveRefused(CkptFsmError):
     advice = "skip this save or fix the call"
 
 
+class NoRoom(SaveRefused):
+    """The disk cannot hold a save (``step``, ``bytes_needed``, ``bytes_free``, ``file``).
+
+    ``bytes_needed`` is a prediction: from the state, and from the size of earlier checkpoints.
+    """
+
+    kind = "no_room"
+    advice = "make room on the disk, or keep fewer checkpoints"
+
+
 class StepExistsError(SaveRefused, FileExistsError):
     """The step, or a later one, is already saved (``step``, ``latest``)."""
 

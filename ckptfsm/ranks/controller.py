@@ -181,6 +181,8 @@ class Controller(Session):
             expected_bytes=draft.expected_bytes,
         )
         of = self._accepted(request)
+        if of is None:
+            return GroupSave(SaveHandle(step), {})
         handle = self._begin_writing(Accepted(of, False, specs), draft)
         alone = all(_is_at_the_top(part) for part in parts.values())
         tickets = {v.group: self._ticket(of, v.group, written[n], alone) for n, v in groups.items()}
@@ -213,8 +215,8 @@ class Controller(Session):
             specs[name] = PartSpec(name, "report", directory, ranks, part.optional)
         return specs
 
-    def _accepted(self, request: SaveRequest) -> AttemptId:
-        """Ask for the save, and expect its workers' reports."""
+    def _accepted(self, request: SaveRequest) -> AttemptId | None:
+        """Ask for the save, and expect its workers' reports. None if it is to be skipped."""
         answer = self._client.together(Coordinator.request, request)
         if answer.value is not None:
             self._flights[answer.value] = self._flight(request.parts)
@@ -224,7 +226,8 @@ class Controller(Session):
         self._participant.take_update(answer.update)
         problem = answer.interruption or answer.error
         if problem is not None:
-            raise problem
+            self._participant.take_refusal(problem)
+            return None
         of: AttemptId = answer.value
         return of
 
@@ -386,16 +389,17 @@ class Controller(Session):
         """
         self._require_open()
         config = self.config.model_copy(update={"verify": verify or self.config.verify})
+        restorer = self._restorer(config)
         located: Located | None = None
         try:
             with self._one_call.running():
-                located = self._restorer(config).choose(step)
+                located = restorer.choose(step)
             self._participant.say_notes()
             yield self._reading(located)
         finally:
             # Else the lease expires. At the program's end, the coordinator's thread no longer runs.
             if located is not None and not self._participant.closed and not sys.is_finalizing():
-                self._agree(Coordinator.release, located.lease)
+                restorer.release(located)
 
     def _reading(self, located: Located | None) -> Reading | None:
         if located is None:

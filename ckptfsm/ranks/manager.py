@@ -60,7 +60,8 @@ class Manager(Session):
 
         Returns once the writer holds a copy of this rank's data: tensors may change from then on.
         With ``sync`` it returns when the checkpoint is tracked. While the disk blocks the save
-        before, the save is refused, or skipped under ``on_failure="warn"``.
+        before, the save is refused, or skipped under ``on_failure="warn"``. If the disk has no room
+        for it, raises ``NoRoom``, or skips the save as ``on_failure`` says.
 
         Raises ``SaveRefused`` (on every rank) if it was not accepted, and ``DeadlineExceeded`` if
         another save stays in flight. Raises ``SaveFailed`` for an earlier save under
@@ -78,7 +79,8 @@ class Manager(Session):
                     handle, refused = SaveHandle(step), error
             stage.agree()
             if refused is not None:
-                raise refused
+                self._participant.take_refusal(refused)
+                return handle
             if self.config.sync:
                 self.wait_for(handle)
             return handle

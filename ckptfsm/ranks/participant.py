@@ -30,6 +30,7 @@ from ckptfsm.core.errors import (
     ConfigError,
     DeadlineExceeded,
     ManagerClosed,
+    NoRoom,
     RankInterrupted,
     RecoveryWarning,
     SaveFailed,
@@ -85,7 +86,7 @@ class Participant:
         self.save_asked = False
         self.preempted = False
         self.failures: dict[AttemptId | None, CkptFsmError] = {}
-        self.owed: SaveFailed | None = None  # of a save that is to be retried
+        self.owed: CkptFsmError | None = None  # of a save that is to be retried
         self.notes: list[Warning] = []
         self.reports = RankReports(ports, config, writers)
         self._ports = ports
@@ -95,7 +96,8 @@ class Participant:
         self._rank = ports.transport.rank
         self._inbox: list[NumberedNews] = []
         self._handles: dict[AttemptId, SaveHandle] = {}
-        self._lost: set[AttemptId] = set()  # attempts that failed since the last tracked save
+        # Attempts that failed, and steps without room for a save, since the last tracked save.
+        self._lost: set[AttemptId | int] = set()
         self._next_timed_save = 0.0
 
     @property
@@ -355,16 +357,31 @@ class Participant:
         if handle is None:
             return
         handle._error = error
-        self._lost.add(record.of)
+        if not self._goes_on(record.of, error):
+            self.failures[record.of] = error
+        self._handles.pop(record.of, None)
+
+    def _goes_on(self, lost: AttemptId | int, error: CkptFsmError) -> bool:
+        """Apply ``on_failure`` to a lost save. False if its error is to be raised."""
+        self._lost.add(lost)
         if len(self._lost) <= self._config.saves_again:
             self.save_due, self.owed = True, error
             said = f"{error}: it is tried again (try {len(self._lost)})"
             say(log.warning, "save_failed", said, error=str(error), again=len(self._lost))
-        elif self._config.on_failure == "warn":
+            return True
+        if self._config.on_failure == "warn":
             self.notes.append(SaveFailedWarning(str(error)))
-        else:
-            self.failures[record.of] = error
-        self._handles.pop(record.of, None)
+            return True
+        return False
+
+    def take_refusal(self, refused: BaseException) -> None:
+        """Raise the refusal of a save, unless it has no room and ``on_failure`` lets training go on."""
+        if not isinstance(refused, NoRoom):
+            raise refused
+        if not self._goes_on(refused.facts["step"], refused):
+            raise refused
+        self.save_due = self.owed is refused
+        self.say_notes()
 
     def _call_hooks(self, record: TransitionRecord) -> None:
         for hook in self._hooks:

@@ -74,7 +74,7 @@ class Restorer:
         try:
             return self.load(located, named)
         finally:
-            self.agree(Coordinator.release, located.lease)
+            self.release(located)
 
     def choose(self, step: int | None) -> Located | None:
         """The checkpoint to read, verified, with a lease on it that the caller has to release."""
@@ -95,6 +95,12 @@ class Restorer:
                     f"step {step} is damaged: {problem}", step=step, file=located.directory
                 )
             self.agree(Coordinator.withdraw_damaged, located.step, problem)
+
+    def release(self, located: Located) -> None:
+        """Give the lease of a chosen checkpoint back; tell the coordinator of its verification."""
+        whole = self.config.verify == "digests" and bool(located.files)
+        verified = located.step if whole else None
+        self.agree(Coordinator.release, located.lease, verified)
 
     def _damage(self, located: Located) -> str:
         """The fault of the checkpoint, the same on every rank; "" if there is none.

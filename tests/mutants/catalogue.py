@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants import composites, core, dropins, durability, engine, protocol, ranks
+from mutants import admission, composites, core, dropins, durability, engine, protocol, ranks
 from mutants.loader import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -13,6 +13,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *composites.MUTANTS,
     *dropins.MUTANTS,
     *engine.MUTANTS,
+    *admission.MUTANTS,
 )
 
 

@@ -320,8 +320,8 @@ PEOPLE = (
     ),
     mutant(
         "a-bad-policy-keeps-nothing",
-        "coordinator.engine:Engine.retire",
-        'say(log.exception, "retention_policy_failed", said, error=describe(error))\nreturn',
+        "coordinator.engine:Engine.given_up",
+        'say(log.exception, "retention_policy_failed", said, error=describe(error))\nreturn []',
         'say(log.exception, "retention_policy_failed", said, error=describe(error))\n'
         "preserved = frozenset()",
         breaks="I7",

@@ -36,6 +36,7 @@ from ckptfsm.core.errors import (
     Fenced,
     JournalCorrupt,
     NewerSchema,
+    NoRoom,
     OutcomeUnknown,
     RootBusy,
     SaveRefused,
@@ -1233,6 +1234,111 @@ def test_F5_a_save_that_cannot_fit_prunes_nothing():
     with pytest.raises(SaveRefused, match="bytes"):
         job.coordinator.request(SaveRequest(3, (PartSpec("state"),), 2, expected_bytes=1 << 30))
     assert tracked(job) == [1, 2] and job.coordinator.ledger.in_flight() is None
+
+
+def crowded(keep: int, *, ours: bool) -> tuple[SimDisk, FakeJob]:
+    """A root with steps 1 and 2, of which only ``keep`` are kept, and no room for another one.
+
+    ``ours``: this run saved them; a reader of step 1 is gone. Else the run before did, with a larger
+    keep.
+    """
+    disk = SimDisk()
+    if ours:
+        job = saved(disk, 1, retention=LatestN(keep))
+        lease = job.coordinator.locate(1)
+        assert lease is not None
+        job.save(2)
+        job.coordinator.release(lease.lease)
+    else:
+        left(disk, 1, 2)
+        job = start(disk, "second", retention=LatestN(keep))
+    assert tracked(job) == [1, 2]
+    disk.capacity = disk.used + 1000
+    return disk, job
+
+
+def ask_for_more(job: FakeJob, size: int = 2000) -> None:
+    job.coordinator.request(SaveRequest(3, (PartSpec("state"),), 2, expected_bytes=size))
+
+
+def test_F5_a_save_without_room_first_prunes_the_given_up():
+    """Catches: a save that is refused beside a checkpoint that retention gave up long ago."""
+    disk, job = crowded(1, ours=True)
+    ask_for_more(job)
+    assert tracked(job) == [2] and not below(disk, "iter_0000001")
+    assert not below(disk, ".ckptfsm/trash/gone")
+    busy = job.coordinator.ledger.in_flight()
+    assert busy is not None and busy.step == 3
+    check_root(job.storage, 2)
+
+
+@pytest.mark.parametrize(("keep", "size"), [(2, 2000), (1, 1 << 30)], ids=["kept", "in vain"])
+def test_F5_I7_a_save_without_room_prunes_nothing_that_is_kept_or_in_vain(keep: int, size: int):
+    """Catches: a checkpoint that retention keeps and that goes for space, and one that goes although
+    the save is refused all the same."""
+    disk, job = crowded(keep, ours=True)
+    before = disk.snapshot()
+    with pytest.raises(NoRoom) as caught:
+        ask_for_more(job, size)
+    error = caught.value
+    needed = max(size, 2091)  # a twentieth more than step 2 has
+    assert (error.step, error.bytes_needed, error.bytes_free) == (3, needed, 1000)
+    assert (tracked(job), disk.snapshot()) == ([1, 2], before)
+
+
+def test_F5_I7_the_last_tracked_one_is_never_pruned_for_room():
+    """Catches: an empty root, because a policy keeps nothing."""
+    disk = SimDisk()
+    job = saved(disk, 1, retention=LatestN(0))
+    disk.capacity = disk.used + 1000
+    with pytest.raises(NoRoom):
+        ask_for_more(job)
+    assert tracked(job) == [1]
+
+
+def test_F5_F21_nothing_is_pruned_for_room_before_the_newest_was_verified():
+    """Catches: the last good checkpoint pruned at a restart with a smaller keep, for a newest one that
+    is damaged."""
+    _, job = crowded(1, ours=False)
+    with pytest.raises(NoRoom):
+        ask_for_more(job)
+    older, newest = job.coordinator.locate(1), job.coordinator.locate(None)
+    assert older is not None and newest is not None
+    job.coordinator.release(older.lease, verified=1)
+    with pytest.raises(NoRoom):
+        ask_for_more(job)
+    job.coordinator.release(newest.lease, verified=2)
+    ask_for_more(job)
+    assert tracked(job) == [2]
+
+
+def test_F5_a_prune_for_room_that_the_disk_refuses_refuses_the_save():
+    """Catches: an untyped error, or a coordinator that stops for good."""
+    _, job = crowded(1, ours=True)
+
+    def before(index: int, method: str, path: str) -> None:
+        if method == "rename" and path.startswith("iter_0000001"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    job.storage.before = before
+    with pytest.raises(NoRoom):
+        ask_for_more(job)
+    job.storage.before = None
+    job.coordinator.tick()  # the prune is retried
+    assert tracked(job) == [2] and job.coordinator.fatal is None
+    ask_for_more(job)
+
+
+def test_the_size_of_a_save_is_predicted_from_those_with_the_same_parts():
+    """Catches: a foreign request that is admitted to a full disk because nobody announced its size, and
+    a small save that is refused because a larger one with other parts came before."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    disk.capacity = disk.used + 1000
+    with pytest.raises(NoRoom) as caught:
+        job.coordinator.request(SaveRequest(2, (PartSpec("state"),), 2))
+    assert caught.value.bytes_needed == 2091
+    job.coordinator.request(SaveRequest(2, (PartSpec("other"),), 2))
 
 
 def test_F27_a_readers_lease_expires_by_our_time():

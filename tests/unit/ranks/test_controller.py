@@ -28,6 +28,7 @@ from ckptfsm.core.errors import (
     ConfigError,
     DamagedRoot,
     DeadlineExceeded,
+    NoRoom,
     OutcomeUnknown,
     RootBusy,
     SaveFailed,
@@ -107,6 +108,27 @@ def test_the_controller_needs_no_torch(tmp_path):
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "warn"])
+def test_F5_groups_do_not_write_what_the_disk_cannot_hold(tmp_path, monkeypatch, on_failure: str):
+    """Catches: a save of unannounced size that is admitted to a full disk, and tickets of a save that
+    was refused."""
+    job = GroupJob(tmp_path, SIZES, on_failure=on_failure)
+    job.save(10).handle.wait()
+    with monkeypatch.context() as full:
+        full.setattr(job.controller._storage, "free_bytes", lambda: 100)
+        if on_failure == "raise":
+            with pytest.raises(NoRoom) as caught:
+                job.begin(20)
+            assert (caught.value.step, caught.value.bytes_free) == (20, 100)
+        else:
+            with pytest.warns(SaveFailedWarning, match="no_room"):
+                begun = job.begin(20)
+            assert (begun.handle.skipped, dict(begun.tickets)) == (True, {})
+    job.save(30).handle.wait()
+    assert job.controller.all_steps() == [10, 30]
+    job.controller.close()
 
 
 def test_F23_one_failed_group_fails_the_checkpoint_and_gives_its_space_back(tmp_path):

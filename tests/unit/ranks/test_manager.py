@@ -41,6 +41,7 @@ from ckptfsm.core.errors import (
     DeadlineExceeded,
     Fenced,
     ManagerClosed,
+    NoRoom,
     PollMissingWarning,
     RankFailed,
     RecoveryWarning,
@@ -1624,6 +1625,81 @@ def test_F5_a_save_that_cannot_fit_is_refused(run: Run):
     assert snapshot(run.root) == before
     run.driver.expected_bytes = None
     manager.save(2, weights(2)).wait()
+
+
+def test_F5_training_goes_on_without_a_save_that_has_no_room(run: Run):
+    """Catches: a full disk that ends a job which asked to be warned, or a save that is then due at every
+    step."""
+    manager = run.saved(1, on_failure="warn")
+    run.driver.expected_bytes = 1 << 60
+    with pytest.warns(SaveFailedWarning, match=r"no_room.*bytes_needed=1152921504606846976"):
+        handle = manager.save(2, weights(2))
+    assert (handle.skipped, handle.done, manager.step_in_flight()) == (True, True, None)
+    assert not manager.should_save(3)
+    run.driver.expected_bytes = None
+    manager.save(3, weights(3)).wait()
+    assert manager.all_steps() == [1, 3]
+
+
+def test_F5_a_save_without_room_is_tried_again_as_often_as_asked(run: Run):
+    """Catches: ``save_again`` that raises at once, that never raises, or that ``close`` forgets."""
+    manager = run.saved(1, on_failure=2)
+    run.driver.expected_bytes = 1 << 60
+    for step in (2, 3):
+        assert manager.save(step, weights(step)).skipped
+        assert manager.should_save(step + 1)
+    with pytest.raises(NoRoom):
+        manager.save(4, weights(4))
+    run.driver.expected_bytes = None
+    manager.save(5, weights(5)).wait()
+    run.driver.expected_bytes = 1 << 60
+    assert manager.save(6, weights(6)).skipped, "a tracked save begins the count anew"
+    with pytest.raises(NoRoom):
+        manager.close()
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "warn"])
+def test_F5_every_rank_hears_that_there_is_no_room(run: Run, on_failure: str):
+    """I10. Catches: a rank that raises alone, or that waits for a save which was refused."""
+
+    def work(transport: ThreadTransport):
+        manager = rank_manager(run, transport, on_failure=on_failure)
+        manager.save(1, weights(1)).wait()
+        manager._ports.driver.expected_bytes = 1 << 60
+        try:
+            handle = manager.save(2, weights(2))
+        finally:
+            manager._ports.driver.expected_bytes = None
+            manager.save(3, weights(3)).wait()
+            manager.close()
+        return handle.skipped, manager.all_steps()
+
+    found = run_ranks(2, work)
+    if on_failure == "warn":
+        assert found == [(True, [1, 3])] * 2
+        return
+    assert [type(error) for error in found] == [NoRoom, NoRoom]
+    assert {error.bytes_needed for error in found} == {1 << 61}
+    assert run.steps_on_disk() == [1, 3]
+
+
+@pytest.mark.parametrize("verify", ["sizes", "digests"])
+def test_F5_a_restart_that_keeps_fewer_makes_room_once_it_has_restored(run: Run, verify: str):
+    """Catches: a job that can never save again, although its new policy gives checkpoints up. And I2:
+    an older one that goes for a newest one of which only the sizes were compared."""
+    manager = run.restarted(run.saved(1, 2), retention=LatestN(1), verify=verify)
+    manager._storage.free_bytes = lambda: 1 << 40 if run.steps_on_disk() == [2] else 100
+    with pytest.raises(NoRoom):
+        manager.save(3, weights(3))
+    assert run.steps_on_disk() == [1, 2], "nothing goes before the newest was verified"
+    manager.restore(TEMPLATE)
+    if verify == "sizes":
+        with pytest.raises(NoRoom):
+            manager.save(3, weights(3))
+        assert run.steps_on_disk() == [1, 2]
+        return
+    manager.save(3, weights(3)).wait()
+    assert manager.all_steps() == [3]
 
 
 @pytest.mark.parametrize("call", ["open_exclusive", "write", "fsync", "rename"])

@@ -1,0 +1,55 @@
+"""Decides whether the disk can hold a save, before a writer starts. Pure.
+
+The coordinator measures the disk, asks here, and prunes or refuses.
+
+Rules: retention alone says which checkpoints may go, never the want of space. They go only if that
+lets the save begin, and if this run knows the newest one to be whole: it wrote or verified it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+_RECENT = 3
+
+
+class Admission(Enum):
+    """The decision about a save that is to begin."""
+
+    ADMIT = "the disk can hold it"
+    PRUNE_FIRST = "the disk can hold it once the checkpoints that retention gave up are gone"
+    REFUSE = "the disk cannot hold it"
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The facts that decide, in bytes.
+
+    ``given_up`` is the size of the tracked checkpoints that nothing keeps. ``proven``: this run
+    wrote the newest tracked one, or verified its digests.
+    """
+
+    needed: int
+    free: int
+    given_up: int
+    proven: bool
+
+
+def predict_bytes(expected: int, earlier: Sequence[int]) -> int:
+    """The size of a save that its ranks expect to have ``expected`` bytes, as far as they know.
+
+    ``earlier`` are the sizes of the tracked checkpoints with the same parts, oldest first. The
+    largest of the last three counts, and a twentieth of it for metadata and growth.
+    """
+    largest = max(earlier[-_RECENT:], default=0)
+    return max(expected, largest + largest // 20)
+
+
+def decide_admission(space: Space) -> Admission:
+    """Decide whether a save may begin."""
+    if space.free >= space.needed:
+        return Admission.ADMIT
+    enough = space.given_up > 0 and space.free + space.given_up >= space.needed
+    return Admission.PRUNE_FIRST if enough and space.proven else Admission.REFUSE
