@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from ckptfsm.adapters.memory import OwnMemory
 from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.core.documents import FileEntry, TransitionRecord
 from ckptfsm.core.events import Failed, ShardReported, WriterForked, WriterGone
@@ -28,6 +29,7 @@ from ckptfsm.core.requests import News, RecoveryReport, SaveRequest
 from ckptfsm.core.retention import KeepAll, Policy
 from ckptfsm.disk.durable import make_dirs
 from ckptfsm.testing.invariants import RootBroken, check_root
+from ckptfsm.writers.image import Copied, InlineChunks, Literal, image_of, write_image
 from ckptfsm.writers.rank_writer import write_rank
 from ckptfsm.writers.shard_file import ShardFile
 
@@ -63,7 +65,10 @@ class SimClock:
 
 @dataclass(frozen=True, slots=True)
 class FakePart:
-    """A rank's shard of made-up content, with the files and receipt of a real part."""
+    """A rank's shard of made-up content, with the files and receipt of a real part.
+
+    Every other rank writes as the write engine does: preallocated, past the page cache.
+    """
 
     name: str
     directory: str
@@ -80,6 +85,11 @@ class FakePart:
         return Written(tuple(files), ((self.rank, len(self.content)),))
 
     def _file(self, storage: Storage, location: str, name: str) -> FileEntry:
+        if self.rank % 2:
+            half = len(self.content) // 2
+            pieces = [Literal(self.content[:half]), Copied(self.content[half:])]
+            source = InlineChunks(OwnMemory())
+            return write_image(storage, location, image_of(name, pieces), source)
         shard = ShardFile(storage, join(location, name))
         shard.write(self.content)
         return shard.close_durably(name)
