@@ -5,7 +5,7 @@ structure stays: the planner takes longer than everything else in a save.
 
 Rules: planning is local. A plan is used again only for a state with the same keys, shapes, strides
 and places in the same order. A plan is kept only if each of its items is certainly the data of one
-value, or a view of it; otherwise the next save makes another one.
+value, or a view. Otherwise the next save makes another plan.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Rules:
 
 - The agent only brings reports earlier. The rounds of all ranks send the same reports again, and
   the coordinator takes each once. So an agent may die, and a report may be lost.
-- No agent waits for another one. It holds no collective, and ends with its process.
+- No agent waits for another one, and no agent is in a collective. An agent ends with its process.
 - Errors of a save are raised by ``poll``, as without an agent.
 - Foreign finalizers hold collectives: they wait for the rounds.
 """
