@@ -38,11 +38,12 @@ _READ_BYTES = 1 << 16
 _MAX_FDS = 4
 _KILL_WAIT_S = 5.0
 _ORPHANED = 77
+_SEND_S = 60
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PTRACER = 0x59616D61
 _IOPRIO_BEST_EFFORT = 2 << 13
 _SYS_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-_START = "import sys; sys.path[:0] = sys.argv[2:]; from {module} import {function}; {function}()"
+_START = "import sys; sys.path[:0] = sys.argv[3:]; from {module} import {function}; {function}()"
 
 
 class Channel:
@@ -58,7 +59,10 @@ class Channel:
         return self._end.fileno()
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send a message, and duplicates of ``fds``. Raises ``OSError`` if the other end is closed."""
+        """Send a message, and duplicates of ``fds``.
+
+        Raises ``OSError`` if the other end is closed, or does not read for long.
+        """
         body = pickle.dumps(message)
         frame = memoryview(_LENGTH.pack(len(body)) + body)
         with self._sending:
@@ -71,7 +75,7 @@ class Channel:
 
         Returns whether the other end is open, and the messages that are complete.
         """
-        select.select([self._end], [], [], timeout_s)
+        _await_input(self._end.fileno(), timeout_s)
         while True:
             try:
                 data, fds = self._read()  # socket.recv_fds ignores its flags
@@ -116,6 +120,13 @@ class Channel:
         self._end.close()
 
 
+def _await_input(fd: int, timeout_s: float | None) -> None:
+    """Wait until a read of ``fd`` would not block. ``select.select`` fails for numbers above 1023."""
+    waiting = select.poll()
+    waiting.register(fd, select.POLLIN)
+    waiting.poll(None if timeout_s is None else timeout_s * 1000)
+
+
 class Spawned:
     """A process that runs ``module.function``, seen from its trainer.
 
@@ -124,12 +135,14 @@ class Spawned:
 
     def __init__(self, module: str, function: str) -> None:
         ours, theirs = socket.socketpair()
+        limit = struct.pack("ll", _SEND_S, 0)  # a process that is stopped must not stop its trainer
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._owner = os.getpid()
         self._open = True
         self._exitcode: int | None = None
         command = [
             *(sys.executable, "-I", "-S", "-c", _START.format(module=module, function=function)),
-            *(str(theirs.fileno()), *_import_path()),
+            *(str(theirs.fileno()), str(os.getpid()), *_import_path()),
         ]
         with theirs:
             try:
@@ -147,7 +160,8 @@ class Spawned:
                 raise
         self.pid = self._process.pid
         self._channel = Channel(ours)
-        _LIBC.prctl(_PR_SET_PTRACER, self.pid, 0, 0, 0)  # where Yama guards memory; else no effect
+        # Where Yama guards memory, else without effect: our descendants may read it.
+        _LIBC.prctl(_PR_SET_PTRACER, os.getpid(), 0, 0, 0)
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Send it a message. Raises ``OSError`` if the process has ended."""
@@ -204,9 +218,12 @@ class TrainersEnd:
     """
 
     def __init__(self) -> None:
-        self.pid = os.getppid()
+        self.pid = int(sys.argv[2])
         self.channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-        watched = os.pidfd_open(self.pid)
+        try:
+            watched = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            os._exit(_ORPHANED)
         if os.getppid() != self.pid:
             os._exit(_ORPHANED)
         threading.Thread(target=_end_with, args=(watched,), daemon=True).start()
@@ -215,7 +232,7 @@ class TrainersEnd:
 
 
 def _end_with(pidfd: int) -> None:
-    select.select([pidfd], [], [])
+    _await_input(pidfd, None)
     os._exit(_ORPHANED)
 
 

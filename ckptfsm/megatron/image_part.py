@@ -36,6 +36,7 @@ class Held:
 
     tensors: list[tuple[str, torch.Tensor, int, int]] = field(default_factory=list)
     copies: list[torch.Tensor] = field(default_factory=list)
+    gone: bool = False
 
     def add(self, name: str, trainers: torch.Tensor, read: torch.Tensor) -> None:
         """Keep ``read``; watch the trainer's tensor if ``read`` lies in its memory."""
@@ -48,6 +49,8 @@ class Held:
 
     def changed(self) -> str:
         """The first tensor that was changed since it was added, in words; "" if none was."""
+        if self.gone:
+            return "the state was let go of before the writer had read it"
         for name, tensor, address, version in self.tensors:
             if tensor.data_ptr() != address:
                 return f"{name} was moved before the writer had read it"
@@ -56,7 +59,7 @@ class Held:
         return ""
 
     def clear(self) -> None:
-        self.tensors, self.copies = [], []
+        self.tensors, self.copies, self.gone = [], [], True
 
 
 def _version_of(tensor: torch.Tensor) -> int:

@@ -58,7 +58,7 @@ class Manager(Session):
         file), or to foreign requests. Each may be a function that returns it, called when the save
         begins (after ``OffloadHook.load``).
 
-        Returns once the writer holds a copy of this rank's data: tensors may change from then on.
+        Tensors may change when it returns, or, after a gated save, when ``before_update`` does.
         With ``sync`` it returns when the checkpoint is tracked. While the disk blocks the save
         before, the save is refused, or skipped under ``on_failure="warn"``. If the disk has no room
         for it, raises ``NoRoom``, or skips the save as ``on_failure`` says.
@@ -156,10 +156,14 @@ class Manager(Session):
     def before_update(self) -> None:
         """Wait until the save in flight has read this rank's state (local): call before changing it.
 
-        Needed with ``engine="gated"``; otherwise returns at once. A state that changes earlier
-        fails its save.
+        Needed for gated saves; after others it returns at once. A state that changes earlier fails
+        its save, if torch counts the change.
         """
-        self._participant.reports.await_copy()
+        writer = self._participant.reports.writer
+        if writer is None or writer.has_copy or self._participant.is_copy:
+            return
+        with self._one_call.running():
+            self._participant.reports.await_copy()
 
     def restore(
         self,
@@ -180,6 +184,7 @@ class Manager(Session):
         """
         self._require_open()
         with self._one_call.running():
+            self._participant.reports.await_copy()  # the load may change the state in place
             restored = self._restorer(self.config).restore(state, parts, step)
         self._participant.say_notes()
         if restored is not None and self.rank == 0:

@@ -121,6 +121,8 @@ class RankReports:
                 self.await_copy()
             self._ports.driver.accept()
         except BaseException as error:  # also torch's; the others must not wait for this rank
+            if self.writer is not None and self.writer.of == of:
+                self.writer.kill(timeout_s=0.0)  # first: it reads what is let go of
             self.give_up(of, error)
             self._ports.driver.refuse()
             draft.let_go()

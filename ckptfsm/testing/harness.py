@@ -29,7 +29,7 @@ from ckptfsm.core.requests import News, RecoveryReport, SaveRequest
 from ckptfsm.core.retention import KeepAll, Policy
 from ckptfsm.disk.durable import make_dirs
 from ckptfsm.testing.invariants import RootBroken, check_root
-from ckptfsm.writers.image import Copied, InlineChunks, Literal, image_of, write_image
+from ckptfsm.writers.image import Copied, InlineChunks, Literal, Piece, image_of, write_image
 from ckptfsm.writers.rank_writer import write_rank
 from ckptfsm.writers.shard_file import ShardFile
 
@@ -87,7 +87,7 @@ class FakePart:
     def _file(self, storage: Storage, location: str, name: str) -> FileEntry:
         if self.rank % 2:
             half = len(self.content) // 2
-            pieces = [Literal(self.content[:half]), Copied(self.content[half:])]
+            pieces: list[Piece] = [Literal(self.content[:half]), Copied(self.content[half:])]
             source = InlineChunks(OwnMemory())
             return write_image(storage, location, image_of(name, pieces), source)
         shard = ShardFile(storage, join(location, name))

@@ -158,12 +158,8 @@ class ChunkSource(Protocol):
         """The next chunk of ``image``; waits for it. Raises the error of the read."""
         ...
 
-    def give_up(self, images: Sequence[Image]) -> None:
-        """Fill no more chunks of these images: an error ended their writing."""
-        ...
-
-    def await_confirmation(self) -> None:
-        """Wait until it is known that the memory did not change while it was read."""
+    def give_up(self, images: Sequence[Image], error: BaseException) -> None:
+        """Keep no more chunks of these images, and raise ``error`` where one is awaited."""
         ...
 
 
@@ -189,11 +185,8 @@ class InlineChunks:
         fill(self._view, slices, self._memory)
         return Chunk(self._view, _nothing)
 
-    def give_up(self, images: Sequence[Image]) -> None:
+    def give_up(self, images: Sequence[Image], error: BaseException) -> None:
         """Nothing is filled that is not asked for."""
-
-    def await_confirmation(self) -> None:
-        """No wait: the memory is a copy, which no other process changes."""
 
 
 def _nothing() -> None:
@@ -242,7 +235,11 @@ class ImageFile(AbstractContextManager["ImageFile"]):
         self._open = True
 
     def __enter__(self) -> ImageFile:
-        self._storage.allocate(self._handle, self._size)
+        try:
+            self._storage.allocate(self._handle, self._size)
+        except BaseException:
+            self._storage.close(self._handle)
+            raise
         return self
 
     def __exit__(
@@ -321,6 +318,7 @@ class _Puts(AbstractContextManager["_Puts"]):
 
     def put(self, chunk: Chunk, length: int, offset: int) -> None:
         if self._error is not None:
+            chunk.give_back()
             raise self._error
         self._todo.put((chunk, length, offset))
 
@@ -398,25 +396,25 @@ class ImagePart:
         source = self.source
         if source is None:
             raise AssertionError(f"part {self.name!r} was not bound to a source of its bytes")
-        try:
-            files = self._write(storage, location, source)
-        except BaseException:  # an optional part is left out, and the next one is written
-            source.give_up(self.images)
-            raise
+        for directory in self.made:
+            make_dirs(storage, directory, base=location)
+        files = self._write(storage, location, source)
         for directory in self.made:
             storage.fsync_dir(join(location, directory))
-        source.await_confirmation()  # the receipt follows: it must not vouch for a torn copy
         return Written(files, self.rows)
 
     def _write(self, storage: Storage, location: str, source: ChunkSource) -> tuple[FileEntry, ...]:
-        for directory in self.made:
-            make_dirs(storage, directory, base=location)
-        write = partial(_write_one, storage, location, source)
+        write = partial(self._write_one, storage, location, source)
         if not source.concurrent or len(self.images) < 2:
             return tuple(map(write, self.images))
         with ThreadPoolExecutor(len(self.images), "ckptfsm-file") as threads:
             return tuple(threads.map(write, self.images))
 
-
-def _write_one(storage: Storage, location: str, source: ChunkSource, image: Image) -> FileEntry:
-    return write_image(storage, location, image, source)
+    def _write_one(
+        self, storage: Storage, location: str, source: ChunkSource, image: Image
+    ) -> FileEntry:
+        try:
+            return write_image(storage, location, image, source)
+        except BaseException as error:  # the other files of the part, and later parts, need buffers
+            source.give_up(self.images, error)
+            raise

@@ -38,8 +38,8 @@ class Buffers:
 class Prefetch:
     """A ``ChunkSource`` that runs ahead. ``parts`` are the images of each part, in writing order.
 
-    ``on_taken`` is called once, when the last byte of the trainer's memory has been read. ``confirmed``
-    is set once it is known that the memory did not change meanwhile.
+    ``on_taken`` is called once, when the last byte of the trainer's memory has been read. ``join`` waits
+    for that, and raises the error of a read.
     """
 
     concurrent = True
@@ -50,7 +50,6 @@ class Prefetch:
         memory: MemoryReader,
         buffers: Buffers,
         on_taken: Callable[[], None],
-        confirmed: threading.Event,
         *,
         threads: int,
     ) -> None:
@@ -62,20 +61,22 @@ class Prefetch:
         self._filled: dict[str, queue.SimpleQueue[Chunk | BaseException]] = {
             image.name: queue.SimpleQueue() for images in parts for image in images
         }
-        self._failed = False
+        self._error: BaseException | None = None
         self._given_up: set[str] = set()
         self._lock = threading.Lock()  # of a look at the names given up and what follows
         self._fits = buffers.count >= sum(i.chunk_count for images in parts for i in images)
         self._read = threading.Event()
-        self._confirmed = confirmed
+        self._thread = threading.Thread(target=self._run, daemon=True, name="ckptfsm-prefetch")
 
     def start(self) -> None:
         """Begin to read."""
-        threading.Thread(target=self._run, daemon=True, name="ckptfsm-prefetch").start()
+        self._thread.start()
 
-    def await_confirmation(self) -> None:
-        """Wait for it; the trainer ends a process that waits too long."""
-        self._confirmed.wait()
+    def join(self) -> None:
+        """Wait until the trainer's memory is not read any more. Raises the error of a read."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
     def take(self, image: Image, slices: Sequence[Slice]) -> Chunk:
         """The next chunk of ``image``; waits for it."""
@@ -86,8 +87,11 @@ class Prefetch:
             raise found
         return found
 
-    def give_up(self, images: Sequence[Image]) -> None:
-        """Take back the buffers of images that are not written: later parts need them."""
+    def give_up(self, images: Sequence[Image], error: BaseException) -> None:
+        """Take back the buffers of images that are not written; raise ``error`` where they are awaited.
+
+        The other files of the part, and later parts, need the buffers.
+        """
         with self._lock:
             self._given_up |= {image.name for image in images}
             for image in images:
@@ -96,6 +100,7 @@ class Prefetch:
                     chunk = filled.get()
                     if not isinstance(chunk, BaseException):
                         chunk.give_back()
+                filled.put(error)
 
     def _run(self) -> None:
         for images in self._parts:
@@ -106,7 +111,7 @@ class Prefetch:
             self._fill(lanes[0])
             for thread in others:
                 thread.join()
-        if not self._failed:
+        if self._error is None:
             self._on_taken()
         self._read.set()
 
@@ -114,10 +119,10 @@ class Prefetch:
         """Fill the chunks of some images of a part, in turns: they are written side by side."""
         turns = [(image, image.chunks()) for image in images]
         try:
-            while turns and not self._failed:
+            while turns and self._error is None:
                 turns = [turn for turn in turns if self._fill_next(*turn)]
         except BaseException as error:  # raised where the chunks are taken, in every file
-            self._failed = True
+            self._error = error
             for filled in self._filled.values():
                 filled.put(error)
 

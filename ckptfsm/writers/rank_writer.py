@@ -49,18 +49,24 @@ class FilePart:
         return Written((shard.close_durably(relative),))
 
 
-def write_rank(storage: Storage, job: RankJob) -> list[tuple[str, int, Any]]:
-    """Write every part of a rank and its receipt, in order: (part, bytes, payload) for each."""
+def write_rank(
+    storage: Storage, job: RankJob, await_word: Callable[[], object] = str
+) -> list[tuple[str, int, Any]]:
+    """Write every part of a rank, then the receipts in order: (part, bytes, payload) for each.
+
+    ``await_word`` returns when the receipts may be written: they must not vouch for a torn copy.
+    """
     written = []
     for part in job.parts:
         _require_mark(storage, job.of, job.location)
-        if part.name in job.optional:
-            result = _try_part(storage, job, part)
-        else:
-            result = _write_part(storage, job, part)
+        write = _try_part if part.name in job.optional else _write_part
+        written.append((part, write(storage, job, part)))
+    await_word()
+    told = []
+    for part, result in written:
         put_receipt(storage, job, part, result)
-        written.append((part.name, sum(f.bytes for f in result.files), result.payload))
-    return written
+        told.append((part.name, sum(f.bytes for f in result.files), result.payload))
+    return told
 
 
 def _write_part(storage: Storage, job: RankJob, part: PartJob) -> Written:
@@ -140,7 +146,11 @@ class RankWriter:
         self._lock = threading.RLock()  # an agent's thread looks too
         self.has_copy = False
         self.process = launch(storage, job)
-        self.look_at_copy()
+        try:
+            self.look_at_copy()
+        except BaseException:  # the caller will not get this writer
+            self.process.kill(timeout_s=0.0)
+            raise
 
     def poll(self, now: float) -> list[Event]:
         """Every report so far, again at every call: the caller remembers the ones it took.

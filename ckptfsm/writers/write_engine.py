@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import os
 import time
@@ -122,6 +123,8 @@ class WriteEngine:
             process.send(self._order(storage, job, buffers, eager), storage.descriptors())
             if eager:
                 running.await_copy(self._settings.copy_timeout_s)
+                if not running.holds_copy and running.poll() is None:
+                    raise TimeoutError(errno.ETIMEDOUT, "the writer did not read the state in time")
         except BaseException:  # a Ctrl-C: the caller will not get this writer
             process.kill()
             raise
@@ -141,8 +144,10 @@ class WriteEngine:
             if not self._greeted and (
                 process.exitcode() is not None or time.monotonic() > deadline
             ):
-                self._refused = f"the writer process did not start ({process.exitcode()})"
-                self._greeted = True
+                said = f"the writer is forked: its process did not start ({process.exitcode()})"
+                say(log.warning, "writer_not_started", said)
+                process.kill()
+                return None
         if not self._refused:
             return process
         process.kill()

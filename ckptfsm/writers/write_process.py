@@ -153,7 +153,6 @@ class Server:
             MemoryOf(self._trainer.pid),
             Buffers(self._memory(order.buffer_bytes)),
             partial(self._trainer.channel.send, Taken()),
-            confirmed,
             threads=order.threads,
         )
         bound = tuple(
@@ -165,7 +164,8 @@ class Server:
         else:
             be_considerate(order.nice)
             source.start()
-        return write_rank(self._storages[order.root], replace(order.job, parts=bound))
+        await_word = partial(_await_word, source, confirmed)
+        return write_rank(self._storages[order.root], replace(order.job, parts=bound), await_word)
 
     def _memory(self, size: int) -> memoryview:
         """At least ``size`` bytes of memory, present, and kept for the next job."""
@@ -175,6 +175,15 @@ class Server:
             self._mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             populate(self._mapping)
         return memoryview(self._mapping)[:size]
+
+
+def _await_word(source: Prefetch, confirmed: threading.Event) -> None:
+    """Wait for the end of the reads, and for the trainer's word that nothing changed meanwhile.
+
+    The trainer ends a process that waits too long.
+    """
+    source.join()
+    confirmed.wait()
 
 
 def populate(mapping: mmap.mmap) -> None:

@@ -2191,3 +2191,22 @@ def test_open_storage_is_called_once_per_rank_with_its_role(run: Run):
 
     assert run_ranks(2, partial(work)) == [None, None]
     assert sorted(asked) == [(0, True), (1, False)]
+
+
+def test_an_error_behind_the_launch_ends_the_writer(run: Run, monkeypatch: pytest.MonkeyPatch):
+    """Catches: a writer that lives on with a state which its trainer let go of, and that is taken for
+    good when the manager is left."""
+    gate = Gate(run.root.parent / "gate")
+    run.driver.before_write = gate.hold
+    manager = run.open()
+
+    def fail() -> None:
+        raise MemoryError("behind the launch")
+
+    monkeypatch.setattr(run.driver, "accept", fail)
+    manager.save(1, weights(1))
+    writer = manager._participant.reports.writer
+    outcome = writer.process.wait(10.0)
+    assert outcome is not None and outcome.exitcode == -signal.SIGKILL
+    with pytest.raises(SaveFailed, match="behind the launch"):
+        manager.wait_until_finished()

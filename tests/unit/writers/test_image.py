@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import os
 import threading
 import zlib
 from collections.abc import Sequence
@@ -192,9 +193,9 @@ def test_F5_F6_an_error_of_the_disk_is_raised(call):
 
 def prefetched(trainer: Trainer, parts: list[list[Image]], buffers: int, threads: int = 2):
     memory = memoryview(bytearray(buffers * images.CHUNK_BYTES))
-    taken, confirmed = threading.Event(), threading.Event()
-    source = Prefetch(parts, trainer, Buffers(memory), taken.set, confirmed, threads=threads)
-    return source, taken, confirmed
+    taken = threading.Event()
+    source = Prefetch(parts, trainer, Buffers(memory), taken.set, threads=threads)
+    return source, taken
 
 
 def test_a_concurrent_source_gives_the_same_file(tmp_path):
@@ -203,11 +204,10 @@ def test_a_concurrent_source_gives_the_same_file(tmp_path):
     contents = bytes(range(251)) * (size // 251), b"z" * size
     trainer = Trainer(*contents)
     parts = [[image_of(f"{i}", [p, Tail(TAIL, PATCH)]) for i, p in enumerate(trainer.pieces)]]
-    source, taken, confirmed = prefetched(trainer, parts, buffers=2)
+    source, taken = prefetched(trainer, parts, buffers=2)
     part = ImagePart("state", "", tuple(parts[0])).bound(source)
     storage = PosixStorage(tmp_path)
     source.start()
-    confirmed.set()
     written = part.write(storage, "")
     assert taken.wait(10)
     for image, content, entry in zip(parts[0], contents, written.files, strict=True):
@@ -220,7 +220,7 @@ def test_buffers_for_all_take_the_memory_at_once():
     """Catches: an eager save that waits for the disk."""
     trainer = Trainer(b"a" * 100, b"b" * 100)
     parts = [[image_of("0", [trainer.pieces[0]])], [image_of("1", [trainer.pieces[1]])]]
-    source, taken, confirmed = prefetched(trainer, parts, buffers=2)
+    source, taken = prefetched(trainer, parts, buffers=2)
     source.start()
     assert taken.wait(10)  # no chunk was asked for
 
@@ -229,7 +229,7 @@ def test_few_buffers_take_the_memory_with_the_last_chunk():
     """Catches: a gate that opens early."""
     trainer = Trainer(b"a" * 100, b"b" * 100)
     images_ = [image_of(str(i), [piece]) for i, piece in enumerate(trainer.pieces)]
-    source, taken, confirmed = prefetched(trainer, [[images_[0]], [images_[1]]], buffers=1)
+    source, taken = prefetched(trainer, [[images_[0]], [images_[1]]], buffers=1)
     source.start()
     first = source.take(images_[0], [])
     assert bytes(first.view[:100]) == b"a" * 100
@@ -245,7 +245,7 @@ def test_memory_that_cannot_be_read_fails_every_file(tmp_path):
     trainer = Trainer(b"a" * 100, b"b" * 100)
     trainer.gone.add(trainer.pieces[1].address)
     parts = [[image_of(str(i), [piece]) for i, piece in enumerate(trainer.pieces)]]
-    source, taken, confirmed = prefetched(trainer, parts, buffers=1)
+    source, taken = prefetched(trainer, parts, buffers=1)
     storage = PosixStorage(tmp_path)
     source.start()
     with pytest.raises(OSError, match="no such memory"):
@@ -254,34 +254,78 @@ def test_memory_that_cannot_be_read_fails_every_file(tmp_path):
     storage.close_root()
 
 
-def test_a_part_is_not_written_before_its_copy_is_confirmed(tmp_path):
-    """Catches: a receipt that vouches for memory which changed while it was read."""
-    trainer = Trainer(b"a" * 100)
-    parts = [[image_of("0", trainer.pieces)]]
-    source, taken, confirmed = prefetched(trainer, parts, buffers=1)
-    storage = PosixStorage(tmp_path)
-    asked, ended = threading.Event(), threading.Event()
-    inner = source.await_confirmation
+class Slow:
+    """Memory that is read when the test lets it; ``error`` is raised then."""
 
-    def ask() -> None:
-        asked.set()
-        inner()
+    def __init__(self, error: Exception | None = None) -> None:
+        self.go, self.error = threading.Event(), error
+
+    def read(self, address: int, into: memoryview) -> None:
+        assert self.go.wait(10)
+        if self.error is not None:
+            raise self.error
+
+
+def test_the_reads_have_ended_when_a_source_is_joined():
+    """Catches: threads that read for a job which is over, into the buffers of the next."""
+    memory, calls = Slow(), []
+    parts = [[image_of("0", [Memory(0, 5)])]]
+    buffers = Buffers(memoryview(bytearray(images.CHUNK_BYTES)))
+    source = Prefetch(parts, memory, buffers, lambda: calls.append("taken"), threads=1)
+    source.start()
+    joined = threading.Thread(target=lambda: (source.join(), calls.append("joined")))
+    joined.start()
+    memory.go.set()
+    joined.join(10)
+    assert calls == ["taken", "joined"]
+
+
+def test_an_error_of_a_read_is_raised_though_no_file_waits_for_it():
+    """Catches: a job whose parts are left out, and that is done with a state nobody could read."""
+    memory = Slow(OSError(errno.EFAULT, "no such memory"))
+    buffers = Buffers(memoryview(bytearray(images.CHUNK_BYTES)))
+    source = Prefetch([[image_of("0", [Memory(0, 5)])]], memory, buffers, str, threads=1)
+    source.start()
+    memory.go.set()
+    with pytest.raises(OSError, match="no such memory"):
+        source.join()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_an_error_of_one_file_ends_the_others(tmp_path, count):
+    """Catches: files of a part that wait for buffers which the failed one holds, until the deadline."""
+    trainer = Trainer(*[b"a" * (3 * images.CHUNK_BYTES)] * count)
+    files = [image_of(str(i), [piece]) for i, piece in enumerate(trainer.pieces)]
+    (tmp_path / "0").write_bytes(b"in the way")
+    source, _ = prefetched(trainer, [files], buffers=2)
+    storage, errors = PosixStorage(tmp_path), []
 
     def write() -> None:
-        ImagePart("state", "", tuple(parts[0])).bound(source).write(storage, "")
-        ended.set()
+        try:
+            ImagePart("state", "", tuple(files)).bound(source).write(storage, "")
+        except FileExistsError as error:
+            errors.append(error)
 
-    source.await_confirmation = ask
-    thread = threading.Thread(target=write)
     source.start()
-    thread.start()
-    assert taken.wait(10)
-    assert asked.wait(10)
-    assert not ended.is_set()
-    confirmed.set()
-    assert ended.wait(10)
-    thread.join()
+    writing = threading.Thread(target=write, daemon=True)
+    writing.start()
+    writing.join(20)
+    assert not writing.is_alive(), "a file waits for a buffer"
+    assert len(errors) == 1
+    source.join()
     storage.close_root()
+
+
+def test_a_file_that_cannot_be_allocated_is_closed(tmp_path):
+    """Catches: a process without free descriptors after a thousand saves on a full disk."""
+    real = PosixStorage(tmp_path)
+    full = FaultStorage(real, before=lambda i, call, path: _raise() if call == "allocate" else None)
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(3):
+        with pytest.raises(OSError, match="No space"):
+            write_image(full, "", image_of(str(number), [Literal(b"x")]), InlineChunks(Trainer()))
+    assert len(os.listdir("/proc/self/fd")) == before
+    real.close_root()
 
 
 def test_a_part_that_is_left_out_does_not_starve_the_next(tmp_path):
@@ -290,10 +334,9 @@ def test_a_part_that_is_left_out_does_not_starve_the_next(tmp_path):
     trainer = Trainer(b"a" * size, b"b" * size)
     first, second = (image_of(str(i), [piece]) for i, piece in enumerate(trainer.pieces))
     (tmp_path / "0").write_bytes(b"in the way")
-    source, taken, confirmed = prefetched(trainer, [[first], [second]], buffers=1)
+    source, taken = prefetched(trainer, [[first], [second]], buffers=1)
     storage = PosixStorage(tmp_path)
     source.start()
-    confirmed.set()
     with pytest.raises(FileExistsError):
         ImagePart("optional", "", (first,)).bound(source).write(storage, "")
     part = ImagePart("state", "", (second,)).bound(source)
@@ -311,11 +354,10 @@ def test_a_full_disk_ends_a_concurrent_write(tmp_path):
     size = 6 * images.CHUNK_BYTES
     trainer = Trainer(b"a" * size)
     parts = [[image_of("0", trainer.pieces)]]
-    source, _, confirmed = prefetched(trainer, parts, buffers=2)
+    source, _ = prefetched(trainer, parts, buffers=2)
     real = PosixStorage(tmp_path)
     full = FaultStorage(real, before=lambda i, call, path: _raise() if call == "pwrite" else None)
     source.start()
-    confirmed.set()
     with pytest.raises(OSError, match="No space"):
         ImagePart("state", "", tuple(parts[0])).bound(source).write(full, "")
     real.close_root()
@@ -346,9 +388,7 @@ class Returned:
         view = memoryview(bytearray(images.CHUNK_BYTES))
         return Chunk(view, partial(self.back.append, slices[0].start // images.CHUNK_BYTES))
 
-    def give_up(self, images: Sequence[Image]) -> None: ...
-
-    def await_confirmation(self) -> None: ...
+    def give_up(self, images: Sequence[Image], error: BaseException) -> None: ...
 
 
 def test_a_buffer_is_not_filled_again_before_it_was_written():

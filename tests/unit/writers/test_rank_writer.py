@@ -323,3 +323,16 @@ def test_a_killed_writer_reports_nothing_any_more(root: Path, tmp_path: Path):
     assert writer.wait(SystemClock(), 0.01) is False
     assert writer.kill(WAIT_S) is True
     assert ends(writer, FAR * 2) == []
+
+
+def test_no_receipt_comes_before_the_word(root: Path):
+    """Catches: a receipt of the first part, while the memory of the second is still read."""
+    storage, seen = PosixStorage(root), []
+
+    def look() -> None:
+        seen.append([(root / LOCATION / receipt_name(name, 0)).exists() for name in "ab"])
+
+    write_rank(storage, job(*(FakePart(name, name, 0, content()) for name in "ab")), look)
+    look()
+    assert seen == [[False, False], [True, True]]
+    storage.close_root()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -26,7 +28,7 @@ from ckptfsm.core.ports import RankJob
 from ckptfsm.writers.image import ImagePart, Literal, Memory, image_of
 from ckptfsm.writers.rank_writer import FilePart, RankWriter
 from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings, WriteJob
-from ckptfsm.writers.write_process import Hello, Taken
+from ckptfsm.writers.write_process import Hello, Taken, _await_word
 
 OF = AttemptId(5, 1, 1)
 LOCATION = staging_dir(OF)
@@ -46,10 +48,10 @@ class State:
         ]
         self.living.append(self)
 
-    def part(self, name: str = "state") -> ImagePart:
+    def part(self, name: str = "state", files: str = "__0") -> ImagePart:
         images = [
             image_of(
-                f"__0_{i}.distcp",
+                f"{files}_{i}.distcp",
                 [Literal(b"head"), Memory(ctypes.addressof(b), len(b)), Literal(b"t")],
             )
             for i, b in enumerate(self.buffers)
@@ -307,6 +309,76 @@ def test_a_trainer_that_waits_needs_no_memory_for_a_copy(engine, storage, root):
     run = writer(used, storage, State().part())
     assert isinstance(run.process, WriteJob)
     assert isinstance(ends(run)[-1], ShardReported)
+
+
+def test_receipts_wait_for_the_reads_and_the_trainer():
+    """Catches: a receipt for a copy that the trainer did not confirm; a job that is done while its
+    threads still fill the buffers of the next one."""
+    calls = []
+    source = SimpleNamespace(join=lambda: calls.append("read"))
+    word = SimpleNamespace(wait=lambda: calls.append("word"))
+    _await_word(source, word)
+    assert calls == ["read", "word"]
+
+
+def test_parts_that_do_not_fit_into_the_buffers_are_written(engine, storage, root):
+    """Catches: a second part whose memory is read after the first has its receipt, which waits for
+    the confirmation that everything was read."""
+    states = State(size=20 * MIB), State(size=20 * MIB)
+    parts = [state.part(name, f"__{name}") for state, name in zip(states, "ab", strict=True)]
+    run = writer(engine(mode="gated", buffer_bytes=8 * MIB), storage, *parts)
+    assert [type(end) for end in ends(run)[1:]] == [ShardReported, ShardReported]
+    for name in "ab":
+        assert (root / LOCATION / receipt_name(name, 0)).exists()
+
+
+@pytest.mark.parametrize("mode", ["eager", "gated"])
+def test_parts_that_are_left_out_do_not_disturb_the_next_save(engine, storage, root, mode):
+    """Catches: memory of a part that was left out in the files of the next save; a gate that stays
+    shut because nothing was written."""
+    used = engine(mode=mode, buffer_bytes=8 * MIB)
+    part = State(size=30 * MIB).part()
+    for image in part.images:
+        (root / LOCATION / image.name).write_bytes(b"in the way")
+    first = RankWriter(
+        storage, replace(job(part), optional=frozenset({"state"})), launch=used, deadline=FAR
+    )
+    assert isinstance(ends(first)[-1], ShardReported)
+    assert first.has_copy
+    of, other = AttemptId(6, 1, 2), State(size=30 * MIB)
+    (root / staging_dir(of)).mkdir(parents=True)
+    assert isinstance(ends(writer(used, storage, other.part(), of=of))[-1], ShardReported)
+    for index in (0, 1):
+        found = (root / staging_dir(of) / f"__0_{index}.distcp").read_bytes()
+        assert found == other.wanted(index)
+
+
+def test_an_eager_copy_that_takes_too_long_is_an_error(engine, storage, root):
+    """Catches: a trainer that goes on and changes a state which was not read."""
+    used = engine(mode="eager", copy_timeout_s=0.3)
+    used.start()
+    process = used._ready()
+    os.kill(process.pid, signal.SIGSTOP)
+    used.take_back(process)
+    with pytest.raises(TimeoutError, match="did not read the state in time"):
+        used(storage, job(State().part()))
+    assert process.exitcode() == -signal.SIGKILL
+
+
+def test_descriptors_above_1023_are_waited_for(engine, storage, root):
+    """Catches: a trainer with many open files that cannot save at all."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip("this user may not open enough files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
+    taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        run = writer(engine(mode="gated"), storage, State().part())
+        assert isinstance(ends(run)[-1], ShardReported)
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class Told:
