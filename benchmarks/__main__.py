@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.measure import Figure, Options, as_json, as_table, environment
 
-GROUPS = ("saving", "engines", "memory", "polling", "transition", "recovery", "scale")
+GROUPS = ("saving", "engines", "finishing", "memory", "polling", "transition", "recovery", "scale")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in given.only or GROUPS:
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(prefix="ckptfsm-bench-", dir=given.dir) as work:
-            options = Options(Path(work), given.bytes, given.pairs, given.checkpoints, given.ranks)
+            options = Options(
+                Path(work), given.bytes, given.pairs, given.checkpoints, given.ranks, given.busy
+            )
             about = about or environment(options)
             groups[name] = import_module(f"benchmarks.{name}").run(options)
     print((as_json if given.json else as_table)(about, groups))
@@ -41,6 +43,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--ranks", type=_ranks, default=Options.ranks, help="simulated ranks: 1000,10000,..."
+    )
+    parser.add_argument(
+        "--busy", type=float, default=Options.busy_s, help="seconds that ranks compute after a save"
     )
     parser.add_argument("--only", choices=GROUPS, action="append", help="run this group only")
     parser.add_argument(

@@ -25,7 +25,8 @@ _COLUMNS = ("figure", "median", "p25", "p75", "min", "max", "n", "unit", "target
 class Options:
     """``state_bytes``: the saved state; ``pairs``: samples per side; ``work``: where to write.
 
-    ``ranks``: the simulated ranks of each save of the group ``scale``, in growing order.
+    ``ranks``: the simulated ranks of each save of the group ``scale``, in growing order. ``busy_s``: how
+    long the ranks of the group ``finishing`` compute without a call.
     """
 
     work: Path
@@ -33,6 +34,7 @@ class Options:
     pairs: int = 16
     checkpoints: int = 1000
     ranks: tuple[int, ...] = (1_000, 3_000, 10_000, 30_000, 100_000)
+    busy_s: float = 5.0
     poll_interval_s: float = 0.002
 
 

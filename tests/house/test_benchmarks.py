@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ("--bytes", "65536", "--pairs", "2", "--checkpoints", "3", "--ranks", "8,3")
+TINY = ("--bytes", "65536", "--pairs", "2", "--checkpoints", "3", "--ranks", "8,3", "--busy", "0.5")
 TIMEOUT_S = 300
 
 
@@ -37,6 +37,7 @@ def test_every_group_reports_its_figures(tmp_path: Path) -> None:
     assert {figure["group"] for figure in figures.values()} == {
         "saving",
         "engines",
+        "finishing",
         "memory",
         "polling",
         "transition",
@@ -53,6 +54,7 @@ def test_every_group_reports_its_figures(tmp_path: Path) -> None:
         "recovery of 3, after a close": 1.0,
         "recovery of 3, after a kill": 1.0,
         "time per rank, 8 / 3 ranks": 1.5,
+        "shards durable to tracked, 2 ranks, busy for 0.5 s": 50.0,
     }
     for name, figure in figures.items():
         assert figure["samples"], name

@@ -137,7 +137,7 @@ MUTANTS = (
     ),
     mutant(
         "a-checksum-of-the-blob-before",
-        "writers.image:Sums._add_memory",
+        "writers.image:Sums._add_data",
         "crc = 0 if first else self._crc",
         "crc = self._crc",
         breaks="F21",
