@@ -15,5 +15,8 @@ class SystemClock:
     def wall(self) -> str:
         return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
+    def unix(self) -> float:
+        return time.time()
+
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)

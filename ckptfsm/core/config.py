@@ -10,7 +10,7 @@ import difflib
 import re
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ckptfsm.core.documents import first_problem
 from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.preemption import unix_time
 from ckptfsm.core.recovery import Resume
 from ckptfsm.core.retention import KeepAll, Policy, parse_policy
 
@@ -40,7 +41,8 @@ class CheckpointConfig(BaseModel):
     - ``save_interval_s``: seconds between saves, by the coordinator's clock.
     - ``preemption_signals``: names of signals that ask for a save; by default no handler is
       installed.
-    - ``agree_when_idle``: lets ``request_save`` work without either of the last two.
+    - ``end_of_allocation``: the end of the job, before which a last save is due.
+    - ``agree_when_idle``: lets ``request_save`` work without any of the last three.
     - ``retention``: the checkpoints to keep.
     - ``on_failure``: after a failed save, ``raise``, ``warn`` or ``save_again(n)``.
     - ``on_busy``: while another save is in flight, ``wait``, ``skip`` or ``raise``.
@@ -73,6 +75,11 @@ class CheckpointConfig(BaseModel):
     )
     preemption_signals: tuple[str, ...] = Field(
         default=(), description="names of signals after which a save is due, such as `SIGTERM`"
+    )
+    end_of_allocation: Callable[[], float | None] | float | None = Field(
+        default=None,
+        description="Unix time of the end of the job, or a function that returns it, or None while it "
+        "is not known: a last save is due early enough, see [preemption](preemption.md)",
     )
     sync: bool = Field(
         default=False, description="`save` waits until the checkpoint is tracked, failed or blocked"
@@ -181,6 +188,11 @@ class CheckpointConfig(BaseModel):
                 raise ConfigError(f"no process hears {name}: name another signal")
         return names
 
+    @field_validator("end_of_allocation", mode="before")
+    @classmethod
+    def _check_end(cls, value: Any) -> Any:
+        return value if value is None or callable(value) else unix_time(value)
+
     @field_validator("retention", mode="before")
     @classmethod
     def _read_retention(cls, value: Any) -> Policy:
@@ -213,7 +225,7 @@ class CheckpointConfig(BaseModel):
     @property
     def needs_agreement(self) -> bool:
         """True if a policy must be agreed among ranks while nothing is in flight."""
-        timed = self.save_interval_s is not None
+        timed = self.save_interval_s is not None or self.end_of_allocation is not None
         return self.agree_when_idle or timed or bool(self.preemption_signals)
 
 

@@ -150,7 +150,10 @@ class Storage(Protocol):
 
 
 class Clock(Protocol):
-    """Clock that is passed in. No decision may use ``wall``: it is for people to read."""
+    """Clock that is passed in. No decision may use ``wall``: it is for people to read.
+
+    ``unix`` is read once, to find the distance to a time that a person gave.
+    """
 
     def monotonic(self) -> float:
         """Seconds from an arbitrary origin; never goes back."""
@@ -158,6 +161,10 @@ class Clock(Protocol):
 
     def wall(self) -> str:
         """UTC time in ISO 8601, for journals and tables."""
+        ...
+
+    def unix(self) -> float:
+        """Seconds since 1970, as far as this host knows."""
         ...
 
     def sleep(self, seconds: float) -> None: ...

@@ -170,6 +170,7 @@ class Controller(Session):
         """Ask for the save, write the controller's parts, and make a ticket for each group."""
         if not self._make_way(step):
             return GroupSave(SaveHandle(step), {})
+        self._participant.allocation.save_begins()
         draft = self._ports.driver.draft({n: v for n, v in parts.items() if n not in groups})
         written = self._specs_of(groups)
         specs = (*draft.specs, *written.values())

@@ -71,6 +71,7 @@ class Manager(Session):
         with self._one_call.running():
             if not self._make_way(step):
                 return SaveHandle(step)
+            self._participant.allocation.save_begins()
             call = (state, parts)
             with OffloadTurn(self._ports.staging, self._ports.transport, step) as stage:
                 try:

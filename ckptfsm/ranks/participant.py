@@ -50,13 +50,14 @@ from ckptfsm.core.requests import (
     NothingInFlight,
     NumberedNews,
 )
+from ckptfsm.ranks.allocation import Allocation
 from ckptfsm.ranks.coordinator_client import CoordinatorClient, Update
 from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
 from ckptfsm.ranks.reports import RankReports
 
 log = logging.getLogger("ckptfsm")
 Hook = Callable[[TransitionRecord], None]
-_NEWS, _SAVE_DUE, _PREEMPTED, _EXPIRED, _INTERRUPTED = range(5)
+_NEWS, _SAVE_DUE, _PREEMPTED, _EXPIRED, _INTERRUPTED, _ENDING = range(6)
 _KEPT = (State.SHARDS_WRITTEN, State.FINALIZED, State.TRACKED)  # a restart completes these
 _LEAVE_S = 0.5  # the least time for the disk to answer, after any wait for the writer
 _BEGINNING = (State.REQUESTED, State.FORKED)  # each rank that writes has a writer of these
@@ -89,6 +90,7 @@ class Participant:
         self.owed: CkptFsmError | None = None  # of a save that is to be retried
         self.notes: list[Warning] = []
         self.reports = RankReports(ports, config, writers)
+        self.allocation = Allocation(ports.clock, config.end_of_allocation)
         self._ports = ports
         self._config = config
         self._client = link
@@ -238,11 +240,15 @@ class Participant:
             self.save_asked,
             expired,
             interrupted,
+            self.allocation.ends_soon(idle=self.view.quiet),
         ]
         agreed = self._ports.transport.any_flags(flags)
         if agreed[_PREEMPTED]:
             self.save_asked, self.preempted = False, True
-        if agreed[_SAVE_DUE] or agreed[_PREEMPTED]:
+        if agreed[_ENDING]:
+            self.allocation.agreed()
+            self.preempted = True
+        if agreed[_SAVE_DUE] or agreed[_PREEMPTED] or agreed[_ENDING]:
             self.save_due = True
             self._next_timed_save = now + (self._config.save_interval_s or 0)
         if agreed[_NEWS]:
@@ -340,6 +346,7 @@ class Participant:
             self.notes.append(SaveFailedWarning(f"{text}; it is retried"))
 
     def _on_tracked(self, record: TransitionRecord) -> None:
+        self.allocation.save_tracked()
         self.owed = None
         self._lost.clear()
         self.reports.forget()

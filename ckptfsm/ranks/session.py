@@ -294,7 +294,7 @@ class Session:
 
     @property
     def preempted(self) -> bool:
-        """True once the ranks agreed that one of them was asked to end (a signal)."""
+        """True once the ranks agreed that one of them was asked to end, or that the allocation ends."""
         return self._participant.preempted
 
     def latest_step(self) -> int | None:
@@ -335,7 +335,8 @@ class Session:
         """Ask for a save at the next step that all ranks agree on (one rank is enough).
 
         Raises ``ConfigError`` if the ranks do not agree on anything while nothing is in flight:
-        configure ``agree_when_idle``, ``save_interval_s`` or ``preemption_signals``.
+        configure ``agree_when_idle``, ``save_interval_s``, ``preemption_signals`` or
+        ``end_of_allocation``.
         """
         if not self.config.needs_agreement:
             raise ConfigError("request_save() needs agree_when_idle=True")

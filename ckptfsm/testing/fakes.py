@@ -406,6 +406,9 @@ class ShiftedClock(SystemClock):
     def monotonic(self) -> float:
         return super().monotonic() + self._shift_s
 
+    def unix(self) -> float:
+        return super().unix() + self._shift_s
+
     def advance(self, seconds: float) -> None:
         self._shift_s += seconds
 

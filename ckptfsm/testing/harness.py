@@ -59,6 +59,9 @@ class SimClock:
     def wall(self) -> str:
         return f"sim+{self.now:.3f}"
 
+    def unix(self) -> float:
+        return 1.5e9 + self.now
+
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,6 +108,42 @@ def test_the_page_runs_as_it_is_written(tmp_path: Path) -> None:
         assert int((tmp_path / "root" / TRACKER).read_text()) == last
     names = sorted(path.name for path in (tmp_path / "root").glob("iter_*"))
     assert names == ["iter_0000050", "iter_0000060"]
+
+
+@pytest.mark.parametrize("notice", ["end", "signal"])
+def test_the_page_on_preemption_runs_as_it_is_written(tmp_path: Path, notice: str) -> None:
+    """Catches: a driver that is cut off although it was told of its end."""
+    pages = [SCRIPT.parents[2] / "docs" / name for name in ("ray.md", "preemption.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    files = dict(re.findall(r"^```python file=(\S+)\n(.*?)^```$", text, re.M | re.S))
+    here = {
+        "/shared/run-7": str(tmp_path / "root"),
+        "ray.init()": "ray.init(num_cpus=2, include_dashboard=False)",
+        "29501": str(free_port()),
+    }
+    for name in ("actors.py", "preempted.py"):
+        for ours, mine in here.items():
+            files[name] = files[name].replace(ours, mine)
+        (tmp_path / name).write_text(files[name])
+    end = time.time() + (30 if notice == "end" else 3600)
+    driver = subprocess.Popen(
+        [sys.executable, "preempted.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "END_OF_ALLOCATION": str(end)},
+        start_new_session=True,
+    )
+    tracker = tmp_path / "root" / TRACKER
+    while notice == "signal" and driver.poll() is None and not tracker.exists():
+        time.sleep(0.1)
+    if notice == "signal":
+        driver.send_signal(signal.SIGTERM)
+    said, _ = driver.communicate(timeout=300)
+    assert driver.returncode == 0, said[-4000:]
+    found = re.search(r"ended at step (\d+), tracked (\d+)", said)
+    assert found is not None and found[1] == found[2] == tracker.read_text().strip()
 
 
 def free_port() -> int:

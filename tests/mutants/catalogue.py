@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from mutants import admission, composites, core, dropins, durability, engine, protocol, ranks
+from mutants import (
+    admission,
+    composites,
+    core,
+    dropins,
+    durability,
+    engine,
+    preemption,
+    protocol,
+    ranks,
+)
 from mutants.loader import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -14,6 +24,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *dropins.MUTANTS,
     *engine.MUTANTS,
     *admission.MUTANTS,
+    *preemption.MUTANTS,
 )
 
 

@@ -327,5 +327,8 @@ class StillClock:
     def wall(self) -> str:
         return ""
 
+    def unix(self) -> float:
+        return 1.5e9
+
     def sleep(self, seconds: float) -> None:
         raise AssertionError("nothing here may sleep")

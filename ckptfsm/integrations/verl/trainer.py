@@ -75,6 +75,7 @@ _OF_NOBODY: Mapping[str, str] = MappingProxyType(
         "save_steps": _WHEN,
         "save_interval_s": _WHEN,
         "preemption_signals": _WHEN,
+        "end_of_allocation": _WHEN,
         "agree_when_idle": _WHEN,
         "exchange_every": _WHEN,
         "reshard_drops": "verl's own code loads, and leaves nothing out",

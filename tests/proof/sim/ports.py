@@ -72,6 +72,9 @@ class WorldClock:
         self._last = now
         return f"sim{now:+.3f}"
 
+    def unix(self) -> float:
+        return 1.5e9 + self._site.world.now
+
     def sleep(self, seconds: float) -> None:
         self._site.world.sleep(seconds)
 

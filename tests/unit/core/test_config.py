@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def test_defaults():
     assert config.retention == KeepAll()
     assert (config.on_failure, config.on_busy, config.resume) == ("raise", "wait", "fallback")
     assert (config.verify, config.takeover, config.sync) == ("digests", False, False)
-    assert config.preemption_signals == ()
+    assert (config.preemption_signals, config.end_of_allocation) == ((), None)
 
 
 def test_kwargs_dict_and_toml_are_the_same(tmp_path: Path):
@@ -230,6 +231,17 @@ def test_an_unknown_signal_is_refused(name: str):
         make_config({"preemption_signals": [name]})
 
 
+def test_an_end_is_a_time_or_a_function(tmp_path: Path):
+    """Catches: a duration that is taken for a time, a number in TOML that is refused."""
+    path = tmp_path / "run.toml"
+    path.write_text("end_of_allocation = 1700000000\n")
+    assert load_config(path).end_of_allocation == 1.7e9
+    assert make_config({"end_of_allocation": time.time}).end_of_allocation is time.time
+    with pytest.raises(ConfigError, match="Unix time in seconds, not 3600") as caught:
+        make_config({"end_of_allocation": 3600})
+    assert caught.value.key == "end_of_allocation"
+
+
 def test_a_configuration_is_frozen():
     """Catches: a manager's rules that change while it uses them."""
     config = make_config({})
@@ -242,6 +254,7 @@ def test_who_needs_agreement():
     assert not make_config({"save_interval_steps": 5}).needs_agreement
     assert make_config({"save_interval_s": 5}).needs_agreement
     assert make_config({"preemption_signals": ["SIGTERM"]}).needs_agreement
+    assert make_config({"end_of_allocation": 1.7e9}).needs_agreement
     assert make_config({"on_failure": "warn"}).saves_again == 0
 
 

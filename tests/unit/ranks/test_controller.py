@@ -131,6 +131,18 @@ def test_F5_groups_do_not_write_what_the_disk_cannot_hold(tmp_path, monkeypatch,
     job.controller.close()
 
 
+def test_the_end_of_the_allocation_makes_a_controllers_save_due(tmp_path):
+    """Catches: a driver of groups that is cut off although its end was known."""
+    job = GroupJob(tmp_path, SIZES, end_of_allocation=time.time(), exchange_every=1)
+    assert not job.controller.preempted
+    job.controller.poll()
+    assert job.controller.preempted and job.controller.should_save(10)
+    job.save(10).handle.wait()
+    job.controller.poll()
+    assert not job.controller.should_save(20)
+    job.controller.close()
+
+
 def test_F23_one_failed_group_fails_the_checkpoint_and_gives_its_space_back(tmp_path):
     """Catches: a checkpoint without its critic; a half that stays on the disk."""
     job = GroupJob(tmp_path, SIZES, retention=LatestN(1))

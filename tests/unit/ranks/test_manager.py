@@ -842,6 +842,50 @@ def test_request_save_is_agreed_in_a_poll(run: Run):
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
+def test_the_end_of_the_allocation_makes_a_save_due(run: Run):
+    """Catches: a job that is cut off although its end was known, and a save at every step before it."""
+    end = run.clock.unix() + 10_000
+    manager = run.open(end_of_allocation=end, exchange_every=1)
+    manager.save(1, weights(1)).wait()
+    manager.poll()
+    assert (manager.should_save(2), manager.preempted) == (False, False)
+    run.clock.advance(9990)  # the look was so long ago that the next one may be too late
+    manager.poll()
+    assert (manager.should_save(2), manager.preempted) == (True, True)
+    manager.save(2, weights(2)).wait()
+    manager.poll()
+    assert not manager.should_save(3), "there is one last save"
+
+
+def test_the_end_is_found_by_the_saves_of_this_run(run: Run):
+    """Catches: durations that nobody notes, so that a default decides for ever."""
+    manager = run.open(end_of_allocation=run.clock.unix() + 86_400, exchange_every=1)
+    for step in (1, 2):
+        handle = manager.save(step, weights(step))
+        run.clock.advance(40)  # the time that each save takes
+        handle.wait()
+    for _ in range(40):
+        manager.poll()
+    run.clock.advance(86_400 - 80 - 300)  # a single long look
+    manager.poll()
+    assert not manager.preempted, "a save takes 40 seconds, not ten minutes"
+    run.clock.advance(250)
+    manager.poll()
+    assert manager.preempted
+
+
+def test_the_end_counts_after_a_save_that_was_asked_for(run: Run):
+    """Catches: a save on request in the morning that hides the end of the allocation at night."""
+    manager = run.open(end_of_allocation=run.clock.unix() + 10_000, exchange_every=1)
+    manager.request_save()
+    manager.poll()
+    manager.save(1, weights(1)).wait()
+    assert not manager.should_save(2)
+    run.clock.advance(9999)
+    manager.poll()
+    assert manager.should_save(2)
+
+
 def test_request_save_without_signals(run: Run):
     """Catches: ``request_save`` that is silently ignored where no signal was configured."""
     manager = run.open(exchange_every=1)
@@ -2126,6 +2170,27 @@ def test_preemption_of_one_rank_is_agreed(run: Run):
         return due
 
     assert run_ranks(2, work) == [(True, True)] * 2
+
+
+def test_the_end_that_one_rank_knows_of_is_agreed(run: Run):
+    """I10. Catches: a rank that saves alone because its node is taken away, or an end that one rank
+    tells again after the others have saved for it."""
+
+    def work(transport: ThreadTransport):
+        known = transport.rank == 1
+        end = run.clock.unix()
+        settings = {"end_of_allocation": lambda: end if known else None}
+        manager = rank_manager(run, transport, exchange_every=1, **settings)
+        manager.poll()
+        due = manager.should_save(1), manager.preempted
+        manager.save(1, weights(1)).wait()
+        known = True
+        manager.poll()
+        again = manager.should_save(2)
+        manager.close()
+        return *due, again
+
+    assert run_ranks(2, work) == [(True, True, False)] * 2
 
 
 def test_an_idle_poll_costs_no_exchange(run: Run):
