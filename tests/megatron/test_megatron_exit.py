@@ -84,6 +84,13 @@ def test_f25_exception_leaves_in_time_and_the_next_start_decides(
     assert steps_on_disk(root) == [1, 2]
 
 
+def test_the_end_that_one_rank_knows_of_ends_all(cluster: Cluster, root: Path) -> None:
+    """I10. Catches: a flag that the real exchange leaves out, a rank that saves alone."""
+    ranks = cluster.run("train_until_the_end", root=str(root))
+    assert [rank["stopped_at"] for rank in ranks] == [6, 6]
+    assert states_of(root) == {6: "tracked"}
+
+
 def test_f25_sigterm_saves_at_an_agreed_step_and_drains(
     cluster: Cluster, gate: Gates, root: Path
 ) -> None:
