@@ -8,8 +8,8 @@ MUTANTS = (
     mutant(
         "the-gate-opens-early",
         "writers.prefetch:Prefetch.start",
-        "threading.Thread(target=self._run",
-        "self._on_taken()\nthreading.Thread(target=self._run",
+        "self._thread.start()",
+        "self._on_taken()\nself._thread.start()",
         breaks="I5",
         source="order",
         killers=("tests:test_image.py::test_few_buffers_take_the_memory_with_the_last_chunk",),
@@ -18,7 +18,7 @@ MUTANTS = (
     mutant(
         "the-gate-opens-for-memory-that-was-not-read",
         "writers.prefetch:Prefetch._run",
-        "if not self._failed:",
+        "if self._error is None:",
         "if True:",
         breaks="I5",
         source="F6",
