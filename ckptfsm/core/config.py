@@ -117,6 +117,11 @@ class CheckpointConfig(BaseModel):
         default=10,
         description="nice value of the writer process, which also writes at low priority",
     )
+    read_twice: bool = Field(
+        default=False,
+        description="read the state of a gated save a second time, and fail the save if it differs: "
+        "finds changes that torch does not count",
+    )
     common_state: Literal["auto", "file"] = Field(
         default="auto",
         description="place of the values that all ranks have in common: the one that the installed "

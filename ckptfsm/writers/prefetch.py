@@ -16,7 +16,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from ckptfsm.writers.image import CHUNK_BYTES, Chunk, Image, MemoryReader, Slice, fill
+import xxhash
+
+from ckptfsm.writers.image import CHUNK_BYTES, Chunk, Image, Memory, MemoryReader, Slice, fill
 
 
 class Buffers:
@@ -39,7 +41,8 @@ class Prefetch:
     """A ``ChunkSource`` that runs ahead. ``parts`` are the images of each part, in writing order.
 
     ``on_taken`` is called once, when the last byte of the trainer's memory has been read. ``join`` waits
-    for that, and raises the error of a read.
+    for that, and raises the error of a read. With ``twice``, all memory is read a second time before
+    ``on_taken``, and compared: an error for a job whose trainer changed it too early.
     """
 
     concurrent = True
@@ -52,6 +55,7 @@ class Prefetch:
         on_taken: Callable[[], None],
         *,
         threads: int,
+        twice: bool = False,
     ) -> None:
         self._parts = parts
         self._memory = memory
@@ -62,6 +66,8 @@ class Prefetch:
             image.name: queue.SimpleQueue() for images in parts for image in images
         }
         self._error: BaseException | None = None
+        self._twice = twice
+        self._first: list[tuple[int, int, int]] = []  # address, length, digest: of each read
         self._given_up: set[str] = set()
         self._lock = threading.Lock()  # of a look at the names given up and what follows
         self._fits = buffers.count >= sum(i.chunk_count for images in parts for i in images)
@@ -111,6 +117,8 @@ class Prefetch:
             self._fill(lanes[0])
             for thread in others:
                 thread.join()
+        if self._error is None and self._twice:
+            self._read_again()
         if self._error is None:
             self._on_taken()
         self._read.set()
@@ -121,10 +129,25 @@ class Prefetch:
         try:
             while turns and self._error is None:
                 turns = [turn for turn in turns if self._fill_next(*turn)]
-        except BaseException as error:  # raised where the chunks are taken, in every file
-            self._error = error
-            for filled in self._filled.values():
-                filled.put(error)
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Raise the error where the chunks are taken, in every file."""
+        self._error = error
+        for filled in self._filled.values():
+            filled.put(error)
+
+    def _read_again(self) -> None:
+        """Compare all memory with the first reading."""
+        again = memoryview(bytearray(CHUNK_BYTES))  # no buffer: those may all wait for this
+        try:
+            for address, length, digest in self._first:
+                self._memory.read(address, again[:length])
+                if xxhash.xxh3_64_intdigest(again[:length]) != digest:
+                    raise ValueError("the state was changed before the writer had read it")
+        except BaseException as error:
+            self._fail(error)
 
     def _fill_next(self, image: Image, chunks: Iterator[tuple[int, int, list[Slice]]]) -> bool:
         found = next(chunks, None)
@@ -132,9 +155,19 @@ class Prefetch:
             return False
         chunk = self._buffers.take()
         fill(chunk.view, found[2], self._memory)
+        if self._twice:
+            self._first += [
+                (piece.address + start, length, _digest(chunk.view, at, length))
+                for piece, at, start, length in found[2]
+                if isinstance(piece, Memory)
+            ]
         with self._lock:
             if image.name in self._given_up:
                 chunk.give_back()
             else:
                 self._filled[image.name].put(chunk)
         return True
+
+
+def _digest(view: memoryview, at: int, length: int) -> int:
+    return xxhash.xxh3_64_intdigest(view[at : at + length])

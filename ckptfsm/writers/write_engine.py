@@ -56,8 +56,9 @@ _FREE_SHARE = 0.5  # of the free memory, for eager copies: the trainer, and othe
 class WriteEngineSettings:
     """The settings of an engine. ``buffer_bytes``: memory of the writer for a ``gated`` copy.
 
-    ``free_bytes`` tells the free memory, which limits an eager copy in the mode ``auto``. ``imports``
-    are modules that jobs need beside this package's.
+    ``twice``: read gated copies a second time, and compare. ``free_bytes`` tells the free memory, which
+    limits an eager copy in the mode ``auto``. ``imports`` are modules that jobs need beside this
+    package's.
     """
 
     mode: Mode = "auto"
@@ -67,6 +68,7 @@ class WriteEngineSettings:
     threads: int = 2
     nice: int = 10
     copy_timeout_s: float = 1800.0
+    twice: bool = False
 
 
 class WriteEngine:
@@ -172,7 +174,10 @@ class WriteEngine:
         job, memory = replace(job, parts=parts), max(buffer_bytes, CHUNK_BYTES)
         self._held_bytes = max(self._held_bytes, memory)
         settings = self._settings
-        return Order(storage.root, job, memory, settings.threads, settings.nice, awaited=eager)
+        twice = settings.twice and not eager
+        return Order(
+            storage.root, job, memory, settings.threads, settings.nice, awaited=eager, twice=twice
+        )
 
     def take_back(self, process: Spawned) -> None:
         """Use a process again: its job is done."""

@@ -55,7 +55,8 @@ class Order:
     """A job for the process, sent with the descriptor of ``root``.
 
     ``buffer_bytes`` is the memory to use for it, ``threads`` the number that read the trainer's. If the
-    trainer waits for the copy (``awaited``), ``nice`` holds for writing only.
+    trainer waits for the copy (``awaited``), ``nice`` holds for writing only. ``twice``: read everything
+    again before the trainer may change it.
     """
 
     root: str
@@ -64,6 +65,7 @@ class Order:
     threads: int
     nice: int
     awaited: bool
+    twice: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,7 @@ class Server:
             Buffers(self._memory(order.buffer_bytes)),
             partial(self._trainer.channel.send, Taken()),
             threads=order.threads,
+            twice=order.twice,
         )
         bound = tuple(
             part.bound(source) if isinstance(part, FromImages) else part for part in order.job.parts

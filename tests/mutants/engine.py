@@ -196,6 +196,15 @@ MUTANTS = (
         killers=("tests:test_image.py::test_copied_data_has_its_checksum",),
     ),
     mutant(
+        "a-second-reading-that-is-not-compared",
+        "writers.prefetch:Prefetch._read_again",
+        "if xxhash.xxh3_64_intdigest(again[:length]) != digest:",
+        "if False:",
+        breaks="I5",
+        source="order",
+        killers=("tests:test_image.py::test_a_second_reading_finds_a_change",),
+    ),
+    mutant(
         "a-gate-that-opens-early",
         "writers.write_engine:WriteJob.holds_copy",
         "return self._taken or not self._lent",

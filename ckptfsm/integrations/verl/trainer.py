@@ -64,6 +64,7 @@ _WORKER_SETTINGS = (
     "writer_files",
     "engine",
     "writer_nice",
+    "read_twice",
     "common_state",
     "effect_timeout_s",
     "exchange_timeout_s",

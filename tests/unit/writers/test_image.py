@@ -291,6 +291,34 @@ def test_an_error_of_a_read_is_raised_though_no_file_waits_for_it():
         source.join()
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_second_reading_finds_a_change(changed):
+    """Catches: a change that torch does not count, in a checkpoint that is taken for good."""
+    trainer, calls = Trainer(b"a" * 100, b"b" * (2 * images.CHUNK_BYTES)), []
+    image = image_of("0", [Literal(b"x"), trainer.pieces[0], Tail(TAIL, PATCH), trainer.pieces[1]])
+    buffers = Buffers(memoryview(bytearray(3 * images.CHUNK_BYTES)))  # all are full
+
+    class Changing:
+        reads = 0
+
+        def read(self, address: int, into: memoryview) -> None:
+            trainer.read(address, into)
+            self.reads += 1
+            if changed and self.reads == 3:
+                ctypes.memset(trainer.pieces[1].address + images.CHUNK_BYTES, 0, 1)
+
+    source = Prefetch(
+        [[image]], Changing(), buffers, lambda: calls.append(1), threads=1, twice=True
+    )
+    source.start()
+    if changed:
+        with pytest.raises(ValueError, match="changed before the writer had read it"):
+            source.join()
+    else:
+        source.join()
+    assert calls == ([] if changed else [1])
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_an_error_of_one_file_ends_the_others(tmp_path, count):
     """Catches: files of a part that wait for buffers which the failed one holds, until the deadline."""
