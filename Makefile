@@ -11,7 +11,7 @@ HOURS ?= 1
 # A thousand interpreters start in the gate; each would compile the library, and pytest its tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test gate lint docs bench clean specs proof soak mutmut test-integrations try
+.PHONY: demo quick test gate lint docs bench bench-peers clean specs proof soak mutmut test-integrations try
 
 demo: $(STAMP)
 	$(BIN)/ckptfsm demo
@@ -52,6 +52,11 @@ docs: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
+
+# Other writers beside ours; nvidia-resiliency-ext in its own environment.
+bench-peers: $(STAMP)
+	$(BIN)/python -m benchmarks --only peers
+	$(BIN)/python tests/integrations/run.py --bench nvrx-0.7
 
 specs: $(STAMP)
 	$(BIN)/python specs/generate.py --write

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.measure import Figure, Options, as_json, as_table, environment
 
+PEERS = "peers"  # not by default: they take long
 GROUPS = ("saving", "engines", "finishing", "memory", "polling", "transition", "recovery", "scale")
 
 
@@ -47,7 +48,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--busy", type=float, default=Options.busy_s, help="seconds that ranks compute after a save"
     )
-    parser.add_argument("--only", choices=GROUPS, action="append", help="run this group only")
+    parser.add_argument(
+        "--only", choices=(*GROUPS, PEERS), action="append", help="run this group only"
+    )
     parser.add_argument(
         "--dir", type=Path, help="where to write (default: the temporary directory)"
     )

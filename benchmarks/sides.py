@@ -12,8 +12,9 @@ import inspect
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -71,19 +72,27 @@ class Side(Protocol):
 
 
 class StockSide:
-    """``dist_checkpointing.save`` and ``AsyncCallsQueue(persistent=False)``."""
+    """``dist_checkpointing.save`` and a queue: by default ``AsyncCallsQueue(persistent=False)``."""
 
-    name = "stock"
-
-    def __init__(self, root: Path) -> None:
+    def __init__(
+        self,
+        root: Path,
+        name: str = "stock",
+        queue: Any = None,
+        how: Mapping[str, Any] = MappingProxyType(_HOW),
+    ) -> None:
         root.mkdir()
+        self.name = name
         self._root = root
-        self._queue = AsyncCallsQueue(persistent=False)
+        self._queue = queue or AsyncCallsQueue(persistent=False)
+        self._how = dict(how)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         directory = self._root / MEGATRON.published_name(step)
         directory.mkdir()
-        request = dist_checkpointing.save(state, str(directory), async_sharded_save=True, **_HOW)
+        request = dist_checkpointing.save(
+            state, str(directory), async_sharded_save=True, **self._how
+        )
         self._queue.schedule_async_request(request)
 
     def before_update(self) -> None:
@@ -97,6 +106,10 @@ class StockSide:
         for directory in self._root.iterdir():
             shutil.rmtree(directory)
         os.sync()
+
+    def close(self) -> None:
+        """End the queue's process."""
+        self._queue.close()
 
 
 class ManagerSide:

@@ -357,6 +357,13 @@ def run(target: Target, python: Path, install_s: int) -> dict[str, object]:
     }
 
 
+def compare_writers(target: Target) -> int:
+    """Run the benchmark of other writers in the environment of a target."""
+    python, _ = prepared(target)
+    command = [str(python), "-m", "benchmarks", "--only", "peers"]
+    return subprocess.run(command, cwd=ROOT, env=environment_of(target), check=False).returncode
+
+
 def _not_there(function: object, path: str, error: tuple[type, BaseException, object]) -> None:
     if not isinstance(error[1], FileNotFoundError):
         raise error[1]
@@ -460,9 +467,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--complete", action="store_true", help="count a target without its Python as failed"
     )
+    parser.add_argument("--bench", action="store_true", help="compare the writers there instead")
     parser.add_argument("--try", dest="versions", nargs="+", metavar="NAME=VERSION", default=[])
     options = parser.parse_args(arguments)
     targets = chosen(options.words)
+    if options.bench:
+        return max(compare_writers(target) for target in targets)
     if options.versions:
         others = dict(each.split("=", 1) for each in options.versions)
         words = options.words or (["nvrx-0.7"] if set(others) == NVRX else NEWEST)
