@@ -168,36 +168,53 @@ class PosixStorage:
         with self._entry(path, changes=True) as (parent, name):
             fd = os.open(name, _EXCLUSIVE, 0o644, dir_fd=parent)
             if direct:
-                try:
-                    _make_direct(fd)
-                except BaseException:
-                    os.close(fd)
-                    raise
-                self._direct.add(fd)
+                self._try_direct(fd)
             return self._opened(fd, path)
 
     def open_existing(self, path: str) -> int:
         with self._entry(path) as (parent, name):
             return self._opened(_open_regular(parent, name), path)
 
+    def open_reading(self, path: str, *, direct: bool = False) -> int:
+        with self._entry(path) as (parent, name):
+            fd = _open_regular(parent, name)
+            if direct:
+                self._try_direct(fd)
+            return self._opened(fd, path)
+
+    def _try_direct(self, fd: int) -> None:
+        """Set a new handle to direct, where the file system can; close it if that fails."""
+        try:
+            _make_direct(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._direct.add(fd)
+
     def write(self, handle: int, data: bytes | memoryview) -> int:
         with _named(self._path_of(handle)):
-            return self._written(handle, lambda: os.write(handle, data))
+            return self._transferred(handle, lambda: os.write(handle, data))
 
     def pwrite(self, handle: int, data: bytes | memoryview, offset: int) -> int:
         with _named(self._path_of(handle)):
-            return self._written(handle, lambda: os.pwrite(handle, data, offset))
+            return self._transferred(handle, lambda: os.pwrite(handle, data, offset))
 
-    def _written(self, handle: int, write: Callable[[], int]) -> int:
-        """Write; where a direct write is refused, make the handle ordinary and write again."""
+    def pread(self, handle: int, into: memoryview, offset: int) -> int:
+        with _named(self._path_of(handle)):
+            if offset < 0:  # preadv takes -1 for the handle's position
+                raise OSError(errno.EINVAL, "negative offset")
+            return self._transferred(handle, lambda: os.preadv(handle, [into], offset))
+
+    def _transferred(self, handle: int, transfer: Callable[[], int]) -> int:
+        """Read or write; where that is refused directly, make the handle ordinary and try again."""
         try:
-            return write()
+            return transfer()
         except OSError as error:
-            # No look at the flag: another thread's refused write may have cleared it meanwhile.
+            # No look at the flag: another thread's refused call may have cleared it meanwhile.
             if error.errno != errno.EINVAL or handle not in self._direct:
                 raise
         _make_ordinary(handle)
-        return write()
+        return transfer()
 
     def allocate(self, handle: int, size: int) -> bool:
         with _named(self._path_of(handle)):
@@ -426,7 +443,7 @@ def _open_regular(parent: int, name: str) -> int:
 
 
 def _make_direct(fd: int) -> None:
-    """Let writes go past the page cache, where the file system can."""
+    """Let reads and writes go past the page cache, where the file system can."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError as error:
@@ -435,7 +452,7 @@ def _make_direct(fd: int) -> None:
 
 
 def _make_ordinary(fd: int) -> None:
-    """Let writes go through the page cache again."""
+    """Let reads and writes go through the page cache again."""
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 

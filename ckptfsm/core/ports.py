@@ -23,7 +23,7 @@ from ckptfsm.core.parts import AttemptId, PartSpec
 FileKind = Literal["file", "dir", "symlink", "other"]
 
 DIRECT_ALIGNMENT = 4096
-"""Offsets, lengths and memory addresses of direct writes are multiples of this, in bytes."""
+"""Offsets, lengths and memory addresses of direct reads and writes are multiples of it, in bytes."""
 
 
 class FileStat(NamedTuple):
@@ -56,6 +56,19 @@ class Storage(Protocol):
 
     def open_existing(self, path: str) -> int:
         """Open a regular file that another program wrote, to fsync it."""
+        ...
+
+    def open_reading(self, path: str, *, direct: bool = False) -> int:
+        """Open a regular file for ``pread``.
+
+        With ``direct``, reads go past the page cache where the file system can, and the ordinary way
+        elsewhere. Offset, length and memory address of each ``pread`` are then to be multiples of
+        ``DIRECT_ALIGNMENT``. A read that is not is made the ordinary way.
+        """
+        ...
+
+    def pread(self, handle: int, into: memoryview, offset: int) -> int:
+        """Read from ``offset`` on; returns how many bytes came (maybe fewer), 0 behind the end."""
         ...
 
     def write(self, handle: int, data: bytes | memoryview) -> int:

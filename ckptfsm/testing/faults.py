@@ -45,6 +45,7 @@ class FaultStorage:
         self.after = after
         self.calls: list[tuple[str, str]] = []
         self._paths: dict[int, str] = {}
+        self._reading: set[int] = set()
         self._dead: ProcessDead | None = None
 
     # -- changing calls ------------------------------------------------------------------------
@@ -87,6 +88,11 @@ class FaultStorage:
         def close() -> None:
             self.inner.close(handle)
 
+        if handle in self._reading:
+            self._alive()
+            self._reading.discard(handle)
+            self.inner.close(handle)
+            return
         # A close that reports an error has still released the descriptor.
         self._do("close", self._path_of(handle), close, close)
         self._paths.pop(handle, None)
@@ -127,6 +133,16 @@ class FaultStorage:
     def stat(self, path: str) -> FileStat:
         self._alive()
         return self.inner.stat(path)
+
+    def open_reading(self, path: str, *, direct: bool = False) -> int:
+        self._alive()
+        handle = self.inner.open_reading(path, direct=direct)
+        self._reading.add(handle)
+        return handle
+
+    def pread(self, handle: int, into: memoryview, offset: int) -> int:
+        self._alive()
+        return self.inner.pread(handle, into, offset)
 
     def read(self, path: str, limit: int, offset: int = 0) -> bytes:
         self._alive()

@@ -511,6 +511,17 @@ class SimStorage:
     def open_existing(self, path: str) -> int:
         return self._opened(self._regular(path), path, writable=False)
 
+    def open_reading(self, path: str, *, direct: bool = False) -> int:
+        return self._opened(self._regular(path), path, writable=False)
+
+    def pread(self, handle: int, into: memoryview, offset: int) -> int:
+        found = self._handle(handle)
+        if offset < 0 or found.writable:  # a real one says EBADF for a handle of open_exclusive
+            raise _error(errno.EINVAL if offset < 0 else errno.EBADF, found.path)
+        data = found.node.data[offset : offset + len(into)]
+        into[: len(data)] = data
+        return len(data)
+
     def write(self, handle: int, data: bytes | memoryview) -> int:
         found = self._handle(handle, writable=True)
         taken = self.disk.write(found, bytes(data), found.position)

@@ -15,7 +15,7 @@ from types import MappingProxyType
 _WRITES = ("write", "pwrite", "allocate", "truncate", "fsync", "close")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _ODD = (errno.EIO, errno.ESTALE, errno.EINTR)
-READS = frozenset({"read", "stat", "listdir", "digest", "free_bytes"})
+READS = frozenset({"read", "stat", "listdir", "digest", "free_bytes", "open_reading", "pread"})
 
 
 @dataclass

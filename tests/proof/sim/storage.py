@@ -101,6 +101,13 @@ class WorldStorage(SimStorage):
         self._check_visible(path)
         return self._call("stat", super().stat, path)
 
+    def open_reading(self, path: str, *, direct: bool = False) -> int:
+        self._check_visible(path)
+        return self._call("open_reading", partial(super().open_reading, direct=direct), path)
+
+    def pread(self, handle: int, into: memoryview, offset: int) -> int:
+        return self._call("pread", super().pread, handle, into, offset)
+
     def read(self, path: str, limit: int, offset: int = 0) -> bytes:
         self._check_visible(path)
         return self._call("read", super().read, path, limit, offset)

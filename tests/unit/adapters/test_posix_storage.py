@@ -124,6 +124,38 @@ def test_written_bytes_are_read(store: Storage) -> None:
     assert len(store.read("big", (2 << 20) + 1)) == (2 << 20) + 1
 
 
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_file_is_read_at_any_place(disk: Disk, direct: bool) -> None:
+    """Catches: a read that moves a position, an end that is taken for an error, and a direct read
+    into memory that is not aligned."""
+    store, data = disk.storage, os.urandom(10_000)
+    create(store, "a", data)
+    store.mkdir("dir")
+    disk.symlink("link", "a")
+    handle = store.open_reading("a", direct=direct)
+    into = padded(bytes(12_288))
+    for offset in (4096, 0):
+        assert store.pread(handle, into[:4096], offset) == 4096
+        assert into[:4096] == data[offset : offset + 4096]
+    assert store.pread(handle, into, 8192) == 10_000 - 8192
+    assert into[: 10_000 - 8192] == data[8192:]
+    assert store.pread(handle, into, 12_288) == 0
+    assert store.pread(handle, into[1:100], 7) == 99  # not aligned in any way
+    assert into[1:100] == data[7:106]
+    fails(errno.EINVAL, store.pread, handle, into, -1)
+    store.close(handle)
+    fails(errno.EBADF, store.pread, handle, into, 0)
+    fails(errno.ENOENT, store.open_reading, "b")
+    fails(errno.ELOOP, store.open_reading, "link")
+    fails(errno.EINVAL, store.open_reading, "dir")
+
+
+def test_a_file_that_is_being_made_is_not_read(store: Storage) -> None:
+    handle = store.open_exclusive("a")
+    fails(errno.EBADF, store.pread, handle, memoryview(bytearray(1)), 0)
+    store.close(handle)
+
+
 def test_open_exclusive_takes_no_name_twice(disk: Disk) -> None:
     store = disk.storage
     create(store, "file")
@@ -597,7 +629,7 @@ def direct_posix(posix: PosixStorage) -> PosixStorage:
 
 
 class Refusing:
-    """A file system without direct writes. ``at`` tells whether the flag or a write is refused."""
+    """A file system without direct calls. ``at`` tells whether the flag or a call is refused."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
         self.refused = 0
@@ -605,8 +637,9 @@ class Refusing:
             self._fcntl = fcntl.fcntl
             monkeypatch.setattr(fcntl, "fcntl", self.fcntl)
         else:
-            self._pwrite = os.pwrite
+            self._pwrite, self._preadv = os.pwrite, os.preadv
             monkeypatch.setattr(os, "pwrite", self.pwrite)
+            monkeypatch.setattr(os, "preadv", self.preadv)
 
     def fcntl(self, fd: int, command: int, value: int = 0) -> int:
         if command == fcntl.F_SETFL and value & os.O_DIRECT:
@@ -617,6 +650,11 @@ class Refusing:
         if is_direct(fd):
             self._refuse()
         return self._pwrite(fd, data, offset)
+
+    def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        if is_direct(fd):
+            self._refuse()
+        return self._preadv(fd, buffers, offset)
 
     def _refuse(self) -> None:
         self.refused += 1
@@ -651,6 +689,37 @@ def test_where_direct_writes_are_refused_the_file_is_written_the_ordinary_way(
     direct_posix.truncate(handle, 5000)
     direct_posix.close(handle)
     assert direct_posix.read("a", 9999) == data
+
+
+def test_direct_reads_go_past_the_page_cache(direct_posix: PosixStorage) -> None:
+    """Catches: a flag that is never set, or that a read which was made clears."""
+    create(direct_posix, "a", bytes(5000))
+    ordinary = direct_posix.open_reading("a")
+    handle = direct_posix.open_reading("a", direct=True)
+    assert (is_direct(ordinary), is_direct(handle)) == (False, True)
+    assert not os.get_inheritable(handle)
+    assert direct_posix.pread(handle, padded(bytes(8192)), 0) == 5000
+    assert is_direct(handle)
+    for each in (ordinary, handle):
+        direct_posix.close(each)
+
+
+@pytest.mark.parametrize("at", ["open", "preadv"])
+def test_where_direct_reads_are_refused_the_file_is_read_the_ordinary_way(
+    direct_posix: PosixStorage, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Catches: an EINVAL that the caller sees, and a flag that is tried again for each read."""
+    data = os.urandom(8192)
+    create(direct_posix, "a", data)
+    refusing = Refusing(monkeypatch, at)
+    handle = direct_posix.open_reading("a", direct=True)
+    assert is_direct(handle) == (at == "preadv")
+    into = padded(bytes(4096))
+    for offset in (0, 4096):
+        assert direct_posix.pread(handle, into, offset) == 4096
+        assert into == data[offset : offset + 4096]
+        assert (is_direct(handle), refusing.refused) == (False, 1)
+    direct_posix.close(handle)
 
 
 @pytest.mark.parametrize("at", ["", "open", "pwrite"])
