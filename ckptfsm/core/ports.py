@@ -443,6 +443,32 @@ class Survey(NamedTuple):
     shardings: Mapping[str, Any]
 
 
+class Reading(Protocol):
+    """Files of a checkpoint that one rank reads whole, verified while their data go into its state.
+
+    ``files`` are their names, relative to the step's directory.
+    """
+
+    files: frozenset[str]
+
+    def run(self, alone: Collection[str]) -> str:
+        """Read the files; the fault of the first bad one in words, or "". Local.
+
+        ``alone`` are the files that no other rank reads. The state is changed also by a bad file.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Let ``run`` end early, from another thread."""
+        ...
+
+    def load(
+        self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]
+    ) -> Mapping[str, Any]:
+        """Load the rest, see ``Driver.load`` (collective)."""
+        ...
+
+
 class Driver(Protocol):
     """Turns a trainer's state into parts that can be written, and back. Only megatron/ has torch."""
 
@@ -489,6 +515,20 @@ class Driver(Protocol):
 
     def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:
         """At rank 0: raise if the ranks' states do not fit together, apart from the keys to drop."""
+        ...
+
+    def plan_reading(
+        self,
+        storage: Storage,
+        location: str,
+        parts: Mapping[str, tuple[str, Any]],
+        files: Sequence[FileEntry],
+    ) -> Reading | None:
+        """Plan to read whole files into the state that this rank wants. Local, changes nothing.
+
+        ``location`` is the step's directory; ``parts`` are directories below it, and states. None
+        where no file can be read so: a damaged checkpoint is found by those who verify it.
+        """
         ...
 
     def load(

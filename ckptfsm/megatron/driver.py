@@ -17,19 +17,19 @@ from typing import Any
 
 import megatron.core
 import xxhash
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, RestoreFailed, SaveRefused
 from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
-from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Survey
+from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Storage, Survey
 from ckptfsm.disk.stock import COMMON, COMMON_KEY, inspect_stock
 from ckptfsm.megatron.blobs import Templates
-from ckptfsm.megatron.compat import cpu_devices, process_group
+from ckptfsm.megatron.compat import process_group
+from ckptfsm.megatron.fast_load import FastLoad, load_parts, plan_fast_load
 from ckptfsm.megatron.foreign import ForeignPart, ForeignRequest, stage_foreign
 from ckptfsm.megatron.image_part import Held, stage_images
 from ckptfsm.megatron.planning import PartDraft, PartSummary, Plans, merge_part
@@ -41,7 +41,7 @@ from ckptfsm.megatron.torch_dist import (
     keeps_common_in_shard,
     stage_part,
 )
-from ckptfsm.writers.plain_files import bytes_of, file_spec, load_file, provenance, stage_file
+from ckptfsm.writers.plain_files import bytes_of, file_spec, provenance, stage_file
 
 _ROOT_PART = "state"
 
@@ -223,14 +223,20 @@ class MegatronDriver:
             with process_group():
                 check_shards(name, ranks, RestoreFailed)
 
+    def plan_reading(
+        self,
+        storage: Storage,
+        location: str,
+        parts: Mapping[str, tuple[str, Any]],
+        files: Sequence[FileEntry],
+    ) -> FastLoad | None:
+        with process_group():
+            return plan_fast_load(storage, location, parts, files)
+
     def load(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]
     ) -> Mapping[str, Any]:
-        with cpu_devices(), process_group():
-            return {
-                name: _load_part(name, state, directories[name], drop)
-                for name, state in parts.items()
-            }
+        return load_parts(parts, directories, drop)
 
 
 @contextmanager
@@ -266,14 +272,6 @@ def refuse_newer(name: str, directory: str) -> None:
     )
 
 
-def _load_part(name: str, state: Any, directory: str, drop: set[str]) -> Any:
-    """Load a part. Overlaps were ruled out before, see ``check``."""
-    if file_spec(name, state) is not None:
-        return load_file(name, state, directory)
-    wanted = _without(state, drop)
-    return dist_checkpointing.load(wanted, directory, validate_access_integrity=False)
-
-
 def _spec_of(name: str, value: Any, count: int) -> PartSpec:
     """The spec of a part. A lone part sits at the root of the step's directory, as in Megatron-LM."""
     if isinstance(value, OptionalPart):
@@ -295,17 +293,3 @@ def _spec_of(name: str, value: Any, count: int) -> PartSpec:
 
 def _same_part(ranks: Sequence[Mapping[str, PartSummary]], name: str) -> list[PartSummary]:
     return [rank[name] for rank in ranks if name in rank]
-
-
-def _without(state: Any, drop: set[str]) -> Any:
-    """A copy of a nested state dict without the sharded objects of these keys."""
-    if isinstance(state, dict):
-        return {
-            key: _without(value, drop)
-            for key, value in state.items()
-            if not (isinstance(value, ShardedObject) and value.key in drop)
-        }
-    if isinstance(state, list):
-        kept = [v for v in state if not (isinstance(v, ShardedObject) and v.key in drop)]
-        return [_without(value, drop) for value in kept]
-    return state

@@ -257,6 +257,7 @@ _ALLOWED_NAMES = frozenset(
         (_METADATA, "MetadataIndex"),
         (_METADATA, "StorageMeta"),
         (_METADATA, "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
         ("collections", "OrderedDict"),
@@ -266,7 +267,7 @@ _ALLOWED_NAMES = frozenset(
 
 
 class _PlannedUnpickler(pickle.Unpickler):
-    """Reads planned metadata back after a restart, and allows only the classes in it."""
+    """Reads metadata back, planned or published, and allows only the classes in it."""
 
     def find_class(self, module: str, name: str) -> Any:
         plain_name = "." not in name  # a dotted name would reach other modules

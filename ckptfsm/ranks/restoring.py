@@ -1,16 +1,21 @@
 """Restore: choose, lease, verify, load. All ranks take every step together.
 
-Rules: nothing is loaded before it was verified, and nothing is verified without a lease on it, so
-that it cannot be pruned meanwhile (F27). An exchange turns a problem of one rank into a problem of
-all, never raised between collectives. The load itself is megatron-core's, and holds further
-collectives. If a rank dies inside the load, only the process group's timeout ends the wait.
+A file that a rank reads whole is verified in that same pass, see ``ports.Reading``. Every other file
+is verified before anything is loaded.
+
+Rules: nothing is returned before it was verified, and nothing is verified without a lease on it, so
+that it cannot be pruned meanwhile (F27). No object is unpickled, by us or by megatron-core, before
+its file was verified. An exchange turns a problem of one rank into a problem of all, never raised
+between collectives. The load itself is megatron-core's, and holds further collectives. If a rank
+dies inside the load, only the process group's timeout ends the wait.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -29,7 +34,7 @@ from ckptfsm.core.errors import (
     describe,
 )
 from ckptfsm.core.layout import join
-from ckptfsm.core.ports import Driver, Pending, Ports, Storage, Survey, Transport
+from ckptfsm.core.ports import Driver, Pending, Ports, Reading, Storage, Survey, Transport
 from ckptfsm.core.requests import Located
 from ckptfsm.disk.durable import is_about_content
 from ckptfsm.disk.inspection import check_digests, check_extra_shards, check_sizes
@@ -40,6 +45,24 @@ log = logging.getLogger("ckptfsm")
 P = ParamSpec("P")
 T = TypeVar("T")
 _LEAVING = (KeyboardInterrupt, SystemExit)
+
+
+class _FoundDamaged(Exception):
+    """A file turned out to be bad while it was loaded. Raised on every rank, with the same words."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """The files that were verified, or will be: ``readers`` has the number of ranks that read each.
+
+    ``reading`` is this rank's, of files that are in ``readers``.
+    """
+
+    reading: Reading | None = None
+    readers: Mapping[str, int] = field(default_factory=dict)
+
+
+_NOTHING_LATER = _Verified()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,49 +91,96 @@ class Restorer:
     ) -> Restored | None:
         """Restore, see ``Manager.restore``."""
         named = self._everywhere(step, name_parts, state, parts)
-        located = self.choose(step)
-        if located is None:
-            return None
-        try:
-            return self.load(located, named)
-        finally:
-            self.release(located)
+        while True:
+            chosen = self._choose(step, named)
+            if chosen is None:
+                return None
+            located, verified = chosen
+            complete = not verified.readers
+            try:
+                restored = self.load(located, named, verified)
+                complete = True
+                return restored
+            except _FoundDamaged as found:
+                problem = str(found)
+            finally:
+                self.release(located, complete=complete)
+            self._pass_over(step, located, problem)
 
     def choose(self, step: int | None) -> Located | None:
         """The checkpoint to read, verified, with a lease on it that the caller has to release."""
+        chosen = self._choose(step, None)
+        return None if chosen is None else chosen[0]
+
+    def _choose(
+        self, step: int | None, named: Mapping[str, Any] | None
+    ) -> tuple[Located, _Verified] | None:
+        """The checkpoint to read into ``named``, with a lease on it; files are read whole if it is
+        given.
+        """
         while True:
             located: Located | None = self.agree(Coordinator.locate, step)
             if located is None:
                 return None
             problem: str | None = None
             try:
-                problem = self._damage(located)
+                verified = self._plan(located, named)
+                problem = self._damage(located, verified.readers)
             finally:
                 if problem != "":  # damaged, or not verified
                     self.agree(Coordinator.release, located.lease)
             if not problem:
-                return located
-            if step is not None:
-                raise DamagedRoot(
-                    f"step {step} is damaged: {problem}", step=step, file=located.directory
-                )
-            self.agree(Coordinator.withdraw_damaged, located.step, problem)
+                return located, verified
+            self._pass_over(step, located, problem)
 
-    def release(self, located: Located) -> None:
-        """Give the lease of a chosen checkpoint back; tell the coordinator of its verification."""
-        whole = self.config.verify == "digests" and bool(located.files)
+    def release(self, located: Located, *, complete: bool = True) -> None:
+        """Give the lease of a chosen checkpoint back; tell the coordinator of its verification.
+
+        ``complete``: all of it was verified that ``config.verify`` asks for.
+        """
+        whole = self.config.verify == "digests" and bool(located.files) and complete
         verified = located.step if whole else None
         self.agree(Coordinator.release, located.lease, verified)
 
-    def _damage(self, located: Located) -> str:
+    def _pass_over(self, step: int | None, located: Located, problem: str) -> None:
+        """Withdraw a damaged checkpoint. Raises ``DamagedRoot`` if it was asked for, or is the last."""
+        if step is not None:
+            raise DamagedRoot(
+                f"step {step} is damaged: {problem}", step=step, file=located.directory
+            )
+        self.agree(Coordinator.withdraw_damaged, located.step, problem)
+
+    def _plan(self, located: Located, named: Mapping[str, Any] | None) -> _Verified:
+        """The files that ranks read whole into their states, and verify then."""
+        if named is None or self.config.verify != "digests" or not located.files:
+            return _NOTHING_LATER
+        reading = self._everywhere(located.step, self._plan_reading, located, named)
+        gathered = self.transport.gather(reading.files if reading is not None else frozenset())
+        readers = Counter(name for files in gathered or () for name in files)
+        return _Verified(reading, self.transport.broadcast(dict(readers)))
+
+    def _plan_reading(self, located: Located, named: Mapping[str, Any]) -> Reading | None:
+        directories = {p.name: p.directory for p in located.parts if p.kind == "torch_dist"}
+        parts = {
+            name: (directories[name], value)
+            for name, value in named.items()
+            if name in directories and value is not None
+        }
+        return self.driver.plan_reading(self.storage, located.directory, parts, located.files)
+
+    def _damage(self, located: Located, later: Collection[str]) -> str:
         """The fault of the checkpoint, the same on every rank; "" if there is none.
 
-        A disk that cannot be read is not damage: that raises, and nothing is withdrawn.
+        The content of the files in ``later`` is not looked at. A disk that cannot be read is not
+        damage: that raises, and nothing is withdrawn.
         """
-        share = self._everywhere(located.step, self._start_verifying, located)
+        share = self._everywhere(located.step, self._start_verifying, located, later)
         self._await(share)
-        found = self._everywhere(located.step, share.result)
-        gathered = self.transport.gather(found)
+        return self._first_of_all(self._everywhere(located.step, share.result))
+
+    def _first_of_all(self, problem: str) -> str:
+        """The first problem of a rank, the same on every rank."""
+        gathered = self.transport.gather(problem)
         return str(self.transport.broadcast(next((p for p in gathered or () if p), "")))
 
     def _await(self, share: Pending[str]) -> None:
@@ -134,33 +204,32 @@ class Restorer:
                 return
             self.ports.clock.sleep(next(pause))
 
-    def _start_verifying(self, located: Located) -> Pending[str]:
-        """Verify this rank's files on another thread: a rank may not be silent for so long."""
+    def _start_verifying(self, located: Located, later: Collection[str]) -> Pending[str]:
+        return self._start(partial(self._verify_share, located, later))
+
+    def _start(self, work: Callable[[], str]) -> Pending[str]:
+        """Begin on another thread: a rank may not be silent for so long."""
         executor = self.ports.executor()
-        share = executor.submit(partial(self._verify_share, located))
+        share = executor.submit(partial(_fault_found_by, work))
         executor.shutdown()
         return share
 
-    def _verify_share(self, located: Located) -> str:
+    def _verify_share(self, located: Located, later: Collection[str]) -> str:
         """Verify this rank's share of the files, so that verification scales with ranks."""
         if located.problem:
             return located.problem
         if self.config.verify == "none" or not located.files:
             return ""
         share = located.files[self.transport.rank :: self.transport.world_size]
-        try:
-            return self._look_at(located, share)
-        except OSError as error:
-            if not is_about_content(error):
-                raise
-            return describe(error)  # for example a link in place of a directory
+        return self._look_at(located, share, later)
 
-    def _look_at(self, located: Located, share: Sequence[FileEntry]) -> str:
+    def _look_at(self, located: Located, share: Sequence[FileEntry], later: Collection[str]) -> str:
         problem = self._sizes(located, share)
         if not problem and self.transport.rank == 0:
             problem = check_extra_shards(self.storage, located.directory, located.files)
         if not problem and self.config.verify == "digests":
-            problem = check_digests(self.storage, located.directory, share)
+            now = [entry for entry in share if entry.name not in later]
+            problem = check_digests(self.storage, located.directory, now)
         return problem
 
     def _sizes(self, located: Located, share: Sequence[FileEntry]) -> str:
@@ -173,7 +242,9 @@ class Restorer:
             self.ports.clock.sleep(next(pause))
         return problem
 
-    def load(self, located: Located, named: Mapping[str, Any]) -> Restored:
+    def load(
+        self, located: Located, named: Mapping[str, Any], verified: _Verified = _NOTHING_LATER
+    ) -> Restored:
         """Load the chosen checkpoint. A part of None is loaded by other ranks only."""
         step = located.step
         wanted = self._everywhere(step, self._with_others, located, named)
@@ -183,10 +254,29 @@ class Restorer:
         dropped = self._agree_on_drops(survey.missing)
         surveys = self.transport.gather(survey)
         self._everywhere(step, self._check_surveys, surveys, dropped)
-        loaded = self._everywhere(step, self.driver.load, wanted, directories, dropped)
+        if verified.readers:
+            self._read(step, verified)
+        load = self.driver.load if verified.reading is None else verified.reading.load
+        loaded = self._everywhere(step, load, wanted, directories, dropped)
         self._everywhere(step, self.storage.absolute, located.directory)  # still the verified one
         own = {name: loaded[name] for name, value in named.items() if value is not None}
         return Restored(step, only(own.values()), own, tuple(sorted(dropped)))
+
+    def _read(self, step: int, verified: _Verified) -> None:
+        """Read this rank's files into its state. Raises ``_FoundDamaged`` if any rank found a bad
+        one.
+        """
+        share = self._everywhere(step, self._start, partial(_read_whole, verified))
+        try:
+            self._await(share)
+        except BaseException:  # an interrupt: the state must not change behind the caller's back
+            if verified.reading is not None:
+                verified.reading.stop()
+            share.exception()
+            raise
+        problem = self._first_of_all(self._everywhere(step, share.result))
+        if problem:
+            raise _FoundDamaged(problem)
 
     def _with_others(self, located: Located, named: Mapping[str, Any]) -> dict[str, Any]:
         """Add the parts of other ranks, empty: loading a torch_dist part is collective."""
@@ -250,6 +340,23 @@ class Restorer:
         if first:
             raise RestoreFailed(f"could not be loaded: {first}", step=step, file=self.storage.root)
         return results[0]
+
+
+def _read_whole(verified: _Verified) -> str:
+    reading, readers = verified.reading, verified.readers
+    if reading is None:
+        return ""
+    return reading.run({name for name, count in readers.items() if count == 1})
+
+
+def _fault_found_by(work: Callable[[], str]) -> str:
+    """The fault of the content that ``work`` found, or ran into."""
+    try:
+        return work()
+    except OSError as error:
+        if not is_about_content(error):
+            raise
+        return describe(error)  # for example a link in place of a directory
 
 
 def warn_of_drops(restored: Restored) -> None:

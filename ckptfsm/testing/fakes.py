@@ -24,6 +24,7 @@ from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.signals import PosixDeferredSignals
+from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import CkptFsmError, RankFailed, SaveRefused
 from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
 from ckptfsm.core.ports import (
@@ -248,6 +249,15 @@ class FakeDriver:
     def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:
         """Accept: every state fits."""
         self.maybe_fail("check")
+
+    def plan_reading(
+        self,
+        storage: Storage,
+        location: str,
+        parts: Mapping[str, tuple[str, Any]],
+        files: Sequence[FileEntry],
+    ) -> None:
+        """Every file is verified before it is loaded."""
 
     def load(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]

@@ -202,6 +202,15 @@ class FilesDriver:
     def check(self, surveys: Sequence[Survey], drop: set[str]) -> None:
         """Plain files fit any sharding."""
 
+    def plan_reading(
+        self,
+        storage: Storage,
+        location: str,
+        parts: Mapping[str, tuple[str, Any]],
+        files: Sequence[FileEntry],
+    ) -> None:
+        """Every file is verified before it is loaded."""
+
     def load(
         self, parts: Mapping[str, Any], directories: Mapping[str, str], drop: set[str]
     ) -> Mapping[str, Any]:

@@ -424,8 +424,8 @@ DOCUMENTS = (
     ),
     mutant(
         "nothing-is-verified-before-a-restore",
-        "ranks.restoring:Restorer.choose",
-        "problem = self._damage(located)",
+        "ranks.restoring:Restorer._choose",
+        "problem = self._damage(located, verified.readers)",
         'problem = ""',
         breaks="F21",
         source="F21",

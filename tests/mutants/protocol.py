@@ -169,8 +169,9 @@ ORDER = (
     mutant(
         "lease-given-back-before-the-load",
         "ranks.restoring:Restorer.restore",
-        "return self.load(located, named)",
-        "self.agree(Coordinator.release, located.lease)\nreturn self.load(located, named)",
+        "restored = self.load(located, named, verified)",
+        "self.agree(Coordinator.release, located.lease)\n"
+        "restored = self.load(located, named, verified)",
         breaks="F27",
         source="order",
         killers=("tests:test_manager.py::test_F27_restore_holds_a_lease_while_it_loads",),
