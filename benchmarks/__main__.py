@@ -13,7 +13,17 @@ from pathlib import Path
 from benchmarks.measure import Figure, Options, as_json, as_table, environment
 
 PEERS = "peers"  # not by default: they take long
-GROUPS = ("saving", "engines", "finishing", "memory", "polling", "transition", "recovery", "scale")
+GROUPS = (
+    "saving",
+    "engines",
+    "finishing",
+    "restoring",
+    "memory",
+    "polling",
+    "transition",
+    "recovery",
+    "scale",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

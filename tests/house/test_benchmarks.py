@@ -38,6 +38,7 @@ def test_every_group_reports_its_figures(tmp_path: Path) -> None:
         "saving",
         "engines",
         "finishing",
+        "restoring",
         "memory",
         "polling",
         "transition",
@@ -51,6 +52,7 @@ def test_every_group_reports_its_figures(tmp_path: Path) -> None:
     assert {name: target for name, target in wanted.items() if name not in engines} == {
         "save(), ckptfsm / stock": 1.05,
         "until loadable, ckptfsm / stock": 1.1,
+        "cold load, ckptfsm / stock": 0.8,
         "recovery of 3, after a close": 1.0,
         "recovery of 3, after a kill": 1.0,
         "time per rank, 8 / 3 ranks": 1.5,
