@@ -346,7 +346,7 @@ def _read_whole(verified: _Verified) -> str:
     reading, readers = verified.reading, verified.readers
     if reading is None:
         return ""
-    return reading.run({name for name, count in readers.items() if count == 1})
+    return reading.run({name for name in reading.files if readers[name] == 1})
 
 
 def _fault_found_by(work: Callable[[], str]) -> str:

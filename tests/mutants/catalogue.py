@@ -12,6 +12,7 @@ from mutants import (
     preemption,
     protocol,
     ranks,
+    reading,
 )
 from mutants.loader import Mutant
 
@@ -25,6 +26,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *engine.MUTANTS,
     *admission.MUTANTS,
     *preemption.MUTANTS,
+    *reading.MUTANTS,
 )
 
 

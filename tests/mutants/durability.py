@@ -519,8 +519,8 @@ MUTANTS = (
     ),
     mutant(
         "posix-a-refused-direct-write-fails-the-save",
-        "adapters.posix_storage:PosixStorage._written",
-        "_make_ordinary(handle)\nreturn write()",
+        "adapters.posix_storage:PosixStorage._transferred",
+        "_make_ordinary(handle)\nreturn transfer()",
         "raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))",
         breaks="I10",
         source="direct writes",
