@@ -176,8 +176,10 @@ class Manager(Session):
         """Load the latest checkpoint, or that of ``step``, into the shape of ``state``
         (collective).
 
-        Verifies first (``verify``) and holds a lease on the checkpoint. If the latest is damaged,
-        falls back to the newest valid one under ``resume="fallback"``. Loads under another
+        Verifies (``verify``) and holds a lease on the checkpoint. Files that a rank reads whole are
+        verified while they are read, all others before. If the latest is damaged, falls back to
+        the newest valid one under ``resume="fallback"``. If this raises, tensors of ``state`` may
+        have been overwritten, as by megatron-core's load. Loads under another
         tensor-parallel or world size; sharded objects in ``reshard_drops`` that do not reshard are
         left out with a warning. Returns None only when there is no evidence of any checkpoint.
 
