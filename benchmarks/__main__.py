@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.measure import Figure, Options, as_json, as_table, environment
 
+_DEFAULTS = Options(Path())
 PEERS = "peers"  # not by default: they take long
 GROUPS = (
     "saving",
@@ -53,10 +54,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--checkpoints", type=_positive, default=1000, help="checkpoints in the root to recover"
     )
     parser.add_argument(
-        "--ranks", type=_ranks, default=Options.ranks, help="simulated ranks: 1000,10000,..."
+        "--ranks", type=_ranks, default=_DEFAULTS.ranks, help="simulated ranks: 1000,10000,..."
     )
     parser.add_argument(
-        "--busy", type=float, default=Options.busy_s, help="seconds that ranks compute after a save"
+        "--busy", type=float, default=_DEFAULTS.busy_s, help="seconds that ranks compute after a save"
     )
     parser.add_argument(
         "--only", choices=(*GROUPS, PEERS), action="append", help="run this group only"
