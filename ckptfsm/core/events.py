@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Final, Literal
 
-from ckptfsm.core.parts import AttemptId, PartSpec
+from ckptfsm.core.parts import AttemptId, PartSpec, Sent
 
 # --------------------------------------------------------------------------------------- events
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class Event(Sent):
     """A fact about an attempt."""
 
     name: ClassVar[str] = "event"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache
+from operator import attrgetter
 from typing import Any, Literal
 
 from ckptfsm.core.errors import ConfigError
@@ -17,8 +20,28 @@ RESERVED = frozenset({".ckptfsm", ".metadata", "metadata.json", "common.pt"})
 """Names that the library or megatron-core writes into the directory of a torch_dist part."""
 
 
+class Sent:
+    """Base of small frozen dataclasses that ranks send: pickled as a call with their values.
+
+    The generated way sets one field after the other, which takes three times as long to read.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[Any], tuple[Any, ...]]:
+        kind: Any = type(self)
+        return kind, _values_of(kind)(self)
+
+
+@cache
+def _values_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    names = [field.name for field in fields(kind)]
+    values = attrgetter(*names)
+    return values if len(names) > 1 else lambda sent: (values(sent),)
+
+
 @dataclass(frozen=True, slots=True, order=True)
-class AttemptId:
+class AttemptId(Sent):
     """An attempt at a step: ``epoch`` is the run generation that asked for it."""
 
     step: int
@@ -30,7 +53,7 @@ class AttemptId:
 
 
 @dataclass(frozen=True, slots=True)
-class PartSpec:
+class PartSpec(Sent):
     """A declared part of a checkpoint.
 
     ``directory`` is relative to the step's directory ("" is its root). ``ranks`` are the ranks that

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.errors import ConfigError, SaveRefused, describe, name_ranks
-from ckptfsm.core.parts import OptionalPart, PartSpec
+from ckptfsm.core.parts import OptionalPart, PartSpec, Sent
 from ckptfsm.core.ports import Draft, Driver
 from ckptfsm.core.requests import SaveRequest
 
@@ -23,7 +23,7 @@ STATE = "state"  # the name of the part for a state without names
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(Sent):
     """The proposal of one rank, as it is sent to rank 0.
 
     ``specs`` are the parts that this rank writes, ``elsewhere`` the names of the others.
