@@ -47,6 +47,7 @@ _DIGEST_BYTES = 4 << 20
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
+_NO_NAMES = ("", ".", "..")
 _KINDS: Mapping[int, FileKind] = MappingProxyType(
     {modes.S_IFREG: "file", modes.S_IFDIR: "dir", modes.S_IFLNK: "symlink"}
 )
@@ -81,7 +82,7 @@ def split_path(path: str) -> tuple[str, ...]:
     if path == "":
         return ()
     pieces = tuple(path.split("/"))
-    if "\0" in path or any(piece in ("", ".", "..") for piece in pieces):
+    if "\0" in path or any(piece in _NO_NAMES for piece in pieces):
         raise ConfigError("not a path inside the store", path=path)
     return pieces
 
@@ -250,6 +251,18 @@ class PosixStorage:
                 return _read_up_to(fd, limit, offset)
             finally:
                 os.close(fd)
+
+    def read_each(
+        self, directory: str, names: Iterable[str], limit: int
+    ) -> Iterator[tuple[str, bytes]]:
+        try:
+            with self._directory(directory, split_path(directory), changes=False) as parent:
+                for name in names:
+                    content = _content(parent, name, limit)
+                    if content is not None:
+                        yield name, content
+        except FileNotFoundError:
+            return  # the directory does not exist
 
     def digest(self, path: str) -> str:
         with self._entry(path) as (parent, name):
@@ -440,6 +453,20 @@ def _open_regular(parent: int, name: str) -> int:
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file")
     return fd
+
+
+def _content(parent: int, name: str, limit: int) -> bytes | None:
+    """The beginning of a regular file in a directory; None if it does not exist."""
+    if "/" in name or "\0" in name or name in _NO_NAMES:
+        raise ConfigError("not a name in a directory", path=name)
+    try:
+        fd = _open_regular(parent, name)
+    except FileNotFoundError:
+        return None
+    try:
+        return _read_up_to(fd, limit, 0)
+    finally:
+        os.close(fd)
 
 
 def _make_direct(fd: int) -> None:

@@ -11,7 +11,7 @@ Paths are relative to the store's root, with ``/`` between components; a compone
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -127,6 +127,15 @@ class Storage(Protocol):
 
     def read(self, path: str, limit: int, offset: int = 0) -> bytes:
         """The content of a regular file from byte ``offset`` on, at most ``limit`` bytes of it."""
+        ...
+
+    def read_each(
+        self, directory: str, names: Iterable[str], limit: int
+    ) -> Iterator[tuple[str, bytes]]:
+        """The content of regular files in one directory, in the order of ``names``.
+
+        At most ``limit`` bytes of each. Files that do not exist are left out.
+        """
         ...
 
     def free_bytes(self) -> int:

@@ -21,7 +21,7 @@ from ckptfsm.core.ports import FileStat, Storage
 
 TEMPORARY = ".tmp-"
 _TEMPORARIES = 100
-_SMALL_BYTES = 64 << 10
+SMALL_BYTES = 64 << 10
 
 
 def parent_of(path: str) -> str:
@@ -130,8 +130,8 @@ def read_document(storage: Storage, path: str, limit: int) -> bytes:
 
     Nothing but the beginning of such a file is read. A small one costs a single call.
     """
-    beginning = storage.read(path, _SMALL_BYTES)
-    if len(beginning) < min(_SMALL_BYTES, limit):
+    beginning = storage.read(path, SMALL_BYTES)
+    if len(beginning) < min(SMALL_BYTES, limit):
         return beginning
     size = storage.stat(path).size
     if size > limit:

@@ -4,8 +4,10 @@ late (F9).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 
 from ckptfsm.adapters.posix_storage import digest_of
 from ckptfsm.core.backoff import pauses
@@ -14,7 +16,7 @@ from ckptfsm.core.errors import DamagedRoot, ShardMissing, name_ranks
 from ckptfsm.core.layout import receipt_name
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Storage
-from ckptfsm.disk.durable import read_document
+from ckptfsm.disk.durable import SMALL_BYTES, read_document
 
 _LONGEST_PAUSE_S = 0.5  # between two looks for a missing receipt on a shared disk
 
@@ -35,9 +37,12 @@ class Receipts:
 
     def read(self, part: str, rank: int) -> Receipt:
         """The receipt of a rank for a part. Raises ``DamagedRoot`` if it is not of this attempt."""
+        path = f"{self.location}/{receipt_name(part, rank)}"
+        return self._checked(part, rank, read_document(self.storage, path, MAX_DOCUMENT_BYTES))
+
+    def _checked(self, part: str, rank: int, data: bytes) -> Receipt:
         name = receipt_name(part, rank)
         path = f"{self.location}/{name}"
-        data = read_document(self.storage, path, MAX_DOCUMENT_BYTES)
         receipt = decode(Receipt, data, path)
         expected = (self.of, part, rank, self.world_size)
         actual = (receipt.of, receipt.part, receipt.rank, receipt.world_size)
@@ -51,6 +56,22 @@ class Receipts:
         self.entries[name] = FileEntry(name=name, bytes=len(data), digest=digest_of(data))
         return receipt
 
+    def _present(self, part: str, ranks: Sequence[int]) -> Iterator[Receipt]:
+        """The receipts of these ranks that are there."""
+        inner, _, _ = receipt_name(part, 0).rpartition("/")
+        names = {receipt_name(part, rank).rpartition("/")[2]: rank for rank in ranks}
+        found = self.storage.read_each(f"{self.location}/{inner}", names, SMALL_BYTES)
+        for name, data in found:
+            rank = names[name]
+            if len(data) < SMALL_BYTES:
+                yield self._checked(part, rank, data)
+                continue
+            try:
+                receipt = self.read(part, rank)
+            except FileNotFoundError:
+                continue
+            yield receipt
+
     def arriving(
         self, shares: Collection[tuple[str, int]], clock: Clock, deadline: float
     ) -> Iterator[Receipt]:
@@ -61,15 +82,12 @@ class Receipts:
         missing = sorted(shares)
         pause = pauses(longest_s=_LONGEST_PAUSE_S)
         while True:
-            late = []
-            for part, rank in missing:
-                try:
-                    receipt = self.read(part, rank)
-                except FileNotFoundError:
-                    late.append((part, rank))
-                else:
+            there: set[tuple[str, int]] = set()
+            for part, of_part in groupby(missing, key=itemgetter(0)):
+                for receipt in self._present(part, [rank for _, rank in of_part]):
+                    there.add((part, receipt.rank))
                     yield receipt
-            missing = late
+            missing = [share for share in missing if share not in there]
             if not missing:
                 return
             if clock.monotonic() >= deadline:

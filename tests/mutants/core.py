@@ -359,7 +359,7 @@ RECOVERY = (
 DOCUMENTS = (
     mutant(
         "receipts-of-others-count",
-        "disk.receipts:Receipts.read",
+        "disk.receipts:Receipts._checked",
         "if actual != expected:",
         "if False:",
         breaks="I5",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -183,6 +183,17 @@ class Disk:
 
     def read(self, path: str, limit: int, offset: int = 0) -> bytes:
         return self._file(path)[offset : offset + limit]
+
+    def read_each(
+        self, directory: str, names: Iterable[str], limit: int
+    ) -> Iterator[tuple[str, bytes]]:
+        """As the port says, by ``read``: whatever replaces that is asked."""
+        for name in names:
+            try:
+                content = self.read(f"{directory}/{name}" if directory else name, limit)
+            except FileNotFoundError:
+                continue
+            yield name, content
 
     def free_bytes(self) -> int:
         return 1 << 40

@@ -358,6 +358,27 @@ def test_entries_leave_out_a_name_that_goes_meanwhile(posix: PosixStorage) -> No
     assert [name for name, _ in found] == [kept]
 
 
+def test_read_each_reads_the_files_that_are_there(disk: Disk) -> None:
+    """Catches: contents in another order than asked for, a link that is followed, a path outside."""
+    store = disk.storage
+    store.mkdir("d")
+    create(store, "d/a", b"first")
+    create(store, "d/b", b"")
+    create(store, "c", b"above")
+    disk.symlink("d/link", "a")
+    before = sorted(os.listdir("/proc/self/fd"))
+    assert list(store.read_each("d", ["b", "none", "a"], 3)) == [("b", b""), ("a", b"fir")]
+    assert list(store.read_each("", ["c"], 9)) == [("c", b"above")]
+    assert list(store.read_each("none", ["a"], 1)) == []
+    fails(errno.ENOTDIR, next, store.read_each("c", ["a"], 1))
+    fails(errno.ELOOP, next, store.read_each("d", ["link"], 1))
+    fails(errno.EINVAL, next, store.read_each("", ["d"], 1))
+    for name in ("../c", "..", ".", "", "/etc/hostname", "a\0b"):
+        with pytest.raises(ConfigError):
+            next(store.read_each("d", [name], 1))
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
 def test_only_regular_files_are_opened(store: Storage) -> None:
     store.mkdir("d")
     for call in (store.open_existing, store.digest, store.try_lock):

@@ -389,7 +389,7 @@ def test_F5_F6_a_put_can_be_repeated_after_its_fsync_failed():
     assert storage.read("f", 10) == b"1"
 
 
-@pytest.mark.parametrize("size", [0, 1, durable._SMALL_BYTES - 1, durable._SMALL_BYTES, 200_000])
+@pytest.mark.parametrize("size", [0, 1, durable.SMALL_BYTES - 1, durable.SMALL_BYTES, 200_000])
 def test_a_document_is_read_whole_or_refused(storage, size):
     """Catches: a document that is cut off, also at the length of the first read."""
     durable.write_new(storage, "f", bytes(size))
