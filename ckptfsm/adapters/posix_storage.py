@@ -2,9 +2,10 @@
 
 Rules:
 
-- Every call is relative to a descriptor of the root. Parents are walked one component at a time
-  with ``O_NOFOLLOW``: no symbolic link is followed, not even one that was swapped in a moment ago.
-  So nothing outside the root can be touched.
+- Every call is relative to a descriptor of the root. No symbolic link is followed on the way, not
+  even one that was swapped in a moment ago, so nothing outside the root can be touched. The kernel
+  sees to that (``openat2``); where it cannot, or refuses, parents are walked one component at a
+  time with ``O_NOFOLLOW``.
 - Nothing is changed through a directory on another device than the root (a mount point inside it):
   ``EXDEV``. A bind mount of the same device cannot be told apart this way.
 - Only regular files are opened, never blocking: a FIFO or a device in the store hangs nothing.
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeVar
 
 import xxhash
 
@@ -45,6 +47,15 @@ _LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _READ_BYTES = 1 << 20  # one read; the limit of a document may be far larger than the document
 _DIGEST_BYTES = 4 << 20
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.syscall.argtypes = (
+    ctypes.c_long,
+    ctypes.c_long,
+    ctypes.c_char_p,
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+)
+_LIBC.syscall.restype = ctypes.c_long
+_OPENAT2 = 437  # on every architecture
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 _NO_NAMES = ("", ".", "..")
@@ -52,6 +63,21 @@ _KINDS: Mapping[int, FileKind] = MappingProxyType(
     {modes.S_IFREG: "file", modes.S_IFDIR: "dir", modes.S_IFLNK: "symlink"}
 )
 
+
+class _OpenHow(ctypes.Structure):
+    """``struct open_how`` of openat2(2)."""
+
+    _fields_ = (
+        ("flags", ctypes.c_uint64),
+        ("mode", ctypes.c_uint64),
+        ("resolve", ctypes.c_uint64),
+    )
+
+
+# RESOLVE_NO_XDEV, RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS and RESOLVE_BENEATH
+_BENEATH = _OpenHow(_DIRECTORY, 0, 0x01 | 0x02 | 0x04 | 0x08)
+
+T = TypeVar("T")
 _Inode = tuple[int, int]  # st_dev, st_ino
 
 
@@ -245,12 +271,14 @@ class PosixStorage:
             os.close(handle)
 
     def read(self, path: str, limit: int, offset: int = 0) -> bytes:
-        with self._entry(path) as (parent, name):
+        def content(parent: int, name: str) -> bytes:
             fd = _open_regular(parent, name)
             try:
                 return _read_up_to(fd, limit, offset)
             finally:
                 os.close(fd)
+
+        return self._look(path, content)
 
     def read_each(
         self, directory: str, names: Iterable[str], limit: int
@@ -321,8 +349,7 @@ class PosixStorage:
         if not split_path(path):
             with self._directory(path, (), changes=False) as fd:
                 return _file_stat(os.fstat(fd))
-        with self._entry(path) as (parent, name):
-            return _file_stat(os.stat(name, dir_fd=parent, follow_symlinks=False))
+        return self._look(path, _stat_in)
 
     def free_bytes(self) -> int:
         found = os.fstatvfs(self._root_fd)
@@ -376,6 +403,22 @@ class PosixStorage:
         with self._directory(path, pieces[:-1], changes=changes) as fd:
             yield fd, pieces[-1]
 
+    def _look(self, path: str, look: Callable[[int, str], T]) -> T:
+        """As ``_entry``, for calls that only look: there are ten of them for every checkpoint."""
+        pieces, root = split_entry(path), self._root_fd
+        try:
+            if root < 0:
+                raise OSError(errno.EBADF, "the storage is closed")
+            fd = self._reach(root, pieces[:-1], changes=False)
+            try:
+                return look(fd, pieces[-1])
+            finally:
+                if fd != root:
+                    os.close(fd)
+        except OSError as error:
+            error.filename, error.filename2 = path, None
+            raise
+
     @contextmanager
     def _entries(self, src: str, dst: str) -> Iterator[tuple[int, str, int, str]]:
         """Both directories of a rename or link, with the names in them."""
@@ -394,16 +437,42 @@ class PosixStorage:
             with _named(path):
                 if root < 0:  # os.listdir(-1) would list the working directory
                     raise OSError(errno.EBADF, "the storage is closed")
-                for piece in pieces:
-                    outer, fd = fd, _open_directory(fd, piece)
-                    if outer != root:
-                        os.close(outer)
-                    if changes and os.fstat(fd).st_dev != self._device:
-                        raise OSError(errno.EXDEV, "on another device than the root")
+                fd = self._reach(root, pieces, changes)
                 yield fd
         finally:
             if fd != root:
                 os.close(fd)
+
+    def _reach(self, root: int, pieces: tuple[str, ...], changes: bool) -> int:
+        """Open the directory ``pieces``: in one call where the kernel can, else piece by piece.
+
+        The walk alone decides about errors, so that they are the same everywhere.
+        """
+        if not pieces:
+            return root
+        found = _open_beneath(root, pieces)
+        if found is None:
+            return self._walk(root, pieces, changes)
+        if changes and os.fstat(found).st_dev != self._device:
+            os.close(found)
+            return self._walk(root, pieces, changes)
+        return found
+
+    def _walk(self, root: int, pieces: tuple[str, ...], changes: bool) -> int:
+        """Open the directory ``pieces``, one piece after the other."""
+        fd = root
+        try:
+            for piece in pieces:
+                outer, fd = fd, _open_directory(fd, piece)
+                if outer != root:
+                    os.close(outer)
+                if changes and os.fstat(fd).st_dev != self._device:
+                    raise OSError(errno.EXDEV, "on another device than the root")
+        except BaseException:
+            if fd != root:
+                os.close(fd)
+            raise
+        return fd
 
 
 @contextmanager
@@ -414,6 +483,16 @@ def _named(path: str, other: str | None = None) -> Iterator[None]:
     except OSError as error:
         error.filename, error.filename2 = path, other
         raise
+
+
+def _open_beneath(root: int, pieces: tuple[str, ...]) -> int | None:
+    """Open a directory below ``root`` by openat2(2); None if that fails for any reason.
+
+    The kernel refuses links and mount points on the way.
+    """
+    path = os.fsencode("/".join(pieces))
+    fd: int = _LIBC.syscall(_OPENAT2, root, path, ctypes.byref(_BENEATH), ctypes.sizeof(_BENEATH))
+    return fd if fd >= 0 else None
 
 
 def _open_directory(parent: int, name: str) -> int:
@@ -519,6 +598,10 @@ def _digest(fd: int) -> str:
             raise OSError(errno.EBUSY, "the file grows while it is digested")
         hasher.update(buffer[:taken])
     return DIGEST_PREFIX + hasher.hexdigest()
+
+
+def _stat_in(parent: int, name: str) -> FileStat:
+    return _file_stat(os.stat(name, dir_fd=parent, follow_symlinks=False))
 
 
 def _with_stats(found: Iterable[os.DirEntry[str]]) -> Iterator[tuple[str, FileStat]]:

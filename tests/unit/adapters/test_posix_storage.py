@@ -39,9 +39,14 @@ class Disk:
         self.symlink = symlink
 
 
-@pytest.fixture(params=["posix", "sim", "posix+faults", "sim+faults"])
-def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
+@pytest.fixture(params=["posix", "posix+walk", "sim", "posix+faults", "sim+faults"])
+def disk(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Disk]:
+    """Every storage; one is on a kernel that cannot open a path at once."""
     kind = request.param
+    if "walk" in kind:
+        monkeypatch.setattr(posix_storage, "_open_beneath", lambda root, pieces: None)
     if kind.startswith("posix"):
         real = PosixStorage(tmp_path / "store")
         wrapped: Storage = FaultStorage(real) if "faults" in kind else real
@@ -322,6 +327,18 @@ def test_lookups(store: Storage) -> None:
     fails(errno.ENAMETOOLONG, store.mkdir, "x" * 256)
     fails(errno.ENOENT, store.mkdir, "none/d")
     assert store.free_bytes() > 0
+
+
+def test_a_path_is_opened_in_one_call_where_no_link_is_on_it(posix: PosixStorage) -> None:
+    """Catches: a kernel that always refuses, so that every path is walked."""
+    posix.mkdir("d")
+    posix.mkdir("d/e")
+    os.symlink("d", f"{posix.root}/link")
+    found = posix_storage._open_beneath(posix.fileno_of_root(), ("d", "e"))
+    assert found is not None and os.readlink(f"/proc/self/fd/{found}") == f"{posix.root}/d/e"
+    os.close(found)
+    for outside in (("link", "e"), ("link",), ("..",), ("d", "none")):
+        assert posix_storage._open_beneath(posix.fileno_of_root(), outside) is None
 
 
 def test_entries_are_names_with_their_stats(disk: Disk) -> None:
