@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pause automatic collection in a block that makes many objects, no cycles, and keeps none.
+    """Pause automatic collection in a block that makes many objects and no cycles.
 
     The collector would look at all objects of the trainer again and again, while the training
     thread waits. A trainer that has switched the collector off finds it so.

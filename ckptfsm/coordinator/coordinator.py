@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.notices import say
 from ckptfsm.coordinator.engine import Engine, EngineSettings
 from ckptfsm.coordinator.plan_run import PlanRun, roll_back
@@ -86,7 +87,7 @@ from ckptfsm.disk.inspection import (
     read_manifest,
     read_tracker,
 )
-from ckptfsm.disk.journal import History, newest_segment, read_history
+from ckptfsm.disk.journal import History, newest_segment, read_again, read_history
 from ckptfsm.disk.ownership import RootOwnership, open_root
 from ckptfsm.disk.reader_lease import ReaderLeases
 from ckptfsm.disk.receipts import Receipts
@@ -152,17 +153,19 @@ class Coordinator:
         A damaged journal is refused before anything is touched. On a full disk, files that earlier
         runs gave up are deleted first: any owner of the root would delete them.
         """
-        try:
+        with collection_paused():
+            try:
+                return self._open()
+            except OSError as error:
+                full = _errno_of(error) in (errno.ENOSPC, errno.EDQUOT)
+                if not full or not remove_some(self._storage, _TRASH_SLICE):
+                    raise
             return self._open()
-        except OSError as error:
-            full = _errno_of(error) in (errno.ENOSPC, errno.EDQUOT)
-            if not full or not remove_some(self._storage, _TRASH_SLICE):
-                raise
-        return self._open()
 
     def _open(self) -> RecoveryReport:
         began = self._clock.monotonic()
-        self._refuse_other_layout(self._history_before_the_lock())
+        before = self._history_before_the_lock()
+        self._refuse_other_layout(before)
         ownership = open_root(
             self._storage,
             self._identity,
@@ -172,7 +175,7 @@ class Coordinator:
         )
         self._ownership = ownership
         try:
-            report = self._recover(ownership, began)
+            report = self._recover(ownership, before, began)
         except BaseException:
             self.abandon()
             raise
@@ -223,9 +226,9 @@ class Coordinator:
                         part=part.name,
                     )
 
-    def _recover(self, ownership: RootOwnership, began: float) -> RecoveryReport:
+    def _recover(self, ownership: RootOwnership, before: History, began: float) -> RecoveryReport:
         sweep_temporaries(self._storage, (JOURNAL,))  # a fenced manager could rename one over it
-        history = read_history(self._storage)
+        history = read_again(self._storage, before)
         self._refuse_other_layout(history)
         self._refuse_unfinishable(history.ledger)
         evidence = gather_evidence(self._storage, self._layout, history.ledger)

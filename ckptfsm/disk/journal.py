@@ -202,6 +202,20 @@ def read_history(storage: Storage) -> History:
     return _replay(newest, opened, tuple(seals), max(epochs), file)
 
 
+def read_again(storage: Storage, known: History) -> History:
+    """The history as it is now: ``known`` if the journal has not changed since that was read."""
+    epochs = _segment_epochs(storage)
+    if not known.seals or not epochs or epochs[-1] != known.seals[-1].epoch:
+        return read_history(storage)
+    *older, newest = known.seals
+    data = storage.read(f"{JOURNAL}/{segment_name(newest.epoch)}", MAX_SEGMENT_BYTES)
+    same = zlib.crc32(data[: newest.bytes]) == newest.crc32
+    if len(data) < newest.bytes or not same or data[newest.bytes :].strip(b"\n"):
+        return read_history(storage)
+    _check_seals(storage, older)
+    return known
+
+
 def _check_seals(storage: Storage, seals: Sequence[Seal]) -> None:
     for seal in seals:
         file = f"{JOURNAL}/{segment_name(seal.epoch)}"
@@ -253,8 +267,7 @@ def _replay(
         intent = intent.after(record, checkpoints)
         match record:
             case TransitionRecord():
-                _replay_transition(checkpoints, record, file, index)
-                known.add(record.of)
+                known.add(_replay_transition(checkpoints, record, file, index))
                 run_seconds = max(run_seconds, record.run_seconds)
             case SegmentClosed():
                 run_seconds = max(run_seconds, record.run_seconds)
@@ -275,9 +288,13 @@ def _replay(
 
 def _replay_transition(
     checkpoints: dict[AttemptId, Checkpoint], record: TransitionRecord, file: str, index: int
-) -> None:
-    """Replay one transition at the journal's level: the move must be a row of the table (I11)."""
-    current = checkpoints.get(record.of)
+) -> AttemptId:
+    """Replay one transition at the journal's level: the move must be a row of the table (I11).
+
+    Returns its attempt.
+    """
+    of = record.of
+    current = checkpoints.get(of)
     source = current.state if current is not None else State.ABSENT
     legal = (record.source, record.event, record.dest) in _LEGAL and record.source is source
     created = record.source is State.ABSENT
@@ -290,11 +307,12 @@ def _replay_transition(
             step=record.step,
         )
     if record.dest in FORGOTTEN:
-        checkpoints.pop(record.of, None)
-        return
+        checkpoints.pop(of, None)
+        return of
     base = checkpoint_of(record.created) if record.created is not None else current
     assert base is not None
-    checkpoints[record.of] = _moved(base, record)
+    checkpoints[of] = _moved(base, record)
+    return of
 
 
 def _moved(base: Checkpoint, record: TransitionRecord) -> Checkpoint:

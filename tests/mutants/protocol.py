@@ -1670,6 +1670,7 @@ JOURNAL = (
         "disk.journal:read_history",
         "_check_seals(storage, opened.seals)",
         "",
+        ("disk.journal:read_again", "_check_seals(storage, older)", ""),
         breaks="F20",
         source="F20",
         killers=("corruption",),

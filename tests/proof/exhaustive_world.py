@@ -321,6 +321,11 @@ def production() -> Iterator[None]:
             "read_history",
             lambda storage: storage.journal.value.history(storage.lease.epoch - 1),
         ),
+        (
+            coordinator_module,
+            "read_again",
+            lambda storage, known: storage.journal.value.history(storage.lease.epoch - 1),
+        ),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
     logger = logging.getLogger("ckptfsm")

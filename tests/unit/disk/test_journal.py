@@ -39,6 +39,7 @@ from ckptfsm.disk.journal import (
     encode_line,
     newest_segment,
     parse_segment_bytes,
+    read_again,
     read_history,
     read_segments,
 )
@@ -434,6 +435,44 @@ def test_F20_a_sealed_segment_that_changed_is_corruption(how):
     with pytest.raises(JournalCorrupt, match="sealed segment") as caught:
         read_history(storage)
     assert caught.value.file == ONE and caught.value.offset == 0
+
+
+def test_a_journal_that_did_not_change_is_not_parsed_again(monkeypatch):
+    """Catches: every record of a long journal decoded twice at each opening."""
+    storage, _ = sealed()
+    known = read_history(storage)
+    monkeypatch.setattr(journal, "read_segment", None)
+    assert read_again(storage, known) is known
+
+
+@pytest.mark.parametrize(
+    "change", ["a record more", "a torn tail", "an epoch more", "another text"]
+)
+def test_a_journal_that_changed_is_read_again(change):
+    """Catches: a record that another process wrote until the lock was taken, and that is lost."""
+    storage, _ = sealed()
+    known = read_history(storage)
+    two = f"{JOURNAL}/000002.ndjson"
+    data = storage.read(two, 1 << 20).rstrip(b"\n") + b"\n"
+    if change == "an epoch more":
+        write(storage, [], 3, opened(3, seals=known.seals))
+    elif change == "another text":
+        storage.disk.overwrite(two, lines(opened(2, seals=known.seals[:1], run_seconds=7.0)))
+    else:
+        more = lines(move(S.ABSENT, "save_requested", S.REQUESTED, 500))
+        cut = len(more) if change == "a record more" else 20
+        storage.disk.overwrite(two, data + more[:cut])
+    found = read_again(storage, known)
+    assert found is not known and found == read_history(storage)
+    assert (found != known) == (change != "a torn tail")
+
+
+def test_F20_a_sealed_segment_that_changes_until_the_lock_is_taken_is_corruption():
+    storage, _ = sealed()
+    known = read_history(storage)
+    storage.disk.overwrite(ONE, bytes(len(storage.read(ONE, 1 << 20))))
+    with pytest.raises(JournalCorrupt, match="sealed segment"):
+        read_again(storage, known)
 
 
 def test_F2_a_segment_that_was_created_but_not_begun_is_passed_over():
