@@ -40,7 +40,7 @@ from ckptfsm.megatron.driver import MegatronDriver
 from ckptfsm.writers.rank_writer import write_rank
 from ckptfsm.writers.shard_file import ShardFile
 
-_TARGET_S = 1.0
+_TARGET_S = 2.0  # of 10,000 checkpoints
 _PART = "state"
 _SEED_BYTES = 64 << 10
 

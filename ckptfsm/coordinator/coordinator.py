@@ -318,6 +318,10 @@ class Coordinator:
         """The news from ``number`` on, in order. Safe from another thread."""
         return self._opened.news.since(number) if self._opened is not None else ()
 
+    def has_news_since(self, number: int) -> bool:
+        """True if there are news from ``number`` on. Safe from another thread."""
+        return self._opened is not None and self._opened.news.has(number)
+
     def forget_news(self, number: int) -> None:
         """Drop the news below ``number``: they were taken. Safe from another thread."""
         if self._opened is not None:

@@ -115,6 +115,10 @@ class NewsQueue:
         """The news with ``number`` or a higher one."""
         return tuple(item for item in tuple(self._items) if item[0] >= number)
 
+    def has(self, number: int) -> bool:
+        """True if there is any with ``number`` or a higher one. Nearly free: every poll asks."""
+        return self._count > number and bool(self._items)
+
     def forget(self, number: int) -> None:
         """Drop the news below ``number``: their reader has taken them."""
         while self._items and self._items[0][0] < number:

@@ -245,7 +245,8 @@ class CoordinatorClient:
     def work_in_background(self) -> None:
         """Let the idle coordinator retry commands, expire leases and empty the trash."""
         coordinator = self._coordinator
-        self._submitted = [f for f in self._submitted if not f.done()]
+        if self._submitted:
+            self._submitted = [f for f in self._submitted if not f.done()]
         if coordinator is None or self._submitted or coordinator.fatal is not None:
             return
         if coordinator.wants_tick():
@@ -263,7 +264,7 @@ class CoordinatorClient:
             return False
         ended = self._coordinator.fatal is not None and not self._fatal_taken
         answered = self._late is not None and self._late.done()
-        return ended or answered or bool(self._coordinator.news_since(self.taken))
+        return ended or answered or self._coordinator.has_news_since(self.taken)
 
     def collect(self) -> Update:
         """At rank 0: the coordinator's untaken news, and the error that ended it."""

@@ -409,6 +409,8 @@ class Participant:
 
     def say_notes(self) -> None:
         """Warn of the notes. No collective may follow: a filter may turn a warning into an error."""
+        if not self.notes:
+            return
         notes, self.notes = self.notes, []
         for note in notes:
             warn_caller(note)

@@ -53,8 +53,10 @@ def test_every_group_reports_its_figures(tmp_path: Path) -> None:
         "save(), ckptfsm / stock": 1.05,
         "until loadable, ckptfsm / stock": 1.1,
         "cold load, ckptfsm / stock": 0.8,
-        "recovery of 3, after a close": 1.0,
-        "recovery of 3, after a kill": 1.0,
+        "recovery of 3, after a close": 2.0,
+        "recovery of 3, after a kill": 2.0,
+        "poll idle, ckptfsm": 5.0,
+        "poll in flight, ckptfsm": 20.0,
         "time per rank, 8 / 3 ranks": 1.5,
         "shards durable to tracked, 2 ranks, busy for 0.5 s": 50.0,
     }

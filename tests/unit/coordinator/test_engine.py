@@ -19,6 +19,7 @@ from roots import (
     write_in_place,
 )
 
+from ckptfsm.coordinator.engine import NewsQueue
 from ckptfsm.core import events as m
 from ckptfsm.core.errors import (
     ConfigError,
@@ -34,7 +35,7 @@ from ckptfsm.core.layout import (
 from ckptfsm.core.lifecycle import absent, apply
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Identity, RankJob, Written
-from ckptfsm.core.requests import SaveRequest
+from ckptfsm.core.requests import NothingInFlight, SaveRequest
 from ckptfsm.disk.inspection import read_manifest
 from ckptfsm.testing.faults import FaultStorage
 from ckptfsm.testing.harness import PARTS, FakeJob, FakePart, fake_content
@@ -205,3 +206,14 @@ def test_a_refused_save_does_not_lock_the_root():
     again = started(disk, "second")
     again.save(10)
     assert latest_step(again) == 10
+
+
+def test_there_are_news_exactly_if_some_can_be_read():
+    """Catches: news that no poll fetches, and a poll that fetches none for ever."""
+    queue = NewsQueue()
+    for forgotten, count in ((0, 0), (0, 3), (2, 0), (3, 0), (3, 1), (4, 0)):
+        for _ in range(count):
+            queue.append(NothingInFlight())
+        queue.forget(forgotten)
+        for number in range(6):
+            assert queue.has(number) == bool(queue.since(number)), (forgotten, number)
