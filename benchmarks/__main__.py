@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks.measure import Figure, Options, as_json, as_table, environment
+from benchmarks.measure import RANKS, Figure, Options, as_json, as_table, environment
 
 _DEFAULTS = Options(Path())
 PEERS = "peers"  # not by default: they take long

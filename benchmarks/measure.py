@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
+RANKS = (1_000, 3_000, 10_000, 30_000, 100_000)
 MS, US = 1e3, 1e6  # from seconds
 _COLUMNS = ("figure", "median", "p25", "p75", "min", "max", "n", "unit", "target", "met")
 
@@ -33,7 +34,7 @@ class Options:
     state_bytes: int = 1 << 30
     pairs: int = 16
     checkpoints: int = 1000
-    ranks: tuple[int, ...] = (1_000, 3_000, 10_000, 30_000, 100_000)
+    ranks: tuple[int, ...] = RANKS
     busy_s: float = 5.0
     poll_interval_s: float = 0.002
 

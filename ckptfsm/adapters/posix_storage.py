@@ -58,7 +58,7 @@ _LIBC.syscall.restype = ctypes.c_long
 _OPENAT2 = 437  # on every architecture
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
-_NO_NAMES = ("", ".", "..")
+_NO_NAMES = frozenset({"", ".", ".."})
 _KINDS: Mapping[int, FileKind] = MappingProxyType(
     {modes.S_IFREG: "file", modes.S_IFDIR: "dir", modes.S_IFLNK: "symlink"}
 )
@@ -108,7 +108,7 @@ def split_path(path: str) -> tuple[str, ...]:
     if path == "":
         return ()
     pieces = tuple(path.split("/"))
-    if "\0" in path or any(piece in _NO_NAMES for piece in pieces):
+    if "\0" in path or not _NO_NAMES.isdisjoint(pieces):
         raise ConfigError("not a path inside the store", path=path)
     return pieces
 

@@ -36,6 +36,7 @@ MAX_DOCUMENT_BYTES = 256 << 20
 MAX_SEGMENT_BYTES = 1 << 30
 # Number of older segments that a new segment seals; older ones are removed at the next opening.
 KEPT_SEGMENTS = 16
+_NO_NAMES = frozenset({"", ".", ".."})
 
 Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
@@ -44,7 +45,7 @@ Number = Annotated[int, Field(ge=1, le=10**9)]
 
 def _check_name(name: str) -> str:
     """``name``, if it is a plain relative name. Raises ``ValueError`` for any other."""
-    if "\0" in name or any(piece in ("", ".", "..") for piece in name.split("/")):
+    if "\0" in name or not _NO_NAMES.isdisjoint(name.split("/")):
         raise ValueError("not a plain relative name")
     return name
 

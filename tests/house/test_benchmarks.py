@@ -7,8 +7,11 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+
+from benchmarks import scale_picture
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--bytes", "65536", "--pairs", "2", "--checkpoints", "3", "--ranks", "8,3", "--busy", "0.5")
@@ -72,6 +75,22 @@ def test_every_group_reports_its_figures(tmp_path: Path) -> None:
             assert figures[f"{ranks} ranks, {name}"]["median"] > 0
     assert report["environment"]["state_bytes"] == 65536
     assert sorted(path.name for path in tmp_path.iterdir()) == ["stderr", "stdout"], "left behind"
+
+
+def test_the_picture_of_the_scale_has_a_point_for_every_number_of_ranks() -> None:
+    """Catches: a figure under another name, so that its line is not drawn."""
+    names = ("RSS before the save", "peak RSS", *(name for name, _, _ in scale_picture._LINES))
+    report = {
+        "figures": [
+            {"name": f"{ranks} ranks, {name}", "median": ranks / 100 * (1 + at)}
+            for at, name in enumerate(names)
+            for ranks in (1000, 10, 100)
+        ]
+    }
+    drawn = ElementTree.fromstring(scale_picture.draw(report))
+    circles = [shape for shape in drawn.iter() if shape.tag.endswith("circle")]
+    assert len(circles) == 3 * (len(scale_picture._LINES) + 1)
+    assert scale_picture.points_of(report, "peak RSS") == [(10, 0.2), (100, 2.0), (1000, 20.0)]
 
 
 @pytest.mark.megatron

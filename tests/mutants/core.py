@@ -434,7 +434,7 @@ DOCUMENTS = (
     mutant(
         "names-may-climb-out",
         "core.documents:_check_name",
-        'if "\\0" in name or any(piece in ("", ".", "..") for piece in name.split("/")):',
+        'if "\\0" in name or not _NO_NAMES.isdisjoint(name.split("/")):',
         'if "\\0" in name:',
         breaks="F30",
         source="F30",
