@@ -32,6 +32,7 @@ from benchmarks.measure import Figure, Options
 from benchmarks.scale_ranks import receive
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.executor import ThreadExecutor
+from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
@@ -215,7 +216,8 @@ class Save:
     def request(self) -> AttemptId:
         """Agree on the proposals of all ranks, and ask the coordinator."""
         self.ranks.ask("propose", _STEP)
-        proposals = self.ranks.gather(None)
+        with collection_paused():  # as ``Manager`` does
+            proposals = self.ranks.gather(None)
         assert proposals is not None
         return self.client.ask(Coordinator.request, agree(proposals))
 

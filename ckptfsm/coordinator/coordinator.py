@@ -540,7 +540,7 @@ class Coordinator:
     def report(self, events: Sequence[Event]) -> None:
         """Take the reports of the ranks. Reports for no living attempt are logged and dropped."""
         try:
-            with self._guarded("report"):
+            with self._guarded("report"), collection_paused():
                 self._report(events)
         except StorageError as error:  # the journal has no room even for a failure: stop
             self.fatal = self.fatal or error

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.notices import say
 from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.errors import CkptFsmError, DeadlineExceeded, RankInterrupted, describe
@@ -217,10 +218,11 @@ class CoordinatorClient:
 
     def exchange(self, outbox: Sequence[Event]) -> Update:
         """Send every rank's reports to the coordinator, and its news to every rank (collective)."""
-        gathered = self.transport.gather(list(outbox))
+        with collection_paused():
+            gathered = self.transport.gather(list(outbox))
+            events = [event for events in gathered or () for event in events]
         update = Update()
         if gathered is not None:
-            events = [event for events in gathered for event in events]
             if events:
                 self._submit(Coordinator.report, events)
             update = self.collect()
