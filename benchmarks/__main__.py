@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks.measure import RANKS, Figure, Options, as_json, as_table, environment
+from benchmarks.measure import Figure, Options, as_json, as_table, environment
 
 _DEFAULTS = Options(Path())
 PEERS = "peers"  # not by default: they take long
@@ -57,7 +57,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--ranks", type=_ranks, default=_DEFAULTS.ranks, help="simulated ranks: 1000,10000,..."
     )
     parser.add_argument(
-        "--busy", type=float, default=_DEFAULTS.busy_s, help="seconds that ranks compute after a save"
+        "--busy",
+        type=float,
+        default=_DEFAULTS.busy_s,
+        help="seconds that ranks compute after a save",
     )
     parser.add_argument(
         "--only", choices=(*GROUPS, PEERS), action="append", help="run this group only"
