@@ -321,6 +321,8 @@ def environment_of(target: Target) -> dict[str, str]:
 
 def commands_of(target: Target, python: Path) -> list[list[str]]:
     pytest = [str(python), "-m", "pytest", "-q", "-p", "no:warnings", "-p", "no:cacheprovider"]
+    if all(test.startswith(("tests/megatron", "tests/unit")) for test in target.tests):
+        pytest += ["-n", "2", "--dist", "worksteal"]  # the others start clusters with fixed ports
     commands = [[*pytest, *target.tests]] if target.tests else []
     if target.demo:
         commands.append(

@@ -95,10 +95,12 @@ def update_too_early(here: Here, root: str, how: str, size: int) -> Told:
     """Change the state on rank 1 without ``before_update``, while the writer reads it."""
     weights = Updated(here, size)
     with managed(here, root, engine="gated") as manager:
-        handle = manager.save(1, weights.state())
+        assert save(manager, here, 1) is None  # the writer process is there
         if here.rank == 1:
             for pid in children():
                 os.kill(pid, signal.SIGSTOP)
+        handle = manager.save(2, weights.state())
+        if here.rank == 1:
             if how == "in place":
                 weights.update()
             else:

@@ -101,7 +101,7 @@ def test_f1_a_stopped_writer_meets_its_deadline(cluster: Cluster, root: Path) ->
         number=int(signal.SIGSTOP),
         rows=1000,
         engine="gated",
-        writer_timeout_s=2.0,
+        writer_timeout_s=6.0,
     )
     for rank in ranks:
         assert rank["failed"]["facts"]["reason"] == "writer_hung"
@@ -128,8 +128,8 @@ def test_a_state_that_changes_too_early_fails_its_save(
         assert rank["failed"] is not None
         assert rank["failed"]["facts"]["reason"] == "state_changed"
         assert "before the writer had read it" in rank["failed"]["text"]
-        assert (rank["third"], rank["all"]) == (None, [3])
-    assert states_of(root) == {3: "tracked"}
+        assert (rank["third"], rank["all"]) == (None, [1, 3])
+    assert states_of(root) == {1: "tracked", 3: "tracked"}
 
 
 def test_leaving_takes_a_save_that_is_still_read(cluster: Cluster, root: Path) -> None:
