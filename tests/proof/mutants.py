@@ -55,6 +55,7 @@ _TESTED_BY = {  # modules that have no test file of their name
     "receipts": "inspection",
     "shard_file": "rank_writer",
     "prefetch": "image",
+    "write_process": "write_engine",
     "ports": "fork",
     "session": "manager",
     "recovery_refusals": "recovery",
