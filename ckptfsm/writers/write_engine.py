@@ -116,13 +116,13 @@ class WriteEngine:
         needed = sum(i.chunk_count for part in parts for i in part.images) * CHUNK_BYTES
         if not _is_portable(storage, job) or (eager and not self._affords(needed)):
             return launch_forked(storage, job)
-        process = self._ready()
+        buffers = needed if eager else min(needed, self._settings.buffer_bytes)
+        order = self._order(storage, job, buffers, eager)
+        process = self._ordered(order, storage)
         if process is None:
             return launch_forked(storage, job)
         running = WriteJob(self, process, parts, lent=lent)
         try:
-            buffers = needed if eager else min(needed, self._settings.buffer_bytes)
-            process.send(self._order(storage, job, buffers, eager), storage.descriptors())
             if eager:
                 running.await_copy(self._settings.copy_timeout_s)
                 if not running.holds_copy and running.poll() is None:
@@ -131,6 +131,23 @@ class WriteEngine:
             process.kill()
             raise
         return running
+
+    def _ordered(self, order: Order, storage: Storage) -> Spawned | None:
+        """A process that has the order; another one if the first died while it waited for it."""
+        for last in (False, True):
+            process = self._ready()
+            if process is None:
+                return None
+            try:
+                process.send(order, storage.descriptors())
+            except BaseException as error:
+                process.kill()
+                if last or not isinstance(error, ConnectionError):
+                    raise
+            else:
+                self._held_bytes = max(self._held_bytes, order.buffer_bytes)
+                return process
+        return None
 
     def _ready(self) -> Spawned | None:
         """A process that can read our memory, for the caller alone; None if there cannot be one."""
@@ -172,7 +189,6 @@ class WriteEngine:
     def _order(self, storage: Storage, job: RankJob, buffer_bytes: int, eager: bool) -> Order:
         parts = tuple(p.bound(None) if isinstance(p, FromImages) else p for p in job.parts)
         job, memory = replace(job, parts=parts), max(buffer_bytes, CHUNK_BYTES)
-        self._held_bytes = max(self._held_bytes, memory)
         settings = self._settings
         twice = settings.twice and not eager
         return Order(

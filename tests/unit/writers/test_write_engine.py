@@ -21,6 +21,7 @@ import pytest
 
 from ckptfsm.adapters.fork import Child
 from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.events import Failed, ShardReported, WriterForked
 from ckptfsm.core.layout import receipt_name, staging_dir
 from ckptfsm.core.parts import AttemptId
@@ -28,7 +29,7 @@ from ckptfsm.core.ports import RankJob
 from ckptfsm.writers.image import ImagePart, Literal, Memory, image_of
 from ckptfsm.writers.rank_writer import FilePart, RankWriter
 from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings, WriteJob
-from ckptfsm.writers.write_process import Hello, Taken, _await_word
+from ckptfsm.writers.write_process import Hello, Order, Taken, _await_word
 
 OF = AttemptId(5, 1, 1)
 LOCATION = staging_dir(OF)
@@ -218,6 +219,23 @@ def test_F1_a_process_that_dies_between_saves_is_started_anew(engine, storage, r
     of = AttemptId(6, 1, 2)
     (root / staging_dir(of)).mkdir(parents=True)
     assert isinstance(ends(writer(used, storage, State().part(), of=of))[-1], ShardReported)
+
+
+def test_F1_a_process_that_dies_before_its_order_is_started_anew(
+    engine, storage, root, monkeypatch
+):
+    """Catches: a save that fails because its writer died just before."""
+    used, killed = engine(), []
+    send = Spawned.send
+
+    def die_first(process: Spawned, message: object, fds=()) -> None:
+        if isinstance(message, Order) and not killed:
+            killed.append(process.kill(WAIT_S))
+        send(process, message, fds)
+
+    monkeypatch.setattr(Spawned, "send", die_first)
+    assert isinstance(ends(writer(used, storage, State().part()))[-1], ShardReported)
+    assert killed == [True]
 
 
 def test_F5_an_error_of_the_disk_names_the_file(engine, storage, root):
