@@ -51,7 +51,7 @@ def test_every_group_reports_its_figures(tmp_path: Path) -> None:
     assert len(figures) == len(report["figures"]), "a name is used twice"
     wanted = {name: f["target"] for name, f in figures.items() if f["target"] is not None}
     engines = {name for name in wanted if figures[name]["group"] == "engines"}
-    assert len(engines) == 10
+    assert len(engines) == 12
     assert {name: target for name, target in wanted.items() if name not in engines} == {
         "save(), ckptfsm / stock": 1.05,
         "until loadable, ckptfsm / stock": 1.1,
