@@ -30,7 +30,9 @@ TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "core/lifecycle": ("lifecycle", "ledger_stories"),
         "core/ledger": ("ledger", "ledger_stories"),
         "core/rollback": ("journal", "recovery", "histories"),
+        "core/admission": ("admission",),
         "core/evidence": ("recovery", "histories"),
+        "core/preemption": ("preemption",),
         "core/recovery": ("recovery",),  # the other suites take minutes for each mutant that lives
         "core/recovery_rules": ("recovery_rules", "recovery"),
         "core/recovery_refusals": ("recovery",),
