@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ from ckptfsm.core.events import Event
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import OptionalPart
 from ckptfsm.disk.reader_lease import ReaderLease
+from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.handle import SaveHandle
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.session import Session
@@ -49,6 +50,7 @@ from proof.sim.site import Site
 from proof.sim.storage import WorldStorage
 from proof.sim.world import Process, Task
 
+_LOOKS, _LOST = 0.3, 0.1  # chances: of an agent's look in a step, and that its reports are lost
 _STEP_S = 0.3
 _GOES_ON = (SaveRefused, SaveFailed, StepNotFoundError)
 _OPS = (
@@ -117,6 +119,7 @@ class Job:
     errors: dict[int, CkptFsmError] = field(default_factory=dict)
     opened: dict[int, int | None] = field(default_factory=dict)
     reports: list[Any] = field(default_factory=list)
+    mail: list[Event] = field(default_factory=list)
 
     def start(self) -> Job:
         world = self.site.world
@@ -153,6 +156,22 @@ def _leaver(group: WorldGroup, rank: int) -> Callable[[], None]:
     return lambda: group.leave(rank)
 
 
+class Mail:
+    """The mailbox of a job's agents. Some reports are lost."""
+
+    def __init__(self, site: Site, letters: list[Event]) -> None:
+        self._site, self._letters = site, letters
+
+    def post(self, events: Sequence[Event]) -> None:
+        if not self._site.chance(_LOST):
+            self._letters += events
+
+    def collect(self) -> list[Event]:
+        found = list(self._letters)
+        self._letters.clear()
+        return found
+
+
 class Trainer:
     """A rank of a job."""
 
@@ -166,6 +185,7 @@ class Trainer:
         transport = WorldTransport(group, rank, process, job.sent)
         self.ports = world_ports(self.site, process, transport)
         self.manager: Session
+        self._agent: Agent | None = None
 
     @property
     def newest(self) -> bool:
@@ -390,7 +410,19 @@ class Trainer:
     def _train(self, count: int) -> None:
         for _ in range(count):
             self.site.world.sleep(_STEP_S * (0.5 + self.site.world.random.random()))
+            if self.site.chance(_LOOKS):
+                self._look()
             self._poll()
+
+    def _look(self) -> None:
+        """The agent's look, outside of the rounds: its thread has no turns of its own here."""
+        reports = self.manager._participant.reports
+        if self._agent is None:
+            mailbox, report = Mail(self.site, self.job.mail), self.manager._client.reporter()
+            self._agent = Agent(self.ports.clock, mailbox, report)
+        if self._agent._writer is not reports.writer:
+            self._agent.begin(reports.writer)
+        self._agent._look()
 
     def _poll(self) -> None:
         try:
