@@ -41,7 +41,8 @@ class GroupWorker(BaseGroupWorker):
     ) -> None:
         config = config_of(config, settings)
         opener = open_storage or OpenPosix(os.fspath(root))
-        engine = engine_of(config, _FINISHERS if _is_first() else ())
+        given = open_storage is not None and config.engine == "auto"
+        engine = None if given else engine_of(config, _FINISHERS if _is_first() else ())
         super().__init__(ports_of(config, opener, staging, engine), config)
         if engine is not None:
             engine.warm_up()

@@ -196,6 +196,8 @@ def train(
     outcome: Told = {"error": None, "exit": None}
     with without_cuda(), contextlib.ExitStack() as stack:
         settings: Told = {**TIMES}
+        if watched.gate:
+            settings["engine"] = "fork"  # a forked writer pickles the arguments, and waits there
         if offloaded:
             stack.enter_context(optimizer.around_steps())
             settings["staging"] = OffloadHook(load=optimizer.load, offload=optimizer.offload)

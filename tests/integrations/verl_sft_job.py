@@ -263,6 +263,7 @@ def hold_writers(gate: Path) -> None:
         return stock(share, storage, location)
 
     GroupShare.write = write  # type: ignore[method-assign]
+    GroupShare.portable = False  # type: ignore[assignment, method-assign]  # so it is forked
 
 
 def private_bytes_of_children() -> int:

@@ -321,7 +321,11 @@ class _Held:
         self.stage, self.hold = stage, hold
 
     def __get__(self, draft: Any, kind: Any) -> Any:
-        return lambda *arguments: tuple(
+        return partial(self._staged, draft)
+
+    def _staged(self, draft: Any, *arguments: Any) -> tuple[Any, ...]:
+        draft.templates = None  # for a forked writer, which waits in this process's functions
+        return tuple(
             job
             if isinstance(job, TreePart)
             else _HeldJob(job, self.hold)  # a tree is known by its type
