@@ -192,7 +192,7 @@ def test_the_worker_keeps_no_copy_and_a_killed_writer_fails_its_save_alone(job: 
     """Catches: verl #4638 with an offloaded optimizer: staged tensors that live on in the worker
     while its writer runs. Also: a writer killed for memory that takes the job or the only
     checkpoint along."""
-    trainer = job.start(async_save=True, on_failure="warn", **KEEP_ONE)
+    trainer = job.start(async_save=True, on_failure="warn", engine="fork", **KEEP_ONE)
     save(trainer)
     trainer.checkpoints.poll(wait=True)
     group = trainer.actor_rollout_wg
@@ -220,7 +220,7 @@ def test_an_offloaded_optimizer_is_loaded_for_the_fork(job: Job) -> None:
     """Catches: verl #4638 with an offloaded optimizer: the state made, or the writer forked,
     while the optimizer is in host memory. Also: an optimizer that stays on the accelerator when
     verl's code fails in between."""
-    trainer = job.start(async_save=True, critic=False, on_failure="warn")
+    trainer = job.start(async_save=True, critic=False, on_failure="warn", engine="fork")
     group = trainer.actor_rollout_wg
     group.call("verl_worker:offload_optimizer", "")
     save(trainer)
@@ -237,7 +237,7 @@ def test_an_offloaded_optimizer_is_loaded_for_the_fork(job: Job) -> None:
 @pytest.mark.parametrize("failing", ["load", "offload"])
 def test_an_optimizer_that_cannot_be_moved_fails_the_save(job: Job, failing: str) -> None:
     """Catches: ranks that wait in verl's collectives for one that ran out of memory."""
-    trainer = job.start(async_save=True, critic=False, on_failure="warn")
+    trainer = job.start(async_save=True, critic=False, on_failure="warn", engine="fork")
     group = trainer.actor_rollout_wg
     group.call("verl_worker:offload_optimizer", failing)
     save(trainer)

@@ -36,7 +36,7 @@ class Job:
         workers = {k: options.pop(k) for k in ("checkpoint", "bridge") if k in options}
         settings = {
             k: options.pop(k)
-            for k in ("on_failure", "retention", "mirror", "mirror_when")
+            for k in ("on_failure", "retention", "mirror", "mirror_when", "engine")
             if k in options
         }
         critic, sizes = options.pop("critic", True), options.pop("sizes", (2, 1))
@@ -102,7 +102,7 @@ def restarted(job: Job, **options: Any) -> Any:
 def be_killed(server: str, place: str, writer: str, step: str) -> None:
     """The driver's life. See the module."""
     job = Job(Running(Path(server)), Path(place))
-    trainer = restarted(job, async_save=True)
+    trainer = restarted(job, async_save=True, engine="fork")
     save(trainer)
     trainer.checkpoints.poll(wait=True)
     saved = state_of(trainer)

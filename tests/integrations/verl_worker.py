@@ -275,7 +275,8 @@ def use_plain_files(worker: VerlWorker) -> None:
 def sharded_tensors(worker: VerlWorker) -> int:
     """How many tensors of a sharded state dict this process still holds."""
     gc.collect()
-    return sum(isinstance(thing, ShardedTensor) for thing in gc.get_objects())
+    found = [thing for thing in gc.get_objects() if isinstance(thing, ShardedTensor)]
+    return sum(thing.data is not None for thing in found)
 
 
 def children(worker: VerlWorker) -> list[int]:
