@@ -207,7 +207,7 @@ class Spawned:
 def _import_path() -> list[str]:
     """The directories from which the trainer imports, for an interpreter without ``site``."""
     package = str(Path(__file__).resolve().parents[2])
-    entries = (str(Path(entry).absolute()) for entry in sys.path if entry)
+    entries = (entry for entry in sys.path if os.path.isabs(entry))  # the directory may be gone
     return list(dict.fromkeys([package, *entries]))
 
 

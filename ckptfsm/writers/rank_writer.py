@@ -185,7 +185,8 @@ class RankWriter:
         while not self.has_copy:
             with self._lock:
                 self.process.await_copy(_LOOK_S)
-            if any(isinstance(event, Failed) for event in self.poll(clock.monotonic())):
+            self.poll(clock.monotonic())
+            if self._end is not None:
                 return
 
     def _ended(self, now: float) -> tuple[Event, ...] | None:
