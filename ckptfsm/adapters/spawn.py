@@ -207,7 +207,7 @@ class Spawned:
 def _import_path() -> list[str]:
     """The directories from which the trainer imports, for an interpreter without ``site``."""
     package = str(Path(__file__).resolve().parents[2])
-    entries = (entry for entry in sys.path if os.path.isabs(entry))  # the directory may be gone
+    entries = (entry for entry in sys.path if Path(entry).is_absolute())  # a directory may be gone
     return list(dict.fromkeys([package, *entries]))
 
 
