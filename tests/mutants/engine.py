@@ -166,13 +166,13 @@ MUTANTS = (
     ),
     mutant(
         "a-dead-writer-is-used-again",
-        "writers.write_engine:WriteEngine.start",
-        "if self._process is not None and self._process.exitcode() is None:",
-        "if self._process is not None:",
+        "writers.write_engine:WriteEngine._ordered",
+        "if last or not isinstance(error, ConnectionError):",
+        "if True:",
         breaks="I4",
         source="F1",
         killers=(
-            "tests:test_write_engine.py::test_F1_a_process_that_dies_between_saves_is_started_anew",
+            "tests:test_write_engine.py::test_F1_a_process_that_dies_before_its_order_is_started_anew",
         ),
     ),
     mutant(
