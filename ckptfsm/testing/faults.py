@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptfsm.core.ports import FileStat, Storage
+from ckptfsm.testing.one_by_one import contents_of, entries_of
 from ckptfsm.testing.simfs import ProcessDead
 
 Hook = Callable[[int, str, str], None]
@@ -122,13 +123,7 @@ class FaultStorage:
         return self.inner.listdir(path)
 
     def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
-        """As the port says, by ``listdir`` and ``stat``: whatever replaces these is asked."""
-        for name in self.listdir(path):
-            try:
-                stat = self.stat(f"{path}/{name}" if path else name)
-            except FileNotFoundError:
-                continue
-            yield name, stat
+        return entries_of(self, path)
 
     def stat(self, path: str) -> FileStat:
         self._alive()
@@ -151,13 +146,7 @@ class FaultStorage:
     def read_each(
         self, directory: str, names: Iterable[str], limit: int
     ) -> Iterator[tuple[str, bytes]]:
-        """As the port says, by ``read``: whatever replaces that is asked."""
-        for name in names:
-            try:
-                content = self.read(f"{directory}/{name}" if directory else name, limit)
-            except FileNotFoundError:
-                continue
-            yield name, content
+        return contents_of(self, directory, names, limit)
 
     def free_bytes(self) -> int:
         self._alive()

@@ -32,6 +32,7 @@ from typing import Literal, Protocol
 
 from ckptfsm.adapters.posix_storage import digest_of, split_entry, split_path
 from ckptfsm.core.ports import FileStat
+from ckptfsm.testing.one_by_one import contents_of, entries_of
 
 BLOCK_BYTES = 512  # the unit that a disk writes at once
 _DEVICE = 1
@@ -565,13 +566,7 @@ class SimStorage:
     def read_each(
         self, directory: str, names: Iterable[str], limit: int
     ) -> Iterator[tuple[str, bytes]]:
-        """As the port says, by ``read``: whatever replaces that is asked."""
-        for name in names:
-            try:
-                content = self.read(f"{directory}/{name}" if directory else name, limit)
-            except FileNotFoundError:
-                continue
-            yield name, content
+        return contents_of(self, directory, names, limit)
 
     def digest(self, path: str) -> str:
         return digest_of(self._regular(path).data)
@@ -640,13 +635,7 @@ class SimStorage:
         return sorted(self._directory(path, split_path(path)).entries)
 
     def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
-        """As the port says, by ``listdir`` and ``stat``: whatever replaces these is asked."""
-        for name in self.listdir(path):
-            try:
-                stat = self.stat(f"{path}/{name}" if path else name)
-            except FileNotFoundError:
-                continue
-            yield name, stat
+        return entries_of(self, path)
 
     def stat(self, path: str) -> FileStat:
         if not split_path(path):

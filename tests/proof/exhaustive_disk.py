@@ -22,6 +22,7 @@ from ckptfsm.core.errors import Fenced
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import FileStat
 from ckptfsm.core.rollback import NO_INTENT, Intent
+from ckptfsm.testing.one_by_one import contents_of
 
 _PUBLISHED = frozenset({State.FINALIZED, State.TRACKED, State.PRUNABLE, State.QUARANTINED})
 Hook = Callable[[str, tuple[Any, ...]], None]
@@ -187,13 +188,7 @@ class Disk:
     def read_each(
         self, directory: str, names: Iterable[str], limit: int
     ) -> Iterator[tuple[str, bytes]]:
-        """As the port says, by ``read``: whatever replaces that is asked."""
-        for name in names:
-            try:
-                content = self.read(f"{directory}/{name}" if directory else name, limit)
-            except FileNotFoundError:
-                continue
-            yield name, content
+        return contents_of(self, directory, names, limit)
 
     def free_bytes(self) -> int:
         return 1 << 40

@@ -33,6 +33,7 @@ from ckptfsm.core.layout import JOURNAL
 from ckptfsm.core.lifecycle import Checkpoint, State, find_row
 from ckptfsm.core.ports import FileStat
 from ckptfsm.testing.faults import FaultStorage
+from ckptfsm.testing.one_by_one import contents_of
 from proof.coverage import Coverage
 
 Role = Literal["trainer", "writer"]
@@ -141,13 +142,7 @@ class Disk(PosixStorage):
     def read_each(
         self, directory: str, names: Iterable[str], limit: int
     ) -> Iterator[tuple[str, bytes]]:
-        """As the port says, by ``read``: whatever replaces that is asked."""
-        for name in names:
-            try:
-                content = self.read(f"{directory}/{name}" if directory else name, limit)
-            except FileNotFoundError:
-                continue
-            yield name, content
+        return contents_of(self, directory, names, limit)
 
     def digest(self, path: str) -> str:
         self._maybe_fail("digest", path)

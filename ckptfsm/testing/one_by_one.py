@@ -1,0 +1,47 @@
+"""Calls of the storage port that look at many files, by the calls for one.
+
+For storages that count, replace or fail the calls for one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from ckptfsm.core.ports import FileStat
+
+
+class LooksAtOne(Protocol):
+    """The part of the storage port that these functions call."""
+
+    def listdir(self, path: str) -> list[str]: ...
+
+    def stat(self, path: str) -> FileStat: ...
+
+    def read(self, path: str, limit: int, offset: int = 0) -> bytes: ...
+
+
+def entries_of(storage: LooksAtOne, path: str) -> Iterator[tuple[str, FileStat]]:
+    """``Storage.entries``, by ``listdir`` and ``stat``."""
+    for name in storage.listdir(path):
+        try:
+            stat = storage.stat(_inside(path, name))
+        except FileNotFoundError:
+            continue
+        yield name, stat
+
+
+def contents_of(
+    storage: LooksAtOne, directory: str, names: Iterable[str], limit: int
+) -> Iterator[tuple[str, bytes]]:
+    """``Storage.read_each``, by ``read``."""
+    for name in names:
+        try:
+            content = storage.read(_inside(directory, name), limit)
+        except FileNotFoundError:
+            continue
+        yield name, content
+
+
+def _inside(directory: str, name: str) -> str:
+    return f"{directory}/{name}" if directory else name
