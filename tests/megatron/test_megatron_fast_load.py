@@ -27,10 +27,7 @@ from ckptfsm.megatron.compat import cpu_devices, process_group
 from ckptfsm.megatron.driver import storage_at
 from ckptfsm.megatron.fast_load import FastLoad
 
-pytestmark = [
-    pytest.mark.megatron,
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
-]
+pytestmark = pytest.mark.megatron
 
 DTYPES = [
     torch.float32,
