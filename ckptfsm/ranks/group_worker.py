@@ -396,8 +396,9 @@ class GroupShare:
         return self.ticket.part.directory
 
     @property
-    def images(self) -> tuple[Image, ...]:
-        return tuple(i for job in self.jobs if isinstance(job, FromImages) for i in job.images)
+    def turns(self) -> tuple[tuple[Image, ...], ...]:
+        """The images in writing order: the jobs are written one after the other."""
+        return tuple(t for job in self.jobs if isinstance(job, FromImages) for t in job.turns)
 
     @property
     def lent(self) -> bool:

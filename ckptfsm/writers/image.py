@@ -351,7 +351,9 @@ class FromImages(PartJob, Protocol):
     """A share of a part that a process without the trainer's memory can write."""
 
     @property
-    def images(self) -> tuple[Image, ...]: ...
+    def turns(self) -> tuple[tuple[Image, ...], ...]:
+        """The images in writing order. Those of a turn are written side by side."""
+        ...
 
     @property
     def lent(self) -> bool:
@@ -386,6 +388,11 @@ class ImagePart:
     owner: object = None
     lent: bool = True
     portable: ClassVar[bool] = True
+
+    @property
+    def turns(self) -> tuple[tuple[Image, ...], ...]:
+        """The images in writing order. Those of a turn are written side by side."""
+        return (self.images,)
 
     def bound(self, source: ChunkSource | None) -> ImagePart:
         """The same share, with the source of its chunks, and without the trainer's objects."""

@@ -4,9 +4,9 @@ The chunks of all images of a job are filled in the order in which they are writ
 are free buffers. With buffers for all of them, the trainer's memory is copied first, at the speed of
 the memory: the trainer may change it before the disk has a byte.
 
-Rules: all chunks of a part are filled before the first of the next part. Parts are written one after
-the other, so a later part can never hold the buffers that an earlier one waits for. An error of a
-read ends the whole job.
+Rules: all chunks of a turn are filled before the first of the next turn. The images of a turn are
+written side by side, and turns one after the other. So a later turn can never hold the buffers that
+an earlier one waits for. An error of a read ends the whole job.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Buffers:
 
 
 class Prefetch:
-    """A ``ChunkSource`` that runs ahead. ``parts`` are the images of each part, in writing order.
+    """A ``ChunkSource`` that runs ahead. ``turns`` are the images of each turn, in writing order.
 
     ``on_taken`` is called once, when the last byte of the trainer's memory has been read. ``join`` waits
     for that, and raises the error of a read. With ``twice``, all memory is read a second time before
@@ -49,7 +49,7 @@ class Prefetch:
 
     def __init__(
         self,
-        parts: Sequence[Sequence[Image]],
+        turns: Sequence[Sequence[Image]],
         memory: MemoryReader,
         buffers: Buffers,
         on_taken: Callable[[], None],
@@ -57,20 +57,20 @@ class Prefetch:
         threads: int,
         twice: bool = False,
     ) -> None:
-        self._parts = parts
+        self._turns = turns
         self._memory = memory
         self._buffers = buffers
         self._on_taken = on_taken
         self._threads = threads
         self._filled: dict[str, queue.SimpleQueue[Chunk | BaseException]] = {
-            image.name: queue.SimpleQueue() for images in parts for image in images
+            image.name: queue.SimpleQueue() for images in turns for image in images
         }
         self._error: BaseException | None = None
         self._twice = twice
         self._first: list[tuple[int, int, int]] = []  # address, length, digest: of each read
         self._given_up: set[str] = set()
         self._lock = threading.Lock()  # of a look at the names given up and what follows
-        self._fits = buffers.count >= sum(i.chunk_count for images in parts for i in images)
+        self._fits = buffers.count >= sum(i.chunk_count for images in turns for i in images)
         self._read = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="ckptfsm-prefetch")
 
@@ -109,7 +109,7 @@ class Prefetch:
                 filled.put(error)
 
     def _run(self) -> None:
-        for images in self._parts:
+        for images in self._turns:
             lanes = [images[lane :: self._threads] for lane in range(self._threads)]
             others = [threading.Thread(target=self._fill, args=(lane,)) for lane in lanes[1:]]
             for thread in others:
@@ -124,11 +124,11 @@ class Prefetch:
         self._read.set()
 
     def _fill(self, images: Sequence[Image]) -> None:
-        """Fill the chunks of some images of a part, in turns: they are written side by side."""
-        turns = [(image, image.chunks()) for image in images]
+        """Fill the chunks of some images, one of each in rotation: they are written side by side."""
+        left = [(image, image.chunks()) for image in images]
         try:
-            while turns and self._error is None:
-                turns = [turn for turn in turns if self._fill_next(*turn)]
+            while left and self._error is None:
+                left = [each for each in left if self._fill_next(*each)]
         except BaseException as error:
             self._fail(error)
 

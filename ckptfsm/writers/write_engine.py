@@ -113,7 +113,8 @@ class WriteEngine:
         parts = [part for part in job.parts if isinstance(part, FromImages)]
         lent = any(part.lent for part in parts)
         eager = lent and not self._gate
-        needed = sum(i.chunk_count for part in parts for i in part.images) * CHUNK_BYTES
+        images = [image for part in parts for turn in part.turns for image in turn]
+        needed = sum(image.chunk_count for image in images) * CHUNK_BYTES
         if not _is_portable(storage, job) or (eager and not self._affords(needed)):
             return launch_forked(storage, job)
         buffers = needed if eager else min(needed, self._settings.buffer_bytes)

@@ -151,7 +151,7 @@ class Server:
 
     def _write(self, order: Order, confirmed: threading.Event) -> list[tuple[str, int, object]]:
         source = Prefetch(
-            [part.images for part in order.job.parts if isinstance(part, FromImages)],
+            [t for part in order.job.parts if isinstance(part, FromImages) for t in part.turns],
             MemoryOf(self._trainer.pid),
             Buffers(self._memory(order.buffer_bytes)),
             partial(self._trainer.channel.send, Taken()),

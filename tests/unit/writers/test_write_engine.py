@@ -19,13 +19,16 @@ from typing import ClassVar
 
 import pytest
 
+from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.fork import Child
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.events import Failed, ShardReported, WriterForked
 from ckptfsm.core.layout import receipt_name, staging_dir
-from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import RankJob
+from ckptfsm.ranks.group_worker import GroupShare
+from ckptfsm.ranks.tickets import Ticket
 from ckptfsm.writers.image import ImagePart, Literal, Memory, image_of
 from ckptfsm.writers.rank_writer import FilePart, RankWriter
 from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings, WriteJob
@@ -348,6 +351,22 @@ def test_parts_that_do_not_fit_into_the_buffers_are_written(engine, storage, roo
     assert [type(end) for end in ends(run)[1:]] == [ShardReported, ShardReported]
     for name in "ab":
         assert (root / LOCATION / receipt_name(name, 0)).exists()
+
+
+def test_the_jobs_of_a_group_that_do_not_fit_into_the_buffers_are_written(engine, storage, root):
+    """Catches: a later job's memory that takes all buffers, for which the first job waits in vain."""
+    states = State(size=20 * MIB), State(size=20 * MIB)
+    jobs = tuple(state.part(name, f"__{name}") for state, name in zip(states, "ab", strict=True))
+    part = PartSpec("actor", "report")
+    ticket = Ticket(OF, str(root), LOCATION, "", part, 0, 1, 1, WAIT_S)
+    share = GroupShare(ticket, 0, jobs, (), SystemClock())
+    run = writer(engine(mode="gated", buffer_bytes=8 * MIB), storage, share)
+    assert isinstance(ends(run)[-1], ShardReported)
+    for state, name in zip(states, "ab", strict=True):
+        for index in (0, 1):
+            assert (root / LOCATION / f"__{name}_{index}.distcp").read_bytes() == state.wanted(
+                index
+            )
 
 
 @pytest.mark.parametrize("mode", ["eager", "gated"])
