@@ -413,6 +413,12 @@ class GroupShare:
         jobs = (job.bound(source) if isinstance(job, FromImages) else job for job in self.jobs)
         return replace(self, jobs=tuple(jobs))
 
+    def give_up(self, error: BaseException) -> None:
+        """Let go of the chunks that were read for this share: it is left out, because of ``error``."""
+        for job in self.jobs:
+            if isinstance(job, FromImages):
+                job.give_up(error)
+
     def write(self, storage: Storage, location: str) -> Written:
         files: list[FileEntry] = []
         rows: list[tuple[Any, ...]] = []

@@ -369,6 +369,10 @@ class FromImages(PartJob, Protocol):
         """The same share, with the source of its chunks, and without the trainer's objects."""
         ...
 
+    def give_up(self, error: BaseException) -> None:
+        """Let go of the chunks that were read for this share: it is left out, because of ``error``."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
@@ -397,6 +401,11 @@ class ImagePart:
     def bound(self, source: ChunkSource | None) -> ImagePart:
         """The same share, with the source of its chunks, and without the trainer's objects."""
         return replace(self, source=source, owner=None)
+
+    def give_up(self, error: BaseException) -> None:
+        """Let go of the chunks that were read for this share: it is left out, because of ``error``."""
+        if self.source is not None:
+            self.source.give_up(self.images, error)
 
     def write(self, storage: Storage, location: str) -> Written:
         """Write the images, side by side if the source is concurrent."""

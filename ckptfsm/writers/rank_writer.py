@@ -80,6 +80,8 @@ def _try_part(storage: Storage, job: RankJob, part: PartJob) -> Written:
     try:
         return _write_part(storage, job, part)
     except BaseException as error:  # also torch's; nothing above catches in this child
+        if isinstance(part, FromImages):  # the next part needs the buffers
+            part.give_up(error)
         return Written((), dropped=describe(error) or type(error).__name__)
 
 

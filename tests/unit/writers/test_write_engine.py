@@ -390,6 +390,27 @@ def test_parts_that_are_left_out_do_not_disturb_the_next_save(engine, storage, r
         assert found == other.wanted(index)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_part_that_fails_before_its_files_does_not_starve_the_next(
+    engine, storage, root, grouped
+):
+    """Catches: buffers of an optional part that was left out, which the next part waits for in vain."""
+    states = State(size=20 * MIB), State(size=20 * MIB)
+    (root / LOCATION / "made").write_bytes(b"in the way")
+    left_out = replace(states[0].part("a", "made/__a"), made=("made",))
+    if grouped:
+        part = PartSpec("a", "report")
+        ticket = Ticket(OF, str(root), LOCATION, "", part, 0, 1, 1, WAIT_S)
+        left_out = GroupShare(
+            ticket, 0, (left_out, State(size=20 * MIB).part(files="__c")), (), SystemClock()
+        )
+    order = replace(job(left_out, states[1].part("b")), optional=frozenset({"a"}))
+    used = engine(mode="gated", buffer_bytes=8 * MIB)
+    run = RankWriter(storage, order, launch=used, deadline=FAR)
+    assert [end.part for end in ends(run) if isinstance(end, ShardReported)] == ["a", "b"]
+    assert (root / LOCATION / "__0_0.distcp").read_bytes() == states[1].wanted(0)
+
+
 def test_an_eager_copy_that_takes_too_long_is_an_error(engine, storage, root):
     """Catches: a trainer that goes on and changes a state which was not read."""
     used = engine(mode="eager", copy_timeout_s=0.3)
