@@ -185,7 +185,7 @@ class MegatronDriver:
 
     def merge(self, summaries: Sequence[Summary]) -> Mapping[str, bytes]:
         digests = tuple(s.digest for s in summaries)
-        known = dict(self._plans)
+        known = self._plans | self._candidates  # a rank may have accepted one that rank 0 refused
         known.update({s.digest: s.plans for s in summaries if s.plans is not None})
         if any(digest not in known for digest in digests):
             raise SaveRefused("a rank refers to a plan that rank 0 does not have; save again")

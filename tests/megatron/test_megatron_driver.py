@@ -47,6 +47,20 @@ def test_a_refused_save_takes_no_plans_from_rank_0() -> None:
     assert [draft.summary.plans is None for draft in drafts] == [False, True]
 
 
+def test_a_writer_that_cannot_start_at_rank_0_takes_no_plans_from_it() -> None:
+    """Catches: the save after one that failed at rank 0 alone is refused, and ends the training."""
+    ranks = [MegatronDriver(0, 1), MegatronDriver(1, 1)]
+    for started in (False, True):
+        drafts = [driver.draft({"state": state(n, "")}) for n, driver in enumerate(ranks)]
+        assert set(ranks[0].merge([draft.summary for draft in drafts])) == {"state"}
+        if started:
+            ranks[0].accept()
+        else:
+            ranks[0].refuse()
+        ranks[1].accept()
+    assert [draft.summary.plans is None for draft in drafts] == [False, True]
+
+
 def whole(key: str, *shape: int, value: float = 0.0, **settings: Any) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets(key, torch.full(shape, value), **settings)
 
