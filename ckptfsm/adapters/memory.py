@@ -73,7 +73,11 @@ def available_bytes(cgroups: Path = _CGROUPS, proc: Path = Path("/proc")) -> int
 
 def _left_in_cgroups(cgroups: Path, proc: Path) -> Iterator[int]:
     """The bytes left under each limit of this process's cgroups (version 2), and of those above."""
-    for line in (proc / "self/cgroup").read_text().splitlines():
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except FileNotFoundError:  # a kernel without cgroups
+        return
+    for line in lines:
         number, _, path = line.partition("::")
         if number != "0":
             continue
