@@ -177,7 +177,8 @@ class WriteEngine:
 
     def _affords(self, needed: int) -> bool:
         """False if, in the mode ``auto``, an eager copy would take too much of the free memory."""
-        more = needed - self._held_bytes
+        alive = self._process is not None and self._process.exitcode() is None
+        more = needed - (self._held_bytes if alive else 0)
         if self._settings.mode != "auto" or more <= 0:
             return True
         limit = int(self._settings.free_bytes() * _FREE_SHARE)

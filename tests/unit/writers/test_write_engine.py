@@ -323,6 +323,20 @@ def test_memory_that_is_held_counts_once(engine, storage, root):
         free[0] = 0
 
 
+def test_memory_of_a_dead_process_is_not_held(engine, storage, root):
+    """Catches: a copy by a new process that nothing limits: the memory of the old one was freed."""
+    free = [100 * MIB]
+    used = engine(free_bytes=lambda: free[0])
+    assert isinstance(ends(writer(used, storage, State().part()))[-1], ShardReported)
+    used._process.kill()
+    free[0] = 0
+    of = AttemptId(6, 1, 2)
+    (root / staging_dir(of)).mkdir(parents=True)
+    run = writer(used, storage, State().part(), of=of)
+    assert isinstance(run.process, Child)
+    assert isinstance(ends(run)[-1], ShardReported)
+
+
 def test_a_trainer_that_waits_needs_no_memory_for_a_copy(engine, storage, root):
     """Catches: a gate that is promised in vain: the state is copied as a whole."""
     used = engine(free_bytes=lambda: 0)
