@@ -51,9 +51,9 @@ class CheckpointManager(Manager):
         opener = open_storage or OpenPosix(os.fspath(root))
         given = open_storage is not None and config.engine == "auto"
         self._engine = engine = None if given else engine_of(config)
-        super().__init__(ports_of(config, opener, staging, engine), config, hooks)
         if engine is not None:
-            engine.warm_up()
+            engine.warm_up()  # before the root is opened: a Ctrl-C here would keep it busy
+        super().__init__(ports_of(config, opener, staging, engine), config, hooks)
 
     def attach(self, optimizer: Any) -> Any:
         """Call ``before_update`` before each step of a torch optimizer (local).

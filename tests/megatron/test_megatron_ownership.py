@@ -19,6 +19,9 @@ from cluster import (
     transitions_of,
 )
 
+from ckptfsm import CheckpointManager
+from ckptfsm.writers.write_engine import WriteEngine
+
 pytestmark = pytest.mark.megatron
 
 Gates = Callable[[str], Gate]
@@ -55,6 +58,22 @@ def test_f12_second_manager_of_one_process_is_refused(cluster: Cluster, root: Pa
     assert only["busy"]["facts"]["pid"] == only["pid"]
     assert only["errors"] == [None, None, None]
     assert only["all"] == [1, 2, 3]
+
+
+def test_f12_a_constructor_that_is_interrupted_keeps_no_root(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches: a root that is busy until the process ends, owned by a manager that nothing can close."""
+
+    def interrupted(engine: WriteEngine) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WriteEngine, "warm_up", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            CheckpointManager(str(root))
+    with CheckpointManager(str(root)) as manager:
+        assert manager.all_steps() == []
 
 
 def test_f12_takeover_fences_the_first_job(cluster: Cluster, gate: Gates, root: Path) -> None:
