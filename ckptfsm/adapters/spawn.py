@@ -205,10 +205,15 @@ class Spawned:
 
 
 def _import_path() -> list[str]:
-    """The directories from which the trainer imports, for an interpreter without ``site``."""
-    package = str(Path(__file__).resolve().parents[2])
-    entries = (entry for entry in sys.path if Path(entry).is_absolute())  # a directory may be gone
-    return list(dict.fromkeys([package, *entries]))
+    """The directories from which the trainer imports, for an interpreter without ``site``.
+
+    The order is the trainer's: a module in site-packages must not stand before Python's of that name.
+    This package's directory comes first only where the trainer found it through another entry.
+    """
+    package = Path(__file__).resolve().parents[2]
+    entries = [str(e) for e in sys.path if Path(e).is_absolute()]  # a directory may be gone
+    known = any(Path(entry).resolve() == package for entry in entries)
+    return list(dict.fromkeys([*([] if known else [str(package)]), *entries]))
 
 
 class TrainersEnd:

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+import ckptfsm
+from ckptfsm.adapters import spawn
 from ckptfsm.adapters.memory import MemoryOf, OwnMemory
 from ckptfsm.adapters.spawn import Spawned
 
@@ -196,6 +199,29 @@ def test_a_process_that_the_trainer_forked_can_do_it_no_harm(echo):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     process.send(("say", "mine"))
     assert answer(process) == "mine"
+
+
+def test_modules_of_python_come_before_those_of_packages(monkeypatch, tmp_path):
+    """Catches: a backport in site-packages that the trainer never imports, and the process does: no
+    writer process would ever start."""
+    shutil.copytree(Path(ckptfsm.__file__).parent, tmp_path / "ckptfsm")
+    (tmp_path / "dataclasses.py").write_text("raise ImportError('for Python 3.6')\n")
+    made_in = str(tmp_path / "ckptfsm/adapters/spawn.py")
+    monkeypatch.setattr(spawn, "__file__", made_in)
+    monkeypatch.setattr(sys, "path", [*sys.path, HERE, str(tmp_path)])
+    process = Spawned(ECHO, "main")
+    process.send(("say", 5))
+    assert answer(process) == 5
+    process.kill()
+    process.close()
+
+
+def test_a_package_that_is_not_on_the_path_is_found(monkeypatch):
+    """Catches: a trainer in the directory of its sources, or an editable install, without a writer."""
+    outer = str(Path(ckptfsm.__file__).resolve().parents[1])
+    others = [entry for entry in sys.path if Path(entry).resolve() != Path(outer)]
+    monkeypatch.setattr(sys, "path", ["", *others])
+    assert spawn._import_path()[0] == outer
 
 
 def test_memory_of_another_process_is_read(echo):
