@@ -1,6 +1,11 @@
-"""Settings and states for managers in tests."""
+"""Settings, states and a writer for managers in tests."""
 
 from __future__ import annotations
+
+import os
+import signal
+
+from ckptfsm.core.ports import Outcome, RankJob, Storage
 
 TEMPLATE = {"weights": None}
 
@@ -10,3 +15,29 @@ QUICK = {"exit_timeout_s": 0.5, "close_timeout_s": 20.0, "busy_timeout_s": 20.0}
 
 def weights(step: int) -> dict[str, object]:
     return {"weights": b"w%d" % step, "step": step}
+
+
+class Unread:
+    """A writer that reads the state for long. A Ctrl-C comes at the first look at it."""
+
+    holds_copy = False
+
+    def __init__(self, storage: Storage, job: RankJob) -> None:
+        self.looks = 0
+        self.outcome: Outcome | None = None
+
+    def await_copy(self, timeout_s: float) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        self.looks += 1  # unless the look was broken off
+        if self.looks > 1:
+            self.outcome = Outcome(1)  # so that no test waits for the deadline
+
+    def poll(self) -> Outcome | None:
+        return self.outcome
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        return self.outcome
+
+    def kill(self, timeout_s: float) -> bool:
+        self.outcome = self.outcome or Outcome(-9)
+        return True

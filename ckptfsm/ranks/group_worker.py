@@ -40,7 +40,7 @@ from ckptfsm.ranks.restoring import Restorer, warn_of_drops
 from ckptfsm.ranks.tickets import Reading, Ticket
 from ckptfsm.writers.image import ChunkSource, FromImages, Image
 from ckptfsm.writers.plain_files import PLAIN_PARTS, FileTree, TreePart, UnmadePart, around, at_path
-from ckptfsm.writers.rank_writer import RankWriter
+from ckptfsm.writers.rank_writer import RankWriter, no_signal
 from ckptfsm.writers.shard_file import ShardFile
 
 log = logging.getLogger("ckptfsm")
@@ -189,17 +189,24 @@ class BaseGroupWorker:
         share = GroupShare(ticket, self._number, jobs, unfinished, self._ports.clock)
         self._launch(ticket, share, draft)
         if self._ports.staging is not None:  # the state is about to be moved
-            self.before_update()
+            self._await_copy()
         self._ports.driver.accept()
 
     def before_update(self) -> None:
         """Wait until this rank's writer has read the state (local): call before changing it.
 
         Needed with ``engine="gated"``; otherwise returns at once. A state that changes earlier
-        fails its save.
+        fails its save. An interrupt ends the wait: the state may not change yet.
         """
+        writer = self._writer
+        if writer is None or writer.has_copy:
+            return
+        with self._one_call.running():
+            self._await_copy(self._one_call.hear)
+
+    def _await_copy(self, hear: Callable[[], BaseException | None] = no_signal) -> None:
         if self._writer is not None:
-            self._writer.await_copy(self._ports.clock)
+            self._writer.await_copy(self._ports.clock, hear)
 
     def _launch(self, ticket: Ticket, share: PartJob, draft: Draft | None = None) -> None:
         optional = frozenset({ticket.part.name} if ticket.part.optional else ())

@@ -160,13 +160,13 @@ class Manager(Session):
         """Wait until the save in flight has read this rank's state (local): call before changing it.
 
         Needed for gated saves; after others it returns at once. A state that changes earlier fails
-        its save, if torch counts the change.
+        its save, if torch counts the change. An interrupt ends the wait: the state may not change yet.
         """
         writer = self._participant.reports.writer
         if writer is None or writer.has_copy or self._participant.is_copy:
             return
         with self._one_call.running():
-            self._participant.reports.await_copy()
+            self._participant.reports.await_copy(self._one_call.hear)
 
     def restore(
         self,

@@ -28,7 +28,7 @@ from ckptfsm.core.requests import Accepted
 from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.handle import View
 from ckptfsm.writers.plain_files import around, at_path
-from ckptfsm.writers.rank_writer import RankWriter
+from ckptfsm.writers.rank_writer import RankWriter, no_signal
 
 log = logging.getLogger("ckptfsm")
 _BEGINNING = (State.REQUESTED, State.FORKED)  # each rank that writes has a writer of these
@@ -151,10 +151,13 @@ class RankReports:
                 self.owe(Failed(of, "fork_failed", detail, self._rank))
                 self._given_up = of
 
-    def await_copy(self) -> None:
-        """Wait until the writer needs the trainer's data no more; its deadline bounds the wait."""
+    def await_copy(self, hear: Callable[[], BaseException | None] = no_signal) -> None:
+        """Wait until the writer needs the trainer's data no more; its deadline bounds the wait.
+
+        ``hear`` runs the signal handlers that wait. The exception of one ends the wait.
+        """
         if self.writer is not None:
-            self.writer.await_copy(self._ports.clock)
+            self.writer.await_copy(self._ports.clock, hear)
 
     def _now(self) -> float:
         return self._ports.clock.monotonic()

@@ -120,6 +120,10 @@ def _require_mark(storage: Storage, of: AttemptId, location: str) -> None:
         raise StorageError(f"{of} has no right to {location} any more", file=location)
 
 
+def no_signal() -> None:
+    """Hear no signal: the handlers wait for the end of the call."""
+
+
 class RankWriter:
     """A rank's writer as its trainer sees it: launched once, polled, killed at its deadline.
 
@@ -182,14 +186,22 @@ class RankWriter:
         self._let_go()
         self._changed = self._let_go = str  # they hold the data
 
-    def await_copy(self, clock: Clock) -> None:
-        """Wait until the trainer may change its data, or the writer failed; its deadline bounds it."""
+    def await_copy(
+        self, clock: Clock, hear: Callable[[], BaseException | None] = no_signal
+    ) -> None:
+        """Wait until the trainer may change its data, or the writer failed; its deadline bounds it.
+
+        ``hear`` runs the signal handlers that wait. The exception of one ends the wait.
+        """
         while not self.has_copy:
             with self._lock:
                 self.process.await_copy(_LOOK_S)
             self.poll(clock.monotonic())
             if self._end is not None:
                 return
+            interruption = hear()
+            if interruption is not None:
+                raise interruption
 
     def _ended(self, now: float) -> tuple[Event, ...] | None:
         """The last reports of a writer that ended or missed its deadline, else None."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from groups import SETTINGS, Group, GroupJob
+from managers import Unread
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.executor import Promise
@@ -38,6 +39,7 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.events import Failed, ShardReported, WriterForked, WriterGone
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import RankJob
 from ckptfsm.core.requests import Located
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.publishing import Publisher
@@ -47,6 +49,7 @@ from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.tickets import GroupPart
 from ckptfsm.testing.fakes import Gate, fake_ports
 from ckptfsm.writers.plain_files import FileTree
+from ckptfsm.writers.rank_writer import RankWriter
 
 SIZES = {"actor": 2, "critic": 1}
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -849,3 +852,16 @@ def test_workers_that_confirm_late_are_told_no_more(tmp_path):
     job.controller.feed([WriterGone(ticket.of, ticket.first_rank + 1)])
     assert job.controller.doomed == ()
     job.controller.close()
+
+
+def test_I10_a_ctrl_c_is_heard_at_the_gate_of_a_worker(tmp_path):
+    """Catches: a Ctrl-C that breaks off a message of the writer, or waits for the writer's deadline."""
+    job = GroupJob(tmp_path, {"actor": 1})
+    ticket = job.begin(10).tickets["actor"]
+    worker = job.groups["actor"].workers[0]
+    order = RankJob(ticket.of, 0, 1, ticket.location, ())
+    worker._writer = RankWriter(worker._open(ticket.root), order, launch=Unread, deadline=1e12)
+    with pytest.raises(KeyboardInterrupt):
+        worker.before_update()
+    assert worker._writer.process.looks == 1
+    job.controller.abandon()

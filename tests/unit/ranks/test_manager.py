@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from managers import QUICK, TEMPLATE, weights
+from managers import QUICK, TEMPLATE, Unread, weights
 
 import ckptfsm.disk.inspection as evidence_module
 from ckptfsm.adapters.executor import InlineExecutor
@@ -1949,6 +1949,21 @@ def test_I10_reports_survive_an_interrupt(run: Run, monkeypatch):
         handle.wait()
     handle.wait()
     assert manager.latest_step() == 1
+
+
+def test_I10_a_ctrl_c_is_heard_at_the_gate(run: Run):
+    """Catches: a Ctrl-C that waits for the deadline of a writer whose disk does not answer."""
+    ports = fake_ports(run.root, driver=run.driver, clock=run.clock, launch=Unread)
+    manager = Manager(ports, make_config(QUICK))
+    manager.save(1, weights(1))
+    process = manager._participant.reports.writer.process
+    with pytest.raises(KeyboardInterrupt):
+        manager.before_update()
+    assert (process.looks, process.outcome) == (1, None)
+    process.kill(0.0)
+    with pytest.raises(SaveFailed, match="killed by SIGKILL"):
+        manager.wait_until_finished()
+    manager.close()
 
 
 def test_a_finalizer_that_leaves_nothing_fails_the_save(run: Run):
