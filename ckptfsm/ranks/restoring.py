@@ -266,13 +266,20 @@ class Restorer:
         """Read this rank's files into its state. Raises ``_FoundDamaged`` if any rank found a bad
         one.
         """
-        share = self._everywhere(step, self._start, partial(_read_whole, verified))
+        begun: list[Pending[str]] = []
+
+        def begin() -> None:
+            begun.append(self._start(partial(_read_whole, verified)))
+
         try:
+            self._everywhere(step, begin)
+            [share] = begun
             self._await(share)
-        except BaseException:  # an interrupt: the state must not change behind the caller's back
+        except BaseException:  # the state must not change behind the caller's back
             if verified.reading is not None:
                 verified.reading.stop()
-            share.exception()
+            for each in begun:
+                each.exception()
             raise
         problem = self._first_of_all(self._everywhere(step, share.result))
         if problem:

@@ -314,3 +314,34 @@ def test_I10_an_interrupt_stops_the_reading_of_every_rank(tmp_path: Path, monkey
         ("RankInterrupted", [True], 0),
         ("KeyboardInterrupt", [True], 0),
     ]
+
+
+def test_F31_a_rank_that_cannot_begin_stops_the_reading_of_the_others(tmp_path: Path):
+    """Catches: a state that a thread changes on, after the restore has failed on every rank."""
+
+    def work(transport: ThreadTransport) -> object:
+        ended: list[bool] = []
+        threads: list[bool] = []
+
+        def executor() -> ThreadExecutor:
+            if transport.rank == 1 and len(threads) == 1:  # the first one verifies
+                raise RuntimeError("can't start new thread")
+            threads.append(True)
+            return ThreadExecutor()
+
+        def find(reads: Reads) -> str:
+            ended.append(reads.stopped.wait(5.0))
+            return ""
+
+        driver = ReadingDriver(transport.rank, [f"{transport.rank}_0.distcp"], find)
+        ports = fake_ports(tmp_path / "root", driver=driver, transport=transport, executor=executor)
+        manager = Manager(ports, make_config(QUICK))
+        manager.save(1, weights(1)).wait()
+        threads.clear()
+        with pytest.raises(RestoreFailed, match="rank 1: RuntimeError: can't start"):
+            manager.restore(TEMPLATE)
+        found = list(ended)
+        manager.abandon()
+        return found
+
+    assert run_ranks(2, work) == [[True], []]
