@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import pickle
 import select
@@ -67,8 +68,14 @@ class Channel:
         frame = memoryview(_LENGTH.pack(len(body)) + body)
         with self._sending:
             self._end.setblocking(True)
-            sent = socket.send_fds(self._end, [frame], fds)  # the fds travel with the first byte
-            self._end.sendall(frame[sent:])
+            try:
+                sent = socket.send_fds(
+                    self._end, [frame], fds
+                )  # the fds travel with the first byte
+                self._end.sendall(frame[sent:])
+            except BlockingIOError as error:  # "temporarily unavailable" would tell nothing
+                said = f"the other process took no message for {_SEND_S} s"
+                raise TimeoutError(errno.ETIMEDOUT, said) from error
 
     def receive(self, timeout_s: float | None) -> tuple[bool, list[Any]]:
         """Everything that has arrived; None waits for something.

@@ -201,6 +201,17 @@ def test_a_process_that_the_trainer_forked_can_do_it_no_harm(echo):
     assert answer(process) == "mine"
 
 
+def test_a_process_that_is_stopped_is_named(echo, monkeypatch):
+    """Catches: a save that fails with "Resource temporarily unavailable", which names nothing."""
+    monkeypatch.setattr(spawn, "_SEND_S", 1)
+    process = echo()
+    process.send(("say", 5))
+    assert answer(process) == 5
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError, match="the other process took no message for 1 s"):
+        process.send(("say", bytes(4 << 20)))
+
+
 def test_modules_of_python_come_before_those_of_packages(monkeypatch, tmp_path):
     """Catches: a backport in site-packages that the trainer never imports, and the process does: no
     writer process would ever start."""
