@@ -71,6 +71,15 @@ def available_bytes(cgroups: Path = _CGROUPS, proc: Path = Path("/proc")) -> int
     return min([host, *_left_in_cgroups(cgroups, proc)])
 
 
+def ranks_of_this_host() -> int:
+    """The number of ranks that share this host's memory, as a launcher tells it; 1 if none does.
+
+    torchrun, Ray Train and verl set ``LOCAL_WORLD_SIZE``.
+    """
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(told)) if told.isdecimal() else 1
+
+
 def _left_in_cgroups(cgroups: Path, proc: Path) -> Iterator[int]:
     """The bytes left under each limit of this process's cgroups (version 2), and of those above."""
     try:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ckptfsm.adapters.memory import available_bytes
+from ckptfsm.adapters.memory import available_bytes, ranks_of_this_host
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.spawn import Spawned
@@ -49,7 +49,7 @@ _LISTEN_S = 0.05
 _HELLO_S = 60.0
 _PROBE_BYTES = 64
 _KILL_WAIT_S = 5.0
-_FREE_SHARE = 0.5  # of the free memory, for eager copies: the trainer, and other ranks, need some
+_FREE_SHARE = 0.5  # of the free memory, for the eager copies of all ranks of the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class WriteEngine:
         more = needed - (self._held_bytes if alive else 0)
         if self._settings.mode != "auto" or more <= 0:
             return True
-        limit = int(self._settings.free_bytes() * _FREE_SHARE)
+        limit = int(self._settings.free_bytes() * _FREE_SHARE / ranks_of_this_host())
         if more <= limit:
             return True
         said = f"the writer is forked: a copy takes {more} bytes, and at most {limit} may be taken"

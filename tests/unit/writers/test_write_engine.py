@@ -309,6 +309,15 @@ def test_without_memory_for_a_copy_the_writer_is_forked(engine, storage, root, c
     assert f"a copy takes {8 * MIB} bytes, and at most {6 * MIB} may be taken" in caplog.text
 
 
+def test_the_ranks_of_a_host_share_its_free_memory(engine, storage, root, monkeypatch, caplog):
+    """Catches: eight ranks that each take one half of the memory that is free before any save."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    run = writer(engine(free_bytes=lambda: 40 * MIB), storage, State().part())
+    assert isinstance(run.process, Child)
+    assert isinstance(ends(run)[-1], ShardReported)
+    assert f"at most {5 * MIB} may be taken" in caplog.text
+
+
 def test_memory_that_is_held_counts_once(engine, storage, root):
     """Catches: a job that is forked from its second save on, as its first copy left less memory."""
     free = [40 * MIB]
