@@ -120,7 +120,7 @@ class CheckpointConfig(BaseModel):
     read_twice: bool = Field(
         default=False,
         description="read the state of a gated save a second time, and fail the save if it differs: "
-        "finds changes that torch does not count",
+        "finds changes between the readings that torch does not count",
     )
     common_state: Literal["auto", "file"] = Field(
         default="auto",

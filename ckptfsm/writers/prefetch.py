@@ -42,7 +42,7 @@ class Prefetch:
 
     ``on_taken`` is called once, when the last byte of the trainer's memory has been read. ``join`` waits
     for that, and raises the error of a read. With ``twice``, all memory is read a second time before
-    ``on_taken``, and compared: an error for a job whose trainer changed it too early.
+    ``on_taken``, and compared: an error for a job whose trainer changed it between the two readings.
     """
 
     concurrent = True
