@@ -109,19 +109,25 @@ class Prefetch:
                 filled.put(error)
 
     def _run(self) -> None:
-        for images in self._turns:
-            lanes = [images[lane :: self._threads] for lane in range(self._threads)]
-            others = [threading.Thread(target=self._fill, args=(lane,)) for lane in lanes[1:]]
-            for thread in others:
-                thread.start()
-            self._fill(lanes[0])
-            for thread in others:
-                thread.join()
-        if self._error is None and self._twice:
-            self._read_again()
-        if self._error is None:
-            self._on_taken()
+        try:
+            for images in self._turns:
+                self._fill_turn(images)
+            if self._error is None and self._twice:
+                self._read_again()
+            if self._error is None:
+                self._on_taken()
+        except BaseException as error:  # no memory for a thread: who takes chunks must not wait
+            self._fail(error)
         self._read.set()
+
+    def _fill_turn(self, images: Sequence[Image]) -> None:
+        lanes = [images[lane :: self._threads] for lane in range(self._threads)]
+        others = [threading.Thread(target=self._fill, args=(lane,)) for lane in lanes[1:]]
+        for thread in others:
+            thread.start()
+        self._fill(lanes[0])
+        for thread in others:
+            thread.join()
 
     def _fill(self, images: Sequence[Image]) -> None:
         """Fill the chunks of some images, one of each in rotation: they are written side by side."""

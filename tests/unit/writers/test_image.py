@@ -291,6 +291,30 @@ def test_an_error_of_a_read_is_raised_though_no_file_waits_for_it():
         source.join()
 
 
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_a_thread_that_cannot_be_started_is_no_hang(monkeypatch, buffers):
+    """Found by attack. Catches: a gate that waits until the writer's deadline, where the writer's
+    process has no memory for another thread."""
+    trainer = Trainer(b"a", b"b")
+    files = [image_of(str(i), [piece]) for i, piece in enumerate(trainer.pieces)]
+    source, taken = prefetched(trainer, [files], buffers=buffers)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name != "ckptfsm-prefetch":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    source.start()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        source.join()
+    for image in files:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            source.take(image, ())
+    assert not taken.is_set()
+
+
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_second_reading_finds_a_change(changed):
     """Catches: a change that torch does not count, in a checkpoint that is taken for good."""
