@@ -668,7 +668,8 @@ class Engine:
         """Drop a report that does not count; another world size condemns its attempt."""
         name, why = rejected.event.name, rejected.why
         said = f"step {rejected.event.of.step}: a report is rejected: {name}: {why}"
-        say(log.warning, "report_rejected", said, report=name, why=why)
+        write = log.debug if rejected.late else log.warning
+        say(write, "report_rejected", said, report=name, why=why)
         if rejected.wrong_world_size:
             self.post(Failed(rejected.event.of, "wrong_world_size", rejected.why))
 

@@ -17,6 +17,7 @@ from ckptfsm.core.errors import IllegalTransition, SaveRefused, StepExistsError
 from ckptfsm.core.events import (
     Command,
     Event,
+    Failed,
     SaveRequested,
     ShardReported,
     Superseded,
@@ -56,11 +57,15 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A report that does not count, and why (I5). ``wrong_world_size`` condemns the attempt."""
+    """A report that does not count, and why (I5). ``wrong_world_size`` condemns the attempt.
+
+    ``late``: its attempt has gone on. Each report comes twice, by an agent and by a round.
+    """
 
     event: Event
     why: str
     wrong_world_size: bool = False
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +180,8 @@ class Ledger:
             return Rejected(event, why, wrong_world_size=_can_fail(living))
         if find_row(living, event) is None:
             published = ", published" if living.published else ""
-            return Rejected(event, f"{event.name} does not fit {living.state.value}{published}")
+            why = f"{event.name} does not fit {living.state.value}{published}"
+            return Rejected(event, why, late=_is_late(event, living.state))
         return self.post(event)
 
     def absorb(self, events: Sequence[Event], start: int = 0) -> tuple[Ledger, int]:
@@ -204,6 +210,12 @@ class Ledger:
     def protected(self, pins: Collection[int], readers: Collection[int]) -> Ledger:
         """The same ledger with pins and reader leases as they were just read from disk."""
         return replace(self, pins=frozenset(pins), readers=frozenset(readers))
+
+
+def _is_late(event: Event, state: State) -> bool:
+    """True for a report that an attempt in ``state`` may have taken before."""
+    progress = isinstance(event, (WriterForked, ShardReported))
+    return progress or (isinstance(event, Failed) and state is State.FAILED)
 
 
 def _can_fail(checkpoint: Checkpoint) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import PollMissingWarning, WriterDied
 from ckptfsm.core.events import Event
@@ -71,6 +73,28 @@ def test_a_save_of_one_rank_is_tracked_without_a_round(tmp_path):
             manager.wait_until_finished()
             assert handle.done
         assert manager.all_steps() == [1, 2]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_reports_that_come_by_both_ways_are_no_warning(tmp_path, caplog, killed):
+    """Found by attack. Catches: two warnings of rejected reports in the log of each save."""
+    gate = Gate(tmp_path / "gate")
+    settings = {"before_write": gate.hold if killed else None, "on_failure": "warn"}
+    with manager_of(tmp_path / "root", OneRank(), **settings) as manager:
+        handle = manager.save(1, {"w": 1})
+        writer = manager._participant.reports.writer
+        assert writer is not None
+        if killed:
+            assert writer.process.kill(WAIT_S)
+        else:
+            assert await_tracker(tmp_path / "root", 1)
+        manager._client.ask(Coordinator.nothing)
+        manager._participant.exchange(expired=False)
+        for event in writer.poll(0.0):
+            manager._client.ask(Coordinator.report, [event])
+        with contextlib.suppress(WriterDied):
+            handle.wait()
+    assert "a report is rejected" not in caplog.text
 
 
 def test_reports_of_other_ranks_need_no_round(tmp_path):
