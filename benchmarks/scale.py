@@ -170,11 +170,11 @@ class Ranks:
         """The messages of all ranks; rank 0 is simulated, too. None are sent without ``ask``."""
         if self.asked is None:
             return [item]
-        self.asked, gathered = None, []
-        for message in receive(self._pipe(self._process.stdout), self.world_size):
-            self.sent += len(message)
-            gathered.append(pickle.loads(message))
-        return gathered
+        self.asked = None
+        messages = list(receive(self._pipe(self._process.stdout), self.world_size))
+        self.sent += sum(map(len, messages))
+        with collection_paused():  # as ``GlooTransport`` does
+            return [pickle.loads(message) for message in messages]
 
     def broadcast(self, item: Any) -> Any:
         self.told += len(pickle.dumps(item))
@@ -216,8 +216,7 @@ class Save:
     def request(self) -> AttemptId:
         """Agree on the proposals of all ranks, and ask the coordinator."""
         self.ranks.ask("propose", _STEP)
-        with collection_paused():  # as ``Manager`` does
-            proposals = self.ranks.gather(None)
+        proposals = self.ranks.gather(None)
         assert proposals is not None
         return self.client.ask(Coordinator.request, agree(proposals))
 

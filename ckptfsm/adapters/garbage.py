@@ -1,4 +1,4 @@
-"""The garbage collector of the process."""
+"""The garbage collector of the process, which is the trainer's."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_NEVER = 0  # as the first threshold: no object starts a collection
+
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
     """Pause automatic collection in a block that makes many objects and no cycles.
 
     The collector would look at all objects of the trainer again and again, while the training
-    thread waits. A trainer that has switched the collector off finds it so.
+    thread waits. The block must not wait for a disk or another process: the pause is the trainer's, too.
+
+    The thresholds are changed, not the switch. A trainer that uses ``gc.disable`` or
+    ``gc.set_threshold`` meanwhile, on another thread, finds the collector as it left it.
     """
-    if not gc.isenabled():
+    before = gc.get_threshold()
+    if before[0] == _NEVER:
         yield
         return
-    gc.disable()
+    ours = (_NEVER, *before[1:])
+    gc.set_threshold(*ours)
     try:
         yield
     finally:
-        gc.enable()
+        if gc.get_threshold() == ours:
+            gc.set_threshold(*before)

@@ -153,14 +153,13 @@ class Coordinator:
         A damaged journal is refused before anything is touched. On a full disk, files that earlier
         runs gave up are deleted first: any owner of the root would delete them.
         """
-        with collection_paused():
-            try:
-                return self._open()
-            except OSError as error:
-                full = _errno_of(error) in (errno.ENOSPC, errno.EDQUOT)
-                if not full or not remove_some(self._storage, _TRASH_SLICE):
-                    raise
+        try:
             return self._open()
+        except OSError as error:
+            full = _errno_of(error) in (errno.ENOSPC, errno.EDQUOT)
+            if not full or not remove_some(self._storage, _TRASH_SLICE):
+                raise
+        return self._open()
 
     def _open(self) -> RecoveryReport:
         began = self._clock.monotonic()
@@ -232,14 +231,15 @@ class Coordinator:
         self._refuse_other_layout(history)
         self._refuse_unfinishable(history.ledger)
         evidence = gather_evidence(self._storage, self._layout, history.ledger)
-        decided = plan(
-            history.ledger,
-            evidence,
-            ownership.epoch,
-            self._options.resume,
-            intent=history.intent,
-            lost=history.lost,
-        )
+        with collection_paused():
+            decided = plan(
+                history.ledger,
+                evidence,
+                ownership.epoch,
+                self._options.resume,
+                intent=history.intent,
+                lost=history.lost,
+            )
         settings = EngineSettings(
             self._finishers,
             self._options.retention,
@@ -540,7 +540,7 @@ class Coordinator:
     def report(self, events: Sequence[Event]) -> None:
         """Take the reports of the ranks. Reports for no living attempt are logged and dropped."""
         try:
-            with self._guarded("report"), collection_paused():
+            with self._guarded("report"):
                 self._report(events)
         except StorageError as error:  # the journal has no room even for a failure: stop
             self.fatal = self.fatal or error
@@ -549,7 +549,8 @@ class Coordinator:
     def _report(self, events: Sequence[Event]) -> None:
         at = 0
         while at < len(events):
-            self._engine.ledger, taken = self._engine.ledger.absorb(events, at)
+            with collection_paused():
+                self._engine.ledger, taken = self._engine.ledger.absorb(events, at)
             at += taken
             if at < len(events):
                 self._report_one(events[at])

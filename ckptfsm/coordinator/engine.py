@@ -24,7 +24,6 @@ from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
-from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.documents import (
     KEPT_SEGMENTS,
@@ -462,8 +461,7 @@ class Engine:
     def _run_finalize(self, checkpoint: Checkpoint) -> None:
         """Publish an attempt, then journal that. A published one is retried, and cannot fail (I1)."""
         try:
-            with collection_paused():
-                self.publisher.finalize(checkpoint)
+            self.publisher.finalize(checkpoint)
         except (Fenced, OutcomeUnknown):
             raise
         except (CkptFsmError, OSError) as error:

@@ -30,6 +30,7 @@ from types import MappingProxyType
 
 from pydantic import ValidationError
 
+from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.core.documents import (
     MAX_SEGMENT_BYTES,
     RECORD,
@@ -87,6 +88,7 @@ class Segment:
     crc32: int
 
 
+@collection_paused()
 def parse_segment_bytes(epoch: int, data: bytes, file: str) -> Segment:
     """Parse a segment. Raises ``JournalCorrupt`` with the offset of damage before its end."""
     records: list[Record] = []
@@ -254,6 +256,7 @@ def lost_without(ledger: Ledger, intent: Intent) -> frozenset[AttemptId]:
     return frozenset(c.id for c in gone if c.reason in UNUSABLE)
 
 
+@collection_paused()
 def _replay(
     segment: Segment, opened: SegmentOpened, seals: tuple[Seal, ...], newest: int, file: str
 ) -> History:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 
+from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.posix_storage import digest_of
 from ckptfsm.core.backoff import pauses
 from ckptfsm.core.documents import MAX_DOCUMENT_BYTES, FileEntry, Receipt, decode
@@ -19,6 +20,7 @@ from ckptfsm.core.ports import Clock, Storage
 from ckptfsm.disk.durable import SMALL_BYTES, read_document
 
 _LONGEST_PAUSE_S = 0.5  # between two looks for a missing receipt on a shared disk
+_AT_ONCE = 1000  # receipts are parsed after they were read, so that no read is waited for meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +60,26 @@ class Receipts:
 
     def _present(self, part: str, ranks: Sequence[int]) -> Iterator[Receipt]:
         """The receipts of these ranks that are there."""
+        found = self._documents(part, ranks)
+        while documents := list(islice(found, _AT_ONCE)):
+            with collection_paused():
+                receipts = [self._checked(part, rank, data) for rank, data in documents]
+            yield from receipts
+
+    def _documents(self, part: str, ranks: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """The ranks whose receipt is there, and its bytes."""
         inner, _, _ = receipt_name(part, 0).rpartition("/")
         names = {receipt_name(part, rank).rpartition("/")[2]: rank for rank in ranks}
-        found = self.storage.read_each(f"{self.location}/{inner}", names, SMALL_BYTES)
-        for name, data in found:
-            rank = names[name]
+        directory = f"{self.location}/{inner}"
+        for name, data in self.storage.read_each(directory, names, SMALL_BYTES):
             if len(data) < SMALL_BYTES:
-                yield self._checked(part, rank, data)
+                yield names[name], data
                 continue
             try:
-                receipt = self.read(part, rank)
+                document = read_document(self.storage, f"{directory}/{name}", MAX_DOCUMENT_BYTES)
             except FileNotFoundError:
                 continue
-            yield receipt
+            yield names[name], document
 
     def arriving(
         self, shares: Collection[tuple[str, int]], clock: Clock, deadline: float

@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.utils._pytree import tree_map
 
 from ckptfsm.adapters.fork import Child, fork_child
+from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.notices import no_warning_is_an_error
 from ckptfsm.adapters.versions import series_of
 from ckptfsm.core.documents import FileEntry
@@ -290,6 +291,7 @@ def read_planned(data: bytes) -> Metadata:
     return metadata
 
 
+@collection_paused()
 def finish_part(
     planned: bytes, results: Sequence[Sequence[Any]], location: str
 ) -> Mapping[str, bytes]:

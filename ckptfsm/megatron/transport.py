@@ -8,6 +8,7 @@ recovery decides from disk.
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -15,6 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.local_transport import LocalTransport
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.core.errors import RankFailed, describe
@@ -41,10 +43,14 @@ class GlooTransport:
         return [bool(flag) for flag in self._flags[:count].tolist()]
 
     def gather(self, item: Any) -> list[Any] | None:
+        """Objects are made of the bytes of all ranks once these are here, and not while it waits."""
         everyone: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
         with _named("gather reports"):
-            dist.gather_object(item, everyone, dst=0, group=self._group)
-        return everyone
+            dist.gather_object(pickle.dumps(item), everyone, dst=0, group=self._group)
+        if everyone is None:
+            return None
+        with collection_paused():
+            return [pickle.loads(data) for data in everyone]
 
     def broadcast(self, item: Any) -> Any:
         box = [item]

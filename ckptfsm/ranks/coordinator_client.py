@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.notices import say
 from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.errors import CkptFsmError, DeadlineExceeded, RankInterrupted, describe
@@ -218,9 +217,8 @@ class CoordinatorClient:
 
     def exchange(self, outbox: Sequence[Event]) -> Update:
         """Send every rank's reports to the coordinator, and its news to every rank (collective)."""
-        with collection_paused():
-            gathered = self.transport.gather(list(outbox))
-            events = [event for events in gathered or () for event in events]
+        gathered = self.transport.gather(list(outbox))
+        events = [event for events in gathered or () for event in events]
         update = Update()
         if gathered is not None:
             if events:

@@ -20,7 +20,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.notices import say
 from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.errors import (
@@ -108,8 +107,7 @@ class Manager(Session):
     def _ask_for(self, proposal: Proposal) -> tuple[Answer, Accepted | None]:
         """Make the exchange that a save begins with."""
         answer, accepted = Answer(), None
-        with collection_paused():
-            gathered = self._ports.transport.gather(proposal)
+        gathered = self._ports.transport.gather(proposal)
         if gathered is not None:
             answer, accepted = self._judge(gathered)
         answer = self._client.share(answer)

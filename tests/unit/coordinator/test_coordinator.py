@@ -8,10 +8,11 @@ Each test names the bugs that it would catch. Crashes at every call are in
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -220,6 +221,50 @@ def test_settled_is_said_after_everything_else():
 
 # ----------------------------------------------------------------------- F9: files that are visible
 # late
+
+
+class CollectingStorage:
+    """Passes all calls on, and notes those that come while the garbage collector is paused."""
+
+    def __init__(self, inner: FaultStorage) -> None:
+        self._inner = inner
+        self.root = inner.root
+        self.calls: list[str] = []
+        self.paused: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._inner, name)
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self._note(name)
+            result = method(*arguments, **keywords)
+            return self._each(name, result) if isinstance(result, Iterator) else result
+
+        return call
+
+    def _each(self, name: str, items: Iterator[Any]) -> Iterator[Any]:
+        for item in items:
+            self._note(name)
+            yield item
+
+    def _note(self, name: str) -> None:
+        self.calls.append(name)
+        if not gc.isenabled() or gc.get_threshold()[0] == 0:
+            self.paused.append(name)
+
+
+def test_no_call_of_the_storage_is_waited_for_while_the_collector_is_paused():
+    """Catches: a trainer whose garbage is not collected for as long as a disk hangs."""
+    disk = SimDisk()
+    first = start(disk, wrap=CollectingStorage)
+    first.save(1)
+    disk.kill("first")
+    second = start(disk, "second", wrap=CollectingStorage)
+    second.save(2)
+    stop(disk, second, "second")
+    for job in (first, second):
+        assert {"read", "read_each", "fsync", "rename"} <= set(job.storage.calls)
+        assert job.storage.paused == []
 
 
 class LateStorage(SimStorage):
