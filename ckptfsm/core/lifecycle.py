@@ -25,12 +25,12 @@ leaves the model moved. The cursor lives for one move, carries no callbacks, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache, lru_cache
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from transitions import Machine
 
@@ -64,6 +64,8 @@ from ckptfsm.core.events import (
     WriteTracker,
 )
 from ckptfsm.core.parts import AttemptId, PartSpec
+
+T = TypeVar("T")
 
 
 class State(str, Enum):
@@ -455,28 +457,33 @@ def absorb(
 
 
 class _Tally:
-    """A checkpoint while ranks report: the guards read it as they read a ``Checkpoint``."""
+    """A checkpoint while ranks report: the guards read it as they read a ``Checkpoint``.
+
+    A set of facts is copied at the first report that adds to it.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.parts, self.world_size = checkpoint.parts, checkpoint.world_size
         self.published = checkpoint.published
-        self.forked, self.reported = set(checkpoint.forked), set(checkpoint.reported)
-        self.finalizers_ran, self.gone = set(checkpoint.finalizers_ran), set(checkpoint.gone)
+        self.forked: Set[int] = checkpoint.forked
+        self.reported: Set[tuple[str, int]] = checkpoint.reported
+        self.finalizers_ran: Set[int] = checkpoint.finalizers_ran
+        self.gone: Set[int] = checkpoint.gone
         self.shard_bytes = checkpoint.shard_bytes
         self._before = checkpoint
 
     def add(self, event: Event) -> None:
-        """Add the facts of a report, as ``_absorb`` does."""
+        """Add the facts of a report."""
         match event:
             case WriterForked():
-                self.forked.add(event.rank)
+                self.forked = _added(self.forked, event.rank)
             case ShardReported():
-                self.reported.add((event.part, event.rank))
+                self.reported = _added(self.reported, (event.part, event.rank))
                 self.shard_bytes += event.shard_bytes
             case FinalizersRan():
-                self.finalizers_ran.add(event.rank)
+                self.finalizers_ran = _added(self.finalizers_ran, event.rank)
             case WriterGone():
-                self.gone.add(event.rank)
+                self.gone = _added(self.gone, event.rank)
 
     def checkpoint(self) -> Checkpoint:
         return replace(
@@ -487,6 +494,13 @@ class _Tally:
             gone=frozenset(self.gone),
             shard_bytes=self.shard_bytes,
         )
+
+
+def _added(known: Set[T], fact: T) -> set[T]:
+    """``known`` with a fact added: in place, unless it is the set of a ``Checkpoint``."""
+    facts = known if isinstance(known, set) else set(known)
+    facts.add(fact)
+    return facts
 
 
 _REPORTS = (WriterForked, ShardReported, FinalizersRan, WriterGone)
@@ -530,20 +544,12 @@ def _absorb(checkpoint: Checkpoint, event: Event) -> Checkpoint:
                 metrics=event.metrics,
                 run_seconds=event.run_seconds,
             )
-        case WriterForked():
-            return replace(checkpoint, forked=checkpoint.forked | {event.rank})
-        case ShardReported():
-            return replace(
-                checkpoint,
-                reported=checkpoint.reported | {(event.part, event.rank)},
-                shard_bytes=checkpoint.shard_bytes + event.shard_bytes,
-            )
-        case FinalizersRan():
-            return replace(checkpoint, finalizers_ran=checkpoint.finalizers_ran | {event.rank})
+        case WriterForked() | ShardReported() | FinalizersRan() | WriterGone():
+            tally = _Tally(checkpoint)
+            tally.add(event)
+            return tally.checkpoint()
         case PublishedOnDisk():
             return replace(checkpoint, published=True)
-        case WriterGone():
-            return replace(checkpoint, gone=checkpoint.gone | {event.rank})
         case WritersLost():
             return replace(checkpoint, gone=writing_ranks(checkpoint))
         case Failed() | Withdrawn():
