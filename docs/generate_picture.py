@@ -34,6 +34,7 @@ ROOMS: Mapping[str, str] = MappingProxyType(
         "views": "pictures for people",
         "testing": "public test kit",
         "demo": "ckptfsm demo",
+        "cli": "the command line",
     }
 )
 

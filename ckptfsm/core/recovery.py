@@ -67,7 +67,8 @@ class Plan:
 
     ``reasons`` speak against beginning from scratch. ``last_hope`` is an attempt to roll forward,
     if nothing else is left to resume from. The tracker is moved to ``fallback`` before anything is
-    withdrawn.
+    withdrawn. ``survivors`` are the steps that are tracked then, before an interrupted rollback is
+    completed.
     """
 
     decisions: tuple[Decision, ...]
@@ -75,6 +76,7 @@ class Plan:
     reasons: tuple[str, ...] = ()
     last_hope: AttemptId | None = None
     fallback: int | None = None
+    survivors: frozenset[int] = frozenset()
 
     @property
     def actions(self) -> list[Event | Command]:
@@ -130,6 +132,7 @@ def plan(
         reasons,
         _last_hope(decisions, survivors) if reasons else None,
         None if goes_back else _fallback(ledger, evidence, decisions, survivors),
+        frozenset(survivors),
     )
 
 

@@ -132,7 +132,7 @@ def open_root(
     try:
         epoch = newest_epoch(storage)
         holder = _known_holder(storage, epoch)
-        if not takeover and (lock is None or _lives(storage, holder, identity)):
+        if not takeover and (lock is None or holder_lives(storage, holder, identity)):
             raise _busy(storage.root, holder, identity)
         taken, temporary = _link_epoch(storage, identity, max(epoch, above))
     except BaseException:
@@ -160,7 +160,7 @@ def _known_holder(storage: Storage, epoch: int) -> Holder | None:
         return None
 
 
-def _lives(storage: Storage, holder: Holder | None, identity: Identity) -> bool:
+def holder_lives(storage: Storage, holder: Holder | None, identity: Identity) -> bool:
     """True if the holder lives: a manager of this process, or a process here that has the lock's
     file open.
 

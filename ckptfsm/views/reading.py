@@ -7,27 +7,38 @@ are not shown.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ckptfsm.core.documents import SegmentClosed, SegmentOpened, TransitionRecord
+from ckptfsm.core.documents import MAX_SEGMENT_BYTES, SegmentClosed, SegmentOpened, TransitionRecord
 from ckptfsm.core.errors import JournalCorrupt
 from ckptfsm.core.layout import JOURNAL, parse_segment, segment_name
 from ckptfsm.core.lifecycle import ENDED, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import list_names
-from ckptfsm.disk.journal import Segment, parse_segment_bytes, read_segment
+from ckptfsm.disk.journal import (
+    Segment,
+    decode_line,
+    parse_segment_bytes,
+    read_segment,
+)
 
 S = State
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A state, when it was entered (ISO text as journaled, may be empty), in which epoch."""
+    """A state, when it was entered (ISO text as journaled, may be empty), in which epoch.
+
+    ``record``: the number of its record in that epoch's segment; 0 is the snapshot at its beginning.
+    """
 
     state: State
     at: str
     epoch: int
+    record: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +89,9 @@ class _Draft:
     detail: str = ""
     left: str = ""
 
-    def enter(self, state: State, at: str, epoch: int) -> None:
+    def enter(self, state: State, at: str, epoch: int, number: int = 0) -> None:
         if not self.entered or self.entered[-1].state is not state:
-            self.entered.append(Entry(state, at, epoch))
+            self.entered.append(Entry(state, at, epoch, number))
 
     def finish(self, runs: tuple[Run, ...]) -> Life:
         return Life(
@@ -103,21 +114,21 @@ def read_lives(storage: Storage) -> tuple[Life, ...]:
     """
     drafts: dict[AttemptId, _Draft] = {}
     runs: list[Run] = []
-    for segment in _sealed_segments(storage):
+    for segment in sealed_segments(storage):
         runs.append(_read_run(segment))
-        for record in segment.records:
+        for number, record in enumerate(segment.records):
             match record:
                 case SegmentOpened():
                     _take_snapshot(drafts, record)
                 case TransitionRecord():
-                    _take_transition(drafts, record, segment.epoch)
+                    _take_transition(drafts, record, segment.epoch, number)
                 case _:
                     pass
     shared = tuple(runs)
     return tuple(draft.finish(shared) for draft in drafts.values())
 
 
-def _sealed_segments(storage: Storage) -> list[Segment]:
+def sealed_segments(storage: Storage) -> list[Segment]:
     """The segments that began, oldest first, each of the older ones cut at its seal."""
     names = (parse_segment(name) for name in list_names(storage, JOURNAL))
     for epoch in sorted((n for n in names if n is not None), reverse=True):
@@ -139,6 +150,28 @@ def _sealed_segments(storage: Storage) -> list[Segment]:
             sealed.append(segment)
         return [*(segment for segment in sealed if segment.records), newest]
     return []
+
+
+def entered_at(storage: Storage, wanted: Mapping[AttemptId, State]) -> dict[AttemptId, str]:
+    """When each wanted attempt entered its state, as journaled; without those that no record tells.
+
+    Reads only the lines of these states, and judges nothing: for lists, where a time is a remark.
+    """
+    marks = [b'"dest":"%s"' % state.value.encode() for state in set(wanted.values())]
+    found: dict[AttemptId, str] = {}
+    for name in list_names(storage, JOURNAL):
+        if parse_segment(name) is None:
+            continue
+        for line in storage.read(f"{JOURNAL}/{name}", MAX_SEGMENT_BYTES).split(b"\n"):
+            if not any(mark in line for mark in marks) or (body := decode_line(line)) is None:
+                continue
+            record = json.loads(body)
+            if record.get("type") != "transition":
+                continue
+            of = AttemptId(record["step"], record["epoch"], record["attempt"])
+            if of in wanted and record["dest"] == wanted[of].value:
+                found[of] = record["at"]
+    return found
 
 
 def _file_of(epoch: int) -> str:
@@ -177,10 +210,12 @@ def _take_snapshot(drafts: dict[AttemptId, _Draft], opened: SegmentOpened) -> No
             draft.left = opened.at
 
 
-def _take_transition(drafts: dict[AttemptId, _Draft], record: TransitionRecord, epoch: int) -> None:
+def _take_transition(
+    drafts: dict[AttemptId, _Draft], record: TransitionRecord, epoch: int, number: int
+) -> None:
     adopted = record.created is not None and record.created.provenance == "adopted"
     draft = drafts.setdefault(record.of, _Draft(record.of, adopted))
-    draft.enter(record.dest, record.at, epoch)
+    draft.enter(record.dest, record.at, epoch, number)
     draft.shard_bytes = record.shard_bytes or draft.shard_bytes
     draft.reason = record.reason or draft.reason
     draft.detail = record.detail or draft.detail

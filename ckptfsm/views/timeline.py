@@ -48,7 +48,7 @@ class Placed:
         return sorted(moments)
 
 
-def _parse_time(text: str) -> float | None:
+def parse_time(text: str) -> float | None:
     try:
         when = datetime.fromisoformat(text)
     except ValueError:
@@ -61,11 +61,11 @@ def _parse_time(text: str) -> float | None:
 def place(lives: Sequence[Life]) -> Placed:
     runs = lives[0].resumed if lives else ()
     known = [run.opened for run in runs] + [e.at for life in lives for e in life.entered]
-    origin = next((text for text in known if _parse_time(text) is not None), "")
-    zero = _parse_time(origin) or 0.0
+    origin = next((text for text in known if parse_time(text) is not None), "")
+    zero = parse_time(origin) or 0.0
 
     def seconds(text: str, before: float) -> float:
-        when = _parse_time(text)
+        when = parse_time(text)
         return before if when is None else max(before, round(when - zero, 6))
 
     placed_runs: list[tuple[Run, float, float]] = []

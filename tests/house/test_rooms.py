@@ -32,11 +32,13 @@ ROOMS = (
     "views",
     "testing",
     "demo",
+    "cli",
 )
 APART = {  # rooms that are earlier in the list, and yet not to be imported
     "views": {"adapters", "writers", "coordinator", "ranks", "megatron", "integrations"},
     "testing": {"megatron", "integrations", "views"},
     "demo": {"integrations"},
+    "cli": {"writers", "ranks", "megatron", "integrations", "testing"},
 }
 # The modules of the standard library that the core may use; config.py reads a TOML file besides.
 HARMLESS = {

@@ -1621,7 +1621,7 @@ FENCES = (
     mutant(
         "the-lock-is-not-asked",
         "disk.ownership:open_root",
-        "if not takeover and (lock is None or _lives(storage, holder, identity)):",
+        "if not takeover and (lock is None or holder_lives(storage, holder, identity)):",
         "if False:",
         breaks="F12",
         source="fencing",

@@ -240,7 +240,7 @@ WRITERS = (
     ),
     mutant(
         "a-lease-of-this-process-lives-for-good",
-        "disk.ownership:_lives",
+        "disk.ownership:holder_lives",
         "return holder.nonce in _living.nonces",
         "return True",
         breaks="F7",

@@ -1,0 +1,8 @@
+"""``python -m ckptfsm.cli``."""
+
+import sys
+
+from ckptfsm.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

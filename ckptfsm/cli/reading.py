@@ -1,0 +1,185 @@
+"""Commands that read a root: ``ls``, ``show``, ``tree``, ``log``, ``explain``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptfsm.adapters.clock import SystemClock
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.cli.terminal import console, put, put_json
+from ckptfsm.core.errors import DamagedRoot, StepNotFoundError
+from ckptfsm.core.explaining import Surroundings, explain, explain_plan
+from ckptfsm.core.ports import Storage
+from ckptfsm.core.recovery import plan
+from ckptfsm.disk.inspection import gather_evidence
+from ckptfsm.disk.overview import Overview, Ownership, look
+from ckptfsm.views.listing import as_json, lines_of, rows_of
+from ckptfsm.views.lives_of_step import lines_of_step
+from ckptfsm.views.reading import entered_at, read_lives
+from ckptfsm.views.records import Tail
+from ckptfsm.views.timeline import clean
+from ckptfsm.views.tree import tree_lines
+
+Root = Annotated[
+    Path,
+    typer.Option(
+        "--root", "-r", envvar="CKPTFSM_ROOT", help="The directory of all checkpoints of a job."
+    ),
+]
+HERE = Path()
+Step = Annotated[int, typer.Argument(help="The step of a checkpoint.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    for command, example in (
+        (ls, "ckptfsm ls -r runs/demo"),
+        (show, "ckptfsm show 40 -r runs/demo"),
+        (tree, "ckptfsm tree -r runs/demo"),
+        (log, "ckptfsm log -r runs/demo --step 40"),
+        (explain_command, "ckptfsm explain 40 -r runs/demo"),
+    ):
+        name = command.__name__.removesuffix("_command")
+        app.command(name, epilog=f"Example: {example}")(command)
+
+
+@contextmanager
+def opened(root: Path) -> Iterator[Storage]:
+    """The storage of a root that exists, for reading."""
+    storage = PosixStorage(root, create=False)
+    try:
+        yield storage
+    finally:
+        storage.close_root()
+
+
+def ls(
+    root: Root = HERE,
+    json: Json = False,
+    watch: Annotated[
+        float | None, typer.Option(help="Show the list again every so many seconds.", min=0.1)
+    ] = None,
+) -> None:
+    """List the checkpoints: step, state, age, size, and what keeps each."""
+    with opened(root) as storage:
+        if watch is None:
+            _list(storage, json)
+            return
+        while True:
+            console().clear()
+            _list(storage, json)
+            time.sleep(watch)
+
+
+def _list(storage: Storage, as_data: bool) -> None:
+    overview = look(storage)
+    states = {of: c.state for of, c in overview.ledger.checkpoints.items()}
+    rows = rows_of(overview, entered_at(storage, states), SystemClock().unix())
+    if as_data:
+        put_json({"root": overview.root, "owner": _owner(overview), "checkpoints": as_json(rows)})
+        return
+    put([clean(f"{overview.root}: {_owner(overview)}"), ""])
+    put(lines_of(rows, console().width) if rows else ["no checkpoints"])
+
+
+def _owner(overview: Overview) -> str:
+    owner = overview.owner
+    named = f" (pid {owner.pid} on {owner.host}, epoch {owner.epoch})" if owner.host else ""
+    return owner.ownership.value + named
+
+
+def show(step: Step, root: Root = HERE) -> None:
+    """Show every attempt at a step: its states, their times, its parts, its end."""
+    with opened(root) as storage:
+        lives = [life for life in read_lives(storage) if life.step == step]
+        if not lives:
+            raise StepNotFoundError(f"the journal names no step {step}", step=step)
+        put(lines_of_step(storage, look(storage), lives))
+
+
+def tree(root: Root = HERE) -> None:
+    """Show the directories of a root, with the meaning of each."""
+    with opened(root) as storage:
+        put(tree_lines(storage, look(storage)))
+
+
+def log(
+    root: Root = HERE,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as records come.")] = False,
+    step: Annotated[int | None, typer.Option(help="Only the records of this step.")] = None,
+) -> None:
+    """Print the journal as sentences, oldest first."""
+    with opened(root) as storage:
+        tail = Tail(storage, step)
+        put(tail.new_lines())
+        while follow:
+            time.sleep(0.5)
+            put(tail.new_lines())
+
+
+def explain_command(
+    step: Annotated[int | None, typer.Argument(help="The step of a checkpoint.")] = None,
+    root: Root = HERE,
+    resume: Annotated[bool, typer.Option("--resume", help="Explain a start of the job.")] = False,
+) -> None:
+    """Explain a checkpoint: why it is kept, whether it is the latest, when it may go.
+
+    With --resume: the step that a start of the job would resume from now, and why.
+    """
+    if (step is None) is not resume:
+        raise typer.BadParameter("give a step, or --resume")
+    with opened(root) as storage:
+        overview = look(storage)
+        if step is None:
+            put(map(clean, _explain_resume(storage, overview)))
+        else:
+            put(map(clean, _explain_step(storage, overview, step)))
+
+
+def _explain_step(storage: Storage, overview: Overview, step: int) -> list[str]:
+    found = [c for c in overview.ledger.checkpoints.values() if c.step == step]
+    lives = {life.attempt: life for life in read_lives(storage) if life.step == step}
+    if not lives and not found:
+        raise StepNotFoundError(f"the journal names no step {step}", step=step)
+    lives_on = overview.owner.ownership is Ownership.LIVES
+    facts = Surroundings(
+        overview.ledger, overview.tracker, overview.pins, overview.readers, lives_on
+    )
+    lines = []
+    for checkpoint in found:
+        lines += explain(checkpoint, facts)
+        life = lives.pop(str(checkpoint.id), None)
+        if life is not None:
+            last = life.entered[-1]
+            lines.append(f"Recorded in epoch {last.epoch}, record {last.record}, at {last.at}.")
+    for attempt, life in lives.items():
+        why = f": {life.reason}" if life.reason else ""
+        lines.append(f"The attempt {attempt} at this step ended as {life.end.value}{why}.")
+    return lines
+
+
+def _explain_resume(storage: Storage, overview: Overview) -> list[str]:
+    """The decisions of a start, made by the function that a start uses; nothing is carried out."""
+    lines = []
+    if overview.owner.ownership is Ownership.LIVES:
+        lines = [f"A start would be refused: {_owner(overview)}.", "If that process ended now:"]
+    history = overview.history
+    evidence = gather_evidence(storage, overview.layout, history.ledger)
+    try:
+        decided = plan(
+            history.ledger,
+            evidence,
+            history.newest_epoch + 1,
+            "fallback",
+            intent=history.intent,
+            lost=history.lost,
+        )
+    except DamagedRoot as error:
+        return [*lines, f"A start would be refused: {error}"]
+    return lines + explain_plan(decided, history.intent)

@@ -1,0 +1,147 @@
+"""Explains a checkpoint to people: why it is kept, whether it is the latest, and when it may go. Pure.
+
+The answers come from the same ledger that decides. Every sentence names the fact that it rests on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptfsm.core.evidence import TrackerEvidence
+from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.lifecycle import Checkpoint, State, expected_reports
+from ckptfsm.core.recovery import Plan
+from ckptfsm.core.rollback import Intent
+
+RETENTION = "retention"  # kept by the policy of the trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The facts about a root that explanations use.
+
+    ``pins`` are the reasons of pins by step, ``readers`` the numbers of reader leases by step.
+    ``owned``: a living process owns the root.
+    """
+
+    ledger: Ledger
+    tracker: TrackerEvidence
+    pins: Mapping[int, str]
+    readers: Mapping[int, int]
+    owned: bool
+
+
+def kept_by(ledger: Ledger, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The reasons that keep a tracked checkpoint: ``latest``, ``pin``, ``reader``, or ``retention``.
+
+    The policy is in the trainer. So a tracked checkpoint that nothing else keeps is kept by the policy,
+    or the owner has not applied the policy yet. Empty for a checkpoint in another state.
+    """
+    if checkpoint.state is not State.TRACKED:
+        return ()
+    return ledger.superseded(checkpoint, ()).kept_by or (RETENTION,)
+
+
+def explain(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:
+    """Sentences about one checkpoint, the most important first."""
+    return [
+        *_its_state(checkpoint, facts),
+        *_its_rank_among_others(checkpoint, facts),
+        *_its_end(checkpoint, facts),
+    ]
+
+
+def explain_plan(decided: Plan, intent: Intent) -> list[str]:
+    """Sentences about a start that would carry out a plan."""
+    step = _resumes_from(decided, intent)
+    lines = [f"A start would resume from step {step}." if step is not None else _AT_ZERO]
+    if decided.decisions:
+        lines.append("It would decide, in this order:")
+    for decision in decided.decisions:
+        rule = f" [rule {decision.rule}]" if decision.rule else ""
+        last = "" if decision.last == "none" else f", {decision.last} by the journal"
+        lines.append(
+            f"- {decision.subject}{last}: {decision.result}, because: {decision.why}{rule}"
+        )
+    lines += [f"It would warn: {warning}" for warning in decided.warnings]
+    if decided.last_hope is not None:
+        lines.append(f"If {decided.last_hope} cannot be completed, the start would be refused.")
+    return [*lines, "Nothing was changed."]
+
+
+_AT_ZERO = "A start would begin at zero: no checkpoint is left to resume from."
+
+
+def _resumes_from(decided: Plan, intent: Intent) -> int | None:
+    """The step that is the latest once the plan, and an interrupted rollback, are carried out."""
+    if intent.unfinished == "fresh":
+        return None
+    steps = decided.survivors
+    below = [s for s in steps if intent.target is None or s <= intent.target]
+    return max(below or steps, default=None)
+
+
+def _its_state(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:
+    step, state = checkpoint.step, checkpoint.state
+    adopted = ", adopted from another program's files" if checkpoint.provenance == "adopted" else ""
+    if state is State.TRACKED:
+        return [f"Step {step} is complete and tracked{adopted}."]
+    if state in (State.REQUESTED, State.FORKED):
+        shards, ranks = len(expected_reports(checkpoint)), checkpoint.world_size
+        return [
+            f"Step {step} is being saved ({state.value}): {shards} shards of {ranks} ranks.",
+            "Its files are in staging, where no loader looks.",
+        ]
+    if state is State.SHARDS_WRITTEN:
+        return [f"Step {step} has all its shards on disk. Its metadata and its name come next."]
+    if state is State.FINALIZED:
+        return [f"Step {step} is complete at its name. The tracker does not name it yet."]
+    if state is State.PRUNABLE:
+        return [f"Step {step} is being removed: a newer one is tracked, and nothing kept it."]
+    if state is State.FAILED:
+        return [
+            f"The save of step {step} failed: {_reason(checkpoint)}. Its files are not removed yet."
+        ]
+    return [f"Step {step} was withdrawn: {_reason(checkpoint)}. Its files are in quarantine."]
+
+
+def _reason(checkpoint: Checkpoint) -> str:
+    return checkpoint.reason + (f" ({checkpoint.detail})" if checkpoint.detail else "")
+
+
+def _its_rank_among_others(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:
+    latest, tracker = facts.ledger.latest(), facts.tracker
+    if latest is None:
+        return ["No checkpoint of this root is tracked."]
+    if latest.id != checkpoint.id:
+        return [f"The latest is step {latest.step}: it is the newest tracked one."]
+    if tracker.step == checkpoint.step:
+        return ["It is the latest: the newest tracked one, and the tracker names it."]
+    named = (
+        "is missing" if tracker.found == "missing" else f"says {tracker.step or tracker.found!r}"
+    )
+    return [
+        f"It is the latest by the journal, but the tracker {named}. A start repairs the tracker."
+    ]
+
+
+def _its_end(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:
+    """The facts that keep it from deletion, and the way to end each."""
+    if checkpoint.state is not State.TRACKED:
+        return []
+    step, reasons = checkpoint.step, kept_by(facts.ledger, checkpoint)
+    told = {
+        "latest": "It is kept because it is the latest. A newer step has to be tracked first.",
+        "pin": f"It is kept by a pin{_because(facts.pins.get(step, ''))}. "
+        f"To end that: ckptfsm unpin {step}",
+        "reader": f"It is kept by {facts.readers.get(step, 0)} reader lease(s). A lease ends when its "
+        "reader gives it back, or some time after the reader has died.",
+        RETENTION: "It is kept by the retention policy of the trainer"
+        + (", or the owner has not applied the policy yet." if facts.owned else "."),
+    }
+    return [told[reason] for reason in reasons]
+
+
+def _because(reason: str) -> str:
+    return f" ({reason})" if reason else ""

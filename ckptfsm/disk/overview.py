@@ -1,0 +1,170 @@
+"""A root as a reader sees it: the journal, the tracker, pins and leases. Takes nothing, changes nothing.
+
+A living owner may change the root meanwhile. Each file is read whole, but two files may be of different
+moments. So an overview is for people, and no decision is made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from ckptfsm.adapters.identity import this_process
+from ckptfsm.core.documents import Holder, Pin, decode
+from ckptfsm.core.errors import DamagedRoot, JournalCorrupt, NewerSchema
+from ckptfsm.core.evidence import TrackerEvidence
+from ckptfsm.core.layout import (
+    LAYOUTS,
+    MEGATRON,
+    OLD_READERS,
+    PINS,
+    PRIVATE,
+    READERS,
+    TRACKER,
+    Layout,
+    parse_pin,
+    parse_reader,
+)
+from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.lifecycle import Checkpoint, State
+from ckptfsm.core.ports import Storage
+from ckptfsm.disk.durable import list_names, lookup
+from ckptfsm.disk.inspection import read_tracker
+from ckptfsm.disk.journal import History, read_history
+from ckptfsm.disk.ownership import holder_lives, newest_epoch, read_holder
+
+_PIN_BYTES = 1 << 16
+
+
+class Ownership(Enum):
+    """The state of a root's owner, in words."""
+
+    NEVER = "no manager has opened it"
+    LIVES = "its owner lives"
+    RELEASED = "its owner gave it back"
+    ENDED = "its owner has ended without giving it back"
+    ELSEWHERE = "its owner is on another host"
+    UNREADABLE = "the file that names its owner cannot be read"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process that took the root last, as far as the root and this host tell."""
+
+    ownership: Ownership
+    epoch: int
+    host: str = ""
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """A root at about one moment.
+
+    - ``ledger``: the checkpoints, with the steps that pins and reader leases keep.
+    - ``pins``: the reason of each pin, by step. ``readers``: the number of reader leases, by step.
+    - ``unknown``: published names that no checkpoint of the journal explains.
+    """
+
+    root: str
+    layout: Layout
+    history: History
+    ledger: Ledger
+    tracker: TrackerEvidence
+    owner: Owner
+    pins: Mapping[int, str]
+    readers: Mapping[int, int]
+    unknown: tuple[str, ...]
+
+
+def look(storage: Storage) -> Overview:
+    """Read a root.
+
+    Raises ``JournalCorrupt``, ``NewerSchema`` or ``OSError``; ``DamagedRoot`` for a directory that is
+    no root.
+    """
+    try:
+        history = read_history(storage)
+    except JournalCorrupt:  # an owner may have folded old segments meanwhile
+        history = read_history(storage)
+    names = list_names(storage, "")
+    layout = _layout_of(history, names)
+    published = {n: step for n in names if (step := layout.parse_published(n)) is not None}
+    if not published and PRIVATE not in names and TRACKER not in names:
+        raise DamagedRoot("there is no checkpoint and no journal", file=storage.root)
+    pins, readers = _pins(storage), _readers(storage)
+    known = {c.step for c in history.ledger.checkpoints.values() if _has_its_name(c)}
+    return Overview(
+        storage.root,
+        layout,
+        history,
+        history.ledger.protected(pins.keys(), readers.keys()),
+        read_tracker(storage),
+        owner_of(storage),
+        pins,
+        readers,
+        tuple(name for name, step in published.items() if step not in known),
+    )
+
+
+def owner_of(storage: Storage) -> Owner:
+    """The owner of a root. Its lock is not touched: asking for it could take it from others."""
+    epoch = newest_epoch(storage)
+    try:
+        holder = read_holder(storage, epoch) if epoch else None
+    except NewerSchema:
+        raise
+    except DamagedRoot:
+        return Owner(Ownership.UNREADABLE, epoch)
+    if holder is None:
+        return Owner(Ownership.NEVER, epoch)
+    return Owner(_ownership(storage, holder), epoch, holder.host, holder.pid)
+
+
+def _ownership(storage: Storage, holder: Holder) -> Ownership:
+    if holder.released:
+        return Ownership.RELEASED
+    here = this_process()
+    if holder.host != here.host:
+        return Ownership.ELSEWHERE
+    return Ownership.LIVES if holder_lives(storage, holder, here) else Ownership.ENDED
+
+
+def _layout_of(history: History, names: list[str]) -> Layout:
+    """The layout that the journal names; without one, the layout in which a name is a step's."""
+    if history.layout in LAYOUTS:
+        return LAYOUTS[history.layout]
+    used = [each for each in LAYOUTS.values() if any(each.parse_published(n) for n in names)]
+    return used[0] if used else MEGATRON
+
+
+def _has_its_name(checkpoint: Checkpoint) -> bool:
+    """True if a checkpoint explains a directory at its published name."""
+    published = (State.SHARDS_WRITTEN, State.FINALIZED, State.TRACKED, State.PRUNABLE)
+    return checkpoint.in_place or checkpoint.state in published
+
+
+def _pins(storage: Storage) -> dict[int, str]:
+    names = ((name, parse_pin(name)) for name in list_names(storage, PINS))
+    return {step: _reason_of(storage, f"{PINS}/{name}") for name, step in names if step is not None}
+
+
+def _reason_of(storage: Storage, path: str) -> str:
+    """The reason in a pin; a damaged one pins all the same."""
+    try:
+        found = lookup(storage, path)
+        if found is None or found.kind != "file":
+            return ""
+        return decode(Pin, storage.read(path, _PIN_BYTES), path).reason
+    except (DamagedRoot, FileNotFoundError):
+        return ""
+
+
+def _readers(storage: Storage) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for directory in (READERS, OLD_READERS):
+        for step in map(parse_reader, list_names(storage, directory)):
+            if step is not None:
+                found[step] = found.get(step, 0) + 1
+    return found

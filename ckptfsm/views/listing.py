@@ -1,0 +1,115 @@
+"""A root's checkpoints as rows, as JSON and as lines of text, for ``ckptfsm ls``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ckptfsm.core.explaining import kept_by
+from ckptfsm.core.lifecycle import Checkpoint, State
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.disk.overview import Overview
+from ckptfsm.views.timeline import clean, clip, format_bytes, format_duration, parse_time
+
+UNKNOWN = "unknown"  # a directory that no checkpoint of the journal explains
+_HEADS = ("STEP", "STATE", "AGE", "SIZE", "RANKS", "PARTS", "KEPT BY")
+_LEFT = (False, True, False, False, False, True, True)
+_MIN_LAST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A checkpoint in a list. ``age_s``: seconds since it entered its state, None if not known.
+
+    ``bytes`` is the size of its shards. A directory that no journal explains has the state
+    ``unknown`` and no attempt.
+    """
+
+    step: int
+    state: str
+    attempt: str
+    age_s: float | None
+    bytes: int
+    ranks: int
+    parts: tuple[str, ...]
+    kept_by: tuple[str, ...]
+    note: str = ""
+
+
+def rows_of(overview: Overview, since: Mapping[AttemptId, str], now: float) -> list[Row]:
+    """The rows of a root, oldest step first. ``since``: when each attempt entered its state.
+
+    ``now`` is in seconds since 1970.
+    """
+    rows = [
+        _row(overview, checkpoint, _age(since.get(checkpoint.id, ""), now))
+        for checkpoint in overview.ledger.checkpoints.values()
+    ]
+    for name in overview.unknown:
+        step = overview.layout.parse_published(name)
+        assert step is not None
+        note = "see ckptfsm doctor"
+        rows.append(Row(step, UNKNOWN, "", None, 0, 0, (), (), note))
+    return sorted(rows, key=lambda row: (row.step, row.attempt))
+
+
+def _row(overview: Overview, checkpoint: Checkpoint, age_s: float | None) -> Row:
+    return Row(
+        checkpoint.step,
+        checkpoint.state.value,
+        str(checkpoint.id),
+        age_s,
+        checkpoint.shard_bytes,
+        checkpoint.world_size if checkpoint.provenance == "saved" else 0,
+        tuple(part.name for part in checkpoint.parts),
+        kept_by(overview.ledger, checkpoint),
+        _note(overview, checkpoint),
+    )
+
+
+def _note(overview: Overview, checkpoint: Checkpoint) -> str:
+    """The remark behind the reasons: a pin's reason, the reason of a failure."""
+    if checkpoint.state in (State.FAILED, State.QUARANTINED):
+        return checkpoint.reason
+    adopted = "adopted" if checkpoint.provenance == "adopted" else ""
+    return overview.pins.get(checkpoint.step, "") or adopted
+
+
+def _age(since: str, now: float) -> float | None:
+    when = parse_time(since)
+    return None if when is None else max(0.0, now - when)
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    return [asdict(row) for row in rows]
+
+
+def lines_of(rows: Sequence[Row], width: int) -> list[str]:
+    """The rows as lines of at most ``width`` characters, safe to print on a terminal."""
+    cells = [_HEADS, *(_cells(row) for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(_HEADS))]
+    used = sum(widths[:-1]) + 2 * (len(widths) - 1)
+    widths[5] = max(len(_HEADS[5]), widths[5] - max(0, used + _MIN_LAST - width))
+    lines = []
+    for line in cells:
+        padded = [
+            clip(cell, widths[i]).ljust(widths[i]) if _LEFT[i] else cell.rjust(widths[i])
+            for i, cell in enumerate(line[:-1])
+        ]
+        lines.append(clip("  ".join([*padded, line[-1]]).rstrip(), width))
+    return lines
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    reasons = ", ".join(row.kept_by)
+    kept = f"{reasons}: {row.note}" if reasons and row.note else reasons or row.note
+    return (
+        str(row.step),
+        row.state,
+        "-" if row.age_s is None else format_duration(row.age_s),
+        format_bytes(row.bytes) if row.bytes else "-",
+        str(row.ranks or "-"),
+        clean(",".join(row.parts)) or "-",
+        clean(kept),
+    )

@@ -1,0 +1,50 @@
+"""All attempts at one step, for ``ckptfsm show``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckptfsm.core.errors import DamagedRoot, describe
+from ckptfsm.core.ports import Storage
+from ckptfsm.disk.inspection import read_manifest
+from ckptfsm.disk.overview import Overview
+from ckptfsm.views.reading import Life
+from ckptfsm.views.timeline import clean, describe_end, format_bytes, format_duration, place
+
+
+def lines_of_step(storage: Storage, overview: Overview, lives: Sequence[Life]) -> list[str]:
+    """The attempts at a step, in order of request, and the files at its name. Safe to print."""
+    lines: list[str] = []
+    for lane in place(lives).lanes:
+        life = lane.life
+        lines.append(f"step {life.step}, attempt {life.attempt}: {describe_end(life)}")
+        spans = {id(entry): stop - start for entry, start, stop in lane.spans()}
+        for entry in life.entered:
+            lasted = spans.get(id(entry))
+            stay = f"for {format_duration(lasted)}" if lasted is not None else ""
+            when = f"epoch {entry.epoch} record {entry.record}"
+            lines.append(
+                f"  {entry.state.value:<15} {entry.at or '-':<30} {stay:<12} {when}".rstrip()
+            )
+        if life.shard_bytes:
+            lines.append(f"  shards: {format_bytes(life.shard_bytes)}")
+        if life.reason:
+            lines.append(f"  reason: {life.reason}" + (f" ({life.detail})" if life.detail else ""))
+    return [clean(line) for line in (*lines, *_at_its_name(storage, overview, lives[0].step))]
+
+
+def _at_its_name(storage: Storage, overview: Overview, step: int) -> list[str]:
+    name = overview.layout.published_name(step)
+    try:
+        manifest = read_manifest(storage, name)
+    except DamagedRoot as error:
+        return [f"at {name}: {describe(error)}"]
+    if manifest is None:
+        return [f"at {name}: no manifest of this library"]
+    total = sum(file.bytes for file in manifest.files)
+    parts = ", ".join(f"{part.name} ({part.kind})" for part in manifest.parts)
+    return [
+        f"at {name}: {len(manifest.files)} files, {format_bytes(total)}, attempt {manifest.of}",
+        f"  parts: {parts}",
+        *(f"  metric {key}: {value:g}" for key, value in sorted(manifest.metrics.items())),
+    ]

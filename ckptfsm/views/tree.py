@@ -1,0 +1,73 @@
+"""The directories of a root with the meaning of each, for ``ckptfsm tree``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from ckptfsm.core.layout import (
+    EPOCHS,
+    JOURNAL,
+    OLD_EPOCHS,
+    OLD_READERS,
+    PINS,
+    PRIVATE,
+    QUARANTINE,
+    READERS,
+    STAGING,
+    TRACKER,
+    TRASH,
+)
+from ckptfsm.core.ports import Storage
+from ckptfsm.disk.durable import list_names
+from ckptfsm.disk.overview import Overview
+from ckptfsm.views.timeline import clean
+
+_MEANING: Mapping[str, str] = MappingProxyType(
+    {
+        JOURNAL: "the transitions, one file per epoch",
+        EPOCHS: "the owners, the newest counts",
+        OLD_EPOCHS: "the owners, as an earlier version named them",
+        STAGING: "saves in flight",
+        TRASH: "given up, deleted a little at a time",
+        QUARANTINE: "withdrawn, never deleted by itself",
+        PINS: "steps that people keep",
+        READERS: "steps that readers hold",
+        OLD_READERS: "steps that readers hold, as an earlier version named them",
+    }
+)
+_SHOWN = 20  # entries of one directory
+
+
+def tree_lines(storage: Storage, overview: Overview) -> list[str]:
+    """The tree, safe to print on a terminal."""
+    states = {c.step: c.state.value for c in overview.ledger.checkpoints.values()}
+    lines = [overview.root]
+    for name in list_names(storage, ""):
+        step = overview.layout.parse_published(name)
+        if name == TRACKER:
+            said = (
+                overview.tracker.step
+                if overview.tracker.step is not None
+                else overview.tracker.found
+            )
+            lines.append(f"  {name}  says {said}")
+        elif step is not None:
+            lines.append(f"  {name}/  {states.get(step, 'no journal explains it')}")
+        elif name != PRIVATE:
+            lines.append(f"  {name}  not of this library")
+    lines += [f"  {PRIVATE}/", *_private(storage)]
+    return [clean(line) for line in lines]
+
+
+def _private(storage: Storage) -> Iterator[str]:
+    for name in list_names(storage, PRIVATE):
+        path = f"{PRIVATE}/{name}"
+        if path not in _MEANING:
+            yield f"    {name}"
+            continue
+        inside = list_names(storage, path)
+        yield f"    {name}/  {_MEANING[path]}" + ("" if inside else " (none)")
+        yield from (f"      {each}" for each in inside[:_SHOWN])
+        if len(inside) > _SHOWN:
+            yield f"      and {len(inside) - _SHOWN} more"

@@ -1,0 +1,234 @@
+"""Commands that read: real roots, through the command line, and nothing on disk is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from real_roots import real_job, real_root
+
+from ckptfsm.cli import main
+from ckptfsm.core.layout import TRACKER
+from ckptfsm.core.retention import LatestN
+
+
+@pytest.fixture(autouse=True)
+def _of_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def ran(capsys, *arguments: object) -> tuple[int, str, str]:
+    """The exit status, standard output and standard error of a command."""
+    status = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def said(capsys, *arguments: object) -> str:
+    """The output of a command that succeeds."""
+    status, out, err = ran(capsys, *arguments)
+    assert (status, err) == (0, "")
+    return out
+
+
+def files_of(root: Path) -> dict[str, tuple[int, int]]:
+    """Each file and directory with its size and the time of its last change."""
+    return {
+        str(path.relative_to(root)): (path.lstat().st_size, path.lstat().st_mtime_ns)
+        for path in root.rglob("*")
+    }
+
+
+def test_ls_shows_the_reasons_that_keep_each_step(tmp_path, capsys):
+    job = real_job(tmp_path)
+    for step in (10, 20, 30):
+        job.save(step)
+    job.coordinator.pin(10, "best of May")
+    job.close()
+    out = said(capsys, "ls", "-r", tmp_path).splitlines()
+    assert "gave it back" in out[0]
+    assert out[2].split() == ["STEP", "STATE", "AGE", "SIZE", "RANKS", "PARTS", "KEPT", "BY"]
+    ends = {line.split()[0]: line.split("state")[-1].strip() for line in out[3:]}
+    assert ends == {"10": "pin: best of May", "20": "retention", "30": "latest"}
+
+
+def test_ls_as_json_has_every_field(tmp_path, capsys):
+    real_root(tmp_path, 10, 20)
+    found = json.loads(said(capsys, "ls", "--json", "-r", tmp_path))
+    assert found["root"] == str(tmp_path)
+    first, second = found["checkpoints"]
+    assert (first["step"], first["state"], first["attempt"]) == (10, "tracked", "10.e1.a1")
+    assert (second["kept_by"], second["ranks"], second["parts"]) == (["latest"], 2, ["state"])
+    assert first["bytes"] > 0 and 0 <= first["age_s"] < 600
+
+
+def test_ls_of_a_living_root_names_the_owner_and_the_save_in_flight(tmp_path, capsys):
+    job = real_job(tmp_path)
+    job.save(10)
+    job.fork(job.request(20))
+    out = said(capsys, "ls", "-r", tmp_path)
+    assert f"its owner lives (pid {os.getpid()}" in out
+    assert "forked" in out
+    job.close()
+
+
+def test_ls_names_a_directory_that_no_journal_explains(tmp_path, capsys):
+    real_root(tmp_path, 10)
+    (tmp_path / "iter_0000099").mkdir()
+    out = said(capsys, "ls", "-r", tmp_path)
+    assert "99  unknown" in out and "ckptfsm doctor" in out
+
+
+def test_ls_prints_no_control_characters_and_keeps_to_the_width(tmp_path, capsys, monkeypatch):
+    """Catches: a pin's reason that moves the cursor or breaks the table of a person at night."""
+    job = real_job(tmp_path)
+    job.save(10)
+    job.coordinator.pin(10, "\x1b[31mred\x07" + "long " * 40)
+    job.close()
+    out = said(capsys, "ls", "-r", tmp_path)
+    assert "\x1b" not in out and "\x07" not in out
+    assert max(map(len, out.splitlines()[2:])) <= 80
+
+
+def test_show_tells_states_times_and_files(tmp_path, capsys):
+    real_root(tmp_path, 10)
+    out = said(capsys, "show", "10", "-r", tmp_path)
+    for word in ("requested", "forked", "shards_written", "finalized", "tracked (kept)"):
+        assert word in out
+    assert "at iter_0000010: " in out and "attempt 10.e1.a1" in out
+
+
+def test_show_tells_a_torn_manifest(tmp_path, capsys):
+    real_root(tmp_path, 10)
+    (tmp_path / "iter_0000010/.ckptfsm/manifest.json").write_text("{")
+    assert "manifest" in said(capsys, "show", "10", "-r", tmp_path).splitlines()[-1]
+
+
+def test_tree_names_the_meaning_of_each_directory(tmp_path, capsys):
+    real_root(tmp_path, 10, 20)
+    (tmp_path / "notes.txt").write_text("x")
+    out = said(capsys, "tree", "-r", tmp_path)
+    for line in (
+        "iter_0000020/  tracked",
+        "says 20",
+        "notes.txt  not of this library",
+        "quarantine/  withdrawn, never deleted by itself (none)",
+    ):
+        assert line in out
+
+
+def test_log_tells_each_transition_once_and_in_order(tmp_path, capsys):
+    real_root(tmp_path, 10, 20, 30, retention=LatestN(2))
+    lines = said(capsys, "log", "-r", tmp_path).splitlines()
+    assert "epoch 1 begins" in lines[0] and "closed the root in order" in lines[-1]
+    moves = [line.rpartition("[")[2] for line in lines if "step 10 " in line]
+    assert moves == [
+        "absent -> requested]",
+        "requested -> forked]",
+        "forked -> shards_written]",
+        "shards_written -> finalized]",
+        "finalized -> tracked]",
+        "tracked -> prunable]",
+        "prunable -> pruned]",
+    ]
+    only = said(capsys, "log", "--step", "20", "-r", tmp_path).splitlines()
+    assert len(only) == 5 and all("step 20 " in line for line in only)
+
+
+def test_explain_tells_the_reason_and_the_way_to_end_it(tmp_path, capsys):
+    job = real_job(tmp_path)
+    for step in (10, 20):
+        job.save(step)
+    job.coordinator.pin(10, "paper")
+    job.close()
+    pinned = said(capsys, "explain", "10", "-r", tmp_path)
+    assert "kept by a pin (paper)" in pinned and "ckptfsm unpin 10" in pinned
+    assert "The latest is step 20" in pinned
+    latest = said(capsys, "explain", "20", "-r", tmp_path)
+    assert "the tracker names it" in latest and "A newer step has to be tracked first" in latest
+    assert "Recorded in epoch 1, record" in latest
+
+
+def test_explain_tells_a_tracker_that_disagrees(tmp_path, capsys):
+    real_root(tmp_path, 10, 20)
+    (tmp_path / TRACKER).write_text("10")
+    assert "the tracker says 10" in said(capsys, "explain", "20", "-r", tmp_path)
+
+
+def test_explain_tells_the_end_of_a_pruned_step(tmp_path, capsys):
+    real_root(tmp_path, 10, 20, retention=LatestN(1))
+    assert "ended as pruned" in said(capsys, "explain", "10", "-r", tmp_path)
+
+
+def test_explain_resume_falls_back_as_a_start_does(tmp_path, capsys):
+    real_root(tmp_path, 10, 20)
+    assert "would resume from step 20" in said(capsys, "explain", "--resume", "-r", tmp_path)
+    (tmp_path / "iter_0000020/.metadata").unlink()
+    out = said(capsys, "explain", "--resume", "-r", tmp_path)
+    assert "would resume from step 10" in out and "[rule damaged]" in out
+    job = real_job(tmp_path)
+    latest = job.coordinator.ledger.latest()
+    assert latest is not None and latest.step == 10
+    job.close()
+
+
+def test_explain_resume_tells_a_refusal(tmp_path, capsys):
+    real_root(tmp_path, 10)
+    (tmp_path / "iter_0000010/.metadata").unlink()
+    assert "A start would be refused" in said(capsys, "explain", "--resume", "-r", tmp_path)
+
+
+def test_explain_resume_of_a_living_root_says_that_a_start_would_be_refused(tmp_path, capsys):
+    job = real_job(tmp_path)
+    job.save(10)
+    out = said(capsys, "explain", "--resume", "-r", tmp_path)
+    assert "refused: its owner lives" in out and "would resume from step 10" in out
+    job.close()
+
+
+@pytest.mark.parametrize(
+    "command",
+    (("ls",), ("show", "20"), ("tree",), ("log",), ("explain", "20"), ("explain", "--resume")),
+)
+def test_F32_reading_changes_nothing(command, tmp_path, capsys):
+    """Catches: a command that takes a lock, an epoch or a temporary file of a root that others own."""
+    real_root(tmp_path, 10, 20)
+    before = files_of(tmp_path)
+    said(capsys, *command, "-r", tmp_path)
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    (
+        (("ls", "-r", "{root}/none"), 2, "the root does not exist"),
+        (("show", "99", "-r", "{root}"), 2, "no step 99"),
+        (("explain", "-r", "{root}"), 2, "give a step, or --resume"),
+        (("explain", "x", "-r", "{root}"), 2, "x"),
+        (("nothing",), 2, "nothing"),
+    ),
+)
+def test_bad_calls_have_their_own_status_and_name_the_reason(
+    arguments, status, words, tmp_path, capsys
+):
+    real_root(tmp_path, 10)
+    got, out, err = ran(capsys, *(each.format(root=tmp_path) for each in arguments))
+    assert (got, out) == (status, "") and words in err
+
+
+@pytest.mark.damages_journal("flips a bit of a record")
+def test_a_damaged_journal_is_told_with_its_file(tmp_path, capsys):
+    real_root(tmp_path, 10)
+    segment = tmp_path / ".ckptfsm/journal/000001.ndjson"
+    data = bytearray(segment.read_bytes())
+    data[200] ^= 1
+    segment.write_bytes(data)
+    status, _, err = ran(capsys, "ls", "-r", tmp_path)
+    assert status == 1 and "000001.ndjson" in err
+
+
+def test_the_help_of_each_command_shows_an_example(capsys):
+    for command in ("ls", "show", "tree", "log", "explain", "demo"):
+        assert "Example: ckptfsm" in said(capsys, command, "--help")
