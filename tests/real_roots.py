@@ -7,7 +7,7 @@ from pathlib import Path
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.testing.harness import FakeJob
+from ckptfsm.testing.harness import PARTS, FakeJob
 
 
 def real_job(root: Path, **settings) -> FakeJob:
@@ -17,11 +17,19 @@ def real_job(root: Path, **settings) -> FakeJob:
     return job
 
 
-def real_root(root: Path, *steps: int, **settings) -> Path:
+def real_root(root: Path, *steps: int, parts=PARTS, **settings) -> Path:
     """A root with these steps, whose owner has closed it."""
     job = real_job(root, **settings)
     for step in steps:
-        job.save(step)
+        job.save(step, parts)
     job.close()
     job.storage.close_root()
     return root
+
+
+def crashed(job: FakeJob) -> None:
+    """Let go of a root as the death of its process would."""
+    ownership, job.coordinator._ownership = job.coordinator._ownership, None
+    assert ownership is not None
+    ownership.drop()
+    job.storage.close_root()

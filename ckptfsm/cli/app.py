@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import typer
 
-from ckptfsm.cli import demo_command, reading
+from ckptfsm.cli import demo_command, examining, reading, verifying
 from ckptfsm.cli.terminal import say_error
 from ckptfsm.core.errors import (
     CkptFsmError,
@@ -40,6 +40,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 reading.add_to(app)
+verifying.add_to(app)
+examining.add_to(app)
 demo_command.add_to(app)
 
 

@@ -14,11 +14,12 @@ from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli.terminal import console, put, put_json
 from ckptfsm.core.errors import DamagedRoot, StepNotFoundError
+from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.explaining import Surroundings, explain, explain_plan
 from ckptfsm.core.ports import Storage
-from ckptfsm.core.recovery import plan
 from ckptfsm.disk.inspection import gather_evidence
-from ckptfsm.disk.overview import Overview, Ownership, look
+from ckptfsm.disk.overview import Overview, look
+from ckptfsm.disk.situation import decide_start
 from ckptfsm.views.listing import as_json, lines_of, rows_of
 from ckptfsm.views.lives_of_step import lines_of_step
 from ckptfsm.views.reading import entered_at, read_lives
@@ -82,16 +83,12 @@ def _list(storage: Storage, as_data: bool) -> None:
     states = {of: c.state for of, c in overview.ledger.checkpoints.items()}
     rows = rows_of(overview, entered_at(storage, states), SystemClock().unix())
     if as_data:
-        put_json({"root": overview.root, "owner": _owner(overview), "checkpoints": as_json(rows)})
+        put_json(
+            {"root": overview.root, "owner": str(overview.owner), "checkpoints": as_json(rows)}
+        )
         return
-    put([clean(f"{overview.root}: {_owner(overview)}"), ""])
+    put([clean(f"{overview.root}: {overview.owner}"), ""])
     put(lines_of(rows, console().width) if rows else ["no checkpoints"])
-
-
-def _owner(overview: Overview) -> str:
-    owner = overview.owner
-    named = f" (pid {owner.pid} on {owner.host}, epoch {owner.epoch})" if owner.host else ""
-    return owner.ownership.value + named
 
 
 def show(step: Step, root: Root = HERE) -> None:
@@ -168,18 +165,8 @@ def _explain_resume(storage: Storage, overview: Overview) -> list[str]:
     """The decisions of a start, made by the function that a start uses; nothing is carried out."""
     lines = []
     if overview.owner.ownership is Ownership.LIVES:
-        lines = [f"A start would be refused: {_owner(overview)}.", "If that process ended now:"]
-    history = overview.history
-    evidence = gather_evidence(storage, overview.layout, history.ledger)
-    try:
-        decided = plan(
-            history.ledger,
-            evidence,
-            history.newest_epoch + 1,
-            "fallback",
-            intent=history.intent,
-            lost=history.lost,
-        )
-    except DamagedRoot as error:
-        return [*lines, f"A start would be refused: {error}"]
-    return lines + explain_plan(decided, history.intent)
+        lines = [f"A start would be refused: {overview.owner}.", "If that process ended now:"]
+    decided = decide_start(overview, gather_evidence(storage, overview.layout, overview.ledger))
+    if isinstance(decided, DamagedRoot):
+        return [*lines, f"A start would be refused: {decided}"]
+    return lines + explain_plan(decided, overview.history.intent)

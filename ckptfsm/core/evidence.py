@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Literal
 
 from ckptfsm.core.layout import MEGATRON, Layout
@@ -52,6 +53,31 @@ class TrackerEvidence:
     found: Literal["missing", "step", "release", "torn"]
     step: int | None = None
     by_us: bool = False
+
+
+class Ownership(Enum):
+    """The state of a root's owner, in words."""
+
+    NEVER = "no manager has opened it"
+    LIVES = "its owner lives"
+    RELEASED = "its owner gave it back"
+    ENDED = "its owner has ended without giving it back"
+    ELSEWHERE = "its owner is on another host"
+    UNREADABLE = "the file that names its owner cannot be read"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process that took the root last, as far as the root and this host tell."""
+
+    ownership: Ownership
+    epoch: int
+    host: str = ""
+    pid: int = 0
+
+    def __str__(self) -> str:
+        named = f" (pid {self.pid} on {self.host}, epoch {self.epoch})" if self.host else ""
+        return self.ownership.value + named
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.core.documents import Holder, Pin, decode
 from ckptfsm.core.errors import DamagedRoot, JournalCorrupt, NewerSchema
-from ckptfsm.core.evidence import TrackerEvidence
+from ckptfsm.core.evidence import Owner, Ownership, TrackerEvidence
 from ckptfsm.core.layout import (
     LAYOUTS,
     MEGATRON,
@@ -35,27 +34,6 @@ from ckptfsm.disk.journal import History, read_history
 from ckptfsm.disk.ownership import holder_lives, newest_epoch, read_holder
 
 _PIN_BYTES = 1 << 16
-
-
-class Ownership(Enum):
-    """The state of a root's owner, in words."""
-
-    NEVER = "no manager has opened it"
-    LIVES = "its owner lives"
-    RELEASED = "its owner gave it back"
-    ENDED = "its owner has ended without giving it back"
-    ELSEWHERE = "its owner is on another host"
-    UNREADABLE = "the file that names its owner cannot be read"
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The process that took the root last, as far as the root and this host tell."""
-
-    ownership: Ownership
-    epoch: int
-    host: str = ""
-    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
+from cli_runs import ran, said
 from real_roots import real_job, real_root
 
-from ckptfsm.cli import main
 from ckptfsm.core.layout import TRACKER
 from ckptfsm.core.retention import LatestN
 
@@ -17,20 +17,6 @@ from ckptfsm.core.retention import LatestN
 @pytest.fixture(autouse=True)
 def _of_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-
-
-def ran(capsys, *arguments: object) -> tuple[int, str, str]:
-    """The exit status, standard output and standard error of a command."""
-    status = main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
-def said(capsys, *arguments: object) -> str:
-    """The output of a command that succeeds."""
-    status, out, err = ran(capsys, *arguments)
-    assert (status, err) == (0, "")
-    return out
 
 
 def files_of(root: Path) -> dict[str, tuple[int, int]]:
@@ -190,7 +176,15 @@ def test_explain_resume_of_a_living_root_says_that_a_start_would_be_refused(tmp_
 
 @pytest.mark.parametrize(
     "command",
-    (("ls",), ("show", "20"), ("tree",), ("log",), ("explain", "20"), ("explain", "--resume")),
+    (
+        ("ls",),
+        ("show", "20"),
+        ("tree",),
+        ("log",),
+        ("explain", "20"),
+        ("explain", "--resume"),
+        ("doctor",),
+    ),
 )
 def test_F32_reading_changes_nothing(command, tmp_path, capsys):
     """Catches: a command that takes a lock, an epoch or a temporary file of a root that others own."""
@@ -230,5 +224,5 @@ def test_a_damaged_journal_is_told_with_its_file(tmp_path, capsys):
 
 
 def test_the_help_of_each_command_shows_an_example(capsys):
-    for command in ("ls", "show", "tree", "log", "explain", "demo"):
+    for command in ("ls", "show", "tree", "log", "explain", "verify", "doctor", "demo"):
         assert "Example: ckptfsm" in said(capsys, command, "--help")

@@ -1,0 +1,123 @@
+"""``ckptfsm doctor``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from ckptfsm.adapters.clock import SystemClock
+from ckptfsm.adapters.identity import this_process
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.cli.reading import HERE, Json, Root, opened
+from ckptfsm.cli.terminal import put, put_json
+from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
+from ckptfsm.core.errors import JournalCorrupt, NewerSchema, RootBusy, describe
+from ckptfsm.core.evidence import Ownership
+from ckptfsm.core.findings import Finding, Severity, examine
+from ckptfsm.core.ports import Storage
+from ckptfsm.disk.overview import look
+from ckptfsm.disk.situation import collect
+from ckptfsm.views.timeline import clean
+
+RUNBOOK = "docs/runbook/"
+_SECOND_LOOK_S = 1.0
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(epilog="Example: ckptfsm doctor -r runs/demo")(doctor)
+
+
+def doctor(
+    root: Root = HERE,
+    fix: Annotated[bool, typer.Option("--fix", help="Repair what a start would repair.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --fix: do not ask.")] = False,
+    json: Json = False,
+) -> None:
+    """Find damage, and tell the way out. Exit status 1 if a start cannot repair something.
+
+    --fix opens the root as a start does, and closes it. It deletes no complete checkpoint.
+    """
+    with opened(root) as storage:
+        found = findings_of(storage)
+        if fix and any(each.severity is not Severity.NOTE for each in found):
+            put(lines_of(found))
+            if yes or typer.confirm("Open the root and repair it as a start would?"):
+                put(_fix(root))
+                found = findings_of(storage)
+    if json:
+        put_json([{**asdict(each), "severity": each.severity.value} for each in found])
+    else:
+        put(lines_of(found))
+    if any(each.severity is Severity.BROKEN for each in found):
+        raise typer.Exit(1)
+
+
+def findings_of(storage: Storage) -> list[Finding]:
+    """The findings about a root. A living owner's root is looked at twice: moves are no damage."""
+    found = _once(storage)
+    if found and _lives(storage):
+        time.sleep(_SECOND_LOOK_S)
+        again = _once(storage)
+        return [each for each in found if each in again]
+    return found
+
+
+def _lives(storage: Storage) -> bool:
+    try:
+        return look(storage).owner.ownership is Ownership.LIVES
+    except JournalCorrupt:
+        return False
+
+
+def _once(storage: Storage) -> list[Finding]:
+    try:
+        return examine(collect(storage, look(storage)))
+    except JournalCorrupt as error:
+        remedy = "stop all writers, copy the root, then move the journal away and adopt the rest"
+        return [Finding("journal-damaged", Severity.BROKEN, error.summary(), remedy)]
+    except NewerSchema as error:
+        remedy = "use the version of ckptfsm that wrote it, or a newer one"
+        return [Finding("written-by-newer-version", Severity.BROKEN, error.summary(), remedy)]
+
+
+def lines_of(found: list[Finding]) -> list[str]:
+    """The findings as lines, safe to print on a terminal."""
+    if not found:
+        return ["nothing is wrong"]
+    lines = []
+    for each in found:
+        lines.append(f"{each.severity.value}: {each.words}")
+        if each.remedy:
+            lines.append(f"    do: {each.remedy}")
+        lines.append(f"    see: {RUNBOOK}{each.code}.md")
+    return [clean(line) for line in lines]
+
+
+def _fix(root: Root) -> list[str]:
+    """Open a root as a start does, and close it: recovery repairs, and journals its moves."""
+    storage = PosixStorage(root, create=False)
+    try:
+        coordinator = Coordinator(
+            storage,
+            clock=SystemClock(),
+            identity=this_process(),
+            options=CoordinatorOptions(),
+            finishers={},
+            provenance={},
+        )
+        report = coordinator.open()
+        coordinator.close()
+    except RootBusy as error:
+        return [f"nothing was done: {describe(error)}"]
+    finally:
+        storage.close_root()
+    done = [f"{each.subject}: {each.result}, because: {each.why}" for each in report.decisions]
+    latest = (
+        "no checkpoint is tracked"
+        if report.latest_step is None
+        else f"latest: {report.latest_step}"
+    )
+    return [clean(line) for line in ("repaired:", *(f"- {line}" for line in done), latest)]

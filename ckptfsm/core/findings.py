@@ -1,0 +1,197 @@
+"""Findings about a root, for ``ckptfsm doctor``: what is wrong, in plain words, and the way out. Pure.
+
+The facts are those that a start decides from, and the decisions are made by the function that a start
+uses. So a finding never promises another outcome than the start's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+from ckptfsm.core.errors import DamagedRoot
+from ckptfsm.core.evidence import Evidence, Owner, Ownership
+from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.lifecycle import State
+from ckptfsm.core.recovery import Plan
+from ckptfsm.core.recovery_rules import Decision
+from ckptfsm.core.rollback import Intent
+
+
+class Severity(str, Enum):
+    """How bad a finding is. ``BROKEN``: data is damaged, or a start would be refused."""
+
+    BROKEN = "broken"
+    REPAIRED = "repaired by a start"
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A finding. ``code`` names its page in the runbook; ``remedy`` is a command or an advice."""
+
+    code: str
+    severity: Severity
+    words: str
+    remedy: str
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """The facts about a root that findings are made from.
+
+    - ``decided``: the plan of a start, or the error with which it would be refused.
+    - ``quarantined``, ``trashed``: names of directories there.
+    - ``processes``: processes of this host that have files of the root open, beside its owner.
+    - ``free_bytes``: free on the disk.
+    """
+
+    ledger: Ledger
+    evidence: Evidence
+    intent: Intent
+    owner: Owner
+    decided: Plan | DamagedRoot
+    quarantined: tuple[str, ...] = ()
+    trashed: tuple[str, ...] = ()
+    processes: tuple[str, ...] = ()
+    free_bytes: int | None = None
+
+
+_START = "start the job, or: ckptfsm doctor --fix"
+_BROKEN, _REPAIRED, _NOTE = Severity.BROKEN, Severity.REPAIRED, Severity.NOTE
+
+# For each rule of recovery: the code, the severity, and the way out.
+BY_RULE: Mapping[str, tuple[str, Severity, str]] = MappingProxyType(
+    {
+        "journal_lags_behind_publishing": ("save-not-tracked", _REPAIRED, _START),
+        "roll_forward": ("save-not-tracked", _REPAIRED, _START),
+        "tracker_lags_behind_journal": ("save-not-tracked", _REPAIRED, _START),
+        "staging_incomplete": ("save-interrupted", _REPAIRED, _START),
+        "name_taken": ("save-interrupted", _REPAIRED, _START),
+        "writers_died": ("save-interrupted", _REPAIRED, _START),
+        "failed": ("save-interrupted", _REPAIRED, _START),
+        "not_newer": ("save-interrupted", _REPAIRED, _START),
+        "whole": ("save-not-tracked", _NOTE, ""),
+        "prune_was_cut_short": ("prune-interrupted", _REPAIRED, _START),
+        "prune_had_not_begun": ("prune-interrupted", _REPAIRED, _START),
+        "damaged": ("checkpoint-damaged", _BROKEN, "ckptfsm show {step}; " + _START),
+        "missing": ("checkpoint-missing", _BROKEN, "ckptfsm show {step}; " + _START),
+        "left_in_the_trash": ("withdrawal-interrupted", _REPAIRED, _START),
+        "left_at_its_name": ("withdrawal-interrupted", _REPAIRED, _START),
+        "put_back": ("withdrawal-interrupted", _REPAIRED, _START),
+        "moved_aside": ("withdrawal-interrupted", _NOTE, ""),
+        "never_in_use": ("directory-newer-than-tracker", _BROKEN, "move it away, or adopt it"),
+        "unknown_and_complete": ("directory-to-adopt", _REPAIRED, _START),
+        "unknown": ("directory-unknown", _NOTE, "look at it, then move it away"),
+        "": ("name-unknown", _NOTE, "look at it, then move it away"),
+    }
+)
+
+
+def examine(facts: Situation) -> list[Finding]:
+    """The findings about a root, the worst first. Nothing is wrong if there is none.
+
+    Of a root with a living owner, saves in flight and prunes are left out: they are under way.
+    """
+    found = [*_of_the_plan(facts), *_of_the_tracker(facts), *_of_names(facts), *_of_the_host(facts)]
+    order = list(Severity)
+    return sorted(found, key=lambda finding: order.index(finding.severity))
+
+
+def _of_the_plan(facts: Situation) -> Iterator[Finding]:
+    if isinstance(facts.decided, DamagedRoot):
+        remedy = "restore files, or begin again with resume='fresh': nothing is deleted by that"
+        yield Finding("nothing-to-resume-from", _BROKEN, facts.decided.message, remedy)
+        return
+    if facts.intent.unfinished and facts.owner.ownership is not Ownership.LIVES:
+        words = "a fresh start" if facts.intent.target is None else "a rollback"
+        yield Finding("rollback-interrupted", _REPAIRED, f"{words} was interrupted", _START)
+    for decision in facts.decided.decisions:
+        if not _is_under_way(facts, decision):
+            yield _of_decision(decision)
+
+
+def _is_under_way(facts: Situation, decision: Decision) -> bool:
+    """True if a living owner is at it: nothing is wrong then."""
+    code, severity, _ = BY_RULE[decision.rule]
+    lives = facts.owner.ownership is Ownership.LIVES
+    return lives and (severity is _REPAIRED or code == "name-unknown")
+
+
+def _of_decision(decision: Decision) -> Finding:
+    code, severity, remedy = BY_RULE[decision.rule]
+    words = f"{decision.subject}: {decision.why}; a start would say: {decision.result}"
+    return Finding(code, severity, words, remedy.format(step=decision.step), decision.step)
+
+
+def _of_the_tracker(facts: Situation) -> Iterator[Finding]:
+    """The tracker, compared with the journal; a start that finds nothing else repairs it."""
+    tracker, latest = facts.evidence.tracker, facts.ledger.latest()
+    if tracker.found == "torn":
+        words = (
+            "the tracker is empty, torn, or no number: trainers without the library cannot start"
+        )
+        yield Finding("tracker-unreadable", _REPAIRED, words, _START)
+    elif tracker.found == "missing" and latest is not None:
+        words = f"the tracker is missing, and step {latest.step} is tracked by the journal"
+        yield Finding("tracker-missing", _REPAIRED, words, _START, latest.step)
+    elif tracker.found == "release" and latest is not None:
+        words = f"the tracker says 'release', the journal's latest is step {latest.step}"
+        yield Finding("tracker-disagrees", _REPAIRED, words, _START, latest.step)
+    elif tracker.step is not None:
+        yield from _of_named_step(facts, tracker.step)
+
+
+def _of_named_step(facts: Situation, named: int) -> Iterator[Finding]:
+    latest, decided = facts.ledger.latest(), facts.decided
+    survivors = decided.survivors if isinstance(decided, Plan) else frozenset()
+    if named not in survivors:
+        words = f"the tracker names step {named}, which is no complete checkpoint"
+        yield Finding("tracker-names-no-checkpoint", _BROKEN, words, _START, named)
+    elif latest is not None and named < latest.step and not facts.intent.unfinished:
+        words = f"the tracker names step {named}, the journal's latest is step {latest.step}"
+        yield Finding("tracker-disagrees", _REPAIRED, words, _START, named)
+
+
+def _of_names(facts: Situation) -> Iterator[Finding]:
+    evidence = facts.evidence
+    for step, there in sorted(evidence.published.items()):
+        if there.found == "no_directory":
+            words = f"{there.detail}, where a checkpoint's directory should be"
+            yield Finding("name-not-a-directory", _BROKEN, words, "move it away", step)
+    for name in evidence.mounts:
+        words = f"{name} is on another file system: nothing is moved or deleted there"
+        yield Finding("directory-on-another-device", _NOTE, words, "unmount it, or leave it")
+    if facts.quarantined:
+        count = len(facts.quarantined)
+        words = (
+            f"{count} director{'ies' if count > 1 else 'y'} in quarantine, never deleted by itself"
+        )
+        yield Finding("quarantine-in-use", _NOTE, words, "look at .ckptfsm/quarantine")
+    if facts.trashed and facts.owner.ownership is not Ownership.LIVES:
+        words = f"{len(facts.trashed)} names in the trash; the next owner deletes what was given up"
+        yield Finding("trash-in-use", _NOTE, words, "")
+
+
+def _of_the_host(facts: Situation) -> Iterator[Finding]:
+    owner = facts.owner
+    if owner.ownership is Ownership.ENDED:
+        words = f"{owner}: it crashed or was killed"
+        yield Finding("owner-ended", _NOTE, words, _START)
+    if owner.ownership is Ownership.ELSEWHERE:
+        words = f"{owner}: this host cannot see whether it lives"
+        yield Finding("owner-elsewhere", _NOTE, words, f"look for pid {owner.pid} on {owner.host}")
+    if facts.processes:
+        words = f"processes have files of the root open: {'; '.join(facts.processes)}"
+        yield Finding("processes-left", _BROKEN, words, "end them before the job starts again")
+    yield from _of_the_disk(facts)
+
+
+def _of_the_disk(facts: Situation) -> Iterator[Finding]:
+    sizes = [c.shard_bytes for c in facts.ledger.in_state(State.TRACKED)]
+    if facts.free_bytes is not None and sizes and facts.free_bytes < sizes[-1]:
+        words = f"{facts.free_bytes} bytes are free, the latest checkpoint has {sizes[-1]}"
+        yield Finding("disk-full", _BROKEN, words, "free space: the next save would be refused")

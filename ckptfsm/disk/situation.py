@@ -1,0 +1,87 @@
+"""Collects the facts that ``core.findings`` judges. Takes nothing, changes nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ckptfsm.core.errors import DamagedRoot
+from ckptfsm.core.evidence import Evidence
+from ckptfsm.core.findings import Situation
+from ckptfsm.core.layout import QUARANTINE, TRASH
+from ckptfsm.core.ports import Storage
+from ckptfsm.core.recovery import Plan, Resume, plan
+from ckptfsm.disk.durable import list_names
+from ckptfsm.disk.inspection import gather_evidence
+from ckptfsm.disk.overview import Overview
+
+
+def decide_start(
+    overview: Overview, evidence: Evidence, resume: Resume = "fallback"
+) -> Plan | DamagedRoot:
+    """The plan of a start, or the error with which it would be refused."""
+    history = overview.history
+    try:
+        return plan(
+            history.ledger,
+            evidence,
+            history.newest_epoch + 1,
+            resume,
+            intent=history.intent,
+            lost=history.lost,
+        )
+    except DamagedRoot as error:
+        return error
+
+
+def collect(storage: Storage, overview: Overview) -> Situation:
+    """The facts about a root. Raises ``OSError`` or ``NewerSchema``."""
+    evidence = gather_evidence(storage, overview.layout, overview.history.ledger)
+    return Situation(
+        overview.ledger,
+        evidence,
+        overview.history.intent,
+        overview.owner,
+        decide_start(overview, evidence),
+        tuple(list_names(storage, QUARANTINE)),
+        tuple(list_names(storage, TRASH)),
+        processes_in(Path(storage.root), besides=(os.getpid(), overview.owner.pid)),
+        storage.free_bytes(),
+    )
+
+
+def processes_in(root: Path, besides: tuple[int, ...]) -> tuple[str, ...]:
+    """The processes of this host that have files below ``root`` open, as ``pid name``.
+
+    Processes of other users cannot be seen, except by root.
+    """
+    processes = (each for each in Path("/proc").iterdir() if each.name.isdigit())
+    others = (each for each in processes if int(each.name) not in besides)
+    return tuple(sorted(f"{p.name} {_name_of(p)}" for p in others if _has_open(p, root)))
+
+
+def _has_open(process: Path, root: Path) -> bool:
+    try:
+        return any(_is_below(each, root) for each in (process / "fd").iterdir())
+    except OSError:  # ended, or another user's
+        return False
+
+
+def _is_below(descriptor: Path, root: Path) -> bool:
+    """True if a descriptor writes a file below ``root``, or holds the lock there."""
+    try:
+        target = descriptor.readlink()
+    except OSError:  # closed meanwhile
+        return False
+    if root not in target.parents:
+        return False
+    flags = (descriptor.parent.parent / "fdinfo" / descriptor.name).read_text()
+    mode = int(flags.partition("flags:")[2].split()[0], 8) & os.O_ACCMODE
+    return mode != os.O_RDONLY
+
+
+def _name_of(process: Path) -> str:
+    try:
+        return (process / "comm").read_text().strip()
+    except OSError:
+        return "?"

@@ -1,0 +1,144 @@
+"""Verifies a checkpoint on disk: names, sizes, digests, and the metadata that stock loads. Reads only.
+
+Files are read past the page cache where the file system can, so that the disk is proved and not
+the memory. A checkpoint that another program wrote has no digests: only its form can be judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from ckptfsm.core.documents import FileEntry, Manifest
+from ckptfsm.core.errors import DamagedRoot, NewerSchema, describe
+from ckptfsm.core.layout import Layout, join
+from ckptfsm.core.ports import Storage
+from ckptfsm.disk.durable import is_about_content, lookup
+from ckptfsm.disk.inspection import check_extra_shards, check_sizes, read_manifest
+from ckptfsm.disk.pieces import Piece, ToRead, first_bad_file
+from ckptfsm.disk.stock import inspect_stock
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result for one step. ``problems`` is empty if nothing was found wrong.
+
+    ``files`` is the number of its files, ``bytes_read`` the size of those whose content was compared.
+    ``gone``: the directory left its name meanwhile, as a prune does.
+    """
+
+    step: int
+    problems: tuple[str, ...]
+    files: int = 0
+    bytes_read: int = 0
+    gone: bool = False
+    digests: bool = True
+
+    @property
+    def good(self) -> bool:
+        return not self.problems
+
+
+Choose = Callable[[Sequence[FileEntry]], Collection[FileEntry]]
+
+
+def everything(files: Sequence[FileEntry]) -> Collection[FileEntry]:
+    return files
+
+
+def _tell_nobody(piece: Piece) -> None:
+    """Nothing is shown of the progress."""
+
+
+def verify_step(
+    storage: Storage,
+    layout: Layout,
+    step: int,
+    choose: Choose = everything,
+    progress: Callable[[Piece], None] = _tell_nobody,
+) -> Verdict:
+    """Verify the checkpoint at the published name of ``step``.
+
+    ``choose`` picks the files whose content is compared; ``progress`` is told of each piece read.
+    Raises ``NewerSchema``, and the ``OSError`` of a sick disk.
+    """
+    name = layout.published_name(step)
+    try:
+        return _verify(storage, layout, step, choose, progress)
+    except NewerSchema:
+        raise
+    except (DamagedRoot, OSError) as error:
+        if lookup(storage, name) is None:
+            return Verdict(step, (f"{name} is not there",), gone=True)
+        if isinstance(error, OSError) and not is_about_content(error):
+            raise
+        return Verdict(step, (f"{name}: {describe(error)}",))
+
+
+def _verify(
+    storage: Storage, layout: Layout, step: int, choose: Choose, progress: Callable[[Piece], None]
+) -> Verdict:
+    name = layout.published_name(step)
+    manifest = read_manifest(storage, name)
+    if manifest is None:
+        stock = inspect_stock(storage, name, layout.tree)
+        refused = () if stock.acceptable else (f"{name}: {stock.reason}",)
+        gone = lookup(storage, name) is None
+        return Verdict(step, refused, len(stock.files), gone=gone, digests=False)
+    found = [
+        *_form(storage, name, step, manifest),
+        *_metadata(storage, name, manifest),
+    ]
+    problems = [f"{name}: {problem}" for problem in found if problem]
+    if problems:
+        gone = lookup(storage, name) is None
+        return Verdict(step, tuple(problems), len(manifest.files), gone=gone)
+    chosen = [file for file in choose(manifest.files) if file.digest is not None]
+    bad = _bad_files(storage, name, chosen, progress)
+    problems = [f"{name}/{file.name} has another content than was written" for file in bad]
+    gone = bool(bad) and lookup(storage, name) is None
+    read = sum(file.bytes for file in chosen)
+    return Verdict(step, tuple(problems), len(manifest.files), read, gone)
+
+
+def _form(storage: Storage, name: str, step: int, manifest: Manifest) -> list[str]:
+    """The faults that names and sizes show."""
+    return [
+        "" if manifest.step == step else f"its manifest is of step {manifest.step}",
+        check_sizes(storage, name, manifest.files),
+        check_extra_shards(storage, name, manifest.files),
+    ]
+
+
+def _metadata(storage: Storage, name: str, manifest: Manifest) -> list[str]:
+    """The reasons why a stock loader would refuse a torch_dist part, without unpickling freely."""
+    verdicts = [
+        (part, inspect_stock(storage, join(name, part.directory)))
+        for part in manifest.parts
+        if part.kind == "torch_dist"
+    ]
+    return [
+        f"a stock loader would refuse part {part.name!r}: {verdict.reason}"
+        for part, verdict in verdicts
+        if not verdict.acceptable
+    ]
+
+
+def _bad_files(
+    storage: Storage, name: str, files: Sequence[FileEntry], progress: Callable[[Piece], None]
+) -> list[FileEntry]:
+    """The files with another content than their digest says."""
+    left, bad = list(files), []
+
+    while left:
+        wanted = [ToRead(f"{name}/{f.name}", f.bytes, f.digest or "") for f in left]
+        index = first_bad_file(storage, wanted, progress, _never)
+        if index is None:
+            break
+        bad.append(left[index])
+        left = left[index + 1 :]
+    return bad
+
+
+def _never() -> bool:
+    return False

@@ -1,0 +1,226 @@
+"""``ckptfsm doctor``: every kind of damage has a name, a remedy and a page, and --fix repairs it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from cli_runs import ran, said
+from house.source import ROOT
+from real_roots import crashed, real_job, real_root
+
+from ckptfsm.cli import examining
+from ckptfsm.core.findings import BY_RULE, Severity
+from ckptfsm.core.layout import TRACKER
+from ckptfsm.core.recovery_rules import RULES
+from ckptfsm.core.retention import LatestN
+from ckptfsm.disk.setting_aside import Mover
+
+METADATA = "iter_0000020/.metadata"
+
+
+def _save_interrupted(root: Path) -> None:
+    job = real_job(root)
+    job.save(10)
+    job.fork(job.request(20))
+    crashed(job)
+
+
+def _prune_interrupted(root: Path) -> None:
+    """The directory went to the trash, and the journal did not learn of it."""
+    job = real_job(root, retention=LatestN(1))
+    job.save(10)
+    prune = Mover.prune
+
+    def and_die(*given, **more):
+        prune(*given, **more)
+        raise OSError(errno.EIO, "the disk is gone")
+
+    with patch.object(Mover, "prune", and_die):
+        job.save(20)
+    crashed(job)
+
+
+def _tracker(text: str) -> Callable[[Path], None]:
+    def damage(root: Path) -> None:
+        real_root(root, 10, 20)
+        (root / TRACKER).write_text(text)
+
+    return damage
+
+
+def _without(*names: str) -> Callable[[Path], None]:
+    def damage(root: Path) -> None:
+        real_root(root, 10, 20)
+        for name in names:
+            path = root / name
+            path.unlink() if path.is_file() else path.rename(root.parent / "moved away")
+
+    return damage
+
+
+def _link(root: Path) -> None:
+    real_root(root, 10, 20)
+    (root / "iter_0000030").symlink_to(root / "iter_0000020")
+
+
+def _unknown(root: Path) -> None:
+    real_root(root, 10, 20)
+    (root / "iter_0000015").mkdir()
+    (root / "iter_0000015/notes").write_text("x")
+
+
+def _journal(root: Path) -> None:
+    real_root(root, 10, 20)
+    segment = root / ".ckptfsm/journal/000001.ndjson"
+    data = bytearray(segment.read_bytes())
+    data[300] ^= 1
+    segment.write_bytes(data)
+
+
+def _newer(root: Path) -> None:
+    real_root(root, 10, 20)
+    manifest = root / "iter_0000020/.ckptfsm/manifest.json"
+    found = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**found, "schema_version": 99}))
+
+
+def _withdrawn(root: Path) -> None:
+    job = real_job(root)
+    for step in (10, 20):
+        job.save(step)
+    job.coordinator.rollback(10)
+    job.close()
+    job.storage.close_root()
+
+
+def _nothing_left(root: Path) -> None:
+    real_root(root, 20)
+    (root / METADATA).unlink()
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "F17": ("prune-interrupted", _prune_interrupted),
+    "F18 torn": ("tracker-unreadable", _tracker("")),
+    "F18 words": ("tracker-unreadable", _tracker("soon")),
+    "F18 release": ("tracker-disagrees", _tracker("release")),
+    "F18 older": ("tracker-disagrees", _tracker("10")),
+    "F18 missing": ("tracker-missing", _without(TRACKER)),
+    "F19 missing": ("checkpoint-missing", _without("iter_0000020")),
+    "F19 gutted": ("checkpoint-damaged", _without(METADATA)),
+    "F19 named": ("tracker-names-no-checkpoint", _tracker("17")),
+    "F19 all": ("nothing-to-resume-from", _nothing_left),
+    "F20": ("journal-damaged", _journal),
+    "F34": ("written-by-newer-version", _newer),
+    "F2": ("save-interrupted", _save_interrupted),
+    "F2 owner": ("owner-ended", _save_interrupted),
+    "F16": ("name-not-a-directory", _link),
+    "F30": ("directory-unknown", _unknown),
+    "withdrawn": ("quarantine-in-use", _withdrawn),
+}
+# Repaired, or only noted: the rest is for people.
+LEFT_TO_PEOPLE = {
+    "nothing-to-resume-from",
+    "journal-damaged",
+    "written-by-newer-version",
+    "name-not-a-directory",
+    "directory-unknown",
+    "quarantine-in-use",
+}
+
+
+def codes(capsys, root: Path) -> set[str]:
+    status, out, err = ran(capsys, "doctor", "--json", "-r", root)
+    found = json.loads(out)
+    worst = any(each["severity"] == Severity.BROKEN.value for each in found)
+    assert (status, err) == (1 if worst else 0, "")
+    return {each["code"] for each in found}
+
+
+@pytest.mark.damages_journal("damages roots in every way")
+@pytest.mark.parametrize("name", DAMAGE)
+def test_each_damage_is_recognised(name, tmp_path, capsys):
+    code, damage = DAMAGE[name]
+    damage(tmp_path / "root")
+    assert code in codes(capsys, tmp_path / "root")
+
+
+@pytest.mark.damages_journal("damages roots in every way")
+@pytest.mark.parametrize(
+    "name", [n for n, (code, _) in DAMAGE.items() if code not in LEFT_TO_PEOPLE]
+)
+def test_fix_repairs_it_and_a_second_fix_has_nothing_to_do(name, tmp_path, capsys):
+    code, damage = DAMAGE[name]
+    root = tmp_path / "root"
+    damage(root)
+    whole = {path.name for path in root.glob("iter_*") if (path / ".metadata").exists()}
+    ran(capsys, "doctor", "--fix", "--yes", "-r", root)
+    assert code not in codes(capsys, root)
+    kept = {path.name for path in root.glob("iter_*")}
+    assert whole - kept <= ({"iter_0000010"} if code == "prune-interrupted" else set())
+    status, out, _ = ran(capsys, "doctor", "--fix", "--yes", "-r", root)
+    assert (status, "repaired:" in out) == (0, False)
+
+
+def test_fix_asks_first(tmp_path, capsys, monkeypatch):
+    _tracker("soon")(tmp_path / "root")
+    monkeypatch.setattr(examining.typer, "confirm", lambda question: False)
+    assert "repaired:" not in ran(capsys, "doctor", "--fix", "-r", tmp_path / "root")[1]
+    assert "tracker-unreadable" in codes(capsys, tmp_path / "root")
+
+
+def test_nothing_is_wrong_with_a_root_that_was_closed(tmp_path, capsys):
+    real_root(tmp_path, 10, 20)
+    assert said(capsys, "doctor", "-r", tmp_path) == "nothing is wrong\n"
+
+
+def test_a_save_in_flight_of_a_living_owner_is_no_damage(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
+    job = real_job(tmp_path)
+    job.save(10)
+    job.fork(job.request(20))
+    assert said(capsys, "doctor", "-r", tmp_path) == "nothing is wrong\n"
+    job.close()
+
+
+def test_fix_of_a_root_with_a_living_owner_does_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
+    job = real_job(tmp_path)
+    job.save(10)
+    (tmp_path / TRACKER).write_text("soon")
+    out = ran(capsys, "doctor", "--fix", "--yes", "-r", tmp_path)[1]
+    assert "nothing was done" in out and str(os.getpid()) in out
+    job.close()
+
+
+def test_F29_a_process_that_still_writes_into_a_dead_root_is_named(tmp_path, capsys):
+    real_root(tmp_path, 10)
+    code = f"f = open({str(tmp_path / 'iter_0000010/late')!r}, 'w'); print('open', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as late:
+        assert late.stdout is not None and late.stdout.readline() == "open\n"
+        status, out, _ = ran(capsys, "doctor", "-r", tmp_path)
+        late.communicate("\n")
+    assert status == 1 and f"{late.pid} python" in out
+    assert "processes-left" not in codes(capsys, tmp_path)
+
+
+def test_every_rule_of_recovery_has_a_finding():
+    assert {rule.name for rule in RULES} <= set(BY_RULE)
+
+
+def test_each_finding_has_a_page_in_the_runbook_and_each_page_a_finding():
+    source = (ROOT / "ckptfsm/core/findings.py").read_text() + Path(examining.__file__).read_text()
+    pages = {path.stem for path in (ROOT / "docs/runbook").glob("*.md")} - {"README"}
+    named = {code for code in pages if f'"{code}"' in source}
+    assert named == pages
+    told = {code for code, _ in DAMAGE.values()} | {code for code, _, _ in BY_RULE.values()}
+    assert told - pages == set()

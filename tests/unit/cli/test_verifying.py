@@ -1,0 +1,91 @@
+"""``ckptfsm verify``: what it finds, what it reads, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from cli_runs import ran, said
+from real_roots import real_root
+
+from ckptfsm.core.parts import PartSpec
+
+TREE = (PartSpec("state", kind="tree"),)  # the shards of the fake job are no torch_dist files
+SHARD = "iter_0000020/__0_0.distcp"
+
+
+@pytest.fixture
+def root(tmp_path):
+    return real_root(tmp_path, 10, 20, parts=TREE)
+
+
+def test_verify_reads_the_latest_and_says_how_much(root, capsys):
+    out = said(capsys, "verify", "-r", root)
+    assert out.startswith("step 20: good, ") and "MiB read in" in out
+
+
+def test_verify_all_reads_every_tracked_one_the_newest_first(root, capsys):
+    out = said(capsys, "verify", "--all", "-r", root).splitlines()
+    assert [line.split(":")[0] for line in out] == ["step 20", "step 10"]
+
+
+def test_F21_each_file_with_another_content_is_named(root, capsys):
+    for name in (SHARD, "iter_0000020/__1_0.distcp"):
+        data = bytearray((root / name).read_bytes())
+        data[100] ^= 1
+        (root / name).write_bytes(data)
+    status, out, _ = ran(capsys, "verify", "--all", "-r", root)
+    assert status == 1
+    assert "__0_0.distcp has another content" in out and "__1_0.distcp has another content" in out
+    assert "step 10: good" in out
+
+
+@pytest.mark.parametrize("damage", ("cut", "missing", "extra", "manifest"))
+def test_F21_damage_of_names_and_sizes_is_found_without_reading(damage, root, capsys):
+    if damage == "cut":
+        (root / SHARD).write_bytes((root / SHARD).read_bytes()[:-1])
+    elif damage == "missing":
+        (root / SHARD).unlink()
+    elif damage == "extra":
+        shutil.copy(root / SHARD, root / "iter_0000020/__9_9.distcp")
+    else:
+        (root / "iter_0000020/.ckptfsm/manifest.json").write_text("{}")
+    status, out, _ = ran(capsys, "verify", "--read-data-subset", "0%", "-r", root)
+    assert status == 1 and "DAMAGED" in out
+
+
+def test_a_subset_reads_less_than_everything(root, capsys):
+    whole, part = (
+        json.loads(said(capsys, "verify", "--json", "--read-data-subset", share, "-r", root))[0]
+        for share in ("100%", "1%")
+    )
+    assert 0 < part["bytes_read"] < whole["bytes_read"]
+    assert whole["problems"] == [] and whole["files"] == part["files"]
+
+
+def test_metadata_that_no_stock_loader_takes_is_found(tmp_path, capsys):
+    """The metadata of the fake job is made up: to a stock loader it is damaged."""
+    root = real_root(tmp_path, 10)
+    status, out, _ = ran(capsys, "verify", "-r", root)
+    assert status == 1 and "a stock loader would refuse part 'state'" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    (
+        (("30",), "step 30 is not tracked"),
+        (("10", "--all"), "give a step, or --all"),
+        (("--read-data-subset", "ten"), "no percentage"),
+        (("--read-data-subset", "200%"), "no percentage"),
+    ),
+)
+def test_bad_calls_are_told(arguments, words, root, capsys):
+    status, out, err = ran(capsys, "verify", *arguments, "-r", root)
+    assert (status, out) == (2, "") and words in err
+
+
+def test_a_root_without_a_tracked_checkpoint_has_nothing_to_verify(tmp_path, capsys):
+    real_root(tmp_path)
+    status, _, err = ran(capsys, "verify", "-r", tmp_path)
+    assert status == 2 and "no checkpoint of this root is tracked" in err
