@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-_WAY_OUT = "the command line needs typer and rich: pip install 'ckptfsm[cli]'"
+_WAY_OUT = "the command line needs typer, rich and prometheus-client: pip install 'ckptfsm[cli]'"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -13,7 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from ckptfsm.cli.app import run
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        if error.name not in ("typer", "rich", "prometheus_client"):
             raise
         sys.stderr.write(f"error: {_WAY_OUT}\n")
         return 2

@@ -38,7 +38,7 @@ def doctor(
 ) -> None:
     """Find damage, and tell the way out. Exit status 1 if a start cannot repair something.
 
-    --fix opens the root as a start does, and closes it. It deletes no complete checkpoint.
+    --fix opens the root as a start does, and closes it. A complete checkpoint is never deleted.
     """
     with opened(root) as storage:
         found = findings_of(storage)

@@ -94,7 +94,7 @@ BY_RULE: Mapping[str, tuple[str, Severity, str]] = MappingProxyType(
 def examine(facts: Situation) -> list[Finding]:
     """The findings about a root, the worst first. Nothing is wrong if there is none.
 
-    Of a root with a living owner, saves in flight and prunes are left out: they are under way.
+    Saves in flight and prunes of a living owner are left out: they are under way.
     """
     found = [*_of_the_plan(facts), *_of_the_tracker(facts), *_of_names(facts), *_of_the_host(facts)]
     order = list(Severity)

@@ -224,5 +224,17 @@ def test_a_damaged_journal_is_told_with_its_file(tmp_path, capsys):
 
 
 def test_the_help_of_each_command_shows_an_example(capsys):
-    for command in ("ls", "show", "tree", "log", "explain", "verify", "doctor", "demo"):
+    for command in (
+        "ls",
+        "show",
+        "tree",
+        "log",
+        "explain",
+        "verify",
+        "doctor",
+        "timeline",
+        "trace",
+        "export",
+        "demo",
+    ):
         assert "Example: ckptfsm" in said(capsys, command, "--help")

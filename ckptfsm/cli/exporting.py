@@ -1,0 +1,86 @@
+"""Commands that make files of a journal for other tools: ``timeline``, ``trace``, ``export``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptfsm.adapters.clock import SystemClock
+from ckptfsm.cli.reading import HERE, Root, opened
+from ckptfsm.cli.terminal import put
+from ckptfsm.core.errors import ConfigError
+from ckptfsm.disk.overview import look
+from ckptfsm.views.chrome_trace import chrome_trace
+from ckptfsm.views.metrics import metrics_of
+from ckptfsm.views.picture import render_html
+from ckptfsm.views.reading import read_lives
+
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="The file to write.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(epilog="Example: ckptfsm timeline -r runs/demo -o lives.html")(timeline)
+    app.command(epilog="Example: ckptfsm trace -r runs/demo -o trace.json")(trace)
+    app.command(epilog="Example: ckptfsm export --prometheus -r runs/demo")(export)
+
+
+def timeline(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")],
+    root: Root = HERE,
+) -> None:
+    """Draw the life of each checkpoint: one page without scripts, a lane for each attempt."""
+    with opened(root) as storage:
+        lives = read_lives(storage)
+    _write(root, output, render_html(lives))
+    put([f"{output}: {len(lives)} attempts"])
+
+
+def trace(root: Root = HERE, output: Output = None) -> None:
+    """Check the journal against the table of the life cycle; with -o, write a trace for Perfetto.
+
+    Exit status 1 if a transition is no row of the table.
+    """
+    with opened(root) as storage:
+        look(storage)  # replays the newest segment, move by move
+        lives = read_lives(storage)
+    moves = sum(len(life.entered) for life in lives)
+    if output is not None:
+        _write(root, output, json.dumps(chrome_trace(lives)))
+    put([f"{len(lives)} attempts, {moves} states entered: all moves are rows of the table"])
+
+
+def export(
+    prometheus: Annotated[
+        bool, typer.Option("--prometheus", help="The text format of Prometheus.")
+    ] = False,
+    root: Root = HERE,
+    output: Output = None,
+) -> None:
+    """Print metrics of a root, say for the textfile collector of a node exporter."""
+    if not prometheus:
+        raise typer.BadParameter("choose a format: --prometheus")
+    with opened(root) as storage:
+        metrics = metrics_of(
+            look(storage), read_lives(storage), SystemClock().unix(), storage.free_bytes()
+        )
+    from ckptfsm.cli.prometheus import text_of  # here: it takes as long as all the rest
+
+    text = text_of(metrics)
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        _write(root, output, text)
+
+
+def _write(root: Path, output: Path, text: str) -> None:
+    """Write a file anew, complete at its name: a collector may read at any time."""
+    place = output.resolve()
+    if place.is_relative_to(root.resolve() / ".ckptfsm"):
+        raise ConfigError("the output would lie among the files of the library", file=str(output))
+    partial = place.with_name(f".{place.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(place)

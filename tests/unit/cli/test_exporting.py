@@ -1,0 +1,98 @@
+"""``timeline``, ``trace`` and ``export``: files for other tools."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from cli_runs import ran, said
+from prometheus_client.parser import text_string_to_metric_families
+from real_roots import crashed, real_job, real_root
+
+from ckptfsm.core.retention import LatestN
+
+
+def test_the_timeline_is_one_page_of_all_attempts(tmp_path, capsys):
+    root = real_root(tmp_path / "root", 10, 20)
+    page = tmp_path / "lives.html"
+    assert "2 attempts" in said(capsys, "timeline", "-r", root, "-o", page)
+    assert "20.e1.a2" in page.read_text()
+    assert list(tmp_path.iterdir()) in ([root, page], [page, root])
+
+
+def test_a_file_among_the_library_s_is_refused(tmp_path, capsys):
+    root = real_root(tmp_path / "root", 10)
+    status, _, err = ran(capsys, "timeline", "-r", root, "-o", root / ".ckptfsm/lives.html")
+    assert status == 2 and "among the files of the library" in err
+
+
+def test_the_trace_has_a_slice_for_each_state(tmp_path, capsys):
+    root = real_root(tmp_path / "root", 10, 20, 30, retention=LatestN(2))
+    file = tmp_path / "trace.json"
+    assert "all moves are rows of the table" in said(capsys, "trace", "-r", root, "-o", file)
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    first = next(tid for tid, name in names.items() if name.startswith("step 10 "))
+    slices = [e["name"] for e in events if e["ph"] == "X" and e["tid"] == first]
+    assert slices == [
+        "requested",
+        "forked",
+        "shards_written",
+        "finalized",
+        "tracked",
+        "prunable",
+        "pruned",
+    ]
+    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in events if e["ph"] == "X")
+
+
+@pytest.mark.damages_journal("flips a bit of a record")
+def test_a_journal_that_is_no_legal_trace_has_status_1(tmp_path, capsys):
+    root = real_root(tmp_path, 10, 20)
+    segment = root / ".ckptfsm/journal/000001.ndjson"
+    segment.write_bytes(segment.read_bytes().replace(b"tracker_written", b"tracker_writteN", 1))
+    status, _, err = ran(capsys, "trace", "-r", root)
+    assert status == 1 and "000001.ndjson" in err
+
+
+def parsed(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
+    return {
+        family.name: [(sample.labels, sample.value) for sample in family.samples]
+        for family in text_string_to_metric_families(text)
+    }
+
+
+def test_export_tells_the_latest_its_age_and_the_failures(tmp_path, capsys):
+    job = real_job(tmp_path)
+    job.save(10)
+    of = job.request(20)
+    job.fork(of)
+    job.fail(of)
+    job.close()
+    found = parsed(said(capsys, "export", "--prometheus", "-r", tmp_path))
+    assert found["ckptfsm_latest_step"] == [({}, 10.0)]
+    assert 0 <= found["ckptfsm_latest_age_seconds"][0][1] < 600
+    assert found["ckptfsm_save_failures"] == [({"reason": "writer_died"}, 1.0)]
+    assert found["ckptfsm_owner_alive"] == [({}, 0.0)]
+    assert ({"state": "tracked"}, 1.0) in found["ckptfsm_checkpoints"]
+    states = {labels["state"] for labels, _ in found["ckptfsm_latest_state_seconds"]}
+    assert states == {"requested", "forked", "shards_written", "finalized"}
+
+
+def test_export_of_a_root_without_a_checkpoint_has_no_age(tmp_path, capsys):
+    job = real_job(tmp_path)
+    job.fork(job.request(10))
+    crashed(job)
+    found = parsed(said(capsys, "export", "--prometheus", "-r", tmp_path))
+    assert "ckptfsm_latest_age_seconds" not in found and "ckptfsm_free_bytes" in found
+
+
+def test_export_writes_a_whole_file(tmp_path, capsys):
+    root, file = real_root(tmp_path / "root", 10), tmp_path / "ckptfsm.prom"
+    said(capsys, "export", "--prometheus", "-r", root, "-o", file)
+    assert "ckptfsm_latest_step" in parsed(file.read_text())
+
+
+def test_export_needs_a_format(tmp_path, capsys):
+    real_root(tmp_path, 10)
+    assert ran(capsys, "export", "-r", tmp_path)[0] == 2
