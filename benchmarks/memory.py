@@ -12,6 +12,8 @@ Measured for each side, in alternating pairs:
 - The sum of the memory private to one writer process each. A page that two of a rank's writers
   share is private to neither.
 - How much longer than usual the first step takes.
+- The peak above the trainer before the save, for each byte of the state, also with the engines that
+  have a writer process. That process counts as a whole.
 
 Memory and time come from different saves, because the sampler disturbs the processes it watches.
 Stock's manager process is not counted, but has a separate figure.
@@ -22,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -32,10 +35,13 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks.measure import MS, Figure, Options, in_unit, ratio, timed
-from benchmarks.sides import Side, TrainingState, both_sides
+from benchmarks.sides import ManagerSide, Side, TrainingState, both_sides
+from ckptfsm import CheckpointManager, LatestN
+from ckptfsm.megatron.compat import cpu_devices, process_group
 
 _USUAL_STEPS = 3
 _WARM_UP_PAIRS = 1
+_EXTRA_TARGETS = {"eager": 1.05, "gated": 0.10}
 _MIB = 1 << 20
 _SAMPLER = Path(__file__).with_name("sampler.py")
 
@@ -71,6 +77,10 @@ class Sampler:
         self._requests = requests
         self._answers = answers
 
+    def know(self) -> None:
+        """Note the processes of now, which are no writers."""
+        self._ask("know")
+
     def begin(self) -> None:
         """Watch from now on."""
         self._ask("begin")
@@ -100,22 +110,53 @@ def sampler() -> Iterator[Sampler]:
 
 
 def run(options: Options) -> list[Figure]:
-    """Peaks of memory (MiB), excess of the first step (ms): both sides, and ratios."""
+    """Peaks of memory (MiB), excess of the first step (ms): both sides, and ratios. Engines."""
     state = TrainingState(options.state_bytes)
     samples: dict[str, list[Sample]] = {"stock": [], "ckptfsm": []}
-    with both_sides(options.work) as sides, sampler() as watcher:
+    with both_sides(options.work, "fork") as sides, sampler() as watcher:
         for pair in range(_WARM_UP_PAIRS + options.pairs):
             for side in sides if pair % 2 == 0 else reversed(sides):
                 sample = _measure(side, 2 * pair + 1, state, options.poll_interval_s, watcher)
                 if pair >= _WARM_UP_PAIRS:
                     samples[side.name].append(sample)
-    return _figures(samples["ckptfsm"], samples["stock"])
+    extra = {
+        "stock": [_above(sample.peaks) for sample in samples["stock"]],
+        "fork": [_above(sample.peaks) for sample in samples["ckptfsm"]],
+    }
+    with cpu_devices(), process_group(), sampler() as watcher:
+        for engine in ("eager", "gated"):
+            extra[engine] = [
+                _above(_peaks_with(engine, options, state, watcher)) for _ in range(options.pairs)
+            ]
+    return [
+        *_figures(samples["ckptfsm"], samples["stock"]),
+        *(_per_byte(name, sizes, options.state_bytes) for name, sizes in extra.items()),
+    ]
+
+
+def _peaks_with(engine: str, options: Options, state: TrainingState, watcher: Sampler) -> Peaks:
+    """The memory of a save, with the whole writer process, which an earlier save has warmed up.
+
+    The process starts before the samples: until its ``exec``, it has all memory of the trainer.
+    """
+    root = options.work / engine
+    watcher.know()
+    with CheckpointManager(root, retention=LatestN(1), engine=engine) as manager:
+        side = ManagerSide(root, manager, engine)
+        _save(side, 1, state, options.poll_interval_s)
+        watcher.begin()
+        _save(side, 2, state, options.poll_interval_s)
+        peaks = watcher.end()
+    shutil.rmtree(root)
+    os.sync()
+    return peaks
 
 
 def _measure(
     side: Side, step: int, state: TrainingState, poll_interval_s: float, watcher: Sampler
 ) -> Sample:
     """The memory of the save of ``step``, and the steps around the next one."""
+    watcher.know()
     watcher.begin()
     _save(side, step, state, poll_interval_s)
     peaks = watcher.end()
@@ -129,6 +170,7 @@ def _measure(
 def _save(side: Side, step: int, state: TrainingState, poll_interval_s: float) -> float:
     """Save until loadable. Returns the seconds of the step right behind ``save()``."""
     side.save(step, state.sharded(step))
+    side.before_update()
     first_s = timed(state.update)
     while not side.poll():
         time.sleep(poll_interval_s)
@@ -173,6 +215,12 @@ def _writers_only(peaks: Peaks) -> int:
 
 def _private(peaks: Peaks) -> int:
     return peaks.private
+
+
+def _per_byte(name: str, sizes: Sequence[int], state_bytes: int) -> Figure:
+    title = f"extra peak memory / state, {name}"
+    samples = tuple(size / state_bytes for size in sizes)
+    return Figure(title, "ratio", samples, _EXTRA_TARGETS.get(name))
 
 
 def _mib(name: str, sizes: Sequence[int]) -> Figure:

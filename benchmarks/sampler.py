@@ -2,10 +2,10 @@
 
     python -I benchmarks/sampler.py PID
 
-The sampler answers a line ``begin`` on standard input with a line. From then on it samples
-``smaps_rollup`` of PID (the trainer) and of the writers, with a short pause between samples.
-Writers are all processes below PID that were not there at ``begin``. At a line ``end`` the sampler
-takes one more sample and answers with the peaks, as JSON. The sampler ends with its input.
+The sampler answers each line on standard input with a line. At ``know`` it notes the processes
+below PID, and writers are all later ones. From ``begin`` on it samples ``smaps_rollup`` of PID (the
+trainer) and of the writers, with a short pause between samples. At ``end`` it takes one more sample
+and answers with the peaks, as JSON. The sampler ends with its input.
 
 The processes of one sample are read one after the other, so a page that changes hands meanwhile may
 be counted twice or not at all.
@@ -25,9 +25,13 @@ _FIELDS = ("Pss", "Pss_Anon", "Anonymous", "Private_Clean", "Private_Dirty")
 
 
 def main(root: int) -> None:
-    """Answer ``begin`` and ``end`` until the input ends."""
-    while _next_line() == "begin":
-        known = {*below(root), os.getpid()}
+    """Answer ``know``, ``begin`` and ``end`` until the input ends."""
+    known = {os.getpid()}
+    while word := _next_line():
+        if word == "know":
+            known = {*below(root), os.getpid()}
+            _say("noted")
+            continue
         peaks = dict.fromkeys(("together", "writers_only", "private"), 0)
         before = read_rollup(root)["Pss"]
         _say("ready")

@@ -146,12 +146,12 @@ class ManagerSide:
 
 
 @contextlib.contextmanager
-def both_sides(work: Path) -> Iterator[tuple[StockSide, ManagerSide]]:
+def both_sides(work: Path, engine: str = "auto") -> Iterator[tuple[StockSide, ManagerSide]]:
     """Both sides below ``work``, in a process group of one, until the context ends."""
     root = work / "ckptfsm"
     with (
         cpu_devices(),
         process_group(),
-        CheckpointManager(root, retention=LatestN(1)) as manager,
+        CheckpointManager(root, retention=LatestN(1), engine=engine) as manager,
     ):
         yield StockSide(work / "stock"), ManagerSide(root, manager)

@@ -61,6 +61,8 @@ def test_every_group_reports_its_figures(tmp_path: Path) -> None:
         "poll idle, ckptfsm": 5.0,
         "poll in flight, ckptfsm": 20.0,
         "time per rank, 8 / 3 ranks": 1.5,
+        "extra peak memory / state, eager": 1.05,
+        "extra peak memory / state, gated": 0.10,
         "shards durable to tracked, 2 ranks, busy for 0.5 s": 50.0,
     }
     for name, figure in figures.items():
