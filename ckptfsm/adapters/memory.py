@@ -1,4 +1,5 @@
-"""Memory by address: of another process of this user, and of this one. Memory that is free. No torch.
+"""Memory by address: of another process of this user, and of this one. Memory that is free, and pages
+that no forked child gets. No torch.
 
 Rules: reading never changes the memory. ``into`` is filled whole, or an error is raised.
 """
@@ -6,7 +7,9 @@ Rules: reading never changes the memory. ``into`` is filled whole, or an error i
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +62,50 @@ class OwnMemory:
     def read(self, address: int, into: memoryview) -> None:
         """Fill ``into`` from ``address``."""
         ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(into)), address, len(into))
+
+
+_MMAP, _MUNMAP, _MADVISE = _LIBC.mmap, _LIBC.munmap, _LIBC.madvise
+_MMAP.restype = ctypes.c_void_p
+_MMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong)
+_MUNMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def take_pages(size: int) -> ctypes.Array[ctypes.c_char]:
+    """Fresh memory that no forked child gets. Raises ``OSError``.
+
+    The memory is unmapped with the last reference to the array. In a child nothing lies there, or
+    something else: so nothing is unmapped there.
+    """
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    found = _MMAP(None, size, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if found == _MAP_FAILED:
+        raise _error_of(f"mmap of {size} bytes")
+    pages = (ctypes.c_char * size).from_address(found)
+    weakref.finalize(pages, _unmap, found, size, os.getpid()).atexit = False
+    _advise(pages, mmap.MADV_DONTFORK)
+    return pages
+
+
+def give_to_children(pages: ctypes.Array[ctypes.c_char]) -> None:
+    """Let children that are forked from now on get these pages."""
+    _advise(pages, mmap.MADV_DOFORK)
+
+
+def _advise(pages: ctypes.Array[ctypes.c_char], advice: int) -> None:
+    if _MADVISE(ctypes.addressof(pages), len(pages), advice):
+        raise _error_of(f"madvise({advice})")
+
+
+def _unmap(address: int, size: int, owner: int) -> None:
+    if os.getpid() == owner:
+        _MUNMAP(address, size)
+
+
+def _error_of(call: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{call}: {os.strerror(number)}")
 
 
 def available_bytes(cgroups: Path = _CGROUPS, proc: Path = Path("/proc")) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.core.config import CheckpointConfig, config_of
 from ckptfsm.core.ports import OffloadHook, Ports, Storage
+from ckptfsm.megatron.device_copies import DeviceCopies
 from ckptfsm.megatron.driver import MegatronDriver
 from ckptfsm.megatron.mailbox import mailbox_of
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
@@ -88,11 +90,23 @@ def ports_of(
     """
     transport = transport_of(config)
     in_shard = config.common_state == "auto" and keeps_common_in_shard()
+    copies = DeviceCopies()
     driver = MegatronDriver(
-        transport.rank, config.writer_files, common_in_shard=in_shard, images=engine is not None
+        transport.rank,
+        config.writer_files,
+        common_in_shard=in_shard,
+        images=engine is not None,
+        copies=copies,
     )
     mailbox = partial(mailbox_of, transport)
-    return system_ports(transport, driver, open_storage, staging, engine, mailbox)
+    ports = system_ports(transport, driver, open_storage, staging, engine, mailbox)
+    return replace(ports, close_writers=partial(_close, ports.close_writers, copies))
+
+
+def _close(close_writers: Callable[[], None], copies: DeviceCopies) -> None:
+    """End the writers, then give back the memory that they read."""
+    close_writers()
+    copies.close()
 
 
 def engine_of(config: CheckpointConfig, imports: tuple[str, ...] = ()) -> WriteEngine | None:

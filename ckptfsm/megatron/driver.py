@@ -29,6 +29,7 @@ from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Storage, Survey
 from ckptfsm.disk.stock import COMMON, COMMON_KEY, inspect_stock
 from ckptfsm.megatron.blobs import Templates
 from ckptfsm.megatron.compat import process_group
+from ckptfsm.megatron.device_copies import DeviceCopies
 from ckptfsm.megatron.fast_load import FastLoad, load_parts, plan_fast_load
 from ckptfsm.megatron.foreign import ForeignPart, ForeignRequest, stage_foreign
 from ckptfsm.megatron.image_part import Held, stage_images
@@ -68,6 +69,7 @@ class MegatronDraft:
     foreign: list[ForeignPart]
     common_in_shard: bool
     templates: Templates | None
+    copies: DeviceCopies
     held: Held = field(default_factory=Held)
 
     def stage(
@@ -76,6 +78,8 @@ class MegatronDraft:
         drafts = {part.spec.name: part for part in self.planned_parts}
         forked = any(spec.kind == "foreign" for spec in specs)
         templates = None if forked else self.templates
+        if templates is not None:
+            self.held.device = self.copies.begin(self._values_of(specs, drafts))
         jobs: list[PartJob] = []
         for spec in specs:
             value = self.values[spec.name]
@@ -92,7 +96,18 @@ class MegatronDraft:
                 part = stage_foreign(spec, value, self.rank, location, self.foreign)
                 self.foreign.append(part)
                 jobs.append(part)
+        if self.held.device is not None:
+            self.held.device.start()
         return tuple(jobs)
+
+    def _values_of(
+        self, specs: Sequence[PartSpec], drafts: Mapping[str, PartDraft]
+    ) -> Iterator[Any]:
+        """The values of all items that this rank writes."""
+        for spec in specs:
+            if spec.kind == "torch_dist":
+                for bucket in drafts[spec.name].buckets:
+                    yield from (value for _, value in bucket)
 
     def changed(self) -> str:
         return self.held.changed()
@@ -115,18 +130,26 @@ class MegatronDriver:
 
     ``common_in_shard``: write the state common to all ranks into a shard, as megatron-core does
     from 0.19 on. ``images``: stage for a writer that reads the trainer's memory, not for a fork.
+    ``copies`` are those of an accelerator's state, made for such a writer.
     """
 
     finishers: Mapping[str, PartFinisher] = MappingProxyType({"torch_dist": finish_part})
 
     def __init__(
-        self, rank: int, files: int, *, common_in_shard: bool = False, images: bool = False
+        self,
+        rank: int,
+        files: int,
+        *,
+        common_in_shard: bool = False,
+        images: bool = False,
+        copies: DeviceCopies | None = None,
     ) -> None:
         self._rank = rank
         self._planner = Plans(files)
         self._summarized: tuple[list[tuple[str, PartSummary]], bytes, str] = ([], b"", "")
         self._common_in_shard = common_in_shard
         self._templates = Templates() if images else None
+        self._copies = copies or DeviceCopies()
         self._sent = ""
         self._accepted = ""
         self._plans: dict[str, bytes] = {}  # plans of the accepted saves, by digest
@@ -161,6 +184,7 @@ class MegatronDriver:
             [],
             self._common_in_shard,
             self._templates,
+            self._copies,
         )
 
     def _summary_of(self, drafts: Sequence[PartDraft]) -> tuple[bytes, str]:

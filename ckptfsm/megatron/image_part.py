@@ -4,6 +4,9 @@ The files are those of ``torch_dist.TorchDistPart``, byte for byte: one ``torch.
 The head and tail of a blob come from a template, its data stays in the trainer's memory until the
 writer reads it. A blob without a template is made at once, by torch.
 
+An accelerator's tensor is read from its copy in pinned memory, see ``device_copies``. Where that is not
+possible, the host copies the tensor when the save is staged.
+
 Rules: a tensor is kept until the writer has read its memory. ``changed`` compares its address and
 version with those at staging; torch counts a version up with each change in place. Data of less than
 ``SMALL_BYTES`` is copied at staging: a forward pass may change it, as the buffers of a BatchNorm.
@@ -24,6 +27,7 @@ from ckptfsm.adapters.notices import no_warning_is_an_error
 from ckptfsm.core.layout import PLANNED, join, planned_name
 from ckptfsm.disk.stock import COMMON, COMMON_KEY
 from ckptfsm.megatron.blobs import Templates
+from ckptfsm.megatron.device_copies import StateCopy, version_of
 from ckptfsm.megatron.torch_dist import Row, Share, exact, to_host
 from ckptfsm.writers.image import Copied, Image, ImagePart, Literal, Memory, Piece, Tail, image_of
 
@@ -36,6 +40,7 @@ class Held:
 
     tensors: list[tuple[str, torch.Tensor, int, int]] = field(default_factory=list)
     copies: list[torch.Tensor] = field(default_factory=list)
+    device: StateCopy | None = None
     gone: bool = False
 
     def add(self, name: str, trainers: torch.Tensor, read: torch.Tensor) -> None:
@@ -44,7 +49,7 @@ class Held:
         if trainers.device.type == "cpu" and (
             memory.data_ptr() <= read.data_ptr() < memory.data_ptr() + memory.nbytes()
         ):
-            self.tensors.append((name, trainers, trainers.data_ptr(), _version_of(trainers)))
+            self.tensors.append((name, trainers, trainers.data_ptr(), version_of(trainers)))
         self.copies.append(read)
 
     def changed(self) -> str:
@@ -54,22 +59,21 @@ class Held:
         for name, tensor, address, version in self.tensors:
             if tensor.data_ptr() != address:
                 return f"{name} was moved before the writer had read it"
-            if _version_of(tensor) != version:
+            if version_of(tensor) != version:
                 return f"{name} was changed before the writer had read it"
-        return ""
+        return self.device.changed() if self.device is not None else ""
 
     def clear(self) -> None:
-        self.tensors, self.copies, self.gone = [], [], True
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    """The number of changes in place that torch has counted; it counts none in inference mode."""
-    return 0 if tensor.is_inference() else tensor._version
+        if self.device is not None:
+            self.device.let_go()
+        self.tensors, self.copies, self.device, self.gone = [], [], None, True
 
 
 @no_warning_is_an_error()
 def stage_images(share: Share, templates: Templates, held: Held) -> ImagePart:
-    """The images of a share. Accelerator tensors are copied to host memory now."""
+    """The images of a share. ``held.device`` is given the accelerator's tensors to be copied; the host
+    copies the others now.
+    """
     spec, draft, rank, planned, common_in_shard = share
     watched = len(held.tensors)
     templates.look()
@@ -103,6 +107,7 @@ def stage_images(share: Share, templates: Templates, held: Held) -> ImagePart:
         made,
         owner=tuple(held.copies),
         lent=len(held.tensors) > watched,
+        copying=held.device,
     )
 
 
@@ -116,13 +121,16 @@ def _blob(name: str, value: Any, templates: Templates, held: Held) -> list[Piece
     """The pieces of one item."""
     if isinstance(value, io.BytesIO):
         return [Literal(value.getvalue())]
-    host = exact(to_host(value))
+    room = held.device.room_for(value) if held.device is not None else None
+    host = exact(to_host(value)) if room is None else room
     template = templates.of(host)
     if template is None:
-        return [Literal(saved(host))]
+        return [Literal(saved(host if room is None else exact(to_host(value))))]
     address, size = host.untyped_storage().data_ptr(), template.data_bytes
     data: Piece = Memory(address, size)
-    if size < SMALL_BYTES:
+    if held.device is not None and room is not None:
+        held.device.add(name, value, room, small=size < SMALL_BYTES)
+    elif size < SMALL_BYTES:
         data = Copied(ctypes.string_at(address, size))
     else:
         held.add(name, value, host)

@@ -38,9 +38,9 @@ from ckptfsm.ranks.offload import OffloadTurn
 from ckptfsm.ranks.proposal import Proposal, agree
 from ckptfsm.ranks.restoring import Restorer, warn_of_drops
 from ckptfsm.ranks.tickets import Reading, Ticket
-from ckptfsm.writers.image import ChunkSource, FromImages, Image
+from ckptfsm.writers.image import ChunkSource, Copying, FromImages, Image, copying_of
 from ckptfsm.writers.plain_files import PLAIN_PARTS, FileTree, TreePart, UnmadePart, around, at_path
-from ckptfsm.writers.rank_writer import RankWriter, no_signal
+from ckptfsm.writers.rank_writer import RankWriter
 from ckptfsm.writers.shard_file import ShardFile
 
 log = logging.getLogger("ckptfsm")
@@ -189,7 +189,8 @@ class BaseGroupWorker:
         share = GroupShare(ticket, self._number, jobs, unfinished, self._ports.clock)
         self._launch(ticket, share, draft)
         if self._ports.staging is not None:  # the state is about to be moved
-            self._await_copy()
+            assert self._writer is not None
+            self._writer.await_copy(self._ports.clock)
         self._ports.driver.accept()
 
     def before_update(self) -> None:
@@ -202,11 +203,7 @@ class BaseGroupWorker:
         if writer is None or writer.has_copy:
             return
         with self._one_call.running():
-            self._await_copy(self._one_call.hear)
-
-    def _await_copy(self, hear: Callable[[], BaseException | None] = no_signal) -> None:
-        if self._writer is not None:
-            self._writer.await_copy(self._ports.clock, hear)
+            writer.before_update(self._ports.clock, self._one_call.hear)
 
     def _launch(self, ticket: Ticket, share: PartJob, draft: Draft | None = None) -> None:
         optional = frozenset({ticket.part.name} if ticket.part.optional else ())
@@ -410,6 +407,10 @@ class GroupShare:
     @property
     def lent(self) -> bool:
         return any(isinstance(job, FromImages) and job.lent for job in self.jobs)
+
+    @property
+    def copying(self) -> Copying | None:
+        return copying_of(self.jobs)
 
     @property
     def portable(self) -> bool:

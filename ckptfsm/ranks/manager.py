@@ -159,12 +159,13 @@ class Manager(Session):
 
         Needed for gated saves; after others it returns at once. A state that changes earlier fails
         its save, if torch counts the change. An interrupt ends the wait: the state may not change yet.
+        For state on an accelerator the host does not wait: the later work of the current stream does.
         """
         writer = self._participant.reports.writer
         if writer is None or writer.has_copy or self._participant.is_copy:
             return
         with self._one_call.running():
-            self._participant.reports.await_copy(self._one_call.hear)
+            self._participant.reports.before_update(self._one_call.hear)
 
     def restore(
         self,

@@ -159,6 +159,11 @@ class RankReports:
         if self.writer is not None:
             self.writer.await_copy(self._ports.clock, hear)
 
+    def before_update(self, hear: Callable[[], BaseException | None]) -> None:
+        """Return when the trainer may change its data, see ``RankWriter.before_update``."""
+        if self.writer is not None:
+            self.writer.before_update(self._ports.clock, hear)
+
     def _now(self) -> float:
         return self._ports.clock.monotonic()
 

@@ -346,6 +346,22 @@ def write_image(storage: Storage, location: str, image: Image, source: ChunkSour
     return FileEntry(name=image.name, bytes=image.size, digest=sums.digest())
 
 
+class Copying(Protocol):
+    """Copies of an accelerator's state into memory of the images, which may be on their way."""
+
+    def done(self) -> bool:
+        """True once the memory has the state. Raises the error of the copies; never waits."""
+        ...
+
+    def order_updates(self) -> None:
+        """Let the accelerator run all later work of the trainer behind the copies; never waits."""
+        ...
+
+    def give_to_child(self) -> None:
+        """Wait for the copies, and let a child that is forked next have their memory."""
+        ...
+
+
 @runtime_checkable
 class FromImages(PartJob, Protocol):
     """A share of a part that a process without the trainer's memory can write."""
@@ -358,6 +374,11 @@ class FromImages(PartJob, Protocol):
     @property
     def lent(self) -> bool:
         """True if the trainer can change memory that the images name."""
+        ...
+
+    @property
+    def copying(self) -> Copying | None:
+        """The copies that fill memory of the images; None if it has the state already."""
         ...
 
     @property
@@ -374,6 +395,12 @@ class FromImages(PartJob, Protocol):
         ...
 
 
+def copying_of(parts: Sequence[PartJob]) -> Copying | None:
+    """The copies that the writer of these parts waits for: one object for all parts of a save."""
+    found = (part.copying for part in parts if isinstance(part, FromImages))
+    return next((each for each in found if each is not None), None)
+
+
 @dataclass(frozen=True, slots=True)
 class ImagePart:
     """The share of a rank in a part, as images. See ``ports.PartJob``.
@@ -381,6 +408,7 @@ class ImagePart:
     ``made`` are directories below the step's that the images need besides the part's. ``source`` is
     set by the process that writes: the trainer's addresses mean nothing elsewhere. ``owner`` keeps the
     memory of the images alive, in the trainer. ``lent``: the trainer can change some of that memory.
+    ``copying``: copies into some of that memory, which may be on their way.
     """
 
     name: str
@@ -391,6 +419,7 @@ class ImagePart:
     source: ChunkSource | None = None
     owner: object = None
     lent: bool = True
+    copying: Copying | None = None
     portable: ClassVar[bool] = True
 
     @property
@@ -400,7 +429,7 @@ class ImagePart:
 
     def bound(self, source: ChunkSource | None) -> ImagePart:
         """The same share, with the source of its chunks, and without the trainer's objects."""
-        return replace(self, source=source, owner=None)
+        return replace(self, source=source, owner=None, copying=None)
 
     def give_up(self, error: BaseException) -> None:
         """Let go of the chunks that were read for this share: it is left out, because of ``error``."""

@@ -27,7 +27,7 @@ from ckptfsm.core.layout import RECEIPTS, STAGING, begun_name, join, receipt_nam
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Launch, Outcome, PartJob, RankJob, Storage, Written
 from ckptfsm.disk.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error
-from ckptfsm.writers.image import FromImages, InlineChunks
+from ckptfsm.writers.image import FromImages, InlineChunks, copying_of
 from ckptfsm.writers.shard_file import ShardFile
 
 _LOOK_S = 0.2
@@ -149,6 +149,8 @@ class RankWriter:
         self._deadline = deadline
         self._end: tuple[Event, ...] | None = None
         self._changed, self._let_go = changed, let_go
+        self._copying = copying_of(job.parts)
+        self._lent = any(part.lent for part in job.parts if isinstance(part, FromImages))
         self._lock = threading.RLock()  # an agent's thread looks too
         self.has_copy = False
         self.process = launch(storage, job)
@@ -185,6 +187,22 @@ class RankWriter:
         self.has_copy = True
         self._let_go()
         self._changed = self._let_go = str  # they hold the data
+        self._copying = None
+
+    def before_update(
+        self, clock: Clock, hear: Callable[[], BaseException | None] = no_signal
+    ) -> None:
+        """Return when the trainer may change its data, or the writer failed.
+
+        Waits for a copy of host memory. Copies of an accelerator need no wait: the later work of
+        the current stream runs behind them.
+        """
+        with self._lock:
+            copying = self._copying
+            if copying is not None and not self.has_copy:
+                copying.order_updates()
+        if copying is None or self._lent:
+            self.await_copy(clock, hear)
 
     def await_copy(
         self, clock: Clock, hear: Callable[[], BaseException | None] = no_signal
@@ -273,6 +291,9 @@ def missed_deadline(whereabouts: str) -> str:
 
 def launch_forked(storage: Storage, job: RankJob) -> Child:
     """Start the writer as a forked child: the fork freezes the data (``ports.Launch``)."""
+    copying = copying_of(job.parts)
+    if copying is not None:
+        copying.give_to_child()
     parts = tuple(
         part.bound(InlineChunks(OwnMemory())) if isinstance(part, FromImages) else part
         for part in job.parts

@@ -10,6 +10,8 @@ Rules:
   the launch returns; after a ``gated`` one, when ``holds_copy`` says so.
 - Memory that the trainer cannot change (host copies of an accelerator's) needs no gate. The job keeps
   that memory alive until the process has read it.
+- While an accelerator still makes such copies, the process has no order. Each look at the job sends it
+  as soon as they are made. A process that dies before that fails its job.
 - The process writes no receipt before ``confirm``: the trainer first looks whether its state changed
   while it was read. So a receipt on disk never vouches for a torn copy, also if a process dies.
 - Success is the message that all is durable, and a receipt for each part; the caller looks for them.
@@ -29,6 +31,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from ckptfsm.adapters.memory import available_bytes, ranks_of_this_host
@@ -36,8 +39,8 @@ from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import describe
-from ckptfsm.core.ports import Outcome, RankJob, Storage, WriterProcess
-from ckptfsm.writers.image import CHUNK_BYTES, FromImages
+from ckptfsm.core.ports import ChildError, Outcome, RankJob, Storage, WriterProcess
+from ckptfsm.writers.image import CHUNK_BYTES, FromImages, copying_of
 from ckptfsm.writers.plain_files import PLAIN_PARTS
 from ckptfsm.writers.rank_writer import launch_forked
 from ckptfsm.writers.write_process import Confirm, Done, Ended, Order, Probe, Taken
@@ -46,6 +49,7 @@ log = logging.getLogger("ckptfsm")
 
 Mode = Literal["auto", "eager", "gated"]
 _LISTEN_S = 0.05
+_COPY_LOOK_S = 0.001  # between two looks at an accelerator's copies
 _HELLO_S = 60.0
 _PROBE_BYTES = 64
 _KILL_WAIT_S = 5.0
@@ -119,11 +123,15 @@ class WriteEngine:
             return launch_forked(storage, job)
         buffers = needed if eager else min(needed, self._settings.buffer_bytes)
         order = self._order(storage, job, buffers, eager)
-        process = self._ordered(order, storage)
+        copying = copying_of(parts)
+        process = self._ordered(order, storage) if copying is None else self._ready()
         if process is None:
             return launch_forked(storage, job)
-        running = WriteJob(self, process, parts, lent=lent)
+        later = None if copying is None else partial(self._give, process, order, storage)
+        running = WriteJob(self, process, parts, lent=lent, later=later)
         try:
+            if copying is not None and not self._gate:
+                copying.order_updates()
             if eager:
                 running.await_copy(self._settings.copy_timeout_s)
                 if not running.holds_copy and running.poll() is None:
@@ -140,15 +148,18 @@ class WriteEngine:
             if process is None:
                 return None
             try:
-                process.send(order, storage.descriptors())
+                self._give(process, order, storage)
             except BaseException as error:
                 process.kill()
                 if last or not isinstance(error, ConnectionError):
                     raise
             else:
-                self._held_bytes = max(self._held_bytes, order.buffer_bytes)
                 return process
         return None
+
+    def _give(self, process: Spawned, order: Order, storage: Storage) -> None:
+        process.send(order, storage.descriptors())
+        self._held_bytes = max(self._held_bytes, order.buffer_bytes)
 
     def _ready(self) -> Spawned | None:
         """A process that can read our memory, for the caller alone; None if there cannot be one."""
@@ -224,15 +235,26 @@ def _is_portable(storage: Storage, job: RankJob) -> bool:
 
 
 class WriteJob:
-    """A job of the engine's process. See ``ports.WriterProcess``."""
+    """A job of the engine's process. See ``ports.WriterProcess``.
+
+    ``later`` gives the process its order, once an accelerator's copies are made.
+    """
 
     def __init__(
-        self, engine: WriteEngine, process: Spawned, parts: Sequence[FromImages], *, lent: bool
+        self,
+        engine: WriteEngine,
+        process: Spawned,
+        parts: Sequence[FromImages],
+        *,
+        lent: bool,
+        later: Callable[[], object] | None = None,
     ) -> None:
         self._engine = engine
         self._process = process
         self._kept = tuple(parts)  # with their memory, until it was read
         self._lent = lent
+        self._later = later
+        self._ordered = later is None
         self._taken = False
         self._failure: Outcome | None = None
         self._outcome: Outcome | None = None
@@ -241,7 +263,7 @@ class WriteJob:
     def holds_copy(self) -> bool:
         """True once the trainer can change nothing that the process still has to read."""
         self._listen(0.0)
-        return self._taken or not self._lent
+        return self._taken or (self._ordered and not self._lent)
 
     def await_copy(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -277,12 +299,34 @@ class WriteJob:
         return True
 
     def whereabouts(self) -> str:
+        if self._later is not None:
+            return "the copy of the accelerator's state"
         return self._process.whereabouts()
+
+    def _order_when_copied(self) -> None:
+        """Give the process its order if the copies are made. An error of them ends the job."""
+        if self._later is None:
+            return
+        copying = copying_of(self._kept)
+        try:
+            if copying is not None and not copying.done():
+                return
+            self._later()
+        except Exception as error:  # of the accelerator, or of the process: the save fails
+            if not isinstance(error, ConnectionError):  # else the process's exit code tells
+                self._failure = Outcome(1, error=ChildError(describe(error)))
+            self._process.kill()
+        else:
+            self._ordered = True
+        self._later = None
 
     def _listen(self, timeout_s: float) -> None:
         """Take what the process said, and learn of its end."""
         if self._outcome is not None:
             return
+        self._order_when_copied()
+        if self._later is not None:
+            timeout_s = min(timeout_s, _COPY_LOOK_S)
         exitcode = self._process.exitcode()  # first: all that it said is there once it has ended
         for message in self._process.listen(0.0 if exitcode is not None else timeout_s):
             if isinstance(message, Taken):

@@ -482,6 +482,110 @@ def test_the_gate_opens_when_the_last_byte_was_taken(engine):
     assert [job.holds_copy for _ in range(3)] == [False, True, True]
 
 
+class Copies:
+    """Copies of an accelerator that are made, or fail, when a test says so."""
+
+    def __init__(self) -> None:
+        self.made = False
+        self.error = ""
+        self.said: list[str] = []
+
+    def done(self) -> bool:
+        if self.error:
+            raise RuntimeError(self.error)
+        return self.made
+
+    def order_updates(self) -> None:
+        self.said.append("order_updates")
+
+    def give_to_child(self) -> None:
+        self.said.append("give_to_child")
+
+
+def copied_part(copies: Copies, **settings: object) -> ImagePart:
+    return replace(State().part(), copying=copies, **settings)
+
+
+def test_an_order_waits_for_the_accelerators_copies(engine, storage, root):
+    """Catches: a writer that reads memory which the accelerator has not filled."""
+    copies = Copies()
+    run = writer(engine(), storage, copied_part(copies, lent=False))
+    assert copies.said == ["order_updates"], "no gate was promised"
+    assert (run.process.holds_copy, run.poll(0.0)) == (False, [])
+    assert "accelerator" in run.process.whereabouts()
+    copies.made = True
+    assert run.poll(0.0) == [WriterForked(OF, 0, 1)]
+    assert isinstance(ends(run)[-1], ShardReported)
+    assert (root / LOCATION / "__0_0.distcp").read_bytes() == State().wanted(0)
+
+
+def test_a_gate_orders_the_updates_of_an_accelerator(engine, storage):
+    """Catches: a host that waits at the gate; an update beside the copies."""
+    copies = Copies()
+    run = writer(engine(mode="gated"), storage, copied_part(copies, lent=False))
+    assert copies.said == []
+    run.before_update(SystemClock())
+    assert copies.said == ["order_updates"]
+    assert not run.has_copy
+    copies.made = True
+    assert isinstance(ends(run)[-1], ShardReported)
+    run.before_update(SystemClock())
+    assert copies.said == ["order_updates"], "it is over"
+
+
+def test_a_gate_of_host_memory_stays_closed_beside_an_accelerator(engine, storage, root):
+    """Catches: memory of the host that is read without a gate."""
+    copies, state = Copies(), State()
+    wanted = state.wanted(0)
+    copies.made = True
+    part = replace(state.part(), copying=copies)
+    run = writer(engine(mode="gated"), storage, part)
+    run.before_update(SystemClock())
+    assert run.has_copy
+    ctypes.memset(state.buffers[0], 0, len(state.buffers[0]))
+    ends(run)
+    assert (root / LOCATION / "__0_0.distcp").read_bytes() == wanted
+
+
+def test_copies_that_fail_fail_the_save(engine, storage, root):
+    """Catches: a save that hangs, and an agent that ends, with the accelerator's error."""
+    copies = Copies()
+    run = writer(engine(), storage, copied_part(copies, lent=False))
+    copies.error = "an illegal memory access"
+    [failed] = ends(run)
+    assert (failed.reason, "an illegal memory access" in failed.detail) == ("writer_failed", True)
+    assert run.kill(WAIT_S)
+    assert not (root / LOCATION / receipt_name("state", 0)).exists()
+
+
+def test_an_accelerator_that_hangs_meets_the_deadline(engine, storage):
+    """Catches: a save that waits for ever for its copies."""
+    run = writer(engine(), storage, copied_part(Copies(), lent=False))
+    [failed] = run.poll(FAR)
+    assert failed.reason == "writer_hung"
+    assert "its writer missed its deadline at the copy of the accelerator's state" in failed.detail
+
+
+def test_F1_a_process_that_dies_without_its_order_fails_its_save(engine, storage):
+    """Catches: an order to a dead process that ends the agent."""
+    copies = Copies()
+    run = writer(engine(), storage, copied_part(copies, lent=False))
+    os.kill(pid_of(run), signal.SIGKILL)
+    copies.made = True
+    end = ends(run)[-1]
+    assert isinstance(end, Failed)
+    assert "SIGKILL" in end.detail
+
+
+def test_a_forked_writer_gets_the_memory_of_the_copies(engine, root):
+    """Catches: a child that is forked before the accelerator has filled its memory."""
+    storage, copies = _CountingDisk(root), Copies()
+    run = writer(engine(), storage, copied_part(copies, lent=False))
+    assert copies.said == ["give_to_child"]
+    assert isinstance(ends(run)[-1], ShardReported)
+    storage.close_root()
+
+
 class Owner:
     """The trainer's object that keeps the memory of a part."""
 

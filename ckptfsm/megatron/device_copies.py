@@ -1,0 +1,374 @@
+"""Copies of an accelerator's state to the host that the trainer does not wait for.
+
+A save copies its tensors into an arena, which is pinned once and kept for the next saves. A side stream
+makes the copies: it begins after the work that the trainer's current stream has so far, and ends with
+an event. The writer process gets its order when the event is done, see ``writers.write_engine``.
+
+Rules:
+
+- The trainer may change its tensors once its current stream was put behind the event
+  (``order_updates``). The host waits for nothing.
+- Small tensors are copied first, and the current stream is put behind these copies at once: a forward
+  pass may change them, as the buffers of a BatchNorm.
+- The arena is filled again only after the last copies into it are made. The writer must have read them,
+  or be certainly gone: no ``StateCopy`` of an earlier save is left then.
+- No forked child has the arena: an accelerator writes into it past the kernel's copy-on-write. If a
+  writer is forked all the same, it gets an arena that is filled for the last time.
+- Work of other streams on the state is not waited for: the trainer joins them before ``save``, as it
+  does before it uses the state itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ckptfsm.adapters.memory import (
+    available_bytes,
+    give_to_children,
+    ranks_of_this_host,
+    take_pages,
+)
+from ckptfsm.adapters.notices import say
+from ckptfsm.core.errors import SaveFailed, describe
+
+log = logging.getLogger("ckptfsm")
+
+_ALIGNMENT = 512  # of a tensor in the arena
+_GRAIN = 2 << 20  # the size of an arena is a multiple of this
+_FREE_SHARE = 0.5  # of the free memory, for the arenas of all ranks of the host: they stay
+_PORTABLE = 1  # ``cudaHostRegisterPortable``
+_LEFT: list[Arena] = []  # an accelerator that hangs may still write into these
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Event(Protocol):
+    """The end of copies, as the accelerator tells it."""
+
+    def done(self) -> bool:
+        """True once the copies are made. Raises the accelerator's error; never waits."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for the copies. Raises the accelerator's error."""
+        ...
+
+    def hold_updates(self) -> None:
+        """Let the later work of the current stream run behind the copies; does not wait."""
+        ...
+
+
+class Device(Protocol):
+    """An accelerator, as far as copies need it."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor lies in the memory of this accelerator."""
+        ...
+
+    def pin(self, address: int, size: int) -> None:
+        """Let the accelerator reach this host memory. Raises ``OSError`` if it does not."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Undo ``pin``. Raises ``RuntimeError`` if the accelerator failed."""
+        ...
+
+    def copy(self, pairs: Pairs) -> Event:
+        """Begin copies (from, to), in order, behind the current stream's work so far.
+
+        The memory of their sources is not used otherwise before that, also if it is freed.
+        """
+        ...
+
+
+class CudaDevice:
+    """A CUDA or ROCm device, through torch. See ``Device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self._device
+
+    def pin(self, address: int, size: int) -> None:
+        with torch.cuda.device(self._device):
+            code = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
+            if code:
+                with contextlib.suppress(RuntimeError):  # the next kernel reports the error again
+                    torch.zeros(1, device=self._device)
+                raise OSError(errno.ENOMEM, f"cudaHostRegister of {size} bytes: error {code}")
+
+    def unpin(self, address: int) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+
+    def copy(self, pairs: Pairs) -> CudaEvent:
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+                source.record_stream(self._side)
+            event = torch.cuda.Event()
+            event.record(self._side)
+        return CudaEvent(self._device, event)
+
+
+class CudaEvent:
+    """See ``Event``."""
+
+    def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
+        self._device = device
+        self._event = event
+
+    def done(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def hold_updates(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+def cuda_of(tensor: torch.Tensor) -> Device | None:
+    """The CUDA device that holds a tensor, or None."""
+    return CudaDevice(tensor.device) if tensor.is_cuda else None
+
+
+class Arena:
+    """Pinned host memory, as torch's storage. Raises ``OSError`` if there is none."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        self._device = device
+        self._pages = take_pages(-(-size // _GRAIN) * _GRAIN)
+        device.pin(self._address, self.size)
+        self._storage = torch.frombuffer(self._pages, dtype=torch.uint8).untyped_storage()
+
+    @property
+    def size(self) -> int:
+        return len(self._pages)
+
+    @property
+    def _address(self) -> int:
+        return ctypes.addressof(self._pages)
+
+    def view(self, start: int, like: torch.Tensor) -> torch.Tensor:
+        """A tensor at ``start``, in the form of ``like``."""
+        piece = self._storage[start : start + like.numel() * like.itemsize]
+        return torch.empty(0, dtype=like.dtype, device="cpu").set_(
+            piece, 0, like.shape, like.stride()
+        )
+
+    def let_go(self) -> None:
+        """Unpin the memory, after all copies into it. The pages go with the last reference to them."""
+        try:
+            self._device.unpin(self._address)
+        except (
+            RuntimeError
+        ) as error:  # of an accelerator that failed before: nothing is pinned then
+            said = f"pinned memory cannot be given back: {describe(error)}"
+            say(log.warning, "not_unpinned", said, error=describe(error))
+
+    def give_to_children(self) -> None:
+        give_to_children(self._pages)
+
+
+class DeviceCopies:
+    """The arena of one rank, and the saves that use it.
+
+    ``find`` returns the device of a tensor, or None for one in host memory. All later calls are
+    for the first device that is found; tensors of other devices are copied by the host.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[torch.Tensor], Device | None] = cuda_of,
+        free_bytes: Callable[[], int] = available_bytes,
+    ) -> None:
+        self._find = find
+        self._free_bytes = free_bytes
+        self._device: Device | None = None
+        self._arena: Arena | None = None
+        self._last: weakref.ref[StateCopy] | None = None
+        self._event: Event | None = None  # of the last copies
+        self._off = False
+
+    def begin(self, values: Iterable[Any]) -> StateCopy | None:
+        """The copy of a save with these values; None if the host is to copy, or nothing is to be."""
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        device = self._device = self._device or self._device_of(tensors)
+        if self._off or device is None:
+            return None
+        needed = sum(_room(each) for each in tensors if device.holds(each))
+        if not needed:
+            return None
+        if self._is_read() or not self._is_filled():
+            said = "the state is copied while the trainer waits: the last copy is still in use"
+            say(log.info, "pinned_memory_in_use", said)
+            return None
+        arena = self._arena_of(device, needed)
+        if arena is None:
+            return None
+        copy = StateCopy(self, device, arena)
+        self._last = weakref.ref(copy)
+        return copy
+
+    def begun(self, event: Event) -> None:
+        """Note the end of the last copies into the arena."""
+        self._event = event
+
+    def _is_read(self) -> bool:
+        """True while a writer may read the arena."""
+        return self._last is not None and self._last() is not None
+
+    def _is_filled(self) -> bool:
+        """True if no copy into the arena is under way."""
+        try:
+            if self._event is not None and not self._event.done():
+                return False
+        except RuntimeError as error:
+            said = f"the last copies of the state failed: {describe(error)}"
+            say(log.warning, "device_failed", said, error=describe(error))
+        self._event = None
+        return True
+
+    def _device_of(self, tensors: Sequence[torch.Tensor]) -> Device | None:
+        found = map(self._find, tensors)
+        return next((device for device in found if device is not None), None)
+
+    def _arena_of(self, device: Device, needed: int) -> Arena | None:
+        """An arena with room for ``needed`` bytes; None, and never one again, if there is no memory."""
+        if self._arena is not None and self._arena.size >= needed:
+            return self._arena
+        self.close()  # first: else both are there for a moment
+        try:
+            limit = int(self._free_bytes() * _FREE_SHARE / ranks_of_this_host())
+            if needed > limit:
+                raise OSError(
+                    errno.ENOMEM, f"{needed} bytes, and at most {limit} may be taken for long"
+                )
+            self._arena = Arena(device, needed)
+        except OSError as error:
+            self._off = True
+            why = describe(error)
+            said = f"the trainer waits for copies of its state: no pinned memory: {why}"
+            say(log.warning, "no_pinned_memory", said, error=why)
+        return self._arena
+
+    def give_to_children(self) -> None:
+        """Give the arena to a child that is about to be forked, and use none from now on."""
+        arena, self._off = self._arena, True
+        self.close()
+        if arena is not None:
+            arena.give_to_children()
+
+    def close(self) -> None:
+        """Give the arena back; never waits. Under copies, it stays until the process ends."""
+        arena, self._arena = self._arena, None
+        if arena is None:
+            return
+        if self._is_filled():
+            arena.let_go()
+        else:
+            _LEFT.append(arena)
+
+
+def _room(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor in an arena."""
+    return -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+class StateCopy:
+    """The copies of one save, see ``writers.image.Copying``. The arena is taken while this lives."""
+
+    def __init__(self, owner: DeviceCopies, device: Device, arena: Arena) -> None:
+        self._owner, self._device, self._arena = owner, device, arena
+        self._used = 0
+        self._small: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._large: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._watched: list[tuple[str, torch.Tensor, int]] = []
+        self._problem = ""
+        self._event: Event | None = None
+
+    def room_for(self, value: Any) -> torch.Tensor | None:
+        """Host memory in the form of a tensor; None if the host is to copy it."""
+        if (
+            type(value) is not torch.Tensor
+            or value.layout is not torch.strided
+            or not self._device.holds(value)
+            or value.is_conj()
+            or value.is_neg()
+            or not value.numel()
+            or torch.empty_like(value, device="meta").stride() != value.stride()  # it has gaps
+        ):
+            return None
+        start = self._used
+        self._used += _room(value)
+        return self._arena.view(start, value)
+
+    def add(self, name: str, value: torch.Tensor, room: torch.Tensor, *, small: bool) -> None:
+        """Copy a tensor into its room. A small one may be changed as soon as ``start`` returns."""
+        (self._small if small else self._large).append((value, room))
+        if not small:
+            self._watched.append((name, value, version_of(value)))
+
+    def start(self) -> None:
+        """Begin the copies. Raises the accelerator's error."""
+        if self._small:
+            self._copy(self._small).hold_updates()
+        if self._large:
+            self._copy(self._large)
+        self._small, self._large = [], []
+
+    def _copy(self, pairs: Pairs) -> Event:
+        self._event = event = self._device.copy(pairs)
+        self._owner.begun(event)
+        return event
+
+    def done(self) -> bool:
+        """True once the arena has the state. Raises ``SaveFailed`` with the accelerator's error."""
+        if self._event is not None:
+            try:
+                if not self._event.done():
+                    return False
+            except RuntimeError as error:
+                raise SaveFailed(f"the state cannot be copied to the host: {error}") from error
+            self._event = None
+        return True
+
+    def order_updates(self) -> None:
+        """Let all later work of the current stream run behind the copies; does not wait."""
+        self._problem = self.changed()
+        self._watched = []
+        if self._event is not None:
+            self._event.hold_updates()
+
+    def changed(self) -> str:
+        """The first tensor that was changed before ``order_updates``, in words; "" if none was."""
+        for name, tensor, version in self._watched:
+            if not self._problem and version_of(tensor) != version:
+                self._problem = f"{name} was changed before it was copied to the host"
+        return self._problem
+
+    def let_go(self) -> None:
+        """Drop the trainer's tensors."""
+        self._watched = []
+
+    def give_to_child(self) -> None:
+        """Wait for the copies, and give their memory to a child that is about to be forked."""
+        if self._event is not None:
+            self._event.wait()
+        self._owner.give_to_children()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The number of changes in place that torch has counted; it counts none in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
