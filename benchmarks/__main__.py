@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.measure import Figure, Options, as_json, as_table, environment
 
 _DEFAULTS = Options(Path())
-PEERS = "peers"  # not by default: they take long
+OTHERS = ("peers", "device")  # not by default: they take long, or need a GPU
 GROUPS = (
     "saving",
     "engines",
@@ -63,7 +63,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="seconds that ranks compute after a save",
     )
     parser.add_argument(
-        "--only", choices=(*GROUPS, PEERS), action="append", help="run this group only"
+        "--only", choices=(*GROUPS, *OTHERS), action="append", help="run this group only"
     )
     parser.add_argument(
         "--dir", type=Path, help="where to write (default: the temporary directory)"

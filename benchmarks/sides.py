@@ -37,9 +37,9 @@ _HOW: dict[str, Any] = {"async_strategy": "mcore"} if _ASKED else {}
 class TrainingState:
     """``state_bytes`` of float32 tensors that a training step updates in place."""
 
-    def __init__(self, state_bytes: int) -> None:
+    def __init__(self, state_bytes: int, device: str = "cpu") -> None:
         length = max(1, state_bytes // _TENSORS // _FLOAT_BYTES)
-        self.tensors = [torch.rand(length) for _ in range(_TENSORS)]
+        self.tensors = [torch.rand(length, device=device) for _ in range(_TENSORS)]
 
     def sharded(self, step: int) -> dict[str, Any]:
         """The sharded state dict of ``step``, with a little common state."""

@@ -103,6 +103,14 @@ def test_the_table_of_one_group(tmp_path: Path) -> None:
     assert "JournalWriter.append" in table
 
 
+@pytest.mark.megatron
+def test_a_machine_without_a_device_has_no_figures_of_it(tmp_path: Path) -> None:
+    """Catches: a run that fails for want of a GPU, or shows figures of another device."""
+    report = json.loads(run_benchmarks(tmp_path, "--json", "--only", "device"))
+    skipped = "no CUDA device" in (tmp_path / "stderr").read_text()
+    assert len(report["figures"]) == (0 if skipped else 9)
+
+
 TRAINER = """
 import os, signal, sys
 signal.alarm(60)  # children end with it: they wait for the pipe to be closed

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from ckptfsm.ranks.group_worker import GroupShare
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.tickets import GroupPart
 from ckptfsm.testing.fakes import Gate, fake_ports
+from ckptfsm.writers.image import ImagePart
 from ckptfsm.writers.plain_files import FileTree
 from ckptfsm.writers.rank_writer import RankWriter
 
@@ -387,6 +389,23 @@ def test_I5_a_receipt_of_another_attempt_does_not_complete_a_group(tmp_path):
         share._of_others(storage, published)
     storage.close_root()
     job.controller.abandon()
+
+
+def test_a_groups_share_waits_for_the_copies_of_its_jobs(tmp_path):
+    """Catches: a worker's writer that reads memory which an accelerator has not filled."""
+    job = GroupJob(tmp_path, SIZES)
+    ticket = job.begin(10).tickets["actor"]
+    plain, copies = ImagePart("a", "", ()), Copies()
+    copied = replace(plain, name="b", lent=False, copying=copies)
+    share = GroupShare(ticket, 1, (plain, copied), (), SystemClock())
+    assert share.copying is copies
+    assert GroupShare(ticket, 1, (plain,), (), SystemClock()).copying is None
+    assert share.bound(None).copying is None, "the writer process gets none"
+    job.controller.abandon()
+
+
+class Copies:
+    """Copies of an accelerator."""
 
 
 # ------------------------------------------------------------------------ what a review has found
