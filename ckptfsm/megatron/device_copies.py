@@ -103,7 +103,7 @@ class CudaDevice:
             code = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
             if code:
                 with contextlib.suppress(RuntimeError):  # the next kernel reports the error again
-                    torch.zeros(1, device=self._device)
+                    torch.ones(1, device=self._device).add_(1)
                 raise OSError(errno.ENOMEM, f"cudaHostRegister of {size} bytes: error {code}")
 
     def unpin(self, address: int) -> None:
@@ -171,9 +171,7 @@ class Arena:
         """Unpin the memory, after all copies into it. The pages go with the last reference to them."""
         try:
             self._device.unpin(self._address)
-        except (
-            RuntimeError
-        ) as error:  # of an accelerator that failed before: nothing is pinned then
+        except RuntimeError as error:  # the accelerator failed before
             said = f"pinned memory cannot be given back: {describe(error)}"
             say(log.warning, "not_unpinned", said, error=describe(error))
 
@@ -207,7 +205,7 @@ class DeviceCopies:
         device = self._device = self._device or self._device_of(tensors)
         if self._off or device is None:
             return None
-        needed = sum(_room(each) for each in tensors if device.holds(each))
+        needed = sum(_room(each) for each in tensors if _is_copied_by(device, each))
         if not needed:
             return None
         if self._is_read() or not self._is_filled():
@@ -281,6 +279,19 @@ class DeviceCopies:
             _LEFT.append(arena)
 
 
+def _is_copied_by(device: Device, tensor: torch.Tensor) -> bool:
+    """True if the device can copy a tensor by itself, as it lies in memory."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and device.holds(tensor)
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.numel() > 0
+        and torch.empty_like(tensor, device="meta").stride() == tensor.stride()  # without gaps
+    )
+
+
 def _room(tensor: torch.Tensor) -> int:
     """The bytes of a tensor in an arena."""
     return -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
@@ -300,15 +311,7 @@ class StateCopy:
 
     def room_for(self, value: Any) -> torch.Tensor | None:
         """Host memory in the form of a tensor; None if the host is to copy it."""
-        if (
-            type(value) is not torch.Tensor
-            or value.layout is not torch.strided
-            or not self._device.holds(value)
-            or value.is_conj()
-            or value.is_neg()
-            or not value.numel()
-            or torch.empty_like(value, device="meta").stride() != value.stride()  # it has gaps
-        ):
+        if not isinstance(value, torch.Tensor) or not _is_copied_by(self._device, value):
             return None
         start = self._used
         self._used += _room(value)
