@@ -1,0 +1,301 @@
+"""Saves of an accelerator's state: when the writer gets its order, and when the state may change."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from devices import DEVICES, LARGE, FakeDevice, RealDevice, device_called
+from megatron.core.dist_checkpointing import ShardedTensor
+
+from ckptfsm import CheckpointManager, SaveFailed
+from ckptfsm.adapters.fork import Child
+from ckptfsm.megatron import checkpoint_manager
+from ckptfsm.megatron.device_copies import DeviceCopies
+from ckptfsm.writers.write_engine import WriteEngine, WriteJob
+
+pytestmark = pytest.mark.megatron
+
+WAIT_S = 60.0
+SMALL = 10
+GROWN = LARGE + (1 << 20)
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@pytest.fixture(params=DEVICES)
+def device(request) -> FakeDevice | RealDevice:
+    return device_called(request.param)
+
+
+@pytest.fixture
+def fake() -> FakeDevice:
+    return FakeDevice()
+
+
+class Trainer:
+    """A job of one rank with a large and a small tensor on an accelerator."""
+
+    def __init__(self, device, manager: CheckpointManager) -> None:
+        self.device, self.manager = device, manager
+        self.large, self.small = device.tensor(LARGE), device.tensor(SMALL)
+
+    def state(self, **more: torch.Tensor) -> dict:
+        tensors = {"large": self.large, "small": self.small, **more}
+        return {k: ShardedTensor.from_rank_offsets(k, v) for k, v in tensors.items()}
+
+    def save(self, step: int, **more: torch.Tensor):
+        self.manager.save(step, self.state(**more))
+        return self.job
+
+    @property
+    def copies(self) -> DeviceCopies:
+        return self.manager._ports.driver._copies
+
+    @property
+    def job(self):
+        return self.manager._participant.reports.writer.process
+
+    def update(self) -> None:
+        """The kernels of an optimizer's step."""
+        self.device.launch(lambda: self.large.add_(1))
+        self.device.launch(lambda: self.small.add_(1))
+
+    def saved(self, step: int) -> dict[str, torch.Tensor]:
+        wanted = {"large": torch.zeros(LARGE), "small": torch.zeros(SMALL)}
+        state = {k: ShardedTensor.from_rank_offsets(k, v) for k, v in wanted.items()}
+        return self.manager.restore(state, step=step).state
+
+    def assert_saved(self, step: int, more: float = 0.0) -> None:
+        found = self.saved(step)
+        for name, size in (("large", LARGE), ("small", SMALL)):
+            assert torch.equal(found[name], torch.arange(size, dtype=torch.float32) + more), name
+
+
+@pytest.fixture
+def trainers(monkeypatch, tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+    """Makes a trainer; without an agent, so that a test says when anything looks."""
+    made: list[Trainer] = []
+
+    def make(device, free_bytes: int = 1 << 40, **settings) -> Trainer:
+        copies = DeviceCopies(device.find, lambda: free_bytes)
+        monkeypatch.setattr(checkpoint_manager, "DeviceCopies", lambda: copies)
+        monkeypatch.setattr(checkpoint_manager, "mailbox_of", lambda transport: None)
+        manager = CheckpointManager(tmp_path / f"root{len(made)}", **settings)
+        made.append(Trainer(device, manager))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        trainer.device.run()
+        trainer.manager.abandon()
+
+
+@pytest.mark.parametrize("engine", ["auto", "eager", "gated"])
+def test_an_update_behind_the_copy_is_not_in_the_checkpoint(trainers, device, engine):
+    """Catches: a torn checkpoint, of a trainer that did all that it has to."""
+    trainer = trainers(device, engine=engine)
+    trainer.save(1)
+    device.run(batches=1)  # the small tensors
+    if engine == "gated":
+        trainer.manager.before_update()
+    trainer.update()
+    device.run()
+    trainer.manager.wait_until_finished()
+    trainer.assert_saved(1)
+    assert torch.equal(trainer.large.cpu(), torch.arange(LARGE) + 1.0), "the update is not lost"
+
+
+def test_the_writer_has_no_order_before_the_copy(trainers, fake):
+    """Catches: a writer that reads memory which the accelerator has not filled."""
+    trainer = trainers(fake)
+    job = trainer.save(1)
+    assert isinstance(job, WriteJob)
+    assert [job.holds_copy, job.poll(), job._ordered] == [False, None, False]
+    assert job.whereabouts() == "the copy of the accelerator's state"
+    fake.run()
+    assert job.holds_copy
+    trainer.manager.wait_until_finished()
+    trainer.assert_saved(1)
+
+
+def test_a_save_waits_for_nothing(trainers, fake):
+    """Catches: a trainer that waits for the accelerator in ``save``, or at the gate."""
+    trainer = trainers(fake, engine="gated")
+    job = trainer.save(1)
+    fake.run(batches=1)  # the small tensors
+    trainer.manager.before_update()
+    trainer.update()
+    assert len(fake._kernels) == 2, "the accelerator waits, and the host does not"
+    assert not job.holds_copy
+    fake.run()
+    trainer.manager.wait_until_finished()
+    trainer.assert_saved(1)
+
+
+def test_a_poll_of_the_trainer_is_not_needed(monkeypatch, tmp_path, device):
+    """Catches: an order that waits for the trainer's next call."""
+    monkeypatch.setattr(checkpoint_manager, "DeviceCopies", partial(DeviceCopies, device.find))
+    with CheckpointManager(tmp_path / "root") as manager:
+        trainer = Trainer(device, manager)
+        trainer.save(1)
+        device.run()
+        deadline = time.monotonic() + WAIT_S
+        while not (tmp_path / "root" / TRACKER).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (tmp_path / "root" / TRACKER).read_text().strip() == "1"
+        manager.wait_until_finished()
+        trainer.assert_saved(1)
+
+
+def test_a_small_tensor_may_change_in_the_forward_pass(trainers, fake):
+    """Catches: a buffer of a BatchNorm that tears each gated save."""
+    trainer = trainers(fake, engine="gated")
+    trainer.save(1)
+    fake.launch(lambda: trainer.small.add_(1))
+    fake.run()
+    trainer.manager.wait_until_finished()
+    trainer.assert_saved(1)
+
+
+def test_a_change_before_the_gate_fails_the_save(trainers, fake):
+    """Catches: a torn checkpoint that counts, of a trainer without ``before_update``."""
+    trainer = trainers(fake, engine="gated", on_failure="raise")
+    trainer.save(1)
+    fake.run(batches=1)  # the small tensors
+    fake.launch(lambda: trainer.large.add_(1))
+    trainer.manager.before_update()
+    fake.run()
+    with pytest.raises(SaveFailed, match="large was changed before it was copied to the host"):
+        trainer.manager.wait_until_finished()
+
+
+def test_state_on_host_and_accelerator_is_saved_together(trainers, device):
+    """Catches: host memory that is read without a gate, beside that of an accelerator."""
+    trainer = trainers(device, engine="gated")
+    on_host = torch.ones(LARGE)
+    trainer.save(1, host=on_host)
+    device.run()
+    trainer.manager.before_update()
+    assert trainer.manager._participant.reports.writer.has_copy
+    on_host.zero_()
+    trainer.update()
+    device.run()
+    trainer.manager.wait_until_finished()
+    state = {"host": ShardedTensor.from_rank_offsets("host", torch.zeros(LARGE))}
+    assert torch.equal(trainer.manager.restore(state).state["host"], torch.ones(LARGE))
+    trainer.assert_saved(1)
+
+
+def test_the_arena_is_pinned_once(trainers, fake):
+    """Catches: memory that is pinned for each save, or is still pinned when the manager is closed."""
+    trainer = trainers(fake)
+    for step in (1, 2, 3):
+        trainer.save(step)
+        trainer.update()
+        fake.run()
+        trainer.manager.wait_until_finished()
+        trainer.assert_saved(step, step - 1.0)
+    assert (fake.pins, len(fake.pinned)) == (1, 1)
+    trainer.manager.close()
+    assert fake.pinned == {}
+
+
+def test_a_state_that_grew_gets_another_arena(trainers, fake):
+    """Catches: tensors behind the end of the arena."""
+    trainer = trainers(fake)
+    for step in (1, 2):
+        trainer.save(step)
+        fake.run()
+        trainer.manager.wait_until_finished()
+        trainer.large = fake.tensor(GROWN)
+    assert (fake.pins, len(fake.pinned)) == (2, 1)
+    state = {"large": ShardedTensor.from_rank_offsets("large", torch.zeros(GROWN))}
+    found = trainer.manager.restore(state, step=2).state["large"]
+    assert torch.equal(found, torch.arange(GROWN, dtype=torch.float32))
+
+
+def test_the_writer_keeps_the_arena_until_it_has_read_it(trainers, fake, caplog):
+    """Catches: an arena that is given to the next save while a killed writer may still read it."""
+    trainer = trainers(fake, on_failure="warn")
+    job = trainer.save(1)
+    os.kill(job._process.pid, signal.SIGSTOP)
+    fake.run()
+    assert job.holds_copy
+    values = [trainer.large, trainer.small]
+    with caplog.at_level("INFO", "ckptfsm"):
+        assert trainer.copies.begin(values) is None
+    assert "the last copy is still in use" in caplog.text
+    os.kill(job._process.pid, signal.SIGCONT)
+    trainer.manager.wait_until_finished()
+    assert trainer.copies.begin(values) is not None
+
+
+def test_without_pinned_memory_the_host_copies(trainers, fake, caplog):
+    """Catches: a job that cannot save because the host has no memory to pin; a line for each save."""
+    fake.refusal = "no memory to pin"
+    trainer = trainers(fake)
+    for step in (1, 2):
+        trainer.save(step)
+        trainer.manager.wait_until_finished()
+        trainer.assert_saved(step)
+    assert caplog.text.count("no memory to pin") == 1
+
+
+def test_an_arena_that_takes_most_of_the_memory_is_not_taken(trainers, fake, caplog):
+    """Catches: a host that ends a job, because memory which stays pinned is missing elsewhere."""
+    trainer = trainers(fake, free_bytes=LARGE, engine="eager")
+    trainer.save(1)
+    trainer.manager.wait_until_finished()
+    trainer.assert_saved(1)
+    assert fake.pins == 0
+    assert "may be taken for long" in caplog.text
+
+
+def test_an_error_of_the_accelerator_fails_the_save(trainers, fake):
+    """Catches: an error in the agent's thread, a save that hangs, or a checkpoint of rubbish."""
+    trainer = trainers(fake, on_failure="raise")
+    trainer.save(1)
+    fake.error = "an illegal memory access was encountered"
+    with pytest.raises(SaveFailed, match="cannot be copied to the host: an illegal memory access"):
+        trainer.manager.wait_until_finished()
+    assert trainer.manager.latest_step() is None
+
+
+def test_a_dead_writer_without_its_order_fails_the_save(trainers, fake):
+    """Catches: an order to a dead process that is taken for an error of the agent, or for a success."""
+    trainer = trainers(fake, on_failure="raise")
+    job = trainer.save(1)
+    job._process.kill(WAIT_S)
+    fake.run()
+    with pytest.raises(SaveFailed, match="killed by SIGKILL"):
+        trainer.manager.wait_until_finished()
+
+
+def test_a_forked_writer_keeps_its_arena(trainers, fake, monkeypatch):
+    """Catches: a child without the memory that it is to write, or with memory of the next save."""
+    trainer = trainers(fake)
+    monkeypatch.setattr(WriteEngine, "_ready", lambda engine: None)
+    for step in (1, 2):
+        job = trainer.save(step)
+        assert isinstance(job, Child)
+        fake.launch(lambda: trainer.large.add_(1))
+        trainer.manager.wait_until_finished()
+        assert fake.pinned == {}
+    trainer.large.zero_()
+    found = trainer.saved(1)["large"]
+    assert torch.equal(found, torch.arange(LARGE, dtype=torch.float32))
+
+
+def test_a_forking_engine_copies_before_the_fork(trainers, fake):
+    """Catches: an accelerator that writes into memory of a forked child."""
+    trainer = trainers(fake, engine="fork")
+    assert isinstance(trainer.save(1), Child)
+    assert fake.pins == 0
+    trainer.manager.wait_until_finished()
+    trainer.assert_saved(1)
