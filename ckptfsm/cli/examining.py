@@ -14,7 +14,7 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli.reading import HERE, Json, Root, opened
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
-from ckptfsm.core.errors import JournalCorrupt, NewerSchema, RootBusy, describe
+from ckptfsm.core.errors import ConfigError, JournalCorrupt, NewerSchema, RootBusy, describe
 from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.findings import Finding, Severity, examine
 from ckptfsm.core.ports import Storage
@@ -38,7 +38,7 @@ def doctor(
 ) -> None:
     """Find damage, and tell the way out. Exit status 1 if a start cannot repair something.
 
-    --fix opens the root as a start does, and closes it. A complete checkpoint is never deleted.
+    --fix opens the root as a start does, and closes it. No complete checkpoint is deleted.
     """
     with opened(root) as storage:
         found = findings_of(storage)
@@ -76,7 +76,9 @@ def _once(storage: Storage) -> list[Finding]:
     try:
         return examine(collect(storage, look(storage)))
     except JournalCorrupt as error:
-        remedy = "stop all writers, copy the root, then move the journal away and adopt the rest"
+        remedy = (
+            "stop all writers, copy the root, move .ckptfsm/journal out of it, then: ckptfsm doctor"
+        )
         return [Finding("journal-damaged", Severity.BROKEN, error.summary(), remedy)]
     except NewerSchema as error:
         remedy = "use the version of ckptfsm that wrote it, or a newer one"
@@ -100,17 +102,18 @@ def _fix(root: Root) -> list[str]:
     """Open a root as a start does, and close it: recovery repairs, and journals its moves."""
     storage = PosixStorage(root, create=False)
     try:
+        layout = look(storage).layout
         coordinator = Coordinator(
             storage,
             clock=SystemClock(),
             identity=this_process(),
-            options=CoordinatorOptions(),
+            options=CoordinatorOptions(layout=layout),
             finishers={},
             provenance={},
         )
         report = coordinator.open()
         coordinator.close()
-    except RootBusy as error:
+    except (RootBusy, ConfigError) as error:  # ConfigError: a save needs torch to be completed
         return [f"nothing was done: {describe(error)}"]
     finally:
         storage.close_root()

@@ -168,5 +168,5 @@ def _explain_resume(storage: Storage, overview: Overview) -> list[str]:
         lines = [f"A start would be refused: {overview.owner}.", "If that process ended now:"]
     decided = decide_start(overview, gather_evidence(storage, overview.layout, overview.ledger))
     if isinstance(decided, DamagedRoot):
-        return [*lines, f"A start would be refused: {decided}"]
+        return [*lines, f"A start would be refused: {decided.message}"]
     return lines + explain_plan(decided, overview.history.intent)

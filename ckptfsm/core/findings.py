@@ -61,13 +61,20 @@ class Situation:
 
 
 _START = "start the job, or: ckptfsm doctor --fix"
+_COMPLETE = "start the job: it completes the save, and doctor --fix cannot"
+_FALL_BACK = (
+    "ckptfsm show {step}; a start, or ckptfsm doctor --fix, goes on from the newest whole one"
+)
+_PUT_BACK = "put a good copy back, or a step from quarantine; begin again only if there is none"
+_BY_DAY = "look at .ckptfsm/quarantine when there is time: it may be the last copy"
+_MOVE_OUT = "look at it, then move it out of the root"
 _BROKEN, _REPAIRED, _NOTE = Severity.BROKEN, Severity.REPAIRED, Severity.NOTE
 
 # For each rule of recovery: the code, the severity, and the way out.
 BY_RULE: Mapping[str, tuple[str, Severity, str]] = MappingProxyType(
     {
         "journal_lags_behind_publishing": ("save-not-tracked", _REPAIRED, _START),
-        "roll_forward": ("save-not-tracked", _REPAIRED, _START),
+        "roll_forward": ("save-to-complete", _REPAIRED, _COMPLETE),
         "tracker_lags_behind_journal": ("save-not-tracked", _REPAIRED, _START),
         "staging_incomplete": ("save-interrupted", _REPAIRED, _START),
         "name_taken": ("save-interrupted", _REPAIRED, _START),
@@ -77,16 +84,20 @@ BY_RULE: Mapping[str, tuple[str, Severity, str]] = MappingProxyType(
         "whole": ("save-not-tracked", _NOTE, ""),
         "prune_was_cut_short": ("prune-interrupted", _REPAIRED, _START),
         "prune_had_not_begun": ("prune-interrupted", _REPAIRED, _START),
-        "damaged": ("checkpoint-damaged", _BROKEN, "ckptfsm show {step}; " + _START),
-        "missing": ("checkpoint-missing", _BROKEN, "ckptfsm show {step}; " + _START),
+        "damaged": ("checkpoint-damaged", _BROKEN, _FALL_BACK),
+        "missing": ("checkpoint-missing", _BROKEN, _FALL_BACK),
         "left_in_the_trash": ("withdrawal-interrupted", _REPAIRED, _START),
         "left_at_its_name": ("withdrawal-interrupted", _REPAIRED, _START),
         "put_back": ("withdrawal-interrupted", _REPAIRED, _START),
         "moved_aside": ("withdrawal-interrupted", _NOTE, ""),
-        "never_in_use": ("directory-newer-than-tracker", _BROKEN, "move it away, or adopt it"),
+        "never_in_use": (
+            "directory-newer-than-tracker",
+            _BROKEN,
+            "move it out of the root; to use it, see the page",
+        ),
         "unknown_and_complete": ("directory-to-adopt", _REPAIRED, _START),
-        "unknown": ("directory-unknown", _NOTE, "look at it, then move it away"),
-        "": ("name-unknown", _NOTE, "look at it, then move it away"),
+        "unknown": ("directory-unknown", _NOTE, _MOVE_OUT),
+        "": ("name-unknown", _NOTE, _MOVE_OUT),
     }
 )
 
@@ -94,7 +105,7 @@ BY_RULE: Mapping[str, tuple[str, Severity, str]] = MappingProxyType(
 def examine(facts: Situation) -> list[Finding]:
     """The findings about a root, the worst first. Nothing is wrong if there is none.
 
-    Saves in flight and prunes of a living owner are left out: they are under way.
+    While an owner lives, saves in flight and prunes are left out: they are under way.
     """
     found = [*_of_the_plan(facts), *_of_the_tracker(facts), *_of_names(facts), *_of_the_host(facts)]
     order = list(Severity)
@@ -103,15 +114,29 @@ def examine(facts: Situation) -> list[Finding]:
 
 def _of_the_plan(facts: Situation) -> Iterator[Finding]:
     if isinstance(facts.decided, DamagedRoot):
-        remedy = "restore files, or begin again with resume='fresh': nothing is deleted by that"
-        yield Finding("nothing-to-resume-from", _BROKEN, facts.decided.message, remedy)
+        yield _of_refusal(facts.decided, facts.intent)
         return
     if facts.intent.unfinished and facts.owner.ownership is not Ownership.LIVES:
         words = "a fresh start" if facts.intent.target is None else "a rollback"
         yield Finding("rollback-interrupted", _REPAIRED, f"{words} was interrupted", _START)
     for decision in facts.decided.decisions:
-        if not _is_under_way(facts, decision):
+        if not (_is_under_way(facts, decision) or _is_no_directory(facts, decision)):
             yield _of_decision(decision)
+
+
+def _is_no_directory(facts: Situation, decision: Decision) -> bool:
+    """True for a link or a file that no journal explains: its name is told of by itself."""
+    there = facts.evidence.published.get(decision.step) if decision.step is not None else None
+    unknown = decision.rule in ("never_in_use", "unknown")
+    return unknown and there is not None and there.found == "no_directory"
+
+
+def _of_refusal(refused: DamagedRoot, intent: Intent) -> Finding:
+    """A start would be refused. A rollback that cannot be completed must not end in a fresh start."""
+    if intent.unfinished:
+        remedy = "do as the message says: nothing is lost, and no step has to be given up"
+        return Finding("rollback-refused", _BROKEN, refused.message, remedy)
+    return Finding("nothing-to-resume-from", _BROKEN, refused.message, _PUT_BACK)
 
 
 def _is_under_way(facts: Situation, decision: Decision) -> bool:
@@ -128,26 +153,27 @@ def _of_decision(decision: Decision) -> Finding:
 
 
 def _of_the_tracker(facts: Situation) -> Iterator[Finding]:
-    """The tracker, compared with the journal; a start that finds nothing else repairs it."""
+    """The tracker, compared with the journal: a start repairs it, unless it is refused."""
+    if isinstance(facts.decided, DamagedRoot):
+        return
     tracker, latest = facts.evidence.tracker, facts.ledger.latest()
     if tracker.found == "torn":
         words = (
             "the tracker is empty, torn, or no number: trainers without the library cannot start"
         )
         yield Finding("tracker-unreadable", _REPAIRED, words, _START)
-    elif tracker.found == "missing" and latest is not None:
+    elif tracker.found == "missing" and latest is not None and not facts.intent.unfinished:
         words = f"the tracker is missing, and step {latest.step} is tracked by the journal"
         yield Finding("tracker-missing", _REPAIRED, words, _START, latest.step)
     elif tracker.found == "release" and latest is not None:
         words = f"the tracker says 'release', the journal's latest is step {latest.step}"
         yield Finding("tracker-disagrees", _REPAIRED, words, _START, latest.step)
     elif tracker.step is not None:
-        yield from _of_named_step(facts, tracker.step)
+        yield from _of_named_step(facts, tracker.step, facts.decided.survivors)
 
 
-def _of_named_step(facts: Situation, named: int) -> Iterator[Finding]:
-    latest, decided = facts.ledger.latest(), facts.decided
-    survivors = decided.survivors if isinstance(decided, Plan) else frozenset()
+def _of_named_step(facts: Situation, named: int, survivors: frozenset[int]) -> Iterator[Finding]:
+    latest = facts.ledger.latest()
     if named not in survivors:
         words = f"the tracker names step {named}, which is no complete checkpoint"
         yield Finding("tracker-names-no-checkpoint", _BROKEN, words, _START, named)
@@ -161,33 +187,42 @@ def _of_names(facts: Situation) -> Iterator[Finding]:
     for step, there in sorted(evidence.published.items()):
         if there.found == "no_directory":
             words = f"{there.detail}, where a checkpoint's directory should be"
-            yield Finding("name-not-a-directory", _BROKEN, words, "move it away", step)
+            yield Finding("name-not-a-directory", _BROKEN, words, _MOVE_OUT, step)
     for name in evidence.mounts:
         words = f"{name} is on another file system: nothing is moved or deleted there"
         yield Finding("directory-on-another-device", _NOTE, words, "unmount it, or leave it")
     if facts.quarantined:
-        count = len(facts.quarantined)
-        words = (
-            f"{count} director{'ies' if count > 1 else 'y'} in quarantine, never deleted by itself"
-        )
-        yield Finding("quarantine-in-use", _NOTE, words, "look at .ckptfsm/quarantine")
+        words = f"{_names(facts.quarantined)} in quarantine: the library deletes nothing there"
+        yield Finding("quarantine-in-use", _NOTE, words, _BY_DAY)
     if facts.trashed and facts.owner.ownership is not Ownership.LIVES:
-        words = f"{len(facts.trashed)} names in the trash; the next owner deletes what was given up"
+        words = f"{_names(facts.trashed)} in the trash; a start deletes those given up"
         yield Finding("trash-in-use", _NOTE, words, "")
+
+
+def _names(of: tuple[str, ...]) -> str:
+    return f"{len(of)} name{'s' if len(of) > 1 else ''}"
 
 
 def _of_the_host(facts: Situation) -> Iterator[Finding]:
     owner = facts.owner
     if owner.ownership is Ownership.ENDED:
         words = f"{owner}: it crashed or was killed"
-        yield Finding("owner-ended", _NOTE, words, _START)
+        yield Finding("owner-ended", _NOTE, words, "start the job")
     if owner.ownership is Ownership.ELSEWHERE:
         words = f"{owner}: this host cannot see whether it lives"
         yield Finding("owner-elsewhere", _NOTE, words, f"look for pid {owner.pid} on {owner.host}")
-    if facts.processes:
-        words = f"processes have files of the root open: {'; '.join(facts.processes)}"
-        yield Finding("processes-left", _BROKEN, words, "end them before the job starts again")
+    if facts.processes and owner.ownership is not Ownership.LIVES:
+        yield _of_processes(facts)
     yield from _of_the_disk(facts)
+
+
+def _of_processes(facts: Situation) -> Finding:
+    """Processes that write into the root. Those of a living job are its writers."""
+    words = f"processes have files of the root open for writing: {'; '.join(facts.processes)}"
+    if facts.owner.ownership is Ownership.ELSEWHERE:
+        remedy = "leave them alone if the owner lives, else end them before the job starts again"
+        return Finding("processes-left", _NOTE, words, remedy)
+    return Finding("processes-left", _BROKEN, words, "end them before the job starts again")
 
 
 def _of_the_disk(facts: Situation) -> Iterator[Finding]:

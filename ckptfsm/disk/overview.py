@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.core.documents import Holder, Pin, decode
-from ckptfsm.core.errors import DamagedRoot, JournalCorrupt, NewerSchema
+from ckptfsm.core.errors import ConfigError, DamagedRoot, JournalCorrupt, NewerSchema
 from ckptfsm.core.evidence import Owner, Ownership, TrackerEvidence
 from ckptfsm.core.layout import (
     LAYOUTS,
@@ -59,7 +59,7 @@ class Overview:
 def look(storage: Storage) -> Overview:
     """Read a root.
 
-    Raises ``JournalCorrupt``, ``NewerSchema`` or ``OSError``; ``DamagedRoot`` for a directory that is
+    Raises ``JournalCorrupt``, ``NewerSchema`` or ``OSError``; ``ConfigError`` for a directory that is
     no root.
     """
     try:
@@ -70,7 +70,11 @@ def look(storage: Storage) -> Overview:
     layout = _layout_of(history, names)
     published = {n: step for n in names if (step := layout.parse_published(n)) is not None}
     if not published and PRIVATE not in names and TRACKER not in names:
-        raise DamagedRoot("there is no checkpoint and no journal", file=storage.root)
+        raise ConfigError(
+            "there is no checkpoint and no journal: this is no root",
+            root=storage.root,
+            reason="no_root",
+        )
     pins, readers = _pins(storage), _readers(storage)
     known = {c.step for c in history.ledger.checkpoints.values() if _has_its_name(c)}
     return Overview(

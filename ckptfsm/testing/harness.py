@@ -21,7 +21,7 @@ from ckptfsm.adapters.memory import OwnMemory
 from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.core.documents import FileEntry, TransitionRecord
 from ckptfsm.core.events import Failed, ShardReported, WriterForked, WriterGone
-from ckptfsm.core.layout import MEGATRON, PLANNED, join, planned_name
+from ckptfsm.core.layout import MEGATRON, PLANNED, Layout, join, planned_name
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import Identity, PartFinisher, RankJob, Storage, Written
@@ -141,6 +141,7 @@ class FakeJob:
     identity: Identity = FIRST
     clock: SimClock = field(default_factory=SimClock)
     cannot: frozenset[str] = frozenset()
+    layout: Layout = MEGATRON
     acknowledged: list[int] = field(default_factory=list)
     records: list[TransitionRecord] = field(default_factory=list)
 
@@ -149,7 +150,9 @@ class FakeJob:
             self.storage,
             clock=self.clock,
             identity=self.identity,
-            options=CoordinatorOptions(self.retention, self.resume, self.takeover),
+            options=CoordinatorOptions(
+                self.retention, self.resume, self.takeover, layout=self.layout
+            ),
             finishers=FINISHERS,
             provenance={"ckptfsm": "test"},
         )
@@ -170,7 +173,7 @@ class FakeJob:
 
     def write(self, of: AttemptId, rank: int, parts: tuple[PartSpec, ...] = PARTS) -> None:
         """Write and report one rank's shards."""
-        location = MEGATRON.working_dir(of, False)
+        location = self.layout.working_dir(of, False)
         own = [p for p in parts if p.ranks is None or rank in p.ranks]
         fakes = tuple(self._part(p, rank, fake_content(of, rank)) for p in own)
         optional = frozenset(p.name for p in own if p.optional)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,12 +19,19 @@ from cli_runs import ran, said
 from house.source import ROOT
 from real_roots import crashed, real_job, real_root
 
+from ckptfsm.adapters.clock import SystemClock
+from ckptfsm.adapters.identity import this_process
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import examining
+from ckptfsm.core import findings
 from ckptfsm.core.findings import BY_RULE, Severity
-from ckptfsm.core.layout import TRACKER
+from ckptfsm.core.layout import LAYOUTS, TRACKER
 from ckptfsm.core.recovery_rules import RULES
 from ckptfsm.core.retention import LatestN
+from ckptfsm.disk import situation
+from ckptfsm.disk.publishing import Publisher
 from ckptfsm.disk.setting_aside import Mover
+from ckptfsm.testing.harness import FakeJob
 
 METADATA = "iter_0000020/.metadata"
 
@@ -106,6 +116,29 @@ def _nothing_left(root: Path) -> None:
     (root / METADATA).unlink()
 
 
+def _to_complete(root: Path) -> None:
+    """Every shard was durable when the process died, and the checkpoint had no name yet."""
+    job = real_job(root)
+    job.save(10)
+    died = patch.object(Publisher, "finalize", side_effect=KeyboardInterrupt)
+    with died, pytest.raises(KeyboardInterrupt):
+        job.save(20)
+    crashed(job)
+
+
+def _refused_rollback(root: Path) -> None:
+    """A rollback died, and the tracker was put to another step since."""
+    job = real_job(root)
+    for step in (10, 20, 30):
+        job.save(step)
+    died = patch.object(Mover, "quarantine", side_effect=KeyboardInterrupt)
+    with died, pytest.raises(KeyboardInterrupt):
+        job.coordinator.rollback(10)
+    crashed(job)
+    shutil.copytree(root / "iter_0000010", root / "iter_0000040")
+    (root / TRACKER).write_text("40")
+
+
 DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "F17": ("prune-interrupted", _prune_interrupted),
     "F18 torn": ("tracker-unreadable", _tracker("")),
@@ -124,6 +157,8 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "F16": ("name-not-a-directory", _link),
     "F30": ("directory-unknown", _unknown),
     "withdrawn": ("quarantine-in-use", _withdrawn),
+    "F1 written": ("save-to-complete", _to_complete),
+    "rollback": ("rollback-refused", _refused_rollback),
 }
 # Repaired, or only noted: the rest is for people.
 LEFT_TO_PEOPLE = {
@@ -133,6 +168,8 @@ LEFT_TO_PEOPLE = {
     "name-not-a-directory",
     "directory-unknown",
     "quarantine-in-use",
+    "save-to-complete",
+    "rollback-refused",
 }
 
 
@@ -167,6 +204,11 @@ def test_fix_repairs_it_and_a_second_fix_has_nothing_to_do(name, tmp_path, capsy
     assert whole - kept <= ({"iter_0000010"} if code == "prune-interrupted" else set())
     status, out, _ = ran(capsys, "doctor", "--fix", "--yes", "-r", root)
     assert (status, "repaired:" in out) == (0, False)
+
+
+def test_a_link_is_told_of_once(tmp_path, capsys):
+    _link(tmp_path)
+    assert codes(capsys, tmp_path) == {"name-not-a-directory"}
 
 
 def test_fix_asks_first(tmp_path, capsys, monkeypatch):
@@ -213,14 +255,77 @@ def test_F29_a_process_that_still_writes_into_a_dead_root_is_named(tmp_path, cap
     assert "processes-left" not in codes(capsys, tmp_path)
 
 
+def test_F29_the_writers_of_a_living_job_are_no_damage(tmp_path, capsys, monkeypatch):
+    """Catches: a doctor that tells a person at night to end the writers of a healthy job."""
+    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
+    monkeypatch.setattr(situation, "processes_in", lambda root, besides: ("4711 writer",))
+    job = real_job(tmp_path)
+    job.save(10)
+    assert said(capsys, "doctor", "-r", tmp_path) == "nothing is wrong\n"
+    job.close()
+    assert codes(capsys, tmp_path) == {"processes-left"}
+
+
+def test_processes_of_an_owner_on_another_host_may_be_its_ranks(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(situation, "processes_in", lambda root, besides: ("4711 rank",))
+    elsewhere = this_process()._replace(host="elsewhere")
+    job = FakeJob(PosixStorage(tmp_path), identity=elsewhere, clock=SystemClock())
+    job.open()
+    job.save(10)
+    crashed(job)
+    out = said(capsys, "doctor", "-r", tmp_path)
+    assert "note: processes have files" in out and "leave them alone if the owner lives" in out
+
+
+def test_a_refused_start_is_never_called_repairable(tmp_path, capsys):
+    """Catches: a remedy that sends a person into a start that is refused."""
+    for damage in (_nothing_left, _refused_rollback):
+        root = tmp_path / damage.__name__
+        damage(root)
+        assert not {c for c in codes(capsys, root) if c.startswith("tracker-")}
+        assert "doctor --fix" not in ran(capsys, "doctor", "-r", root)[1]
+
+
+def test_fix_does_not_fail_a_save_that_only_a_start_can_complete(tmp_path, capsys):
+    _to_complete(tmp_path)
+    status, out, err = ran(capsys, "doctor", "--fix", "--yes", "-r", tmp_path)
+    assert (status, err) == (0, "") and "nothing was done: ConfigError: step 20" in out
+    job = real_job(tmp_path)
+    latest = job.coordinator.ledger.latest()
+    assert latest is not None and latest.step == 20
+    job.close()
+
+
+def test_fix_keeps_to_the_layout_of_the_root(tmp_path, capsys):
+    storage = PosixStorage(tmp_path)
+    job = FakeJob(storage, identity=this_process(), clock=SystemClock(), layout=LAYOUTS["verl"])
+    job.open()
+    job.save(10)
+    job.close()
+    (tmp_path / TRACKER).write_text("")
+    out = ran(capsys, "doctor", "--fix", "--yes", "-r", tmp_path)[1]
+    assert out.endswith("latest: 10\nnothing is wrong\n")
+    assert (tmp_path / "global_step_10").is_dir()
+
+
 def test_every_rule_of_recovery_has_a_finding():
     assert {rule.name for rule in RULES} <= set(BY_RULE)
 
 
+def codes_in(path: Path) -> set[str]:
+    """The codes of the findings that a module makes, as its source has them."""
+    calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+    made = [c.args[0] for c in calls if isinstance(c.func, ast.Name) and c.func.id == "Finding"]
+    return {str(code.value) for code in made if isinstance(code, ast.Constant)}
+
+
 def test_each_finding_has_a_page_in_the_runbook_and_each_page_a_finding():
-    source = (ROOT / "ckptfsm/core/findings.py").read_text() + Path(examining.__file__).read_text()
-    pages = {path.stem for path in (ROOT / "docs/runbook").glob("*.md")} - {"README"}
-    named = {code for code in pages if f'"{code}"' in source}
-    assert named == pages
-    told = {code for code, _ in DAMAGE.values()} | {code for code, _, _ in BY_RULE.values()}
-    assert told - pages == set()
+    told = codes_in(Path(findings.__file__)) | codes_in(Path(examining.__file__))
+    told |= {code for code, _, _ in BY_RULE.values()}
+    assert told >= {"nothing-to-resume-from", "journal-damaged", "save-interrupted", "disk-full"}
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs/runbook").glob("*.md")}
+    index = pages.pop("README")
+    assert set(pages) == told
+    assert set(re.findall(r"^\| \[([\w-]+)\]\(\1\.md\)", index, re.M)) == told
+    # The page of a finding shows the finding, as the doctor prints it.
+    assert [code for code in told if f"see: docs/runbook/{code}.md" not in pages[code]] == []

@@ -198,6 +198,7 @@ def test_F32_reading_changes_nothing(command, tmp_path, capsys):
     ("arguments", "status", "words"),
     (
         (("ls", "-r", "{root}/none"), 2, "the root does not exist"),
+        (("doctor", "-r", "{root}/iter_0000010/.ckptfsm"), 2, "this is no root"),
         (("show", "99", "-r", "{root}"), 2, "no step 99"),
         (("explain", "-r", "{root}"), 2, "give a step, or --resume"),
         (("explain", "x", "-r", "{root}"), 2, "x"),
