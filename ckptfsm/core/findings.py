@@ -63,7 +63,7 @@ class Situation:
 _START = "start the job, or: ckptfsm doctor --fix"
 _COMPLETE = "start the job: it completes the save, and doctor --fix cannot"
 _FALL_BACK = (
-    "ckptfsm show {step}; a start, or ckptfsm doctor --fix, goes on from the newest whole one"
+    "ckptfsm verify {step}; a start, or ckptfsm doctor --fix, goes on from the newest whole one"
 )
 _PUT_BACK = "put a good copy back, or a step from quarantine; begin again only if there is none"
 _BY_DAY = "look at .ckptfsm/quarantine when there is time: it may be the last copy"
@@ -132,8 +132,12 @@ def _is_no_directory(facts: Situation, decision: Decision) -> bool:
 
 
 def _of_refusal(refused: DamagedRoot, intent: Intent) -> Finding:
-    """A start would be refused. A rollback that cannot be completed must not end in a fresh start."""
-    if intent.unfinished:
+    """A start would be refused. A rollback that cannot be completed must not end in a fresh start.
+
+    Facts with evidence of checkpoints tell of a root where none of them can be used.
+    """
+    hopeless = intent.unfinished != "fresh" and "evidence" in refused.facts
+    if intent.unfinished and not hopeless:
         remedy = "do as the message says: nothing is lost, and no step has to be given up"
         return Finding("rollback-refused", _BROKEN, refused.message, remedy)
     return Finding("nothing-to-resume-from", _BROKEN, refused.message, _PUT_BACK)

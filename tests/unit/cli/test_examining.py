@@ -286,6 +286,21 @@ def test_a_refused_start_is_never_called_repairable(tmp_path, capsys):
         assert "doctor --fix" not in ran(capsys, "doctor", "-r", root)[1]
 
 
+def test_an_interrupted_rollback_without_a_whole_step_has_nothing_to_resume_from(tmp_path, capsys):
+    """Catches: advice to follow a message that offers a fresh start, and words that nothing is lost."""
+    _refused_rollback(tmp_path)
+    shutil.rmtree(tmp_path / "iter_0000040")
+    (tmp_path / TRACKER).write_text("10")
+    target = tmp_path / "iter_0000010/.metadata"
+    good = target.read_bytes()
+    for step in (10, 20, 30):
+        (tmp_path / f"iter_00000{step}/.metadata").unlink()
+    found = codes(capsys, tmp_path)
+    assert "nothing-to-resume-from" in found and "rollback-refused" not in found
+    target.write_bytes(good)  # the way out, as the page has it
+    assert "latest: 10" in ran(capsys, "doctor", "--fix", "--yes", "-r", tmp_path)[1]
+
+
 def test_fix_does_not_fail_a_save_that_only_a_start_can_complete(tmp_path, capsys):
     _to_complete(tmp_path)
     status, out, err = ran(capsys, "doctor", "--fix", "--yes", "-r", tmp_path)
