@@ -141,6 +141,7 @@ def test_the_sampler_sees_memory_that_only_the_writer_holds() -> None:
     with subprocess.Popen([sys.executable, "-c", TRAINER], **pipes) as trainer:
         assert ask(trainer, "") == "up"
         with subprocess.Popen([sys.executable, "-I", sampler, str(trainer.pid)], **pipes) as watch:
+            assert ask(watch, "know") == "noted"
             assert ask(watch, "begin") == "ready"
             assert ask(trainer, "fork") == "changed"
             peaks = json.loads(ask(watch, "end"))
