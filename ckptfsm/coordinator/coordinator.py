@@ -494,16 +494,19 @@ class Coordinator:
             self.fatal = self.fatal or error
             raise
 
-    def leave(self, wait_s: float) -> State | None:
+    def leave(self, of: AttemptId, wait_s: float) -> State | None:
         """Complete the save in flight from its receipts on disk, before ``abandon``.
 
         The receipts are awaited for at most ``wait_s``, without asking the ranks. With all of them,
-        the save goes on as if they had been reported. Returns the state of the save then; None if
-        none was in flight.
+        the save goes on as if they had been reported. Returns the state of ``of`` then, which may
+        have been completed before; None if it is gone, or not known.
         """
-        busy = self.ledger.in_flight() if self.fatal is None else None
-        if busy is None:
+        if self.fatal is not None:
             return None
+        busy = self.ledger.in_flight()
+        if busy is None:
+            ended = self.ledger.checkpoints.get(of)
+            return ended.state if ended is not None else None
         foreign = has_finalizers(busy)
         if busy.state in (State.REQUESTED, State.FORKED) and not foreign:
             deadline = self._clock.monotonic() + wait_s

@@ -26,6 +26,7 @@ from ckptfsm.coordinator.coordinator import Coordinator
 from ckptfsm.core.errors import CkptFsmError, DeadlineExceeded, RankInterrupted, describe
 from ckptfsm.core.events import Event
 from ckptfsm.core.lifecycle import State
+from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Executor, Pending, Transport
 from ckptfsm.core.requests import Located, NumberedNews
 from ckptfsm.disk.durable import storage_error
@@ -94,14 +95,14 @@ class CoordinatorClient:
             self._executor.shutdown()
         self._coordinator = self._executor = None
 
-    def leave(self, timeout_s: float) -> tuple[bool, State | None]:
+    def leave(self, of: AttemptId, timeout_s: float) -> tuple[bool, State | None]:
         """At rank 0: finish the save in flight from its receipts on disk, if all are there.
 
-        Returns whether its state is known after ``timeout_s``, and that state.
+        Returns whether the state of ``of`` is known after ``timeout_s``, and that state.
         """
         if self._coordinator is None or self._executor is None:
             return False, None
-        call = partial(self._coordinator.leave, timeout_s)
+        call = partial(self._coordinator.leave, of, timeout_s)
         try:
             state: State | None = self._executor.submit(call).result(timeout_s)
         except FutureTimeout:

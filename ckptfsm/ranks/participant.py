@@ -137,18 +137,18 @@ class Participant:
         problem = self.reports.await_writer(timeout_s)
         if busy is not None and self._rank == 0 and not problem:
             left_s = max(0.0, began + timeout_s - self._ports.clock.monotonic())
-            problem = self._finish_alone(max(left_s, _LEAVE_S))
+            problem = self._finish_alone(busy, max(left_s, _LEAVE_S))
         self.reports.forget()
         if busy is None or not problem:
             return ""
         return f"step {busy.step} was in flight when its manager was left, and {problem}"
 
-    def _finish_alone(self, timeout_s: float) -> str:
+    def _finish_alone(self, of: AttemptId, timeout_s: float) -> str:
         """At rank 0: finish the save in flight from its files on disk.
 
         Returns the reason if that fails.
         """
-        known, state = self._client.leave(timeout_s)
+        known, state = self._client.leave(of, timeout_s)
         if not known:
             return "whether it was finished is not known: the next start decides"
         return "" if state in _KEPT else "is lost: not all of its shards were durable"

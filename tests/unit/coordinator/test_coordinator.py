@@ -103,10 +103,22 @@ def test_I3_receipts_counted_when_leaving_are_durable():
     assert None in disk.possible(receipt), "the writer died too late for this test"
     job.storage.after = journaled
     with pytest.raises(ProcessDead):
-        job.coordinator.leave(1.0)
+        job.coordinator.leave(of, 1.0)
     journal = b"".join(data for path, data in below(disk, JOURNAL).items() if data)
     assert b'"shards_written"' in journal
     assert None not in disk.possible(receipt)
+
+
+def test_a_save_that_was_tracked_before_the_manager_was_left_is_not_lost():
+    """Catches: a warning of a lost step, though it was tracked while the trainer computed."""
+    disk = SimDisk()
+    job = start(disk)
+    of = job.save(10)
+    assert job.coordinator.leave(of, 1.0) is State.TRACKED
+    late = job.request(20)
+    job.fork(late)
+    job.fail(late)
+    assert job.coordinator.leave(late, 1.0) is None
 
 
 # --------------------------------------------------------------------------- F10, F11: who reports
