@@ -13,6 +13,8 @@ Rules:
 - The process writes no receipt before ``confirm``: the trainer first looks whether its state changed
   while it was read. So a receipt on disk never vouches for a torn copy, also if a process dies.
 - Success is the message that all is durable, and a receipt for each part; the caller looks for them.
+- Memory in a segment (``lend``) is read through its descriptor, which travels with each order. Other
+  memory is read with ``process_vm_readv``. No fork freezes a segment, so it is copied before one.
 - A process that failed, was killed or missed its deadline is never used again.
 - A job is forked if its parts need torch or a copy of the whole process (foreign requests), or if the
   storage is not the library's adapter. In the mode ``auto`` also if the host has no memory for an
@@ -34,12 +36,14 @@ from typing import Literal
 from ckptfsm.adapters.memory import available_bytes
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.segments import Segment, Span
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import describe
 from ckptfsm.core.ports import Outcome, RankJob, Storage, WriterProcess
 from ckptfsm.writers.image import CHUNK_BYTES, FromImages
 from ckptfsm.writers.plain_files import PLAIN_PARTS
 from ckptfsm.writers.rank_writer import launch_forked
+from ckptfsm.writers.trainers_memory import Range, frozen, ranges_of
 from ckptfsm.writers.write_process import Confirm, Done, Ended, Order, Probe, Taken
 
 log = logging.getLogger("ckptfsm")
@@ -84,6 +88,7 @@ class WriteEngine:
         self._refused = ""
         self._gate = settings.mode == "gated"
         self._held_bytes = 0  # the process's memory for copies
+        self._lent: list[Segment] = []
         self._probe = ctypes.create_string_buffer(os.urandom(_PROBE_BYTES), _PROBE_BYTES)
 
     def start(self) -> None:
@@ -108,19 +113,28 @@ class WriteEngine:
         """In the mode ``auto``: the trainer waits before it changes its state, so copy while writing."""
         self._gate = self._gate or self._settings.mode == "auto"
 
+    def lend(self, segment: Segment) -> None:
+        """Read the state that lies in this segment through its descriptor.
+
+        The segment belongs to the engine now, and is closed with it.
+        """
+        self._lent.append(segment)
+
     def __call__(self, storage: Storage, job: RankJob) -> WriterProcess:
         """Start a rank's writer. Waits until an eager writer holds a copy."""
         parts = [part for part in job.parts if isinstance(part, FromImages)]
         lent = any(part.lent for part in parts)
         eager = lent and not self._gate
         needed = sum(i.chunk_count for part in parts for i in part.images) * CHUNK_BYTES
+        ranges = ranges_of(parts)
         if not _is_portable(storage, job) or (eager and not self._affords(needed)):
-            return launch_forked(storage, job)
+            return self._forked(storage, job, ranges)
         buffers = needed if eager else min(needed, self._settings.buffer_bytes)
-        order = self._order(storage, job, buffers, eager)
-        process = self._ordered(order, storage)
+        segments = [segment for segment in self._lent if _some_in(segment, ranges)]
+        order = self._order(storage, job, buffers, eager, segments)
+        process = self._ordered(order, storage, segments)
         if process is None:
-            return launch_forked(storage, job)
+            return self._forked(storage, job, ranges)
         running = WriteJob(self, process, parts, lent=lent)
         try:
             if eager:
@@ -132,14 +146,22 @@ class WriteEngine:
             raise
         return running
 
-    def _ordered(self, order: Order, storage: Storage) -> Spawned | None:
+    def _forked(self, storage: Storage, job: RankJob, ranges: Sequence[Range]) -> WriterProcess:
+        """A forked writer, with copies of all memory that the fork would not freeze."""
+        return launch_forked(
+            storage, job, frozen([r for r in ranges if any(s.holds(*r) for s in self._lent)])
+        )
+
+    def _ordered(
+        self, order: Order, storage: Storage, segments: Sequence[Segment]
+    ) -> Spawned | None:
         """A process that has the order; another one if the first died while it waited for it."""
         for last in (False, True):
             process = self._ready()
             if process is None:
                 return None
             try:
-                process.send(order, storage.descriptors())
+                process.send(order, [*storage.descriptors(), *(s.fileno() for s in segments)])
             except BaseException as error:
                 process.kill()
                 if last or not isinstance(error, ConnectionError):
@@ -186,13 +208,28 @@ class WriteEngine:
         say(log.warning, "copy_not_affordable", said, needed=more, limit=limit)
         return False
 
-    def _order(self, storage: Storage, job: RankJob, buffer_bytes: int, eager: bool) -> Order:
+    def _order(
+        self,
+        storage: Storage,
+        job: RankJob,
+        buffer_bytes: int,
+        eager: bool,
+        segments: Sequence[Segment],
+    ) -> Order:
         parts = tuple(p.bound(None) if isinstance(p, FromImages) else p for p in job.parts)
         job, memory = replace(job, parts=parts), max(buffer_bytes, CHUNK_BYTES)
         settings = self._settings
         twice = settings.twice and not eager
         return Order(
-            storage.root, job, memory, settings.threads, settings.nice, awaited=eager, twice=twice
+            storage.root,
+            job,
+            memory,
+            settings.threads,
+            settings.nice,
+            awaited=eager,
+            twice=twice,
+            segments=len(segments),
+            spans=tuple(Span(s.address, s.size, n, 0) for n, s in enumerate(segments)),
         )
 
     def take_back(self, process: Spawned) -> None:
@@ -203,11 +240,18 @@ class WriteEngine:
             process.kill(0.0)
 
     def close(self, timeout_s: float = _KILL_WAIT_S) -> None:
-        """End the process."""
+        """End the process, and close the segments."""
+        for segment in self._lent:
+            segment.close()
+        self._lent = []
         process, self._process = self._process, None
         if process is not None:
             process.close()
             process.kill(timeout_s)
+
+
+def _some_in(segment: Segment, ranges: Sequence[Range]) -> bool:
+    return any(segment.holds(*each) for each in ranges)
 
 
 def _is_portable(storage: Storage, job: RankJob) -> bool:

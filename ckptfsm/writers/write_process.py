@@ -21,6 +21,7 @@ from importlib import import_module
 
 from ckptfsm.adapters.memory import MemoryOf
 from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.segments import Descriptors, Span, SpanReader
 from ckptfsm.adapters.spawn import TrainersEnd, be_considerate
 from ckptfsm.core.errors import describe, first_os_error
 from ckptfsm.core.ports import ChildError, RankJob
@@ -52,8 +53,9 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A job for the process, sent with the descriptor of ``root``.
+    """A job for the process, sent with the descriptor of ``root``, then those of ``segments``.
 
+    ``spans`` is the trainer's memory that is read through the segments, by the number of each.
     ``buffer_bytes`` is the memory to use for it, ``threads`` the number that read the trainer's. If the
     trainer waits for the copy (``awaited``), ``nice`` holds for writing only. ``twice``: read everything
     again before the trainer may change it.
@@ -66,6 +68,8 @@ class Order:
     nice: int
     awaited: bool
     twice: bool = False
+    segments: int = 0
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +130,12 @@ class Server:
         return "" if found == probe.content else "another process was read"
 
     def _begin(self, order: Order, fds: list[int]) -> None:
-        for fd in fds:
+        roots = len(fds) - order.segments
+        for fd in fds[:roots]:
             self._keep(order.root, fd)
+        segments = Descriptors(fds[roots:])
         self._confirmed = confirmed = threading.Event()  # here: the confirmation may be next
-        work = partial(self._run, order, confirmed)
+        work = partial(self._run, order, segments, confirmed)
         threading.Thread(target=work, daemon=True, name="ckptfsm-job").start()
 
     def _keep(self, root: str, fd: int) -> None:
@@ -138,9 +144,10 @@ class Server:
         else:
             self._storages[root] = PosixStorage.of_descriptor(root, fd)
 
-    def _run(self, order: Order, confirmed: threading.Event) -> None:
+    def _run(self, order: Order, segments: Descriptors, confirmed: threading.Event) -> None:
         try:
-            payload = self._write(order, confirmed)
+            payload = self._write(order, segments, confirmed)
+            segments.close()
         except BaseException as error:  # the trainer must hear of every error
             cause = first_os_error(error)
             words = describe(cause) if cause else ""
@@ -149,10 +156,12 @@ class Server:
             os._exit(1)
         self._trainer.channel.send(Done(payload))
 
-    def _write(self, order: Order, confirmed: threading.Event) -> list[tuple[str, int, object]]:
+    def _write(
+        self, order: Order, segments: Descriptors, confirmed: threading.Event
+    ) -> list[tuple[str, int, object]]:
         source = Prefetch(
             [part.images for part in order.job.parts if isinstance(part, FromImages)],
-            MemoryOf(self._trainer.pid),
+            SpanReader(order.spans, segments.take, MemoryOf(self._trainer.pid)),
             Buffers(self._memory(order.buffer_bytes)),
             partial(self._trainer.channel.send, Taken()),
             threads=order.threads,

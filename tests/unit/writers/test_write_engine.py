@@ -21,11 +21,13 @@ import pytest
 
 from ckptfsm.adapters.fork import Child
 from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.segments import Segment
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.events import Failed, ShardReported, WriterForked
 from ckptfsm.core.layout import receipt_name, staging_dir
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import RankJob
+from ckptfsm.writers import write_engine
 from ckptfsm.writers.image import ImagePart, Literal, Memory, image_of
 from ckptfsm.writers.rank_writer import FilePart, RankWriter
 from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings, WriteJob
@@ -451,6 +453,71 @@ def test_the_calls_of_another_storage_are_made(engine, root):
     assert isinstance(ends(run)[-1], ShardReported)
     assert (root / "synced").read_bytes()
     storage.close_root()
+
+
+class InSegment:
+    """State of the trainer in a segment of the engine."""
+
+    def __init__(self, engine: WriteEngine, size: int = 9 * MIB) -> None:
+        self.segment = Segment(size)
+        self.segment.view(0, size)[:] = bytes([66]) * size
+        engine.lend(self.segment)
+
+    def part(self) -> ImagePart:
+        memory = Memory(self.segment.address + 5, self.segment.size - 5)
+        return ImagePart("state", "", (image_of("__0_0.distcp", [memory]),))
+
+
+@pytest.mark.parametrize("mode", ["eager", "gated"])
+def test_a_segment_is_read_through_its_descriptor(engine, storage, root, mode):
+    """Catches: a segment that is read by its address; one that is not sent with each order; one whose
+    descriptor is taken for the root's."""
+    used = engine(mode=mode)
+    state = InSegment(used)
+    state.segment.address = 4096  # nothing is mapped there
+    for attempt in (1, 2):
+        of = AttemptId(attempt, 1, attempt)
+        (root / staging_dir(of)).mkdir(parents=True)
+        run = writer(used, storage, state.part(), State().part("more", "__1"), of=of)
+        assert isinstance(ends(run)[-1], ShardReported)
+        content = (root / staging_dir(of) / "__0_0.distcp").read_bytes()
+        assert content == b"B" * (9 * MIB - 5)
+    descriptors = f"/proc/{pid_of(run)}/fd"
+    links = [os.readlink(f"{descriptors}/{fd}") for fd in os.listdir(descriptors)]
+    assert not any("memfd" in link for link in links), "the process keeps no segment"
+
+
+def test_a_segment_that_was_closed_fails_the_save(engine, storage, root):
+    """Catches: other memory in a checkpoint, because a descriptor was used again."""
+    used = engine(mode="gated")
+    state = InSegment(used)
+    state.segment.close()
+    with pytest.raises(OSError, match="was closed"):
+        used(storage, job(state.part()))
+
+
+def test_a_fork_gets_copies_of_segments(engine, storage, root, monkeypatch):
+    """Catches: a later change in the files of a forked writer: no fork freezes shared memory."""
+    used = engine()
+    state, readers = InSegment(used), []
+    monkeypatch.setattr(
+        write_engine, "launch_forked", lambda storage, job, memory: readers.append(memory)
+    )
+    used(storage, job(_Foreign(), state.part()))
+    [reader], found = readers, bytearray(3)
+    address = state.segment.address
+    ctypes.memset(address, 0, 100)
+    reader.read(address + 5, memoryview(found))
+    assert found == b"BBB"
+
+
+def test_segments_go_with_their_engine(engine):
+    """Catches: memory of offloaded state that stays as long as the process."""
+    used = engine()
+    state = InSegment(used)
+    used.close()
+    with pytest.raises(OSError, match="was closed"):
+        state.segment.fileno()
 
 
 class _CountingDisk(PosixStorage):
