@@ -15,10 +15,12 @@ Rules:
 - Success is the message that all is durable, and a receipt for each part; the caller looks for them.
 - Memory in a segment (``lend``) is read through its descriptor, which travels with each order. Other
   memory is read with ``process_vm_readv``. No fork freezes a segment, so it is copied before one.
+- Where that is refused, the trainer copies the memory into an arena. So it may change its state when
+  the launch returns, also in the mode ``gated``.
 - A process that failed, was killed or missed its deadline is never used again.
 - A job is forked if its parts need torch or a copy of the whole process (foreign requests), or if the
-  storage is not the library's adapter. In the mode ``auto`` also if the host has no memory for an
-  eager copy.
+  storage is not the library's adapter. In the mode ``auto`` also if the host has no memory for a
+  copy.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -43,7 +45,7 @@ from ckptfsm.core.ports import Outcome, RankJob, Storage, WriterProcess
 from ckptfsm.writers.image import CHUNK_BYTES, FromImages
 from ckptfsm.writers.plain_files import PLAIN_PARTS
 from ckptfsm.writers.rank_writer import launch_forked
-from ckptfsm.writers.trainers_memory import Range, frozen, ranges_of
+from ckptfsm.writers.trainers_memory import Arena, Range, arena_bytes, frozen, ranges_of
 from ckptfsm.writers.write_process import Confirm, Done, Ended, Order, Probe, Taken
 
 log = logging.getLogger("ckptfsm")
@@ -75,10 +77,39 @@ class WriteEngineSettings:
     twice: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The way in which the process gets the memory of a job.
+
+    ``lent``: some of that memory can be changed by the trainer. ``awaited``: the trainer waits until
+    the process has it. ``copies`` tell the places of memory in the ``arena``.
+    """
+
+    buffer_bytes: int
+    lent: bool
+    awaited: bool = False
+    segments: tuple[Segment, ...] = ()
+    arena: Arena | None = None
+    copies: Sequence[Span] = ()
+
+    @property
+    def sources(self) -> tuple[Segment, ...]:
+        """The segments that the process needs."""
+        return self.segments if self.arena is None else (self.arena.segment, *self.segments)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The places of all memory that is read through ``sources``."""
+        first = len(self.sources) - len(self.segments)
+        lent = (Span(s.address, s.size, first + n, 0) for n, s in enumerate(self.segments))
+        return (*self.copies, *lent)
+
+
 class WriteEngine:
     """``ports.Launch`` with a persistent process. ``close`` it with its manager.
 
-    Where the kernel does not let the process read the trainer's memory, writers are forked.
+    Where the kernel does not let the process read the trainer's memory, the trainer copies it into an
+    arena, a segment that is kept for the next saves.
     """
 
     def __init__(self, settings: WriteEngineSettings) -> None:
@@ -89,6 +120,8 @@ class WriteEngine:
         self._gate = settings.mode == "gated"
         self._held_bytes = 0  # the process's memory for copies
         self._lent: list[Segment] = []
+        self._arena: Arena | None = None  # with no copy that is still read
+        self._told = False
         self._probe = ctypes.create_string_buffer(os.urandom(_PROBE_BYTES), _PROBE_BYTES)
 
     def start(self) -> None:
@@ -123,21 +156,18 @@ class WriteEngine:
     def __call__(self, storage: Storage, job: RankJob) -> WriterProcess:
         """Start a rank's writer. Waits until an eager writer holds a copy."""
         parts = [part for part in job.parts if isinstance(part, FromImages)]
-        lent = any(part.lent for part in parts)
-        eager = lent and not self._gate
-        needed = sum(i.chunk_count for part in parts for i in part.images) * CHUNK_BYTES
         ranges = ranges_of(parts)
-        if not _is_portable(storage, job) or (eager and not self._affords(needed)):
+        if not _is_portable(storage, job) or not self._greet():
             return self._forked(storage, job, ranges)
-        buffers = needed if eager else min(needed, self._settings.buffer_bytes)
-        segments = [segment for segment in self._lent if _some_in(segment, ranges)]
-        order = self._order(storage, job, buffers, eager, segments)
-        process = self._ordered(order, storage, segments)
+        reading = self._reading(parts, ranges)
+        if reading is None:
+            return self._forked(storage, job, ranges)
+        process = self._ordered(self._order(storage, job, reading), storage, reading)
         if process is None:
             return self._forked(storage, job, ranges)
-        running = WriteJob(self, process, parts, lent=lent)
+        running = WriteJob(self, process, parts, reading)
         try:
-            if eager:
+            if reading.awaited:
                 running.await_copy(self._settings.copy_timeout_s)
                 if not running.holds_copy and running.poll() is None:
                     raise TimeoutError(errno.ETIMEDOUT, "the writer did not read the state in time")
@@ -148,20 +178,65 @@ class WriteEngine:
 
     def _forked(self, storage: Storage, job: RankJob, ranges: Sequence[Range]) -> WriterProcess:
         """A forked writer, with copies of all memory that the fork would not freeze."""
-        return launch_forked(
-            storage, job, frozen([r for r in ranges if any(s.holds(*r) for s in self._lent)])
-        )
+        return launch_forked(storage, job, frozen([r for r in ranges if self._is_lent(r)]))
 
-    def _ordered(
-        self, order: Order, storage: Storage, segments: Sequence[Segment]
-    ) -> Spawned | None:
+    def _is_lent(self, memory: Range) -> bool:
+        return any(segment.holds(*memory) for segment in self._lent)
+
+    def _reading(self, parts: Sequence[FromImages], ranges: Sequence[Range]) -> Reading | None:
+        """The way to the memory of a job; None if only a fork is left."""
+        lent = any(part.lent for part in parts)
+        eager = lent and not self._gate
+        needed = sum(i.chunk_count for part in parts for i in part.images) * CHUNK_BYTES
+        buffers = max(CHUNK_BYTES, min(needed, self._settings.buffer_bytes))
+        if self._refused:
+            others = [each for each in ranges if not eager and self._is_lent(each)]
+            copied = [each for each in ranges if eager or not self._is_lent(each)]
+            if copied:
+                return self._from_arena(copied, others, buffers)
+        if eager:
+            if not self._affords(needed - self._held_bytes):
+                return None
+            buffers = max(CHUNK_BYTES, needed)
+        return Reading(buffers, lent=lent, awaited=eager, segments=self._segments_of(ranges))
+
+    def _segments_of(self, ranges: Iterable[Range]) -> tuple[Segment, ...]:
+        return tuple(s for s in self._lent if any(s.holds(*each) for each in ranges))
+
+    def _from_arena(
+        self, copied: Sequence[Range], others: Sequence[Range], buffers: int
+    ) -> Reading | None:
+        """Copy memory that no other process can read. The ``others`` lie in segments."""
+        size = arena_bytes(copied)
+        arena, self._arena = self._arena, None  # not used again if an error comes now
+        if arena is None or arena.size < size:
+            if not self._affords(size - (arena.size if arena is not None else 0)):
+                self._arena = arena
+                return None
+            arena = None  # first: else both are there for a moment
+            try:
+                arena = Arena(size)
+            except OSError as error:
+                said = f"the writer is forked: there is no shared memory: {describe(error)}"
+                say(log.warning, "no_shared_memory", said, error=describe(error))
+                return None
+        if not self._told:
+            said = f"no other process can read this one's memory, so saves copy it: {self._refused}"
+            say(log.warning, "engine_refused", said, reason=self._refused)
+            self._told = True
+        spans = arena.take(copied)
+        segments = self._segments_of(others)
+        return Reading(buffers, lent=bool(others), segments=segments, arena=arena, copies=spans)
+
+    def _ordered(self, order: Order, storage: Storage, reading: Reading) -> Spawned | None:
         """A process that has the order; another one if the first died while it waited for it."""
+        fds = [*storage.descriptors(), *(each.fileno() for each in reading.sources)]
         for last in (False, True):
             process = self._ready()
             if process is None:
                 return None
             try:
-                process.send(order, [*storage.descriptors(), *(s.fileno() for s in segments)])
+                process.send(order, fds)
             except BaseException as error:
                 process.kill()
                 if last or not isinstance(error, ConnectionError):
@@ -172,9 +247,14 @@ class WriteEngine:
         return None
 
     def _ready(self) -> Spawned | None:
-        """A process that can read our memory, for the caller alone; None if there cannot be one."""
-        if self._refused:
+        """A process for the caller alone; None if there cannot be one."""
+        if not self._greet():
             return None
+        process, self._process = self._process, None
+        return process
+
+    def _greet(self) -> bool:
+        """Learn whether the process can read our memory. False if there is no process."""
         self.start()
         process, self._process = self._process, None  # not used again if an error comes now
         assert process is not None
@@ -188,17 +268,12 @@ class WriteEngine:
                 said = f"the writer is forked: its process did not start ({process.exitcode()})"
                 say(log.warning, "writer_not_started", said)
                 process.kill()
-                return None
-        if not self._refused:
-            return process
-        process.kill()
-        said = f"writers are forked: no other process can read this one's memory: {self._refused}"
-        say(log.warning, "engine_refused", said, reason=self._refused)
-        return None
+                return False
+        self._process = process
+        return True
 
-    def _affords(self, needed: int) -> bool:
-        """False if, in the mode ``auto``, an eager copy would take too much of the free memory."""
-        more = needed - self._held_bytes
+    def _affords(self, more: int) -> bool:
+        """False if, in the mode ``auto``, a copy would take too much of the free memory."""
         if self._settings.mode != "auto" or more <= 0:
             return True
         limit = int(self._settings.free_bytes() * _FREE_SHARE)
@@ -208,50 +283,44 @@ class WriteEngine:
         say(log.warning, "copy_not_affordable", said, needed=more, limit=limit)
         return False
 
-    def _order(
-        self,
-        storage: Storage,
-        job: RankJob,
-        buffer_bytes: int,
-        eager: bool,
-        segments: Sequence[Segment],
-    ) -> Order:
+    def _order(self, storage: Storage, job: RankJob, reading: Reading) -> Order:
         parts = tuple(p.bound(None) if isinstance(p, FromImages) else p for p in job.parts)
-        job, memory = replace(job, parts=parts), max(buffer_bytes, CHUNK_BYTES)
         settings = self._settings
-        twice = settings.twice and not eager
         return Order(
             storage.root,
-            job,
-            memory,
+            replace(job, parts=parts),
+            reading.buffer_bytes,
             settings.threads,
             settings.nice,
-            awaited=eager,
-            twice=twice,
-            segments=len(segments),
-            spans=tuple(Span(s.address, s.size, n, 0) for n, s in enumerate(segments)),
+            awaited=reading.awaited,
+            twice=settings.twice and reading.lent and not reading.awaited,
+            segments=len(reading.sources),
+            spans=reading.spans,
         )
 
     def take_back(self, process: Spawned) -> None:
         """Use a process again: its job is done."""
         if self._process is None:
-            self._process = process
+            self._process, self._greeted = process, True
         else:
             process.kill(0.0)
+
+    def take_back_arena(self, arena: Arena) -> None:
+        """Use an arena again: the process that read it is done, or dead."""
+        if self._arena is None or self._arena.size < arena.size:
+            self._arena = arena
 
     def close(self, timeout_s: float = _KILL_WAIT_S) -> None:
         """End the process, and close the segments."""
         for segment in self._lent:
             segment.close()
-        self._lent = []
+        if self._arena is not None:
+            self._arena.segment.close()
+        self._lent, self._arena = [], None
         process, self._process = self._process, None
         if process is not None:
             process.close()
             process.kill(timeout_s)
-
-
-def _some_in(segment: Segment, ranges: Sequence[Range]) -> bool:
-    return any(segment.holds(*each) for each in ranges)
 
 
 def _is_portable(storage: Storage, job: RankJob) -> bool:
@@ -269,12 +338,12 @@ class WriteJob:
     """A job of the engine's process. See ``ports.WriterProcess``."""
 
     def __init__(
-        self, engine: WriteEngine, process: Spawned, parts: Sequence[FromImages], *, lent: bool
+        self, engine: WriteEngine, process: Spawned, parts: Sequence[FromImages], reading: Reading
     ) -> None:
         self._engine = engine
         self._process = process
         self._kept = tuple(parts)  # with their memory, until it was read
-        self._lent = lent
+        self._lent, self._arena = reading.lent, reading.arena
         self._taken = False
         self._failure: Outcome | None = None
         self._outcome: Outcome | None = None
@@ -315,7 +384,7 @@ class WriteJob:
             return True
         if not self._process.kill(timeout_s):
             return False
-        self._outcome = Outcome(self._process.exitcode())
+        self._end(Outcome(self._process.exitcode()))
         return True
 
     def whereabouts(self) -> str:
@@ -330,9 +399,15 @@ class WriteJob:
             if isinstance(message, Taken):
                 self._taken, self._kept = True, ()
             elif isinstance(message, Done):
-                self._outcome = Outcome(0, message.payload, complete=True)
+                self._end(Outcome(0, message.payload, complete=True))
                 self._engine.take_back(self._process)
             elif isinstance(message, Ended):
                 self._failure = Outcome(1, error=message.error)
         if self._outcome is None and exitcode is not None:
-            self._outcome = self._failure or Outcome(exitcode)
+            self._end(self._failure or Outcome(exitcode))
+
+    def _end(self, outcome: Outcome) -> None:
+        self._outcome, self._kept = outcome, ()
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            self._engine.take_back_arena(arena)

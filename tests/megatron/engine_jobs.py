@@ -18,12 +18,23 @@ from jobs import (
     children,
     managed,
     save,
+    save_steps,
     state_of,
     train_until_done,
 )
 from megatron.core.dist_checkpointing import ShardedTensor
+from refused_reads import refuse_reads
 
+from ckptfsm.writers import write_engine
 from ckptfsm.writers.write_engine import WriteJob
+
+
+def save_refused(here: Here, root: str, steps: list[int], **settings: Any) -> Told:
+    """Save in a container that lets no process read the memory of another one. No fork helps."""
+    with pytest.MonkeyPatch.context() as patch:
+        refuse_reads(patch)
+        patch.setattr(write_engine, "launch_forked", None)
+        return save_steps(here, root, steps, **settings)
 
 
 def strike_writer(

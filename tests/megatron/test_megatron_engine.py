@@ -60,6 +60,25 @@ def test_files_are_those_of_a_forked_writer(cluster: Cluster, tmp_path: Path, en
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_where_memory_cannot_be_read_files_are_the_same(
+    cluster: Cluster, tmp_path: Path, engine: str
+) -> None:
+    """Catches: a container that refuses ``process_vm_readv``, and writes other bytes, or forks."""
+    root = tmp_path / engine
+    cluster.run("save_steps", root=str(tmp_path / "fork"), steps=[1, 2], rows=30000, engine="fork")
+    for rank in cluster.run(
+        "engine_jobs.save_refused", root=str(root), steps=[1, 2], rows=30000, engine=engine
+    ):
+        assert (rank["errors"], rank["all"]) == ([None] * 2, [1, 2])
+        assert len(rank["children"]) == 1, "one writer process stays"
+    for file in path_of(tmp_path / "fork", 2).iterdir():
+        if file.suffix == ".distcp":
+            assert (path_of(root, 2) / file.name).read_bytes() == file.read_bytes(), file.name
+    directory = str(path_of(root, 2))
+    assert cluster.run("stock_load", directory=directory, step=2, rows=30000) == [True, True]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_gpt_resumes_bit_for_bit(cluster: Cluster, root: Path, engine: str) -> None:
     """Catches: a weight of a later step in a checkpoint: the next loss differs."""
     first = cluster.run("train_gpt", root=str(root), tp=2, until=4, save_at=2, engine=engine)

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+from refused_reads import refuse_reads
 
 from ckptfsm.adapters.fork import Child
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -30,7 +31,7 @@ from ckptfsm.core.ports import RankJob
 from ckptfsm.writers import write_engine
 from ckptfsm.writers.image import ImagePart, Literal, Memory, image_of
 from ckptfsm.writers.rank_writer import FilePart, RankWriter
-from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings, WriteJob
+from ckptfsm.writers.write_engine import Reading, WriteEngine, WriteEngineSettings, WriteJob
 from ckptfsm.writers.write_process import Hello, Order, Taken, _await_word
 
 OF = AttemptId(5, 1, 1)
@@ -285,19 +286,136 @@ def test_a_job_that_is_done_is_not_killed(engine, storage, root):
     assert isinstance(ends(second)[-1], ShardReported)
 
 
-def test_where_memory_cannot_be_read_the_writer_is_forked(
-    engine, storage, root, caplog, monkeypatch
-):
-    """Catches: a job in a container without ``process_vm_readv`` that can save nothing."""
-    used = engine()
-    used._probe = ctypes.create_string_buffer(b"x", 1)
-    monkeypatch.setattr(ctypes, "addressof", lambda found: 4096)
-    used.start()
-    monkeypatch.undo()
+@pytest.fixture
+def refused(monkeypatch):
+    refuse_reads(monkeypatch)
+
+
+@pytest.mark.usefixtures("refused")
+@pytest.mark.parametrize("mode", ["auto", "eager", "gated"])
+def test_where_memory_cannot_be_read_the_trainer_copies_it(engine, storage, root, caplog, mode):
+    """Catches: a job in a container without ``process_vm_readv`` that is forked, or can save nothing;
+    a change behind the launch in a file; an arena or a line in the log for each save."""
+    used, arenas, pids = engine(mode=mode, buffer_bytes=8 * MIB), set(), set()
+    for attempt in (1, 2):
+        of = AttemptId(attempt, 1, attempt)
+        (root / staging_dir(of)).mkdir(parents=True)
+        state = State(size=20 * MIB + attempt)
+        wanted = [state.wanted(i) for i in (0, 1)]
+        run = writer(used, storage, state.part(), of=of)
+        assert run.has_copy
+        for buffer in state.buffers:
+            ctypes.memset(buffer, 0, len(buffer))
+        pids.add(pid_of(run))
+        assert isinstance(ends(run)[-1], ShardReported)
+        for i in (0, 1):
+            assert (root / staging_dir(of) / f"__0_{i}.distcp").read_bytes() == wanted[i]
+        arenas.add(used._arena.segment.address)
+    assert (len(pids), len(arenas)) == (1, 1)
+    assert [r.event for r in caplog.records] == ["engine_refused"]
+    assert "saves copy it: PermissionError: [Errno 1] process_vm_readv" in caplog.text
+    smaller = writer(used, storage, State().part())
+    assert smaller.process._arena.segment.address in arenas, "the arena is kept"
+    ends(smaller)
+    segment = used._arena.segment
+    used.close()
+    assert used._arena is None
+    with pytest.raises(OSError, match="was closed"):
+        segment.fileno()
+
+
+@pytest.mark.usefixtures("refused")
+@pytest.mark.parametrize("gate", [False, True])
+def test_a_refused_copy_that_does_not_fit_is_forked(engine, storage, root, caplog, gate):
+    """Catches: a host that ends a job at its save, because an arena does not fit; an arena that is
+    counted again at each save."""
+    free = [14 * MIB]
+    used = engine(free_bytes=lambda: free[0])
+    if gate:
+        used.expect_gate()
     run = writer(used, storage, State().part())
+    assert isinstance(run.process, WriteJob)
     assert isinstance(ends(run)[-1], ShardReported)
-    assert "writers are forked" in caplog.text
-    assert (root / LOCATION / "__0_0.distcp").read_bytes() == State().wanted(0)
+    for step, size, free[0] in ((6, 3 * MIB, 0), (7, 4 * MIB, 6 * MIB), (8, 5 * MIB, 3 * MIB)):
+        of = AttemptId(step, 1, step)
+        (root / staging_dir(of)).mkdir(parents=True)
+        run = writer(used, storage, State(size=size).part(), of=of)
+        assert isinstance(run.process, Child if step == 8 else WriteJob)
+        assert isinstance(ends(run)[-1], ShardReported)
+    assert [r.event for r in caplog.records] == ["engine_refused", "copy_not_affordable"]
+
+
+@pytest.mark.usefixtures("refused")
+def test_without_shared_memory_the_writer_is_forked(engine, storage, root, caplog, monkeypatch):
+    """Catches: a container that refuses memfd too, and can save nothing."""
+
+    def no_arena(size: int) -> None:
+        raise OSError(errno.ENOSYS, "no memfd")
+
+    monkeypatch.setattr(write_engine, "Arena", no_arena)
+    run = writer(engine(mode="eager"), storage, State().part())
+    assert isinstance(run.process, Child)
+    assert isinstance(ends(run)[-1], ShardReported)
+    assert [r.event for r in caplog.records] == ["no_shared_memory"]
+
+
+@pytest.mark.usefixtures("refused")
+def test_an_arena_that_is_read_is_not_filled_again(engine, storage, root):
+    """Catches: the state of the next save in the files of this one; an arena that is lost, or is
+    used again while a process may still read it."""
+    used = engine(mode="eager")
+    of = AttemptId(4, 1, 3)
+    (root / staging_dir(of)).mkdir(parents=True)
+    ends(writer(used, storage, State().part(), of=of))
+    kept = used._arena
+    first = used(storage, job(State().part()))  # it waits for its confirmation
+    assert first._arena is kept
+    of = AttemptId(6, 1, 2)
+    (root / staging_dir(of)).mkdir(parents=True)
+    second = used(storage, job(State().part(), of=of))
+    arenas = [first._arena, second._arena]
+    assert arenas[0] is not arenas[1]
+    assert used._arena is None
+    assert second.kill(WAIT_S)
+    assert used._arena is arenas[1]
+    first.confirm()
+    assert first.wait(WAIT_S).succeeded
+    assert used._arena is arenas[1]
+
+
+@pytest.mark.usefixtures("refused")
+def test_segments_are_gated_where_memory_cannot_be_read(engine, storage, root):
+    """Catches: a copy of state that the process can read through its segment; a gate that is open
+    while that state is read; other memory that is not copied."""
+    used = engine(mode="gated")
+    state, other = InSegment(used), State(count=1)
+    alone = used(storage, job(state.part()))
+    assert alone._arena is None
+    assert alone._lent
+    assert alone.kill(WAIT_S)
+    of = AttemptId(6, 1, 2)
+    (root / staging_dir(of)).mkdir(parents=True)
+    both = writer(used, storage, state.part(), other.part("other", "__1"), of=of)
+    assert both.process._arena.size < 4 * MIB
+    assert both.process._lent
+    assert isinstance(ends(both)[-1], ShardReported)
+    assert (root / staging_dir(of) / "__0_0.distcp").read_bytes() == b"B" * (9 * MIB - 5)
+    assert (root / staging_dir(of) / "__1_0.distcp").read_bytes() == other.wanted(0)
+
+
+@pytest.mark.usefixtures("refused")
+def test_a_refused_eager_save_copies_segments_too(engine, storage, root):
+    """Catches: a change behind an eager launch that is read from a segment."""
+    used = engine(mode="eager")
+    state = InSegment(used)
+    run = writer(used, storage, state.part())
+    assert run.has_copy
+    arena = run.process._arena
+    assert arena is not None
+    assert arena.size >= 9 * MIB - 5
+    state.segment.view(0, 9 * MIB)[:] = bytes(9 * MIB)
+    ends(run)
+    assert (root / LOCATION / "__0_0.distcp").read_bytes() == b"B" * (9 * MIB - 5)
 
 
 def test_without_memory_for_a_copy_the_writer_is_forked(engine, storage, root, caplog):
@@ -417,7 +535,7 @@ class Told:
 def test_the_gate_opens_when_the_last_byte_was_taken(engine):
     """Catches: a trainer that changes its state while the writer reads it."""
     process = Told(Hello(""), Taken())
-    job = WriteJob(engine(), process, [State().part()], lent=True)
+    job = WriteJob(engine(), process, [State().part()], Reading(0, lent=True))
     assert [job.holds_copy for _ in range(3)] == [False, True, True]
 
 
