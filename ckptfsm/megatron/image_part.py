@@ -116,7 +116,7 @@ def _blob(name: str, value: Any, templates: Templates, held: Held) -> list[Piece
     """The pieces of one item."""
     if isinstance(value, io.BytesIO):
         return [Literal(value.getvalue())]
-    host = exact(to_host(value))
+    host = exact(to_host(value, forked=False))
     template = templates.of(host)
     if template is None:
         return [Literal(saved(host))]

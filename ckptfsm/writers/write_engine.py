@@ -38,7 +38,7 @@ from typing import Literal
 from ckptfsm.adapters.memory import available_bytes
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.adapters.segments import Segment, Span
+from ckptfsm.adapters.segments import Segment, Span, is_in_segment
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import describe
 from ckptfsm.core.ports import Outcome, RankJob, Storage, WriterProcess
@@ -55,6 +55,7 @@ _LISTEN_S = 0.05
 _HELLO_S = 60.0
 _PROBE_BYTES = 64
 _KILL_WAIT_S = 5.0
+_MOST_LENT = 200
 _FREE_SHARE = 0.5  # of the free memory, for eager copies: the trainer, and other ranks, need some
 
 
@@ -146,6 +147,11 @@ class WriteEngine:
         """In the mode ``auto``: the trainer waits before it changes its state, so copy while writing."""
         self._gate = self._gate or self._settings.mode == "auto"
 
+    @property
+    def may_lend(self) -> bool:
+        """True if another segment can be lent: a message has room for so many descriptors."""
+        return len(self._lent) < _MOST_LENT
+
     def lend(self, segment: Segment) -> None:
         """Read the state that lies in this segment through its descriptor.
 
@@ -178,7 +184,7 @@ class WriteEngine:
 
     def _forked(self, storage: Storage, job: RankJob, ranges: Sequence[Range]) -> WriterProcess:
         """A forked writer, with copies of all memory that the fork would not freeze."""
-        return launch_forked(storage, job, frozen([r for r in ranges if self._is_lent(r)]))
+        return launch_forked(storage, job, frozen([r for r in ranges if is_in_segment(r.address)]))
 
     def _is_lent(self, memory: Range) -> bool:
         return any(segment.holds(*memory) for segment in self._lent)

@@ -78,6 +78,23 @@ def test_where_memory_cannot_be_read_files_are_the_same(
     assert cluster.run("stock_load", directory=directory, step=2, rows=30000) == [True, True]
 
 
+@pytest.mark.parametrize("refuse", [False, True])
+def test_a_shared_optimizer_is_gated_where_memory_cannot_be_read(
+    cluster: Cluster, root: Path, refuse: bool
+) -> None:
+    """Catches: a copy of state that the writer process shares; a torn one; a step that leaves the
+    shared memory; a gate that is open while it is read."""
+    job = "engine_jobs.save_shared"
+    settings = {"size": 8 * MIB_OF_FLOATS, "refuse": refuse, "engine": "gated"}
+    for rank in cluster.run(job, root=str(root), **settings):
+        assert rank["shared"] == 3 * 8 * MIB_OF_FLOATS * 4
+        assert rank["equal"] == [True, True]
+        assert rank["gated"] == [True, True]
+        assert rank["arenas"] == [False, False]
+        assert rank["segments"] == [1, 1]
+    assert cluster.run("engine_jobs.latest", root=str(root)) == [2, 2]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_gpt_resumes_bit_for_bit(cluster: Cluster, root: Path, engine: str) -> None:
     """Catches: a weight of a later step in a checkpoint: the next loss differs."""
