@@ -17,6 +17,9 @@ Rules:
   memory is read with ``process_vm_readv``. No fork freezes a segment, so it is copied before one.
 - Where that is refused, the trainer copies the memory into an arena. So it may change its state when
   the launch returns, also in the mode ``gated``.
+- A job whose process was killed begins again in another one, once, if its memory is as it was. That
+  is so before the gate opens, and with a whole copy in the arena. The dead process was waited for, and
+  no receipt exists. The files lie in the attempt's staging directory, where no other attempt has any.
 - A process that failed, was killed or missed its deadline is never used again.
 - A job is forked if its parts need torch or a copy of the whole process (foreign requests), or if the
   storage is not the library's adapter. In the mode ``auto`` also if the host has no memory for a
@@ -33,6 +36,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from ckptfsm.adapters.memory import available_bytes
@@ -41,8 +45,10 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.segments import Segment, Span, is_in_segment
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import describe
+from ckptfsm.core.layout import STAGING, receipt_name
 from ckptfsm.core.ports import Outcome, RankJob, Storage, WriterProcess
-from ckptfsm.writers.image import CHUNK_BYTES, FromImages
+from ckptfsm.disk.durable import lookup
+from ckptfsm.writers.image import CHUNK_BYTES, FromImages, ImagePart
 from ckptfsm.writers.plain_files import PLAIN_PARTS
 from ckptfsm.writers.rank_writer import launch_forked
 from ckptfsm.writers.trainers_memory import Arena, Range, arena_bytes, frozen, ranges_of
@@ -131,9 +137,13 @@ class WriteEngine:
             return
         self._greeted = False
         self._held_bytes = 0
-        self._process = Spawned("ckptfsm.writers.write_process", "main")
+        self._process = self._spawned()
+
+    def _spawned(self) -> Spawned:
+        process = Spawned("ckptfsm.writers.write_process", "main")
         at = ctypes.addressof(self._probe)
-        self._process.send(Probe(at, self._probe.raw, self._settings.imports))
+        process.send(Probe(at, self._probe.raw, self._settings.imports))
+        return process
 
     def warm_up(self) -> None:
         """Start the process ahead of the first save."""
@@ -168,17 +178,19 @@ class WriteEngine:
         reading = self._reading(parts, ranges)
         if reading is None:
             return self._forked(storage, job, ranges)
-        process = self._ordered(self._order(storage, job, reading), storage, reading)
+        order = self._order(storage, job, reading)
+        process = self._ordered(order, storage, reading)
         if process is None:
             return self._forked(storage, job, ranges)
-        running = WriteJob(self, process, parts, reading)
+        again = partial(self._begin_again, order, storage, reading) if _may_restart(job) else None
+        running = WriteJob(self, process, parts, reading, again)
         try:
             if reading.awaited:
                 running.await_copy(self._settings.copy_timeout_s)
                 if not running.holds_copy and running.poll() is None:
                     raise TimeoutError(errno.ETIMEDOUT, "the writer did not read the state in time")
         except BaseException:  # a Ctrl-C: the caller will not get this writer
-            process.kill()
+            running.kill(_KILL_WAIT_S)
             raise
         return running
 
@@ -236,7 +248,7 @@ class WriteEngine:
 
     def _ordered(self, order: Order, storage: Storage, reading: Reading) -> Spawned | None:
         """A process that has the order; another one if the first died while it waited for it."""
-        fds = [*storage.descriptors(), *(each.fileno() for each in reading.sources)]
+        fds = _descriptors(storage, reading)
         for last in (False, True):
             process = self._ready()
             if process is None:
@@ -251,6 +263,23 @@ class WriteEngine:
                 self._held_bytes = max(self._held_bytes, order.buffer_bytes)
                 return process
         return None
+
+    def _begin_again(self, order: Order, storage: Storage, reading: Reading) -> Spawned | None:
+        """Another process with the order of one that is dead; None if that has put a receipt.
+
+        Does not wait for the process. Raises ``OSError``.
+        """
+        job = order.job
+        receipts = (f"{job.location}/{receipt_name(p.name, job.rank)}" for p in job.parts)
+        if any(lookup(storage, receipt) is not None for receipt in receipts):
+            return None
+        process = self._spawned()
+        try:
+            process.send(replace(order, again=True), _descriptors(storage, reading))
+        except BaseException:
+            process.kill()
+            raise
+        return process
 
     def _ready(self) -> Spawned | None:
         """A process for the caller alone; None if there cannot be one."""
@@ -329,6 +358,18 @@ class WriteEngine:
             process.kill(timeout_s)
 
 
+def _descriptors(storage: Storage, reading: Reading) -> list[int]:
+    """The descriptors that travel with an order."""
+    return [*storage.descriptors(), *(each.fileno() for each in reading.sources)]
+
+
+def _may_restart(job: RankJob) -> bool:
+    """True if all files that the job makes are known, and no other attempt can have them."""
+    return job.location.startswith(f"{STAGING}/") and all(
+        isinstance(part, (ImagePart, *PLAIN_PARTS)) for part in job.parts
+    )
+
+
 def _is_portable(storage: Storage, job: RankJob) -> bool:
     """True if a process without torch can write the job, through an adapter of its root.
 
@@ -344,13 +385,19 @@ class WriteJob:
     """A job of the engine's process. See ``ports.WriterProcess``."""
 
     def __init__(
-        self, engine: WriteEngine, process: Spawned, parts: Sequence[FromImages], reading: Reading
+        self,
+        engine: WriteEngine,
+        process: Spawned,
+        parts: Sequence[FromImages],
+        reading: Reading,
+        again: Callable[[], Spawned | None] | None = None,
     ) -> None:
         self._engine = engine
         self._process = process
         self._kept = tuple(parts)  # with their memory, until it was read
         self._lent, self._arena = reading.lent, reading.arena
-        self._taken = False
+        self._again = again  # starts another process, once
+        self._taken = self._confirmed = False
         self._failure: Outcome | None = None
         self._outcome: Outcome | None = None
 
@@ -371,6 +418,7 @@ class WriteJob:
     def confirm(self) -> None:
         """Let the process write its receipts; without this message it waits for ever."""
         if self._outcome is None:
+            self._confirmed = True
             with contextlib.suppress(ConnectionError):  # it has ended: ``poll`` tells
                 self._process.send(Confirm())
 
@@ -388,6 +436,7 @@ class WriteJob:
         """End the process, unless the job is done: then nothing of it is left."""
         if self._outcome is not None:
             return True
+        self._again = None
         if not self._process.kill(timeout_s):
             return False
         self._end(Outcome(self._process.exitcode()))
@@ -409,8 +458,29 @@ class WriteJob:
                 self._engine.take_back(self._process)
             elif isinstance(message, Ended):
                 self._failure = Outcome(1, error=message.error)
-        if self._outcome is None and exitcode is not None:
+        if self._outcome is None and exitcode is not None and not self._restarted(exitcode):
             self._end(self._failure or Outcome(exitcode))
+
+    def _restarted(self, exitcode: int) -> bool:
+        """Let another process begin again, if this one was killed and all memory is as it was."""
+        again, self._again = self._again, None
+        intact = not self._taken or (self._arena is not None and not self._lent)
+        if again is None or exitcode >= 0 or not intact:
+            return False
+        died = f"the writer ended: {Outcome(exitcode).explain()}"
+        try:
+            process = again()
+        except OSError as error:
+            said = f"{died}; another one cannot begin: {describe(error)}"
+            say(log.warning, "writer_not_started", said, error=describe(error))
+            return False
+        if process is None:
+            return False
+        self._process = process
+        say(log.warning, "writer_restarted", f"{died}; another one begins again")
+        if self._confirmed:
+            self.confirm()
+        return True
 
     def _end(self, outcome: Outcome) -> None:
         self._outcome, self._kept = outcome, ()

@@ -24,10 +24,12 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.segments import Descriptors, Span, SpanReader
 from ckptfsm.adapters.spawn import TrainersEnd, be_considerate
 from ckptfsm.core.errors import describe, first_os_error
-from ckptfsm.core.ports import ChildError, RankJob
+from ckptfsm.core.layout import join
+from ckptfsm.core.ports import ChildError, RankJob, Storage
+from ckptfsm.disk.trash import remove_staged
 from ckptfsm.writers.image import CHUNK_BYTES, FromImages
 from ckptfsm.writers.prefetch import Buffers, Prefetch
-from ckptfsm.writers.rank_writer import write_rank
+from ckptfsm.writers.rank_writer import FilePart, write_rank
 
 _MADV_POPULATE_WRITE = 23
 
@@ -56,6 +58,7 @@ class Order:
     """A job for the process, sent with the descriptor of ``root``, then those of ``segments``.
 
     ``spans`` is the trainer's memory that is read through the segments, by the number of each.
+    ``again``: a process that had this order is dead, and may have left files.
     ``buffer_bytes`` is the memory to use for it, ``threads`` the number that read the trainer's. If the
     trainer waits for the copy (``awaited``), ``nice`` holds for writing only. ``twice``: read everything
     again before the trainer may change it.
@@ -70,6 +73,7 @@ class Order:
     twice: bool = False
     segments: int = 0
     spans: tuple[Span, ...] = ()
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +181,10 @@ class Server:
             be_considerate(order.nice)
             source.start()
         await_word = partial(_await_word, source, confirmed)
-        return write_rank(self._storages[order.root], replace(order.job, parts=bound), await_word)
+        storage = self._storages[order.root]
+        if order.again:
+            remove_files(storage, order.job)
+        return write_rank(storage, replace(order.job, parts=bound), await_word)
 
     def _memory(self, size: int) -> memoryview:
         """At least ``size`` bytes of memory, present, and kept for the next job."""
@@ -187,6 +194,18 @@ class Server:
             self._mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             populate(self._mapping)
         return memoryview(self._mapping)[:size]
+
+
+def remove_files(storage: Storage, job: RankJob) -> None:
+    """Remove the files of a dead writer of this job: each file is created exclusively."""
+    for part in job.parts:
+        names: list[str] = []
+        if isinstance(part, FromImages):
+            names = [image.name for image in part.images]
+        elif isinstance(part, FilePart):
+            names = [join(part.directory, part.file)]
+        for name in names:
+            remove_staged(storage, join(job.location, name))
 
 
 def _await_word(source: Prefetch, confirmed: threading.Event) -> None:

@@ -107,6 +107,31 @@ def strike_writer(
         return {"first": first, "failed": error, "third": third, "all": manager.all_steps()}
 
 
+def strike_reader(here: Here, root: str, victim: int, size: int) -> Told:
+    """Kill the writer of one rank while it reads the state of step 2, and step as soon as allowed."""
+    weights = Updated(here, size)
+    with managed(here, root, engine="gated") as manager:
+        assert save(manager, here, 1) is None  # the writer process is there
+        writers = children() if here.rank == victim else []
+        for pid in writers:
+            os.kill(pid, signal.SIGSTOP)
+        handle = manager.save(2, weights.state())
+        for pid in writers:
+            os.kill(pid, signal.SIGKILL)
+        manager.before_update()
+        weights.update()
+        failed = train_until_done(manager, handle)
+        loaded = manager.restore(Updated(here, size).state(), step=2)
+        assert loaded is not None
+        return {
+            "failed": failed,
+            "equal": weights.is_at(loaded.state, 0.0),
+            "third": save(manager, here, 3),
+            "all": manager.all_steps(),
+            "same": children() == writers,
+        }
+
+
 class Updated:
     """Weights of a rank that are changed in place. All values of a step are equal, and known."""
 

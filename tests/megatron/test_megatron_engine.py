@@ -128,6 +128,20 @@ def test_f1_a_killed_writer_fails_the_save_on_all_ranks(
     assert (tracked_step(root), staging_of(root)) == (3, [])
 
 
+def test_f1_a_writer_that_is_killed_while_it_reads_begins_again(
+    cluster: Cluster, root: Path
+) -> None:
+    """Catches: a save that is lost though its state was still there; one with the next step's state;
+    a gate that opens with the death of the writer."""
+    ranks = cluster.run(
+        "engine_jobs.strike_reader", root=str(root), victim=1, size=4 * MIB_OF_FLOATS
+    )
+    for rank in ranks:
+        assert (rank["failed"], rank["equal"], rank["third"]) == (None, True, None)
+        assert (rank["all"], rank["same"]) == ([1, 2, 3], False)
+    assert states_of(root) == {1: "tracked", 2: "tracked", 3: "tracked"}
+
+
 def test_f1_a_stopped_writer_meets_its_deadline(cluster: Cluster, root: Path) -> None:
     """Catches: a gate, or a save, that waits for ever for a writer that does not run."""
     ranks = cluster.run(

@@ -276,4 +276,51 @@ MUTANTS = (
         killers=("tests:test_shared_memory.py::test_a_fork_gets_a_copy",),
         why="its files have the values of a later step",
     ),
+    mutant(
+        "a-writer-begins-again-behind-an-open-gate",
+        "writers.write_engine:WriteJob._restarted",
+        "intact = not self._taken or (self._arena is not None and not self._lent)",
+        "intact = True",
+        breaks="I5",
+        source="F1",
+        killers=(
+            "tests:test_write_engine.py::test_F1_a_killed_process_fails_its_save_and_the_next_one_has_another",
+        ),
+        why="the state is that of a later step by then",
+    ),
+    mutant(
+        "files-of-a-later-attempt-are-removed",
+        "writers.write_engine:_may_restart",
+        'job.location.startswith(f"{STAGING}/")',
+        "True",
+        breaks="I4",
+        source="F1",
+        killers=(
+            "tests:test_write_engine.py::test_F1_files_in_place_are_not_removed_for_a_new_writer",
+        ),
+        why="in place, attempts use the same names",
+    ),
+    mutant(
+        "files-with-a-receipt-are-removed",
+        "writers.write_engine:WriteEngine._begin_again",
+        "if any(lookup(storage, receipt) is not None for receipt in receipts):\n    return None",
+        "",
+        breaks="I3",
+        source="F1",
+        killers=(
+            "tests:test_write_engine.py::test_F1_a_writer_with_a_receipt_does_not_begin_again",
+        ),
+    ),
+    mutant(
+        "a-killed-writer-has-a-successor",
+        "writers.write_engine:WriteJob.kill",
+        "self._again = None",
+        "pass",
+        breaks="I4",
+        source="F13",
+        killers=(
+            "tests:test_write_engine.py::test_a_writer_that_was_given_up_does_not_begin_again",
+        ),
+        why="the attempt's space is given back while another process writes",
+    ),
 )

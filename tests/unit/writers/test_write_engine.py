@@ -27,7 +27,7 @@ from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.events import Failed, ShardReported, WriterForked
 from ckptfsm.core.layout import receipt_name, staging_dir
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.ports import RankJob
+from ckptfsm.core.ports import Outcome, RankJob
 from ckptfsm.writers import write_engine
 from ckptfsm.writers.image import ImagePart, Literal, Memory, image_of
 from ckptfsm.writers.rank_writer import FilePart, RankWriter
@@ -96,6 +96,11 @@ def engine():
     yield make
     for each in made:
         each.close()
+
+
+@pytest.fixture
+def refused_reads(monkeypatch):
+    refuse_reads(monkeypatch)
 
 
 def job(*parts, of: AttemptId = OF) -> RankJob:
@@ -196,10 +201,10 @@ def test_the_process_stays_for_the_next_save(engine, storage, root):
 
 
 def test_F1_a_killed_process_fails_its_save_and_the_next_one_has_another(engine, storage, root):
-    """Catches: a dead writer that counts as a success, or is used again."""
+    """Catches: a dead writer that counts as a success, or is used again; one that begins again when
+    the trainer may have changed its state."""
     used = engine(mode="gated")
-    run = writer(used, storage, State().part())
-    os.kill(pid_of(run), signal.SIGKILL)
+    run = writer(used, storage, State().part(), changed=lambda: kill(run.process) or "")
     end = ends(run)[-1]
     assert isinstance(end, Failed)
     assert "SIGKILL" in end.detail
@@ -209,6 +214,130 @@ def test_F1_a_killed_process_fails_its_save_and_the_next_one_has_another(engine,
     again = writer(used, storage, State().part(), of=of)
     assert isinstance(ends(again)[-1], ShardReported)
     assert pid_of(again) != pid_of(run)
+
+
+def kill(process: WriteJob) -> None:
+    """SIGKILL from outside, as of the kernel out of memory; the process has ended then."""
+    pid = process._process.pid
+    watched = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    select.select([watched], [], [], WAIT_S)
+    os.close(watched)
+
+
+@pytest.fixture
+def dies(monkeypatch):
+    """Makes the next processes die when they have an order, before they read."""
+    left = [0]
+    send = Spawned.send
+
+    def last_message(process: Spawned, message: object, fds=()) -> None:
+        deadly = isinstance(message, Order) and left[0] > 0
+        if deadly:
+            left[0] -= 1
+            os.kill(process.pid, signal.SIGSTOP)
+        send(process, message, fds)
+        if deadly:
+            os.kill(process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Spawned, "send", last_message)
+    return left
+
+
+@pytest.mark.parametrize("mode", ["eager", "gated"])
+def test_F1_a_process_that_dies_before_it_has_read_begins_again(
+    engine, storage, root, dies, caplog, mode
+):
+    """Catches: an attempt that is lost with its writer though its state is as it was; files of the
+    dead one that are in the way, or are taken for those of the new one."""
+    dies[0] = 1
+    (root / LOCATION / "__0_1.distcp").write_bytes(b"half")
+    (root / LOCATION / "data.pt").write_bytes(b"half")
+    used, state = engine(mode=mode), State()
+    run = writer(used, storage, state.part(), FilePart("data.pt", "data.pt", b"plain"))
+    assert [type(each) for each in ends(run)] == [WriterForked, ShardReported, ShardReported]
+    for index in (0, 1):
+        assert (root / LOCATION / f"__0_{index}.distcp").read_bytes() == state.wanted(index)
+    assert (root / LOCATION / "data.pt").read_bytes() == b"plain"
+    assert [r.event for r in caplog.records] == ["writer_restarted"]
+    assert used._process is run.process._process, "it stays for the next save"
+    of = AttemptId(6, 1, 2)
+    (root / staging_dir(of)).mkdir(parents=True)
+    assert isinstance(ends(writer(used, storage, State().part(), of=of))[-1], ShardReported)
+
+
+def test_F1_a_job_begins_again_only_once(engine, storage, root, dies):
+    """Catches: a host that is out of memory, and starts a process after the other."""
+    dies[0] = 2
+    run = writer(engine(mode="gated"), storage, State().part())
+    [failed] = ends(run)
+    assert failed.reason == "writer_died"
+    assert dies[0] == 0
+
+
+def test_a_state_that_changed_meanwhile_fails_the_new_writer_too(engine, storage, root, dies):
+    """Catches: a torn checkpoint of a writer that began again."""
+    dies[0] = 1
+    run = writer(engine(mode="gated"), storage, State().part(), changed=lambda: "w1 was changed")
+    [failed] = ends(run)
+    assert failed.reason == "state_changed"
+    assert run.process.kill(WAIT_S)
+    assert not (root / LOCATION / receipt_name("state", 0)).exists()
+
+
+def test_a_writer_that_was_given_up_does_not_begin_again(engine, storage, root, dies):
+    """Catches: a second writer in an attempt whose first one was killed by its trainer."""
+    dies[0] = 1
+    process = engine(mode="gated")(storage, job(State().part()))
+    pid = process._process.pid
+    assert process.kill(WAIT_S)
+    assert process._process.pid == pid
+    dies[0] = 1
+    late = engine(mode="gated")(storage, job(State().part()))
+    late._process.kill, kept = (lambda timeout_s: False), late._process  # it is not gone in time
+    assert not late.kill(0.0)
+    kill(late)
+    assert late.poll() == Outcome(-signal.SIGKILL)
+    assert late._process is kept
+
+
+def test_F1_files_in_place_are_not_removed_for_a_new_writer(engine, storage, root, dies):
+    """Catches: a file of a later attempt that is removed: in place, attempts use the same names."""
+    dies[0] = 1
+    (root / "iter_5").mkdir()
+    (root / "iter_5/__0_1.distcp").write_bytes(b"another's")
+    process = engine(mode="gated")(storage, replace(job(State().part()), location="iter_5"))
+    assert process.wait(WAIT_S).exitcode == -signal.SIGKILL
+    assert (root / "iter_5/__0_1.distcp").read_bytes() == b"another's"
+
+
+@pytest.mark.usefixtures("refused_reads")
+def test_F1_a_whole_copy_is_written_again_before_the_receipt(engine, storage, root):
+    """Catches: an arena that is lost with the process that read it; a new writer that waits for a
+    word which its predecessor has had."""
+    state = State()
+    wanted = state.wanted(0)
+    process = engine(mode="eager")(storage, job(state.part()))
+    ctypes.memset(state.buffers[0], 0, len(state.buffers[0]))
+    while not process._taken:
+        process._listen(WAIT_S)
+    kill(process)
+    process.confirm()  # the dead one does not hear it
+    assert process.wait(WAIT_S).succeeded
+    assert (root / LOCATION / "__0_0.distcp").read_bytes() == wanted
+
+
+@pytest.mark.usefixtures("refused_reads")
+def test_F1_a_writer_with_a_receipt_does_not_begin_again(engine, storage, root):
+    """Catches: files that are removed though a receipt vouches for them."""
+    process = engine(mode="eager")(storage, job(State().part()))
+    while not process._taken:
+        process._listen(WAIT_S)
+    kill(process)
+    receipt = root / LOCATION / receipt_name("state", 0)
+    receipt.parent.mkdir(parents=True)
+    receipt.write_bytes(b"receipt")
+    assert process.poll() == Outcome(-signal.SIGKILL)
 
 
 def test_F1_a_process_that_dies_between_saves_is_started_anew(engine, storage, root):
@@ -286,12 +415,7 @@ def test_a_job_that_is_done_is_not_killed(engine, storage, root):
     assert isinstance(ends(second)[-1], ShardReported)
 
 
-@pytest.fixture
-def refused(monkeypatch):
-    refuse_reads(monkeypatch)
-
-
-@pytest.mark.usefixtures("refused")
+@pytest.mark.usefixtures("refused_reads")
 @pytest.mark.parametrize("mode", ["auto", "eager", "gated"])
 def test_where_memory_cannot_be_read_the_trainer_copies_it(engine, storage, root, caplog, mode):
     """Catches: a job in a container without ``process_vm_readv`` that is forked, or can save nothing;
@@ -324,7 +448,7 @@ def test_where_memory_cannot_be_read_the_trainer_copies_it(engine, storage, root
         segment.fileno()
 
 
-@pytest.mark.usefixtures("refused")
+@pytest.mark.usefixtures("refused_reads")
 @pytest.mark.parametrize("gate", [False, True])
 def test_a_refused_copy_that_does_not_fit_is_forked(engine, storage, root, caplog, gate):
     """Catches: a host that ends a job at its save, because an arena does not fit; an arena that is
@@ -345,7 +469,7 @@ def test_a_refused_copy_that_does_not_fit_is_forked(engine, storage, root, caplo
     assert [r.event for r in caplog.records] == ["engine_refused", "copy_not_affordable"]
 
 
-@pytest.mark.usefixtures("refused")
+@pytest.mark.usefixtures("refused_reads")
 def test_without_shared_memory_the_writer_is_forked(engine, storage, root, caplog, monkeypatch):
     """Catches: a container that refuses memfd too, and can save nothing."""
 
@@ -359,7 +483,7 @@ def test_without_shared_memory_the_writer_is_forked(engine, storage, root, caplo
     assert [r.event for r in caplog.records] == ["no_shared_memory"]
 
 
-@pytest.mark.usefixtures("refused")
+@pytest.mark.usefixtures("refused_reads")
 def test_an_arena_that_is_read_is_not_filled_again(engine, storage, root):
     """Catches: the state of the next save in the files of this one; an arena that is lost, or is
     used again while a process may still read it."""
@@ -383,7 +507,7 @@ def test_an_arena_that_is_read_is_not_filled_again(engine, storage, root):
     assert used._arena is arenas[1]
 
 
-@pytest.mark.usefixtures("refused")
+@pytest.mark.usefixtures("refused_reads")
 def test_segments_are_gated_where_memory_cannot_be_read(engine, storage, root):
     """Catches: a copy of state that the process can read through its segment; a gate that is open
     while that state is read; other memory that is not copied."""
@@ -403,7 +527,7 @@ def test_segments_are_gated_where_memory_cannot_be_read(engine, storage, root):
     assert (root / staging_dir(of) / "__1_0.distcp").read_bytes() == other.wanted(0)
 
 
-@pytest.mark.usefixtures("refused")
+@pytest.mark.usefixtures("refused_reads")
 def test_a_refused_eager_save_copies_segments_too(engine, storage, root):
     """Catches: a change behind an eager launch that is read from a segment."""
     used = engine(mode="eager")
