@@ -36,7 +36,7 @@ from ckptfsm.adapters.fork import stand
 _LENGTH = struct.Struct("!Q")
 _FD = struct.Struct("i")
 _READ_BYTES = 1 << 16
-_MAX_FDS = 4
+_MAX_FDS = 253  # the most that the kernel takes with one message
 _KILL_WAIT_S = 5.0
 _ORPHANED = 77
 _SEND_S = 60

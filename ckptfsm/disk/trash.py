@@ -2,8 +2,9 @@
 
 Rules:
 
-- Three kinds of files are ever deleted: directories in the trash that were given up, our temporary
-  files, and markers: pins, leases, epochs and segments that are over.
+- These files are deleted: directories in the trash that were given up, our temporary
+  files, and markers: pins, leases, epochs and segments that are over. Staged files of a killed writer
+  are deleted too, before another one begins again.
 - A checkpoint gets into the trash by one durable rename, never by deletion of its files in place.
 - Removal goes in bounded slices and never follows a link. An error leaves the rest for the next
   slice.
@@ -18,6 +19,7 @@ from ckptfsm.core.layout import (
     JOURNAL,
     OLD_EPOCHS,
     PINS,
+    STAGING,
     TAKING,
     TRACKER,
     TRASH,
@@ -107,6 +109,18 @@ def sweep_attempt(storage: Storage, directory: str, listed: Collection[str]) -> 
     ]
     for name in left:
         storage.unlink(f"{directory}/{name}")
+
+
+def remove_staged(storage: Storage, path: str) -> None:
+    """Delete a file of an attempt whose writer is dead, if it exists: another writer begins again.
+
+    Raises ``ValueError`` unless the file lies below staging: elsewhere a later attempt has files of
+    the same name.
+    """
+    if not path.startswith(f"{STAGING}/"):
+        raise ValueError(f"{path} is not in a staging directory")
+    if lookup(storage, path) is not None:
+        storage.unlink(path)
 
 
 def remove_marker(storage: Storage, path: str) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 from ckptfsm.adapters.posix_storage import OpenPosix
 from ckptfsm.core.config import CheckpointConfig, config_of
+from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.ports import OffloadHook, Ports, Storage
 from ckptfsm.megatron.device_copies import DeviceCopies
 from ckptfsm.megatron.driver import MegatronDriver
 from ckptfsm.megatron.mailbox import mailbox_of
+from ckptfsm.megatron.shared_memory import share, tensors_of
 from ckptfsm.megatron.torch_dist import keeps_common_in_shard
 from ckptfsm.megatron.transport import transport_of
 from ckptfsm.ranks.manager import Manager
@@ -73,6 +75,35 @@ class CheckpointManager(Manager):
         """
         if self._engine is not None:
             self._engine.expect_gate()
+
+    def share(self, state: Any) -> int:
+        """Move an offloaded optimizer's state into memory that the writer process shares (local).
+
+        ``state`` is a ``torch.optim.Optimizer`` with its parameters, or tensors, also in mappings and
+        iterables. Each tensor on the CPU keeps its identity and its values; its memory is another.
+        Give all tensors that share memory with each other: those left out keep the old memory.
+        Call it when the state exists: after the first step, or after ``restore``. Returns the bytes
+        that were moved. Tensors that are made later are read the usual way, and so are those that use
+        a part of a larger memory.
+
+        The memory is given back when this manager is closed and the tensors are gone. A process that
+        the trainer forks shares it: no change of either is hidden from the other.
+
+        Raises ``ConfigError`` if ``state`` is something else, where writers are forked
+        (``engine="fork"``, another storage), or after 200 calls; ``OSError`` if the kernel has no such
+        memory. Nothing is moved then.
+        """
+        if self._engine is None:
+            raise ConfigError("share needs a writer process: this manager forks its writers")
+        if not self._engine.may_lend:
+            raise ConfigError("share was called too often: give all tensors in one call")
+        tensors = tensors_of(state)
+        self.before_update()
+        segment = share(tensors)
+        if segment is None:
+            return 0
+        self._engine.lend(segment)
+        return segment.size
 
     def _before_step(self, *_: Any) -> None:
         self.before_update()

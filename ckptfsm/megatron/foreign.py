@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ckptfsm.adapters.fork import children_of, let_children_die_too
 from ckptfsm.adapters.posix_storage import DIGEST_PREFIX
+from ckptfsm.adapters.segments import is_in_segment
 from ckptfsm.adapters.versions import installed
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import ConfigError, SaveFailed, SaveRefused, describe, one_line
@@ -417,11 +418,15 @@ def _private(value: Any) -> Any:
 
     A change by the trainer would reach an already forked writer through shared memory.
     """
-    return value.detach().clone() if _is_shared(value) else value
+    return value.detach().clone() if _is_shared(value) or _is_in_segment(value) else value
 
 
 def _is_shared(value: Any) -> bool:
     return _in_host_memory(value) and bool(value.is_shared())
+
+
+def _is_in_segment(value: Any) -> bool:
+    return _in_host_memory(value) and is_in_segment(value.data_ptr())
 
 
 def _is_pinned(value: Any) -> bool:

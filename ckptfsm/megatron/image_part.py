@@ -122,7 +122,7 @@ def _blob(name: str, value: Any, templates: Templates, held: Held) -> list[Piece
     if isinstance(value, io.BytesIO):
         return [Literal(value.getvalue())]
     room = held.device.room_for(value) if held.device is not None else None
-    host = exact(to_host(value)) if room is None else room
+    host = exact(to_host(value, forked=False)) if room is None else room
     template = templates.of(host)
     if template is None:
         return [Literal(saved(host if room is None else exact(to_host(value))))]

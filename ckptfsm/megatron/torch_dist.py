@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_map
 from ckptfsm.adapters.fork import Child, fork_child
 from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.notices import no_warning_is_an_error
+from ckptfsm.adapters.segments import is_in_segment
 from ckptfsm.adapters.versions import series_of
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import DamagedRoot, SaveFailed, WriterDied
@@ -92,8 +93,10 @@ def stage_part(share: Share) -> TorchDistPart:
     return TorchDistPart(spec.name, spec.directory, rank, buckets, common, planned, common_in_shard)
 
 
-def to_host(value: Any) -> Any:
+def to_host(value: Any, *, forked: bool = True) -> Any:
     """A copy in pageable memory, which a fork freezes; a CPU tensor in pageable memory as it is.
+
+    Without a fork, a tensor in a segment stays there too: the engine knows of it.
 
     Not ``non_blocking``: torch would stage into pinned memory, which a child may share with its
     parent. The parent's allocator reuses pinned memory as soon as the draft is dropped, e.g. for
@@ -103,7 +106,10 @@ def to_host(value: Any) -> Any:
         return value
     strided = value.layout is torch.strided  # a sparse tensor cannot be asked
     if value.device.type == "cpu" and (
-        not strided or value.untyped_storage().is_shared() or value.is_pinned()
+        not strided
+        or value.untyped_storage().is_shared()
+        or value.is_pinned()
+        or (forked and is_in_segment(value.data_ptr()))
     ):
         return value.detach().clone()
     return value.detach().to("cpu")

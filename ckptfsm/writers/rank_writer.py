@@ -27,7 +27,7 @@ from ckptfsm.core.layout import RECEIPTS, STAGING, begun_name, join, receipt_nam
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Launch, Outcome, PartJob, RankJob, Storage, Written
 from ckptfsm.disk.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error
-from ckptfsm.writers.image import FromImages, InlineChunks, copying_of
+from ckptfsm.writers.image import FromImages, InlineChunks, MemoryReader, copying_of
 from ckptfsm.writers.shard_file import ShardFile
 
 _LOOK_S = 0.2
@@ -289,13 +289,17 @@ def missed_deadline(whereabouts: str) -> str:
     return "its writer missed its deadline" + (f" at {whereabouts}" if whereabouts else "")
 
 
-def launch_forked(storage: Storage, job: RankJob) -> Child:
-    """Start the writer as a forked child: the fork freezes the data (``ports.Launch``)."""
+def launch_forked(storage: Storage, job: RankJob, memory: MemoryReader | None = None) -> Child:
+    """Start the writer as a forked child: the fork freezes the data (``ports.Launch``).
+
+    ``memory`` reads the data in the child; without it, the data lies where the images say.
+    """
+    memory = memory or OwnMemory()
     copying = copying_of(job.parts)
     if copying is not None:
         copying.give_to_child()
     parts = tuple(
-        part.bound(InlineChunks(OwnMemory())) if isinstance(part, FromImages) else part
+        part.bound(InlineChunks(memory)) if isinstance(part, FromImages) else part
         for part in job.parts
     )
     bound = _BoundJob(storage, replace(job, parts=parts))

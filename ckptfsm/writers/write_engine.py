@@ -15,10 +15,17 @@ Rules:
 - The process writes no receipt before ``confirm``: the trainer first looks whether its state changed
   while it was read. So a receipt on disk never vouches for a torn copy, also if a process dies.
 - Success is the message that all is durable, and a receipt for each part; the caller looks for them.
+- Memory in a segment (``lend``) is read through its descriptor, which travels with each order. Other
+  memory is read with ``process_vm_readv``. No fork freezes a segment, so it is copied before one.
+- Where that is refused, the trainer copies the memory into an arena. So it may change its state when
+  the launch returns, also in the mode ``gated``.
+- A job whose process was killed begins again in another one, once, if its memory is as it was. That
+  is so before the gate opens, and with a whole copy in the arena. The dead process was waited for, and
+  no receipt exists. The files lie in the attempt's staging directory, where no other attempt has any.
 - A process that failed, was killed or missed its deadline is never used again.
 - A job is forked if its parts need torch or a copy of the whole process (foreign requests), or if the
-  storage is not the library's adapter. In the mode ``auto`` also if the host has no memory for an
-  eager copy.
+  storage is not the library's adapter. In the mode ``auto`` also if the host has no memory for a
+  copy.
 """
 
 from __future__ import annotations
@@ -29,7 +36,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -37,12 +44,16 @@ from typing import Literal
 from ckptfsm.adapters.memory import available_bytes, ranks_of_this_host
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.segments import Segment, Span, is_in_segment
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import describe
+from ckptfsm.core.layout import STAGING, receipt_name
 from ckptfsm.core.ports import ChildError, Outcome, RankJob, Storage, WriterProcess
-from ckptfsm.writers.image import CHUNK_BYTES, FromImages, copying_of
+from ckptfsm.disk.durable import lookup
+from ckptfsm.writers.image import CHUNK_BYTES, FromImages, ImagePart, copying_of
 from ckptfsm.writers.plain_files import PLAIN_PARTS
 from ckptfsm.writers.rank_writer import launch_forked
+from ckptfsm.writers.trainers_memory import Arena, Range, arena_bytes, frozen, ranges_of
 from ckptfsm.writers.write_process import Confirm, Done, Ended, Order, Probe, Taken
 
 log = logging.getLogger("ckptfsm")
@@ -53,6 +64,7 @@ _COPY_LOOK_S = 0.001  # between two looks at an accelerator's copies
 _HELLO_S = 60.0
 _PROBE_BYTES = 64
 _KILL_WAIT_S = 5.0
+_MOST_LENT = 200
 _FREE_SHARE = 0.5  # of the free memory, for the eager copies of all ranks of the host
 
 
@@ -75,10 +87,39 @@ class WriteEngineSettings:
     twice: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The way in which the process gets the memory of a job.
+
+    ``lent``: some of that memory can be changed by the trainer. ``awaited``: the trainer waits until
+    the process has it. ``copies`` tell the places of memory in the ``arena``.
+    """
+
+    buffer_bytes: int
+    lent: bool
+    awaited: bool = False
+    segments: tuple[Segment, ...] = ()
+    arena: Arena | None = None
+    copies: Sequence[Span] = ()
+
+    @property
+    def sources(self) -> tuple[Segment, ...]:
+        """The segments that the process needs."""
+        return self.segments if self.arena is None else (self.arena.segment, *self.segments)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The places of all memory that is read through ``sources``."""
+        first = len(self.sources) - len(self.segments)
+        lent = (Span(s.address, s.size, first + n, 0) for n, s in enumerate(self.segments))
+        return (*self.copies, *lent)
+
+
 class WriteEngine:
     """``ports.Launch`` with a persistent process. ``close`` it with its manager.
 
-    Where the kernel does not let the process read the trainer's memory, writers are forked.
+    Where the kernel does not let the process read the trainer's memory, the trainer copies it into an
+    arena, a segment that is kept for the next saves.
     """
 
     def __init__(self, settings: WriteEngineSettings) -> None:
@@ -88,6 +129,9 @@ class WriteEngine:
         self._refused = ""
         self._gate = settings.mode == "gated"
         self._held_bytes = 0  # the process's memory for copies
+        self._lent: list[Segment] = []
+        self._arena: Arena | None = None  # with no copy that is still read
+        self._told = False
         self._probe = ctypes.create_string_buffer(os.urandom(_PROBE_BYTES), _PROBE_BYTES)
 
     def start(self) -> None:
@@ -96,9 +140,13 @@ class WriteEngine:
             return
         self._greeted = False
         self._held_bytes = 0
-        self._process = Spawned("ckptfsm.writers.write_process", "main")
+        self._process = self._spawned()
+
+    def _spawned(self) -> Spawned:
+        process = Spawned("ckptfsm.writers.write_process", "main")
         at = ctypes.addressof(self._probe)
-        self._process.send(Probe(at, self._probe.raw, self._settings.imports))
+        process.send(Probe(at, self._probe.raw, self._settings.imports))
+        return process
 
     def warm_up(self) -> None:
         """Start the process ahead of the first save."""
@@ -112,43 +160,117 @@ class WriteEngine:
         """In the mode ``auto``: the trainer waits before it changes its state, so copy while writing."""
         self._gate = self._gate or self._settings.mode == "auto"
 
+    @property
+    def may_lend(self) -> bool:
+        """True if another segment can be lent: a message has room for so many descriptors."""
+        return len(self._lent) < _MOST_LENT
+
+    def lend(self, segment: Segment) -> None:
+        """Read the state that lies in this segment through its descriptor.
+
+        The segment belongs to the engine now, and is closed with it.
+        """
+        self._lent.append(segment)
+
     def __call__(self, storage: Storage, job: RankJob) -> WriterProcess:
         """Start a rank's writer. Waits until an eager writer holds a copy."""
         parts = [part for part in job.parts if isinstance(part, FromImages)]
-        lent = any(part.lent for part in parts)
-        eager = lent and not self._gate
-        images = [image for part in parts for turn in part.turns for image in turn]
-        needed = sum(image.chunk_count for image in images) * CHUNK_BYTES
-        if not _is_portable(storage, job) or (eager and not self._affords(needed)):
-            return launch_forked(storage, job)
-        buffers = needed if eager else min(needed, self._settings.buffer_bytes)
-        order = self._order(storage, job, buffers, eager)
+        ranges = ranges_of(parts)
         copying = copying_of(parts)
-        process = self._ordered(order, storage) if copying is None else self._ready()
+        if not _is_portable(storage, job) or not self._greet():
+            return self._forked(storage, job, ranges)
+        reading = self._reading(parts, ranges)
+        if reading is None:
+            return self._forked(storage, job, ranges)
+        order = self._order(storage, job, reading)
+        process = self._ready() if copying is not None else self._ordered(order, storage, reading)
         if process is None:
-            return launch_forked(storage, job)
-        later = None if copying is None else partial(self._give, process, order, storage)
-        running = WriteJob(self, process, parts, lent=lent, later=later)
+            return self._forked(storage, job, ranges)
+        give = partial(self._give, process, order, storage, reading)
+        again = partial(self._begin_again, order, storage, reading)
+        running = WriteJob(
+            self,
+            process,
+            parts,
+            reading,
+            later=give if copying is not None else None,
+            again=again if copying is None and _may_restart(job) else None,
+        )
         try:
             if copying is not None and not self._gate:
                 copying.order_updates()
-            if eager:
+            if reading.awaited:
                 running.await_copy(self._settings.copy_timeout_s)
                 if not running.holds_copy and running.poll() is None:
                     raise TimeoutError(errno.ETIMEDOUT, "the writer did not read the state in time")
         except BaseException:  # a Ctrl-C: the caller will not get this writer
-            process.kill()
+            running.kill(_KILL_WAIT_S)
             raise
         return running
 
-    def _ordered(self, order: Order, storage: Storage) -> Spawned | None:
+    def _forked(self, storage: Storage, job: RankJob, ranges: Sequence[Range]) -> WriterProcess:
+        """A forked writer, with copies of all memory that the fork would not freeze."""
+        return launch_forked(storage, job, frozen([r for r in ranges if is_in_segment(r.address)]))
+
+    def _is_lent(self, memory: Range) -> bool:
+        return any(segment.holds(*memory) for segment in self._lent)
+
+    def _reading(self, parts: Sequence[FromImages], ranges: Sequence[Range]) -> Reading | None:
+        """The way to the memory of a job; None if only a fork is left."""
+        lent = any(part.lent for part in parts)
+        eager = lent and not self._gate
+        images = [image for part in parts for turn in part.turns for image in turn]
+        needed = sum(image.chunk_count for image in images) * CHUNK_BYTES
+        buffers = max(CHUNK_BYTES, min(needed, self._settings.buffer_bytes))
+        if self._refused:
+            if copying_of(parts) is not None:  # a fork waits for an accelerator's copies
+                return None
+            others = [each for each in ranges if not eager and self._is_lent(each)]
+            copied = [each for each in ranges if eager or not self._is_lent(each)]
+            if copied:
+                return self._from_arena(copied, others, buffers)
+        if eager:
+            if not self._affords(needed - self._held_bytes):
+                return None
+            buffers = max(CHUNK_BYTES, needed)
+        return Reading(buffers, lent=lent, awaited=eager, segments=self._segments_of(ranges))
+
+    def _segments_of(self, ranges: Iterable[Range]) -> tuple[Segment, ...]:
+        return tuple(s for s in self._lent if any(s.holds(*each) for each in ranges))
+
+    def _from_arena(
+        self, copied: Sequence[Range], others: Sequence[Range], buffers: int
+    ) -> Reading | None:
+        """Copy memory that no other process can read. The ``others`` lie in segments."""
+        size = arena_bytes(copied)
+        arena, self._arena = self._arena, None  # not used again if an error comes now
+        if arena is None or arena.size < size:
+            if not self._affords(size - (arena.size if arena is not None else 0)):
+                self._arena = arena
+                return None
+            arena = None  # first: else both are there for a moment
+            try:
+                arena = Arena(size)
+            except OSError as error:
+                said = f"the writer is forked: there is no shared memory: {describe(error)}"
+                say(log.warning, "no_shared_memory", said, error=describe(error))
+                return None
+        if not self._told:
+            said = f"no other process can read this one's memory, so saves copy it: {self._refused}"
+            say(log.warning, "engine_refused", said, reason=self._refused)
+            self._told = True
+        spans = arena.take(copied)
+        segments = self._segments_of(others)
+        return Reading(buffers, lent=bool(others), segments=segments, arena=arena, copies=spans)
+
+    def _ordered(self, order: Order, storage: Storage, reading: Reading) -> Spawned | None:
         """A process that has the order; another one if the first died while it waited for it."""
         for last in (False, True):
             process = self._ready()
             if process is None:
                 return None
             try:
-                self._give(process, order, storage)
+                self._give(process, order, storage, reading)
             except BaseException as error:
                 process.kill()
                 if last or not isinstance(error, ConnectionError):
@@ -157,14 +279,36 @@ class WriteEngine:
                 return process
         return None
 
-    def _give(self, process: Spawned, order: Order, storage: Storage) -> None:
-        process.send(order, storage.descriptors())
+    def _give(self, process: Spawned, order: Order, storage: Storage, reading: Reading) -> None:
+        process.send(order, _descriptors(storage, reading))
         self._held_bytes = max(self._held_bytes, order.buffer_bytes)
 
-    def _ready(self) -> Spawned | None:
-        """A process that can read our memory, for the caller alone; None if there cannot be one."""
-        if self._refused:
+    def _begin_again(self, order: Order, storage: Storage, reading: Reading) -> Spawned | None:
+        """Another process with the order of one that is dead; None if that has put a receipt.
+
+        Does not wait for the process. Raises ``OSError``.
+        """
+        job = order.job
+        receipts = (f"{job.location}/{receipt_name(p.name, job.rank)}" for p in job.parts)
+        if any(lookup(storage, receipt) is not None for receipt in receipts):
             return None
+        process = self._spawned()
+        try:
+            process.send(replace(order, again=True), _descriptors(storage, reading))
+        except BaseException:
+            process.kill()
+            raise
+        return process
+
+    def _ready(self) -> Spawned | None:
+        """A process for the caller alone; None if there cannot be one."""
+        if not self._greet():
+            return None
+        process, self._process = self._process, None
+        return process
+
+    def _greet(self) -> bool:
+        """Learn whether the process can read our memory. False if there is no process."""
         self.start()
         process, self._process = self._process, None  # not used again if an error comes now
         assert process is not None
@@ -178,18 +322,12 @@ class WriteEngine:
                 said = f"the writer is forked: its process did not start ({process.exitcode()})"
                 say(log.warning, "writer_not_started", said)
                 process.kill()
-                return None
-        if not self._refused:
-            return process
-        process.kill()
-        said = f"writers are forked: no other process can read this one's memory: {self._refused}"
-        say(log.warning, "engine_refused", said, reason=self._refused)
-        return None
+                return False
+        self._process = process
+        return True
 
-    def _affords(self, needed: int) -> bool:
-        """False if, in the mode ``auto``, an eager copy would take too much of the free memory."""
-        alive = self._process is not None and self._process.exitcode() is None
-        more = needed - (self._held_bytes if alive else 0)
+    def _affords(self, more: int) -> bool:
+        """False if, in the mode ``auto``, a copy would take too much of the free memory."""
         if self._settings.mode != "auto" or more <= 0:
             return True
         limit = int(self._settings.free_bytes() * _FREE_SHARE / ranks_of_this_host())
@@ -199,28 +337,56 @@ class WriteEngine:
         say(log.warning, "copy_not_affordable", said, needed=more, limit=limit)
         return False
 
-    def _order(self, storage: Storage, job: RankJob, buffer_bytes: int, eager: bool) -> Order:
+    def _order(self, storage: Storage, job: RankJob, reading: Reading) -> Order:
         parts = tuple(p.bound(None) if isinstance(p, FromImages) else p for p in job.parts)
-        job, memory = replace(job, parts=parts), max(buffer_bytes, CHUNK_BYTES)
         settings = self._settings
-        twice = settings.twice and not eager
         return Order(
-            storage.root, job, memory, settings.threads, settings.nice, awaited=eager, twice=twice
+            storage.root,
+            replace(job, parts=parts),
+            reading.buffer_bytes,
+            settings.threads,
+            settings.nice,
+            awaited=reading.awaited,
+            twice=settings.twice and reading.lent and not reading.awaited,
+            segments=len(reading.sources),
+            spans=reading.spans,
         )
 
     def take_back(self, process: Spawned) -> None:
         """Use a process again: its job is done."""
         if self._process is None:
-            self._process = process
+            self._process, self._greeted = process, True
         else:
             process.kill(0.0)
 
+    def take_back_arena(self, arena: Arena) -> None:
+        """Use an arena again: the process that read it is done, or dead."""
+        if self._arena is None or self._arena.size < arena.size:
+            self._arena = arena
+
     def close(self, timeout_s: float = _KILL_WAIT_S) -> None:
-        """End the process."""
+        """End the process, and close the segments."""
+        for segment in self._lent:
+            segment.close()
+        if self._arena is not None:
+            self._arena.segment.close()
+        self._lent, self._arena = [], None
         process, self._process = self._process, None
         if process is not None:
             process.close()
             process.kill(timeout_s)
+
+
+def _descriptors(storage: Storage, reading: Reading) -> list[int]:
+    """The descriptors that travel with an order."""
+    return [*storage.descriptors(), *(each.fileno() for each in reading.sources)]
+
+
+def _may_restart(job: RankJob) -> bool:
+    """True if all files that the job makes are known, and no other attempt can have them."""
+    return job.location.startswith(f"{STAGING}/") and all(
+        isinstance(part, (ImagePart, *PLAIN_PARTS)) for part in job.parts
+    )
 
 
 def _is_portable(storage: Storage, job: RankJob) -> bool:
@@ -245,17 +411,19 @@ class WriteJob:
         engine: WriteEngine,
         process: Spawned,
         parts: Sequence[FromImages],
+        reading: Reading,
         *,
-        lent: bool,
         later: Callable[[], object] | None = None,
+        again: Callable[[], Spawned | None] | None = None,
     ) -> None:
         self._engine = engine
         self._process = process
         self._kept = tuple(parts)  # with their memory, until it was read
-        self._lent = lent
+        self._lent, self._arena = reading.lent, reading.arena
         self._later = later
         self._ordered = later is None
-        self._taken = False
+        self._again = again  # starts another process, once
+        self._taken = self._confirmed = False
         self._failure: Outcome | None = None
         self._outcome: Outcome | None = None
 
@@ -276,6 +444,7 @@ class WriteJob:
     def confirm(self) -> None:
         """Let the process write its receipts; without this message it waits for ever."""
         if self._outcome is None:
+            self._confirmed = True
             with contextlib.suppress(ConnectionError):  # it has ended: ``poll`` tells
                 self._process.send(Confirm())
 
@@ -293,9 +462,10 @@ class WriteJob:
         """End the process, unless the job is done: then nothing of it is left."""
         if self._outcome is not None:
             return True
+        self._again = None
         if not self._process.kill(timeout_s):
             return False
-        self._outcome = Outcome(self._process.exitcode())
+        self._end(Outcome(self._process.exitcode()))
         return True
 
     def whereabouts(self) -> str:
@@ -332,9 +502,36 @@ class WriteJob:
             if isinstance(message, Taken):
                 self._taken, self._kept = True, ()
             elif isinstance(message, Done):
-                self._outcome = Outcome(0, message.payload, complete=True)
+                self._end(Outcome(0, message.payload, complete=True))
                 self._engine.take_back(self._process)
             elif isinstance(message, Ended):
                 self._failure = Outcome(1, error=message.error)
-        if self._outcome is None and exitcode is not None:
-            self._outcome = self._failure or Outcome(exitcode)
+        if self._outcome is None and exitcode is not None and not self._restarted(exitcode):
+            self._end(self._failure or Outcome(exitcode))
+
+    def _restarted(self, exitcode: int) -> bool:
+        """Let another process begin again, if this one was killed and all memory is as it was."""
+        again, self._again = self._again, None
+        intact = not self._taken or (self._arena is not None and not self._lent)
+        if again is None or exitcode >= 0 or not intact:
+            return False
+        died = f"the writer ended: {Outcome(exitcode).explain()}"
+        try:
+            process = again()
+        except OSError as error:
+            said = f"{died}; another one cannot begin: {describe(error)}"
+            say(log.warning, "writer_not_started", said, error=describe(error))
+            return False
+        if process is None:
+            return False
+        self._process = process
+        say(log.warning, "writer_restarted", f"{died}; another one begins again")
+        if self._confirmed:
+            self.confirm()
+        return True
+
+    def _end(self, outcome: Outcome) -> None:
+        self._outcome, self._kept = outcome, ()
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            self._engine.take_back_arena(arena)

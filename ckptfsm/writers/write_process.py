@@ -21,12 +21,15 @@ from importlib import import_module
 
 from ckptfsm.adapters.memory import MemoryOf
 from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.segments import Descriptors, Span, SpanReader
 from ckptfsm.adapters.spawn import TrainersEnd, be_considerate
 from ckptfsm.core.errors import describe, first_os_error
-from ckptfsm.core.ports import ChildError, RankJob
+from ckptfsm.core.layout import join
+from ckptfsm.core.ports import ChildError, RankJob, Storage
+from ckptfsm.disk.trash import remove_staged
 from ckptfsm.writers.image import CHUNK_BYTES, FromImages
 from ckptfsm.writers.prefetch import Buffers, Prefetch
-from ckptfsm.writers.rank_writer import write_rank
+from ckptfsm.writers.rank_writer import FilePart, write_rank
 
 _MADV_POPULATE_WRITE = 23
 
@@ -52,8 +55,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A job for the process, sent with the descriptor of ``root``.
+    """A job for the process, sent with the descriptor of ``root``, then those of ``segments``.
 
+    ``spans`` is the trainer's memory that is read through the segments, by the number of each.
+    ``again``: a process that had this order is dead, and may have left files.
     ``buffer_bytes`` is the memory to use for it, ``threads`` the number that read the trainer's. If the
     trainer waits for the copy (``awaited``), ``nice`` holds for writing only. ``twice``: read everything
     again before the trainer may change it.
@@ -66,6 +71,9 @@ class Order:
     nice: int
     awaited: bool
     twice: bool = False
+    segments: int = 0
+    spans: tuple[Span, ...] = ()
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +134,12 @@ class Server:
         return "" if found == probe.content else "another process was read"
 
     def _begin(self, order: Order, fds: list[int]) -> None:
-        for fd in fds:
+        roots = len(fds) - order.segments
+        for fd in fds[:roots]:
             self._keep(order.root, fd)
+        segments = Descriptors(fds[roots:])
         self._confirmed = confirmed = threading.Event()  # here: the confirmation may be next
-        work = partial(self._run, order, confirmed)
+        work = partial(self._run, order, segments, confirmed)
         threading.Thread(target=work, daemon=True, name="ckptfsm-job").start()
 
     def _keep(self, root: str, fd: int) -> None:
@@ -138,9 +148,10 @@ class Server:
         else:
             self._storages[root] = PosixStorage.of_descriptor(root, fd)
 
-    def _run(self, order: Order, confirmed: threading.Event) -> None:
+    def _run(self, order: Order, segments: Descriptors, confirmed: threading.Event) -> None:
         try:
-            payload = self._write(order, confirmed)
+            payload = self._write(order, segments, confirmed)
+            segments.close()
         except BaseException as error:  # the trainer must hear of every error
             cause = first_os_error(error)
             words = describe(cause) if cause else ""
@@ -149,10 +160,12 @@ class Server:
             os._exit(1)
         self._trainer.channel.send(Done(payload))
 
-    def _write(self, order: Order, confirmed: threading.Event) -> list[tuple[str, int, object]]:
+    def _write(
+        self, order: Order, segments: Descriptors, confirmed: threading.Event
+    ) -> list[tuple[str, int, object]]:
         source = Prefetch(
             [t for part in order.job.parts if isinstance(part, FromImages) for t in part.turns],
-            MemoryOf(self._trainer.pid),
+            SpanReader(order.spans, segments.take, MemoryOf(self._trainer.pid)),
             Buffers(self._memory(order.buffer_bytes)),
             partial(self._trainer.channel.send, Taken()),
             threads=order.threads,
@@ -168,7 +181,10 @@ class Server:
             be_considerate(order.nice)
             source.start()
         await_word = partial(_await_word, source, confirmed)
-        return write_rank(self._storages[order.root], replace(order.job, parts=bound), await_word)
+        storage = self._storages[order.root]
+        if order.again:
+            remove_files(storage, order.job)
+        return write_rank(storage, replace(order.job, parts=bound), await_word)
 
     def _memory(self, size: int) -> memoryview:
         """At least ``size`` bytes of memory, present, and kept for the next job."""
@@ -178,6 +194,18 @@ class Server:
             self._mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             populate(self._mapping)
         return memoryview(self._mapping)[:size]
+
+
+def remove_files(storage: Storage, job: RankJob) -> None:
+    """Remove the files of a dead writer of this job: each file is created exclusively."""
+    for part in job.parts:
+        names: list[str] = []
+        if isinstance(part, FromImages):
+            names = [image.name for turn in part.turns for image in turn]
+        elif isinstance(part, FilePart):
+            names = [join(part.directory, part.file)]
+        for name in names:
+            remove_staged(storage, join(job.location, name))
 
 
 def _await_word(source: Prefetch, confirmed: threading.Event) -> None:

@@ -18,12 +18,74 @@ from jobs import (
     children,
     managed,
     save,
+    save_steps,
     state_of,
     train_until_done,
 )
 from megatron.core.dist_checkpointing import ShardedTensor
+from refused_reads import refuse_reads
 
-from ckptfsm.writers.write_engine import WriteJob
+from ckptfsm.writers import write_engine
+from ckptfsm.writers.write_engine import WriteEngine, WriteJob
+
+
+def save_refused(here: Here, root: str, steps: list[int], **settings: Any) -> Told:
+    """Save in a container that lets no process read the memory of another one. No fork helps."""
+    with pytest.MonkeyPatch.context() as patch:
+        refuse_reads(patch)
+        patch.setattr(write_engine, "launch_forked", None)
+        return save_steps(here, root, steps, **settings)
+
+
+def save_shared(here: Here, root: str, size: int, refuse: bool, **settings: Any) -> Told:
+    """Save an offloaded Adam in shared memory after each step, and step again when that is allowed."""
+    torch.manual_seed(here.rank)
+    weight = torch.nn.Parameter(torch.randn(size))
+    optimizer = torch.optim.Adam([weight])
+    place = (0, here.rank, here.world_size)
+
+    def step() -> None:
+        weight.grad = torch.randn(size)
+        optimizer.step()
+
+    def state() -> dict[str, Any]:
+        tensors = {"w": weight.detach(), **optimizer.state[weight]}
+        tensors.pop("step")
+        return {
+            key: ShardedTensor.from_rank_offsets(key, tensor, place)
+            for key, tensor in tensors.items()
+        }
+
+    step()
+    equal, readings = [], []
+    with pytest.MonkeyPatch.context() as patch, managed(here, root, **settings) as manager:
+        if refuse:
+            refuse_reads(patch)
+            patch.setattr(write_engine, "launch_forked", None)
+        read = WriteEngine._reading
+        patch.setattr(
+            WriteEngine, "_reading", lambda *args: readings.append(read(*args)) or readings[-1]
+        )
+        shared = manager.share(optimizer)
+        manager.attach(optimizer)
+        for number in (1, 2):
+            wanted = {key: value.data.clone() for key, value in state().items()}
+            handle = manager.save(number, state())
+            step()
+            assert train_until_done(manager, handle) is None
+            before = {key: value.data.clone() for key, value in state().items()}
+            loaded = manager.restore(state(), step=number)
+            assert loaded is not None
+            equal.append(all(torch.equal(loaded.state[key], wanted[key]) for key in wanted))
+            for key, value in state().items():
+                value.data.copy_(before[key])
+    return {
+        "shared": shared,
+        "equal": equal,
+        "gated": [reading.lent and not reading.awaited for reading in readings],
+        "arenas": [reading.arena is not None for reading in readings],
+        "segments": [len(reading.segments) for reading in readings],
+    }
 
 
 def strike_writer(
@@ -43,6 +105,31 @@ def strike_writer(
         manager.wait_until_finished()
         third = save(manager, here, 3)
         return {"first": first, "failed": error, "third": third, "all": manager.all_steps()}
+
+
+def strike_reader(here: Here, root: str, victim: int, size: int) -> Told:
+    """Kill the writer of one rank while it reads the state of step 2, and step as soon as allowed."""
+    weights = Updated(here, size)
+    with managed(here, root, engine="gated") as manager:
+        assert save(manager, here, 1) is None  # the writer process is there
+        writers = children() if here.rank == victim else []
+        for pid in writers:
+            os.kill(pid, signal.SIGSTOP)
+        handle = manager.save(2, weights.state())
+        for pid in writers:
+            os.kill(pid, signal.SIGKILL)
+        manager.before_update()
+        weights.update()
+        failed = train_until_done(manager, handle)
+        loaded = manager.restore(Updated(here, size).state(), step=2)
+        assert loaded is not None
+        return {
+            "failed": failed,
+            "equal": weights.is_at(loaded.state, 0.0),
+            "third": save(manager, here, 3),
+            "all": manager.all_steps(),
+            "same": children() == writers,
+        }
 
 
 class Updated:

@@ -60,6 +60,42 @@ def test_files_are_those_of_a_forked_writer(cluster: Cluster, tmp_path: Path, en
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_where_memory_cannot_be_read_files_are_the_same(
+    cluster: Cluster, tmp_path: Path, engine: str
+) -> None:
+    """Catches: a container that refuses ``process_vm_readv``, and writes other bytes, or forks."""
+    root = tmp_path / engine
+    cluster.run("save_steps", root=str(tmp_path / "fork"), steps=[1, 2], rows=30000, engine="fork")
+    for rank in cluster.run(
+        "engine_jobs.save_refused", root=str(root), steps=[1, 2], rows=30000, engine=engine
+    ):
+        assert (rank["errors"], rank["all"]) == ([None] * 2, [1, 2])
+        assert len(rank["children"]) == 1, "one writer process stays"
+    for file in path_of(tmp_path / "fork", 2).iterdir():
+        if file.suffix == ".distcp":
+            assert (path_of(root, 2) / file.name).read_bytes() == file.read_bytes(), file.name
+    directory = str(path_of(root, 2))
+    assert cluster.run("stock_load", directory=directory, step=2, rows=30000) == [True, True]
+
+
+@pytest.mark.parametrize("refuse", [False, True])
+def test_a_shared_optimizer_is_gated_where_memory_cannot_be_read(
+    cluster: Cluster, root: Path, refuse: bool
+) -> None:
+    """Catches: a copy of state that the writer process shares; a torn one; a step that leaves the
+    shared memory; a gate that is open while it is read."""
+    job = "engine_jobs.save_shared"
+    settings = {"size": 8 * MIB_OF_FLOATS, "refuse": refuse, "engine": "gated"}
+    for rank in cluster.run(job, root=str(root), **settings):
+        assert rank["shared"] == 3 * 8 * MIB_OF_FLOATS * 4
+        assert rank["equal"] == [True, True]
+        assert rank["gated"] == [True, True]
+        assert rank["arenas"] == [False, False]
+        assert rank["segments"] == [1, 1]
+    assert cluster.run("engine_jobs.latest", root=str(root)) == [2, 2]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_gpt_resumes_bit_for_bit(cluster: Cluster, root: Path, engine: str) -> None:
     """Catches: a weight of a later step in a checkpoint: the next loss differs."""
     first = cluster.run("train_gpt", root=str(root), tp=2, until=4, save_at=2, engine=engine)
@@ -90,6 +126,20 @@ def test_f1_a_killed_writer_fails_the_save_on_all_ranks(
         assert f"rank {victim}: killed by SIGKILL" in rank["failed"]["text"]
         assert rank["all"] == [1, 3]
     assert (tracked_step(root), staging_of(root)) == (3, [])
+
+
+def test_f1_a_writer_that_is_killed_while_it_reads_begins_again(
+    cluster: Cluster, root: Path
+) -> None:
+    """Catches: a save that is lost though its state was still there; one with the next step's state;
+    a gate that opens with the death of the writer."""
+    ranks = cluster.run(
+        "engine_jobs.strike_reader", root=str(root), victim=1, size=4 * MIB_OF_FLOATS
+    )
+    for rank in ranks:
+        assert (rank["failed"], rank["equal"], rank["third"]) == (None, True, None)
+        assert (rank["all"], rank["same"]) == ([1, 2, 3], False)
+    assert states_of(root) == {1: "tracked", 2: "tracked", 3: "tracked"}
 
 
 def test_f1_a_stopped_writer_meets_its_deadline(cluster: Cluster, root: Path) -> None:

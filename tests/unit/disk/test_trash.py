@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.core.layout import DIRECTORIES, PINS, READERS, TRACKER, TRASH
+from ckptfsm.core.layout import DIRECTORIES, PINS, READERS, STAGING, TRACKER, TRASH
 from ckptfsm.disk.durable import make_dirs, write_new
 from ckptfsm.disk.trash import (
     remove_marker,
     remove_some,
+    remove_staged,
     sweep_attempt,
     sweep_temporaries,
 )
@@ -193,3 +194,17 @@ def test_a_marker_is_removed_durably(loss):
     remove_marker(storage, f"{PINS}/5.json")
     disk.crash(loss)
     assert SimStorage(disk, "q").listdir(PINS) == []
+
+
+def test_only_staged_files_of_a_dead_writer_are_removed(storage):
+    """Catches: a shard of a checkpoint that is removed for a writer which begins again."""
+    make_dirs(storage, f"{STAGING}/5")
+    make_dirs(storage, "iter_5")
+    for directory in (f"{STAGING}/5", "iter_5"):
+        write_new(storage, f"{directory}/shard", b"x")
+    for _ in range(2):
+        remove_staged(storage, f"{STAGING}/5/shard")
+    with pytest.raises(ValueError, match="not in a staging directory"):
+        remove_staged(storage, "iter_5/shard")
+    assert storage.listdir(f"{STAGING}/5") == []
+    assert storage.listdir("iter_5") == ["shard"]

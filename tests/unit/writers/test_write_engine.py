@@ -18,20 +18,23 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+from refused_reads import refuse_reads
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.fork import Child
 from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.segments import Segment
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.events import Failed, ShardReported, WriterForked
 from ckptfsm.core.layout import receipt_name, staging_dir
 from ckptfsm.core.parts import AttemptId, PartSpec
-from ckptfsm.core.ports import RankJob
+from ckptfsm.core.ports import Outcome, RankJob
 from ckptfsm.ranks.group_worker import GroupShare
 from ckptfsm.ranks.tickets import Ticket
+from ckptfsm.writers import write_engine
 from ckptfsm.writers.image import ImagePart, Literal, Memory, image_of
 from ckptfsm.writers.rank_writer import FilePart, RankWriter
-from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings, WriteJob
+from ckptfsm.writers.write_engine import Reading, WriteEngine, WriteEngineSettings, WriteJob
 from ckptfsm.writers.write_process import Hello, Order, Taken, _await_word
 
 OF = AttemptId(5, 1, 1)
@@ -96,6 +99,11 @@ def engine():
     yield make
     for each in made:
         each.close()
+
+
+@pytest.fixture
+def refused_reads(monkeypatch):
+    refuse_reads(monkeypatch)
 
 
 def job(*parts, of: AttemptId = OF) -> RankJob:
@@ -196,10 +204,10 @@ def test_the_process_stays_for_the_next_save(engine, storage, root):
 
 
 def test_F1_a_killed_process_fails_its_save_and_the_next_one_has_another(engine, storage, root):
-    """Catches: a dead writer that counts as a success, or is used again."""
+    """Catches: a dead writer that counts as a success, or is used again; one that begins again when
+    the trainer may have changed its state."""
     used = engine(mode="gated")
-    run = writer(used, storage, State().part())
-    os.kill(pid_of(run), signal.SIGKILL)
+    run = writer(used, storage, State().part(), changed=lambda: kill(run.process) or "")
     end = ends(run)[-1]
     assert isinstance(end, Failed)
     assert "SIGKILL" in end.detail
@@ -209,6 +217,130 @@ def test_F1_a_killed_process_fails_its_save_and_the_next_one_has_another(engine,
     again = writer(used, storage, State().part(), of=of)
     assert isinstance(ends(again)[-1], ShardReported)
     assert pid_of(again) != pid_of(run)
+
+
+def kill(process: WriteJob) -> None:
+    """SIGKILL from outside, as of the kernel out of memory; the process has ended then."""
+    pid = process._process.pid
+    watched = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    select.select([watched], [], [], WAIT_S)
+    os.close(watched)
+
+
+@pytest.fixture
+def dies(monkeypatch):
+    """Makes the next processes die when they have an order, before they read."""
+    left = [0]
+    send = Spawned.send
+
+    def last_message(process: Spawned, message: object, fds=()) -> None:
+        deadly = isinstance(message, Order) and left[0] > 0
+        if deadly:
+            left[0] -= 1
+            os.kill(process.pid, signal.SIGSTOP)
+        send(process, message, fds)
+        if deadly:
+            os.kill(process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Spawned, "send", last_message)
+    return left
+
+
+@pytest.mark.parametrize("mode", ["eager", "gated"])
+def test_F1_a_process_that_dies_before_it_has_read_begins_again(
+    engine, storage, root, dies, caplog, mode
+):
+    """Catches: an attempt that is lost with its writer though its state is as it was; files of the
+    dead one that are in the way, or are taken for those of the new one."""
+    dies[0] = 1
+    (root / LOCATION / "__0_1.distcp").write_bytes(b"half")
+    (root / LOCATION / "data.pt").write_bytes(b"half")
+    used, state = engine(mode=mode), State()
+    run = writer(used, storage, state.part(), FilePart("data.pt", "data.pt", b"plain"))
+    assert [type(each) for each in ends(run)] == [WriterForked, ShardReported, ShardReported]
+    for index in (0, 1):
+        assert (root / LOCATION / f"__0_{index}.distcp").read_bytes() == state.wanted(index)
+    assert (root / LOCATION / "data.pt").read_bytes() == b"plain"
+    assert [r.event for r in caplog.records] == ["writer_restarted"]
+    assert used._process is run.process._process, "it stays for the next save"
+    of = AttemptId(6, 1, 2)
+    (root / staging_dir(of)).mkdir(parents=True)
+    assert isinstance(ends(writer(used, storage, State().part(), of=of))[-1], ShardReported)
+
+
+def test_F1_a_job_begins_again_only_once(engine, storage, root, dies):
+    """Catches: a host that is out of memory, and starts a process after the other."""
+    dies[0] = 2
+    run = writer(engine(mode="gated"), storage, State().part())
+    [failed] = ends(run)
+    assert failed.reason == "writer_died"
+    assert dies[0] == 0
+
+
+def test_a_state_that_changed_meanwhile_fails_the_new_writer_too(engine, storage, root, dies):
+    """Catches: a torn checkpoint of a writer that began again."""
+    dies[0] = 1
+    run = writer(engine(mode="gated"), storage, State().part(), changed=lambda: "w1 was changed")
+    [failed] = ends(run)
+    assert failed.reason == "state_changed"
+    assert run.process.kill(WAIT_S)
+    assert not (root / LOCATION / receipt_name("state", 0)).exists()
+
+
+def test_a_writer_that_was_given_up_does_not_begin_again(engine, storage, root, dies):
+    """Catches: a second writer in an attempt whose first one was killed by its trainer."""
+    dies[0] = 1
+    process = engine(mode="gated")(storage, job(State().part()))
+    pid = process._process.pid
+    assert process.kill(WAIT_S)
+    assert process._process.pid == pid
+    dies[0] = 1
+    late = engine(mode="gated")(storage, job(State().part()))
+    late._process.kill, kept = (lambda timeout_s: False), late._process  # it is not gone in time
+    assert not late.kill(0.0)
+    kill(late)
+    assert late.poll() == Outcome(-signal.SIGKILL)
+    assert late._process is kept
+
+
+def test_F1_files_in_place_are_not_removed_for_a_new_writer(engine, storage, root, dies):
+    """Catches: a file of a later attempt that is removed: in place, attempts use the same names."""
+    dies[0] = 1
+    (root / "iter_5").mkdir()
+    (root / "iter_5/__0_1.distcp").write_bytes(b"another's")
+    process = engine(mode="gated")(storage, replace(job(State().part()), location="iter_5"))
+    assert process.wait(WAIT_S).exitcode == -signal.SIGKILL
+    assert (root / "iter_5/__0_1.distcp").read_bytes() == b"another's"
+
+
+@pytest.mark.usefixtures("refused_reads")
+def test_F1_a_whole_copy_is_written_again_before_the_receipt(engine, storage, root):
+    """Catches: an arena that is lost with the process that read it; a new writer that waits for a
+    word which its predecessor has had."""
+    state = State()
+    wanted = state.wanted(0)
+    process = engine(mode="eager")(storage, job(state.part()))
+    ctypes.memset(state.buffers[0], 0, len(state.buffers[0]))
+    while not process._taken:
+        process._listen(WAIT_S)
+    kill(process)
+    process.confirm()  # the dead one does not hear it
+    assert process.wait(WAIT_S).succeeded
+    assert (root / LOCATION / "__0_0.distcp").read_bytes() == wanted
+
+
+@pytest.mark.usefixtures("refused_reads")
+def test_F1_a_writer_with_a_receipt_does_not_begin_again(engine, storage, root):
+    """Catches: files that are removed though a receipt vouches for them."""
+    process = engine(mode="eager")(storage, job(State().part()))
+    while not process._taken:
+        process._listen(WAIT_S)
+    kill(process)
+    receipt = root / LOCATION / receipt_name("state", 0)
+    receipt.parent.mkdir(parents=True)
+    receipt.write_bytes(b"receipt")
+    assert process.poll() == Outcome(-signal.SIGKILL)
 
 
 def test_F1_a_process_that_dies_between_saves_is_started_anew(engine, storage, root):
@@ -286,19 +418,131 @@ def test_a_job_that_is_done_is_not_killed(engine, storage, root):
     assert isinstance(ends(second)[-1], ShardReported)
 
 
-def test_where_memory_cannot_be_read_the_writer_is_forked(
-    engine, storage, root, caplog, monkeypatch
-):
-    """Catches: a job in a container without ``process_vm_readv`` that can save nothing."""
-    used = engine()
-    used._probe = ctypes.create_string_buffer(b"x", 1)
-    monkeypatch.setattr(ctypes, "addressof", lambda found: 4096)
-    used.start()
-    monkeypatch.undo()
+@pytest.mark.usefixtures("refused_reads")
+@pytest.mark.parametrize("mode", ["auto", "eager", "gated"])
+def test_where_memory_cannot_be_read_the_trainer_copies_it(engine, storage, root, caplog, mode):
+    """Catches: a job in a container without ``process_vm_readv`` that is forked, or can save nothing;
+    a change behind the launch in a file; an arena or a line in the log for each save."""
+    used, arenas, pids = engine(mode=mode, buffer_bytes=8 * MIB), set(), set()
+    for attempt in (1, 2):
+        of = AttemptId(attempt, 1, attempt)
+        (root / staging_dir(of)).mkdir(parents=True)
+        state = State(size=20 * MIB + attempt)
+        wanted = [state.wanted(i) for i in (0, 1)]
+        run = writer(used, storage, state.part(), of=of)
+        assert run.has_copy
+        for buffer in state.buffers:
+            ctypes.memset(buffer, 0, len(buffer))
+        pids.add(pid_of(run))
+        assert isinstance(ends(run)[-1], ShardReported)
+        for i in (0, 1):
+            assert (root / staging_dir(of) / f"__0_{i}.distcp").read_bytes() == wanted[i]
+        arenas.add(used._arena.segment.address)
+    assert (len(pids), len(arenas)) == (1, 1)
+    assert [r.event for r in caplog.records] == ["engine_refused"]
+    assert "saves copy it: PermissionError: [Errno 1] process_vm_readv" in caplog.text
+    smaller = writer(used, storage, State().part())
+    assert smaller.process._arena.segment.address in arenas, "the arena is kept"
+    ends(smaller)
+    segment = used._arena.segment
+    used.close()
+    assert used._arena is None
+    with pytest.raises(OSError, match="was closed"):
+        segment.fileno()
+
+
+@pytest.mark.usefixtures("refused_reads")
+@pytest.mark.parametrize("gate", [False, True])
+def test_a_refused_copy_that_does_not_fit_is_forked(engine, storage, root, caplog, gate):
+    """Catches: a host that ends a job at its save, because an arena does not fit; an arena that is
+    counted again at each save."""
+    free = [14 * MIB]
+    used = engine(free_bytes=lambda: free[0])
+    if gate:
+        used.expect_gate()
     run = writer(used, storage, State().part())
+    assert isinstance(run.process, WriteJob)
     assert isinstance(ends(run)[-1], ShardReported)
-    assert "writers are forked" in caplog.text
-    assert (root / LOCATION / "__0_0.distcp").read_bytes() == State().wanted(0)
+    for step, size, free[0] in ((6, 3 * MIB, 0), (7, 4 * MIB, 6 * MIB), (8, 5 * MIB, 3 * MIB)):
+        of = AttemptId(step, 1, step)
+        (root / staging_dir(of)).mkdir(parents=True)
+        run = writer(used, storage, State(size=size).part(), of=of)
+        assert isinstance(run.process, Child if step == 8 else WriteJob)
+        assert isinstance(ends(run)[-1], ShardReported)
+    assert [r.event for r in caplog.records] == ["engine_refused", "copy_not_affordable"]
+
+
+@pytest.mark.usefixtures("refused_reads")
+def test_without_shared_memory_the_writer_is_forked(engine, storage, root, caplog, monkeypatch):
+    """Catches: a container that refuses memfd too, and can save nothing."""
+
+    def no_arena(size: int) -> None:
+        raise OSError(errno.ENOSYS, "no memfd")
+
+    monkeypatch.setattr(write_engine, "Arena", no_arena)
+    run = writer(engine(mode="eager"), storage, State().part())
+    assert isinstance(run.process, Child)
+    assert isinstance(ends(run)[-1], ShardReported)
+    assert [r.event for r in caplog.records] == ["no_shared_memory"]
+
+
+@pytest.mark.usefixtures("refused_reads")
+def test_an_arena_that_is_read_is_not_filled_again(engine, storage, root):
+    """Catches: the state of the next save in the files of this one; an arena that is lost, or is
+    used again while a process may still read it."""
+    used = engine(mode="eager")
+    of = AttemptId(4, 1, 3)
+    (root / staging_dir(of)).mkdir(parents=True)
+    ends(writer(used, storage, State().part(), of=of))
+    kept = used._arena
+    first = used(storage, job(State().part()))  # it waits for its confirmation
+    assert first._arena is kept
+    of = AttemptId(6, 1, 2)
+    (root / staging_dir(of)).mkdir(parents=True)
+    second = used(storage, job(State().part(), of=of))
+    arenas = [first._arena, second._arena]
+    assert arenas[0] is not arenas[1]
+    assert used._arena is None
+    assert second.kill(WAIT_S)
+    assert used._arena is arenas[1]
+    first.confirm()
+    assert first.wait(WAIT_S).succeeded
+    assert used._arena is arenas[1]
+
+
+@pytest.mark.usefixtures("refused_reads")
+def test_segments_are_gated_where_memory_cannot_be_read(engine, storage, root):
+    """Catches: a copy of state that the process can read through its segment; a gate that is open
+    while that state is read; other memory that is not copied."""
+    used = engine(mode="gated")
+    state, other = InSegment(used), State(count=1)
+    alone = used(storage, job(state.part()))
+    assert alone._arena is None
+    assert alone._lent
+    assert alone.kill(WAIT_S)
+    of = AttemptId(6, 1, 2)
+    (root / staging_dir(of)).mkdir(parents=True)
+    both = writer(used, storage, state.part(), other.part("other", "__1"), of=of)
+    assert both.process._arena.size < 4 * MIB
+    assert both.process._lent
+    assert isinstance(ends(both)[-1], ShardReported)
+    assert (root / staging_dir(of) / "__0_0.distcp").read_bytes() == b"B" * (9 * MIB - 5)
+    assert (root / staging_dir(of) / "__1_0.distcp").read_bytes() == other.wanted(0)
+
+
+@pytest.mark.usefixtures("refused_reads")
+def test_a_refused_eager_save_copies_segments_too(engine, storage, root):
+    """Catches: a change behind an eager launch that is read from a segment."""
+    used = engine(mode="eager")
+    state = InSegment(used)
+    run = writer(used, storage, state.part())
+    assert run.has_copy
+    arena = run.process._arena
+    assert arena is not None
+    assert arena.size >= 9 * MIB - 5
+    state.segment.view(0, 9 * MIB)[:] = bytes(9 * MIB)
+    ends(run)
+    assert (root / LOCATION / "__0_0.distcp").read_bytes() == b"B" * (9 * MIB - 5)
 
 
 def test_without_memory_for_a_copy_the_writer_is_forked(engine, storage, root, caplog):
@@ -478,7 +722,7 @@ class Told:
 def test_the_gate_opens_when_the_last_byte_was_taken(engine):
     """Catches: a trainer that changes its state while the writer reads it."""
     process = Told(Hello(""), Taken())
-    job = WriteJob(engine(), process, [State().part()], lent=True)
+    job = WriteJob(engine(), process, [State().part()], Reading(0, lent=True))
     assert [job.holds_copy for _ in range(3)] == [False, True, True]
 
 
@@ -618,6 +862,71 @@ def test_the_calls_of_another_storage_are_made(engine, root):
     assert isinstance(ends(run)[-1], ShardReported)
     assert (root / "synced").read_bytes()
     storage.close_root()
+
+
+class InSegment:
+    """State of the trainer in a segment of the engine."""
+
+    def __init__(self, engine: WriteEngine, size: int = 9 * MIB) -> None:
+        self.segment = Segment(size)
+        self.segment.view(0, size)[:] = bytes([66]) * size
+        engine.lend(self.segment)
+
+    def part(self) -> ImagePart:
+        memory = Memory(self.segment.address + 5, self.segment.size - 5)
+        return ImagePart("state", "", (image_of("__0_0.distcp", [memory]),))
+
+
+@pytest.mark.parametrize("mode", ["eager", "gated"])
+def test_a_segment_is_read_through_its_descriptor(engine, storage, root, mode):
+    """Catches: a segment that is read by its address; one that is not sent with each order; one whose
+    descriptor is taken for the root's."""
+    used = engine(mode=mode)
+    state = InSegment(used)
+    state.segment.address = 4096  # nothing is mapped there
+    for attempt in (1, 2):
+        of = AttemptId(attempt, 1, attempt)
+        (root / staging_dir(of)).mkdir(parents=True)
+        run = writer(used, storage, state.part(), State().part("more", "__1"), of=of)
+        assert isinstance(ends(run)[-1], ShardReported)
+        content = (root / staging_dir(of) / "__0_0.distcp").read_bytes()
+        assert content == b"B" * (9 * MIB - 5)
+    descriptors = f"/proc/{pid_of(run)}/fd"
+    links = [os.readlink(f"{descriptors}/{fd}") for fd in os.listdir(descriptors)]
+    assert not any("memfd" in link for link in links), "the process keeps no segment"
+
+
+def test_a_segment_that_was_closed_fails_the_save(engine, storage, root):
+    """Catches: other memory in a checkpoint, because a descriptor was used again."""
+    used = engine(mode="gated")
+    state = InSegment(used)
+    state.segment.close()
+    with pytest.raises(OSError, match="was closed"):
+        used(storage, job(state.part()))
+
+
+def test_a_fork_gets_copies_of_segments(engine, storage, root, monkeypatch):
+    """Catches: a later change in the files of a forked writer: no fork freezes shared memory."""
+    used = engine()
+    state, readers = InSegment(used), []
+    monkeypatch.setattr(
+        write_engine, "launch_forked", lambda storage, job, memory: readers.append(memory)
+    )
+    used(storage, job(_Foreign(), state.part()))
+    [reader], found = readers, bytearray(3)
+    address = state.segment.address
+    ctypes.memset(address, 0, 100)
+    reader.read(address + 5, memoryview(found))
+    assert found == b"BBB"
+
+
+def test_segments_go_with_their_engine(engine):
+    """Catches: memory of offloaded state that stays as long as the process."""
+    used = engine()
+    state = InSegment(used)
+    used.close()
+    with pytest.raises(OSError, match="was closed"):
+        state.segment.fileno()
 
 
 class _CountingDisk(PosixStorage):

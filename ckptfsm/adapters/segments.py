@@ -1,0 +1,129 @@
+"""Memory of this process that another one reads through a descriptor: memfd segments. No torch.
+
+``process_vm_readv`` needs a permission that some containers refuse. A descriptor that was sent over a
+socket needs none.
+
+Rules: a segment keeps its size for ever (it is sealed), so that no read of its mapping can fail. Its
+memory is given back when the segment is closed and the last view of the mapping is gone. A fork
+does not freeze a segment: a forked child sees later changes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import NamedTuple, Protocol
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_LIVING: weakref.WeakKeyDictionary[mmap.mmap, range] = weakref.WeakKeyDictionary()
+
+
+class Segment:
+    """``size`` bytes of new memory, from ``address`` on. Close it to give the memory back.
+
+    Raises ``OSError`` if the kernel has no memfd, or refuses the size.
+    """
+
+    def __init__(self, size: int) -> None:
+        fd = os.memfd_create("ckptfsm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close = weakref.finalize(self, os.close, fd)
+        self._fd, self.size = fd, size
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        self._mapping: mmap.mmap | None = mmap.mmap(fd, size)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        _LIVING[self._mapping] = range(self.address, self.address + size)
+
+    def fileno(self) -> int:
+        """The descriptor. Raises ``OSError`` (EBADF) once the segment is closed."""
+        self._mapped()
+        return self._fd
+
+    def view(self, start: int, size: int) -> memoryview:
+        """Writable bytes of the segment. Raises ``OSError`` (EBADF) once it is closed."""
+        return memoryview(self._mapped())[start : start + size]
+
+    def holds(self, address: int, size: int) -> bool:
+        """True if these bytes of the trainer lie in the segment."""
+        return self.address <= address and address + size <= self.address + self.size
+
+    def _mapped(self) -> mmap.mmap:
+        if self._mapping is None:
+            raise OSError(errno.EBADF, f"the segment at {self.address:#x} was closed")
+        return self._mapping
+
+    def close(self) -> None:
+        """Let go of the descriptor and the mapping. A second call has no effect."""
+        self._mapping = None  # views keep the memory until they are gone
+        self._close()
+
+
+def is_in_segment(address: int) -> bool:
+    """True if a segment of this process is mapped there, also a closed one that has a view."""
+    return any(address in found for found in _LIVING.values())
+
+
+class Span(NamedTuple):
+    """Bytes at ``address`` of the trainer, and their place: a number of a source, and an offset."""
+
+    address: int
+    size: int
+    number: int
+    offset: int
+
+
+class Reader(Protocol):
+    """Reads memory by address. See ``writers.image.MemoryReader``."""
+
+    def read(self, address: int, into: memoryview) -> None: ...
+
+
+class SpanReader:
+    """Reads spans with ``take(number, offset, into)``, and all other addresses with ``beyond``."""
+
+    def __init__(
+        self, spans: Iterable[Span], take: Callable[[int, int, memoryview], None], beyond: Reader
+    ) -> None:
+        self._spans = sorted(spans)
+        self._starts = list(map(attrgetter("address"), self._spans))
+        self._take, self._beyond = take, beyond
+
+    def read(self, address: int, into: memoryview) -> None:
+        """Fill ``into`` from ``address``. Raises ``OSError``: EFAULT if a span ends before that."""
+        index = bisect_right(self._starts, address) - 1
+        start, size, number, offset = self._spans[index] if index >= 0 else Span(0, 0, 0, 0)
+        if address >= start + size:
+            self._beyond.read(address, into)
+        elif address + len(into) > start + size:
+            raise OSError(errno.EFAULT, f"{len(into)} bytes at {address:#x} leave their segment")
+        else:
+            self._take(number, offset + address - start, into)
+
+
+class Descriptors:
+    """Segments of another process, by the descriptors that it sent."""
+
+    def __init__(self, fds: Sequence[int]) -> None:
+        self._fds = tuple(fds)
+
+    def take(self, number: int, offset: int, into: memoryview) -> None:
+        """Fill ``into``. Raises ``OSError``: EFAULT if the segment ends before that."""
+        done = 0
+        while done < len(into):
+            taken = os.preadv(self._fds[number], [into[done:]], offset + done)
+            if taken == 0:
+                raise OSError(errno.EFAULT, f"segment {number} ends before {offset + len(into)}")
+            done += taken
+
+    def close(self) -> None:
+        """Close all of them."""
+        fds, self._fds = self._fds, ()
+        for fd in fds:
+            os.close(fd)

@@ -1,0 +1,106 @@
+"""The memory that a job's images name, and copies of it. No torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from ckptfsm.adapters.memory import OwnMemory
+from ckptfsm.adapters.segments import Segment, Span, SpanReader
+from ckptfsm.writers.image import FromImages, Memory
+
+_PIECE_BYTES = 4 << 20  # of a copy by one of the threads
+_THREADS = 2  # two cores fill the memory bus of common hosts
+_ALIGNMENT = 64  # of a copy: a line of the processor's cache
+
+
+class Range(NamedTuple):
+    """``size`` bytes of this process at ``address``."""
+
+    address: int
+    size: int
+
+
+def ranges_of(parts: Iterable[FromImages]) -> list[Range]:
+    """The memory of all images, each byte once, in the order of addresses."""
+    pieces = sorted(
+        Range(piece.address, piece.size)
+        for part in parts
+        for turn in part.turns
+        for image in turn
+        for piece in image.pieces
+        if isinstance(piece, Memory)
+    )
+    found: list[Range] = []
+    end = 0
+    for address, size in pieces:
+        if found and address < end:  # tensors that share memory
+            start = found.pop().address
+            end = max(end, address + size)
+            found.append(Range(start, end - start))
+        else:
+            found.append(Range(address, size))
+            end = address + size
+    return found
+
+
+class Arena:
+    """A segment for one copy of a job's memory. Raises ``OSError`` if it cannot be had.
+
+    Rule: nothing is copied into it while a process may read an earlier copy.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.segment = Segment(size)
+
+    @property
+    def size(self) -> int:
+        return self.segment.size
+
+    def take(self, ranges: Sequence[Range]) -> list[Span]:
+        """Copy the ranges, and return where each of them is now.
+
+        Raises ``ValueError`` if they do not fit, see ``arena_bytes``.
+        """
+        if arena_bytes(ranges) > self.size:
+            raise ValueError(f"{arena_bytes(ranges)} bytes do not fit into {self.size}")
+        spans, offset = [], 0
+        for address, size in ranges:
+            spans.append(Span(address, size, 0, offset))
+            offset += _aligned(size)
+        with ThreadPoolExecutor(_THREADS, "ckptfsm-copy") as threads:
+            for _ in threads.map(self._copy, _pieces(spans)):
+                pass  # raises its error
+        return spans
+
+    def _copy(self, piece: Span) -> None:
+        address, size, _, offset = piece
+        ctypes.memmove(self.segment.address + offset, address, size)  # without the GIL
+
+
+def arena_bytes(ranges: Iterable[Range]) -> int:
+    """The size of an arena for these ranges."""
+    return sum(_aligned(size) for _, size in ranges)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pieces(spans: Iterable[Span]) -> Iterator[Span]:
+    for address, size, number, offset in spans:
+        for start in range(0, size, _PIECE_BYTES):
+            yield Span(address + start, min(_PIECE_BYTES, size - start), number, offset + start)
+
+
+def frozen(ranges: Sequence[Range]) -> SpanReader:
+    """A reader of this process's memory, with copies of ``ranges`` as they are now."""
+    copies = [ctypes.string_at(address, size) for address, size in ranges]
+
+    def take(number: int, offset: int, into: memoryview) -> None:
+        into[:] = memoryview(copies[number])[offset : offset + len(into)]
+
+    spans = [Span(address, size, number, 0) for number, (address, size) in enumerate(ranges)]
+    return SpanReader(spans, take, OwnMemory())
