@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import typer
 
-from ckptfsm.cli import demo_command, examining, exporting, reading, verifying
+from ckptfsm.cli import changing, demo_command, examining, exporting, reading, verifying
 from ckptfsm.cli.terminal import say_error
 from ckptfsm.core.errors import (
     CkptFsmError,
@@ -43,6 +43,7 @@ reading.add_to(app)
 verifying.add_to(app)
 examining.add_to(app)
 exporting.add_to(app)
+changing.add_to(app)
 demo_command.add_to(app)
 
 

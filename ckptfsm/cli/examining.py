@@ -8,12 +8,9 @@ from typing import Annotated
 
 import typer
 
-from ckptfsm.adapters.clock import SystemClock
-from ckptfsm.adapters.identity import this_process
-from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.cli.owning import owned
 from ckptfsm.cli.reading import HERE, Json, Root, opened
 from ckptfsm.cli.terminal import put, put_json
-from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
 from ckptfsm.core.errors import ConfigError, JournalCorrupt, NewerSchema, RootBusy, describe
 from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.findings import Finding, Severity, examine
@@ -100,27 +97,12 @@ def lines_of(found: list[Finding]) -> list[str]:
 
 def _fix(root: Root) -> list[str]:
     """Open a root as a start does, and close it: recovery repairs, and journals its moves."""
-    storage = PosixStorage(root, create=False)
     try:
-        layout = look(storage).layout
-        coordinator = Coordinator(
-            storage,
-            clock=SystemClock(),
-            identity=this_process(),
-            options=CoordinatorOptions(layout=layout),
-            finishers={},
-            provenance={},
-        )
-        report = coordinator.open()
-        coordinator.close()
+        with owned(root) as (_, report):
+            pass
     except (RootBusy, ConfigError) as error:  # ConfigError: a save needs torch to be completed
         return [f"nothing was done: {describe(error)}"]
-    finally:
-        storage.close_root()
     done = [f"{each.subject}: {each.result}, because: {each.why}" for each in report.decisions]
-    latest = (
-        "no checkpoint is tracked"
-        if report.latest_step is None
-        else f"latest: {report.latest_step}"
-    )
+    step = report.latest_step
+    latest = "no checkpoint is tracked" if step is None else f"the latest is step {step}"
     return [clean(line) for line in ("repaired:", *(f"- {line}" for line in done), latest)]

@@ -25,6 +25,7 @@ from typing import Any
 from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.notices import say
 from ckptfsm.coordinator.engine import Engine, EngineSettings
+from ckptfsm.coordinator.errands import carry_out
 from ckptfsm.coordinator.plan_run import PlanRun, roll_back
 from ckptfsm.core.admission import Admission, Space, decide_admission, predict_bytes
 from ckptfsm.core.documents import (
@@ -79,6 +80,7 @@ from ckptfsm.core.requests import (
 )
 from ckptfsm.core.retention import KeepAll, Policy
 from ckptfsm.disk.durable import list_names, lookup, storage_error
+from ckptfsm.disk.inbox import Inbox
 from ckptfsm.disk.inspection import (
     gather_evidence,
     inspect_published,
@@ -135,6 +137,7 @@ class Coordinator:
         self._opened: Engine | None = None
         self._requests = 0
         self._verified: AttemptId | None = None
+        self._inbox: Inbox | None = None
         self._readers = ReaderLeases(storage, clock, options.reader_timeout_s)
         self._tick_at = 0.0
         self._idle_at_last_tick = True
@@ -173,6 +176,7 @@ class Coordinator:
             takeover=self._options.takeover,
         )
         self._ownership = ownership
+        self._inbox = Inbox(self._storage, ownership.epoch, ownership.tag)
         try:
             report = self._recover(ownership, before, began)
         except BaseException:
@@ -572,7 +576,7 @@ class Coordinator:
             self._engine.fail_unjournaled(event, error)
 
     def tick(self) -> None:
-        """Retry pending commands, expire readers' leases, delete a slice of the trash."""
+        """Retry pending commands, expire readers' leases, delete a slice of the trash, serve people."""
         with self._guarded("tick"):
             self._engine.check_epoch()
             interval = self._options.retry_interval_s
@@ -594,6 +598,7 @@ class Coordinator:
                     _put_off(error)
             self._idle_at_last_tick = idle
             self._tick_at = self._clock.monotonic() + (0.0 if removed else interval)
+        self._serve_inbox()
 
     def retry(self) -> None:
         """Retry pending commands now, and again if the trash freed space. Raises fatal errors only."""
@@ -630,6 +635,43 @@ class Coordinator:
             self._engine.check_epoch()
             remove_marker(self._storage, pin_name(step))
             self._engine.retire()
+
+    def given_up(self) -> list[int]:
+        """The steps that no policy, pin or reader keeps: the next pruning takes them."""
+        with self._guarded("given_up"):
+            return [offer.of.step for offer in self._engine.given_up()]
+
+    def retire(self) -> None:
+        """Apply retention now."""
+        with self._guarded("retire"):
+            self._engine.check_epoch()
+            self._engine.retire()
+
+    def kept_by(self, step: int) -> tuple[str, ...]:
+        """The reasons that forbid ``delete``. Raises ``StepNotFoundError``."""
+        with self._guarded("kept_by"):
+            self._engine.reread_protection()
+            return self._engine.ledger.superseded(self._engine.tracked(step), ()).kept_by
+
+    def _serve_inbox(self) -> None:
+        """Carry out the requests of people, and answer each. A fatal error ends this."""
+        if self._inbox is None:
+            return
+        try:
+            requests = list(self._inbox.requests())
+        except OSError as error:
+            _put_off(error)
+            return
+        for asked in requests:
+            said = f"{asked.by} asks: {asked.errand} {asked.step if asked.step is not None else ''}"
+            say(log.warning, "asked", said, errand=asked.errand, step=asked.step, by=asked.by)
+            try:
+                words, kind = carry_out(self, asked), ""
+            except CkptFsmError as error:
+                words, kind = error.summary(), error.kind
+            self._inbox.answer(asked.nonce, words, kind)
+            if self.fatal is not None:
+                raise self.fatal
 
     def delete(self, step: int) -> None:
         """Delete ``step`` through the machine. Raises ``SaveRefused`` if anything keeps it (I7)."""

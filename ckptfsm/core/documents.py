@@ -153,6 +153,34 @@ class Pin(Document):
     nonce: str = ""
 
 
+Errand = Literal["pin", "unpin", "prune", "prune_step", "rollback"]
+
+
+class Asked(Document):
+    """A request of a person to the owner that has ``epoch``; the next owner does not carry it out.
+
+    ``by`` names the person's process, for people. ``dry``: only tell what would be done.
+    """
+
+    schema_version: Literal[1] = 1
+    nonce: str
+    epoch: Number
+    errand: Errand
+    step: Step | None = None
+    reason: Annotated[str, StringConstraints(max_length=1000)] = ""
+    dry: bool = False
+    by: str = ""
+
+
+class Answered(Document):
+    """The owner's answer to the request with this nonce. ``kind`` is that of an error, or ""."""
+
+    schema_version: Literal[1] = 1
+    nonce: str
+    words: str
+    kind: str = ""
+
+
 class CheckpointRecord(Document):
     """A checkpoint as a snapshot or a creating transition carries it."""
 

@@ -27,6 +27,8 @@ JOURNAL = f"{PRIVATE}/journal"
 STAGING = f"{PRIVATE}/staging"
 PINS = f"{PRIVATE}/pins"
 READERS = f"{PRIVATE}/readers"
+INBOX = f"{PRIVATE}/inbox"  # requests of people to the owner; made with the first one
+ANSWERS = f"{PRIVATE}/answers"
 # Names of earlier versions: files there are read and obeyed, new files are never written there.
 OLD_EPOCHS = f"{PRIVATE}/lease"
 OLD_READERS = f"{PRIVATE}/leases"
@@ -40,6 +42,7 @@ PLANNED = f"{PRIVATE}/planned"
 
 _ATTEMPT = re.compile(r"(\d{1,16})\.e(\d{1,9})\.a(\d{1,9})\Z")
 _EPOCH = re.compile(r"epoch-(\d{6,9})\Z")
+_REQUEST = re.compile(r"([0-9a-f]{32})\.json\Z")
 _SEGMENT = re.compile(r"(\d{6,9})\.ndjson\Z")
 
 
@@ -181,6 +184,22 @@ def parse_pin(name: str) -> int | None:
 def parse_reader(name: str) -> int | None:
     """The step of a reader's lease ``<step>.<nonce>.json``, or None."""
     return parse_pin(name.split(".", 1)[0] + ".json") if name.endswith(".json") else None
+
+
+def request_name(nonce: str) -> str:
+    """A request of a person to the owner of the root."""
+    return f"{INBOX}/{nonce}.json"
+
+
+def answer_name(nonce: str) -> str:
+    """The owner's answer to a request."""
+    return f"{ANSWERS}/{nonce}.json"
+
+
+def parse_request(name: str) -> str | None:
+    """The nonce of a request's or an answer's name, or None."""
+    found = _REQUEST.match(name)
+    return found[1] if found else None
 
 
 def tracker_text(step: int) -> bytes:

@@ -1,0 +1,208 @@
+"""Commands that change a root: ``pin``, ``unpin``, ``prune``, ``rollback``, ``lease``.
+
+A root with a living owner is changed by that owner: the command puts a request into its inbox, and
+waits for the answer. Without one, the command opens the root as any owner does. Both ways use the same
+methods.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptfsm.adapters.identity import this_process
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.cli.owning import owned
+from ckptfsm.cli.reading import HERE, Root, Step, opened
+from ckptfsm.cli.terminal import put
+from ckptfsm.coordinator.errands import carry_out
+from ckptfsm.core.documents import Answered, Asked, Errand
+from ckptfsm.core.errors import ConfigError, OutcomeUnknown, RootBusy
+from ckptfsm.core.evidence import Ownership
+from ckptfsm.core.retention import AnyOf, EveryNSteps, LatestN, Policy, describe_tracked
+from ckptfsm.disk.inbox import read_answer, send, take_back
+from ckptfsm.disk.overview import Overview, look
+from ckptfsm.disk.reader_lease import ReaderLease
+from ckptfsm.views.timeline import clean
+
+_LOOK_S = 0.2
+_RENEW_S = 60.0
+Wait = Annotated[
+    float, typer.Option(help="Seconds to wait for the answer of a living owner.", min=0.0)
+]
+REFUSED = 3
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(epilog="Example: ckptfsm pin 40 --reason 'for the paper' -r runs/demo")(pin)
+    app.command(epilog="Example: ckptfsm unpin 40 -r runs/demo")(unpin)
+    app.command(epilog="Example: ckptfsm prune --dry-run --keep-latest 3 -r runs/demo")(prune)
+    app.command(epilog="Example: ckptfsm rollback 35 -r runs/demo")(rollback)
+    app.command(epilog="Example: ckptfsm lease 40 --ttl 3600 -r runs/demo")(lease)
+
+
+def pin(
+    step: Step,
+    reason: Annotated[str, typer.Option(help="The reason, which ls and explain show.")] = "",
+    root: Root = HERE,
+    wait: Wait = 60.0,
+) -> None:
+    """Keep a checkpoint from pruning until it is unpinned."""
+    _ask(root, wait, "pin", step, reason=reason)
+
+
+def unpin(step: Step, root: Root = HERE, wait: Wait = 60.0) -> None:
+    """End a pin. Retention decides anew."""
+    _ask(root, wait, "unpin", step)
+
+
+def rollback(
+    step: Step,
+    root: Root = HERE,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    wait: Wait = 60.0,
+) -> None:
+    """Make a step the latest again. Later steps go to quarantine, where nothing deletes them.
+
+    A job that runs goes on from its memory: end it first, or start it again afterwards.
+    """
+    with opened(root) as storage:
+        overview = look(storage)
+    later = [c.step for c in overview.ledger.checkpoints.values() if c.step > step]
+    put([f"steps that go to quarantine: {', '.join(map(str, sorted(later))) or 'none'}"])
+    if not yes and not typer.confirm(f"Make step {step} the latest?"):
+        raise typer.Exit(REFUSED)
+    _ask(root, wait, "rollback", step)
+
+
+def prune(
+    step: Annotated[int | None, typer.Argument(help="Only this step.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell, and change nothing.")] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="Delete.")] = False,
+    keep_latest: Annotated[int | None, typer.Option(help="Keep so many of the newest.")] = None,
+    keep_every: Annotated[int | None, typer.Option(help="Keep multiples of it.")] = None,
+    root: Root = HERE,
+    wait: Wait = 60.0,
+) -> None:
+    """Delete checkpoints that retention has given up. The latest, pinned and leased ones stay.
+
+    A living owner uses the policy of its trainer. Without one, give --keep-latest or --keep-every.
+    """
+    if dry_run is apply:
+        raise typer.BadParameter("give --dry-run or --apply")
+    if step is not None:
+        _ask(root, wait, "prune_step", step, dry=dry_run)
+        return
+    with opened(root) as storage:
+        overview = look(storage)
+    policies = _policies(keep_latest, keep_every)
+    if _is_owned(overview):
+        if policies:
+            raise ConfigError("the living owner uses the policy of its trainer", root=overview.root)
+        _ask(root, wait, "prune", None, dry=dry_run)
+    elif policies:
+        _prune_without_owner(root, overview, AnyOf(tuple(policies)), dry=dry_run)
+    else:
+        raise ConfigError("no owner lives: give --keep-latest or --keep-every", root=overview.root)
+
+
+def _policies(keep_latest: int | None, keep_every: int | None) -> list[Policy]:
+    found: list[Policy] = []
+    if keep_latest is not None:
+        found.append(LatestN(keep_latest))
+    if keep_every is not None:
+        found.append(EveryNSteps(keep_every))
+    return found
+
+
+def _prune_without_owner(root: Path, overview: Overview, policy: Policy, *, dry: bool) -> None:
+    preserved = policy.preserve(describe_tracked(overview.ledger))
+    steps = [offer.of.step for offer in overview.ledger.prunable(preserved)]
+    if dry or not steps:
+        named = ", ".join(map(str, steps))
+        put([f"would prune: {named}" if steps else "nothing to prune: everything is kept"])
+        return
+    with owned(root) as (coordinator, _):
+        for step in steps:  # each is judged again: recovery may have moved something
+            coordinator.delete(step)
+            put([f"pruned: {step}"])
+
+
+def lease(
+    step: Step,
+    ttl: Annotated[float, typer.Option(help="Seconds to hold the lease.", min=0.0)] = 3600.0,
+    root: Root = HERE,
+) -> None:
+    """Hold a reader lease on a checkpoint while this command runs, and print the path to read."""
+    with opened(root) as storage:
+        layout = look(storage).layout.name
+    end = time.monotonic() + ttl
+    with ReaderLease(root, step, layout="verl" if layout == "verl" else "megatron") as held:
+        put([held.path])
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _RENEW_S))
+            held.renew()
+
+
+def _is_owned(overview: Overview) -> bool:
+    return overview.owner.ownership in (Ownership.LIVES, Ownership.ELSEWHERE)
+
+
+def _ask(
+    root: Path,
+    wait_s: float,
+    errand: Errand,
+    step: int | None,
+    *,
+    reason: str = "",
+    dry: bool = False,
+) -> None:
+    """Have an errand carried out: by the living owner, or by this process."""
+    here = this_process()
+    by = f"pid {os.getpid()} on {here.host}"
+    with opened(root) as storage:
+        overview = look(storage)
+        asked = Asked(
+            nonce=uuid.uuid4().hex,
+            epoch=max(overview.owner.epoch, 1),
+            errand=errand,
+            step=step,
+            reason=reason,
+            dry=dry,
+            by=by,
+        )
+    if not _is_owned(overview):
+        with owned(root) as (coordinator, _):
+            put([clean(carry_out(coordinator, asked))])
+        return
+    answered = _answer_of_owner(root, overview, asked, wait_s)
+    put([clean(answered.words)])
+    if answered.kind:
+        raise typer.Exit(REFUSED)
+
+
+def _answer_of_owner(root: Path, overview: Overview, asked: Asked, wait_s: float) -> Answered:
+    storage = PosixStorage(root, create=False)
+    try:
+        send(storage, asked)
+        end = time.monotonic() + wait_s
+        while (answered := read_answer(storage, asked.nonce)) is None and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+        if answered is not None:
+            return answered
+        if take_back(storage, asked.nonce):
+            raise RootBusy(
+                f"no answer in {wait_s:g} s, and the request was taken back: {overview.owner}",
+                root=overview.root,
+            )
+        late = read_answer(storage, asked.nonce)
+        if late is not None:
+            return late
+        raise OutcomeUnknown("the owner took the request and has not answered: see ckptfsm log")
+    finally:
+        storage.close_root()

@@ -1,0 +1,74 @@
+"""Errands: requests of people, carried out in the same way on a live and a dead root."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ckptfsm.core.documents import Asked
+from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.lifecycle import State
+
+
+class Servant(Protocol):
+    """The methods of a coordinator that errands use."""
+
+    @property
+    def ledger(self) -> Ledger: ...
+
+    def pin(self, step: int, reason: str) -> None: ...
+
+    def unpin(self, step: int) -> None: ...
+
+    def delete(self, step: int) -> None: ...
+
+    def rollback(self, step: int) -> None: ...
+
+    def given_up(self) -> list[int]: ...
+
+    def retire(self) -> None: ...
+
+    def kept_by(self, step: int) -> tuple[str, ...]: ...
+
+
+def carry_out(coordinator: Servant, asked: Asked) -> str:
+    """Carry out a request. Returns what was done, in words. Raises the errors of the methods."""
+    if asked.errand == "prune":
+        return _prune(coordinator, dry=asked.dry)
+    if asked.step is None:
+        raise ConfigError(f"{asked.errand} needs a step")
+    step = asked.step
+    if asked.errand == "pin":
+        coordinator.pin(step, asked.reason)
+        return f"step {step} is pinned"
+    if asked.errand == "unpin":
+        coordinator.unpin(step)
+        gone = coordinator.ledger.at(step) is None
+        return f"step {step} is not pinned any more" + (", and retention has given it up" * gone)
+    if asked.errand == "prune_step":
+        return _prune_step(coordinator, step, dry=asked.dry)
+    coordinator.rollback(step)
+    return f"step {step} is the latest; later steps are in quarantine"
+
+
+def _prune(coordinator: Servant, *, dry: bool) -> str:
+    """Apply the retention policy of the owner now."""
+    given_up = coordinator.given_up()
+    if not given_up:
+        return "retention keeps every checkpoint"
+    named = ", ".join(map(str, given_up))
+    if dry:
+        return f"would prune: {named}"
+    coordinator.retire()
+    left = {c.step for c in coordinator.ledger.in_state(State.TRACKED, State.PRUNABLE)}
+    kept = [step for step in given_up if step in left]
+    return f"pruned: {named}" + (f"; not yet: {', '.join(map(str, kept))}" if kept else "")
+
+
+def _prune_step(coordinator: Servant, step: int, *, dry: bool) -> str:
+    if dry:
+        kept_by = coordinator.kept_by(step)
+        kept = f"step {step} is kept by: {', '.join(kept_by)}"
+        return kept if kept_by else f"would prune: {step}"
+    coordinator.delete(step)
+    return f"pruned: {step}"

@@ -1,0 +1,182 @@
+"""Commands that change a root: the same on a dead root and through the inbox of a living owner."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from cli_runs import ran, said
+from real_roots import crashed, real_job, real_root
+
+from ckptfsm.core.documents import Asked, encode
+from ckptfsm.core.layout import ANSWERS, INBOX, request_name
+from ckptfsm.core.retention import LatestN
+from ckptfsm.disk.inbox import send, take_back
+from ckptfsm.testing.harness import FakeJob
+
+
+def served(job: FakeJob, command: Callable[[], tuple[int, str, str]]) -> tuple[int, str, str]:
+    """Run a command while a living owner looks into its inbox."""
+    found: list[tuple[int, str, str]] = []
+    asking = threading.Thread(target=lambda: found.append(command()))
+    asking.start()
+    while asking.is_alive():
+        job.coordinator.tick()
+        asking.join(0.01)
+    return found[0]
+
+
+def steps(job: FakeJob) -> list[int]:
+    return [c.step for c in job.coordinator.ledger.checkpoints.values()]
+
+
+@pytest.fixture
+def living(tmp_path):
+    job = real_job(tmp_path)
+    for step in (10, 20, 30):
+        job.save(step)
+    yield job
+    job.close()
+    job.storage.close_root()
+
+
+def test_a_pin_of_a_dead_root_is_there_until_it_is_ended(tmp_path, capsys):
+    real_root(tmp_path, 10, 20, 30)
+    assert "step 10 is pinned" in said(capsys, "pin", "10", "--reason", "paper", "-r", tmp_path)
+    assert "pin: paper" in said(capsys, "ls", "-r", tmp_path)
+    refused = ran(capsys, "prune", "10", "--apply", "-r", tmp_path)
+    assert refused[0] == 3 and "kept by: pin" in refused[2]
+    said(capsys, "unpin", "10", "-r", tmp_path)
+    assert "pruned: 10" in said(capsys, "prune", "10", "--apply", "-r", tmp_path)
+    assert not (tmp_path / "iter_0000010").exists()
+
+
+def test_I7_prune_of_a_dead_root_never_takes_the_latest(tmp_path, capsys):
+    real_root(tmp_path, 10, 20, 30)
+    args = ("prune", "--keep-latest", "0", "-r", tmp_path)
+    assert said(capsys, *args, "--dry-run") == "would prune: 10, 20\n"
+    assert (tmp_path / "iter_0000010").exists()
+    said(capsys, *args, "--apply")
+    assert [p.name for p in sorted(tmp_path.glob("iter_*"))] == ["iter_0000030"]
+    assert said(capsys, *args, "--apply") == "nothing to prune: everything is kept\n"
+
+
+def test_rollback_of_a_dead_root_puts_later_steps_into_quarantine(tmp_path, capsys):
+    real_root(tmp_path, 10, 20, 30)
+    out = said(capsys, "rollback", "10", "--yes", "-r", tmp_path)
+    assert "steps that go to quarantine: 20, 30" in out and "step 10 is the latest" in out
+    assert "would resume from step 10" in said(capsys, "explain", "--resume", "-r", tmp_path)
+    assert len(list((tmp_path / ".ckptfsm/quarantine").iterdir())) == 2
+
+
+def test_rollback_asks_first(tmp_path, capsys, monkeypatch):
+    real_root(tmp_path, 10, 20)
+    monkeypatch.setattr("typer.confirm", lambda question: False)
+    assert ran(capsys, "rollback", "10", "-r", tmp_path)[0] == 3
+    assert "would resume from step 20" in said(capsys, "explain", "--resume", "-r", tmp_path)
+
+
+def test_a_living_owner_pins_unpins_and_prunes_by_its_own_policy(tmp_path, capsys):
+    job = real_job(tmp_path, retention=LatestN(2))
+    for step in (10, 20):
+        job.save(step)
+    pinned = served(job, lambda: ran(capsys, "pin", "10", "-r", tmp_path))
+    assert pinned == (0, "step 10 is pinned\n", "")
+    job.save(30)
+    assert steps(job) == [10, 20, 30]
+    dry = served(job, lambda: ran(capsys, "prune", "--dry-run", "-r", tmp_path))
+    assert dry[1] == "retention keeps every checkpoint\n"
+    freed = served(job, lambda: ran(capsys, "unpin", "10", "-r", tmp_path))
+    assert "retention has given it up" in freed[1]
+    assert steps(job) == [20, 30]
+    job.save(40)
+    job.close()
+
+
+def test_a_living_owner_refuses_the_latest_and_says_why(living, tmp_path, capsys):
+    status, out, _ = served(living, lambda: ran(capsys, "prune", "30", "--apply", "-r", tmp_path))
+    assert status == 3 and "kept by: latest" in out
+    assert steps(living) == [10, 20, 30]
+
+
+def test_a_living_owner_refuses_a_rollback_while_a_save_is_in_flight(living, tmp_path, capsys):
+    living.fork(of := living.request(40))
+    status, out, _ = served(living, lambda: ran(capsys, "rollback", "10", "--yes", "-r", tmp_path))
+    assert status == 3 and "step 40 is in flight" in out
+    for rank in range(2):
+        living.write(of, rank)
+    assert steps(living) == [10, 20, 30, 40]
+
+
+def test_a_request_without_an_answer_is_taken_back(living, tmp_path, capsys):
+    """Catches: a request that is carried out hours later, when the person has gone on otherwise."""
+    status, _, err = ran(capsys, "rollback", "10", "--yes", "--wait", "0.1", "-r", tmp_path)
+    assert status == 3 and "the request was taken back" in err
+    living.coordinator.tick()
+    assert steps(living) == [10, 20, 30]
+
+
+def test_a_request_to_an_owner_that_died_is_not_carried_out_by_the_next(tmp_path):
+    job = real_job(tmp_path)
+    for step in (10, 20):
+        job.save(step)
+    send(job.storage, Asked(nonce="0" * 32, epoch=1, errand="rollback", step=10))
+    crashed(job)
+    job = real_job(tmp_path)
+    job.coordinator.tick()
+    assert steps(job) == [10, 20]
+    assert not list((tmp_path / INBOX).iterdir())
+    job.close()
+
+
+def test_a_request_that_cannot_be_removed_is_carried_out_once(living, monkeypatch):
+    send(living.storage, Asked(nonce="1" * 32, epoch=1, errand="pin", step=10))
+    monkeypatch.setattr("ckptfsm.disk.inbox.remove_marker", lambda *given: None)
+    living.coordinator.tick()
+    living.coordinator.unpin(10)
+    living.coordinator.tick()
+    assert living.coordinator.ledger.pins == frozenset()
+
+
+@pytest.mark.parametrize(
+    "content",
+    (
+        b"",
+        b"{",
+        b'{"schema_version": 99}',
+        encode(Asked(nonce="3" * 32, epoch=1, errand="pin", step=10)),
+    ),
+)
+def test_F30_a_hostile_request_is_answered_and_changes_nothing(content, living, tmp_path):
+    send(living.storage, Asked(nonce="4" * 32, epoch=1, errand="unpin", step=10))
+    assert take_back(living.storage, "4" * 32)
+    (tmp_path / request_name("2" * 32)).write_bytes(content)
+    (tmp_path / INBOX / "../inbox/notes.txt").write_text("x")
+    living.coordinator.tick()
+    assert living.coordinator.ledger.pins == frozenset()
+    assert "cannot be read" in (tmp_path / ANSWERS / f"{'2' * 32}.json").read_text()
+    assert not (tmp_path / request_name("2" * 32)).exists()
+
+
+def test_a_lease_keeps_a_step_while_the_command_runs(tmp_path, capsys):
+    real_root(tmp_path, 10, 20)
+    assert said(capsys, "lease", "10", "--ttl", "0", "-r", tmp_path) == f"{tmp_path}/iter_0000010\n"
+    assert not list((tmp_path / ".ckptfsm/readers").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    (
+        (("prune",), "give --dry-run or --apply"),
+        (("prune", "--apply", "--dry-run"), "give --dry-run or --apply"),
+        (("prune", "--apply"), "give --keep-latest or --keep-every"),
+        (("pin", "99"), "no checkpoint of step 99"),
+        (("rollback", "99", "--yes"), "no checkpoint of step 99"),
+        (("lease", "99", "--ttl", "0"), "step 99 is not at"),
+    ),
+)
+def test_bad_calls_are_told(arguments, words, tmp_path, capsys):
+    real_root(tmp_path, 10)
+    status, _, err = ran(capsys, *arguments, "-r", tmp_path)
+    assert status == 2 and words in err
