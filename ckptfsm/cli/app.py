@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import typer
 
-from ckptfsm.cli import changing, demo_command, examining, exporting, reading, verifying
+from ckptfsm.cli import changing, demo_command, examining, exporting, quarantine, reading, verifying
 from ckptfsm.cli.terminal import say_error
 from ckptfsm.core.errors import (
     CkptFsmError,
@@ -44,6 +44,7 @@ verifying.add_to(app)
 examining.add_to(app)
 exporting.add_to(app)
 changing.add_to(app)
+quarantine.add_to(app)
 demo_command.add_to(app)
 
 

@@ -53,12 +53,12 @@ def pin(
     wait: Wait = 60.0,
 ) -> None:
     """Keep a checkpoint from pruning until it is unpinned."""
-    _ask(root, wait, "pin", step, reason=reason)
+    ask(root, wait, "pin", step, reason=reason)
 
 
 def unpin(step: Step, root: Root = HERE, wait: Wait = 60.0) -> None:
     """End a pin. Retention decides anew."""
-    _ask(root, wait, "unpin", step)
+    ask(root, wait, "unpin", step)
 
 
 def rollback(
@@ -77,7 +77,7 @@ def rollback(
     put([f"steps that go to quarantine: {', '.join(map(str, sorted(later))) or 'none'}"])
     if not yes and not typer.confirm(f"Make step {step} the latest?"):
         raise typer.Exit(REFUSED)
-    _ask(root, wait, "rollback", step)
+    ask(root, wait, "rollback", step)
 
 
 def prune(
@@ -96,7 +96,7 @@ def prune(
     if dry_run is apply:
         raise typer.BadParameter("give --dry-run or --apply")
     if step is not None:
-        _ask(root, wait, "prune_step", step, dry=dry_run)
+        ask(root, wait, "prune_step", step, dry=dry_run)
         return
     with opened(root) as storage:
         overview = look(storage)
@@ -104,7 +104,7 @@ def prune(
     if _is_owned(overview):
         if policies:
             raise ConfigError("the living owner uses the policy of its trainer", root=overview.root)
-        _ask(root, wait, "prune", None, dry=dry_run)
+        ask(root, wait, "prune", dry=dry_run)
     elif policies:
         _prune_without_owner(root, overview, AnyOf(tuple(policies)), dry=dry_run)
     else:
@@ -153,13 +153,14 @@ def _is_owned(overview: Overview) -> bool:
     return overview.owner.ownership in (Ownership.LIVES, Ownership.ELSEWHERE)
 
 
-def _ask(
+def ask(
     root: Path,
     wait_s: float,
     errand: Errand,
-    step: int | None,
+    step: int | None = None,
     *,
     reason: str = "",
+    name: str | None = None,
     dry: bool = False,
 ) -> None:
     """Have an errand carried out: by the living owner, or by this process."""
@@ -173,6 +174,7 @@ def _ask(
             errand=errand,
             step=step,
             reason=reason,
+            name=name,
             dry=dry,
             by=by,
         )

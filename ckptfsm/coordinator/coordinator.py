@@ -58,7 +58,7 @@ from ckptfsm.core.events import (
     WritersLost,
 )
 from ckptfsm.core.evidence import is_whole, why_not_whole
-from ckptfsm.core.layout import JOURNAL, LAYOUTS, MEGATRON, RECEIPTS, Layout, pin_name
+from ckptfsm.core.layout import JOURNAL, LAYOUTS, MEGATRON, QUARANTINE, RECEIPTS, Layout, pin_name
 from ckptfsm.core.ledger import Ledger, Rejected
 from ckptfsm.core.lifecycle import (
     UNFINISHED,
@@ -652,6 +652,13 @@ class Coordinator:
         with self._guarded("kept_by"):
             self._engine.reread_protection()
             return self._engine.ledger.superseded(self._engine.tracked(step), ()).kept_by
+
+    def drop(self, name: str) -> None:
+        """Delete a directory in quarantine. Raises ``ConfigError`` for a name that is not there."""
+        with self._guarded("drop"):
+            if name not in list_names(self._storage, QUARANTINE):
+                raise ConfigError(f"{name!r} is not in quarantine", file=f"{QUARANTINE}/{name}")
+            self._engine.mover.drop(name)
 
     def _serve_inbox(self) -> None:
         """Carry out the requests of people, and answer each. A fatal error ends this."""

@@ -30,11 +30,18 @@ class Servant(Protocol):
 
     def kept_by(self, step: int) -> tuple[str, ...]: ...
 
+    def drop(self, name: str) -> None: ...
+
 
 def carry_out(coordinator: Servant, asked: Asked) -> str:
     """Carry out a request. Returns what was done, in words. Raises the errors of the methods."""
     if asked.errand == "prune":
         return _prune(coordinator, dry=asked.dry)
+    if asked.errand == "drop":
+        if asked.name is None:
+            raise ConfigError("drop needs a name in quarantine")
+        coordinator.drop(asked.name)
+        return f"{asked.name} will be deleted"
     if asked.step is None:
         raise ConfigError(f"{asked.errand} needs a step")
     step = asked.step

@@ -153,13 +153,14 @@ class Pin(Document):
     nonce: str = ""
 
 
-Errand = Literal["pin", "unpin", "prune", "prune_step", "rollback"]
+Errand = Literal["pin", "unpin", "prune", "prune_step", "rollback", "drop"]
 
 
 class Asked(Document):
     """A request of a person to the owner that has ``epoch``; the next owner does not carry it out.
 
-    ``by`` names the person's process, for people. ``dry``: only tell what would be done.
+    ``by`` names the person's process, for people. ``dry``: only tell what would be done. ``name``: a
+    name in quarantine.
     """
 
     schema_version: Literal[1] = 1
@@ -168,6 +169,7 @@ class Asked(Document):
     errand: Errand
     step: Step | None = None
     reason: Annotated[str, StringConstraints(max_length=1000)] = ""
+    name: FileName | None = None
     dry: bool = False
     by: str = ""
 

@@ -20,6 +20,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 TRACKER_BYTES = 256  # bytes read at most: a step has 16 digits
 PRIVATE = ".ckptfsm"
 BEGUN = "begun-"
+GONE = "gone-"  # prefix of names in the trash that may be deleted
 LOCK = f"{PRIVATE}/lock"
 EPOCHS = f"{PRIVATE}/epochs"
 TAKING = "take-"  # prefix of an epoch's name while it is being taken
@@ -119,7 +120,7 @@ def begun_name(of: AttemptId) -> str:
 
 def gone_dir(of: AttemptId) -> str:
     """The trash name of files that may be deleted: ``parse_aside`` does not read it as an attempt."""
-    return f"{TRASH}/gone-{attempt_name(of)}"
+    return f"{TRASH}/{GONE}{attempt_name(of)}"
 
 
 def left_out_name(of: AttemptId) -> str:
@@ -129,7 +130,7 @@ def left_out_name(of: AttemptId) -> str:
 
 def is_given_up(name: str) -> bool:
     """True for a trash name that may be deleted: files given up, and parts that were left out."""
-    return name.startswith(("gone-", "part-"))
+    return name.startswith((GONE, "part-"))
 
 
 def quarantine_dir(of: AttemptId) -> str:

@@ -154,6 +154,11 @@ def inspect_published(
     return _inspect(storage, layout, step, layout.published_name(step), files)
 
 
+def inspect_at(storage: Storage, layout: Layout, step: int, directory: str) -> PublishedEvidence:
+    """Judge a directory as if it had the published name of ``step``, by names and sizes."""
+    return _inspect(storage, layout, step, directory, True)
+
+
 def _inspect(
     storage: Storage, layout: Layout, step: int, directory: str, files: bool
 ) -> PublishedEvidence:

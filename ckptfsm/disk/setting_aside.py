@@ -45,6 +45,7 @@ from ckptfsm.core.keeping import (
     why_kept,
 )
 from ckptfsm.core.layout import (
+    GONE,
     PRIVATE,
     QUARANTINE,
     TRACKER,
@@ -299,6 +300,11 @@ class Mover:
         """Let a directory in the trash be deleted, under a name that no other's late rename aims at."""
         self.check_epoch()
         move_aside(self.storage, path, gone_dir(of))
+
+    def drop(self, name: str) -> None:
+        """Let a directory in quarantine be deleted: a person asked for it."""
+        self.check_epoch()
+        move_aside(self.storage, f"{QUARANTINE}/{name}", f"{TRASH}/{GONE}{name}")
 
     def keep_for_a_person(self, of: AttemptId, path: str) -> None:
         """Move a directory that lies in the trash, and was not given up, to quarantine."""

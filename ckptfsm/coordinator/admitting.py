@@ -1,0 +1,54 @@
+"""Puts a complete directory in the place where the next start adopts it, because a person asked for it.
+
+The directory may lie in quarantine, beside the steps under another name, or at its published name. A
+start never resumes unasked from a step that is newer than the tracker. So the tracker is moved here.
+
+Order: judge, own the root, move the directory, then the tracker. A death in between leaves a complete
+directory at its name: the next start adopts it, or reports it as newer than the tracker.
+"""
+
+from __future__ import annotations
+
+from ckptfsm.core.errors import ConfigError, DamagedRoot, StepExistsError
+from ckptfsm.core.layout import TRACKER, Layout, tracker_text
+from ckptfsm.core.ports import Identity, Storage
+from ckptfsm.disk.durable import lookup, move, put
+from ckptfsm.disk.inspection import (
+    inspect_at,
+    newest_published_epoch,
+    read_tracker,
+)
+from ckptfsm.disk.journal import newest_segment
+from ckptfsm.disk.ownership import RootOwnership, open_root
+
+
+def admit(storage: Storage, identity: Identity, layout: Layout, source: str, step: int) -> None:
+    """Move ``source``, a directory of the root, to the published name of ``step``, and name it.
+
+    Raises ``DamagedRoot`` if a loader would refuse the directory, ``StepExistsError`` if the name is
+    taken, ``RootBusy`` if an owner lives.
+    """
+    name = layout.published_name(step)
+    there = inspect_at(storage, layout, step, source)
+    if there.found not in ("manifest", "stock"):
+        raise DamagedRoot(f"no loader would take it: {there.detail}", file=source, step=step)
+    if there.of is not None and there.of.step != step:
+        raise ConfigError(f"{source} holds step {there.of.step}, not step {step}", step=step)
+    above = newest_segment(storage) or newest_published_epoch(storage, layout)
+    ownership = open_root(storage, identity, above=above)
+    try:
+        if source != name:
+            if lookup(storage, name) is not None:
+                raise StepExistsError(f"{name} is taken", step=step, file=name)
+            ownership.check()
+            move(storage, source, name)
+        _name_if_newer(storage, ownership, step)
+    finally:
+        ownership.release()
+
+
+def _name_if_newer(storage: Storage, ownership: RootOwnership, step: int) -> None:
+    """Let the tracker name ``step`` unless it names a newer one."""
+    named = read_tracker(storage).step
+    if named is None or named < step:
+        put(storage, TRACKER, tracker_text(step), tag=ownership.tag, check=ownership.check)
