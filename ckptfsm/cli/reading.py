@@ -34,6 +34,7 @@ Root = Annotated[
     ),
 ]
 HERE = Path()
+_AROUND = 5  # lines of a list that are no rows, and the line of the cursor
 Step = Annotated[int, typer.Argument(help="The step of a checkpoint.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -74,11 +75,12 @@ def ls(
             return
         while True:
             console().clear()
-            _list(storage, json)
+            _list(storage, json, height=console().height)
             time.sleep(watch)
 
 
-def _list(storage: Storage, as_data: bool) -> None:
+def _list(storage: Storage, as_data: bool, height: int | None = None) -> None:
+    """Print the list; of a list that is higher than ``height`` lines, the newest steps."""
     overview = look(storage)
     states = {of: c.state for of, c in overview.ledger.checkpoints.items()}
     rows = rows_of(overview, entered_at(storage, states), SystemClock().unix())
@@ -88,7 +90,10 @@ def _list(storage: Storage, as_data: bool) -> None:
         )
         return
     put([clean(f"{overview.root}: {overview.owner}"), ""])
-    put(lines_of(rows, console().width) if rows else ["no checkpoints"])
+    shown = rows if height is None else rows[-max(1, height - _AROUND) :]
+    put(lines_of(shown, console().width) if shown else ["no checkpoints"])
+    if len(shown) < len(rows):
+        put([f"and {len(rows) - len(shown)} older ones"])
 
 
 def show(step: Step, root: Root = HERE) -> None:

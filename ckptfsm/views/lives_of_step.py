@@ -20,7 +20,7 @@ def lines_of_step(storage: Storage, overview: Overview, lives: Sequence[Life]) -
         lines.append(f"step {life.step}, attempt {life.attempt}: {describe_end(life)}")
         spans = {id(entry): stop - start for entry, start, stop in lane.spans()}
         for entry in life.entered:
-            lasted = spans.get(id(entry))
+            lasted = spans.get(id(entry)) if entry is not life.entered[-1] else None
             stay = f"for {format_duration(lasted)}" if lasted is not None else ""
             when = f"epoch {entry.epoch} record {entry.record}"
             lines.append(

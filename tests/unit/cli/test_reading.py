@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from signal import SIGINT
 
 import pytest
 from cli_runs import ran, said
@@ -38,6 +39,17 @@ def test_ls_shows_the_reasons_that_keep_each_step(tmp_path, capsys):
     assert out[2].split() == ["STEP", "STATE", "AGE", "SIZE", "RANKS", "PARTS", "KEPT", "BY"]
     ends = {line.split()[0]: line.split("state")[-1].strip() for line in out[3:]}
     assert ends == {"10": "pin: best of May", "20": "retention", "30": "latest"}
+
+
+def test_ls_watch_shows_the_newest_that_fit_on_the_screen(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LINES", "8")
+    real_root(tmp_path, *range(10, 80, 10))
+    monkeypatch.setattr(
+        "ckptfsm.cli.reading.time.sleep", lambda seconds: os.kill(os.getpid(), SIGINT)
+    )
+    status, out, _ = ran(capsys, "ls", "--watch", "1", "-r", tmp_path)
+    assert status == 130
+    assert [line.split()[0] for line in out.splitlines()[3:]] == ["50", "60", "70", "and"]
 
 
 def test_ls_as_json_has_every_field(tmp_path, capsys):
