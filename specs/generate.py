@@ -29,6 +29,8 @@ from pydantic import BaseModel
 from ckptfsm.core.documents import (
     RECORD,
     CheckpointRecord,
+    Answered,
+    Asked,
     Holder,
     Manifest,
     Part,
@@ -288,6 +290,8 @@ def json_schemas() -> dict[str, dict[str, Any]]:
         "receipt": Receipt,
         "holder": Holder,
         "pin": Pin,
+        "asked": Asked,
+        "answered": Answered,
     }
     schemas = {name: model.model_json_schema() for name, model in models.items()}
     schemas["journal-record"] = RECORD.json_schema()
