@@ -28,9 +28,9 @@ from pydantic import BaseModel
 
 from ckptfsm.core.documents import (
     RECORD,
-    CheckpointRecord,
     Answered,
     Asked,
+    CheckpointRecord,
     Holder,
     Manifest,
     Part,

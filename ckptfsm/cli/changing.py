@@ -26,7 +26,7 @@ from ckptfsm.core.errors import ConfigError, OutcomeUnknown, RootBusy
 from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.retention import AnyOf, EveryNSteps, LatestN, Policy, describe_tracked
 from ckptfsm.disk.inbox import read_answer, send, take_back
-from ckptfsm.disk.overview import Overview, look
+from ckptfsm.disk.overview import Overview, look, owner_of
 from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.views.timeline import clean
 
@@ -193,13 +193,15 @@ def _answer_of_owner(root: Path, overview: Overview, asked: Asked, wait_s: float
     try:
         send(storage, asked)
         end = time.monotonic() + wait_s
-        while (answered := read_answer(storage, asked.nonce)) is None and time.monotonic() < end:
+        while time.monotonic() < end:
+            if (answered := read_answer(storage, asked.nonce)) is not None:
+                return answered
+            if owner_of(storage) != overview.owner:
+                break  # the owner has ended, or another one took the root
             time.sleep(_LOOK_S)
-        if answered is not None:
-            return answered
         if take_back(storage, asked.nonce):
             raise RootBusy(
-                f"no answer in {wait_s:g} s, and the request was taken back: {overview.owner}",
+                f"no answer, and the request was taken back: {owner_of(storage)}",
                 root=overview.root,
             )
         late = read_answer(storage, asked.nonce)
