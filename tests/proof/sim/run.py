@@ -35,6 +35,7 @@ from proof.sim.damage import (
 from proof.sim.faults import Faults, draw_faults, draw_rate
 from proof.sim.groups import start_controller
 from proof.sim.job import LAYOUTS, Job, Op, Reader, draw_script
+from proof.sim.people import Person
 from proof.sim.site import Site
 from proof.sim.world import SimulationFailed, Task, World
 
@@ -170,6 +171,7 @@ class Scenario:
             self.site.lag_s = _LATE_S
         waits = faults.slow + faults.hang + faults.pause
         self.site.patient = not waits and world.disk.capacity is None and not self.site.lag_s
+        self.people = random.Random(f"people {seed}").random() < 0.2  # moves no other draw
         process = world.process("control", "control", role="controller")
         self.main: Task = world.spawn(process, "control", self._control)
 
@@ -195,6 +197,8 @@ class Scenario:
             rival = self._rival(job) if self.rivals and choose.random() < self.jostling else None
             for _ in range(3 * self.readers):
                 self._start_reader()
+            if self.people:
+                self._start_person()
             self._interrupt(job)
             for running in (job, rival):
                 if running is not None and not running.wait(_LIMIT_S):
@@ -261,6 +265,11 @@ class Scenario:
         rounds, renewals = (2, 3) if long else (4, 0)
         within_s, host = 0.97 * self.reader_s, self._hosts()[-1]
         Reader(self.site, name, delay_s, within_s, host, rounds, renewals).start()
+
+    def _start_person(self) -> None:
+        self.numbers += 1
+        name, delay_s = f"person{self.numbers}", self.site.world.random.random() * 3
+        Person(self.site, name, delay_s, self._hosts()[-1]).start()
 
     def _interrupt(self, job: Job) -> None:
         """Sometimes the whole job, or one rank of it, is killed at some time."""
