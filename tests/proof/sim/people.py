@@ -15,7 +15,7 @@ from proof.sim.storage import WorldStorage
 from proof.sim.world import Process
 
 _ERRANDS: tuple[Any, ...] = ("pin", "unpin", "prune", "prune_step", "prune_step", "drop")
-_PATIENCE_S = (0.0, 2.0, 8.0)
+_PATIENCE_S = (0.5, 6.0, 15.0)
 
 
 @dataclass
