@@ -104,5 +104,5 @@ def _fix(root: Root) -> list[str]:
         return [f"nothing was done: {describe(error)}"]
     done = [f"{each.subject}: {each.result}, because: {each.why}" for each in report.decisions]
     step = report.latest_step
-    latest = "no checkpoint is tracked" if step is None else f"the latest is step {step}"
+    latest = "no checkpoint is tracked" if step is None else f"latest: {step}"
     return [clean(line) for line in ("repaired:", *(f"- {line}" for line in done), latest)]
