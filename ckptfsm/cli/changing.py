@@ -1,4 +1,4 @@
-"""Commands that change a root: ``pin``, ``unpin``, ``prune``, ``rollback``, ``lease``.
+"""Commands that change a root: pins, metrics, pruning, rollback, and the lease of a reader.
 
 A root with a living owner is changed by that owner: the command puts a request into its inbox, and
 waits for the answer. Without one, the command opens the root as any owner does. Both ways use the same
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,7 @@ from ckptfsm.coordinator.errands import carry_out
 from ckptfsm.core.documents import Answered, Asked, Errand
 from ckptfsm.core.errors import ConfigError, OutcomeUnknown, RootBusy
 from ckptfsm.core.evidence import Ownership
+from ckptfsm.core.metrics import check_metrics
 from ckptfsm.core.retention import AnyOf, EveryNSteps, LatestN, Policy, describe_tracked
 from ckptfsm.disk.inbox import read_answer, send, take_back
 from ckptfsm.disk.overview import Overview, look, owner_of
@@ -44,6 +46,9 @@ def add_to(app: typer.Typer) -> None:
     app.command(epilog="Example: ckptfsm prune --dry-run --keep-latest 3 -r runs/demo")(prune)
     app.command(epilog="Example: ckptfsm rollback 35 -r runs/demo")(rollback)
     app.command(epilog="Example: ckptfsm lease 40 --ttl 3600 -r runs/demo")(lease)
+    app.command("record-metrics", epilog="Example: ckptfsm record-metrics 40 val=2.1 -r runs/demo")(
+        record_metrics
+    )
 
 
 def pin(
@@ -149,6 +154,31 @@ def lease(
             held.renew()
 
 
+def record_metrics(
+    step: Step,
+    values: Annotated[
+        list[str], typer.Argument(metavar="NAME=VALUE...", help="Metrics, each a finite number.")
+    ],
+    root: Root = HERE,
+    wait: Wait = 60.0,
+) -> None:
+    """Add metrics to a checkpoint after its save. Retention decides anew."""
+    ask(root, wait, "record_metrics", step, metrics=_metrics_of(values))
+
+
+def _metrics_of(values: list[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for text in values:
+        name, equals, number = text.rpartition("=")
+        if not equals or name in found:
+            raise typer.BadParameter(f"give NAME=VALUE, each name once: {clean(text)}")
+        try:
+            found[name] = float(number)
+        except ValueError:
+            raise typer.BadParameter(f"not a number: {clean(text)}") from None
+    return check_metrics(found)
+
+
 def _is_owned(overview: Overview) -> bool:
     return overview.owner.ownership in (Ownership.LIVES, Ownership.ELSEWHERE)
 
@@ -162,6 +192,7 @@ def ask(
     reason: str = "",
     name: str | None = None,
     dry: bool = False,
+    metrics: Mapping[str, float] | None = None,
 ) -> None:
     """Have an errand carried out: by the living owner, or by this process."""
     here = this_process()
@@ -176,6 +207,7 @@ def ask(
             reason=reason,
             name=name,
             dry=dry,
+            metrics=dict(metrics or {}),
             by=by,
         )
     if not _is_owned(overview):

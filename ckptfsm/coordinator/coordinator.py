@@ -68,6 +68,7 @@ from ckptfsm.core.lifecycle import (
     has_finalizers,
     writing_ranks,
 )
+from ckptfsm.core.metrics import check_metrics
 from ckptfsm.core.parts import FINISHED_BY_US, AttemptId
 from ckptfsm.core.ports import Clock, Identity, PartFinisher, Pending, Storage
 from ckptfsm.core.recovery import Resume, forget_moved, plan
@@ -635,6 +636,20 @@ class Coordinator:
             self._engine.check_epoch()
             remove_marker(self._storage, pin_name(step))
             self._engine.retire()
+
+    def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to a tracked checkpoint, durably. Retention decides anew.
+
+        If this run has neither written nor verified the latest checkpoint, retention waits for the
+        next save: a restore may still fall back to an older one.
+        """
+        with self._guarded("record_metrics"):
+            figures = check_metrics(metrics)
+            checkpoint = self._engine.tracked(step)
+            self._engine.check_epoch()
+            self._engine.record_metrics(checkpoint, figures)
+            if self._is_proven(self._engine.ledger.latest()):
+                self._engine.retire_now()
 
     def given_up(self) -> list[int]:
         """The steps that no policy, pin or reader keeps: the next pruning takes them."""

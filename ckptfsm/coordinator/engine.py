@@ -27,6 +27,7 @@ from typing import TypeVar
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.documents import (
     KEPT_SEGMENTS,
+    MetricsRecorded,
     RollbackFinished,
     RollbackStarted,
     Seal,
@@ -316,6 +317,21 @@ class Engine:
         self.ledger = ledger
         if command is not None:
             self.run(command)
+
+    def record_metrics(self, checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
+        """Journal metrics that came after the save, then apply them."""
+        of = checkpoint.id
+        ledger = self.ledger.measured(of, metrics)
+        self.append(
+            MetricsRecorded(
+                step=of.step,
+                epoch=of.epoch,
+                attempt=of.attempt,
+                metrics=dict(metrics),
+                at=self._clock.wall(),
+            )
+        )
+        self.ledger = ledger
 
     def give_space_back(self, limit: int) -> int:
         """Delete up to ``limit`` entries of files given up. See ``trash.remove_some``."""
@@ -642,7 +658,11 @@ class Engine:
 
     def append(
         self,
-        record: TransitionRecord | RollbackStarted | RollbackFinished | SegmentClosed,
+        record: TransitionRecord
+        | RollbackStarted
+        | RollbackFinished
+        | MetricsRecorded
+        | SegmentClosed,
         *,
         essential: bool = False,
     ) -> None:

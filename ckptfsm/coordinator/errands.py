@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from ckptfsm.core.documents import Asked
@@ -32,6 +33,8 @@ class Servant(Protocol):
 
     def drop(self, name: str) -> None: ...
 
+    def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
 
 def carry_out(coordinator: Servant, asked: Asked) -> str:
     """Carry out a request. Returns what was done, in words. Raises the errors of the methods."""
@@ -54,6 +57,10 @@ def carry_out(coordinator: Servant, asked: Asked) -> str:
         return f"step {step} is not pinned any more" + (", and retention has given it up" * gone)
     if asked.errand == "prune_step":
         return _prune_step(coordinator, step, dry=asked.dry)
+    if asked.errand == "record_metrics":
+        coordinator.record_metrics(step, asked.metrics)
+        told = ", ".join(f"{name} {value:g}" for name, value in sorted(asked.metrics.items()))
+        return f"step {step} has: {told}"
     coordinator.rollback(step)
     return f"step {step} is the latest; later steps are in quarantine"
 

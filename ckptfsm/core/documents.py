@@ -18,6 +18,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    FiniteFloat,
     StringConstraints,
     TypeAdapter,
     ValidationError,
@@ -26,6 +27,7 @@ from pydantic import (
 from ckptfsm.core.errors import DamagedRoot, NewerSchema, SaveFailed
 from ckptfsm.core.layout import MEGATRON
 from ckptfsm.core.lifecycle import Checkpoint, State
+from ckptfsm.core.metrics import MOST, MOST_LETTERS
 from ckptfsm.core.parts import MAX_STEP, AttemptId, PartKind, PartSpec
 
 SCHEMA_VERSION = 1
@@ -41,6 +43,7 @@ _NO_NAMES = frozenset({"", ".", ".."})
 Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
 Number = Annotated[int, Field(ge=1, le=10**9)]
+MetricName = Annotated[str, StringConstraints(min_length=1, max_length=MOST_LETTERS)]
 
 
 def _check_name(name: str) -> str:
@@ -153,7 +156,7 @@ class Pin(Document):
     nonce: str = ""
 
 
-Errand = Literal["pin", "unpin", "prune", "prune_step", "rollback", "drop"]
+Errand = Literal["pin", "unpin", "prune", "prune_step", "rollback", "drop", "record_metrics"]
 
 
 class Asked(Document):
@@ -171,6 +174,7 @@ class Asked(Document):
     reason: Annotated[str, StringConstraints(max_length=1000)] = ""
     name: FileName | None = None
     dry: bool = False
+    metrics: dict[str, float] = {}
     by: str = ""
 
 
@@ -280,6 +284,21 @@ class RollbackFinished(Document):
     at: str = ""
 
 
+class MetricsRecorded(Document):
+    """Metrics of a tracked checkpoint that came after its save. Each replaces one of the same name."""
+
+    type: Literal["metrics_recorded"] = "metrics_recorded"
+    step: Step
+    epoch: Number
+    attempt: Number
+    metrics: Annotated[dict[MetricName, FiniteFloat], Field(min_length=1, max_length=MOST)]
+    at: str = ""
+
+    @property
+    def of(self) -> AttemptId:
+        return AttemptId(self.step, self.epoch, self.attempt)
+
+
 class SegmentClosed(Document):
     """The manager was closed in order."""
 
@@ -289,7 +308,12 @@ class SegmentClosed(Document):
 
 
 Record = Annotated[
-    SegmentOpened | TransitionRecord | RollbackStarted | RollbackFinished | SegmentClosed,
+    SegmentOpened
+    | TransitionRecord
+    | RollbackStarted
+    | RollbackFinished
+    | MetricsRecorded
+    | SegmentClosed,
     Field(discriminator="type"),
 ]
 RECORD: TypeAdapter[Record] = TypeAdapter(Record)

@@ -207,6 +207,21 @@ class Ledger:
             self, checkpoints=MappingProxyType({**self.checkpoints, checkpoint.id: checkpoint})
         )
 
+    def measured(self, of: AttemptId, metrics: Mapping[str, float]) -> Ledger:
+        """The same ledger with metrics that came after the save. Those of the same name are replaced.
+
+        Raises ``IllegalTransition`` unless the checkpoint is tracked.
+        """
+        known = self.checkpoints.get(of)
+        if known is None or known.state is not State.TRACKED:
+            state = known.state.value if known is not None else State.ABSENT.value
+            raise IllegalTransition(
+                f"metrics of {of}, which is {state}", step=of.step, attempt=str(of), state=state
+            )
+        merged = tuple(sorted({**dict(known.metrics), **metrics}.items()))
+        after = replace(known, metrics=merged)
+        return replace(self, checkpoints=MappingProxyType({**self.checkpoints, of: after}))
+
     def protected(self, pins: Collection[int], readers: Collection[int]) -> Ledger:
         """The same ledger with pins and reader leases as they were just read from disk."""
         return replace(self, pins=frozenset(pins), readers=frozenset(readers))

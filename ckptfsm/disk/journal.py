@@ -34,6 +34,7 @@ from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.core.documents import (
     MAX_SEGMENT_BYTES,
     RECORD,
+    MetricsRecorded,
     Record,
     Seal,
     SegmentClosed,
@@ -44,7 +45,7 @@ from ckptfsm.core.documents import (
     first_problem,
     raise_newer,
 )
-from ckptfsm.core.errors import JournalCorrupt, OutcomeUnknown, StorageError
+from ckptfsm.core.errors import IllegalTransition, JournalCorrupt, OutcomeUnknown, StorageError
 from ckptfsm.core.events import UNUSABLE
 from ckptfsm.core.layout import JOURNAL, parse_segment, segment_name
 from ckptfsm.core.ledger import Ledger
@@ -183,7 +184,7 @@ def read_history(storage: Storage) -> History:
     """Rebuild the ledger: the newest segment that began, its snapshot, then its transitions.
 
     Raises ``JournalCorrupt`` if a record is damaged before the end, a seal does not match, or a
-    transition is not a row of the table.
+    transition is not a row of the table. Only a tracked checkpoint may have got metrics.
     """
     epochs = _segment_epochs(storage)
     seals: list[Seal] = []
@@ -272,6 +273,8 @@ def _replay(
             case TransitionRecord():
                 known.add(_replay_transition(checkpoints, record, file, index))
                 run_seconds = max(run_seconds, record.run_seconds)
+            case MetricsRecorded():
+                _replay_metrics(checkpoints, record, file, index)
             case SegmentClosed():
                 run_seconds = max(run_seconds, record.run_seconds)
             case SegmentOpened():
@@ -316,6 +319,19 @@ def _replay_transition(
     assert base is not None
     checkpoints[of] = _moved(base, record)
     return of
+
+
+def _replay_metrics(
+    checkpoints: dict[AttemptId, Checkpoint], record: MetricsRecorded, file: str, index: int
+) -> None:
+    """Replay metrics that came after the save: only a tracked checkpoint gets any."""
+    try:
+        measured = Ledger(checkpoints).measured(record.of, record.metrics)
+    except IllegalTransition as error:
+        raise JournalCorrupt(
+            f"record {index}: {error.message}", file=file, offset=0, step=record.step
+        ) from error
+    checkpoints[record.of] = measured.checkpoints[record.of]
 
 
 def _moved(base: Checkpoint, record: TransitionRecord) -> Checkpoint:

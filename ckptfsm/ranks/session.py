@@ -16,7 +16,7 @@ import operator
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -38,6 +38,7 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.lifecycle import UNFINISHED, State
+from ckptfsm.core.metrics import check_metrics
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Ports, Storage
 from ckptfsm.core.recovery_rules import Result
@@ -488,6 +489,19 @@ class Session:
         """Delete a checkpoint (collective). ``SaveRefused`` if anything keeps it (I7)."""
         self._agree(Coordinator.delete, step)
 
+    def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to a tracked checkpoint, say of an evaluation (collective).
+
+        Retention decides anew. Rank 0's values count. Each replaces a metric of the same name.
+        Raises ``StepNotFoundError``, or ``ConfigError`` for a value that is not a finite number.
+        """
+        figures: Mapping[str, float] | ConfigError
+        try:
+            figures = check_metrics(metrics)
+        except ConfigError as error:
+            figures = error
+        self._agree(_record_metrics, whole_step(step), figures)
+
     def rollback(self, step: int) -> None:
         """Go back to ``step``; later ones are moved to quarantine (collective)."""
         self._agree(Coordinator.rollback, step)
@@ -510,6 +524,15 @@ class Session:
                 self._client.give_back(answer.value)
                 raise
             return answer.value
+
+
+def _record_metrics(
+    coordinator: Coordinator, step: int, figures: Mapping[str, float] | ConfigError
+) -> None:
+    """At rank 0: record them, or raise the refusal, which every rank then raises."""
+    if isinstance(figures, ConfigError):
+        raise figures
+    coordinator.record_metrics(step, figures)
 
 
 def whole_step(step: Any) -> Any:

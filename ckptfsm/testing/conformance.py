@@ -71,6 +71,7 @@ RULES: Mapping[str, str] = MappingProxyType(
         "shard-bytes": "the bytes of a checkpoint never shrink",
         "intent": "a rollback begins and ends once, or gives way to a fresh start; no save in between",
         "rollback": "only a rollback withdraws for one, above its target, and all that is there",
+        "metrics": "only a tracked checkpoint gets metrics after its save",
     }
 )
 
@@ -294,6 +295,7 @@ class _Replay:
             "transition": self._transition,
             "rollback_started": self._rollback_started,
             "rollback_finished": self._rollback_finished,
+            "metrics_recorded": self._metrics_recorded,
             "segment_closed": self._segment_closed,
             "segment_opened": self._opened_again,
         }
@@ -384,6 +386,13 @@ class _Replay:
         if reachable and self.tracked and self.tracked[-1] > target:
             self.fail("rollback", f"step {self.tracked[-1]} is left above {self.target}")
         self.rolling_back, self.target, self.lowered = False, None, False
+
+    def _metrics_recorded(self, record: _Raw) -> None:
+        known = self.checkpoints.get(_id_of(record))
+        if known is None or known["state"] != _TRACKED:
+            state = known["state"] if known is not None else _ABSENT
+            self.fail("metrics", f"{_text(_id_of(record))} is {state}")
+        known["metrics"] = {**known["metrics"], **record["metrics"]}
 
     def _run_on(self, run_seconds: float) -> None:
         if not run_seconds >= self.run_seconds:  # also for a NaN

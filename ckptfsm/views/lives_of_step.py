@@ -43,8 +43,12 @@ def _at_its_name(storage: Storage, overview: Overview, step: int) -> list[str]:
         return [f"at {name}: no manifest of this library"]
     total = sum(file.bytes for file in manifest.files)
     parts = ", ".join(f"{part.name} ({part.kind})" for part in manifest.parts)
+    metrics = dict(manifest.metrics)
+    known = overview.ledger.checkpoints.get(manifest.of)
+    if known is not None:
+        metrics.update(known.metrics)  # some may have come after the save
     return [
         f"at {name}: {len(manifest.files)} files, {format_bytes(total)}, attempt {manifest.of}",
         f"  parts: {parts}",
-        *(f"  metric {key}: {value:g}" for key, value in sorted(manifest.metrics.items())),
+        *(f"  metric {key}: {value:g}" for key, value in sorted(metrics.items())),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptfsm.core.documents import Record, TransitionRecord
+from ckptfsm.core.documents import MetricsRecorded, Record, TransitionRecord
 from ckptfsm.core.ports import Storage
 from ckptfsm.views.reading import sealed_segments
 from ckptfsm.views.sentences import sentence_of
@@ -36,7 +36,9 @@ class Tail:
     def _is_wanted(self, record: Record) -> bool:
         if self._step is None:
             return True
-        return isinstance(record, TransitionRecord) and record.step == self._step
+        if isinstance(record, (TransitionRecord, MetricsRecorded)):
+            return record.step == self._step
+        return False
 
 
 def _line(record: Record) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from ckptfsm.core.documents import (
+    MetricsRecorded,
     Record,
     RollbackFinished,
     RollbackStarted,
@@ -32,6 +33,9 @@ def sentence_of(record: Record) -> str:
             return f"a rollback to step {record.to_step} begins"
         case RollbackFinished():
             return "the rollback is complete"
+        case MetricsRecorded():
+            told = ", ".join(f"{n} {value:g}" for n, value in sorted(record.metrics.items()))
+            return clean(f"step {record.step} ({record.of}) was measured: {told}")
         case TransitionRecord():
             move = f"{record.source.value} -> {record.dest.value}"
             return clean(f"step {record.step} ({record.of}) {_words(record)} [{move}]")

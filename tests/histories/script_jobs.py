@@ -15,7 +15,7 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Identity, RankJob
 from ckptfsm.core.requests import SaveRequest
-from ckptfsm.core.retention import KeepAll, LatestN
+from ckptfsm.core.retention import BestN, KeepAll, LatestN, Policy
 from ckptfsm.testing.harness import FakeJob, fake_content
 from ckptfsm.writers.rank_writer import write_rank
 
@@ -27,13 +27,15 @@ NAMES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eig
 
 
 def do_open(story: Story, *options: str) -> None:
-    """``open [fresh|strict] [takeover] [keep=N] [ranks=N]``: another run begins."""
+    """``open [fresh|strict] [takeover] [keep=N] [best=N] [ranks=N]``: another run begins."""
     named = dict(o.split("=") for o in options if "=" in o)
     name = NAMES[len(story.names)]
     story.names.append(name)
     hooks, story.waiting = story.waiting, []
     resume = next((o for o in options if o in ("fresh", "strict")), "fallback")
-    retention = LatestN(int(named["keep"])) if "keep" in named else KeepAll()
+    retention: Policy = LatestN(int(named["keep"])) if "keep" in named else KeepAll()
+    if "best" in named:
+        retention |= BestN("loss", int(named["best"]))
     job = FakeJob(
         Calls(story, name, hooks),
         ranks=int(named.get("ranks", 2)),
@@ -168,6 +170,11 @@ def do_pin(story: Story, step: str) -> None:
 
 def do_unpin(story: Story, step: str) -> None:
     story.job.coordinator.unpin(int(step))
+
+
+def do_measure(story: Story, step: str, loss: str) -> None:
+    """The loss of a step comes after its save."""
+    story.job.coordinator.record_metrics(int(step), {"loss": float(loss)})
 
 
 def do_withdraw(story: Story, step: str) -> None:

@@ -9,6 +9,7 @@ from mutants import (
     dropins,
     durability,
     engine,
+    evaluators,
     preemption,
     protocol,
     ranks,
@@ -27,6 +28,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *admission.MUTANTS,
     *preemption.MUTANTS,
     *reading.MUTANTS,
+    *evaluators.MUTANTS,
 )
 
 

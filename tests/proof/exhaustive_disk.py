@@ -275,6 +275,9 @@ class RecordJournal:
             journal._replay_transition(living, record, self.file, 0)
             given_up = given_up.union({c.id for c in checkpoints} - living.keys())
             checkpoints = tuple(plain(living[of]) for of in sorted(living))
+        elif isinstance(record, documents.MetricsRecorded):
+            journal._replay_metrics(living, record, self.file, 0)
+            checkpoints = tuple(plain(living[of]) for of in sorted(living))
         self.value = Journaled(checkpoints, intent, given_up)
         self._then(record)
 

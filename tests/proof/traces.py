@@ -82,6 +82,7 @@ class Wanderer:
             "rollback": (2, lambda job: job.coordinator.rollback(self._any_step(job))),
             "pin": (2, self._pin),
             "unpin": (1, self._unpin),
+            "measure": (2, self._measure),
             "delete": (1, lambda job: job.coordinator.delete(self._any_step(job))),
             "wake the zombie": (2, self._wake),
             "damage": (1, self._damage),
@@ -179,6 +180,9 @@ class Wanderer:
         if self._pinned:
             job.coordinator.unpin(self._pinned.pop())
 
+    def _measure(self, job: FakeJob) -> None:
+        job.coordinator.record_metrics(self._any_step(job), {"loss": self.random.random()})
+
     def _wake(self, job: FakeJob) -> None:
         if self._sleeper is not None:
             try:
@@ -248,6 +252,7 @@ def sample_journal() -> Segments:
     second = FakeJob(SimStorage(disk, "p2"), identity=Identity("sim", 2, "p2", "p2"))
     second.open()
     second.save(2)
+    second.coordinator.record_metrics(1, {"loss": 2.5})
     second.close()
     third = FakeJob(
         SimStorage(disk, "p3"), retention=LatestN(2), identity=Identity("sim", 3, "p3", "p3")
@@ -258,6 +263,7 @@ def sample_journal() -> Segments:
     for step in (3, 4):
         third.clock.sleep(5.0)
         third.save(step)
+    third.coordinator.record_metrics(3, {"loss": 1.5})
     third.coordinator.rollback(3)
     third.save(5)
     third.close()
@@ -522,6 +528,16 @@ FORGERIES = (
     Forgery("a field too many", "record", change("published", mood="good")),
     Forgery("a field of another type", "record", change("published", step="3")),
     Forgery("a flag for a number", "record", change("published", rank=True)),
+    Forgery(
+        "a snapshot without a metric",
+        "snapshot",
+        change_opening(checkpoints=_first_with(metrics={})),
+    ),
+    Forgery("metrics of no checkpoint", "metrics", change("metrics_recorded", attempt=77)),
+    Forgery("metrics of a failed save", "metrics", insert("failed", "metrics_recorded", attempt=1)),
+    Forgery(
+        "a metric that is no number", "record", change("metrics_recorded", metrics={"loss": ""})
+    ),
     Forgery("a step beyond the largest", "record", lambda s: _as_step(s[3], 10**15 + 1)),
     Forgery("a kind that is none", "record", change("published", type="wish")),
     Forgery("of a newer version", "record", change("segment_opened", schema_version=2)),

@@ -11,7 +11,7 @@ from real_roots import crashed, real_job, real_root
 
 from ckptfsm.core.documents import Asked, encode
 from ckptfsm.core.layout import ANSWERS, INBOX, request_name
-from ckptfsm.core.retention import LatestN
+from ckptfsm.core.retention import BestN, LatestN
 from ckptfsm.disk.inbox import send, take_back
 from ckptfsm.testing.harness import FakeJob
 
@@ -94,6 +94,33 @@ def test_a_living_owner_pins_unpins_and_prunes_by_its_own_policy(tmp_path, capsy
     job.close()
 
 
+def test_metrics_of_a_dead_root_are_there_for_the_next_owner(tmp_path, capsys):
+    real_root(tmp_path, 10, 20)
+    told = said(capsys, "record-metrics", "10", "val=0.5", "a=b=-1e3", "-r", tmp_path)
+    assert told == "step 10 has: a=b -1000, val 0.5\n"
+    assert "metric val: 0.5" in said(capsys, "show", "10", "-r", tmp_path)
+    assert "was measured: a=b -1000, val 0.5" in said(capsys, "log", "--step", "10", "-r", tmp_path)
+    assert "was measured" not in said(capsys, "log", "--step", "20", "-r", tmp_path)
+    job = real_job(tmp_path, retention=LatestN(1) | BestN("val"))
+    job.save(30)
+    assert steps(job) == [10, 30]
+    job.close()
+
+
+def test_a_living_owner_decides_anew_when_metrics_come(tmp_path, capsys):
+    job = real_job(tmp_path, retention=LatestN(2) | BestN("val", mode="max"))
+    for step in (10, 20):
+        job.save(step)
+    for step, value in ((10, "0.5"), (20, "0.7")):
+        asked = ("record-metrics", step, f"val={value}", "-r", tmp_path)
+        assert served(job, lambda asked=asked: ran(capsys, *asked))[0] == 0
+    job.save(30)
+    assert steps(job) == [20, 30]
+    missing = served(job, lambda: ran(capsys, "record-metrics", "10", "val=1", "-r", tmp_path))
+    assert missing[0] == 3 and "no checkpoint of step 10" in missing[1]
+    job.close()
+
+
 def test_a_living_owner_refuses_the_latest_and_says_why(living, tmp_path, capsys):
     status, out, _ = served(living, lambda: ran(capsys, "prune", "30", "--apply", "-r", tmp_path))
     assert status == 3 and "kept by: latest" in out
@@ -146,6 +173,7 @@ def test_a_request_that_cannot_be_removed_is_carried_out_once(living, monkeypatc
         b"{",
         b'{"schema_version": 99}',
         encode(Asked(nonce="3" * 32, epoch=1, errand="pin", step=10)),
+        b'{"nonce": "%b", "epoch": 1, "errand": "record_metrics", "metrics": 5}' % (b"2" * 32),
     ),
 )
 def test_F30_a_hostile_request_is_answered_and_changes_nothing(content, living, tmp_path):
@@ -172,6 +200,12 @@ def test_a_lease_keeps_a_step_while_the_command_runs(tmp_path, capsys):
         (("prune", "--apply", "--dry-run"), "give --dry-run or --apply"),
         (("prune", "--apply"), "give --keep-latest or --keep-every"),
         (("pin", "99"), "no checkpoint of step 99"),
+        (("record-metrics", "99", "val=1"), "no checkpoint of step 99"),
+        (("record-metrics", "10", "val=nan"), "finite number"),
+        (("record-metrics", "10", "val=good"), "not a number: val=good"),
+        (("record-metrics", "10", "val"), "give NAME=VALUE"),
+        (("record-metrics", "10", "val=1", "val=2"), "each name once"),
+        (("record-metrics", "10", "=1"), "name of a metric"),
         (("rollback", "99", "--yes"), "no checkpoint of step 99"),
         (("lease", "99", "--ttl", "0"), "step 99 is not at"),
     ),

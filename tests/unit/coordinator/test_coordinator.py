@@ -1010,6 +1010,7 @@ FENCED_CALLS: dict[str, Callable[[FakeJob, AttemptId], object]] = {
     "clean_up": lambda job, of: job.fail(of),
     "pin": lambda job, of: job.coordinator.pin(1, ""),
     "unpin": lambda job, of: job.coordinator.unpin(1),
+    "record_metrics": lambda job, of: job.coordinator.record_metrics(1, {"loss": 1.0}),
     "delete": lambda job, of: job.coordinator.delete(1),
     "rollback": lambda job, of: (job.fail(of), job.coordinator.rollback(1)),
     "locate": lambda job, of: job.coordinator.locate(None),

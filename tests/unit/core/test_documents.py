@@ -68,6 +68,7 @@ RECORDS = [
     d.RollbackStarted(to_step=None),
     d.RollbackStarted(to_step=5),
     d.RollbackFinished(),
+    d.MetricsRecorded(step=1, epoch=1, attempt=1, metrics={"loss": 1.5, "val acc": -2.0}),
     d.SegmentClosed(run_seconds=2.0),
 ]
 

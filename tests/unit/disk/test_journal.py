@@ -294,6 +294,26 @@ def test_requested_has_no_forks_after_a_restart():
     assert history.ledger.in_flight().forked == frozenset()
 
 
+def measured(step: int = 100, **metrics: float) -> d.MetricsRecorded:
+    return d.MetricsRecorded(step=step, epoch=1, attempt=1, metrics=metrics)
+
+
+def test_metrics_that_came_after_the_save_are_replayed():
+    """Catches: a restart that forgets which checkpoint validated best, and prunes it."""
+    first = move(*LIFE[0], created=created(100, metrics={"loss": 3.0, "lr": 0.1}))
+    records = [first, *life(5)[1:], measured(loss=2.0, val=1.5), measured(val=1.0)]
+    history = read_history(plant(lines(opened(), *records)))
+    assert dict(history.ledger.at(100).metrics) == {"loss": 2.0, "lr": 0.1, "val": 1.0}
+
+
+@pytest.mark.parametrize("moves", [0, 1, 4, 6, 7])
+def test_I11_metrics_of_a_checkpoint_that_is_not_tracked_are_corruption(moves: int):
+    """Catches: a journal that was edited, believed."""
+    with pytest.raises(JournalCorrupt, match="metrics of 100.e1.a1") as caught:
+        read_history(plant(lines(opened(), *life(moves), measured(loss=2.0))))
+    assert caught.value.step == 100 and caught.value.file == ONE
+
+
 LOST = created(9, S.QUARANTINED, reason="damaged")
 AFRESH = d.RollbackStarted(to_step=None)
 

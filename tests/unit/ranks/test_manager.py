@@ -57,7 +57,8 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.core.events import Event, ShardReported
 from ckptfsm.core.lifecycle import State
-from ckptfsm.core.retention import EveryNSeconds, EveryNSteps, LatestN, Policy
+from ckptfsm.core.retention import BestN, EveryNSeconds, EveryNSteps, LatestN, Policy
+from ckptfsm.disk.journal import read_history
 from ckptfsm.disk.stock import StockVerdict
 from ckptfsm.ranks.coordinator_client import CoordinatorClient, Update
 from ckptfsm.ranks.handle import SaveHandle, View
@@ -289,7 +290,7 @@ def test_wait_until_finished_drains_and_returns_at_once_when_idle(run: Run):
     manager.wait_until_finished(0.5)
 
 
-@pytest.mark.parametrize("action", ["rollback", "delete", "pin", "unpin", "restore"])
+@pytest.mark.parametrize("action", ["rollback", "delete", "pin", "unpin", "measure", "restore"])
 def test_the_manager_is_quiet_again_after(run: Run, action: str):
     """Catches: ``close`` that waits half an hour for something that has long happened."""
     manager = run.saved(1, 2)
@@ -298,6 +299,7 @@ def test_the_manager_is_quiet_again_after(run: Run, action: str):
         "delete": lambda: manager.delete(1),
         "pin": lambda: manager.pin(1),
         "unpin": lambda: manager.unpin(1),
+        "measure": lambda: manager.record_metrics(1, {"loss": 1.0}),
         "restore": lambda: manager.restore(TEMPLATE),
     }[action]()
     manager.wait_until_finished(2.0)
@@ -919,6 +921,58 @@ def test_pin_keeps_a_step_from_retention(run: Run):
     again.unpin(1)
     until(again, lambda: again.all_steps() == [3, 4])
     assert run.steps_on_disk() == [3, 4]
+
+
+def test_metrics_of_an_evaluation_keep_the_best(run: Run):
+    """Catches: metrics that came after the save, forgotten by retention or by a restart."""
+    policy = LatestN(2) | BestN("val")
+    manager = run.saved(1, 2, retention=policy)
+    manager.record_metrics(1, {"val": 0.5})
+    for step in (3, 4):
+        manager.save(step, weights(step)).wait()
+    manager.record_metrics(3, {"val": 0.9})
+    assert manager.all_steps() == [1, 3, 4]
+    again = run.restarted(manager, retention=policy)
+    again.save(5, weights(5)).wait()
+    assert again.all_steps() == [1, 4, 5]
+    again.record_metrics(4, {"val": 0.1})
+    assert again.all_steps() == [4, 5]
+
+
+def test_metrics_that_are_refused(run: Run):
+    """Catches: a typing error that is kept for ever, or an error that a caller cannot tell."""
+    manager = run.saved(1)
+    with pytest.raises(StepNotFoundError) as caught:
+        manager.record_metrics(2, {"val": 0.5})
+    assert caught.value.available == (1,)
+    for metrics in ({"val": float("nan")}, {"val": "good"}, {}):
+        with pytest.raises(ConfigError):
+            manager.record_metrics(1, metrics)
+    manager.record_metrics(1, {"val": 0.5})
+
+
+def test_I10_rank_0_alone_gives_the_metrics(run: Run):
+    """Catches: a bad value on another rank, which raises there and leaves the others waiting."""
+
+    def work(transport: ThreadTransport) -> list[str]:
+        ports = fake_ports(run.root, driver=FakeDriver(transport.rank), transport=transport)
+        manager = Manager(ports, make_config(QUICK))
+        manager.save(1, weights(1)).wait()
+        said = []
+        for value in (0.5, float("nan")):
+            mine = {"val": value if transport.rank == 0 else 1.0 - value}
+            given = mine if value == 0.5 or transport.rank == 0 else None
+            try:
+                manager.record_metrics(1, given)
+                said.append("taken")
+            except ConfigError as error:
+                said.append(error.metric)
+        manager.close()
+        return said
+
+    assert run_ranks(2, work) == [["taken", "val"]] * 2
+    history = read_history(PosixStorage(run.root))
+    assert dict(history.ledger.at(1).metrics) == {"val": 0.5}
 
 
 def test_pin_of_nothing(run: Run):
