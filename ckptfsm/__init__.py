@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         Steps,
     )
     from ckptfsm.disk.reader_lease import ReaderLease
+    from ckptfsm.disk.watching import checkpoints, wait_for_new_checkpoint
     from ckptfsm.megatron.checkpoint_manager import CheckpointManager
     from ckptfsm.megatron.foreign import ForeignRequest
     from ckptfsm.megatron.torch_group_worker import GroupWorker
@@ -48,6 +49,8 @@ __all__ = [
     "SaveHandle",
     "Restored",
     "ReaderLease",
+    "checkpoints",
+    "wait_for_new_checkpoint",
     "State",
     "TransitionRecord",
     "RecoveryReport",
@@ -100,6 +103,8 @@ _PLACES = MappingProxyType(
         "SaveHandle": "ckptfsm.ranks.handle",
         "Restored": "ckptfsm.ranks.handle",
         "ReaderLease": "ckptfsm.disk.reader_lease",
+        "checkpoints": "ckptfsm.disk.watching",
+        "wait_for_new_checkpoint": "ckptfsm.disk.watching",
         "State": "ckptfsm.core.lifecycle",
         "TransitionRecord": "ckptfsm.core.documents",
         "RecoveryReport": "ckptfsm.core.requests",

@@ -113,6 +113,7 @@ def look_after(manager: CheckpointManager) -> list[int]:
     said: str = manager.explain(7)
     print(said)
     if latest is not None:
+        manager.record_metrics(latest, {"accuracy": 0.7})
         manager.pin(latest, "the good one")
         manager.unpin(latest)
     try:
@@ -133,6 +134,12 @@ def look_after(manager: CheckpointManager) -> list[int]:
 def offloaded(root: str, load: Callable[[], None], offload: Callable[[], None]) -> SaveHandle:
     manager = CheckpointManager(root, staging=OffloadHook(load=load, offload=offload))
     return manager.save(1, lambda: {"w": 1})
+
+
+def evaluate(root: Path) -> list[tuple[str, str]]:
+    with ckptfsm.wait_for_new_checkpoint(root, after=40, timeout_s=5.0) as lease:
+        last: str = lease.attempt
+    return [(each.attempt, each.path) for each in ckptfsm.checkpoints(root, last, newest_only=True)]
 
 
 def keyword_settings(root: str) -> CheckpointManager:

@@ -38,6 +38,7 @@ class ReaderLease:
     quarantine, where nothing is deleted, and the next ``renew`` raises.
 
     ``layout`` is the job's (see ``CheckpointConfig``). ``path`` is the absolute directory to read.
+    ``attempt`` names the attempt at the step, if the lease comes from ``checkpoints``, else it is "".
     ``nonce`` names the lease and is used once; by default it is made of the pid and a random
     number.
 
@@ -58,11 +59,17 @@ class ReaderLease:
         self._owned = storage is None
         self._storage = storage or PosixStorage(root, create=False)
         self._step = step
+        self.attempt = ""
         self._nonce = nonce or f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._file = f"{_directory_of(self._storage)}/{step}.{self._nonce}.json"
         self._renewals = 0
         self._name = LAYOUTS[layout].published_name(step)
         self.path = f"{self._storage.root}/{self._name}"
+
+    @property
+    def step(self) -> int:
+        """The step that the lease keeps."""
+        return self._step
 
     def __enter__(self) -> ReaderLease:
         try:

@@ -1,0 +1,289 @@
+"""Watching a root for new checkpoints: for an evaluator, a process of its own beside the job.
+
+``checkpoints`` gives one checkpoint after the other, each under a lease. ``wait_for_new_checkpoint``
+gives the newest. Both look at the tracker, a read of a few bytes. The journal is read if the tracker
+names another step than before, and after each checkpoint that was given.
+
+Rules:
+
+- A checkpoint is given once it is tracked, or as soon as the tracker names it. Never one above the
+  tracker's step: a rollback lowers the tracker before it withdraws.
+- A checkpoint is known by its attempt, not by its step. So steps that come again after a rollback are
+  new, also where the reader was busy meanwhile.
+- A checkpoint that is gone before its lease is passed over. If the tracker names it, the reader looks
+  again: a network file system may show its directory late.
+- A tracker that is missing or torn, or a root that does not exist, is looked at again.
+
+Works without torch, and outlives restarts of the job. To outlive a restart of the reader, keep
+``lease.attempt`` beside the results, and pass the last as ``after``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Literal
+
+from ckptfsm.adapters.clock import SystemClock
+from ckptfsm.adapters.notices import say
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.core.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    JournalCorrupt,
+    StepNotFoundError,
+    describe,
+)
+from ckptfsm.core.layout import LAYOUTS, MEGATRON, VERL, Layout, parse_attempt
+from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.lifecycle import Checkpoint, State
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.ports import Clock, Storage
+from ckptfsm.disk.durable import lookup
+from ckptfsm.disk.inspection import read_tracker
+from ckptfsm.disk.journal import History, read_history
+from ckptfsm.disk.reader_lease import ReaderLease
+
+log = logging.getLogger("ckptfsm")
+Root = str | os.PathLike[str]
+_USED = (State.TRACKED, State.FINALIZED, State.PRUNABLE)
+
+
+def wait_for_new_checkpoint(
+    root: Root,
+    after: int | str | None = None,
+    timeout_s: float | None = None,
+    *,
+    poll_interval_s: float = 5.0,
+    clock: Clock | None = None,
+) -> ReaderLease:
+    """Wait for a checkpoint after ``after``, and return a lease that is held on the newest.
+
+    Use the lease in a ``with`` block, which ends it, and ``renew`` it if the block takes long. For
+    ``after`` and the errors see ``checkpoints``. Raises ``DeadlineExceeded`` after ``timeout_s``.
+    """
+    lease = _Watch(root, after, poll_interval_s, clock, newest_only=True).wait(timeout_s)
+    if lease is None:
+        raise DeadlineExceeded(
+            f"no new checkpoint within {timeout_s} s", timeout_s=timeout_s, waiting_for=str(root)
+        )
+    return lease
+
+
+def checkpoints(
+    root: Root,
+    after: int | str | None = None,
+    *,
+    newest_only: bool = False,
+    timeout_s: float | None = None,
+    poll_interval_s: float = 5.0,
+    renew_s: float = 60.0,
+    clock: Clock | None = None,
+) -> Iterator[ReaderLease]:
+    """Give each checkpoint as it comes, oldest first, under a lease that is held while the body runs.
+
+    ``after``: a step, or the ``attempt`` of an earlier lease. With a step, those up to it are passed
+    over. With an attempt, those that were requested up to it, which is exact also after a rollback.
+    By default, the checkpoints that are there come first.
+
+    ``newest_only`` passes over all but the newest. The iterator ends after ``timeout_s`` without a new
+    checkpoint. A thread renews the lease every ``renew_s``, at most as long as this process lives.
+
+    Raises ``ConfigError`` for a root that is no directory, ``DamagedRoot`` if the journal is damaged,
+    and ``OSError`` if the disk fails.
+    """
+    if not renew_s > 0:
+        raise ConfigError(f"renew_s needs a positive number of seconds, not {renew_s!r}")
+    watch = _Watch(root, after, poll_interval_s, clock, newest_only=newest_only)
+    return _each(watch, timeout_s, renew_s)
+
+
+def _each(watch: _Watch, timeout_s: float | None, renew_s: float) -> Iterator[ReaderLease]:
+    while (lease := watch.wait(timeout_s)) is not None:
+        with ExitStack() as held:
+            held.push(lease)
+            held.enter_context(_renewed(lease, renew_s))
+            yield lease
+
+
+@contextmanager
+def _renewed(lease: ReaderLease, every_s: float) -> Iterator[None]:
+    """A block in which a thread renews a lease, until its step is gone."""
+    ended = threading.Event()
+    keeper = threading.Thread(
+        target=_renew, args=(lease, every_s, ended.wait), name="ckptfsm-lease", daemon=True
+    )
+    keeper.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        keeper.join()
+
+
+def _renew(lease: ReaderLease, every_s: float, ended: Callable[[float], bool]) -> None:
+    while not ended(every_s):
+        try:
+            lease.renew()
+        except OSError as error:
+            gone, why = isinstance(error, StepNotFoundError), describe(error)
+            said = f"the lease on step {lease.step} was not renewed: {why}"
+            say(log.warning, "lease_not_renewed", said, step=lease.step, error=why)
+            if gone:  # rolled back, or damaged
+                return
+
+
+class _Watch:
+    """Looks for new checkpoints, and remembers those that were given."""
+
+    def __init__(
+        self,
+        root: Root,
+        after: int | str | None,
+        poll_interval_s: float,
+        clock: Clock | None,
+        *,
+        newest_only: bool,
+    ) -> None:
+        if not (math.isfinite(poll_interval_s) and poll_interval_s > 0):
+            raise ConfigError(f"poll_interval_s needs seconds, not {poll_interval_s!r}")
+        self._root = os.fspath(root)
+        self._after = _mark(after)
+        self._interval_s = poll_interval_s
+        self._clock = clock or SystemClock()
+        self._newest_only = newest_only
+        self._known: set[AttemptId] = set()
+        self._settled: int | None = None  # the tracker's step when there was nothing new
+        self._epoch = self._after.epoch if isinstance(self._after, AttemptId) else 0
+
+    def wait(self, timeout_s: float | None) -> ReaderLease | None:
+        """A lease on the next checkpoint, or None after ``timeout_s`` without a new one."""
+        end = self._clock.monotonic() + (math.inf if timeout_s is None else timeout_s)
+        while (lease := self._look()) is None:
+            left = end - self._clock.monotonic()
+            if left <= 0:
+                return None
+            self._clock.sleep(min(self._interval_s, left))
+        self._settled = None  # the tracker may come to the same step again meanwhile
+        return lease
+
+    def _look(self) -> ReaderLease | None:
+        storage = _opened(self._root)
+        if storage is None:
+            return None
+        try:
+            named = read_tracker(storage).step
+            if named is None or named == self._settled:
+                return None
+            return self._take_next(storage, _history(storage), named)
+        finally:
+            storage.close_root()
+
+    def _take_next(self, storage: Storage, history: History, named: int) -> ReaderLease | None:
+        ledger, layout = history.ledger, LAYOUTS.get(history.layout, MEGATRON)
+        if history.newest_epoch < self._epoch:  # another root stands at this path
+            self._known, self._after = set(), None
+        self._epoch = history.newest_epoch
+        self._known.intersection_update(ledger.checkpoints)
+        self._pass_over_earlier(ledger)
+        there = _up_to(ledger, named)
+        offered = [c for c in there if c.id not in self._known and c.step > self._floor]
+        for checkpoint in offered[-1:] if self._newest_only else offered:
+            lease = self._lease_on(storage, checkpoint, layout)
+            if lease is None and checkpoint.step == named:
+                return None
+            self._take(checkpoint, ledger)
+            if lease is not None:
+                return lease
+        if any(c.step == named for c in there):  # else the job has still to adopt it
+            self._settled = named
+        return None
+
+    @property
+    def _floor(self) -> int:
+        return self._after if isinstance(self._after, int) else -1
+
+    def _pass_over_earlier(self, ledger: Ledger) -> None:
+        """Once the journal tells the attempt that ``after`` means, know it and the earlier ones."""
+        last = self._after
+        if isinstance(last, int):
+            same = [c for c in ledger.checkpoints.values() if c.step == last]
+            used = [c.id for c in same if c.state in _USED]
+            left = [c.id for c in same if c.state is State.QUARANTINED]
+            last = max(used or left, key=_turn, default=None)
+        if last is None or not ledger.checkpoints:
+            return
+        there = ledger.checkpoints.get(last)
+        if there is not None and there.state in _USED:
+            self._known = {of for of in ledger.checkpoints if of.step <= last.step}
+        else:  # pruned, or rolled back
+            self._known = {of for of in ledger.checkpoints if _turn(of) <= _turn(last)}
+        self._after = None
+
+    def _take(self, checkpoint: Checkpoint, ledger: Ledger) -> None:
+        """Know a checkpoint from now on; the older ones too, where only the newest counts."""
+        self._known.add(checkpoint.id)
+        if self._newest_only or self._after is not None:
+            self._known |= {of for of in ledger.checkpoints if of.step <= checkpoint.step}
+            self._after = None
+
+    def _lease_on(
+        self, storage: Storage, checkpoint: Checkpoint, layout: Layout
+    ) -> ReaderLease | None:
+        """A lease that is held; None if the directory is not there, or not any more."""
+        found = lookup(storage, layout.published_name(checkpoint.step))
+        if found is None or found.kind != "dir":
+            return None
+        name: Literal["megatron", "verl"] = "verl" if layout is VERL else "megatron"
+        lease = ReaderLease(self._root, checkpoint.step, layout=name)
+        lease.attempt = str(checkpoint.id)
+        try:
+            return lease.__enter__()
+        except StepNotFoundError:
+            return None
+
+
+def _mark(after: int | str | None) -> int | AttemptId | None:
+    """``after`` as a step or an attempt."""
+    if after is None or (isinstance(after, int) and not isinstance(after, bool)):
+        return after
+    of = parse_attempt(after) if isinstance(after, str) else None
+    if of is None:
+        raise ConfigError(f"after is a step or the attempt of a lease, not {after!r}")
+    return of
+
+
+def _turn(of: AttemptId) -> tuple[int, int]:
+    """The place of an attempt in the order of requests."""
+    return of.epoch, of.attempt
+
+
+def _up_to(ledger: Ledger, named: int) -> list[Checkpoint]:
+    """The checkpoints that a reader may load, oldest first, if the tracker names a step.
+
+    The tracker is written before that is journaled: then its checkpoint is still ``finalized``.
+    """
+    found = ledger.in_state(State.TRACKED, State.FINALIZED)
+    return [c for c in found if c.step == named or (c.step < named and c.state is State.TRACKED)]
+
+
+def _opened(root: str) -> PosixStorage | None:
+    """The storage of a root, or None if there is no directory yet."""
+    try:
+        return PosixStorage(root, create=False)
+    except ConfigError as error:
+        if error.reason != "missing":
+            raise
+        return None
+
+
+def _history(storage: Storage) -> History:
+    """The journal's content. Reads again if an owner folded old segments meanwhile."""
+    try:
+        return read_history(storage)
+    except JournalCorrupt:
+        return read_history(storage)
