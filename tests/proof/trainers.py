@@ -259,13 +259,14 @@ class TrainerMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------------------------------- people
 
     @precondition(alive)
-    @rule(data=st.data(), what=st.sampled_from(("pin", "unpin", "delete")))
+    @rule(data=st.data(), what=st.sampled_from(("pin", "unpin", "delete", "record_metrics")))
     def people(self, data, what):
         steps = self.manager.all_steps()
         if not steps:
             return
         step = data.draw(st.sampled_from(steps))
-        self.attempt(getattr(self.manager, what), step)
+        more = ({"loss": data.draw(st.floats(0, 9))},) if what == "record_metrics" else ()
+        self.attempt(getattr(self.manager, what), step, *more)
         if what == "delete" and self.manager is not None:
             assert step != max(steps) or step in self.manager.all_steps(), "I7: deleted the latest"
 
