@@ -25,7 +25,7 @@ from ckptfsm.coordinator.errands import carry_out
 from ckptfsm.core.documents import Answered, Asked, Errand
 from ckptfsm.core.errors import ConfigError, OutcomeUnknown, RootBusy
 from ckptfsm.core.evidence import Ownership
-from ckptfsm.core.metrics import check_metrics
+from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.retention import AnyOf, EveryNSteps, LatestN, Policy, describe_tracked
 from ckptfsm.disk.inbox import read_answer, send, take_back
 from ckptfsm.disk.overview import Overview, look, owner_of

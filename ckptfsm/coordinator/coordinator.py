@@ -68,9 +68,9 @@ from ckptfsm.core.lifecycle import (
     has_finalizers,
     writing_ranks,
 )
-from ckptfsm.core.metrics import check_metrics
 from ckptfsm.core.parts import FINISHED_BY_US, AttemptId
 from ckptfsm.core.ports import Clock, Identity, PartFinisher, Pending, Storage
+from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recovery import Resume, forget_moved, plan
 from ckptfsm.core.requests import (
     Located,

@@ -27,8 +27,8 @@ from pydantic import (
 from ckptfsm.core.errors import DamagedRoot, NewerSchema, SaveFailed
 from ckptfsm.core.layout import MEGATRON
 from ckptfsm.core.lifecycle import Checkpoint, State
-from ckptfsm.core.metrics import MOST, MOST_LETTERS
 from ckptfsm.core.parts import MAX_STEP, AttemptId, PartKind, PartSpec
+from ckptfsm.core.recorded_metrics import MOST, MOST_LETTERS
 
 SCHEMA_VERSION = 1
 # A manifest of 10,000 ranks, each with 20 files of 120 bytes an entry, has 24 MB. A receipt with a

@@ -38,9 +38,9 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.lifecycle import UNFINISHED, State
-from ckptfsm.core.metrics import check_metrics
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Ports, Storage
+from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recovery_rules import Result
 from ckptfsm.core.requests import Accepted, RecoveryReport
 from ckptfsm.ranks.agent import Agent

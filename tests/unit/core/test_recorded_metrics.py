@@ -10,8 +10,8 @@ import pytest
 from ckptfsm.core.errors import ConfigError, IllegalTransition
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
-from ckptfsm.core.metrics import MOST, MOST_LETTERS, check_metrics
 from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.recorded_metrics import MOST, MOST_LETTERS, check_metrics
 
 OF = AttemptId(5, 1, 1)
 
