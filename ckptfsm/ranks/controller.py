@@ -152,7 +152,7 @@ class Controller(Session):
             raise ConfigError(f"{mixed[0]!r} is a group: give a GroupPart", part=mixed[0])
         before = set(self._flights)
         try:
-            with self._one_call.running():
+            with self._one_call.running(), self._stalling(step):
                 return self._begin(step, parts, groups, metrics)
         except BaseException as error:  # the tickets of the accepted save are lost
             for of in self._flights.keys() - before:

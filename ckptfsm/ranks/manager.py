@@ -68,7 +68,7 @@ class Manager(Session):
         ``on_failure="raise"``, ``OffloadFailed`` if a rank could not offload.
         """
         step = whole_step(step)
-        with self._one_call.running():
+        with self._one_call.running(), self._stalling(step):
             if not self._make_way(step):
                 return SaveHandle(step)
             self._participant.allocation.save_begins()
@@ -164,7 +164,7 @@ class Manager(Session):
         writer = self._participant.reports.writer
         if writer is None or writer.has_copy or self._participant.is_copy:
             return
-        with self._one_call.running():
+        with self._one_call.running(), self._stalling(writer.of.step):
             self._participant.reports.before_update(self._one_call.hear)
 
     def restore(

@@ -40,6 +40,7 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.core.events import UNUSABLE
 from ckptfsm.core.lifecycle import IN_FLIGHT, State
+from ckptfsm.core.notes import Meter, Note, Refused
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Ports, Storage
 from ckptfsm.core.requests import (
@@ -95,6 +96,7 @@ class Participant:
         self._config = config
         self._client = link
         self._hooks = tuple(hooks)
+        self._meters = tuple(hook for hook in hooks if isinstance(hook, Meter))
         self._rank = ports.transport.rank
         self._inbox: list[NumberedNews] = []
         self._handles: dict[AttemptId, SaveHandle] = {}
@@ -383,6 +385,8 @@ class Participant:
 
     def take_refusal(self, refused: BaseException) -> None:
         """Raise the refusal of a save, unless it has no room and ``on_failure`` lets training go on."""
+        if isinstance(refused, CkptFsmError):
+            self.tell(Refused(refused.kind))
         if not isinstance(refused, NoRoom):
             raise refused
         if not self._goes_on(refused.facts["step"], refused):
@@ -398,6 +402,26 @@ class Participant:
                 dest = record.dest.value
                 said = f"step {record.step}: a hook failed at {dest}"
                 say(log.exception, "hook_failed", said, step=record.step, dest=dest)
+
+    @property
+    def has_meters(self) -> bool:
+        """True if a hook takes notes."""
+        return bool(self._meters)
+
+    def tell(self, note: Note) -> None:
+        """Give a note to the hooks that take notes (local)."""
+        if self.closed:
+            return
+        in_hook, self.calls.taking_news = self.calls.taking_news, True
+        try:
+            for meter in self._meters:
+                try:
+                    meter.note(note)
+                except Exception:  # as of a record: training goes on
+                    name = type(note).__name__
+                    say(log.exception, "hook_failed", f"a hook failed at {note}", note=name)
+        finally:
+            self.calls.taking_news = in_hook
 
     def raise_failures(self) -> None:
         """Warn, then raise the first failure, at a point that every rank reaches."""

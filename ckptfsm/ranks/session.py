@@ -11,12 +11,13 @@ touches the coordinator's disk work: it asks, with a deadline.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -38,6 +39,7 @@ from ckptfsm.core.errors import (
 )
 from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.lifecycle import UNFINISHED, State
+from ckptfsm.core.notes import Stalled, Unpolled
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Ports, Storage
 from ckptfsm.core.recorded_metrics import check_metrics
@@ -401,6 +403,18 @@ class Session:
         text = f"{text}, and blocked: {named(reason)}"
         return SaveRefused(text, step=step, in_flight=busy.step, **facts_of(reason))
 
+    @contextlib.contextmanager
+    def _stalling(self, step: int) -> Iterator[None]:
+        """A block in which the trainer waits for the save of ``step``: meters are told how long."""
+        if not self._participant.has_meters:
+            yield
+            return
+        began = self._ports.clock.monotonic()
+        try:
+            yield
+        finally:
+            self._participant.tell(Stalled(step, self._ports.clock.monotonic() - began))
+
     def _begin_writing(self, accepted: Accepted, draft: Draft) -> SaveHandle:
         """Stage and fork this process's share; from now on the trainer has to poll."""
         handle = self._participant.begin_writing(self._storage, accepted, draft)
@@ -468,6 +482,7 @@ class Session:
                 if agent is not None and agent.alive
                 else "it cannot be tracked without"
             )
+            self._participant.tell(Unpolled())
             warn_caller(
                 PollMissingWarning(
                     f"the save of step {busy.step} is in flight and poll() was not called for "
