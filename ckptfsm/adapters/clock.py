@@ -20,3 +20,6 @@ class SystemClock:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+
+SYSTEM = SystemClock()

@@ -1,37 +1,46 @@
-"""Metrics in the text format of Prometheus."""
+"""Metrics for prometheus_client: as families of a registry, and as text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client.core import CollectorRegistry, CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
 
-from ckptfsm.views.metrics import Metric
+from ckptfsm.core.metrics import Family, Metric
 
-_Family = GaugeMetricFamily | CounterMetricFamily
+_PrometheusFamily = GaugeMetricFamily | CounterMetricFamily
 
 
 def text_of(metrics: Sequence[Metric]) -> str:
+    """The text format of Prometheus."""
     registry = CollectorRegistry()
-    registry.register(_Collector(metrics))
+    registry.register(MetricCollector(lambda: metrics))
     return generate_latest(registry).decode()
 
 
-class _Collector:
-    """Gives metrics that were read from disk to prometheus_client."""
+class MetricCollector(Collector):
+    """Asks ``metrics`` at each scrape. A registry refuses a second one of the same ``families``."""
 
-    def __init__(self, metrics: Sequence[Metric]) -> None:
+    def __init__(
+        self, metrics: Callable[[], Iterable[Metric]], families: Sequence[Family] = ()
+    ) -> None:
         self._metrics = metrics
+        self._families = families
 
-    def collect(self) -> list[_Family]:
-        return [_family(metric) for metric in self._metrics]
+    def describe(self) -> Iterator[_PrometheusFamily]:
+        for family in self._families:
+            yield _kind(family)(family.name, family.help)
+
+    def collect(self) -> Iterator[_PrometheusFamily]:
+        for metric in self._metrics():
+            labels = list(metric.values[0][0])
+            found = _kind(metric)(metric.name, metric.help, labels=labels)
+            for values, value in metric.values:
+                found.add_metric([values[label] for label in labels], value)
+            yield found
 
 
-def _family(metric: Metric) -> _Family:
-    labels = list(metric.values[0][0])
-    kind = CounterMetricFamily if metric.counter else GaugeMetricFamily
-    family = kind(metric.name, metric.help, labels=labels)
-    for values, value in metric.values:
-        family.add_metric([values[label] for label in labels], value)
-    return family
+def _kind(metric: Metric | Family) -> type[CounterMetricFamily] | type[GaugeMetricFamily]:
+    return CounterMetricFamily if metric.counter else GaugeMetricFamily

@@ -67,7 +67,7 @@ def export(
         metrics = metrics_of(
             look(storage), read_lives(storage), SystemClock().unix(), storage.free_bytes()
         )
-    from ckptfsm.cli.prometheus import text_of  # here: it takes as long as all the rest
+    from ckptfsm.adapters.prometheus import text_of  # here: it takes as long as all the rest
 
     text = text_of(metrics)
     if output is None:
