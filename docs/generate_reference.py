@@ -48,6 +48,10 @@ INTEGRATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "verl.trainer": ("install", "install_in_verl", "Checkpoints", "retention_of"),
         "verl.mirror": ("Mirror", "DirectoryMirror", "HdfsMirror", "Copy"),
         "verl.workers": ("Calls", "RayCalls"),
+        "metrics.prometheus": ("PrometheusMetrics",),
+        "metrics.spans": ("CheckpointSpans",),
+        "metrics.scalars": ("TensorBoardScalars", "WandbScalars"),
+        "metrics.json_lines": ("JsonLines",),
     }
 )
 KIT: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -26,6 +26,7 @@ from proof.faults import TABLE as FAULTS
 
 import ckptfsm
 from ckptfsm.adapters.versions import TRIED
+from ckptfsm.core import metrics as metric_names
 from ckptfsm.core.config import CheckpointConfig
 from ckptfsm.testing import assert_journal_conforms
 from docs import generate_picture
@@ -299,6 +300,40 @@ def test_the_deadlines_are_those_of_the_code():
     fields = CheckpointConfig.model_fields
     real = {name: field.default for name, field in fields.items() if name.endswith("timeout_s")}
     assert {name: float(seconds) for name, seconds in told.items()} == real
+
+
+def test_the_metrics_are_those_of_the_code():
+    """Catches: a metric that was renamed, or that the page does not explain."""
+    text = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(ckptfsm_\w+)` \| [^|]+ \| (?:`(\w+)`)? ?\| (\w+) \|", text, re.M)
+    both = set(metric_names.IN_TRAINER) & set(metric_names.IN_EXPORT)
+    real = {
+        family.shown: (family.label, "both" if family in both else where)
+        for where, families in (
+            ("trainer", metric_names.IN_TRAINER),
+            ("export", metric_names.IN_EXPORT),
+        )
+        for family in families
+    }
+    assert {name: (label, where) for name, label, where in rows} == real
+    assert len(rows) == len(real)
+
+
+@pytest.mark.parametrize("name", ["alerts.yml", "ckptfsm.json"])
+def test_a_file_for_monitoring_asks_for_metrics_that_are_documented(name):
+    """Catches: a rule or a panel that stays empty for ever, because its metric has another name."""
+    text = (DOCS / "grafana" / name).read_text(encoding="utf-8")
+    page = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    if name.endswith(".json"):
+        panels = json.loads(text)["panels"]
+        text = "\n".join(target["expr"] for panel in panels for target in panel["targets"])
+    asked = set(re.findall(r"\bckptfsm_\w+", text))
+    assert len(asked) > 5
+    assert asked <= set(re.findall(r"^\| `(ckptfsm_\w+)` \|", page, re.M))
+    told = re.findall(r"^\| `(\w+)` \|", page.partition("| alert |")[2].partition("\n\n")[0], re.M)
+    assert name.endswith(".json") or re.findall(r"- alert: (\w+)", text) == told
+    linked = re.findall(r"\bdocs/[\w/.-]+\.md\b", text)
+    assert [link for link in linked if not (ROOT / link).is_file()] == []
 
 
 def test_every_setting_is_in_the_reference_with_its_meaning():
