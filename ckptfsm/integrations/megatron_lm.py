@@ -52,6 +52,7 @@ from ckptfsm.megatron.compat import cpu_devices
 from ckptfsm.megatron.driver import refuse_newer, storage_at
 from ckptfsm.megatron.foreign import ready_part
 from ckptfsm.ranks.handle import SaveHandle
+from ckptfsm.ranks.participant import Hook
 from ckptfsm.writers.plain_files import FileTree
 
 log = logging.getLogger("ckptfsm")
@@ -83,7 +84,7 @@ class MegatronLMCheckpoints:
 
     ``save_retain_interval`` is Megatron-LM's. ``config`` or keyword arguments are those of
     ``CheckpointManager``, without ``retention`` and ``layout``. ``staging`` loads offloaded state
-    around each save, see ``OffloadHook``.
+    around each save, see ``OffloadHook``. ``hooks`` are those of the manager of ``save_dir``.
 
     The root is opened at ``open`` or the first save; after ``terminate`` the next save opens it
     again. Call ``resumed`` after a load.
@@ -95,11 +96,13 @@ class MegatronLMCheckpoints:
         *,
         save_retain_interval: int | None = None,
         staging: OffloadHook | None = None,
+        hooks: Sequence[Hook] = (),
         config: CheckpointConfig | Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         self.save_dir = str(Path(save_dir).absolute())
         self.staging = staging
+        self._hooks = tuple(hooks)
         base = config_of(config, settings)
         if {"retention", "layout"} & base.model_fields_set:
             raise ConfigError(
@@ -128,7 +131,9 @@ class MegatronLMCheckpoints:
         if root not in self._managers:
             last = {"retention": LatestN(1)} if non_persistent else {}
             config = self._config.model_copy(update=last)
-            self._managers[root] = CheckpointManager(root, config, staging=self.staging)
+            hooks = () if non_persistent else self._hooks  # two roots would be mixed
+            manager = CheckpointManager(root, config, hooks=hooks, staging=self.staging)
+            self._managers[root] = manager
             if self._attached:
                 self._managers[root].expect_gate()
         return self._managers[root]

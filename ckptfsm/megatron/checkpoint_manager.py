@@ -33,7 +33,7 @@ class CheckpointManager(Manager):
 
     - ``hooks`` are called with one frozen ``TransitionRecord`` per transition, on every rank that
       registers them. A crash may lose a call, but never repeats one. Exceptions of hooks are
-      logged.
+      logged. A hook that is a ``Meter`` (``ckptfsm.core.notes``) also takes notes, such as stalls.
     - ``open_storage(create)`` replaces the storage adapter of this rank (``root`` is then only a
       name), for tests and fault injection.
     - ``staging`` loads offloaded state around each save, see ``OffloadHook``.

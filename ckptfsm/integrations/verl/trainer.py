@@ -21,7 +21,7 @@ import inspect
 import io
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -50,6 +50,7 @@ from ckptfsm.integrations.verl.mirror import NAME, Mirror, UploadWorker, When, m
 from ckptfsm.integrations.verl.uploads import Uploads
 from ckptfsm.integrations.verl.workers import Calls, RayCalls, RoleGroups
 from ckptfsm.ranks.controller import Controller, controller_config
+from ckptfsm.ranks.participant import Hook
 from ckptfsm.ranks.tickets import GroupPart, GroupSave, Ticket
 from ckptfsm.writers.plain_files import FileTree
 
@@ -87,13 +88,14 @@ _OF_NOBODY: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The arguments of ``install``. ``settings`` are the controller's."""
+    """The arguments of ``install``. ``settings`` and ``hooks`` are the controller's."""
 
     extra_parts: Callable[[Any], Mapping[str, Any]] | None = None
     calls: Calls = field(default_factory=RayCalls)
     mirror: Mirror | None = None
     mirror_when: When = "after"
     settings: Mapping[str, Any] = field(default_factory=dict)
+    hooks: Sequence[Hook] = ()
 
 
 class Checkpoints:
@@ -138,7 +140,8 @@ class Checkpoints:
         root = root_of(trainer)
         self._set_mirror(root)
         sizes = {**self._groups.sizes, **({NAME: 1} if self._uploader else {})}
-        hooks = [self._note, *([self._uploads.hook] if self._uploads is not None else [])]
+        uploads = [self._uploads.hook] if self._uploads is not None else []
+        hooks = [self._note, *uploads, *options.hooks]
         try:
             controller = self._make_controller(root, sizes, hooks=hooks, **settings)
         except DamagedRoot as error:
@@ -458,6 +461,7 @@ def install(
     calls: Calls | None = None,
     mirror: Mirror | None = None,
     mirror_when: When = "after",
+    hooks: Sequence[Hook] = (),
     **settings: Any,
 ) -> Trainer:
     """Give a trainer, or a trainer's class, checkpoints that ckptfsm drives.
@@ -468,6 +472,7 @@ def install(
     - ``calls`` calls functions in workers, by default through Ray.
     - ``mirror`` (by default from ``default_hdfs_dir``) gets a copy of each checkpoint *before* it
       is tracked, or *after*.
+    - ``hooks`` are those of ``Controller``.
     - ``settings`` are those of ``Controller``, and ``writer_files`` and ``common_state`` of the
       workers. ``retention`` follows verl's configuration unless given.
 
@@ -479,7 +484,7 @@ def install(
     base = trainer if isinstance(trainer, type) else type(trainer)
     if "checkpoints" in vars(trainer):
         raise ConfigError(f"{base.__name__} has these checkpoints already")
-    options = Options(extra_parts, calls or RayCalls(), mirror, mirror_when, settings)
+    options = Options(extra_parts, calls or RayCalls(), mirror, mirror_when, settings, hooks)
     modules = {kind.__module__ for kind in base.__mro__}
     if _SFT_OF_RAY in modules:
         raise ConfigError(

@@ -884,6 +884,19 @@ def test_checkpoints_of_a_custom_trainer_are_loaded_around_too(training: Trainin
     assert (training.tracked(), training.iterations()) == ("4", [2, 4])
 
 
+def test_hooks_hear_of_the_save_directory_alone(training: Training) -> None:
+    """Catches: metrics that stay empty under Megatron-LM, or that mix two roots."""
+    heard: list[Any] = []
+    settings = {"hooks": [heard.append]}
+    with training.installed(None, settings, non_persistent_ckpt_type="global"):
+        training.save(2)
+        training.finalize()
+        training.save(4, non_persistent_ckpt=True)
+        training.finalize()
+    assert {record.step for record in heard} == {2}
+    assert heard[-1].acknowledges
+
+
 def test_I2_the_tracker_and_the_reports_wait_for_the_writer(training: Training, gate: Gate) -> None:
     """Catches: Megatron-LM's closure that tracks and deletes, run when the save is asked for, or at
     all; reports before the checkpoint is tracked; a step's directory before it is complete."""

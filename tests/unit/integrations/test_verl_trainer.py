@@ -80,7 +80,12 @@ class Run:
         self.calls = Direct()
 
     def start(
-        self, mirror: Any = None, when: Any = "after", settings: Any = SETTINGS, **config: Any
+        self,
+        mirror: Any = None,
+        when: Any = "after",
+        settings: Any = SETTINGS,
+        hooks: Any = (),
+        **config: Any,
     ) -> Checkpoints:
         named = {"default_local_dir": str(self.root), "default_hdfs_dir": None, **config}
         actor = {"checkpoint": {"async_save": True}}
@@ -92,7 +97,7 @@ class Run:
             global_steps=0,
             train_dataloader=SimpleNamespace(state_dict=dict),
         )
-        options = Options(None, self.calls, mirror, when, settings)
+        options = Options(None, self.calls, mirror, when, settings, hooks)
         self.begun.append(Checkpoints(trainer, options))
         return self.begun[-1]
 
@@ -116,6 +121,15 @@ def repr_of(state: Any) -> bytes:
 def save(checkpoints: Checkpoints, step: int) -> None:
     checkpoints._trainer.global_steps = step
     checkpoints.save()
+
+
+def test_hooks_hear_of_a_save(run: Run):
+    """Catches: metrics that stay empty under verl."""
+    heard: list[Any] = []
+    checkpoints = run.start(hooks=[heard.append])
+    save(checkpoints, 1)
+    checkpoints.poll(wait=True)
+    assert [record.dest.value for record in heard][-1] == "tracked"
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
