@@ -64,8 +64,8 @@ class WandbScalars(_Points):
     """Hook: the end of each save as one ``log`` of a run of Weights & Biases.
 
     A save is tracked some steps after its step. W&B ignores a ``step`` that lies behind, so the step
-    is a value, ``ckptfsm/step``, which is defined as the axis of the others. The point joins the
-    step that the trainer logs next.
+    is a value, ``ckptfsm/step``, which is defined as the axis of the others. The point joins the row
+    that W&B has open.
     """
 
     def __init__(self, run: WandbRun) -> None:

@@ -300,7 +300,7 @@ class Board:
 
 
 class Run:
-    """A run of W&B: ``step`` may not lie behind, and rows grow until one is committed."""
+    """A run of W&B: ``step`` may not lie behind, and a row grows until a later one begins."""
 
     def __init__(self) -> None:
         self.axes: dict[str, str] = {}
@@ -311,14 +311,20 @@ class Run:
     def define_metric(self, name: str, *, step_metric: str) -> None:
         self.axes[name] = step_metric
 
-    def log(self, data: dict[str, float], step: int | None = None, commit: bool = True) -> None:
+    def log(
+        self, data: dict[str, float], step: int | None = None, commit: bool | None = None
+    ) -> None:
         if step is not None and step < self.step:
             return
-        self.step = self.step if step is None else step
+        if step is not None and step > self.step:
+            self._flush(step)
         self.row |= data
-        if commit:
-            self.rows.append(self.row)
-            self.row, self.step = {}, self.step + 1
+        if commit or (commit is None and step is None):
+            self._flush(self.step + 1)
+
+    def _flush(self, step: int) -> None:
+        self.rows += [self.row] if self.row else []
+        self.row, self.step = {}, step
 
 
 def test_tensorboard_gets_a_point_at_the_step_of_the_checkpoint():
@@ -341,10 +347,13 @@ def test_wandb_keeps_a_save_that_is_tracked_later():
     run.log({"loss": 1.0}, step=14)
     told(hook, *life(10, 1, 2, 3, 4, 5))
     run.log({"loss": 0.9}, step=15)
+    told(hook, *life(20, 1, 2, 3, 4, 5))
+    run.log({"accuracy": 0.8})
     assert run.axes == {"ckptfsm/*": "ckptfsm/step"}
-    assert [row["loss"] for row in run.rows] == [1.0, 0.9]
-    assert run.rows[1]["ckptfsm/step"] == 10
-    assert run.rows[1]["ckptfsm/latest_bytes"] == 6000
+    assert run.step == 16
+    first, second = run.rows
+    assert (first["loss"], first["ckptfsm/step"], first["ckptfsm/latest_bytes"]) == (1.0, 10, 6000)
+    assert (second["loss"], second["ckptfsm/step"], second["accuracy"]) == (0.9, 20, 0.8)
 
 
 def test_json_lines_tell_each_end_of_a_save(tmp_path):
