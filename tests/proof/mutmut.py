@@ -34,7 +34,10 @@ TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "core/evidence": ("recovery", "histories"),
         "core/explaining": ("reading",),
         "core/findings": ("examining",),
+        "core/metrics": ("exporting", "metrics"),
+        "core/notes": ("metrics",),
         "core/preemption": ("preemption",),
+        "core/recorded_metrics": ("recorded_metrics",),
         "core/recovery": ("recovery",),  # the other suites take minutes for each mutant that lives
         "core/recovery_rules": ("recovery_rules", "recovery"),
         "core/recovery_refusals": ("recovery",),
