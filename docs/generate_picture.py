@@ -76,6 +76,62 @@ def picture(package: Path = ROOT / "ckptfsm") -> str:
     return "\n".join([*lines, "```"])
 
 
+def floors(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """The rooms from the ground up: each stands above every room that it imports from."""
+
+    def height(room: str) -> int:
+        return 1 + max((height(other) for other in graph[room]), default=-1)
+
+    heights = {room: height(room) for room in graph}
+    return [[r for r in graph if heights[r] == n] for n in range(1 + max(heights.values()))]
+
+
+def drawing(package: Path = ROOT / "ckptfsm") -> str:
+    """The picture as SVG, for pages that are shown without a Mermaid program."""
+    graph = imports(package)
+    rows = floors(graph)
+    height = len(rows) * _FLOOR
+    middle = {}
+    for floor, rooms in enumerate(rows):
+        for place, room in enumerate(rooms):
+            x = _WIDTH * (place + 0.5) / len(rooms)
+            middle[room] = (x, height - _FLOOR * (floor + 0.5))
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}">', _STYLE]
+    for room, others in without_detours(graph).items():
+        lines += [_arrow(middle[other], middle[room]) for other in others]
+    for room, (x, y) in middle.items():
+        lines += [
+            f'<rect x="{x - _BOX / 2:.0f}" y="{y - 20:.0f}" width="{_BOX}" height="40" rx="4"/>',
+            f'<text x="{x:.0f}" y="{y - 3:.0f}" class="name">{room}</text>',
+            f'<text x="{x:.0f}" y="{y + 12:.0f}">{ROOMS[room]}</text>',
+        ]
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+_WIDTH, _FLOOR, _BOX = 900, 70, 250
+_STYLE = """<style>
+  text { font: 11px sans-serif; text-anchor: middle; fill: #222 }
+  .name { font-weight: bold; font-size: 12px }
+  rect { fill: #fff; stroke: #0072b2 }
+  path { fill: none; stroke: #777 }
+  marker path { fill: #777; stroke: none }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #ddd } rect { fill: #0d1117; stroke: #56b4e9 } path { stroke: #999 }
+    marker path { fill: #999 }
+  }
+</style>
+<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7"
+ orient="auto"><path d="M0 0 8 4 0 8z"/></marker></defs>"""
+
+
+def _arrow(below: tuple[float, float], above: tuple[float, float]) -> str:
+    """A line from the top of a box to the foot of another one."""
+    (x, y), (to_x, to_y) = (below[0], below[1] - 20), (above[0], above[1] + 20)
+    bend = (y - to_y) / 2
+    curve = f"C{x:.0f} {y - bend:.0f} {to_x:.0f} {to_y + bend:.0f} {to_x:.0f} {to_y:.0f}"
+    return f'<path d="M{x:.0f} {y:.0f} {curve}" marker-end="url(#tip)"/>'
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the picture, or compare it. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python docs/generate_picture.py")

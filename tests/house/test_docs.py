@@ -386,6 +386,18 @@ def test_the_reference_is_built(tmp_path):
     assert linked and all((ROOT / "build" / name).resolve().exists() for name in linked)
 
 
+def test_a_long_signature_has_a_line_for_each_parameter():
+    """Catches: a comma inside of brackets that ends a line, a signature that the site cuts off."""
+    text = reference.reference_markdown()
+    section = text.partition("\n### CheckpointManager.save\n")[2].partition("```\n")[0]
+    assert "\n    parts: Mapping[str, Any] | None = None,\n" in section
+    assert section.rstrip().endswith(") -> SaveHandle")
+    assert "\nbefore_update() -> None\n" in text
+    for text in reference.pages("../").values():
+        for _, _, shown in FENCE.findall(text):
+            compile(f"def {shown.strip()}: ...", "reference", "exec")
+
+
 def test_the_summary_of_the_proof_names_every_layer():
     """Catches: a layer that was added or renamed, and that the page does not explain."""
     text = (DOCS / "proof.md").read_text(encoding="utf-8")
