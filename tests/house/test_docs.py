@@ -398,6 +398,16 @@ def test_a_long_signature_has_a_line_for_each_parameter():
             compile(f"def {shown.strip()}: ...", "reference", "exec")
 
 
+def test_the_page_about_alerting_names_every_metric():
+    """Catches: a metric that was renamed, in the table or in a rule that never fires again."""
+    page = (DOCS / "howto-alerting.md").read_text(encoding="utf-8")
+    source = (ROOT / "ckptfsm/views/metrics.py").read_text(encoding="utf-8")
+    metrics = set(re.findall(r'"(ckptfsm_\w+)"', source)) - {"ckptfsm_save_failures"}
+    metrics |= {"ckptfsm_save_failures_total"}  # a counter
+    assert set(re.findall(r"^\| `(ckptfsm_\w+)` \|", page, re.M)) == metrics
+    assert set(re.findall(r"\bckptfsm_\w+", page)) == metrics
+
+
 def test_the_summary_of_the_proof_names_every_layer():
     """Catches: a layer that was added or renamed, and that the page does not explain."""
     text = (DOCS / "proof.md").read_text(encoding="utf-8")
