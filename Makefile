@@ -1,9 +1,10 @@
 # Commands for a newcomer: `make demo` and `make test`. Both make .venv first. While you write: `make quick`.
-# Before a merge: `make gate`, what `make test` leaves out; .ci/run runs all. For maintainers, before a release: `make proof`, `make soak HOURS=8`, `make mutmut`; `make docs` builds pages; `make repro-list` names the public bugs.
+# Before a merge: `make gate`, what `make test` leaves out; .ci/run runs all. For maintainers, before a release: `make proof`, `make soak HOURS=8`, `make mutmut`; `make site` builds the pages, `make docs` the reference alone; `make repro-list` names the public bugs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SITE_STAMP := $(VENV)/.installed-for-site
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist worksteal
 PROOF := PYTHONPATH=tests $(BIN)/python -m proof
@@ -11,7 +12,7 @@ HOURS ?= 1
 # A thousand interpreters start in the gate; each would compile the library, and pytest its tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test gate lint docs bench bench-peers clean specs proof soak mutmut test-integrations try
+.PHONY: demo quick test gate lint docs site bench bench-peers clean specs proof soak mutmut test-integrations try
 
 demo: $(STAMP)
 	$(BIN)/ckptfsm demo
@@ -27,6 +28,7 @@ test: $(STAMP)
 
 # What `make test` leaves out; the layers run whole here.
 gate: $(STAMP)
+	$(MAKE) --no-print-directory $(SITE_STAMP)
 	$(PYTEST) -m gate
 	$(PROOF) --profile pr
 
@@ -49,6 +51,11 @@ lint: $(STAMP)
 # build/reference.md: every public name, from its docstring.
 docs: $(STAMP)
 	$(BIN)/python docs/generate_reference.py
+
+# build/site: all pages; a broken link, anchor or entry of the navigation ends it. Needs Python 3.11.
+site: $(SITE_STAMP)
+	$(BIN)/python docs/generate_site.py
+	$(BIN)/python -m zensical build --strict
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
@@ -82,5 +89,9 @@ $(STAMP): constraints.txt pyproject.toml
 	$(INSTALL) --editable ".[test]"
 	touch $(STAMP)
 
+$(SITE_STAMP): $(STAMP)
+	$(INSTALL) --editable ".[docs]"
+	touch $(SITE_STAMP)
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -37,6 +37,8 @@ GATE: Mapping[str, str] = MappingProxyType(
         "test_a_soak_ends_though_its_seeds_do_not": "",
         "test_the_layer_shares_seeds_out_and_stops_when_told": "",
         "test_a_worker_that_is_killed_is_a_violation": "",
+        # The site needs packages that only `make gate` installs; links are checked in `make test` too.
+        "test_the_site_is_built_strictly": "",
     }
 )
 
