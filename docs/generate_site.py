@@ -51,6 +51,7 @@ _FENCE = re.compile(r"^```(\w+) (?:run|run=job|file=(\S+))$", re.M)
 _MERMAID = re.compile(r"^```mermaid\n.*?^```$", re.M | re.S)
 _ROW = re.compile(r"^\|.*$", re.M)
 _CODE = re.compile(r"`[^`]*`")
+_MEMBER = re.compile(r"^(###+ )([\w.]+\.)(\w+)$", re.M)  # its last name stands in the margin
 _DIRECTORY = re.compile(r"(\]\([\w./-]+/)\)")
 
 
@@ -60,7 +61,7 @@ def pages() -> dict[str, str]:
     for directory, heading in LISTED.items():
         found[f"{directory}/{LIST}"] = list_of(directory, heading)
     for name, text in generate_reference.pages("../").items():
-        found[f"{REFERENCE}/{name}.md"] = text
+        found[f"{REFERENCE}/{name}.md"] = _MEMBER.sub(r'\1<span class="of">\2</span>\3', text)
     return found
 
 

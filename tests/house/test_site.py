@@ -63,6 +63,13 @@ def test_a_page_is_changed_where_the_site_shows_it_in_another_way():
     assert changed("`a \\| b`") == "`a \\| b`"
 
 
+def test_the_margin_of_the_reference_has_short_names():
+    """Catches: a name that the margin cuts off, as it does after some twenty letters."""
+    text = generate_site.pages()["docs/reference/api.md"]
+    assert '\n### <span class="of">CheckpointManager.</span>save\n' in text
+    assert re.findall(r"^###+ [\w.]+$", text, re.M) == []
+
+
 def test_the_drawing_has_every_room_and_no_arrow_downward():
     """Catches: a room that has no box, a box above a room that imports it."""
     graph = generate_picture.imports(ROOT / "ckptfsm")
