@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from cli_runs import said
 
-from docs import generate_picture, generate_site
+from docs import generate_picture, generate_site, screens
 from house.source import ROOT
 
 SETTINGS = ROOT / "mkdocs.yml"
@@ -88,6 +89,17 @@ def test_a_second_build_leaves_no_old_page(tmp_path):
     old.write_text("# Old\n")
     assert generate_site.main(["--root", str(tmp_path)]) == 0
     assert not old.exists() and (old.parent / "tutorial.md").exists()
+
+
+def test_the_screenshots_show_a_root_with_a_past(tmp_path, capsys):
+    """Catches: a made-up job that saves nothing, or in the future, and pictures of that."""
+    root = screens.made_root(tmp_path, 10)
+    rows = [line.split() for line in said(capsys, "ls", "-r", root).splitlines()[3:]]
+    assert [row[0] for row in rows] == ["500", "700", "800", "1000"]
+    assert [row[1] for row in rows] == ["tracked"] * 4 and rows[-1][-1] == "latest"
+    assert all("0 ms" not in " ".join(row) for row in rows)
+    shown = screens.listing(root, "dark")
+    assert re.search(r'<span style="color: #\w+[^>]*>tracked</span>', shown)
 
 
 @pytest.mark.skipif(find_spec("zensical") is None, reason="needs ckptfsm[docs], on Python 3.11")
