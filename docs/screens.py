@@ -1,8 +1,8 @@
 """Take small screenshots of ``ckptfsm ls`` and ``ckptfsm timeline``, light and dark, to look at.
 
 The roots have 10 and 10,000 checkpoints of a made-up job without torch: a save every half hour, with
-failures and crashes now and then. A root that was made before is used again. Needs Chromium, and a
-while for 10,000 saves.
+failures and crashes now and then. A root that was made before is used again. Needs Chromium, and some
+ten minutes of processor time for 10,000 saves.
 
     python docs/screens.py [--out DIR] [--browser NAME]    write below DIR (default: build/screens)
 """
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
+from functools import cache
 from io import StringIO
 from pathlib import Path
 
@@ -119,13 +120,19 @@ def _train(job: FakeJob, steps: range, clock: WallClock) -> None:
         clock.sleep(INTERVAL_S - (clock.now - began))
 
 
-def listing(root: Path, theme_name: str) -> str:
-    """The end of ``ckptfsm ls``, as a page with the colours of a terminal."""
+@cache
+def output(root: Path) -> str:
+    """The output of ``ckptfsm ls`` on a terminal. For a large root that takes seconds."""
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": "110", "PYTHONPATH": str(HERE)}
     environment.pop("NO_COLOR", None)
     command = [sys.executable, "-m", "ckptfsm.cli", "ls", "-r", str(root)]
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    lines = [f"$ ckptfsm ls -r {root.name}", *shown.stdout.splitlines(), "$ "][-ROWS:]
+    return shown.stdout
+
+
+def listing(root: Path, theme_name: str) -> str:
+    """The end of ``ckptfsm ls``, as a page with the colours of a terminal."""
+    lines = [f"$ ckptfsm ls -r {root.name}", *output(root).splitlines(), "$ "][-ROWS:]
     console = Console(record=True, width=120, file=StringIO(), force_terminal=True)
     console.print(Text.from_ansi("\n".join(lines)))
     return console.export_html(theme=SCHEMES[theme_name][1], inline_styles=True)
