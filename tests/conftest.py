@@ -12,6 +12,7 @@ Where several processes share the tests (``-n 3``), each one tells the first wha
 from __future__ import annotations
 
 import os
+import signal
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,10 @@ _TOLD = ("journals", "transitions", "exempt_tests", "leftover")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # as a shell starts a job in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", f"{MARKER}(reason): its journals are not judged")
     config.pluginmanager.register(JournalWatch(config), "journal-watch")
     profiles.register()

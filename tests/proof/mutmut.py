@@ -32,6 +32,8 @@ TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "core/rollback": ("journal", "recovery", "histories"),
         "core/admission": ("admission",),
         "core/evidence": ("recovery", "histories"),
+        "core/explaining": ("reading",),
+        "core/findings": ("examining",),
         "core/preemption": ("preemption",),
         "core/recovery": ("recovery",),  # the other suites take minutes for each mutant that lives
         "core/recovery_rules": ("recovery_rules", "recovery"),
