@@ -8,7 +8,7 @@ Both change nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from ckptfsm.core import ledger as _ledger
 from ckptfsm.core import recovery_rules as _rules
 from ckptfsm.core.events import Command, Event
-from ckptfsm.core.lifecycle import EVENTS, TABLE, Checkpoint, Row, State, find_row
+from ckptfsm.core.lifecycle import _QUIET, EVENTS, TABLE, Checkpoint, Row, State, find_row
 from ckptfsm.core.recovery_rules import RULES, Facts, Rule
 
 
@@ -55,6 +55,11 @@ class Coverage:
         if row is not None:
             self.rows[row_key(row)] += 1
 
+    def quiet(self, state: State, event: Event) -> None:
+        """Count a report that was absorbed: it moved no checkpoint to another state."""
+        self.pairs[pair_key(state, type(event))] += 1
+        self.rows[row_key(_QUIET[state, type(event)])] += 1
+
     def fault(self, number: str, state: State | None) -> None:
         """Count fault ``number`` (``F5``), which struck in ``state`` (None: in any)."""
         self.faults[f"{number} x {state.value if state is not None else 'any'}"] += 1
@@ -85,15 +90,23 @@ class Coverage:
 def watch_moves(coverage: Coverage) -> Iterator[Coverage]:
     """Count every event that the production ledger offers to a checkpoint inside the block.
 
-    Wraps the ledger's ``apply`` and ``find_row``; for one thread at a time.
+    Wraps the ledger's ``apply``, ``absorb`` and ``find_row``; for one thread at a time.
     """
     module: Any = _ledger
-    apply, find = module.apply, module.find_row
+    apply, absorb, find = module.apply, module.absorb, module.find_row
 
     def watched_apply(checkpoint: Checkpoint, event: Event) -> tuple[Checkpoint, Command | None]:
         coverage.move(checkpoint, event)
         moved: tuple[Checkpoint, Command | None] = apply(checkpoint, event)
         return moved
+
+    def watched_absorb(
+        checkpoint: Checkpoint, events: Sequence[Event], start: int = 0
+    ) -> tuple[Checkpoint, int]:
+        after, taken = absorb(checkpoint, events, start)
+        for event in events[start : start + taken]:
+            coverage.quiet(checkpoint.state, event)
+        return after, taken
 
     def watched_find(checkpoint: Checkpoint, event: Event) -> Row | None:
         row: Row | None = find(checkpoint, event)
@@ -101,11 +114,11 @@ def watch_moves(coverage: Coverage) -> Iterator[Coverage]:
             coverage.move(checkpoint, event)
         return row
 
-    module.apply, module.find_row = watched_apply, watched_find
+    module.apply, module.absorb, module.find_row = watched_apply, watched_absorb, watched_find
     try:
         yield coverage
     finally:
-        module.apply, module.find_row = apply, find
+        module.apply, module.absorb, module.find_row = apply, absorb, find
 
 
 @contextmanager
