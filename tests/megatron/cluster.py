@@ -35,8 +35,10 @@ class ForkServer:
     """The other end of ``forkserver.py``, or of another ``script`` that is one."""
 
     def __init__(self, script: Path = HERE / "forkserver.py") -> None:
+        places = [str(HERE.parent), os.environ.get("PYTHONPATH")]
         environment = {
             **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, places)),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
