@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -33,6 +34,7 @@ WORK_S = (0.0, 0.5)  # per GiB of state
 _STALL_TARGETS = {("eager", 0.0): 0.15, ("gated", 0.5): 0.03}
 _LOADABLE_TARGET = 0.5
 _WITH_TARGETS = ("eager", "gated")
+_PLACES = ("save()", "the pass", "before_update()", "the update")
 _CPU_TARGET = 0.5
 _RAW_TARGET = 1 / 0.9  # at least 0.9 of the raw device's rate
 _WARM_UP_ROUNDS = 2
@@ -42,11 +44,19 @@ _LEAST_S = 1e-6  # a small state may be saved for nothing
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A save, in seconds; ``cpu_s`` of the trainer and its writers."""
+    """A save, in seconds; ``cpu_s`` of the trainer and its writers.
 
-    stall_s: float
+    The stall has four places: ``save``, the pass, ``before_update`` and the update. Of the pass and the
+    update, only the excess counts.
+    """
+
+    places_s: tuple[float, float, float, float]
     loadable_s: float
     cpu_s: float
+
+    @property
+    def stall_s(self) -> float:
+        return max(0.0, sum(self.places_s))
 
 
 class Pass:
@@ -119,19 +129,24 @@ def save_once(
     side: Side, step: int, state: TrainingState, between: Pass, poll_interval_s: float
 ) -> Sample:
     """A save from call to loadable, with a pass and an update behind it."""
-    usual_s = min(timed(between) + timed(state.update) for _ in range(_USUAL))
+    usual_pass_s, usual_update_s = _usual(between), _usual(state.update)
     sharded = state.sharded(step)
     cpu_s = _cpu_s()
     began = time.perf_counter()
-    side.save(step, sharded)
-    between()
-    side.before_update()
-    state.update()
-    updated = time.perf_counter()
+    places_s = (
+        timed(partial(side.save, step, sharded)),
+        timed(between) - usual_pass_s,
+        timed(side.before_update),
+        timed(state.update) - usual_update_s,
+    )
     while not side.poll():
         time.sleep(poll_interval_s)
     loadable = time.perf_counter()
-    return Sample(max(0.0, updated - began - usual_s), loadable - began, _cpu_s() - cpu_s - usual_s)
+    return Sample(places_s, loadable - began, _cpu_s() - cpu_s - usual_pass_s - usual_update_s)
+
+
+def _usual(work: Callable[[], object]) -> float:
+    return min(timed(work) for _ in range(_USUAL))
 
 
 def _cpu_s() -> float:
@@ -147,27 +162,30 @@ def _cpu_s() -> float:
 
 def _figures(samples: dict[str, list[Sample]], work_s: float) -> list[Figure]:
     stock = samples["stock"]
-    fast = Sample(
-        min(s.stall_s for s in stock), min(s.loadable_s for s in stock), min(s.cpu_s for s in stock)
-    )
+    fastest_stall_s = min(s.stall_s for s in stock)
+    fastest_s, least_cpu_s = min(s.loadable_s for s in stock), min(s.cpu_s for s in stock)
     after = f"{work_s:g} s of work"
     figures = []
     for name, each in samples.items():
         stalls, loadable = [s.stall_s for s in each], [s.loadable_s for s in each]
         figures.append(in_unit(f"stall, {after}, {name}", "ms", MS, stalls))
+        for place, spent in zip(
+            _PLACES, zip(*(s.places_s for s in each), strict=True), strict=True
+        ):
+            figures.append(in_unit(f"of the stall, {after}, {name}: {place}", "ms", MS, spent))
         if name == "stock":
             figures.append(in_unit(f"until loadable, {after}, {name}", "ms", MS, loadable))
             continue
         target = _STALL_TARGETS.get((name, work_s))
-        figures.append(_over(f"stall, {after}, {name} / stock", stalls, fast.stall_s, target))
+        figures.append(_over(f"stall, {after}, {name} / stock", stalls, fastest_stall_s, target))
         figures.append(in_unit(f"until loadable, {after}, {name}", "ms", MS, loadable))
         ours = name in _WITH_TARGETS
         wanted = _LOADABLE_TARGET if ours else None
         title = f"until loadable, {after}, {name} / stock"
-        figures.append(_over(title, loadable, fast.loadable_s, wanted))
+        figures.append(_over(title, loadable, fastest_s, wanted))
         title, used = f"CPU time, {after}, {name} / stock", [s.cpu_s for s in each]
         wanted = _CPU_TARGET if ours else None
-        figures.append(_over(title, used, fast.cpu_s, wanted))
+        figures.append(_over(title, used, least_cpu_s, wanted))
     return figures
 
 
