@@ -46,8 +46,8 @@ _LEAST_S = 1e-6  # a small state may be saved for nothing
 class Sample:
     """A save, in seconds; ``cpu_s`` of the trainer and its writers.
 
-    The stall has four places: ``save``, the pass, ``before_update`` and the update. Of the pass and the
-    update, only the excess counts.
+    The stall has four places: ``save``, the pass, ``before_update`` and the update. Only the
+    excess of the pass and of the update counts.
     """
 
     places_s: tuple[float, float, float, float]
@@ -172,7 +172,9 @@ def _figures(samples: dict[str, list[Sample]], work_s: float) -> list[Figure]:
         for place, spent in zip(
             _PLACES, zip(*(s.places_s for s in each), strict=True), strict=True
         ):
-            figures.append(in_unit(f"of the stall, {after}, {name}: {place}", "ms", MS, spent))
+            figures.append(
+                in_unit(f"share of the stall, {after}, {name}: {place}", "ms", MS, spent)
+            )
         if name == "stock":
             figures.append(in_unit(f"until loadable, {after}, {name}", "ms", MS, loadable))
             continue

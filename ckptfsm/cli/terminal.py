@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +30,6 @@ STYLES: Mapping[str, str] = MappingProxyType(
 )
 
 
-@cache
 def console() -> Console:
     """Standard output. Without a terminal, or with NO_COLOR, there is no colour."""
     return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)

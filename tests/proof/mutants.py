@@ -51,6 +51,7 @@ _TESTED_BY = {  # modules that have no test file of their name
     "publishing": "coordinator",
     "protection": "coordinator",
     "engine": "coordinator",
+    "torch_dist": "shared_memory",
     "plan_run": "coordinator",
     "receipts": "inspection",
     "shard_file": "rank_writer",

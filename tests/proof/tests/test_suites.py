@@ -53,7 +53,7 @@ def test_the_machines_are_driven_deep(suite, labels):
     check, _ = suites.SUITES[suite]
     told = []
     with collector.with_value(told.append):
-        check(settings=profile("pr", scale=0.2, shrink=False))
+        check(settings=profile("pr", scale=0.4, shrink=False))
     (statistics,) = told
     assert set(statistics["targets"]) == labels
     assert all(score > 0 for score in statistics["targets"].values())
