@@ -301,8 +301,8 @@ class Scenario:
     def _refused(self) -> None:
         """Some damage must be refused, and nothing changed by the attempt (F20, F34)."""
         site = self.site
-        for process in site.world.processes:  # an orphan's writes are not the attempt's
-            if process.role == "writer":
+        for process in site.world.processes:  # writes of orphans and people are not the attempt's
+            if process.role in ("writer", "person"):
                 site.world.kill(process)
         undo = spoil_journal(site)
         if undo is None:
