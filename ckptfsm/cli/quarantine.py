@@ -13,9 +13,10 @@ from ckptfsm.cli.changing import REFUSED, Wait, ask
 from ckptfsm.cli.owning import owned
 from ckptfsm.cli.reading import HERE, Json, Root, opened
 from ckptfsm.cli.terminal import put, put_json
-from ckptfsm.coordinator.admitting import admit
+from ckptfsm.coordinator.admitting import admit, judge
 from ckptfsm.core.errors import ConfigError, DamagedRoot
 from ckptfsm.core.layout import QUARANTINE, parse_aside
+from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.disk.durable import each_file, list_names, lookup
 from ckptfsm.disk.overview import look
 from ckptfsm.views.reading import read_lives
@@ -39,7 +40,10 @@ def adopt(
     directory: Annotated[
         Path, typer.Argument(help="A complete checkpoint, on the disk of the root.")
     ],
-    step: Annotated[int | None, typer.Option(help="Its step, if its name does not tell.")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(help="Its step, if its name does not tell.", min=0, max=MAX_STEP),
+    ] = None,
     root: Root = HERE,
 ) -> None:
     """Take a complete checkpoint into service, which the journal does not explain, and pin it.
@@ -53,13 +57,21 @@ def adopt(
     if found is None:
         raise ConfigError(f"{given.name} names no step: give --step", file=str(given))
     given = given.resolve()
-    if not given.is_relative_to(at.resolve()):
-        inside = at / f"adopt-{given.name}"
-        if given.stat().st_dev != at.stat().st_dev or inside.exists():
-            raise ConfigError(f"copy it to {inside} first, and adopt that", file=str(given))
-        given.rename(inside)
-        given = inside
-    _take_into_service(root, given.relative_to(at.resolve()).as_posix(), found)
+    if given.is_relative_to(at.resolve()):
+        _take_into_service(root, given.relative_to(at.resolve()).as_posix(), found)
+        return
+    with opened(given.parent) as beside:
+        judge(beside, layout, given.name, found)
+    inside = at / f"adopt-{given.name}"
+    if given.stat().st_dev != at.stat().st_dev or inside.exists():
+        raise ConfigError(f"copy it to {inside} first, and adopt that", file=str(given))
+    given.rename(inside)
+    try:
+        _take_into_service(root, inside.name, found)
+    except BaseException:
+        if inside.exists():  # refused: it goes back to its place
+            inside.rename(given)
+        raise
 
 
 def _take_into_service(root: Path, source: str, step: int) -> None:

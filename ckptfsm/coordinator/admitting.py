@@ -29,11 +29,7 @@ def admit(storage: Storage, identity: Identity, layout: Layout, source: str, ste
     taken, ``RootBusy`` if an owner lives.
     """
     name = layout.published_name(step)
-    there = inspect_at(storage, layout, step, source)
-    if there.found not in ("manifest", "stock"):
-        raise DamagedRoot(f"no loader would take it: {there.detail}", file=source, step=step)
-    if there.of is not None and there.of.step != step:
-        raise ConfigError(f"{source} holds step {there.of.step}, not step {step}", step=step)
+    judge(storage, layout, source, step)
     above = newest_segment(storage) or newest_published_epoch(storage, layout)
     ownership = open_root(storage, identity, above=above)
     try:
@@ -45,6 +41,15 @@ def admit(storage: Storage, identity: Identity, layout: Layout, source: str, ste
         _name_if_newer(storage, ownership, step)
     finally:
         ownership.release()
+
+
+def judge(storage: Storage, layout: Layout, source: str, step: int) -> None:
+    """Raise ``DamagedRoot`` if a loader would refuse the directory, ``ConfigError`` for another step."""
+    there = inspect_at(storage, layout, step, source)
+    if there.found not in ("manifest", "stock"):
+        raise DamagedRoot(f"no loader would take it: {there.detail}", file=source, step=step)
+    if there.of is not None and there.of.step != step:
+        raise ConfigError(f"{source} holds step {there.of.step}, not step {step}", step=step)
 
 
 def _name_if_newer(storage: Storage, ownership: RootOwnership, step: int) -> None:

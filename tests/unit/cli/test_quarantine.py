@@ -132,3 +132,21 @@ def test_adopt_refuses_what_no_loader_takes(tmp_path, capsys):
     (root / "iter_0000040").mkdir()
     status, _, err = ran(capsys, "adopt", "iter_0000040", "-r", root)
     assert status == 1 and "no loader would take it" in err
+
+
+def test_adopt_leaves_a_directory_from_outside_in_its_place_if_it_is_refused(tmp_path, capsys):
+    """Found by attack. Catches: a move into the root before the look, of any file that is named."""
+    job = real_job(root := tmp_path / "root")
+    job.save(10)
+    precious, good = tmp_path / "precious", tmp_path / "good"
+    precious.write_text("of the system")
+    stock(good)
+    refused = ran(capsys, "adopt", precious, "--step", "40", "-r", root)
+    assert refused[0] == 1 and "no loader would take it" in refused[2]
+    busy = ran(capsys, "adopt", good, "--step", "40", "-r", root)
+    assert busy[0] == 3 and "root_busy" in busy[2]
+    job.close()
+    taken = ran(capsys, "adopt", good, "--step", "10", "-r", root)
+    assert taken[0] == 3 and "is taken" in taken[2]
+    assert precious.read_text() == "of the system" and (good / ".metadata").exists()
+    assert not list(root.glob("adopt-*"))
