@@ -13,6 +13,7 @@ from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.cli.reading import HERE, Root, opened
 from ckptfsm.cli.terminal import put
 from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.layout import LAYOUTS, PRIVATE, TRACKER
 from ckptfsm.disk.overview import look
 from ckptfsm.views.chrome_trace import chrome_trace
 from ckptfsm.views.metrics import metrics_of
@@ -77,10 +78,22 @@ def export(
 
 
 def _write(root: Path, output: Path, text: str) -> None:
-    """Write a file anew, complete at its name: a collector may read at any time."""
-    place = output.resolve()
-    if place.is_relative_to(root.resolve() / ".ckptfsm"):
+    """Write a file anew, complete at its name: a collector may read at any time.
+
+    A device or a pipe is written to. Raises ``ConfigError`` for a file of the library.
+    """
+    place, base = output.resolve(), root.resolve()
+    if place.is_relative_to(base) and place != base and _is_ours(place.relative_to(base).parts[0]):
         raise ConfigError("the output would lie among the files of the library", file=str(output))
+    if output.exists() and not output.is_file():
+        output.write_text(text, encoding="utf-8")
+        return
     partial = place.with_name(f".{place.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(place)
+
+
+def _is_ours(name: str) -> bool:
+    """True for a name in a root that the library, or a trainer's loader, reads."""
+    steps = (layout.parse_published(name) for layout in LAYOUTS.values())
+    return name in (PRIVATE, TRACKER) or any(step is not None for step in steps)

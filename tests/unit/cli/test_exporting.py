@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from cli_runs import ran, said
@@ -96,3 +97,33 @@ def test_export_writes_a_whole_file(tmp_path, capsys):
 def test_export_needs_a_format(tmp_path, capsys):
     real_root(tmp_path, 10)
     assert ran(capsys, "export", "-r", tmp_path)[0] == 2
+
+
+@pytest.mark.parametrize("name", ("latest_checkpointed_iteration.txt", "iter_0000010/__0_0.distcp"))
+def test_an_output_never_replaces_a_file_that_a_start_reads(name, tmp_path, capsys):
+    """Found by attack. Catches: metrics in the place of the tracker, or of a shard."""
+    root = real_root(tmp_path, 10)
+    before = (root / name).read_bytes()
+    status, _, err = ran(capsys, "export", "--prometheus", "-r", root, "-o", root / name)
+    assert status == 2 and "among the files of the library" in err
+    assert (root / name).read_bytes() == before
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path, capsys):
+    """Found by attack. Catches: ``-o /dev/null`` that makes a file of the device, called by root."""
+    root, pipe = real_root(tmp_path / "root", 10), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    said(capsys, "export", "--prometheus", "-r", root, "-o", pipe)
+    assert pipe.is_fifo()
+    assert "ckptfsm_latest_step" in parsed(os.read(reader, 1 << 16).decode())
+    os.close(reader)
+
+
+def test_a_failed_output_leaves_nothing(tmp_path, capsys):
+    root, place = real_root(tmp_path / "root", 10), tmp_path / "directory"
+    place.mkdir()
+    for output in (place, "/", ""):
+        status, _, err = ran(capsys, "timeline", "-r", root, "-o", output)
+        assert status == 1 and "IsADirectoryError" in err
+    assert sorted(tmp_path.iterdir()) == [place, root]
