@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -22,9 +23,11 @@ from ckptfsm.cli.owning import owned
 from ckptfsm.cli.reading import HERE, Root, Step, opened
 from ckptfsm.cli.terminal import put
 from ckptfsm.coordinator.errands import carry_out
-from ckptfsm.core.documents import Answered, Asked, Errand
+from ckptfsm.core.documents import Answered, Asked, Errand, first_problem
 from ckptfsm.core.errors import ConfigError, OutcomeUnknown, RootBusy
 from ckptfsm.core.evidence import Ownership
+from ckptfsm.core.parts import MAX_STEP
+from ckptfsm.core.ports import Storage
 from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.retention import AnyOf, EveryNSteps, LatestN, Policy, describe_tracked
 from ckptfsm.disk.inbox import read_answer, send, take_back
@@ -33,6 +36,7 @@ from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.views.timeline import clean
 
 _LOOK_S = 0.2
+_LATE_S = 5.0  # the owner is at a request that it has taken
 _RENEW_S = 60.0
 Wait = Annotated[
     float, typer.Option(help="Seconds to wait for the answer of a living owner.", min=0.0)
@@ -86,7 +90,7 @@ def rollback(
 
 
 def prune(
-    step: Annotated[int | None, typer.Argument(help="Only this step.")] = None,
+    step: Annotated[int | None, typer.Argument(help="Only this step.", min=0, max=MAX_STEP)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell, and change nothing.")] = False,
     apply: Annotated[bool, typer.Option("--apply", help="Delete.")] = False,
     keep_latest: Annotated[int | None, typer.Option(help="Keep so many of the newest.")] = None,
@@ -199,17 +203,20 @@ def ask(
     by = f"pid {os.getpid()} on {here.host}"
     with opened(root) as storage:
         overview = look(storage)
-        asked = Asked(
-            nonce=uuid.uuid4().hex,
-            epoch=max(overview.owner.epoch, 1),
-            errand=errand,
-            step=step,
-            reason=reason,
-            name=name,
-            dry=dry,
-            metrics=dict(metrics or {}),
-            by=by,
-        )
+        try:
+            asked = Asked(
+                nonce=uuid.uuid4().hex,
+                epoch=max(overview.owner.epoch, 1),
+                errand=errand,
+                step=step,
+                reason=reason,
+                name=name,
+                dry=dry,
+                metrics=dict(metrics or {}),
+                by=by,
+            )
+        except ValidationError as error:
+            raise ConfigError(first_problem(error)) from error
     if not _is_owned(overview):
         with owned(root) as (coordinator, _):
             put([clean(carry_out(coordinator, asked))])
@@ -224,21 +231,25 @@ def _answer_of_owner(root: Path, overview: Overview, asked: Asked, wait_s: float
     storage = PosixStorage(root, create=False)
     try:
         send(storage, asked)
-        end = time.monotonic() + wait_s
-        while time.monotonic() < end:
-            if (answered := read_answer(storage, asked.nonce)) is not None:
-                return answered
-            if owner_of(storage) != overview.owner:
-                break  # the owner has ended, or another one took the root
-            time.sleep(_LOOK_S)
+        if (answered := _awaited(storage, overview, asked, wait_s)) is not None:
+            return answered
         if take_back(storage, asked.nonce):
             raise RootBusy(
                 f"no answer, and the request was taken back: {owner_of(storage)}",
                 root=overview.root,
             )
-        late = read_answer(storage, asked.nonce)
-        if late is not None:
-            return late
+        if (answered := _awaited(storage, overview, asked, _LATE_S)) is not None:
+            return answered
         raise OutcomeUnknown("the owner took the request and has not answered: see ckptfsm log")
     finally:
         storage.close_root()
+
+
+def _awaited(storage: Storage, overview: Overview, asked: Asked, wait_s: float) -> Answered | None:
+    """The owner's answer. None if none came in time, or if the root has another owner by now."""
+    end = time.monotonic() + wait_s
+    while (answered := read_answer(storage, asked.nonce)) is None:
+        if time.monotonic() >= end or owner_of(storage) != overview.owner:
+            return read_answer(storage, asked.nonce)
+        time.sleep(_LOOK_S)
+    return answered

@@ -29,6 +29,7 @@ from ckptfsm.coordinator.errands import carry_out
 from ckptfsm.coordinator.plan_run import PlanRun, roll_back
 from ckptfsm.core.admission import Admission, Space, decide_admission, predict_bytes
 from ckptfsm.core.documents import (
+    Asked,
     RollbackStarted,
     SegmentClosed,
 )
@@ -177,7 +178,7 @@ class Coordinator:
             takeover=self._options.takeover,
         )
         self._ownership = ownership
-        self._inbox = Inbox(self._storage, ownership.epoch, ownership.tag)
+        self._inbox = Inbox(self._storage, ownership.epoch, ownership.tag, self._clock)
         try:
             report = self._recover(ownership, before, began)
         except BaseException:
@@ -679,12 +680,8 @@ class Coordinator:
         """Carry out the requests of people, and answer each. A fatal error ends this."""
         if self._inbox is None:
             return
-        try:
-            requests = list(self._inbox.requests())
-        except OSError as error:
-            _put_off(error)
-            return
-        for asked in requests:
+        requests = self._inbox.requests()
+        while (asked := _next(requests)) is not None:
             said = f"{asked.by} asks: {asked.errand} {asked.step if asked.step is not None else ''}"
             say(log.warning, "asked", said, errand=asked.errand, step=asked.step, by=asked.by)
             try:
@@ -870,6 +867,14 @@ def _errno_of(error: OSError) -> int | None:
 
 def _step_of(checkpoint: Checkpoint | None) -> int | None:
     return checkpoint.step if checkpoint is not None else None
+
+
+def _next(requests: Iterator[Asked]) -> Asked | None:
+    try:
+        return next(requests, None)
+    except OSError as error:
+        _put_off(error)
+        return None
 
 
 def _put_off(error: OSError) -> None:

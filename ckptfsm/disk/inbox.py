@@ -7,9 +7,12 @@ Rules:
 
 - A request names the epoch that it is meant for. An owner with another epoch refuses it: a request
   that a dead owner left behind must not roll back the next run.
-- An owner carries a request out at most once, also if it cannot be removed.
+- The owner takes a request, by a rename, before it is carried out. So each is carried out at most once,
+  and a person who took one back knows that it never will be.
 - A person who waits no longer takes the request back. If it is gone by then, the owner has taken it,
   and the outcome is not known.
+- A file that cannot be read as a request is answered, and does not keep the others.
+- An answer whose person has died is removed after some time.
 """
 
 from __future__ import annotations
@@ -20,14 +23,25 @@ from dataclasses import dataclass, field
 
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.documents import Answered, Asked, decode, encode
-from ckptfsm.core.errors import CkptFsmError, describe
-from ckptfsm.core.layout import ANSWERS, INBOX, answer_name, parse_request, request_name
-from ckptfsm.core.ports import Storage
-from ckptfsm.disk.durable import list_names, lookup, make_dir, put
+from ckptfsm.core.errors import CkptFsmError, describe, shorten
+from ckptfsm.core.layout import (
+    ANSWERS,
+    INBOX,
+    answer_name,
+    parse_request,
+    parse_taken,
+    request_name,
+    taken_name,
+)
+from ckptfsm.core.ports import Clock, Storage
+from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, make_dir, move, put
 from ckptfsm.disk.trash import remove_marker
 
 log = logging.getLogger("ckptfsm")
 _REQUEST_BYTES = 1 << 16
+_LETTERS = 8000  # of an answer
+_SERVED_S = 1.0
+_LEFT_S = 3600.0  # after this time, no person comes for a file
 
 
 def send(storage: Storage, asked: Asked) -> None:
@@ -39,10 +53,7 @@ def send(storage: Storage, asked: Asked) -> None:
 
 def take_back(storage: Storage, nonce: str) -> bool:
     """Remove a request that waits; False if the owner has taken it."""
-    if lookup(storage, request_name(nonce)) is None:
-        return False
-    remove_marker(storage, request_name(nonce))
-    return True
+    return remove_marker(storage, request_name(nonce))
 
 
 def read_answer(storage: Storage, nonce: str) -> Answered | None:
@@ -62,17 +73,30 @@ class Inbox:
     storage: Storage
     epoch: int
     tag: str
+    clock: Clock
     done: set[str] = field(default_factory=set)
+    _left: dict[str, float] | None = None  # files that may be left behind, and since when
 
     def requests(self) -> Iterator[Asked]:
-        """The requests for this owner, in no order; others are answered and removed here."""
-        for name in list_names(self.storage, INBOX):
-            nonce = parse_request(name)
-            if nonce is None or nonce in self.done:
+        """The requests for this owner, taken by it, in no order; others are answered and removed here.
+
+        The trainer may wait meanwhile, so the rest is left to the next call after ``_SERVED_S``. Raises
+        ``OSError`` if the inbox cannot be listed.
+        """
+        self.sweep()
+        names, end = list_names(self.storage, INBOX), self.clock.monotonic() + _SERVED_S
+        for nonce in filter(None, map(parse_request, names)):
+            if nonce in self.done:
                 continue
+            if self.clock.monotonic() > end:
+                return
             try:
                 asked = self._read(nonce)
-            except (CkptFsmError, FileNotFoundError) as error:
+                if asked.epoch == self.epoch:
+                    move(self.storage, request_name(nonce), taken_name(nonce))
+            except FileNotFoundError:
+                continue  # its person has taken it back
+            except (CkptFsmError, OSError) as error:
                 self.answer(nonce, f"the request cannot be read: {describe(error)}", "config")
                 continue
             if asked.epoch == self.epoch:
@@ -93,10 +117,33 @@ class Inbox:
     def answer(self, nonce: str, words: str, kind: str = "") -> None:
         """Answer a request, and remove it; from now on it is never carried out."""
         self.done.add(nonce)
-        answered = Answered(nonce=nonce, words=words, kind=kind)
+        answered = Answered(nonce=nonce, words=shorten(words, _LETTERS), kind=kind)
         try:
             put(self.storage, answer_name(nonce), encode(answered), tag=self.tag)
-            remove_marker(self.storage, request_name(nonce))
+            if self._left is not None:
+                self._left[answer_name(nonce)] = self.clock.monotonic()
+            for name in (request_name(nonce), taken_name(nonce)):
+                remove_marker(self.storage, name)
         except OSError as error:  # the person's command says that no answer came
             said = f"a request could not be answered: {describe(error)}"
             say(log.warning, "request_not_answered", said, nonce=nonce, error=describe(error))
+
+    def sweep(self) -> None:
+        """Remove the files of persons who died, an hour after this owner saw them first.
+
+        Those are answers, temporary files, and requests that an earlier owner took. Raises
+        ``OSError``.
+        """
+        now = self.clock.monotonic()
+        if self._left is None:
+            self._left = dict.fromkeys(self._files_left(), now)
+        for name, since in list(self._left.items()):
+            if now - since > _LEFT_S:
+                del self._left[name]
+                remove_marker(self.storage, name)
+
+    def _files_left(self) -> Iterator[str]:
+        for directory, is_ours in ((INBOX, parse_taken), (ANSWERS, parse_request)):
+            for name in list_names(self.storage, directory):
+                if TEMPORARY in name or is_ours(name) is not None:
+                    yield f"{directory}/{name}"

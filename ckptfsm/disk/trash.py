@@ -123,9 +123,13 @@ def remove_staged(storage: Storage, path: str) -> None:
         storage.unlink(path)
 
 
-def remove_marker(storage: Storage, path: str) -> None:
-    """Delete a pin, a reader's lease, an old epoch or an old segment durably, if it is there."""
+def remove_marker(storage: Storage, path: str) -> bool:
+    """Delete a pin, a lease, a request, an old epoch or segment durably. False if there is none."""
     if lookup(storage, path) is None:
-        return
-    storage.unlink(path)
+        return False
+    try:
+        storage.unlink(path)
+    except FileNotFoundError:  # another process was first
+        return False
     storage.fsync_dir(path.rpartition("/")[0])
+    return True

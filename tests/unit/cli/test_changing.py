@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
@@ -9,11 +10,13 @@ import pytest
 from cli_runs import ran, said
 from real_roots import crashed, real_job, real_root
 
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.cli import changing
 from ckptfsm.core.documents import Asked, encode
-from ckptfsm.core.layout import ANSWERS, INBOX, request_name
+from ckptfsm.core.layout import ANSWERS, INBOX, PRIVATE, request_name
 from ckptfsm.core.retention import BestN, LatestN
-from ckptfsm.disk.inbox import send, take_back
-from ckptfsm.testing.harness import FakeJob
+from ckptfsm.disk.inbox import Inbox, send, take_back
+from ckptfsm.testing.harness import FakeJob, SimClock
 
 
 def served(job: FakeJob, command: Callable[[], tuple[int, str, str]]) -> tuple[int, str, str]:
@@ -187,6 +190,93 @@ def test_F30_a_hostile_request_is_answered_and_changes_nothing(content, living, 
     assert not (tmp_path / request_name("2" * 32)).exists()
 
 
+@pytest.mark.parametrize("make", (os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path)))
+def test_a_request_that_is_no_file_does_not_keep_the_others(make, living, tmp_path):
+    """Found by attack. Catches: an inbox that serves no person any more."""
+    send(living.storage, Asked(nonce="5" * 32, epoch=1, errand="pin", step=10))
+    make(tmp_path / request_name("2" * 32))
+    living.coordinator.tick()
+    assert living.coordinator.ledger.pins == {10}
+    assert "cannot be read" in (tmp_path / ANSWERS / f"{'2' * 32}.json").read_text()
+
+
+def test_a_request_that_is_carried_out_cannot_be_taken_back(living, monkeypatch):
+    """Found by attack. Catches: a person who is told that nothing happens, and the rollback happens."""
+    nonce, rollback, taken = "6" * 32, living.coordinator.rollback, []
+
+    def slow(step: int) -> None:
+        taken.append(take_back(living.storage, nonce))
+        rollback(step)
+
+    monkeypatch.setattr(living.coordinator, "rollback", slow)
+    send(living.storage, Asked(nonce=nonce, epoch=1, errand="rollback", step=10))
+    living.coordinator.tick()
+    latest = living.coordinator.ledger.latest()
+    assert (taken, latest.step) == ([False], 10)
+
+
+def test_a_command_waits_for_the_answer_to_a_request_that_was_taken(
+    living, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(changing, "take_back", lambda *given: living.coordinator.tick())
+    asked = ("pin", "10", "--wait", "0", "-r", tmp_path)
+    assert ran(capsys, *asked) == (0, "step 10 is pinned\n", "")
+
+
+class Passing(SimClock):
+    """Time that also passes from look to look."""
+
+    def monotonic(self) -> float:
+        self.sleep(0.3)
+        return self.now
+
+
+def test_a_flood_of_requests_is_served_a_little_at_a_time(tmp_path):
+    """Found by attack. Catches: a trainer that waits until thousands of requests are answered."""
+    (tmp_path / PRIVATE).mkdir()
+    storage = PosixStorage(tmp_path)
+    inbox = Inbox(storage, 1, "owner", Passing())
+    for number in range(12):
+        epoch = 1 + number % 2
+        send(storage, Asked(nonce=f"{number:032x}", epoch=epoch, errand="pin", step=10))
+    served = []
+    for rounds in range(12):
+        for asked in inbox.requests():
+            served.append(asked.nonce)
+            inbox.answer(asked.nonce, "done")
+        assert len(list((tmp_path / ANSWERS).iterdir())) <= 4 * (rounds + 1)
+    storage.close_root()
+    assert served == [f"{number:032x}" for number in range(0, 12, 2)]
+    assert len(list((tmp_path / ANSWERS).iterdir())) == 12
+    assert not list((tmp_path / INBOX).iterdir())
+
+
+def test_files_of_persons_who_died_are_removed_after_an_hour(tmp_path):
+    """Found by attack. Catches: a file for each command that was killed, for ever."""
+    (tmp_path / PRIVATE).mkdir()
+    storage, clock = PosixStorage(tmp_path), SimClock()
+    send(storage, Asked(nonce="7" * 32, epoch=1, errand="pin", step=10))
+    for name in (f"{INBOX}/{'8' * 32}.taken", f"{INBOX}/x.json.tmp-9.0", f"{ANSWERS}/notes"):
+        (tmp_path / name).write_text("x")
+    inbox = Inbox(storage, 2, "owner", clock)
+    assert list(inbox.requests()) == []
+    left = [sorted(os.listdir(tmp_path / directory)) for directory in (INBOX, ANSWERS)]
+    assert left == [[f"{'8' * 32}.taken", "x.json.tmp-9.0"], [f"{'7' * 32}.json", "notes"]]
+    clock.sleep(3601)
+    assert list(inbox.requests()) == []
+    storage.close_root()
+    left = [os.listdir(tmp_path / directory) for directory in (INBOX, ANSWERS)]
+    assert left == [[], ["notes"]]
+
+
+def test_ctrl_c_while_the_command_is_made_ready_has_status_130(tmp_path, capsys, monkeypatch):
+    def interrupted(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ckptfsm.cli.app.run", interrupted)
+    assert ran(capsys, "ls", "-r", tmp_path) == (130, "", "")
+
+
 def test_a_lease_keeps_a_step_while_the_command_runs(tmp_path, capsys):
     real_root(tmp_path, 10, 20)
     assert said(capsys, "lease", "10", "--ttl", "0", "-r", tmp_path) == f"{tmp_path}/iter_0000010\n"
@@ -208,6 +298,12 @@ def test_a_lease_keeps_a_step_while_the_command_runs(tmp_path, capsys):
         (("record-metrics", "10", "=1"), "name of a metric"),
         (("rollback", "99", "--yes"), "no checkpoint of step 99"),
         (("lease", "99", "--ttl", "0"), "step 99 is not at"),
+        (("lease", "9" * 20), "Invalid value for 'step'"),
+        (("rollback", "--yes", "9" * 20), "Invalid value for 'step'"),
+        (("prune", "--apply", "9" * 20), "Invalid value for 'step'"),
+        (("pin", "10", "--reason", "x" * 1001), "reason: String should have at most 1000"),
+        (("pin", "10", "--reason", "\udcff"), "reason: "),
+        (("ls", "--watch", "inf"), "Invalid value for '--watch'"),
     ),
 )
 def test_bad_calls_are_told(arguments, words, tmp_path, capsys):
