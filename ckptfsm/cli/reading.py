@@ -16,6 +16,7 @@ from ckptfsm.cli.terminal import console, put, put_json
 from ckptfsm.core.errors import DamagedRoot, StepNotFoundError
 from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.explaining import Surroundings, explain, explain_plan
+from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.inspection import gather_evidence
 from ckptfsm.disk.overview import Overview, look
@@ -35,7 +36,8 @@ Root = Annotated[
 ]
 HERE = Path()
 _AROUND = 5  # lines of a list that are no rows, and the line of the cursor
-Step = Annotated[int, typer.Argument(help="The step of a checkpoint.")]
+_LONGEST_S = 1e6  # of a sleep
+Step = Annotated[int, typer.Argument(help="The step of a checkpoint.", min=0, max=MAX_STEP)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -65,7 +67,8 @@ def ls(
     root: Root = HERE,
     json: Json = False,
     watch: Annotated[
-        float | None, typer.Option(help="Show the list again every so many seconds.", min=0.1)
+        float | None,
+        typer.Option(help="Show the list again every so many seconds.", min=0.1, max=_LONGEST_S),
     ] = None,
 ) -> None:
     """List the checkpoints: step, state, age, size, and what keeps each."""
