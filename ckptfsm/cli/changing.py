@@ -21,7 +21,7 @@ from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli.owning import owned
 from ckptfsm.cli.reading import HERE, Root, Step, opened
-from ckptfsm.cli.terminal import put
+from ckptfsm.cli.terminal import put, say_error
 from ckptfsm.coordinator.errands import carry_out
 from ckptfsm.core.documents import Answered, Asked, Errand, first_problem
 from ckptfsm.core.errors import ConfigError, OutcomeUnknown, RootBusy
@@ -38,6 +38,7 @@ from ckptfsm.views.timeline import clean
 _LOOK_S = 0.2
 _LATE_S = 5.0  # the owner is at a request that it has taken
 _RENEW_S = 60.0
+_TAKEN = "the owner took the request and has not answered: see ckptfsm log"
 Wait = Annotated[
     float, typer.Option(help="Seconds to wait for the answer of a living owner.", min=0.0)
 ]
@@ -230,8 +231,14 @@ def ask(
 def _answer_of_owner(root: Path, overview: Overview, asked: Asked, wait_s: float) -> Answered:
     storage = PosixStorage(root, create=False)
     try:
-        send(storage, asked)
-        if (answered := _awaited(storage, overview, asked, wait_s)) is not None:
+        try:
+            send(storage, asked)
+            answered = _awaited(storage, overview, asked, wait_s)
+        except BaseException as error:  # a Ctrl-C: nothing may be done after it
+            if not take_back(storage, asked.nonce) and isinstance(error, KeyboardInterrupt):
+                say_error(OutcomeUnknown(_TAKEN))
+            raise
+        if answered is not None:
             return answered
         if take_back(storage, asked.nonce):
             raise RootBusy(
@@ -240,7 +247,7 @@ def _answer_of_owner(root: Path, overview: Overview, asked: Asked, wait_s: float
             )
         if (answered := _awaited(storage, overview, asked, _LATE_S)) is not None:
             return answered
-        raise OutcomeUnknown("the owner took the request and has not answered: see ckptfsm log")
+        raise OutcomeUnknown(_TAKEN)
     finally:
         storage.close_root()
 

@@ -28,11 +28,7 @@ from ckptfsm.coordinator.engine import Engine, EngineSettings
 from ckptfsm.coordinator.errands import carry_out
 from ckptfsm.coordinator.plan_run import PlanRun, roll_back
 from ckptfsm.core.admission import Admission, Space, decide_admission, predict_bytes
-from ckptfsm.core.documents import (
-    Asked,
-    RollbackStarted,
-    SegmentClosed,
-)
+from ckptfsm.core.documents import Asked, RollbackStarted, SegmentClosed
 from ckptfsm.core.errors import (
     CkptFsmError,
     ConfigError,
@@ -691,6 +687,14 @@ class Coordinator:
             self._inbox.answer(asked.nonce, words, kind)
             if self.fatal is not None:
                 raise self.fatal
+
+    def _next_of(self, requests: Iterator[Asked]) -> Asked | None:
+        """The next request of a person; None if there is none, or the disk does not give it."""
+        try:
+            return next(requests, None)
+        except OSError as error:
+            _put_off(error)
+            return None
 
     def delete(self, step: int) -> None:
         """Delete ``step`` through the machine. Raises ``SaveRefused`` if anything keeps it (I7)."""

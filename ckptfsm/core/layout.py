@@ -44,7 +44,6 @@ PLANNED = f"{PRIVATE}/planned"
 _ATTEMPT = re.compile(r"(\d{1,16})\.e(\d{1,9})\.a(\d{1,9})\Z")
 _EPOCH = re.compile(r"epoch-(\d{6,9})\Z")
 _REQUEST = re.compile(r"([0-9a-f]{32})\.json\Z")
-_TAKEN = re.compile(r"([0-9a-f]{32})\.taken\Z")
 _SEGMENT = re.compile(r"(\d{6,9})\.ndjson\Z")
 
 
@@ -193,11 +192,6 @@ def request_name(nonce: str) -> str:
     return f"{INBOX}/{nonce}.json"
 
 
-def taken_name(nonce: str) -> str:
-    """A request that the owner has taken, until its answer is put."""
-    return f"{INBOX}/{nonce}.taken"
-
-
 def answer_name(nonce: str) -> str:
     """The owner's answer to a request."""
     return f"{ANSWERS}/{nonce}.json"
@@ -206,12 +200,6 @@ def answer_name(nonce: str) -> str:
 def parse_request(name: str) -> str | None:
     """The nonce of a request's or an answer's name, or None."""
     found = _REQUEST.match(name)
-    return found[1] if found else None
-
-
-def parse_taken(name: str) -> str | None:
-    """The nonce of the name of a taken request, or None."""
-    found = _TAKEN.match(name)
     return found[1] if found else None
 
 

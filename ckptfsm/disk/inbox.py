@@ -7,10 +7,9 @@ Rules:
 
 - A request names the epoch that it is meant for. An owner with another epoch refuses it: a request
   that a dead owner left behind must not roll back the next run.
-- The owner takes a request, by a rename, before it is carried out. So each is carried out at most once,
-  and a person who took one back knows that it never will be.
-- A person who waits no longer takes the request back. If it is gone by then, the owner has taken it,
-  and the outcome is not known.
+- The owner removes a request first, and carries it out then: at most once, also if the owner dies.
+- A person who waits no longer removes the request too. Only one of the two can: if the request is gone
+  by then, the owner has taken it, and the outcome is not known.
 - A file that cannot be read as a request is answered, and does not keep the others.
 - An answer whose person has died is removed after some time.
 """
@@ -24,17 +23,9 @@ from dataclasses import dataclass, field
 from ckptfsm.adapters.notices import say
 from ckptfsm.core.documents import Answered, Asked, decode, encode
 from ckptfsm.core.errors import CkptFsmError, describe, shorten
-from ckptfsm.core.layout import (
-    ANSWERS,
-    INBOX,
-    answer_name,
-    parse_request,
-    parse_taken,
-    request_name,
-    taken_name,
-)
+from ckptfsm.core.layout import ANSWERS, INBOX, answer_name, parse_request, request_name
 from ckptfsm.core.ports import Clock, Storage
-from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, make_dir, move, put
+from ckptfsm.disk.durable import TEMPORARY, list_names, lookup, make_dir, put
 from ckptfsm.disk.trash import remove_marker
 
 log = logging.getLogger("ckptfsm")
@@ -78,10 +69,11 @@ class Inbox:
     _left: dict[str, float] | None = None  # files that may be left behind, and since when
 
     def requests(self) -> Iterator[Asked]:
-        """The requests for this owner, taken by it, in no order; others are answered and removed here.
+        """The requests for this owner, in no order, each taken out of the inbox just before.
 
-        The trainer may wait meanwhile, so the rest is left to the next call after ``_SERVED_S``. Raises
-        ``OSError`` if the inbox cannot be listed.
+        Others are removed and answered here. The trainer may wait meanwhile, so the rest is left to the
+        next call after ``_SERVED_S``. Raises ``OSError`` if the inbox cannot be listed, or a request
+        cannot be removed.
         """
         self.sweep()
         names, end = list_names(self.storage, INBOX), self.clock.monotonic() + _SERVED_S
@@ -92,13 +84,14 @@ class Inbox:
                 return
             try:
                 asked = self._read(nonce)
-                if asked.epoch == self.epoch:
-                    move(self.storage, request_name(nonce), taken_name(nonce))
-            except FileNotFoundError:
-                continue  # its person has taken it back
-            except (CkptFsmError, OSError) as error:
-                self.answer(nonce, f"the request cannot be read: {describe(error)}", "config")
+            except FileNotFoundError:  # taken back
                 continue
+            except (CkptFsmError, OSError) as error:
+                self._refuse(nonce, f"the request cannot be read: {describe(error)}")
+                continue
+            if not remove_marker(self.storage, request_name(nonce)):
+                continue
+            self.done.add(nonce)
             if asked.epoch == self.epoch:
                 yield asked
             else:
@@ -106,6 +99,16 @@ class Inbox:
                     f"the request was for epoch {asked.epoch}, and epoch {self.epoch} owns the root"
                 )
                 self.answer(nonce, words, "save_refused")
+
+    def _refuse(self, nonce: str, words: str) -> None:
+        """Answer a file that is no request. If it cannot be removed, it does not keep the others."""
+        self.done.add(nonce)
+        self.answer(nonce, words, "config")
+        try:
+            remove_marker(self.storage, request_name(nonce))
+        except OSError as error:
+            said = f"a file in the inbox cannot be removed: {describe(error)}"
+            say(log.warning, "request_not_removed", said, nonce=nonce, error=describe(error))
 
     def _read(self, nonce: str) -> Asked:
         name = request_name(nonce)
@@ -115,15 +118,12 @@ class Inbox:
         return asked
 
     def answer(self, nonce: str, words: str, kind: str = "") -> None:
-        """Answer a request, and remove it; from now on it is never carried out."""
-        self.done.add(nonce)
+        """Put the answer to a request that was taken out of the inbox."""
         answered = Answered(nonce=nonce, words=shorten(words, _LETTERS), kind=kind)
         try:
             put(self.storage, answer_name(nonce), encode(answered), tag=self.tag)
             if self._left is not None:
                 self._left[answer_name(nonce)] = self.clock.monotonic()
-            for name in (request_name(nonce), taken_name(nonce)):
-                remove_marker(self.storage, name)
         except OSError as error:  # the person's command says that no answer came
             said = f"a request could not be answered: {describe(error)}"
             say(log.warning, "request_not_answered", said, nonce=nonce, error=describe(error))
@@ -131,8 +131,7 @@ class Inbox:
     def sweep(self) -> None:
         """Remove the files of persons who died, an hour after this owner saw them first.
 
-        Those are answers, temporary files, and requests that an earlier owner took. Raises
-        ``OSError``.
+        Those are answers and temporary files. Raises ``OSError``.
         """
         now = self.clock.monotonic()
         if self._left is None:
@@ -143,7 +142,8 @@ class Inbox:
                 remove_marker(self.storage, name)
 
     def _files_left(self) -> Iterator[str]:
-        for directory, is_ours in ((INBOX, parse_taken), (ANSWERS, parse_request)):
+        for directory in (INBOX, ANSWERS):
             for name in list_names(self.storage, directory):
-                if TEMPORARY in name or is_ours(name) is not None:
+                is_answer = directory == ANSWERS and parse_request(name) is not None
+                if TEMPORARY in name or is_answer:
                     yield f"{directory}/{name}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 from cli_runs import ran, said
@@ -15,6 +17,7 @@ from ckptfsm.cli import changing
 from ckptfsm.core.documents import Asked, encode
 from ckptfsm.core.layout import ANSWERS, INBOX, PRIVATE, request_name
 from ckptfsm.core.retention import BestN, LatestN
+from ckptfsm.disk.durable import list_names
 from ckptfsm.disk.inbox import Inbox, send, take_back
 from ckptfsm.testing.harness import FakeJob, SimClock
 
@@ -160,9 +163,83 @@ def test_a_request_to_an_owner_that_died_is_not_carried_out_by_the_next(tmp_path
     job.close()
 
 
+def test_a_request_that_is_carried_out_cannot_be_taken_back(living, monkeypatch):
+    """Catches: a person who is told that the rollback was taken back, while it goes on."""
+    send(living.storage, Asked(nonce="5" * 32, epoch=1, errand="rollback", step=10))
+    roll_back, taken_back = living.coordinator.rollback, []
+
+    def after_a_look(step):
+        taken_back.append(take_back(living.storage, "5" * 32))
+        roll_back(step)
+
+    monkeypatch.setattr(living.coordinator, "rollback", after_a_look)
+    living.coordinator.tick()
+    assert taken_back == [False] and steps(living) == [10, 20, 30]
+    assert living.coordinator.ledger.latest().step == 10
+
+
+def test_a_request_that_was_taken_back_at_the_last_moment_is_not_carried_out(living, monkeypatch):
+    send(living.storage, Asked(nonce="6" * 32, epoch=1, errand="pin", step=10))
+    read = Inbox._read
+
+    def and_take_back(inbox, nonce):
+        asked = read(inbox, nonce)
+        assert take_back(living.storage, nonce)
+        return asked
+
+    monkeypatch.setattr(Inbox, "_read", and_take_back)
+    living.coordinator.tick()
+    assert living.coordinator.ledger.pins == frozenset()
+    assert not list_names(living.storage, ANSWERS)
+
+
+def test_an_owner_that_dies_before_its_answer_leaves_nothing_to_refuse(tmp_path, monkeypatch):
+    """Catches: the next owner says that a rollback was refused which the last one had carried out."""
+    job = real_job(tmp_path)
+    for step in (10, 20):
+        job.save(step)
+    send(job.storage, Asked(nonce="7" * 32, epoch=1, errand="rollback", step=10))
+    with monkeypatch.context() as patch:
+        patch.setattr(Inbox, "answer", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            job.coordinator.tick()
+    crashed(job)
+    job = real_job(tmp_path)
+    job.coordinator.tick()
+    assert steps(job) == [10] and not list_names(job.storage, ANSWERS)
+    job.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), ((KeyboardInterrupt(), 130), (OSError(errno.ESTALE, "stale"), 1))
+)
+def test_a_command_that_is_broken_off_takes_its_request_back(
+    error, status, living, tmp_path, capsys, monkeypatch
+):
+    """Catches: a rollback that comes minutes after its Ctrl-C."""
+    monkeypatch.setattr(changing.time, "sleep", Mock(side_effect=error))
+    assert ran(capsys, "rollback", "10", "--yes", "-r", tmp_path)[0] == status
+    monkeypatch.undo()
+    living.coordinator.tick()
+    assert living.coordinator.ledger.latest().step == 30
+
+
+def test_a_ctrl_c_after_the_owner_took_the_request_says_so(living, tmp_path, capsys, monkeypatch):
+    def serve_and_interrupt(seconds):
+        with monkeypatch.context() as patch:
+            patch.setattr(Inbox, "answer", Mock())
+            living.coordinator.tick()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(changing.time, "sleep", serve_and_interrupt)
+    status, _, err = ran(capsys, "pin", "10", "-r", tmp_path)
+    assert status == 130 and "the owner took the request" in err
+    assert living.coordinator.ledger.pins == {10}
+
+
 def test_a_request_that_cannot_be_removed_is_carried_out_once(living, monkeypatch):
     send(living.storage, Asked(nonce="1" * 32, epoch=1, errand="pin", step=10))
-    monkeypatch.setattr("ckptfsm.disk.inbox.remove_marker", lambda *given: None)
+    monkeypatch.setattr("ckptfsm.disk.inbox.remove_marker", lambda *given: True)
     living.coordinator.tick()
     living.coordinator.unpin(10)
     living.coordinator.tick()
@@ -198,21 +275,6 @@ def test_a_request_that_is_no_file_does_not_keep_the_others(make, living, tmp_pa
     living.coordinator.tick()
     assert living.coordinator.ledger.pins == {10}
     assert "cannot be read" in (tmp_path / ANSWERS / f"{'2' * 32}.json").read_text()
-
-
-def test_a_request_that_is_carried_out_cannot_be_taken_back(living, monkeypatch):
-    """Found by attack. Catches: a person who is told that nothing happens, and the rollback happens."""
-    nonce, rollback, taken = "6" * 32, living.coordinator.rollback, []
-
-    def slow(step: int) -> None:
-        taken.append(take_back(living.storage, nonce))
-        rollback(step)
-
-    monkeypatch.setattr(living.coordinator, "rollback", slow)
-    send(living.storage, Asked(nonce=nonce, epoch=1, errand="rollback", step=10))
-    living.coordinator.tick()
-    latest = living.coordinator.ledger.latest()
-    assert (taken, latest.step) == ([False], 10)
 
 
 def test_a_command_waits_for_the_answer_to_a_request_that_was_taken(
@@ -256,12 +318,12 @@ def test_files_of_persons_who_died_are_removed_after_an_hour(tmp_path):
     (tmp_path / PRIVATE).mkdir()
     storage, clock = PosixStorage(tmp_path), SimClock()
     send(storage, Asked(nonce="7" * 32, epoch=1, errand="pin", step=10))
-    for name in (f"{INBOX}/{'8' * 32}.taken", f"{INBOX}/x.json.tmp-9.0", f"{ANSWERS}/notes"):
+    for name in (f"{INBOX}/x.json.tmp-9.0", f"{ANSWERS}/notes"):
         (tmp_path / name).write_text("x")
     inbox = Inbox(storage, 2, "owner", clock)
     assert list(inbox.requests()) == []
     left = [sorted(os.listdir(tmp_path / directory)) for directory in (INBOX, ANSWERS)]
-    assert left == [[f"{'8' * 32}.taken", "x.json.tmp-9.0"], [f"{'7' * 32}.json", "notes"]]
+    assert left == [["x.json.tmp-9.0"], [f"{'7' * 32}.json", "notes"]]
     clock.sleep(3601)
     assert list(inbox.requests()) == []
     storage.close_root()
