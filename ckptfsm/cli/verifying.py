@@ -148,10 +148,15 @@ class _Watched:
 
 
 def _verified(storage: Storage, overview: Overview, step: int, watched: _Watched) -> Verdict:
+    """The verdict. A directory that is gone is damage, unless the journal tells of its end by now."""
     try:
-        return verify_step(storage, overview.layout, step, watched.choose, watched.read)
+        verdict = verify_step(storage, overview.layout, step, watched.choose, watched.read)
     finally:
         watched.end()
+    if verdict.gone and look(storage).ledger.at(step) is not None:
+        missing = f"{overview.layout.published_name(step)} is not there, and the journal tracks it"
+        return Verdict(step, (missing,))
+    return verdict
 
 
 def _lines(verdict: Verdict, seconds: float) -> list[str]:

@@ -7,9 +7,10 @@ import shutil
 
 import pytest
 from cli_runs import ran, said
-from real_roots import real_root
+from real_roots import real_job, real_root
 
 from ckptfsm.core.parts import PartSpec
+from ckptfsm.disk import verification
 
 TREE = (PartSpec("state", kind="tree"),)  # the shards of the fake job are no torch_dist files
 SHARD = "iter_0000020/__0_0.distcp"
@@ -53,6 +54,31 @@ def test_F21_damage_of_names_and_sizes_is_found_without_reading(damage, root, ca
         (root / "iter_0000020/.ckptfsm/manifest.json").write_text("{}")
     status, out, _ = ran(capsys, "verify", "--read-data-subset", "0%", "-r", root)
     assert status == 1 and "DAMAGED" in out
+
+
+def test_F19_a_tracked_checkpoint_without_its_directory_is_damaged(root, capsys):
+    """Catches: a missing latest checkpoint that is called gone by a prune, with status 0."""
+    (root / "iter_0000020").rename(root.parent / "moved away")
+    status, out, _ = ran(capsys, "verify", "-r", root)
+    assert status == 1 and "DAMAGED" in out and "iter_0000020 is not there" in out
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_verified_is_not_judged(
+    tmp_path, capsys, monkeypatch
+):
+    job = real_job(tmp_path)
+    for step in (10, 20):
+        job.save(step, TREE)
+    looked = verification.read_manifest
+
+    def after_a_prune(storage, name):
+        if job.coordinator.ledger.at(10) is not None:
+            job.coordinator.delete(10)
+        return looked(storage, name)
+
+    monkeypatch.setattr(verification, "read_manifest", after_a_prune)
+    assert "gone from its name meanwhile" in said(capsys, "verify", "10", "-r", tmp_path)
+    job.close()
 
 
 def test_a_subset_reads_less_than_everything(root, capsys):
