@@ -25,7 +25,6 @@ from ckptfsm.cli.terminal import put, say_error
 from ckptfsm.coordinator.errands import carry_out
 from ckptfsm.core.documents import Answered, Asked, Errand, first_problem
 from ckptfsm.core.errors import ConfigError, OutcomeUnknown, RootBusy
-from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recorded_metrics import check_metrics
@@ -111,7 +110,7 @@ def prune(
     with opened(root) as storage:
         overview = look(storage)
     policies = _policies(keep_latest, keep_every)
-    if _is_owned(overview):
+    if overview.owner.may_live:
         if policies:
             raise ConfigError("the living owner uses the policy of its trainer", root=overview.root)
         ask(root, wait, "prune", dry=dry_run)
@@ -184,10 +183,6 @@ def _metrics_of(values: list[str]) -> dict[str, float]:
     return check_metrics(found)
 
 
-def _is_owned(overview: Overview) -> bool:
-    return overview.owner.ownership in (Ownership.LIVES, Ownership.ELSEWHERE)
-
-
 def ask(
     root: Path,
     wait_s: float,
@@ -218,7 +213,7 @@ def ask(
             )
         except ValidationError as error:
             raise ConfigError(first_problem(error)) from error
-    if not _is_owned(overview):
+    if not overview.owner.may_live:
         with owned(root) as (coordinator, _):
             put([clean(carry_out(coordinator, asked))])
         return

@@ -12,10 +12,9 @@ from ckptfsm.cli.owning import owned
 from ckptfsm.cli.reading import HERE, Json, Root, opened
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.core.errors import ConfigError, JournalCorrupt, NewerSchema, RootBusy, describe
-from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.findings import Finding, Severity, examine
 from ckptfsm.core.ports import Storage
-from ckptfsm.disk.overview import look
+from ckptfsm.disk.overview import look, owner_of
 from ckptfsm.disk.situation import collect
 from ckptfsm.views.timeline import clean
 
@@ -53,20 +52,13 @@ def doctor(
 
 
 def findings_of(storage: Storage) -> list[Finding]:
-    """The findings about a root. A living owner's root is looked at twice: moves are no damage."""
+    """The findings about a root. If an owner may live, it is looked at twice: moves are no damage."""
     found = _once(storage)
-    if found and _lives(storage):
-        time.sleep(_SECOND_LOOK_S)
-        again = _once(storage)
-        return [each for each in found if each in again]
-    return found
-
-
-def _lives(storage: Storage) -> bool:
-    try:
-        return look(storage).owner.ownership is Ownership.LIVES
-    except JournalCorrupt:
-        return False
+    if not found or not owner_of(storage).may_live:
+        return found
+    time.sleep(_SECOND_LOOK_S)
+    seen = {(each.code, each.step) for each in found}  # numbers in the words may differ
+    return [each for each in _once(storage) if (each.code, each.step) in seen]
 
 
 def _once(storage: Storage) -> list[Finding]:

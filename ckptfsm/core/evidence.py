@@ -75,6 +75,11 @@ class Owner:
     host: str = ""
     pid: int = 0
 
+    @property
+    def may_live(self) -> bool:
+        """True if the owner lives here, or took the root on a host that cannot be seen from here."""
+        return self.ownership in (Ownership.LIVES, Ownership.ELSEWHERE)
+
     def __str__(self) -> str:
         named = f" (pid {self.pid} on {self.host}, epoch {self.epoch})" if self.host else ""
         return self.ownership.value + named

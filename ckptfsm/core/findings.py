@@ -105,7 +105,8 @@ BY_RULE: Mapping[str, tuple[str, Severity, str]] = MappingProxyType(
 def examine(facts: Situation) -> list[Finding]:
     """The findings about a root, the worst first. Nothing is wrong if there is none.
 
-    While an owner lives, saves in flight and prunes are left out: they are under way.
+    While an owner lives, or may live on another host, saves in flight and prunes are left out: they
+    are under way.
     """
     found = [*_of_the_plan(facts), *_of_the_tracker(facts), *_of_names(facts), *_of_the_host(facts)]
     order = list(Severity)
@@ -116,7 +117,7 @@ def _of_the_plan(facts: Situation) -> Iterator[Finding]:
     if isinstance(facts.decided, DamagedRoot):
         yield _of_refusal(facts.decided, facts.intent)
         return
-    if facts.intent.unfinished and facts.owner.ownership is not Ownership.LIVES:
+    if facts.intent.unfinished and not facts.owner.may_live:
         words = "a fresh start" if facts.intent.target is None else "a rollback"
         yield Finding("rollback-interrupted", _REPAIRED, f"{words} was interrupted", _START)
     for decision in facts.decided.decisions:
@@ -144,10 +145,9 @@ def _of_refusal(refused: DamagedRoot, intent: Intent) -> Finding:
 
 
 def _is_under_way(facts: Situation, decision: Decision) -> bool:
-    """True if a living owner is at it: nothing is wrong then."""
+    """True if an owner may be at it: nothing is wrong then."""
     code, severity, _ = BY_RULE[decision.rule]
-    lives = facts.owner.ownership is Ownership.LIVES
-    return lives and (severity is _REPAIRED or code == "name-unknown")
+    return facts.owner.may_live and (severity is _REPAIRED or code == "name-unknown")
 
 
 def _of_decision(decision: Decision) -> Finding:

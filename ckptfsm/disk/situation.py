@@ -57,7 +57,8 @@ def processes_in(root: Path, besides: tuple[int, ...]) -> tuple[str, ...]:
     """
     processes = (each for each in Path("/proc").iterdir() if each.name.isdigit())
     others = (each for each in processes if int(each.name) not in besides)
-    return tuple(sorted(f"{p.name} {_name_of(p)}" for p in others if _has_open(p, root)))
+    place = root.resolve()  # /proc tells paths without links
+    return tuple(sorted(f"{p.name} {_name_of(p)}" for p in others if _has_open(p, place)))
 
 
 def _has_open(process: Path, root: Path) -> bool:

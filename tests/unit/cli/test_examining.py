@@ -29,6 +29,7 @@ from ckptfsm.core.layout import LAYOUTS, TRACKER
 from ckptfsm.core.recovery_rules import RULES
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk import situation
+from ckptfsm.disk.inspection import gather_evidence
 from ckptfsm.disk.publishing import Publisher
 from ckptfsm.disk.setting_aside import Mover
 from ckptfsm.testing.harness import FakeJob
@@ -232,6 +233,54 @@ def test_a_save_in_flight_of_a_living_owner_is_no_damage(tmp_path, capsys, monke
     job.close()
 
 
+def test_F5_a_disk_that_gets_fuller_between_the_two_looks_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
+    free = iter((3, 2, 1))
+    monkeypatch.setattr(PosixStorage, "free_bytes", lambda storage: next(free))
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixStorage, "free_bytes", lambda storage: 1 << 40)
+        job = real_job(tmp_path)
+        job.save(10)
+    status, out, _ = ran(capsys, "doctor", "-r", tmp_path)
+    assert status == 1 and "2 bytes are free" in out
+    job.close()
+
+
+def _owned_elsewhere(root: Path) -> FakeJob:
+    elsewhere = this_process()._replace(host="elsewhere")
+    job = FakeJob(PosixStorage(root), identity=elsewhere, clock=SystemClock())
+    job.open()
+    return job
+
+
+def test_a_prune_of_an_owner_on_another_host_is_no_damage(tmp_path, capsys, monkeypatch):
+    """Catches: a monitor on a login node that reports a missing checkpoint while it is pruned."""
+    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
+    job = _owned_elsewhere(tmp_path)
+    for step in (10, 20):
+        job.save(step)
+
+    def after_a_prune(storage, layout, ledger):
+        if job.coordinator.ledger.at(10) is not None:
+            job.coordinator.delete(10)
+        return gather_evidence(storage, layout, ledger)
+
+    monkeypatch.setattr(situation, "gather_evidence", after_a_prune)
+    status, out, _ = ran(capsys, "doctor", "-r", tmp_path)
+    assert (status, "missing" in out) == (0, False)
+    job.close()
+
+
+def test_a_save_of_an_owner_on_another_host_is_not_called_dead(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
+    job = _owned_elsewhere(tmp_path)
+    job.save(10)
+    job.fork(job.request(20))
+    out = said(capsys, "doctor", "-r", tmp_path)
+    assert "the processes writing it are gone" not in out and "cannot see whether it lives" in out
+    job.close()
+
+
 def test_fix_of_a_root_with_a_living_owner_does_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
     job = real_job(tmp_path)
@@ -255,6 +304,14 @@ def test_F29_a_process_that_still_writes_into_a_dead_root_is_named(tmp_path, cap
     assert "processes-left" not in codes(capsys, tmp_path)
 
 
+def test_F29_a_process_is_seen_also_where_a_link_leads_to_the_root(tmp_path, capsys):
+    real_root(tmp_path / "root", 10)
+    (tmp_path / "link").symlink_to(tmp_path / "root")
+    with (tmp_path / "root/iter_0000010/late").open("w"):
+        seen = situation.processes_in(tmp_path / "link", besides=())
+    assert [each.split()[0] for each in seen] == [str(os.getpid())]
+
+
 def test_F29_the_writers_of_a_living_job_are_no_damage(tmp_path, capsys, monkeypatch):
     """Catches: a doctor that tells a person at night to end the writers of a healthy job."""
     monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
@@ -268,9 +325,7 @@ def test_F29_the_writers_of_a_living_job_are_no_damage(tmp_path, capsys, monkeyp
 
 def test_processes_of_an_owner_on_another_host_may_be_its_ranks(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(situation, "processes_in", lambda root, besides: ("4711 rank",))
-    elsewhere = this_process()._replace(host="elsewhere")
-    job = FakeJob(PosixStorage(tmp_path), identity=elsewhere, clock=SystemClock())
-    job.open()
+    job = _owned_elsewhere(tmp_path)
     job.save(10)
     crashed(job)
     out = said(capsys, "doctor", "-r", tmp_path)
