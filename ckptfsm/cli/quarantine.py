@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -14,9 +16,10 @@ from ckptfsm.cli.owning import owned
 from ckptfsm.cli.reading import HERE, Json, Root, opened
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.coordinator.admitting import admit, judge
-from ckptfsm.core.errors import ConfigError, DamagedRoot
-from ckptfsm.core.layout import QUARANTINE, parse_aside
+from ckptfsm.core.errors import ConfigError, DamagedRoot, StepExistsError
+from ckptfsm.core.layout import PRIVATE, QUARANTINE, Layout, parse_aside
 from ckptfsm.core.parts import MAX_STEP
+from ckptfsm.core.recovery_rules import Decision
 from ckptfsm.disk.durable import each_file, list_names, lookup
 from ckptfsm.disk.overview import look
 from ckptfsm.views.reading import read_lives
@@ -48,30 +51,66 @@ def adopt(
 ) -> None:
     """Take a complete checkpoint into service, which the journal does not explain, and pin it.
 
-    A directory outside of the root is moved into the root. No owner may live.
+    A directory outside of the root is moved into the root, but none of another root. No owner may live.
     """
     with opened(root) as storage:
-        layout, at = look(storage).layout, Path(storage.root)
+        layout, at = look(storage).layout, Path(storage.root).resolve()
     given = directory if directory.is_absolute() or directory.exists() else at / directory
     found = step if step is not None else layout.parse_published(given.name)
     if found is None:
         raise ConfigError(f"{given.name} names no step: give --step", file=str(given))
     given = given.resolve()
-    if given.is_relative_to(at.resolve()):
-        _take_into_service(root, given.relative_to(at.resolve()).as_posix(), found)
-        return
-    with opened(given.parent) as beside:
-        judge(beside, layout, given.name, found)
-    inside = at / f"adopt-{given.name}"
-    if given.stat().st_dev != at.stat().st_dev or inside.exists():
-        raise ConfigError(f"copy it to {inside} first, and adopt that", file=str(given))
-    given.rename(inside)
+    if given.is_relative_to(at):
+        source = given.relative_to(at).as_posix()
+        _refuse_inside(layout, source, found)
+        _start(root)
+    else:
+        source = f"adopt-{given.name}"
+        _refuse_outside(given, at / source, at / layout.published_name(found))
+        _start(root)
+        with opened(given.parent) as storage:
+            judge(storage, layout, given.name, found)
+        given.rename(at / source)
     try:
-        _take_into_service(root, inside.name, found)
+        _take_into_service(root, source, found)
     except BaseException:
-        if inside.exists():  # refused: it goes back to its place
-            inside.rename(given)
+        if (at / source).exists() and not given.exists():  # refused: it goes back to its place
+            (at / source).rename(given)
         raise
+
+
+def _refuse_inside(layout: Layout, source: str, step: int) -> None:
+    """Refuse the checkpoint of another step, and a directory inside a checkpoint or of a save."""
+    named, parent = layout.parse_published(source), source.rpartition("/")[0]
+    if parent not in ("", QUARANTINE) or (named is not None and named != step):
+        raise ConfigError(f"{source} is not a place to adopt from as step {step}", file=source)
+
+
+def _refuse_outside(given: Path, inside: Path, name: Path) -> None:
+    """Refuse what cannot be moved into the root, or belongs to another root."""
+    if os.path.lexists(name):
+        raise StepExistsError(f"{name.name} is taken", file=str(name))
+    if any((parent / PRIVATE).is_dir() for parent in given.parents):
+        raise ConfigError(
+            f"another root has it: copy it to {inside}, and adopt that", file=str(given)
+        )
+    if given.stat().st_dev != inside.parent.stat().st_dev or os.path.lexists(inside):
+        raise ConfigError(f"copy it to {inside} first, and adopt that", file=str(given))
+
+
+def _start(root: Path) -> None:
+    """Open a root as a start does, and close it: then nothing is interrupted, and no owner lives.
+
+    The journal forgets checkpoints that were withdrawn. A root is left as it is if it has nothing to
+    resume from: the directory may be the only one.
+    """
+    try:
+        with owned(root) as (_, report):
+            _tell([each for each in report.decisions if each.actions])
+    except DamagedRoot as error:
+        if "evidence" not in error.facts:
+            raise
+        put([clean(f"no checkpoint is in service: {error.message}")])
 
 
 def _take_into_service(root: Path, source: str, step: int) -> None:
@@ -81,12 +120,15 @@ def _take_into_service(root: Path, source: str, step: int) -> None:
     finally:
         storage.close_root()
     with owned(root) as (coordinator, report):
-        for decision in report.decisions:
-            put([clean(f"{decision.subject}: {decision.result}, because: {decision.why}")])
+        _tell(report.decisions)
         latest = coordinator.ledger.latest()
         if coordinator.ledger.at(step) is None:
             raise DamagedRoot(f"step {step} was not adopted", step=step)
     put([f"step {step} is in service; the latest is step {latest.step if latest else None}"])
+
+
+def _tell(decisions: Iterable[Decision]) -> None:
+    put(clean(f"{each.subject}: {each.result}, because: {each.why}") for each in decisions)
 
 
 def ls(root: Root = HERE, json: Json = False) -> None:
@@ -118,11 +160,7 @@ def restore(name: Name, root: Root = HERE) -> None:
             raise ConfigError(
                 f"{name!r} is no checkpoint in quarantine", file=f"{QUARANTINE}/{name}"
             )
-    try:
-        with owned(root):
-            pass  # the journal forgets that it was withdrawn, and the next opening adopts it
-    except DamagedRoot as error:  # nothing is left to resume from but this
-        put([clean(f"no checkpoint is in service: {error.message}")])
+    _start(root)
     _take_into_service(root, f"{QUARANTINE}/{name}", of.step)
 
 

@@ -3,8 +3,12 @@
 The directory may lie in quarantine, beside the steps under another name, or at its published name. A
 start never resumes unasked from a step that is newer than the tracker. So the tracker is moved here.
 
-Order: judge, own the root, move the directory, then the tracker. A death in between leaves a complete
-directory at its name: the next start adopts it, or reports it as newer than the tracker.
+Order: judge, own the root, move the directory, make its files durable, then move the tracker. A death
+in between leaves a complete directory at its name: the next start adopts it, or reports it as newer
+than the tracker.
+
+Rule: the caller has opened and closed the root before. So no rollback is interrupted, during which a
+moved tracker would look like a later save, and the tracker names the latest.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 from ckptfsm.core.errors import ConfigError, DamagedRoot, StepExistsError
 from ckptfsm.core.layout import TRACKER, Layout, tracker_text
 from ckptfsm.core.ports import Identity, Storage
-from ckptfsm.disk.durable import lookup, move, put
+from ckptfsm.disk.durable import fsync_tree_dirs, fsync_tree_files, lookup, move, put
 from ckptfsm.disk.inspection import (
     inspect_at,
     newest_published_epoch,
@@ -38,18 +42,21 @@ def admit(storage: Storage, identity: Identity, layout: Layout, source: str, ste
                 raise StepExistsError(f"{name} is taken", step=step, file=name)
             ownership.check()
             move(storage, source, name)
+        fsync_tree_files(storage, name)  # a stock trainer leaves them in the page cache
+        fsync_tree_dirs(storage, name)
+        storage.fsync_dir("")
         _name_if_newer(storage, ownership, step)
     finally:
         ownership.release()
 
 
 def judge(storage: Storage, layout: Layout, source: str, step: int) -> None:
-    """Raise ``DamagedRoot`` if a loader would refuse the directory, ``ConfigError`` for another step."""
+    """Raise ``DamagedRoot`` if a loader would refuse a directory, ``ConfigError`` for another step's."""
     there = inspect_at(storage, layout, step, source)
-    if there.found not in ("manifest", "stock"):
-        raise DamagedRoot(f"no loader would take it: {there.detail}", file=source, step=step)
     if there.of is not None and there.of.step != step:
         raise ConfigError(f"{source} holds step {there.of.step}, not step {step}", step=step)
+    if there.found not in ("manifest", "stock"):
+        raise DamagedRoot(f"no loader would take it: {there.detail}", file=source, step=step)
 
 
 def _name_if_newer(storage: Storage, ownership: RootOwnership, step: int) -> None:

@@ -199,6 +199,13 @@ def each_file(
                 raise StorageError("more files than can be right", file=directory)
 
 
+def fsync_tree_files(storage: Storage, directory: str) -> None:
+    """Make the files below ``directory`` durable that another program wrote. No link is followed."""
+    for name, stat in walk_files(storage, directory):
+        if stat.kind == "file":
+            fsync_existing(storage, f"{directory}/{name}")
+
+
 def fsync_tree_dirs(storage: Storage, directory: str) -> None:
     """fsync ``directory`` and every directory below it, deepest first."""
     for name, stat in storage.entries(directory):

@@ -36,14 +36,13 @@ from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.assembly import Assembly
 from ckptfsm.disk.durable import (
-    fsync_existing,
     fsync_tree_dirs,
+    fsync_tree_files,
     list_names,
     lookup,
     make_dirs,
     parent_of,
     put,
-    walk_files,
 )
 from ckptfsm.disk.inspection import read_manifest, read_tracker
 from ckptfsm.disk.setting_aside import move_aside
@@ -184,10 +183,7 @@ class Publisher:
 
         A stock trainer leaves them in the page cache.
         """
-        name = self.layout.published_name(step)
-        for file, stat in walk_files(self.storage, name):
-            if stat.kind == "file":  # a link is never followed (F16)
-                fsync_existing(self.storage, f"{name}/{file}")
+        fsync_tree_files(self.storage, self.layout.published_name(step))
         self.make_published_durable(step)
 
     def _leave_out(self, checkpoint: Checkpoint, part: PartSpec, directory: str) -> None:

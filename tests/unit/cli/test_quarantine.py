@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 from cli_runs import ran, said
-from real_roots import real_job, real_root
-from strangers import newer_files
+from real_roots import crashed, real_job, real_root
+from strangers import newer_files, stock_saves
+
+from ckptfsm.coordinator.admitting import admit
+from ckptfsm.coordinator.engine import Engine
+from ckptfsm.core.errors import OutcomeUnknown
+from ckptfsm.core.layout import MEGATRON
+from ckptfsm.disk.inspection import inspect_published, read_tracker
+from ckptfsm.disk.ownership import RootOwnership
+from ckptfsm.testing.harness import FIRST, FakeJob
+from ckptfsm.testing.simfs import SimDisk, SimStorage
 
 
 @pytest.fixture
@@ -141,12 +151,88 @@ def test_adopt_leaves_a_directory_from_outside_in_its_place_if_it_is_refused(tmp
     precious, good = tmp_path / "precious", tmp_path / "good"
     precious.write_text("of the system")
     stock(good)
-    refused = ran(capsys, "adopt", precious, "--step", "40", "-r", root)
-    assert refused[0] == 1 and "no loader would take it" in refused[2]
     busy = ran(capsys, "adopt", good, "--step", "40", "-r", root)
     assert busy[0] == 3 and "root_busy" in busy[2]
     job.close()
+    refused = ran(capsys, "adopt", precious, "--step", "40", "-r", root)
+    assert refused[0] == 1 and "no loader would take it" in refused[2]
     taken = ran(capsys, "adopt", good, "--step", "10", "-r", root)
     assert taken[0] == 3 and "is taken" in taken[2]
     assert precious.read_text() == "of the system" and (good / ".metadata").exists()
     assert not list(root.glob("adopt-*"))
+
+
+def test_adopt_moves_nothing_into_a_root_with_a_living_owner(tmp_path, capsys):
+    """Catches: a directory of another place that is gone from there after a refusal."""
+    root = tmp_path / "root"
+    job = real_job(root)
+    job.save(10)
+    stock(tmp_path / "iter_0000040")
+    assert ran(capsys, "adopt", tmp_path / "iter_0000040", "-r", root)[0] == 3
+    assert (tmp_path / "iter_0000040/.metadata").exists()
+    job.close()
+
+
+def test_adopt_leaves_a_directory_where_it_is_that_no_loader_takes(tmp_path, capsys):
+    root = real_root(tmp_path / "root", 10)
+    (tmp_path / "iter_0000040").mkdir()
+    status, _, err = ran(capsys, "adopt", tmp_path / "iter_0000040", "-r", root)
+    assert status == 1 and "no loader would take it" in err
+    assert (tmp_path / "iter_0000040").exists()
+
+
+def test_I1_adopt_takes_no_checkpoint_away_from_another_root(tmp_path, capsys):
+    """Catches: the latest checkpoint of a job that is moved to another job's root."""
+    root = real_root(tmp_path / "root", 10)
+    other = real_root(tmp_path / "other", 40)
+    status, _, err = ran(capsys, "adopt", other / "iter_0000040", "-r", root)
+    assert status == 2 and "copy it" in err
+    assert latest(capsys, other) == "A start would resume from step 40."
+
+
+@pytest.mark.parametrize("source", ("iter_0000010", "iter_0000010/inner"))
+def test_I1_adopt_gives_no_other_step_to_a_checkpoint_or_a_part_of_it(source, tmp_path, capsys):
+    root = tmp_path / "root"
+    root.mkdir()
+    stock(root / "iter_0000010")
+    stock(root / "iter_0000010/inner")
+    (root / "latest_checkpointed_iteration.txt").write_text("10")
+    real_root(root, 20)
+    status, _, err = ran(capsys, "adopt", root / source, "--step", "50", "-r", root)
+    assert status == 2 and "not a place to adopt from" in err
+    assert (root / source).exists() and not (root / "iter_0000050").exists()
+
+
+def test_adopt_completes_an_interrupted_rollback_first(tmp_path, capsys, monkeypatch):
+    """Catches: a root that no job can open, because the tracker was moved in the midst of a rollback."""
+    root = tmp_path / "root"
+    job = real_job(root)
+    for step in (10, 20):
+        job.save(step)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "forget_trackers", Mock(side_effect=OSError(5, "the disk is gone")))
+        with pytest.raises(OutcomeUnknown):
+            job.coordinator.rollback(10)
+    crashed(job)
+    stock(root / "iter_0000040")
+    said(capsys, "adopt", "iter_0000040", "-r", root)
+    assert latest(capsys, root) == "A start would resume from step 40."
+    assert [p.name for p in (root / ".ckptfsm/quarantine").iterdir()] == ["20.e1.a2"]
+
+
+def test_I2_the_tracker_names_an_adopted_step_once_its_files_are_durable(tmp_path, monkeypatch):
+    """Catches: a power loss that leaves a tracker at a torn checkpoint of a stock trainer."""
+    disk = SimDisk()
+    job = FakeJob(SimStorage(disk, "first"))
+    job.open()
+    job.save(10)
+    job.close()
+    stock_saves(disk, 40, tracked=False)
+    storage = SimStorage(disk, "person")
+    monkeypatch.setattr(RootOwnership, "release", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        admit(storage, FIRST, MEGATRON, "iter_0000040", 40)
+    disk.crash("all_lost")
+    after = SimStorage(disk, "after")
+    assert read_tracker(after).step == 40
+    assert inspect_published(after, MEGATRON, 40).found == "stock"
