@@ -10,6 +10,7 @@ from cli_runs import ran, said
 from prometheus_client.parser import text_string_to_metric_families
 from real_roots import crashed, real_job, real_root
 
+from ckptfsm.core.layout import TRACKER
 from ckptfsm.core.retention import LatestN
 
 
@@ -25,6 +26,18 @@ def test_a_file_among_the_library_s_is_refused(tmp_path, capsys):
     root = real_root(tmp_path / "root", 10)
     status, _, err = ran(capsys, "timeline", "-r", root, "-o", root / ".ckptfsm/lives.html")
     assert status == 2 and "among the files of the library" in err
+
+
+@pytest.mark.parametrize(
+    "name", (TRACKER, "iter_0000010/lives.html", "iter_0000010/.ckptfsm/manifest.json")
+)
+def test_I2_a_page_over_the_tracker_or_into_a_checkpoint_is_refused(name, tmp_path, capsys):
+    root = real_root(tmp_path / "root", 10)
+    before = (root / TRACKER).read_text()
+    status, _, err = ran(capsys, "timeline", "-o", root / name, "-r", root)
+    assert status == 2 and "among the files of the library" in err
+    assert (root / TRACKER).read_text() == before
+    said(capsys, "timeline", "-o", root / "lives.html", "-r", root)
 
 
 def test_the_trace_has_a_slice_for_each_state(tmp_path, capsys):
