@@ -22,9 +22,10 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli.owning import owned
 from ckptfsm.cli.reading import HERE, Root, Step, opened
 from ckptfsm.cli.terminal import put, say_error
-from ckptfsm.coordinator.errands import carry_out
+from ckptfsm.coordinator.errands import carry_out, prune_step
 from ckptfsm.core.documents import Answered, Asked, Errand, first_problem
 from ckptfsm.core.errors import ConfigError, OutcomeUnknown, RootBusy
+from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recorded_metrics import check_metrics
@@ -82,7 +83,8 @@ def rollback(
     """
     with opened(root) as storage:
         overview = look(storage)
-    later = [c.step for c in overview.ledger.checkpoints.values() if c.step > step]
+    moved = overview.ledger.in_state(State.FINALIZED, State.TRACKED, State.PRUNABLE)
+    later = {c.step for c in moved if c.step > step}
     put([f"steps that go to quarantine: {', '.join(map(str, sorted(later))) or 'none'}"])
     if not yes and not typer.confirm(f"Make step {step} the latest?"):
         raise typer.Exit(REFUSED)
@@ -138,8 +140,7 @@ def _prune_without_owner(root: Path, overview: Overview, policy: Policy, *, dry:
         return
     with owned(root) as (coordinator, _):
         for step in steps:  # each is judged again: recovery may have moved something
-            coordinator.delete(step)
-            put([f"pruned: {step}"])
+            put([prune_step(coordinator, step)])
 
 
 def lease(

@@ -648,6 +648,10 @@ class Coordinator:
             if self._is_proven(self._engine.ledger.latest()):
                 self._engine.retire_now()
 
+    def read_here(self) -> frozenset[int]:
+        """The steps that this job reads now, each under a lease."""
+        return self._readers.steps
+
     def given_up(self) -> list[int]:
         """The steps that no policy, pin or reader keeps: the next pruning takes them."""
         with self._guarded("given_up"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from ckptfsm.core.documents import Asked
-from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.errors import ConfigError, SaveRefused, StorageError
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import State
 
@@ -29,6 +29,8 @@ class Servant(Protocol):
 
     def retire(self) -> None: ...
 
+    def read_here(self) -> frozenset[int]: ...
+
     def kept_by(self, step: int) -> tuple[str, ...]: ...
 
     def drop(self, name: str) -> None: ...
@@ -37,7 +39,10 @@ class Servant(Protocol):
 
 
 def carry_out(coordinator: Servant, asked: Asked) -> str:
-    """Carry out a request. Returns what was done, in words. Raises the errors of the methods."""
+    """Carry out a request. Returns what was done, in words. Raises the errors of the methods.
+
+    Raises ``SaveRefused`` for a rollback below a step that this job restores from now.
+    """
     if asked.errand == "prune":
         return _prune(coordinator, dry=asked.dry)
     if asked.errand == "drop":
@@ -52,8 +57,9 @@ def carry_out(coordinator: Servant, asked: Asked) -> str:
         coordinator.pin(step, asked.reason)
         return f"step {step} is pinned"
     if asked.errand == "unpin":
+        was_there = coordinator.ledger.at(step) is not None
         coordinator.unpin(step)
-        gone = coordinator.ledger.at(step) is None
+        gone = was_there and coordinator.ledger.at(step) is None
         return f"step {step} is not pinned any more" + (", and retention has given it up" * gone)
     if asked.errand == "prune_step":
         return _prune_step(coordinator, step, dry=asked.dry)
@@ -61,6 +67,9 @@ def carry_out(coordinator: Servant, asked: Asked) -> str:
         coordinator.record_metrics(step, asked.metrics)
         told = ", ".join(f"{name} {value:g}" for name, value in sorted(asked.metrics.items()))
         return f"step {step} has: {told}"
+    later = [each for each in sorted(coordinator.read_here()) if each > step]
+    if later:
+        raise SaveRefused(f"the job reads step {later[-1]}: ask again after its restore", step=step)
     coordinator.rollback(step)
     return f"step {step} is the latest; later steps are in quarantine"
 
@@ -84,5 +93,12 @@ def _prune_step(coordinator: Servant, step: int, *, dry: bool) -> str:
         kept_by = coordinator.kept_by(step)
         kept = f"step {step} is kept by: {', '.join(kept_by)}"
         return kept if kept_by else f"would prune: {step}"
+    return prune_step(coordinator, step)
+
+
+def prune_step(coordinator: Servant, step: int) -> str:
+    """Delete a step. Raises ``StorageError`` if the disk puts that off."""
     coordinator.delete(step)
+    if any(c.step == step for c in coordinator.ledger.in_state(State.PRUNABLE)):
+        raise StorageError(f"step {step} is not removed yet: the disk refused", step=step)
     return f"pruned: {step}"

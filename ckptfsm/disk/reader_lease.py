@@ -146,6 +146,12 @@ class ReaderLeases:
             raise
         return lease
 
+    @property
+    def steps(self) -> frozenset[int]:
+        """The steps of the leases that this job holds."""
+        names = (parse_reader(lease.rpartition("/")[2]) for lease in self._held)
+        return frozenset(step for step in names if step is not None)
+
     def give_back(self, lease: str) -> None:
         """Remove a lease of this job; if that fails, the lease expires like any other."""
         self._held.discard(lease)

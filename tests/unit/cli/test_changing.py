@@ -14,11 +14,14 @@ from real_roots import crashed, real_job, real_root
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import changing
+from ckptfsm.coordinator.errands import carry_out
 from ckptfsm.core.documents import Asked, encode
+from ckptfsm.core.errors import SaveRefused
 from ckptfsm.core.layout import ANSWERS, INBOX, PRIVATE, request_name
 from ckptfsm.core.retention import BestN, LatestN
 from ckptfsm.disk.durable import list_names
 from ckptfsm.disk.inbox import Inbox, send, take_back
+from ckptfsm.disk.setting_aside import Mover
 from ckptfsm.testing.harness import FakeJob, SimClock
 
 
@@ -140,6 +143,42 @@ def test_a_living_owner_refuses_a_rollback_while_a_save_is_in_flight(living, tmp
     for rank in range(2):
         living.write(of, rank)
     assert steps(living) == [10, 20, 30, 40]
+
+
+def test_a_living_owner_refuses_a_rollback_while_it_restores_a_later_step(living):
+    """Catches: a directory that goes to quarantine while the job loads it."""
+    found = living.coordinator.locate(20)
+    with pytest.raises(SaveRefused, match="reads step 20"):
+        carry_out(living.coordinator, Asked(nonce="8" * 32, epoch=1, errand="rollback", step=10))
+    assert living.coordinator.ledger.latest().step == 30
+    carry_out(living.coordinator, Asked(nonce="9" * 32, epoch=1, errand="rollback", step=20))
+    living.coordinator.release(found.lease)
+    carry_out(living.coordinator, Asked(nonce="a" * 32, epoch=1, errand="rollback", step=10))
+    assert living.coordinator.ledger.latest().step == 10
+
+
+def test_unpin_tells_no_end_of_a_step_that_was_never_there(tmp_path, capsys):
+    real_root(tmp_path, 10)
+    assert said(capsys, "unpin", "99", "-r", tmp_path) == "step 99 is not pinned any more\n"
+
+
+def test_F6_a_prune_that_the_disk_put_off_is_not_called_done(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Mover, "prune", Mock(side_effect=OSError(errno.EIO, "the disk is gone")))
+    for number, which in enumerate((("10",), ("--keep-latest", "1"))):
+        root = real_root(tmp_path / str(number), 10, 20)
+        status, out, err = ran(capsys, "prune", *which, "--apply", "-r", root)
+        assert (status, out) == (1, "") and "is not removed yet" in err
+
+
+def test_rollback_names_only_the_steps_that_it_moves(tmp_path, capsys):
+    job = real_job(tmp_path)
+    for step in (10, 20, 30):
+        job.save(step)
+    job.coordinator.rollback(20)
+    job.fail(job.request(25))
+    crashed(job)
+    out = said(capsys, "rollback", "10", "--yes", "-r", tmp_path)
+    assert out.startswith("steps that go to quarantine: 20\n")
 
 
 def test_a_request_without_an_answer_is_taken_back(living, tmp_path, capsys):
