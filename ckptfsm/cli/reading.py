@@ -152,9 +152,12 @@ def _explain_step(storage: Storage, overview: Overview, step: int) -> list[str]:
     lives = {life.attempt: life for life in read_lives(storage) if life.step == step}
     if not lives and not found:
         raise StepNotFoundError(f"the journal names no step {step}", step=step)
-    lives_on = overview.owner.ownership is Ownership.LIVES
     facts = Surroundings(
-        overview.ledger, overview.tracker, overview.pins, overview.readers, lives_on
+        overview.ledger,
+        overview.tracker,
+        overview.pins,
+        overview.readers,
+        overview.owner.may_live,
     )
     lines = []
     for checkpoint in found:
@@ -174,7 +177,8 @@ def _explain_resume(storage: Storage, overview: Overview) -> list[str]:
     lines = []
     if overview.owner.ownership is Ownership.LIVES:
         lines = [f"A start would be refused: {overview.owner}.", "If that process ended now:"]
-    decided = decide_start(overview, gather_evidence(storage, overview.layout, overview.ledger))
+    evidence = gather_evidence(storage, overview.layout, overview.ledger)
+    decided = decide_start(overview, evidence)
     if isinstance(decided, DamagedRoot):
         return [*lines, f"A start would be refused: {decided.message}"]
-    return lines + explain_plan(decided, overview.history.intent)
+    return lines + explain_plan(decided, overview.history.intent, release=evidence.release)

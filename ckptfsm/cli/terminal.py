@@ -40,6 +40,7 @@ def put(lines: Iterable[str]) -> None:
     out = console()
     if not out.is_terminal or out.no_color:
         sys.stdout.write("".join(f"{line}\n" for line in lines))
+        sys.stdout.flush()  # a pipe's reader may wait for it while the command goes on
         return
     for line in lines:
         out.print(styled(line), overflow="ignore", crop=False)

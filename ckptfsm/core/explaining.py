@@ -22,7 +22,7 @@ class Surroundings:
     """The facts about a root that explanations use.
 
     ``pins`` are the reasons of pins by step, ``readers`` the numbers of reader leases by step.
-    ``owned``: a living process owns the root.
+    ``owned``: the owner of the root lives, or may live on another host.
     """
 
     ledger: Ledger
@@ -52,10 +52,14 @@ def explain(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:
     ]
 
 
-def explain_plan(decided: Plan, intent: Intent) -> list[str]:
-    """Sentences about a start that would carry out a plan."""
+def explain_plan(decided: Plan, intent: Intent, *, release: bool = False) -> list[str]:
+    """Sentences about a start that would carry out a plan.
+
+    ``release``: the tracker says ``release``, and its directory can be loaded.
+    """
     step = _resumes_from(decided, intent)
-    lines = [f"A start would resume from step {step}." if step is not None else _AT_ZERO]
+    at_zero = _AT_RELEASE if release and not intent.unfinished else _AT_ZERO
+    lines = [f"A start would resume from step {step}." if step is not None else at_zero]
     if decided.decisions:
         lines.append("It would decide, in this order:")
     for decision in decided.decisions:
@@ -71,6 +75,7 @@ def explain_plan(decided: Plan, intent: Intent) -> list[str]:
 
 
 _AT_ZERO = "A start would begin at zero: no checkpoint is left to resume from."
+_AT_RELEASE = "A start would begin from the release that the tracker names, as step 0."
 
 
 def _resumes_from(decided: Plan, intent: Intent) -> int | None:
@@ -89,21 +94,35 @@ def _its_state(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:
         return [f"Step {step} is complete and tracked{adopted}."]
     if state in (State.REQUESTED, State.FORKED):
         shards, ranks = len(expected_reports(checkpoint)), checkpoint.world_size
+        place = (
+            "at its name, without a manifest"
+            if checkpoint.in_place
+            else "in staging, where no loader looks"
+        )
         return [
-            f"Step {step} is being saved ({state.value}): {shards} shards of {ranks} ranks.",
-            "Its files are in staging, where no loader looks.",
+            f"The save of step {step} is in flight ({state.value}): {shards} shards of {ranks} ranks.",
+            f"Its files are {place}.",
+            *_if_ended(facts),
         ]
     if state is State.SHARDS_WRITTEN:
-        return [f"Step {step} has all its shards on disk. Its metadata and its name come next."]
+        left = "metadata and its manifest" if checkpoint.in_place else "metadata and its name"
+        words = f"Step {step} has all its shards on disk. Its {left} come next."
+        return [words, *_if_ended(facts)]
     if state is State.FINALIZED:
-        return [f"Step {step} is complete at its name. The tracker does not name it yet."]
+        words = f"Step {step} is complete at its name. The journal does not have it as tracked yet."
+        return [words, *_if_ended(facts)]
     if state is State.PRUNABLE:
         return [f"Step {step} is being removed: a newer one is tracked, and nothing kept it."]
     if state is State.FAILED:
         return [
             f"The save of step {step} failed: {_reason(checkpoint)}. Its files are not removed yet."
         ]
-    return [f"Step {step} was withdrawn: {_reason(checkpoint)}. Its files are in quarantine."]
+    kept = "" if checkpoint.reason == "missing" else " Its files go to quarantine."
+    return [f"Step {step} was withdrawn: {_reason(checkpoint)}.{kept}"]
+
+
+def _if_ended(facts: Surroundings) -> list[str]:
+    return [] if facts.owned else ["Its owner has ended: the next start decides about it."]
 
 
 def _reason(checkpoint: Checkpoint) -> str:
@@ -118,11 +137,11 @@ def _its_rank_among_others(checkpoint: Checkpoint, facts: Surroundings) -> list[
         return [f"The latest is step {latest.step}: it is the newest tracked one."]
     if tracker.step == checkpoint.step:
         return ["It is the latest: the newest tracked one, and the tracker names it."]
-    named = (
-        "is missing" if tracker.found == "missing" else f"says {tracker.step or tracker.found!r}"
-    )
+    said = repr(tracker.found) if tracker.step is None else str(tracker.step)
+    named = "is missing" if tracker.found == "missing" else f"says {said}"
     return [
-        f"It is the latest by the journal, but the tracker {named}. A start repairs the tracker."
+        f"It is the latest by the journal, but the tracker {named}.",
+        "To see what a start decides: ckptfsm explain --resume",
     ]
 
 

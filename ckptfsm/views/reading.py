@@ -130,6 +130,13 @@ def read_lives(storage: Storage) -> tuple[Life, ...]:
 
 def sealed_segments(storage: Storage) -> list[Segment]:
     """The segments that began, oldest first, each of the older ones cut at its seal."""
+    try:
+        return _sealed_segments(storage)
+    except JournalCorrupt:  # an owner may have folded old segments meanwhile
+        return _sealed_segments(storage)
+
+
+def _sealed_segments(storage: Storage) -> list[Segment]:
     names = (parse_segment(name) for name in list_names(storage, JOURNAL))
     for epoch in sorted((n for n in names if n is not None), reverse=True):
         newest = read_segment(storage, epoch)
@@ -162,7 +169,7 @@ def entered_at(storage: Storage, wanted: Mapping[AttemptId, State]) -> dict[Atte
     for name in list_names(storage, JOURNAL):
         if parse_segment(name) is None:
             continue
-        for line in storage.read(f"{JOURNAL}/{name}", MAX_SEGMENT_BYTES).split(b"\n"):
+        for line in _lines_of(storage, f"{JOURNAL}/{name}"):
             if not any(mark in line for mark in marks) or (body := decode_line(line)) is None:
                 continue
             record = json.loads(body)
@@ -172,6 +179,14 @@ def entered_at(storage: Storage, wanted: Mapping[AttemptId, State]) -> dict[Atte
             if of in wanted and record["dest"] == wanted[of].value:
                 found[of] = record["at"]
     return found
+
+
+def _lines_of(storage: Storage, file: str) -> list[bytes]:
+    """The lines of a segment; none if an owner folded it meanwhile."""
+    try:
+        return storage.read(file, MAX_SEGMENT_BYTES).split(b"\n")
+    except FileNotFoundError:
+        return []
 
 
 def _file_of(epoch: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
@@ -9,10 +10,19 @@ from signal import SIGINT
 
 import pytest
 from cli_runs import ran, said
-from real_roots import real_job, real_root
+from real_roots import crashed, real_job, real_root
+from strangers import newer_files
 
+from ckptfsm.cli import main
+from ckptfsm.core.errors import JournalCorrupt
+from ckptfsm.core.events import SaveRequested
+from ckptfsm.core.evidence import TrackerEvidence
+from ckptfsm.core.explaining import Surroundings, explain
 from ckptfsm.core.layout import TRACKER
+from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.retention import LatestN
+from ckptfsm.views import reading
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +163,92 @@ def test_explain_tells_a_tracker_that_disagrees(tmp_path, capsys):
     real_root(tmp_path, 10, 20)
     (tmp_path / TRACKER).write_text("10")
     assert "the tracker says 10" in said(capsys, "explain", "20", "-r", tmp_path)
+
+
+def test_explain_does_not_promise_that_a_newer_tracker_is_repaired(tmp_path, capsys):
+    """Catches: 'A start repairs the tracker' of a step that a stock trainer saved: it is adopted."""
+    real_root(tmp_path, 10, 20)
+    (tmp_path / "iter_0000050").mkdir()
+    for name, data in newer_files().items():
+        (tmp_path / "iter_0000050" / name).write_bytes(data)
+    (tmp_path / TRACKER).write_text("50")
+    out = said(capsys, "explain", "20", "-r", tmp_path)
+    assert "the tracker says 50" in out and "repair" not in out
+    assert "would resume from step 50" in said(capsys, "explain", "--resume", "-r", tmp_path)
+
+
+def test_explain_tells_a_tracker_of_step_0(tmp_path, capsys):
+    real_root(tmp_path, 0, 20)
+    (tmp_path / TRACKER).write_text("0")
+    assert "the tracker says 0" in said(capsys, "explain", "20", "-r", tmp_path)
+
+
+def test_explain_tells_that_the_owner_of_a_save_in_flight_has_ended(tmp_path, capsys):
+    job = real_job(tmp_path)
+    job.save(10)
+    job.fork(job.request(20))
+    living = said(capsys, "explain", "20", "-r", tmp_path)
+    assert "in flight" in living and "has ended" not in living
+    crashed(job)
+    dead = said(capsys, "explain", "20", "-r", tmp_path)
+    assert "Its owner has ended: the next start decides about it." in dead
+
+
+def test_explain_does_not_look_for_a_missing_directory_in_quarantine(tmp_path, capsys):
+    real_root(tmp_path, 10, 20)
+    (tmp_path / "iter_0000020").rename(tmp_path / "moved away")
+    said(capsys, "doctor", "--fix", "--yes", "-r", tmp_path)
+    out = said(capsys, "explain", "20", "-r", tmp_path)
+    assert "withdrawn: missing" in out and "quarantine" not in out
+
+
+def test_explain_resume_tells_of_a_release(tmp_path, capsys):
+    real_root(tmp_path)
+    (tmp_path / "release").mkdir()
+    for name, data in newer_files().items():
+        (tmp_path / "release" / name).write_bytes(data)
+    (tmp_path / TRACKER).write_text("release")
+    out = said(capsys, "explain", "--resume", "-r", tmp_path)
+    assert "would begin from the release" in out and "at zero" not in out
+
+
+@pytest.mark.parametrize(("in_place", "words"), ((True, "at its name"), (False, "in staging")))
+def test_explain_tells_where_the_files_of_a_save_in_flight_are(in_place, words):
+    of = AttemptId(20, 1, 1)
+    requested = SaveRequested(of, (PartSpec("state"),), 2, in_place)
+    ledger, _, _ = Ledger().post(requested)
+    facts = Surroundings(ledger, TrackerEvidence("missing"), {}, {}, owned=True)
+    assert words in " ".join(explain(ledger.checkpoints[of], facts))
+
+
+def test_a_list_goes_on_while_an_owner_folds_its_journal(tmp_path, capsys, monkeypatch):
+    real_root(tmp_path, 10)
+    listed = reading.list_names
+    monkeypatch.setattr(reading, "list_names", lambda *given: [*listed(*given), "000000.ndjson"])
+    assert "latest" in said(capsys, "ls", "-r", tmp_path)
+
+
+def test_a_log_goes_on_while_an_owner_folds_its_journal(tmp_path, capsys, monkeypatch):
+    real_root(tmp_path, 10)
+    real_root(tmp_path, 20)
+    reads, gone = reading._read_sealed, [JournalCorrupt("a sealed segment is missing")]
+
+    def once(*given):
+        if gone:
+            raise gone.pop()
+        return reads(*given)
+
+    monkeypatch.setattr(reading, "_read_sealed", once)
+    assert "step 20" in said(capsys, "log", "-r", tmp_path)
+
+
+def test_output_into_a_pipe_does_not_wait_in_a_buffer(tmp_path, monkeypatch):
+    """Catches: a reader of 'ckptfsm lease' that waits for the path until the lease has ended."""
+    real_root(tmp_path, 10)
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8"))
+    assert main(["lease", "10", "--ttl", "0", "-r", str(tmp_path)]) == 0
+    assert raw.getvalue().decode() == f"{tmp_path}/iter_0000010\n"
 
 
 def test_explain_tells_the_end_of_a_pruned_step(tmp_path, capsys):
