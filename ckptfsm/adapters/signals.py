@@ -145,6 +145,7 @@ class OneCall:
         self._signals: DeferredSignals | None = None
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._kept: BaseException | None = None
         self.taking_news = False
         self.left = False
 
@@ -169,17 +170,40 @@ class OneCall:
                 yield
             finally:
                 self._thread = self._signals = None
+                kept, self._kept = self._kept, None
                 self._lock.release()
+                if kept is not None:
+                    raise kept
 
     def hear(self) -> BaseException | None:
         """Run the handlers that wait for the end of the call. Returns the exception of a handler.
 
         If a handler left the manager, raises that exception at once.
         """
-        interruption = self._signals.hear() if self._signals is not None else None
+        interruption = self._heard()
         if interruption is not None and self.left:
             raise interruption
         return interruption
+
+    def hear_exit(self) -> BaseException | None:
+        """Run the handlers that wait, where other exceptions would count as errors of the save.
+
+        Returns a ``KeyboardInterrupt`` or ``SystemExit``. Another exception of a handler is kept: the
+        next ``hear`` returns it, or the end of the call raises it.
+        """
+        interruption = self._heard()
+        if interruption is None or isinstance(interruption, (KeyboardInterrupt, SystemExit)):
+            return interruption
+        self._kept = interruption
+        if self.left:
+            raise interruption
+        return None
+
+    def _heard(self) -> BaseException | None:
+        kept, self._kept = self._kept, None
+        if kept is not None or self._signals is None:
+            return kept
+        return self._signals.hear()
 
 
 def _second_thread(first: threading.Thread | None) -> ConfigError:

@@ -58,6 +58,8 @@ class CheckpointManager(Manager):
         if engine is not None:
             engine.warm_up()  # before the root is opened: a Ctrl-C here would keep it busy
         super().__init__(ports_of(config, opener, staging, engine), config, hooks)
+        if engine is not None:
+            engine.hear = self._one_call.hear_exit
 
     def attach(self, optimizer: Any) -> Any:
         """Call ``before_update`` before each step of a torch optimizer (local).

@@ -45,6 +45,7 @@ class GroupWorker(BaseGroupWorker):
         engine = None if given else engine_of(config, _FINISHERS if _is_first() else ())
         super().__init__(ports_of(config, opener, staging, engine), config)
         if engine is not None:
+            engine.hear = self._one_call.hear_exit
             engine.warm_up()
 
 

@@ -119,6 +119,8 @@ class BaseGroupWorker:
         try:
             self._begin(ticket, draft, accepted or shared, shares)
         except (KeyboardInterrupt, SystemExit):
+            self._ports.driver.refuse()
+            draft.let_go()
             raise
         except BaseException as error:  # also torch's: the controller must hear of it
             said = f"step {ticket.of.step}: rank {self._number} cannot start its writer"

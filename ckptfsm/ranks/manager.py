@@ -77,6 +77,8 @@ class Manager(Session):
                 try:
                     handle, refused = self._begin(stage, step, call, metrics)
                 except (KeyboardInterrupt, SystemExit) as error:  # the other ranks go on to agree
+                    if self._one_call.left:  # its handler has left the manager
+                        raise
                     handle, refused = SaveHandle(step), error
             stage.agree()
             if refused is not None:

@@ -22,7 +22,8 @@ Rules:
 - A job whose process was killed begins again in another one, once, if its memory is as it was. That
   is so before the gate opens, and with a whole copy in the arena. The dead process was waited for, and
   no receipt exists. The files lie in the attempt's staging directory, where no other attempt has any.
-- A process that failed, was killed or missed its deadline is never used again.
+- A process that failed, was killed or missed its deadline is never used again. That also goes for one
+  that sends no hello in time: the save is forked.
 - A job is forked if its parts need torch or a copy of the whole process (foreign requests), or if the
   storage is not the library's adapter. In the mode ``auto`` also if the host has no memory for a
   copy.
@@ -52,7 +53,7 @@ from ckptfsm.core.ports import ChildError, Outcome, RankJob, Storage, WriterProc
 from ckptfsm.disk.durable import lookup
 from ckptfsm.writers.image import CHUNK_BYTES, FromImages, ImagePart, copying_of
 from ckptfsm.writers.plain_files import PLAIN_PARTS
-from ckptfsm.writers.rank_writer import launch_forked
+from ckptfsm.writers.rank_writer import launch_forked, no_signal
 from ckptfsm.writers.trainers_memory import Arena, Range, arena_bytes, frozen, ranges_of
 from ckptfsm.writers.write_process import Confirm, Done, Ended, Order, Probe, Taken
 
@@ -61,7 +62,7 @@ log = logging.getLogger("ckptfsm")
 Mode = Literal["auto", "eager", "gated"]
 _LISTEN_S = 0.05
 _COPY_LOOK_S = 0.001  # between two looks at an accelerator's copies
-_HELLO_S = 60.0
+_HELLO_S = 10.0
 _PROBE_BYTES = 64
 _KILL_WAIT_S = 5.0
 _MOST_LENT = 200
@@ -119,10 +120,14 @@ class WriteEngine:
     """``ports.Launch`` with a persistent process. ``close`` it with its manager.
 
     Where the kernel does not let the process read the trainer's memory, the trainer copies it into an
-    arena, a segment that is kept for the next saves.
+    arena, a segment that is kept for the next saves. ``hear`` runs the signal handlers that wait. If it
+    returns an exception, a launch ends its process and raises it.
     """
 
+    hear: Callable[[], BaseException | None]
+
     def __init__(self, settings: WriteEngineSettings) -> None:
+        self.hear = no_signal
         self._settings = settings
         self._process: Spawned | None = None
         self._greeted = False
@@ -200,13 +205,24 @@ class WriteEngine:
             if copying is not None and not self._gate:
                 copying.order_updates()
             if reading.awaited:
-                running.await_copy(self._settings.copy_timeout_s)
-                if not running.holds_copy and running.poll() is None:
-                    raise TimeoutError(errno.ETIMEDOUT, "the writer did not read the state in time")
+                self._await_copy(running)
         except BaseException:  # a Ctrl-C: the caller will not get this writer
             running.kill(_KILL_WAIT_S)
             raise
         return running
+
+    def _await_copy(self, running: WriteJob) -> None:
+        deadline = time.monotonic() + self._settings.copy_timeout_s
+        while not running.holds_copy and running.poll() is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, "the writer did not read the state in time")
+            running.await_copy(_LISTEN_S)
+            self._raise_interruption()
+
+    def _raise_interruption(self) -> None:
+        interruption = self.hear()
+        if interruption is not None:
+            raise interruption
 
     def _forked(self, storage: Storage, job: RankJob, ranges: Sequence[Range]) -> WriterProcess:
         """A forked writer, with copies of all memory that the fork would not freeze."""
@@ -312,19 +328,33 @@ class WriteEngine:
         self.start()
         process, self._process = self._process, None  # not used again if an error comes now
         assert process is not None
-        deadline = time.monotonic() + _HELLO_S
-        while not self._greeted:
-            for message in process.listen(_LISTEN_S):
-                self._greeted, self._refused = True, message.problem
-            if not self._greeted and (
-                process.exitcode() is not None or time.monotonic() > deadline
-            ):
-                said = f"the writer is forked: its process did not start ({process.exitcode()})"
-                say(log.warning, "writer_not_started", said)
-                process.kill()
-                return False
+        try:
+            problem = None if self._greeted else self._await_hello(process)
+        except BaseException:  # a Ctrl-C
+            process.kill()
+            raise
+        if problem:
+            say(log.warning, "writer_not_started", f"the writer is forked: {problem}")
+            return False
         self._process = process
         return True
+
+    def _await_hello(self, process: Spawned) -> str:
+        """Wait for the process's first message. Returns the reason why there is none, or ""."""
+        deadline = time.monotonic() + _HELLO_S
+        while True:
+            for message in process.listen(_LISTEN_S):
+                self._greeted, self._refused = True, message.problem
+            if self._greeted:
+                return ""
+            if process.exitcode() is not None:
+                return f"its process did not start ({process.exitcode()})"
+            if time.monotonic() > deadline:
+                where = process.whereabouts()
+                process.kill()
+                self.warm_up()  # a slow host has it ready for the next save
+                return f"its process did not start in {_HELLO_S:g} s, at {where}"
+            self._raise_interruption()
 
     def _affords(self, more: int) -> bool:
         """False if, in the mode ``auto``, a copy would take too much of the free memory."""

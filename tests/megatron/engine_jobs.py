@@ -20,11 +20,13 @@ from jobs import (
     save,
     save_steps,
     state_of,
+    tell,
     train_until_done,
 )
 from megatron.core.dist_checkpointing import ShardedTensor
 from refused_reads import refuse_reads
 
+from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.writers import write_engine
 from ckptfsm.writers.write_engine import WriteEngine, WriteJob
 
@@ -105,6 +107,40 @@ def strike_writer(
         manager.wait_until_finished()
         third = save(manager, here, 3)
         return {"first": first, "failed": error, "third": third, "all": manager.all_steps()}
+
+
+def interrupt_hello(here: Here, root: str, victim: int) -> Told:
+    """Save steps 1 and 2. A Ctrl-C comes while one rank waits for the hello of its writer process."""
+    interrupted = False
+
+    def without_probe(engine: WriteEngine) -> Spawned:
+        return Spawned("ckptfsm.writers.write_process", "main")
+
+    def listen(process: Spawned, timeout_s: float = 0.0) -> list[Any]:
+        signal.raise_signal(signal.SIGINT)
+        return []
+
+    with pytest.MonkeyPatch.context() as patch:
+        if here.rank == victim:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            patch.setattr(WriteEngine, "_spawned", without_probe)
+        with managed(here, root, engine="eager") as manager:
+            if here.rank == victim:
+                patch.setattr(Spawned, "listen", listen)
+            try:
+                manager.save(1, state_of(1, here))
+            except KeyboardInterrupt:
+                interrupted = True
+            patch.undo()
+            failed = tell(manager.wait_until_finished)
+            second = save(manager, here, 2)
+            return {
+                "interrupted": interrupted,
+                "failed": failed,
+                "second": second,
+                "all": manager.all_steps(),
+                "children": len(children()),
+            }
 
 
 def strike_reader(here: Here, root: str, victim: int, size: int) -> Told:

@@ -95,6 +95,20 @@ def test_a_shared_optimizer_is_gated_where_memory_cannot_be_read(
     assert cluster.run("engine_jobs.latest", root=str(root)) == [2, 2]
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_ctrl_c_is_heard_while_a_writer_does_not_greet(
+    cluster: Cluster, root: Path, victim: int
+) -> None:
+    """Catches: a stopped writer process that makes ``save`` deaf; a rank that waits for the interrupted
+    one; a process that is left behind."""
+    ranks = cluster.run("engine_jobs.interrupt_hello", root=str(root), victim=victim)
+    for number, rank in enumerate(ranks):
+        assert rank["interrupted"] == (number == victim)
+        assert rank["failed"] is not None
+        assert f"rank {victim}: KeyboardInterrupt" in rank["failed"]["text"]
+        assert (rank["second"], rank["all"], rank["children"]) == (None, [2], 1)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_gpt_resumes_bit_for_bit(cluster: Cluster, root: Path, engine: str) -> None:
     """Catches: a weight of a later step in a checkpoint: the next loss differs."""

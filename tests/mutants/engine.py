@@ -353,4 +353,25 @@ MUTANTS = (
         killers=("tests:test_device_copies.py::test_an_arena_that_is_still_read_is_not_filled",),
         why="a writer that is killed late has the state of the next save in its files",
     ),
+    mutant(
+        "a-launch-that-is-deaf",
+        "writers.write_engine:WriteEngine._await_copy",
+        "self._raise_interruption()",
+        "pass",
+        breaks="I10",
+        source="F1",
+        killers=("tests:test_write_engine.py::test_an_interrupt_ends_the_wait_for_an_eager_copy",),
+        why="a stopped writer holds the trainer, which hears no Ctrl-C",
+    ),
+    mutant(
+        "a-process-that-did-not-greet-lives-on",
+        "writers.write_engine:WriteEngine._await_hello",
+        "process.kill()",
+        "pass",
+        breaks="I10",
+        source="F1",
+        killers=(
+            "tests:test_write_engine.py::test_F1_a_process_that_does_not_greet_makes_way_for_a_fork",
+        ),
+    ),
 )

@@ -234,6 +234,56 @@ def test_a_call_inside_a_call_is_one_call(heard: list[int]):
         assert one_call.hear() is None
 
 
+class Elastic(Exception):
+    """The exception of a handler that is no exit, as torchelastic's."""
+
+
+@pytest.fixture
+def elastic(heard):
+    """A handler of SIGUSR1 that raises an ``Exception``."""
+
+    def handler(number: int, frame: object) -> None:
+        raise Elastic
+
+    signal.signal(signal.SIGUSR1, handler)  # put back by ``heard``
+
+
+def test_only_an_exit_ends_a_wait_for_one(heard):
+    one_call = OneCall(PosixDeferredSignals)
+    with one_call.running():
+        signal.raise_signal(signal.SIGINT)
+        assert isinstance(one_call.hear_exit(), KeyboardInterrupt)
+        assert one_call.hear() is None, "it was told"
+
+
+def test_another_exception_of_a_handler_is_raised_at_the_end(elastic):
+    """Catches: a handler's exception that is lost, or counted as an error of the save."""
+    one_call, done = OneCall(PosixDeferredSignals), []
+    with pytest.raises(Elastic), one_call.running():
+        signal.raise_signal(signal.SIGUSR1)
+        done.append(one_call.hear_exit())
+    assert done == [None]
+    with one_call.running():
+        assert one_call.hear() is None
+
+
+def test_another_exception_of_a_handler_is_heard_later(elastic):
+    one_call = OneCall(PosixDeferredSignals)
+    with one_call.running():
+        signal.raise_signal(signal.SIGUSR1)
+        assert one_call.hear_exit() is None
+        assert isinstance(one_call.hear(), Elastic)
+
+
+def test_a_handler_that_left_the_manager_is_heard_at_once(elastic):
+    one_call = OneCall(PosixDeferredSignals)
+    with pytest.raises(Elastic), one_call.running():
+        one_call.left = True
+        signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(Elastic):
+            one_call.hear_exit()
+
+
 IN_THE_FORK = """
 import logging, os, signal, threading
 from ckptfsm.adapters.signals import PosixDeferredSignals

@@ -40,7 +40,7 @@ from ckptfsm.core.errors import (
 from ckptfsm.core.events import Failed, ShardReported, WriterForked, WriterGone
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.ports import RankJob
+from ckptfsm.core.ports import RankJob, Storage, WriterProcess
 from ckptfsm.core.requests import Located
 from ckptfsm.core.retention import LatestN
 from ckptfsm.disk.publishing import Publisher
@@ -48,7 +48,7 @@ from ckptfsm.ranks.controller import Controller
 from ckptfsm.ranks.group_worker import GroupShare
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.ranks.tickets import GroupPart
-from ckptfsm.testing.fakes import Gate, fake_ports
+from ckptfsm.testing.fakes import FakeDraft, Gate, fake_ports
 from ckptfsm.writers.image import ImagePart
 from ckptfsm.writers.plain_files import FileTree
 from ckptfsm.writers.rank_writer import RankWriter
@@ -883,4 +883,24 @@ def test_I10_a_ctrl_c_is_heard_at_the_gate_of_a_worker(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         worker.before_update()
     assert worker._writer.process.looks == 1
+    job.controller.abandon()
+
+
+def test_I10_a_ctrl_c_while_a_workers_writer_starts_is_reported(tmp_path, monkeypatch):
+    """Catches: a state that is kept for ever; a controller that waits for a writer that never began."""
+    job = GroupJob(tmp_path, {"actor": 1})
+    ticket = job.begin(10).tickets["actor"]
+    worker = job.groups["actor"].workers[0]
+    let_go: list[FakeDraft] = []
+    monkeypatch.setattr(FakeDraft, "let_go", lambda draft: let_go.append(draft))
+
+    def interrupted(storage: Storage, order: RankJob) -> WriterProcess:
+        raise KeyboardInterrupt
+
+    worker._ports = replace(worker._ports, launch=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        worker.write(ticket, {"w": b"x"})
+    [failed] = worker.poll()
+    assert (failed.reason, "was interrupted" in failed.detail) == ("fork_failed", True)
+    assert len(let_go) == 1
     job.controller.abandon()

@@ -373,6 +373,60 @@ def test_F1_a_process_that_dies_before_its_order_is_started_anew(
     assert killed == [True]
 
 
+@pytest.fixture
+def unheard(monkeypatch):
+    """Writer processes that are stopped before their hello."""
+    made: list[Spawned] = []
+
+    def spawned(engine: WriteEngine) -> Spawned:
+        made.append(Spawned("ckptfsm.writers.write_process", "main"))  # without a probe to answer
+        os.kill(made[-1].pid, signal.SIGSTOP)
+        return made[-1]
+
+    monkeypatch.setattr(WriteEngine, "_spawned", spawned)
+    return made
+
+
+def test_F1_a_process_that_does_not_greet_makes_way_for_a_fork(
+    engine, storage, root, unheard, monkeypatch, caplog
+):
+    """Catches: a stopped process that holds the save up for long; one that is left behind."""
+    monkeypatch.setattr(write_engine, "_HELLO_S", 0.0)
+    run = writer(engine(), storage, State().part())
+    assert isinstance(run.process, Child)
+    assert isinstance(ends(run)[-1], ShardReported)
+    [said] = [each for each in caplog.records if each.event == "writer_not_started"]
+    assert "the writer is forked: its process did not start in 0 s" in said.getMessage()
+    first, second = unheard
+    assert (first.exitcode(), second.exitcode()) == (-signal.SIGKILL, None), "the next save's"
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_ends_the_wait_for_the_hello(engine, storage, root, unheard, raised):
+    """Catches: a Ctrl-C that waits until a stopped process has missed its deadline."""
+    used = engine()
+    heard: list[BaseException | None] = [None, raised()]
+    used.hear = lambda: heard.pop(0)
+    with pytest.raises(raised):
+        used(storage, job(State().part()))
+    assert [process.exitcode() for process in unheard] == [-signal.SIGKILL]
+
+
+def test_an_interrupt_ends_the_wait_for_an_eager_copy(engine, storage, root, monkeypatch):
+    """Catches: a Ctrl-C that waits until the writer has read the state, for half an hour if it is
+    stopped."""
+    used = engine(mode="eager", copy_timeout_s=5.0)
+    used._greet()
+    pid = used._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    heard: list[BaseException | None] = [None, KeyboardInterrupt()]
+    used.hear = lambda: heard.pop(0)
+    with pytest.raises(KeyboardInterrupt):
+        used(storage, job(State().part()))
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
 def test_F5_an_error_of_the_disk_names_the_file(engine, storage, root):
     """Catches: a save that counts without its file; an error without a name; a process used again."""
     (root / LOCATION / "__0_1.distcp").write_bytes(b"there already")
