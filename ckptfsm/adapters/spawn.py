@@ -7,7 +7,9 @@ Rules:
 
 - The process inherits its end of the socket and nothing else. Its working directory is ``/``, so
   that it keeps no file system busy. Its session is new: a Ctrl-C at the terminal does not reach it.
-- The process ends when its trainer ends, in whatever way, because it watches the trainer's pidfd.
+- The process ends when its trainer ends, in whatever way, because it watches the trainer's pidfd. The
+  kernel kills it too, also while it is stopped, if the trainer's main thread started it. Another thread
+  may end before its trainer, and the kernel would kill the process then.
 - The trainer learns of the end of the process from the kernel, and never concludes it from silence.
 - Other processes that the trainer forked can neither talk to the process nor kill it.
 """
@@ -42,9 +44,10 @@ _ORPHANED = 77
 _SEND_S = 60
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PTRACER = 0x59616D61
+_PR_SET_PDEATHSIG = 1
 _IOPRIO_BEST_EFFORT = 2 << 13
 _SYS_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-_START = "import sys; sys.path[:0] = sys.argv[3:]; from {module} import {function}; {function}()"
+_START = "import sys; sys.path[:0] = sys.argv[4:]; from {module} import {function}; {function}()"
 
 
 class Channel:
@@ -149,7 +152,8 @@ class Spawned:
         self._exitcode: int | None = None
         command = [
             *(sys.executable, "-I", "-S", "-c", _START.format(module=module, function=function)),
-            *(str(theirs.fileno()), str(os.getpid()), *_import_path()),
+            *(str(theirs.fileno()), str(os.getpid()), str(threading.get_native_id())),
+            *_import_path(),
         ]
         with theirs:
             try:
@@ -232,6 +236,8 @@ class TrainersEnd:
     def __init__(self) -> None:
         self.pid = int(sys.argv[2])
         self.channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+        if int(sys.argv[3]) == self.pid:  # before the look at the parent: it may be dead already
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         try:
             watched = os.pidfd_open(self.pid)
         except ProcessLookupError:

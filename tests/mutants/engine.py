@@ -374,4 +374,23 @@ MUTANTS = (
             "tests:test_write_engine.py::test_F1_a_process_that_does_not_greet_makes_way_for_a_fork",
         ),
     ),
+    mutant(
+        "a-stopped-writer-outlives-its-trainer",
+        "adapters.spawn:Spawned.__init__",
+        "str(threading.get_native_id())",
+        "'0'",
+        breaks="I4",
+        source="F3",
+        killers=("tests:test_spawn.py::test_F3_it_ends_with_its_trainer",),
+        why="memory and descriptors of a dead job stay until the process is continued",
+    ),
+    mutant(
+        "a-writer-that-ends-with-the-thread-that-started-it",
+        "adapters.spawn:Spawned.__init__",
+        "str(threading.get_native_id())",
+        "str(os.getpid())",
+        breaks="I10",
+        source="order",
+        killers=("tests:test_spawn.py::test_F3_it_ends_with_its_trainer",),
+    ),
 )

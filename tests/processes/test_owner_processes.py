@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from ckptfsm.core.config import make_config
 from ckptfsm.core.errors import (
     RootBusy,
 )
+from ckptfsm.core.layout import TRASH
 from ckptfsm.ranks.manager import Manager
 from ckptfsm.testing.fakes import fake_ports
 
@@ -70,3 +74,69 @@ def test_F2_an_owner_that_was_killed_and_not_reaped_is_dead(tmp_path: Path):
         manager = Manager(fake_ports(root), make_config(QUICK))
         assert manager.latest_step() == 1
         manager.close()
+
+
+LATE = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from ckptfsm.adapters import spawn
+from ckptfsm.core.config import make_config
+from ckptfsm.ranks.manager import Manager
+from ckptfsm.testing.fakes import fake_ports
+from ckptfsm.writers.write_engine import WriteEngine, WriteEngineSettings, WriteJob
+root, stopped_at = sys.argv[1:]
+first, _, rest = spawn._START.partition("; from")
+slow = "from ckptfsm.adapters import spawn; spawn._end_with = lambda fd: None"
+spawn._START = first + "; " + slow + "; from" + rest  # it does not see that its trainer is dead
+engine = WriteEngine(WriteEngineSettings())
+thread = threading.Thread(target=engine.start)  # so the kernel does not kill the process with us
+thread.start()
+thread.join()
+confirm = WriteJob.confirm
+def die(job):
+    while stopped_at == "written" and not list(Path(root).glob(".ckptfsm/staging/*/x")):
+        time.sleep(0.01)
+    os.kill(job._process.pid, signal.SIGSTOP)
+    confirm(job)
+    if os.fork() == 0:  # a data loader, which keeps the socket
+        time.sleep(60)
+    print(job._process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+WriteJob.confirm = die
+manager = Manager(fake_ports(root, launch=engine), make_config({}))
+manager.save(1, parts={"x": b"of the dead"})
+"""
+
+
+def content_of(root: Path) -> dict[str, bytes]:
+    """The files of a root, without the trash."""
+    files = (path for path in root.rglob("*") if path.is_file())
+    names = {str(path.relative_to(root)): path for path in files}
+    return {name: p.read_bytes() for name, p in names.items() if not name.startswith(TRASH)}
+
+
+@pytest.mark.parametrize("stopped_at", ["order", "written"])
+def test_F13_a_stopped_writer_that_wakes_up_later_writes_nothing(tmp_path: Path, stopped_at: str):
+    """Catches: a writer of a dead trainer that goes on in the root of the next owner. It does not see
+    that its trainer is dead, and has the word for its receipt."""
+    root = tmp_path / "root"
+    command = [sys.executable, "-c", LATE, str(root), stopped_at]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as trainer:
+        assert trainer.stdout is not None
+        watched = os.pidfd_open(int(trainer.stdout.readline()))
+        try:
+            assert trainer.wait(20.0) == -signal.SIGKILL
+            manager = Manager(fake_ports(root), make_config(QUICK))
+            manager.save(1, parts={"x": b"of the next owner"}).wait()
+            before = content_of(root)
+            signal.pidfd_send_signal(watched, signal.SIGCONT)
+            ended, _, _ = select.select([watched], [], [], 20.0)
+            assert ended, "its job did not fail"
+        finally:
+            os.killpg(trainer.pid, signal.SIGKILL)  # the loader
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(watched, signal.SIGKILL)
+            os.close(watched)
+    assert content_of(root) == before
+    assert before["iter_0000001/x"] == b"of the next owner"
+    manager.close()

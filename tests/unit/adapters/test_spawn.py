@@ -152,22 +152,37 @@ def test_a_ctrl_c_at_the_terminal_does_not_reach_it(echo):
 
 
 TRAINER = """
-import os, sys, time
+import os, signal, sys, threading, time
 from ckptfsm.adapters.spawn import Spawned
-process = Spawned("spawned_echo", "main")
-process.send(("say", "here"))
-while not process.listen(0.1): pass
+made = []
+def start():
+    made.append(Spawned("spawned_echo", "main"))
+    made[0].send(("say", "here"))
+    while not made[0].listen(0.1): pass
+if sys.argv[1] == "thread":
+    thread = threading.Thread(target=start)
+    thread.start()
+    while os.path.exists(f"/proc/self/task/{thread.native_id}"): time.sleep(0.01)
+else:
+    start()
+[process] = made
 if sys.argv[1] == "loader" and os.fork() == 0:
     time.sleep(60)
+if sys.argv[1] == "stopped":
+    os.kill(process.pid, signal.SIGSTOP)
+if sys.argv[1] == "thread":
+    process.send(("say", "there"))
+    while not process.listen(0.1): assert process.exitcode() is None
 print(process.pid, flush=True)
 time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("also", ["alone", "loader"])
+@pytest.mark.parametrize("also", ["alone", "loader", "stopped", "thread"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_F3_it_ends_with_its_trainer(also, number):
-    """Catches: a writer that outlives its trainer, which a forked data loader keeps the socket of."""
+    """Catches: a writer that outlives its trainer, while a forked data loader keeps the socket of that,
+    or while it is stopped; one that ends with the thread that started it."""
     path = os.pathsep.join([HERE, *sys.path])
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, also],
@@ -179,7 +194,10 @@ def test_F3_it_ends_with_its_trainer(also, number):
     pid = int(trainer.stdout.readline())
     trainer.send_signal(number)
     trainer.wait(WAIT_S)
-    assert is_gone(pid)
+    gone = is_gone(pid)
+    if not gone:
+        os.kill(pid, signal.SIGKILL)
+    assert gone
     if also == "loader":
         os.killpg(trainer.pid, signal.SIGKILL)
     trainer.stdout.close()
