@@ -95,17 +95,7 @@ class CheckpointManager(Manager):
         (``engine="fork"``, another storage), or after 200 calls; ``OSError`` if the kernel has no such
         memory. Nothing is moved then.
         """
-        if self._engine is None:
-            raise ConfigError("share needs a writer process: this manager forks its writers")
-        if not self._engine.may_lend:
-            raise ConfigError("share was called too often: give all tensors in one call")
-        tensors = tensors_of(state)
-        self.before_update()
-        segment = share(tensors)
-        if segment is None:
-            return 0
-        self._engine.lend(segment)
-        return segment.size
+        return share_with(self._engine, state, self.before_update)
 
     def _before_step(self, *_: Any) -> None:
         self.before_update()
@@ -140,6 +130,21 @@ def _close(close_writers: Callable[[], None], copies: DeviceCopies) -> None:
     """End the writers, then give back the memory that they read."""
     close_writers()
     copies.close()
+
+
+def share_with(engine: WriteEngine | None, state: Any, before_update: Callable[[], None]) -> int:
+    """Move the tensors of ``state`` into a segment of the engine. See ``CheckpointManager.share``."""
+    if engine is None:
+        raise ConfigError("share needs a writer process: writers are forked here")
+    if not engine.may_lend:
+        raise ConfigError("share was called too often: give all tensors in one call")
+    tensors = tensors_of(state)
+    before_update()
+    segment = share(tensors)
+    if segment is None:
+        return 0
+    engine.lend(segment)
+    return segment.size
 
 
 def engine_of(config: CheckpointConfig, imports: tuple[str, ...] = ()) -> WriteEngine | None:

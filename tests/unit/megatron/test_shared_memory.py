@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from ckptfsm import CheckpointManager  # noqa: E402
+from ckptfsm import CheckpointManager, GroupWorker  # noqa: E402
 from ckptfsm.adapters.segments import is_in_segment  # noqa: E402
 from ckptfsm.core.errors import ConfigError  # noqa: E402
 from ckptfsm.megatron.foreign import _private  # noqa: E402
@@ -109,11 +110,12 @@ def test_a_fork_gets_a_copy():
     assert to_host(tensor, forked=False).data_ptr() == tensor.data_ptr()
 
 
-def test_a_manager_reads_through_the_segment(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("kind", [CheckpointManager, GroupWorker])
+def test_a_manager_reads_through_the_segment(tmp_path: Path, monkeypatch, kind):
     """Catches: tensors in a segment that the writer process does not get; a gated save that fails as
     its state is moved under it."""
     tensor, called = torch.randn(LARGE), []
-    with CheckpointManager(tmp_path / "root") as manager:
+    with closing(kind(tmp_path / "root")) as manager:
         monkeypatch.setattr(manager, "before_update", lambda: called.append(moved(tensor)))
         assert manager.share({"moments": [tensor], "step": 3, "name": "adam"}) == LARGE * 4
         assert manager.share([tensor]) == 0
@@ -123,17 +125,18 @@ def test_a_manager_reads_through_the_segment(tmp_path: Path, monkeypatch):
     assert manager._engine._lent == []
 
 
-def test_a_share_that_cannot_work_moves_nothing(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("kind", [CheckpointManager, GroupWorker])
+def test_a_share_that_cannot_work_moves_nothing(tmp_path: Path, monkeypatch, kind):
     """Catches: an optimizer of another kind that is taken in silence; tensors that were moved, and
     then refused."""
     tensor = torch.randn(LARGE)
-    with CheckpointManager(tmp_path / "root") as manager:
+    with closing(kind(tmp_path / "root")) as manager:
         with pytest.raises(ConfigError, match="SimpleNamespace has no tensors"):
             manager.share(SimpleNamespace(optimizer=tensor))
         monkeypatch.setattr(WriteEngine, "may_lend", False)
         with pytest.raises(ConfigError, match="too often"):
             manager.share([tensor])
-    forks = CheckpointManager(tmp_path / "forked", engine="fork")
-    with forks, pytest.raises(ConfigError, match="forks its writers"):
+    forks = kind(tmp_path / "forked", engine="fork")
+    with closing(forks), pytest.raises(ConfigError, match="writers are forked"):
         forks.share([tensor])
     assert not moved(tensor)
