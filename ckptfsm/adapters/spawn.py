@@ -72,9 +72,8 @@ class Channel:
         with self._sending:
             self._end.setblocking(True)
             try:
-                sent = socket.send_fds(
-                    self._end, [frame], fds
-                )  # the fds travel with the first byte
+                # the descriptors travel with the first byte
+                sent = socket.send_fds(self._end, [frame], fds)
                 self._end.sendall(frame[sent:])
             except BlockingIOError as error:  # "temporarily unavailable" would tell nothing
                 said = f"the other process took no message for {_SEND_S} s"

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from ckptfsm.adapters.notices import say, warn_caller
 from ckptfsm.coordinator.coordinator import Coordinator
@@ -266,20 +266,16 @@ class Restorer:
         """Read this rank's files into its state. Raises ``_FoundDamaged`` if any rank found a bad
         one.
         """
-        begun: list[Pending[str]] = []
-
-        def begin() -> None:
-            begun.append(self._start(partial(_read_whole, verified)))
-
+        share, failure = _attempt(self._start, partial(_read_whole, verified))
         try:
-            self._everywhere(step, begin)
-            [share] = begun
+            self._agree_that_none_failed(step, failure)
+            assert share is not None
             self._await(share)
         except BaseException:  # the state must not change behind the caller's back
             if verified.reading is not None:
                 verified.reading.stop()
-            for each in begun:
-                each.exception()
+            if share is not None:
+                share.exception()
             raise
         problem = self._first_of_all(self._everywhere(step, share.result))
         if problem:
@@ -326,27 +322,37 @@ class Restorer:
 
         A failed rank raises its typed error, every other rank ``RestoreFailed``.
         """
-        results: list[T] = []
+        result, failure = _attempt(work, *arguments, **keywords)
+        self._agree_that_none_failed(step, failure)
+        return cast("T", result)
+
+    def _agree_that_none_failed(self, step: int | None, failure: BaseException | None) -> None:
+        """Raise if this rank or another one failed. See ``_everywhere``."""
         problem = ""
-        own: BaseException | None = None
-        try:
-            results.append(work(*arguments, **keywords))
-        except BaseException as error:  # torch's CheckpointException is one; all ranks must hear
-            own = error if isinstance(error, (CkptFsmError, *_LEAVING)) else None
-            if isinstance(error, RestoreFailed):
-                error.facts = {"step": step, "file": self.storage.root} | error.facts
-            problem, rank = describe(error), self.transport.rank
+        if failure is not None:
+            if isinstance(failure, RestoreFailed):
+                failure.facts = {"step": step, "file": self.storage.root} | failure.facts
+            problem, rank = describe(failure), self.transport.rank
             what = "the latest step" if step is None else f"step {step}"
             said = f"rank {rank} cannot restore {what}: {problem}"
-            say(log.warning, "restore_problem", said, exc_info=True, step=step, rank=rank)
+            say(log.warning, "restore_problem", said, exc_info=failure, step=step, rank=rank)
         gathered = self.transport.gather(problem)
         found = [f"rank {rank}: {p}" for rank, p in enumerate(gathered or ()) if p]
         first = self.transport.broadcast(found[0] if found else "")
-        if own is not None:
-            raise own
+        if isinstance(failure, (CkptFsmError, *_LEAVING)):
+            raise failure
         if first:
             raise RestoreFailed(f"could not be loaded: {first}", step=step, file=self.storage.root)
-        return results[0]
+
+
+def _attempt(
+    work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs
+) -> tuple[T | None, BaseException | None]:
+    """The result of ``work`` and None, or None and its error."""
+    try:
+        return work(*arguments, **keywords), None
+    except BaseException as error:  # torch's CheckpointException is one; all ranks must hear
+        return None, error
 
 
 def _read_whole(verified: _Verified) -> str:
