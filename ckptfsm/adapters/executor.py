@@ -4,20 +4,26 @@ Rules:
 
 - The thread is a daemon, so that a hanging file system hangs neither training nor the exit.
 - The queue is bounded, so that work cannot pile up without end behind a hanging file system.
+- Repeated work runs on that thread too, while nothing else waits.
 - The two threads share no ``Condition``: a Ctrl-C in the training thread could leave one locked for
   good, and then both threads hang.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from typing import Any, Generic, TypeVar
 
+from ckptfsm.adapters.notices import say
+from ckptfsm.core.errors import describe
 from ckptfsm.core.ports import Settable
 
+log = logging.getLogger("ckptfsm")
 T = TypeVar("T")
 _LIMIT = 10_000
 
@@ -73,6 +79,8 @@ class ThreadExecutor:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Promise[Any]] | None]
         self._queue = queue.SimpleQueue()
+        self._repeated: Callable[[], object] | None = None
+        self._every_s = 0.0
         self._thread = threading.Thread(target=self._work, name="ckptfsm", daemon=True)
         self._thread.start()
 
@@ -84,12 +92,39 @@ class ThreadExecutor:
         self._queue.put((work, promise))
         return promise
 
+    def repeat(self, work: Callable[[], object], every_s: float) -> None:
+        """Run ``work`` each time that no other work came for ``every_s`` seconds.
+
+        An exception of ``work`` is logged, and ends the repetition.
+        """
+        self.submit(partial(self._begin_to_repeat, work, every_s))
+
     def shutdown(self) -> None:
         """Stop after the queued work; returns at once."""
         self._queue.put(None)
 
+    def _begin_to_repeat(self, work: Callable[[], object], every_s: float) -> None:
+        self._repeated, self._every_s = work, every_s
+
+    def _next(self) -> tuple[Callable[[], Any], Promise[Any]] | None:
+        """Wait for submitted work; None to stop."""
+        while self._repeated is not None:
+            try:
+                return self._queue.get(timeout=self._every_s)
+            except queue.Empty:
+                self._run_repeated(self._repeated)
+        return self._queue.get()
+
+    def _run_repeated(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:  # submitted work must run all the same
+            self._repeated = None
+            said = f"repeated work has ended: {describe(error)}"
+            say(log.error, "repeated_work_ended", said, exc_info=error, error=describe(error))
+
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (item := self._next()) is not None:
             work, promise = item
             try:
                 run_into(work, promise)
@@ -104,6 +139,9 @@ class InlineExecutor:
         promise: Promise[T] = Promise()
         run_into(work, promise)
         return promise
+
+    def repeat(self, work: Callable[[], object], every_s: float) -> None:
+        """Nothing: there is no thread."""
 
     def shutdown(self) -> None:
         """Nothing to stop."""

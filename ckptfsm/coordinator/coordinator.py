@@ -55,7 +55,16 @@ from ckptfsm.core.events import (
     WritersLost,
 )
 from ckptfsm.core.evidence import is_whole, why_not_whole
-from ckptfsm.core.layout import JOURNAL, LAYOUTS, MEGATRON, QUARANTINE, RECEIPTS, Layout, pin_name
+from ckptfsm.core.layout import (
+    INBOX,
+    JOURNAL,
+    LAYOUTS,
+    MEGATRON,
+    QUARANTINE,
+    RECEIPTS,
+    Layout,
+    pin_name,
+)
 from ckptfsm.core.ledger import Ledger, Rejected
 from ckptfsm.core.lifecycle import (
     UNFINISHED,
@@ -137,7 +146,7 @@ class Coordinator:
         self._verified: AttemptId | None = None
         self._inbox: Inbox | None = None
         self._readers = ReaderLeases(storage, clock, options.reader_timeout_s)
-        self._tick_at = 0.0
+        self._tick_at = self._inbox_at = 0.0
         self._idle_at_last_tick = True
 
     @property
@@ -676,12 +685,31 @@ class Coordinator:
                 raise ConfigError(f"{name!r} is not in quarantine", file=f"{QUARANTINE}/{name}")
             self._engine.mover.drop(name)
 
+    def look_into_inbox(self) -> None:
+        """Serve people between two ticks, unless this job reads a checkpoint: that must stay in place.
+
+        Raises nothing: a fatal error is told with the next exchange. After another error, waits for
+        ``retry_interval_s``.
+        """
+        closed = self._ownership is None or self.fatal is not None
+        if closed or self._readers.held or self._clock.monotonic() < self._inbox_at:
+            return
+        try:
+            if list_names(self._storage, INBOX):
+                with self._guarded("inbox"):
+                    self._engine.check_epoch()
+                self._serve_inbox()
+        except (CkptFsmError, OSError) as error:
+            if self.fatal is None:
+                self._inbox_at = self._clock.monotonic() + self._options.retry_interval_s
+                _put_off(error)
+
     def _serve_inbox(self) -> None:
         """Carry out the requests of people, and answer each. A fatal error ends this."""
         if self._inbox is None:
             return
         requests = self._inbox.requests()
-        while (asked := _next(requests)) is not None:
+        while (asked := self._next_of(requests)) is not None:
             said = f"{asked.by} asks: {asked.errand} {asked.step if asked.step is not None else ''}"
             say(log.warning, "asked", said, errand=asked.errand, step=asked.step, by=asked.by)
             try:
@@ -877,14 +905,6 @@ def _step_of(checkpoint: Checkpoint | None) -> int | None:
     return checkpoint.step if checkpoint is not None else None
 
 
-def _next(requests: Iterator[Asked]) -> Asked | None:
-    try:
-        return next(requests, None)
-    except OSError as error:
-        _put_off(error)
-        return None
-
-
-def _put_off(error: OSError) -> None:
+def _put_off(error: Exception) -> None:
     said = f"housekeeping is put off: {describe(error)}"
     say(log.warning, "housekeeping_put_off", said, error=describe(error))

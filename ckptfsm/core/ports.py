@@ -235,6 +235,10 @@ class Executor(Protocol):
 
     def submit(self, work: Callable[[], T]) -> Pending[T]: ...
 
+    def repeat(self, work: Callable[[], object], every_s: float) -> None:
+        """Run ``work`` on the thread now and then, while no other work waits; never in a simulation."""
+        ...
+
     def shutdown(self) -> None: ...
 
 

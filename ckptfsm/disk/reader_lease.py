@@ -133,6 +133,11 @@ class ReaderLeases:
         self._held: set[str] = set()
         self._seen: dict[str, tuple[bytes, float]] = {}
 
+    @property
+    def held(self) -> bool:
+        """True while this job reads a checkpoint."""
+        return bool(self._held)
+
     def take(self, step: int, tag: str, nonce: str) -> str:
         """Make a lease for a restore of this job durable. Returns its file."""
         self._taken += 1

@@ -15,6 +15,7 @@ Rules:
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ log = logging.getLogger("ckptfsm")
 P = ParamSpec("P")
 T = TypeVar("T")
 _LISTEN_S = 0.2  # between two looks for a Ctrl-C, while the disk does not answer
+_INBOX_S = 1.0  # between two looks for requests of people
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class CoordinatorClient:
 
     def start(self, coordinator: Coordinator, executor: Executor) -> None:
         self._coordinator, self._executor = coordinator, executor
+        executor.repeat(partial(_look_into_inbox, weakref.ref(coordinator)), _INBOX_S)
 
     def stop(self) -> None:
         """End the coordinator's thread after its queued work, without waiting for that."""
@@ -314,6 +317,13 @@ class CoordinatorClient:
 def _report(coordinator: Coordinator, executor: Executor, events: Sequence[Event]) -> None:
     """Report on the coordinator's thread. An error of its own ends it, and is raised by ``poll``."""
     executor.submit(partial(coordinator.report, events))
+
+
+def _look_into_inbox(coordinator: weakref.ref[Coordinator]) -> None:
+    """Serve people on the coordinator's thread, also while the trainer computes."""
+    served = coordinator()
+    if served is not None:
+        served.look_into_inbox()
 
 
 def interrupted_rank(error: BaseException) -> RankInterrupted:

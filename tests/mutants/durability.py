@@ -283,9 +283,7 @@ MUTANTS = (
     mutant(
         "adopted-without-fsync",
         "disk.publishing:Publisher.make_adopted_durable",
-        "for file, stat in walk_files(self.storage, name):\n"
-        '    if stat.kind == "file":  # a link of somebody\'s is never followed (F16)\n'
-        '        fsync_existing(self.storage, f"{name}/{file}")\n'
+        "fsync_tree_files(self.storage, self.layout.published_name(step))\n"
         "self.make_published_durable(step)",
         "",
         breaks="I2",

@@ -1641,6 +1641,26 @@ FENCES = (
         killers=("simulation",),
         why="rename replaces where link refuses: two managers hold one epoch",
     ),
+    mutant(
+        "a-request-is-served-while-the-job-reads",
+        "coordinator.coordinator:Coordinator.look_into_inbox",
+        "if closed or self._readers.held or",
+        "if closed or",
+        breaks="F27",
+        source="F27",
+        killers=("tests:test_coordinator.py::test_no_request_is_served_while_this_job_reads",),
+        why="a rollback moves the checkpoint that is being loaded",
+    ),
+    mutant(
+        "a-fenced-owner-answers-requests",
+        "coordinator.coordinator:Coordinator.look_into_inbox",
+        "self._engine.check_epoch()",
+        "pass",
+        breaks="I9",
+        source="F13",
+        killers=("tests:test_coordinator.py::test_F13_a_fenced_owner_answers_no_request",),
+        why="a request to the new owner is refused, or carried out twice",
+    ),
 )
 
 JOURNAL = (

@@ -126,6 +126,9 @@ class WorldExecutor:
         self._put((work, future))
         return future
 
+    def repeat(self, work: Callable[[], object], every_s: float) -> None:
+        """Nothing: the coordinator's tick looks into the inbox."""
+
     def shutdown(self) -> None:
         self._put(None)
 

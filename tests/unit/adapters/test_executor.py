@@ -159,3 +159,27 @@ print(executor.submit(int).result(10.0))
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert ended.stdout == "0\n", ended.stderr
+
+
+def test_repeated_work_runs_on_the_coordinators_thread():
+    """Catches: requests of people that wait for the trainer; a coordinator on two threads at once."""
+    executor, threads = ThreadExecutor(), queue.SimpleQueue[int]()
+    executor.repeat(lambda: threads.put(threading.get_ident()), 0.0)
+    first, second = threads.get(timeout=WAIT_S), threads.get(timeout=WAIT_S)
+    assert first == second == executor.submit(threading.get_ident).result(WAIT_S)
+    executor.shutdown()
+
+
+def test_repeated_work_that_fails_is_told_and_stops_no_other(caplog):
+    """Catches: a thread that ends, so that every later question waits for its deadline."""
+    executor = ThreadExecutor()
+    executor.repeat(lambda: 1 // 0, 0.0)
+    while executor.submit(lambda: executor._repeated).result(WAIT_S) is not None:
+        pass
+    assert [record.event for record in caplog.records] == ["repeated_work_ended"]
+    assert executor.submit(lambda: "still here").result(WAIT_S) == "still here"
+    executor.shutdown()
+
+
+def test_a_simulation_repeats_nothing():
+    InlineExecutor().repeat(lambda: 1 // 0, 0.0)

@@ -10,11 +10,13 @@ from unittest.mock import Mock
 
 import pytest
 from cli_runs import ran, said
+from managers import QUICK, weights
 from real_roots import crashed, real_job, real_root
 
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import changing
 from ckptfsm.coordinator.errands import carry_out
+from ckptfsm.core.config import make_config
 from ckptfsm.core.documents import Asked, encode
 from ckptfsm.core.errors import SaveRefused
 from ckptfsm.core.layout import ANSWERS, INBOX, PRIVATE, request_name
@@ -22,6 +24,8 @@ from ckptfsm.core.retention import BestN, LatestN
 from ckptfsm.disk.durable import list_names
 from ckptfsm.disk.inbox import Inbox, send, take_back
 from ckptfsm.disk.setting_aside import Mover
+from ckptfsm.ranks.manager import Manager
+from ckptfsm.testing.fakes import fake_ports
 from ckptfsm.testing.harness import FakeJob, SimClock
 
 
@@ -101,6 +105,20 @@ def test_a_living_owner_pins_unpins_and_prunes_by_its_own_policy(tmp_path, capsy
     assert steps(job) == [20, 30]
     job.save(40)
     job.close()
+
+
+def test_a_living_owner_answers_while_its_trainer_computes(tmp_path, capsys, monkeypatch):
+    """Catches: a request that waits for the next poll, which may be hours away."""
+    monkeypatch.setattr("ckptfsm.ranks.coordinator_client._INBOX_S", 0.01)
+    manager = Manager(fake_ports(tmp_path), make_config(QUICK))
+    manager.save(10, weights(10)).wait()
+    manager.save(20, weights(20)).wait()
+    for command in (("pin", "10"), ("rollback", "10", "--yes")):
+        assert ran(capsys, *command, "--wait", "30", "-r", tmp_path)[0] == 0
+    assert manager.all_steps() == [10, 20], "the trainer has not asked"
+    manager.poll()
+    assert manager.all_steps() == [10]
+    manager.close()
 
 
 def test_metrics_of_a_dead_root_are_there_for_the_next_owner(tmp_path, capsys):

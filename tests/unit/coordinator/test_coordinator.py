@@ -31,6 +31,7 @@ from roots import (
 )
 
 from ckptfsm.coordinator.coordinator import Coordinator
+from ckptfsm.core.documents import Asked
 from ckptfsm.core.errors import (
     CkptFsmError,
     DamagedRoot,
@@ -50,6 +51,7 @@ from ckptfsm.core.layout import (
     MANIFEST,
     RECEIPTS,
     TRACKER,
+    answer_name,
     receipt_name,
     staging_dir,
 )
@@ -58,6 +60,8 @@ from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.ports import FileStat, RankJob
 from ckptfsm.core.requests import Blocked, FinalizersDue, NothingInFlight, SaveRequest
 from ckptfsm.core.retention import KeepAll, LatestN, Policy
+from ckptfsm.disk.durable import lookup
+from ckptfsm.disk.inbox import send
 from ckptfsm.disk.journal import read_segments
 from ckptfsm.disk.reader_lease import ReaderLease
 from ckptfsm.testing.faults import FaultStorage
@@ -1602,3 +1606,65 @@ def test_a_coordinator_that_is_not_open_says_so():
             call()
     assert disk.snapshot() == before
     assert isinstance(job.coordinator, Coordinator)
+
+
+def asked_to_pin(job: FakeJob, epoch: int = 1) -> str:
+    """The answer's name of a request to pin step 1."""
+    send(job.storage, Asked(nonce="a" * 32, epoch=epoch, errand="pin", step=1))
+    return answer_name("a" * 32)
+
+
+def test_people_are_served_between_two_ticks():
+    """Catches: a request that waits until the trainer polls."""
+    job = saved(SimDisk(), 1)
+    answer = asked_to_pin(job)
+    job.coordinator.look_into_inbox()
+    assert lookup(job.storage, answer) is not None
+    assert job.coordinator.ledger.pins == {1}
+
+
+def test_no_request_is_served_while_this_job_reads():
+    """Catches: a rollback that moves a checkpoint while it is loaded."""
+    job = saved(SimDisk(), 1)
+    located = job.coordinator.locate(None)
+    answer = asked_to_pin(job)
+    job.coordinator.look_into_inbox()
+    assert lookup(job.storage, answer) is None
+    job.coordinator.release(located.lease)
+    job.coordinator.look_into_inbox()
+    assert lookup(job.storage, answer) is not None
+
+
+def test_F13_a_fenced_owner_answers_no_request():
+    """Catches: a request to the new owner that the old one refuses, or carries out."""
+    disk = SimDisk()
+    job = saved(disk, 1)
+    second = start(disk, "second", takeover=True)
+    answer = asked_to_pin(second, second.coordinator.epoch)
+    job.coordinator.look_into_inbox()
+    assert isinstance(job.coordinator.fatal, Fenced)
+    assert lookup(second.storage, answer) is None
+    second.coordinator.look_into_inbox()
+    assert second.coordinator.ledger.pins == {1}
+    job.coordinator.look_into_inbox()  # it does nothing more
+
+
+def test_F5_an_inbox_that_cannot_be_read_is_looked_at_less_often(caplog, monkeypatch):
+    """Catches: a line in the log for each second of a disk that fails; an owner that looks no more."""
+    job = saved(SimDisk(), 1)
+    answer = asked_to_pin(job)
+
+    def fails(path: str) -> list[str]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    caplog.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(job.storage, "listdir", fails)
+        for _ in range(3):
+            job.coordinator.look_into_inbox()
+    assert [record.event for record in caplog.records] == ["housekeeping_put_off"]
+    job.coordinator.look_into_inbox()
+    assert lookup(job.storage, answer) is None
+    job.clock.sleep(5.0)
+    job.coordinator.look_into_inbox()
+    assert lookup(job.storage, answer) is not None
