@@ -493,11 +493,6 @@ FIELD = (
             "from ckptfsm.disk.durable import list_names, lookup, storage_error",
             "from ckptfsm.disk.durable import list_names, lookup, move, storage_error",
         ),
-        (
-            "coordinator.coordinator:",
-            "from ckptfsm.core.layout import JOURNAL, LAYOUTS,",
-            "from ckptfsm.core.layout import QUARANTINE, JOURNAL, LAYOUTS,",
-        ),
         breaks="I2",
         source="verl #4873",
         killers=("fieldbugs", "simulation", "processes"),
