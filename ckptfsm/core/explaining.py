@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ckptfsm.core.evidence import TrackerEvidence
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State, expected_reports
+from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.recovery import Plan
 from ckptfsm.core.rollback import Intent
 
@@ -32,15 +33,13 @@ class Surroundings:
     owned: bool
 
 
-def kept_by(ledger: Ledger, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The reasons that keep a tracked checkpoint: ``latest``, ``pin``, ``reader``, or ``retention``.
+def kept_by(ledger: Ledger) -> dict[AttemptId, tuple[str, ...]]:
+    """The reasons that keep each tracked checkpoint: ``latest``, ``pin``, ``reader``, ``retention``.
 
     The policy is in the trainer. So a tracked checkpoint that nothing else keeps is kept by the policy,
-    or the owner has not applied the policy yet. Empty for a checkpoint in another state.
+    or the owner has not applied the policy yet.
     """
-    if checkpoint.state is not State.TRACKED:
-        return ()
-    return ledger.superseded(checkpoint, ()).kept_by or (RETENTION,)
+    return {offer.of: offer.kept_by or (RETENTION,) for offer in ledger.offers(())}
 
 
 def explain(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:
@@ -149,7 +148,7 @@ def _its_end(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:
     """The facts that keep it from deletion, and the way to end each."""
     if checkpoint.state is not State.TRACKED:
         return []
-    step, reasons = checkpoint.step, kept_by(facts.ledger, checkpoint)
+    step, reasons = checkpoint.step, kept_by(facts.ledger)[checkpoint.id]
     told = {
         "latest": "It is kept because it is the latest. A newer step has to be tracked first.",
         "pin": f"It is kept by a pin{_because(facts.pins.get(step, ''))}. "

@@ -36,6 +36,8 @@ from ckptfsm.core.lifecycle import (
 )
 from ckptfsm.core.parts import MAX_STEP, AttemptId, check_parts
 
+_by_id = attrgetter("id.step", "id.epoch", "id.attempt")
+
 
 def _nothing() -> Mapping[AttemptId, Checkpoint]:
     return MappingProxyType({})
@@ -84,14 +86,12 @@ class Ledger:
 
     def in_state(self, *states: State) -> list[Checkpoint]:
         """The checkpoints in these states, oldest step first."""
-        return sorted(
-            (c for c in self.checkpoints.values() if c.state in states), key=attrgetter("id")
-        )
+        return sorted((c for c in self.checkpoints.values() if c.state in states), key=_by_id)
 
     def latest(self) -> Checkpoint | None:
         """The newest tracked checkpoint: the one the tracker names."""
-        tracked = self.in_state(State.TRACKED)
-        return tracked[-1] if tracked else None
+        tracked = (c for c in self.checkpoints.values() if c.state is State.TRACKED)
+        return max(tracked, key=_by_id, default=None)
 
     def in_flight(self) -> Checkpoint | None:
         """The one checkpoint between ``requested`` and ``tracked``, or None."""
@@ -112,9 +112,13 @@ class Ledger:
 
     def prunable(self, preserved: Collection[int]) -> list[Superseded]:
         """The pruning events of all tracked checkpoints that nothing keeps, oldest first."""
-        tracked = self.in_state(State.TRACKED)
-        offers = (self._offer(c, tracked[-1].step, preserved) for c in tracked)
+        offers = self.offers(preserved)
         return [offer for offer in offers if offer.newer_step is not None and not offer.kept_by]
+
+    def offers(self, preserved: Collection[int]) -> list[Superseded]:
+        """The event ``superseded`` of each tracked checkpoint, oldest first."""
+        tracked = self.in_state(State.TRACKED)
+        return [self._offer(c, tracked[-1].step, preserved) for c in tracked]
 
     def _offer(self, checkpoint: Checkpoint, latest: int, preserved: Collection[int]) -> Superseded:
         step = checkpoint.step
@@ -208,23 +212,28 @@ class Ledger:
         )
 
     def measured(self, of: AttemptId, metrics: Mapping[str, float]) -> Ledger:
-        """The same ledger with metrics that came after the save. Those of the same name are replaced.
-
-        Raises ``IllegalTransition`` unless the checkpoint is tracked.
-        """
-        known = self.checkpoints.get(of)
-        if known is None or known.state is not State.TRACKED:
-            state = known.state.value if known is not None else State.ABSENT.value
-            raise IllegalTransition(
-                f"metrics of {of}, which is {state}", step=of.step, attempt=str(of), state=state
-            )
-        merged = tuple(sorted({**dict(known.metrics), **metrics}.items()))
-        after = replace(known, metrics=merged)
+        """The same ledger with metrics that came after the save, see ``with_metrics``."""
+        after = with_metrics(of, self.checkpoints.get(of), metrics)
         return replace(self, checkpoints=MappingProxyType({**self.checkpoints, of: after}))
 
     def protected(self, pins: Collection[int], readers: Collection[int]) -> Ledger:
         """The same ledger with pins and reader leases as they were just read from disk."""
         return replace(self, pins=frozenset(pins), readers=frozenset(readers))
+
+
+def with_metrics(
+    of: AttemptId, known: Checkpoint | None, metrics: Mapping[str, float]
+) -> Checkpoint:
+    """A checkpoint with metrics that came after its save. Those of the same name are replaced.
+
+    Raises ``IllegalTransition`` unless the checkpoint is tracked.
+    """
+    if known is None or known.state is not State.TRACKED:
+        state = known.state.value if known is not None else State.ABSENT.value
+        raise IllegalTransition(
+            f"metrics of {of}, which is {state}", step=of.step, attempt=str(of), state=state
+        )
+    return replace(known, metrics=tuple(sorted({**dict(known.metrics), **metrics}.items())))
 
 
 def _is_late(event: Event, state: State) -> bool:

@@ -42,9 +42,10 @@ def rows_of(overview: Overview, since: Mapping[AttemptId, str], now: float) -> l
 
     ``now`` is in seconds since 1970.
     """
+    reasons = kept_by(overview.ledger)
     rows = [
-        _row(overview, checkpoint, _age(since.get(checkpoint.id, ""), now))
-        for checkpoint in overview.ledger.checkpoints.values()
+        _row(overview, checkpoint, _age(since.get(of, ""), now), reasons.get(of, ()))
+        for of, checkpoint in overview.ledger.checkpoints.items()
     ]
     for name in overview.unknown:
         step = overview.layout.parse_published(name)
@@ -54,7 +55,9 @@ def rows_of(overview: Overview, since: Mapping[AttemptId, str], now: float) -> l
     return sorted(rows, key=lambda row: (row.step, row.attempt))
 
 
-def _row(overview: Overview, checkpoint: Checkpoint, age_s: float | None) -> Row:
+def _row(
+    overview: Overview, checkpoint: Checkpoint, age_s: float | None, reasons: tuple[str, ...]
+) -> Row:
     return Row(
         checkpoint.step,
         checkpoint.state.value,
@@ -63,7 +66,7 @@ def _row(overview: Overview, checkpoint: Checkpoint, age_s: float | None) -> Row
         checkpoint.shard_bytes,
         checkpoint.world_size if checkpoint.provenance == "saved" else 0,
         tuple(part.name for part in checkpoint.parts),
-        kept_by(overview.ledger, checkpoint),
+        reasons,
         _note(overview, checkpoint),
     )
 

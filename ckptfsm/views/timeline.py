@@ -107,6 +107,8 @@ def describe_end(life: Life) -> str:
 
 def clean(text: str) -> str:
     """``text`` without characters that move a terminal's cursor or that HTML does not allow."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

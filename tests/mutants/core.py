@@ -206,10 +206,10 @@ LEDGER = (
     ),
     mutant(
         "the-latest-is-the-one-in-flight",
-        "core.ledger:Ledger.prunable",
-        "offers = (self._offer(c, tracked[-1].step, preserved) for c in tracked)",
+        "core.ledger:Ledger.offers",
+        "return [self._offer(c, tracked[-1].step, preserved) for c in tracked]",
         "newest = self.in_state(State.TRACKED, *IN_FLIGHT)\n"
-        "offers = (self._offer(c, newest[-1].step, preserved) for c in tracked)",
+        "return [self._offer(c, newest[-1].step, preserved) for c in tracked]",
         (
             "core.keeping:_kept_by_tracker",
             "if tracked is None or tracked <= facts.step:",
