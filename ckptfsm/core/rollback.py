@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from ckptfsm.core.documents import (
     Record,
@@ -17,8 +17,18 @@ from ckptfsm.core.documents import (
     SegmentOpened,
     TransitionRecord,
 )
-from ckptfsm.core.lifecycle import Checkpoint, State
+from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
+
+
+class Standing(Protocol):
+    """A checkpoint, as far as an intent looks at it."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def state(self) -> State: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,7 @@ class Intent:
             opened.begun_afresh,
         )
 
-    def after(self, record: Record, checkpoints: Mapping[AttemptId, Checkpoint]) -> Intent:
+    def after(self, record: Record, checkpoints: Mapping[AttemptId, Standing]) -> Intent:
         """The intent after ``record`` is journaled; ``checkpoints`` are those before ``record``."""
         match record:
             case RollbackStarted(to_step=target):
@@ -62,7 +72,7 @@ class Intent:
                 return NO_INTENT
         return self
 
-    def _reached(self, checkpoints: Mapping[AttemptId, Checkpoint]) -> int | None:
+    def _reached(self, checkpoints: Mapping[AttemptId, Standing]) -> int | None:
         """The step that the rollback leaves the tracker at."""
         if self.target is None:
             return None

@@ -24,8 +24,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from pydantic import ValidationError
@@ -48,7 +48,7 @@ from ckptfsm.core.documents import (
 from ckptfsm.core.errors import IllegalTransition, JournalCorrupt, OutcomeUnknown, StorageError
 from ckptfsm.core.events import UNUSABLE
 from ckptfsm.core.layout import JOURNAL, parse_segment, segment_name
-from ckptfsm.core.ledger import Ledger
+from ckptfsm.core.ledger import Ledger, with_metrics
 from ckptfsm.core.lifecycle import FORGOTTEN, TABLE, Checkpoint, State, writing_ranks
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
@@ -131,6 +131,8 @@ class History:
     - ``lost``: the attempts that were withdrawn as damaged or missing. Empty if a checkpoint is
       tracked or a fresh start was begun.
     - ``known``: all attempts that the newest segment names.
+    - ``since``: the time when an attempt entered its state, as journaled. For people. Empty for an
+      attempt that has not moved since the snapshot of the newest segment.
     """
 
     ledger: Ledger
@@ -141,6 +143,7 @@ class History:
     known: frozenset[AttemptId] = frozenset()
     layout: str = ""
     lost: frozenset[AttemptId] = frozenset()
+    since: Mapping[AttemptId, str] = field(default_factory=dict)
 
     @property
     def given_up(self) -> frozenset[AttemptId]:
@@ -257,11 +260,59 @@ def lost_without(ledger: Ledger, intent: Intent) -> frozenset[AttemptId]:
     return frozenset(c.id for c in gone if c.reason in UNUSABLE)
 
 
+class Replayed:
+    """A checkpoint while its records are replayed: ``finish`` builds it once, after the last one.
+
+    ``at``: the time of its last move, "" if that came before this segment.
+    """
+
+    __slots__ = ("_base", "_detail", "_has_moved", "_reason", "_shard_bytes", "at", "state", "step")
+
+    def __init__(self, base: Checkpoint, at: str = "") -> None:
+        self.step = base.step
+        self.state = base.state
+        self.at = at
+        self._base = base
+        self._has_moved = False
+        self._shard_bytes = base.shard_bytes
+        self._reason = base.reason
+        self._detail = base.detail
+
+    def move(self, record: TransitionRecord) -> None:
+        """Take a legal move of this checkpoint."""
+        self.state = record.dest
+        self.at = record.at
+        self._has_moved = True
+        self._shard_bytes = record.shard_bytes or self._shard_bytes
+        self._reason = record.reason or self._reason
+        self._detail = record.detail or self._detail
+
+    def finish(self) -> Checkpoint:
+        """The checkpoint after all records that were taken."""
+        base = self._base
+        if not self._has_moved:
+            return base
+        return Checkpoint(
+            id=base.id,
+            state=self.state,
+            parts=base.parts,
+            world_size=base.world_size,
+            in_place=base.in_place,
+            provenance=base.provenance,
+            metrics=base.metrics,
+            run_seconds=base.run_seconds,
+            forked=writing_ranks(base) if self.state is not State.REQUESTED else base.forked,
+            shard_bytes=self._shard_bytes,
+            reason=self._reason,
+            detail=self._detail,
+        )
+
+
 @collection_paused()
 def _replay(
     segment: Segment, opened: SegmentOpened, seals: tuple[Seal, ...], newest: int, file: str
 ) -> History:
-    checkpoints = {c.id: c for c in map(checkpoint_of, opened.checkpoints)}
+    checkpoints = {c.id: Replayed(c) for c in map(checkpoint_of, opened.checkpoints)}
     if len(checkpoints) != len(opened.checkpoints):
         raise JournalCorrupt("a snapshot names an attempt twice", file=file, offset=0)
     known = set(checkpoints)
@@ -271,15 +322,17 @@ def _replay(
         intent = intent.after(record, checkpoints)
         match record:
             case TransitionRecord():
-                known.add(_replay_transition(checkpoints, record, file, index))
+                of = replay_transition(checkpoints, record, file, index)
+                if record.created is not None:
+                    known.add(of)
                 run_seconds = max(run_seconds, record.run_seconds)
             case MetricsRecorded():
-                _replay_metrics(checkpoints, record, file, index)
+                replay_metrics(checkpoints, record, file, index)
             case SegmentClosed():
                 run_seconds = max(run_seconds, record.run_seconds)
             case SegmentOpened():
                 raise JournalCorrupt("a segment is opened twice", file=file, offset=0, record=index)
-    ledger = Ledger(MappingProxyType(checkpoints))
+    ledger = Ledger(MappingProxyType({of: c.finish() for of, c in checkpoints.items()}))
     return History(
         ledger,
         run_seconds,
@@ -289,11 +342,12 @@ def _replay(
         frozenset(known),
         opened.layout,
         lost_without(ledger, intent),
+        MappingProxyType({of: c.at for of, c in checkpoints.items() if c.at}),
     )
 
 
-def _replay_transition(
-    checkpoints: dict[AttemptId, Checkpoint], record: TransitionRecord, file: str, index: int
+def replay_transition(
+    checkpoints: dict[AttemptId, Replayed], record: TransitionRecord, file: str, index: int
 ) -> AttemptId:
     """Replay one transition at the journal's level: the move must be a row of the table (I11).
 
@@ -315,41 +369,26 @@ def _replay_transition(
     if record.dest in FORGOTTEN:
         checkpoints.pop(of, None)
         return of
-    base = checkpoint_of(record.created) if record.created is not None else current
-    assert base is not None
-    checkpoints[of] = _moved(base, record)
+    if record.created is not None:
+        current = checkpoints[of] = Replayed(checkpoint_of(record.created))
+    assert current is not None
+    current.move(record)
     return of
 
 
-def _replay_metrics(
-    checkpoints: dict[AttemptId, Checkpoint], record: MetricsRecorded, file: str, index: int
+def replay_metrics(
+    checkpoints: dict[AttemptId, Replayed], record: MetricsRecorded, file: str, index: int
 ) -> None:
     """Replay metrics that came after the save: only a tracked checkpoint gets any."""
+    of, current = record.of, checkpoints.get(record.of)
+    known = current.finish() if current is not None else None
     try:
-        measured = Ledger(checkpoints).measured(record.of, record.metrics)
+        measured = with_metrics(of, known, record.metrics)
     except IllegalTransition as error:
         raise JournalCorrupt(
             f"record {index}: {error.message}", file=file, offset=0, step=record.step
         ) from error
-    checkpoints[record.of] = measured.checkpoints[record.of]
-
-
-def _moved(base: Checkpoint, record: TransitionRecord) -> Checkpoint:
-    forked = writing_ranks(base) if record.dest is not State.REQUESTED else base.forked
-    return Checkpoint(
-        id=base.id,
-        state=record.dest,
-        parts=base.parts,
-        world_size=base.world_size,
-        in_place=base.in_place,
-        provenance=base.provenance,
-        metrics=base.metrics,
-        run_seconds=base.run_seconds,
-        forked=forked,
-        shard_bytes=record.shard_bytes or base.shard_bytes,
-        reason=record.reason or base.reason,
-        detail=record.detail or base.detail,
-    )
+    checkpoints[of] = Replayed(measured, at=current.at if current is not None else "")
 
 
 # --------------------------------------------------------------------------------------- writing

@@ -18,7 +18,7 @@ MUTANTS = (
     mutant(
         "metrics-are-forgotten-by-a-restart",
         "disk.journal:_replay",
-        "_replay_metrics(checkpoints, record, file, index)",
+        "replay_metrics(checkpoints, record, file, index)",
         "pass",
         breaks="I11",
         source="I11",

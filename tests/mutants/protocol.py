@@ -1697,7 +1697,7 @@ JOURNAL = (
     ),
     mutant(
         "illegal-moves-are-replayed",
-        "disk.journal:_replay_transition",
+        "disk.journal:replay_transition",
         "if not legal or created != (record.created is not None):",
         "if False:",
         breaks="I11",

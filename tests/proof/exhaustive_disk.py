@@ -269,15 +269,15 @@ class RecordJournal:
     def append(self, record: Any, *, essential: bool = False) -> None:
         self._hook("append", (record, essential))
         checkpoints = self.value.checkpoints
-        living = {c.id: c for c in checkpoints}
+        living = {c.id: journal.Replayed(c) for c in checkpoints}
         intent, given_up = self.value.intent.after(record, living), self.value.given_up
         if isinstance(record, documents.TransitionRecord):
-            journal._replay_transition(living, record, self.file, 0)
+            journal.replay_transition(living, record, self.file, 0)
             given_up = given_up.union({c.id for c in checkpoints} - living.keys())
-            checkpoints = tuple(plain(living[of]) for of in sorted(living))
+            checkpoints = tuple(plain(living[of].finish()) for of in sorted(living))
         elif isinstance(record, documents.MetricsRecorded):
-            journal._replay_metrics(living, record, self.file, 0)
-            checkpoints = tuple(plain(living[of]) for of in sorted(living))
+            journal.replay_metrics(living, record, self.file, 0)
+            checkpoints = tuple(plain(living[of].finish()) for of in sorted(living))
         self.value = Journaled(checkpoints, intent, given_up)
         self._then(record)
 
