@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from ckptfsm.adapters.clock import SystemClock
+from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli.terminal import console, put, put_json
 from ckptfsm.core.errors import DamagedRoot, StepNotFoundError
@@ -82,11 +83,11 @@ def ls(
             time.sleep(watch)
 
 
+@collection_paused()
 def _list(storage: Storage, as_data: bool, height: int | None = None) -> None:
     """Print the list; of a list that is higher than ``height`` lines, the newest steps."""
     overview = look(storage)
-    states = {of: c.state for of, c in overview.ledger.checkpoints.items()}
-    rows = rows_of(overview, entered_at(storage, states), SystemClock().unix())
+    rows = rows_of(overview, entered_at(storage, overview.history), SystemClock().unix())
     if as_data:
         put_json(
             {"root": overview.root, "owner": str(overview.owner), "checkpoints": as_json(rows)}

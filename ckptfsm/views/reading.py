@@ -8,10 +8,9 @@ are not shown.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ckptfsm.core.documents import MAX_SEGMENT_BYTES, SegmentClosed, SegmentOpened, TransitionRecord
+from ckptfsm.core.documents import Seal, SegmentClosed, SegmentOpened, TransitionRecord
 from ckptfsm.core.errors import JournalCorrupt
 from ckptfsm.core.layout import JOURNAL, parse_segment, segment_name
 from ckptfsm.core.lifecycle import ENDED, State
@@ -19,6 +18,7 @@ from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import list_names
 from ckptfsm.disk.journal import (
+    History,
     Segment,
     decode_line,
     parse_segment_bytes,
@@ -159,17 +159,19 @@ def _sealed_segments(storage: Storage) -> list[Segment]:
     return []
 
 
-def entered_at(storage: Storage, wanted: Mapping[AttemptId, State]) -> dict[AttemptId, str]:
-    """When each wanted attempt entered its state, as journaled; without those that no record tells.
+def entered_at(storage: Storage, history: History) -> dict[AttemptId, str]:
+    """When each checkpoint entered its state, as journaled; without those that no record tells.
 
-    Reads only the lines of these states, and judges nothing: for lists, where a time is a remark.
+    Of the older segments, only the lines of these states are read, and nothing is judged: for lists,
+    where a time is a remark.
     """
+    found = dict(history.since)
+    wanted = {of: c.state for of, c in history.ledger.checkpoints.items() if of not in found}
+    if not wanted:
+        return found
     marks = [b'"dest":"%s"' % state.value.encode() for state in set(wanted.values())]
-    found: dict[AttemptId, str] = {}
-    for name in list_names(storage, JOURNAL):
-        if parse_segment(name) is None:
-            continue
-        for line in _lines_of(storage, f"{JOURNAL}/{name}"):
+    for seal in history.seals[:-1]:  # the last one is of the newest segment
+        for line in _lines_of(storage, seal):
             if not any(mark in line for mark in marks) or (body := decode_line(line)) is None:
                 continue
             record = json.loads(body)
@@ -181,10 +183,10 @@ def entered_at(storage: Storage, wanted: Mapping[AttemptId, State]) -> dict[Atte
     return found
 
 
-def _lines_of(storage: Storage, file: str) -> list[bytes]:
-    """The lines of a segment; none if an owner folded it meanwhile."""
+def _lines_of(storage: Storage, seal: Seal) -> list[bytes]:
+    """The lines of a sealed segment; none if an owner has removed it meanwhile."""
     try:
-        return storage.read(file, MAX_SEGMENT_BYTES).split(b"\n")
+        return storage.read(_file_of(seal.epoch), seal.bytes).split(b"\n")
     except FileNotFoundError:
         return []
 
