@@ -1,56 +1,71 @@
-"""Output of the command line: the width of the terminal, colour where there is one, safe text."""
+"""Output of the command line: the size of the terminal, colour where there is one, safe text."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from ckptfsm.core.errors import CkptFsmError, describe
 from ckptfsm.views.timeline import clean
 
+_GREEN, _RED, _YELLOW, _CYAN, _DIM = "32", "31", "33", "36", "2"
 STYLES: Mapping[str, str] = MappingProxyType(
     {
-        "tracked": "green",
-        "latest": "bold green",
-        "failed": "red",
-        "quarantined": "red",
-        "unknown": "yellow",
-        "prunable": "dim",
-        "requested": "cyan",
-        "forked": "cyan",
-        "shards_written": "cyan",
-        "finalized": "cyan",
+        "tracked": _GREEN,
+        "latest": f"1;{_GREEN}",
+        "failed": _RED,
+        "quarantined": _RED,
+        "unknown": _YELLOW,
+        "prunable": _DIM,
+        "requested": _CYAN,
+        "forked": _CYAN,
+        "shards_written": _CYAN,
+        "finalized": _CYAN,
     }
 )
+_KNOWN = re.compile(rf"\b(?:{'|'.join(STYLES)})\b")
+
+
+class Console:
+    """Standard output. Without a terminal, or with NO_COLOR, there is no colour.
+
+    FORCE_COLOR stands for a terminal, as other programs take it.
+    """
+
+    def __init__(self) -> None:
+        forced = bool(os.environ.get("FORCE_COLOR"))
+        dumb = os.environ.get("TERM") in ("dumb", "unknown") and not forced
+        self.is_terminal = forced or sys.stdout.isatty()
+        self.no_color = bool(os.environ.get("NO_COLOR")) or dumb
+        self.width, self.height = shutil.get_terminal_size()
+
+    def clear(self) -> None:
+        """Begin a new screen, if there is a terminal."""
+        if self.is_terminal:
+            sys.stdout.write("\x1b[H\x1b[2J")
 
 
 def console() -> Console:
-    """Standard output. Without a terminal, or with NO_COLOR, there is no colour."""
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    """Standard output as it is now: a terminal may have got another size."""
+    return Console()
 
 
 def put(lines: Iterable[str]) -> None:
     """Print lines; known words of states are coloured on a terminal."""
     out = console()
-    if not out.is_terminal or out.no_color:
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
-        sys.stdout.flush()  # a pipe's reader may wait for it while the command goes on
-        return
-    for line in lines:
-        out.print(styled(line), overflow="ignore", crop=False)
+    shown = map(coloured, lines) if out.is_terminal and not out.no_color else lines
+    sys.stdout.write("".join(f"{line}\n" for line in shown))
+    sys.stdout.flush()  # a pipe's reader may wait for it while the command goes on
 
 
-def styled(line: str) -> Text:
-    text = Text(line)
-    for word, style in STYLES.items():
-        text.highlight_regex(rf"\b{word}\b", style)
-    return text
+def coloured(line: str) -> str:
+    return _KNOWN.sub(lambda word: f"\x1b[{STYLES[word[0]]}m{word[0]}\x1b[0m", line)
 
 
 def put_json(value: Any) -> None:
