@@ -345,6 +345,15 @@ class PosixStorage:
             finally:
                 os.close(own)
 
+    def kinds(self, path: str) -> Iterator[tuple[str, FileKind]]:
+        with self._directory(path, split_path(path), changes=False) as fd:
+            own = os.open(".", _DIRECTORY, dir_fd=fd)  # as in ``listdir``
+            try:
+                with os.scandir(own) as found:
+                    yield from _with_kinds(found)
+            finally:
+                os.close(own)
+
     def stat(self, path: str) -> FileStat:
         if not split_path(path):
             with self._directory(path, (), changes=False) as fd:
@@ -610,6 +619,16 @@ def _with_stats(found: Iterable[os.DirEntry[str]]) -> Iterator[tuple[str, FileSt
             yield entry.name, _file_stat(entry.stat(follow_symlinks=False))
         except FileNotFoundError:
             continue  # it went since it was listed
+
+
+def _with_kinds(found: Iterable[os.DirEntry[str]]) -> Iterator[tuple[str, FileKind]]:
+    for entry in found:
+        if entry.is_file(follow_symlinks=False):
+            yield entry.name, "file"
+        elif entry.is_dir(follow_symlinks=False):
+            yield entry.name, "dir"
+        else:
+            yield from ((name, stat.kind) for name, stat in _with_stats((entry,)))
 
 
 def _file_stat(found: os.stat_result) -> FileStat:

@@ -123,6 +123,13 @@ class Storage(Protocol):
         """
         ...
 
+    def kinds(self, path: str) -> Iterator[tuple[str, FileKind]]:
+        """As ``entries``, with the kind alone, which a listing tells without looking at each file.
+
+        So a name that another program removes meanwhile may still be told.
+        """
+        ...
+
     def stat(self, path: str) -> FileStat: ...
 
     def read(self, path: str, limit: int, offset: int = 0) -> bytes:

@@ -14,13 +14,14 @@ from operator import attrgetter
 from ckptfsm.core.backoff import pauses
 from ckptfsm.core.documents import FileEntry, Manifest, Receipt, part_records
 from ckptfsm.core.errors import CkptFsmError, SaveFailed, ShardMissing, describe
-from ckptfsm.core.layout import MANIFEST, Layout, join, planned_name, receipt_name
+from ckptfsm.core.layout import MANIFEST, RECEIPTS, Layout, join, planned_name, receipt_name
 from ckptfsm.core.lifecycle import Checkpoint, expected_reports
 from ckptfsm.core.parts import FINISHED_BY_US, PartSpec
 from ckptfsm.core.ports import Clock, PartFinisher, Storage
 from ckptfsm.disk.durable import (
     content_is,
     each_file,
+    each_kind,
     fsync_existing,
     lookup,
     put,
@@ -73,7 +74,7 @@ class Assembly:
         dropped = dropped_parts(checkpoint, receipts)
         there = {
             name: stat.size
-            for name, stat in each_file(self.storage, directory)
+            for name, stat in each_file(self.storage, directory, besides=RECEIPTS)
             if stat.kind == "file"
         }
         for receipt in receipts:
@@ -246,8 +247,8 @@ class Assembly:
         A file that no receipt claims may be a late writer's.
         """
         missing = {entry.name for entry in files}
-        for name, stat in each_file(self.storage, directory):
-            if stat.kind != "file" or (name not in missing and name != MANIFEST):
+        for name, kind in each_kind(self.storage, directory):
+            if kind != "file" or (name not in missing and name != MANIFEST):
                 raise SaveFailed(f"{name} is in no receipt", file=f"{directory}/{name}")
             missing.discard(name)
         for name in sorted(missing):  # a network file system lists late: ask for it by name

@@ -15,13 +15,17 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import TypeVar
 
 from ckptfsm.core.errors import DamagedRoot, StorageError
-from ckptfsm.core.ports import FileStat, Storage
+from ckptfsm.core.ports import FileKind, FileStat, Storage
 
+T = TypeVar("T")
 TEMPORARY = ".tmp-"
 _TEMPORARIES = 100
 SMALL_BYTES = 64 << 10
+_MOST_ENTRIES = 5_000_000  # below a directory
 
 
 def parent_of(path: str) -> str:
@@ -171,29 +175,44 @@ def list_names(storage: Storage, path: str) -> list[str]:
 
 
 def walk_files(
-    storage: Storage, directory: str, limit: int = 5_000_000
+    storage: Storage, directory: str, limit: int = _MOST_ENTRIES
 ) -> list[tuple[str, FileStat]]:
     """All entries below ``directory`` except directories, sorted. See ``each_file``."""
     return sorted(each_file(storage, directory, limit))
 
 
 def each_file(
-    storage: Storage, directory: str, limit: int = 5_000_000
+    storage: Storage, directory: str, limit: int = _MOST_ENTRIES, *, besides: str | None = None
 ) -> Iterator[tuple[str, FileStat]]:
     """All entries below ``directory`` except directories: (name relative to ``directory``, stat).
 
-    Nothing below ``directory`` may be changed meanwhile.
+    ``besides`` is a directory in it that is left out. Nothing below ``directory`` may be changed
+    meanwhile.
     """
+    return _walk(storage.entries, attrgetter("kind"), directory, limit, besides)
+
+
+def each_kind(storage: Storage, directory: str) -> Iterator[tuple[str, FileKind]]:
+    """As ``each_file``, with the kind alone: the files themselves are not looked at."""
+    return _walk(storage.kinds, str, directory, _MOST_ENTRIES, None)
+
+
+def _walk(
+    look: Callable[[str], Iterator[tuple[str, T]]],
+    kind_of: Callable[[T], str],
+    directory: str,
+    limit: int,
+    besides: str | None,
+) -> Iterator[tuple[str, T]]:
     pending, count = [""], 0
     while pending:
         inner = pending.pop()
-        base = f"{directory}/{inner}" if inner else directory
-        for name, stat in storage.entries(base):
-            relative = f"{inner}/{name}" if inner else name
-            if stat.kind == "dir":
-                pending.append(relative)
-            else:
-                yield relative, stat
+        base, prefix = (f"{directory}/{inner}", f"{inner}/") if inner else (directory, "")
+        for name, found in look(base):
+            if kind_of(found) != "dir":
+                yield prefix + name, found
+            elif prefix + name != besides:
+                pending.append(prefix + name)
             count += 1
             if count > limit:
                 raise StorageError("more files than can be right", file=directory)
@@ -208,9 +227,9 @@ def fsync_tree_files(storage: Storage, directory: str) -> None:
 
 def fsync_tree_dirs(storage: Storage, directory: str) -> None:
     """fsync ``directory`` and every directory below it, deepest first."""
-    for name, stat in storage.entries(directory):
-        path = f"{directory}/{name}"
-        if stat.kind == "dir":
+    for name, kind in storage.kinds(directory):
+        if kind == "dir":
+            path = f"{directory}/{name}"
             fsync_tree_dirs(storage, path)
     storage.fsync_dir(directory)
 

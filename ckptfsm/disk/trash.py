@@ -26,7 +26,7 @@ from ckptfsm.core.layout import (
     is_given_up,
 )
 from ckptfsm.core.ports import Storage
-from ckptfsm.disk.durable import TEMPORARY, each_file, list_names, lookup
+from ckptfsm.disk.durable import TEMPORARY, each_kind, list_names, lookup
 
 _DEPTH = 64
 
@@ -103,9 +103,9 @@ def sweep_attempt(storage: Storage, directory: str, listed: Collection[str]) -> 
     """
     left = [
         name
-        for name, stat in each_file(storage, directory)
+        for name, kind in each_kind(storage, directory)
         if TEMPORARY in name and TEMPORARY in name.rpartition("/")[2] and name not in listed
-        if stat.kind == "file"
+        if kind == "file"
     ]
     for name in left:
         storage.unlink(f"{directory}/{name}")

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from ckptfsm.core.ports import FileStat, Storage
-from ckptfsm.testing.one_by_one import contents_of, entries_of
+from ckptfsm.core.ports import FileKind, FileStat, Storage
+from ckptfsm.testing.one_by_one import contents_of, entries_of, kinds_of
 from ckptfsm.testing.simfs import ProcessDead
 
 Hook = Callable[[int, str, str], None]
@@ -124,6 +124,9 @@ class FaultStorage:
 
     def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
         return entries_of(self, path)
+
+    def kinds(self, path: str) -> Iterator[tuple[str, FileKind]]:
+        return kinds_of(self, path)
 
     def stat(self, path: str) -> FileStat:
         self._alive()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from ckptfsm.core.ports import FileStat
+from ckptfsm.core.ports import FileKind, FileStat
 
 
 class LooksAtOne(Protocol):
@@ -29,6 +29,11 @@ def entries_of(storage: LooksAtOne, path: str) -> Iterator[tuple[str, FileStat]]
         except FileNotFoundError:
             continue
         yield name, stat
+
+
+def kinds_of(storage: LooksAtOne, path: str) -> Iterator[tuple[str, FileKind]]:
+    """``Storage.kinds``, by ``listdir`` and ``stat``."""
+    return ((name, stat.kind) for name, stat in entries_of(storage, path))
 
 
 def contents_of(

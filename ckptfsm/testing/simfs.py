@@ -31,8 +31,8 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, Protocol
 
 from ckptfsm.adapters.posix_storage import digest_of, split_entry, split_path
-from ckptfsm.core.ports import FileStat
-from ckptfsm.testing.one_by_one import contents_of, entries_of
+from ckptfsm.core.ports import FileKind, FileStat
+from ckptfsm.testing.one_by_one import contents_of, entries_of, kinds_of
 
 BLOCK_BYTES = 512  # the unit that a disk writes at once
 _DEVICE = 1
@@ -636,6 +636,9 @@ class SimStorage:
 
     def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
         return entries_of(self, path)
+
+    def kinds(self, path: str) -> Iterator[tuple[str, FileKind]]:
+        return kinds_of(self, path)
 
     def stat(self, path: str) -> FileStat:
         if not split_path(path):

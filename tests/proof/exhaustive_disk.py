@@ -20,9 +20,9 @@ import ckptfsm.core.documents as documents
 import ckptfsm.disk.journal as journal
 from ckptfsm.core.errors import Fenced
 from ckptfsm.core.lifecycle import Checkpoint, State
-from ckptfsm.core.ports import FileStat
+from ckptfsm.core.ports import FileKind, FileStat
 from ckptfsm.core.rollback import NO_INTENT, Intent
-from ckptfsm.testing.one_by_one import contents_of
+from ckptfsm.testing.one_by_one import contents_of, kinds_of
 
 _PUBLISHED = frozenset({State.FINALIZED, State.TRACKED, State.PRUNABLE, State.QUARANTINED})
 Hook = Callable[[str, tuple[Any, ...]], None]
@@ -175,6 +175,9 @@ class Disk:
     def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
         for name in self.listdir(path):
             yield name, self.stat(f"{path}/{name}" if path else name)
+
+    def kinds(self, path: str) -> Iterator[tuple[str, FileKind]]:
+        return kinds_of(self, path)
 
     def stat(self, path: str) -> FileStat:
         node = self.value.get(path)

@@ -31,9 +31,9 @@ from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.core.events import Event
 from ckptfsm.core.layout import JOURNAL
 from ckptfsm.core.lifecycle import Checkpoint, State, find_row
-from ckptfsm.core.ports import FileStat
+from ckptfsm.core.ports import FileKind, FileStat
 from ckptfsm.testing.faults import FaultStorage
-from ckptfsm.testing.one_by_one import contents_of
+from ckptfsm.testing.one_by_one import contents_of, kinds_of
 from proof.coverage import Coverage
 
 Role = Literal["trainer", "writer"]
@@ -134,6 +134,9 @@ class Disk(PosixStorage):
     def entries(self, path: str) -> Iterator[tuple[str, FileStat]]:
         for name in self.listdir(path):  # by calls that fail
             yield name, self.stat(f"{path}/{name}" if path else name)
+
+    def kinds(self, path: str) -> Iterator[tuple[str, FileKind]]:
+        return kinds_of(self, path)
 
     def read(self, path: str, limit: int, offset: int = 0) -> bytes:
         self._maybe_fail("read", path)

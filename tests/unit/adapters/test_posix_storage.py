@@ -353,14 +353,12 @@ def test_entries_are_names_with_their_stats(disk: Disk) -> None:
         names = store.listdir(path)
         inside = {name: store.stat(f"{path}/{name}" if path else name) for name in names}
         assert dict(store.entries(path)) == inside
-    assert {name: stat.kind for name, stat in store.entries("d")} == {
-        "f": "file",
-        "inner": "dir",
-        "link": "symlink",
-    }
-    fails(errno.ENOENT, next, store.entries("none"))
-    fails(errno.ENOTDIR, next, store.entries("d/f"))
-    fails(errno.ELOOP, next, store.entries("d/link"))
+        assert dict(store.kinds(path)) == {name: stat.kind for name, stat in inside.items()}
+    assert dict(store.kinds("d")) == {"f": "file", "inner": "dir", "link": "symlink"}
+    for look in (store.entries, store.kinds):
+        fails(errno.ENOENT, next, look("none"))
+        fails(errno.ENOTDIR, next, look("d/f"))
+        fails(errno.ELOOP, next, look("d/link"))
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
