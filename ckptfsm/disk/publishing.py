@@ -36,6 +36,7 @@ from ckptfsm.core.parts import PartSpec
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.assembly import Assembly
 from ckptfsm.disk.durable import (
+    content_is,
     fsync_tree_dirs,
     fsync_tree_files,
     list_names,
@@ -102,15 +103,15 @@ class Publisher:
                 said = f"step {step}: part {part.name!r} is left out: {why}"
                 say(log.warning, "part_left_out", said, step=step, part=part.name, why=why)
                 self._leave_out(checkpoint, part, directory)
-        manifest = self.assembly.manifest(checkpoint, directory, shares, files)
+        manifest = encode_sealed(self.assembly.manifest(checkpoint, directory, shares, files))
         # A manifest must not survive a power loss that takes names which it lists (I3).
         fsync_tree_dirs(self.storage, directory)
         self.check_epoch()
         if checkpoint.in_place:
-            self._commit_in_place(checkpoint, directory, encode_sealed(manifest))
+            self._commit_in_place(checkpoint, directory, manifest)
         else:
-            put(self.storage, f"{directory}/{MANIFEST}", encode_sealed(manifest), tag=self.tag)
-            self._publish(checkpoint, directory, target)
+            put(self.storage, f"{directory}/{MANIFEST}", manifest, tag=self.tag)
+            self._publish(checkpoint, directory, target, manifest)
 
     def _commit_in_place(self, checkpoint: Checkpoint, directory: str, manifest: bytes) -> None:
         """Put the manifest, which is the commit in place. Once it may be seen, no error undoes it."""
@@ -145,7 +146,9 @@ class Publisher:
             return True
         raise SaveFailed(f"{target} is taken by something else", file=target, step=checkpoint.step)
 
-    def _publish(self, checkpoint: Checkpoint, directory: str, target: str) -> None:
+    def _publish(
+        self, checkpoint: Checkpoint, directory: str, target: str, manifest: bytes
+    ) -> None:
         """Rename staging to the published name. An error is decided by a look, never by assuming."""
         self.check_epoch()
         try:
@@ -153,16 +156,25 @@ class Publisher:
         except OSError:
             if lookup(self.storage, directory) is not None:
                 raise  # the rename certainly did not happen; something else may stand at the name
-        self._fsync_names(checkpoint, target)
+        self._fsync_names(checkpoint, target, manifest)
 
-    def _fsync_names(self, checkpoint: Checkpoint, target: str) -> None:
-        """Make a rename durable, and read it back. After an error only a restart decides."""
+    def _fsync_names(
+        self, checkpoint: Checkpoint, target: str, manifest: bytes | None = None
+    ) -> None:
+        """Make a rename durable, and read it back. After an error only a restart decides.
+
+        ``manifest`` is the one that was put. Where an earlier try put it, its attempt is read.
+        """
         try:
             # Both ends: else a power loss may show the attempt in staging too, or in staging only (I4).
             self.storage.fsync_dir("")
             self.storage.fsync_dir(staging_dir(checkpoint.id).rpartition("/")[0])
-            manifest = read_manifest(self.storage, target)
-            if manifest is None or manifest.of != checkpoint.id:
+            if manifest is None:
+                found = read_manifest(self.storage, target)
+                ours = found is not None and found.of == checkpoint.id
+            else:
+                ours = content_is(self.storage, f"{target}/{MANIFEST}", manifest)
+            if not ours:
                 raise StorageError("the published name is not this attempt's", file=target)
         except (OSError, DamagedRoot) as error:
             raise OutcomeUnknown(

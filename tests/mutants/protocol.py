@@ -68,7 +68,7 @@ ORDER = (
         'put(self.storage, f"{target}/{MANIFEST}",',
         (
             "disk.publishing:Publisher.finalize",
-            "self._publish(checkpoint, directory, target)",
+            "self._publish(checkpoint, directory, target, manifest)",
             "self._fsync_names(checkpoint, target)",
         ),
         breaks="I4",
@@ -212,7 +212,7 @@ LOOKS = (
     mutant(
         "published-name-not-read-back",
         "disk.publishing:Publisher._fsync_names",
-        "if manifest is None or manifest.of != checkpoint.id:",
+        "if not ours:",
         "if False:",
         (
             "disk.publishing:Publisher._publish",
