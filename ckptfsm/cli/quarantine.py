@@ -32,10 +32,10 @@ group = typer.Typer(help="Directories that were withdrawn. Nothing deletes them 
 def add_to(app: typer.Typer) -> None:
     app.command(epilog="Example: ckptfsm adopt iter_0000040 -r runs/demo")(adopt)
     group.command("ls", epilog="Example: ckptfsm quarantine ls -r runs/demo")(ls)
-    group.command("restore", epilog="Example: ckptfsm quarantine restore 40.e2.a5 -r runs/demo")(
+    group.command("restore", epilog="Example: ckptfsm quarantine restore 40.e1.a4 -r runs/demo")(
         restore
     )
-    group.command("drop", epilog="Example: ckptfsm quarantine drop 40.e2.a5 -r runs/demo")(drop)
+    group.command("drop", epilog="Example: ckptfsm quarantine drop 40.e1.a4 -r runs/demo")(drop)
     app.add_typer(group, name="quarantine")
 
 
