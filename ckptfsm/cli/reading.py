@@ -13,8 +13,8 @@ import typer
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.posix_storage import PosixStorage
-from ckptfsm.cli.terminal import console, put, put_json
-from ckptfsm.core.errors import DamagedRoot, StepNotFoundError
+from ckptfsm.cli.terminal import console, folded, put, put_json
+from ckptfsm.core.errors import DamagedRoot, JournalCorrupt, StepNotFoundError
 from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.explaining import Surroundings, explain, explain_plan
 from ckptfsm.core.parts import MAX_STEP
@@ -36,7 +36,9 @@ Root = Annotated[
     ),
 ]
 HERE = Path()
-_AROUND = 5  # lines of a list that are no rows, and the line of the cursor
+RUNBOOK = "docs/runbook/"
+_AROUND = 4  # lines of a list that are no rows, beside the first, and the line of the cursor
+_WAY_OUT = "The way out: ckptfsm doctor"
 _LONGEST_S = 1e6  # of a sleep
 Step = Annotated[int, typer.Argument(help="The step of a checkpoint.", min=0, max=MAX_STEP)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -93,8 +95,13 @@ def _list(storage: Storage, as_data: bool, height: int | None = None) -> None:
             {"root": overview.root, "owner": str(overview.owner), "checkpoints": as_json(rows)}
         )
         return
-    put([clean(f"{overview.root}: {overview.owner}"), ""])
-    shown = rows if height is None else rows[-max(1, height - _AROUND) :]
+    head = clean(f"{overview.root}: {overview.owner}")
+    put([head, ""])
+    if height is None:
+        shown = rows
+    else:
+        around = _AROUND + (len(folded(head, console().width)) if console().is_terminal else 1)
+        shown = rows[-max(1, height - around) :]
     put(lines_of(shown, console().width) if shown else ["no checkpoints"])
     if len(shown) < len(rows):
         put([f"and {len(rows) - len(shown)} older ones"])
@@ -141,11 +148,10 @@ def explain_command(
     if (step is None) is not resume:
         raise typer.BadParameter("give a step, or --resume")
     with opened(root) as storage:
-        overview = look(storage)
         if step is None:
-            put(map(clean, _explain_resume(storage, overview)))
+            put(map(clean, _explain_resume(storage)))
         else:
-            put(map(clean, _explain_step(storage, overview, step)))
+            put(map(clean, _explain_step(storage, look(storage), step)))
 
 
 def _explain_step(storage: Storage, overview: Overview, step: int) -> list[str]:
@@ -173,13 +179,17 @@ def _explain_step(storage: Storage, overview: Overview, step: int) -> list[str]:
     return lines
 
 
-def _explain_resume(storage: Storage, overview: Overview) -> list[str]:
+def _explain_resume(storage: Storage) -> list[str]:
     """The decisions of a start, made by the function that a start uses; nothing is carried out."""
     lines = []
+    try:
+        overview = look(storage)
+    except JournalCorrupt as error:
+        return [f"A start would be refused: {error.summary()}", _WAY_OUT]
     if overview.owner.ownership is Ownership.LIVES:
         lines = [f"A start would be refused: {overview.owner}.", "If that process ended now:"]
     evidence = gather_evidence(storage, overview.layout, overview.ledger)
     decided = decide_start(overview, evidence)
     if isinstance(decided, DamagedRoot):
-        return [*lines, f"A start would be refused: {decided.message}"]
+        return [*lines, f"A start would be refused: {decided.message}", _WAY_OUT]
     return lines + explain_plan(decided, overview.history.intent, release=evidence.release)

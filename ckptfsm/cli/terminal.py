@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +30,7 @@ STYLES: Mapping[str, str] = MappingProxyType(
         "finalized": _CYAN,
     }
 )
+_FOLD = 4  # spaces before the rest of a line that was folded
 _KNOWN = re.compile(rf"\b(?:{'|'.join(STYLES)})\b")
 
 
@@ -57,11 +59,30 @@ def console() -> Console:
 
 
 def put(lines: Iterable[str]) -> None:
-    """Print lines; known words of states are coloured on a terminal."""
+    """Print lines. On a terminal, long ones are folded and known words of states are coloured."""
     out = console()
+    if out.is_terminal:
+        lines = [each for long in lines for each in folded(long, out.width)]
     shown = map(coloured, lines) if out.is_terminal and not out.no_color else lines
     sys.stdout.write("".join(f"{line}\n" for line in shown))
     sys.stdout.flush()  # a pipe's reader may wait for it while the command goes on
+
+
+def folded(line: str, width: int) -> list[str]:
+    """A line as lines of at most ``width`` characters, folded between words.
+
+    A word that is longer stays whole, so that a path can be copied.
+    """
+    if len(line) <= width:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()) + _FOLD)
+    return textwrap.wrap(
+        line,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def coloured(line: str) -> str:
@@ -73,6 +94,8 @@ def put_json(value: Any) -> None:
 
 
 def say_error(error: Exception) -> None:
-    """Print an error as one line on standard error."""
+    """Print an error on standard error: as one line, which a terminal shows folded."""
     words = str(error) if isinstance(error, CkptFsmError) else describe(error)
-    sys.stderr.write(f"error: {clean(words)}\n")
+    line = f"error: {clean(words)}"
+    lines = folded(line, console().width) if sys.stderr.isatty() else [line]
+    sys.stderr.write("".join(f"{each}\n" for each in lines))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ckptfsm.core.errors import DamagedRoot, describe
 from ckptfsm.core.ports import Storage
+from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inspection import read_manifest
 from ckptfsm.disk.overview import Overview
 from ckptfsm.views.reading import Life
@@ -24,7 +25,7 @@ def lines_of_step(storage: Storage, overview: Overview, lives: Sequence[Life]) -
             stay = f"for {format_duration(lasted)}" if lasted is not None else ""
             when = f"epoch {entry.epoch} record {entry.record}"
             lines.append(
-                f"  {entry.state.value:<15} {entry.at or '-':<30} {stay:<12} {when}".rstrip()
+                f"  {entry.state.value:<14} {entry.at or '-':<29} {stay:<12} {when}".rstrip()
             )
         if life.shard_bytes:
             lines.append(f"  shards: {format_bytes(life.shard_bytes)}")
@@ -40,6 +41,8 @@ def _at_its_name(storage: Storage, overview: Overview, step: int) -> list[str]:
     except DamagedRoot as error:
         return [f"at {name}: {describe(error)}"]
     if manifest is None:
+        if lookup(storage, name) is None:
+            return [f"at {name}: nothing"]
         return [f"at {name}: no manifest of this library"]
     total = sum(file.bytes for file in manifest.files)
     parts = ", ".join(f"{part.name} ({part.kind})" for part in manifest.parts)

@@ -108,6 +108,11 @@ def test_show_tells_states_times_and_files(tmp_path, capsys):
     assert "at iter_0000010: " in out and "attempt 10.e1.a1" in out
 
 
+def test_show_tells_that_nothing_is_at_the_name_any_more(tmp_path, capsys):
+    real_root(tmp_path, 10, 20, retention=LatestN(1))
+    assert said(capsys, "show", "10", "-r", tmp_path).endswith("at iter_0000010: nothing\n")
+
+
 def test_show_tells_a_torn_manifest(tmp_path, capsys):
     real_root(tmp_path, 10)
     (tmp_path / "iter_0000010/.ckptfsm/manifest.json").write_text("{")
@@ -271,7 +276,8 @@ def test_explain_resume_falls_back_as_a_start_does(tmp_path, capsys):
 def test_explain_resume_tells_a_refusal(tmp_path, capsys):
     real_root(tmp_path, 10)
     (tmp_path / "iter_0000010/.metadata").unlink()
-    assert "A start would be refused" in said(capsys, "explain", "--resume", "-r", tmp_path)
+    told = said(capsys, "explain", "--resume", "-r", tmp_path)
+    assert "A start would be refused" in told and "The way out: ckptfsm doctor" in told
 
 
 def test_explain_resume_of_a_living_root_says_that_a_start_would_be_refused(tmp_path, capsys):
@@ -330,20 +336,5 @@ def test_a_damaged_journal_is_told_with_its_file(tmp_path, capsys):
     segment.write_bytes(data)
     status, _, err = ran(capsys, "ls", "-r", tmp_path)
     assert status == 1 and "000001.ndjson" in err
-
-
-def test_the_help_of_each_command_shows_an_example(capsys):
-    for command in (
-        "ls",
-        "show",
-        "tree",
-        "log",
-        "explain",
-        "verify",
-        "doctor",
-        "timeline",
-        "trace",
-        "export",
-        "demo",
-    ):
-        assert "Example: ckptfsm" in said(capsys, command, "--help")
+    told = said(capsys, "explain", "--resume", "-r", tmp_path)
+    assert told.startswith("A start would be refused: journal damaged") and "ckptfsm doctor" in told
