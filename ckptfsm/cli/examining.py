@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from shlex import quote
 from typing import Annotated
 
 import typer
 
 from ckptfsm.cli.owning import owned
-from ckptfsm.cli.reading import HERE, Json, Root, opened
+from ckptfsm.cli.reading import HERE, RUNBOOK, Json, Root, opened
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.core.errors import ConfigError, JournalCorrupt, NewerSchema, RootBusy, describe
 from ckptfsm.core.findings import Finding, Severity, examine
@@ -18,7 +19,6 @@ from ckptfsm.disk.overview import look, owner_of
 from ckptfsm.disk.situation import collect
 from ckptfsm.views.timeline import clean
 
-RUNBOOK = "docs/runbook/"
 _SECOND_LOOK_S = 1.0
 
 
@@ -40,15 +40,21 @@ def doctor(
         found = findings_of(storage)
         if fix and any(each.severity is not Severity.NOTE for each in found):
             put(lines_of(found))
-            if yes or typer.confirm("Open the root and repair it as a start would?"):
-                put(_fix(root))
-                found = findings_of(storage)
+            if not yes and not typer.confirm("Open the root and repair it as a start would?"):
+                raise typer.Exit(_status_of(found))
+            put(_fix(root))
+            found = findings_of(storage)
     if json:
         put_json([{**asdict(each), "severity": each.severity.value} for each in found])
     else:
         put(lines_of(found))
-    if any(each.severity is Severity.BROKEN for each in found):
-        raise typer.Exit(1)
+        if found and not root.samefile("."):
+            put([clean(f"all commands work as printed in the root: cd {quote(str(root))}")])
+    raise typer.Exit(_status_of(found))
+
+
+def _status_of(found: list[Finding]) -> int:
+    return 1 if any(each.severity is Severity.BROKEN for each in found) else 0
 
 
 def findings_of(storage: Storage) -> list[Finding]:
@@ -65,9 +71,7 @@ def _once(storage: Storage) -> list[Finding]:
     try:
         return examine(collect(storage, look(storage)))
     except JournalCorrupt as error:
-        remedy = (
-            "stop all writers, copy the root, move .ckptfsm/journal out of it, then: ckptfsm doctor"
-        )
+        remedy = "stop the job, copy the root, then: mv .ckptfsm/journal ../old-journal"
         return [Finding("journal-damaged", Severity.BROKEN, error.summary(), remedy)]
     except NewerSchema as error:
         remedy = "use the version of ckptfsm that wrote it, or a newer one"
@@ -77,7 +81,7 @@ def _once(storage: Storage) -> list[Finding]:
 def lines_of(found: list[Finding]) -> list[str]:
     """The findings as lines, safe to print on a terminal."""
     if not found:
-        return ["nothing is wrong"]
+        return ["nothing is wrong (to read the contents: ckptfsm verify --all)"]
     lines = []
     for each in found:
         lines.append(f"{each.severity.value}: {each.words}")
@@ -95,6 +99,8 @@ def _fix(root: Root) -> list[str]:
     except (RootBusy, ConfigError) as error:  # ConfigError: a save needs torch to be completed
         return [f"nothing was done: {describe(error)}"]
     done = [f"{each.subject}: {each.result}, because: {each.why}" for each in report.decisions]
+    subjects = tuple(f"{each.subject} " for each in report.decisions)
+    done += [each for each in report.warnings if not each.startswith(subjects)]
     step = report.latest_step
     latest = "no checkpoint is tracked" if step is None else f"latest: {step}"
     return [clean(line) for line in ("repaired:", *(f"- {line}" for line in done), latest)]

@@ -21,7 +21,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from ckptfsm.cli.reading import HERE, Json, Root, opened
+from ckptfsm.cli.reading import HERE, RUNBOOK, Json, Root, opened
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.core.documents import FileEntry
 from ckptfsm.core.errors import StepNotFoundError
@@ -68,6 +68,8 @@ def verify(
                     put(map(clean, _lines(verdicts[-1], time.monotonic() - began)))
     if json:
         put_json([asdict(verdict) for verdict in verdicts])
+    else:
+        put(_way_out(verdicts, _steps(overview, None, everything_tracked=True)))
     if any(not verdict.good and not verdict.gone for verdict in verdicts):
         raise typer.Exit(1)
 
@@ -157,6 +159,24 @@ def _verified(storage: Storage, overview: Overview, step: int, watched: _Watched
         missing = f"{overview.layout.published_name(step)} is not there, and the journal tracks it"
         return Verdict(step, (missing,))
     return verdict
+
+
+def _way_out(verdicts: Sequence[Verdict], tracked: Sequence[int]) -> list[str]:
+    """Lines below the verdicts, if one is damaged. ``tracked``: all such steps, the newest first."""
+    damaged = {verdict.step for verdict in verdicts if not verdict.good and not verdict.gone}
+    if not damaged:
+        return []
+    latest = tracked[0]
+    good = [verdict.step for verdict in verdicts if verdict.good and not verdict.gone]
+    if latest not in damaged:
+        remedy = f"nothing now, if the latest is good: ckptfsm verify {latest}"
+    elif good:
+        remedy = f"start the job, or: ckptfsm rollback {max(good)}"
+    elif len(verdicts) < len(tracked):
+        remedy = "see which one is good: ckptfsm verify --all"
+    else:
+        remedy = "put a good copy back: no checkpoint of this root is good"
+    return [f"    do: {remedy}", f"    see: {RUNBOOK}checkpoint-damaged.md"]
 
 
 def _lines(verdict: Verdict, seconds: float) -> list[str]:

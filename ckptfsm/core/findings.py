@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from ckptfsm.core.errors import DamagedRoot
 from ckptfsm.core.evidence import Evidence, Owner, Ownership
+from ckptfsm.core.layout import parse_aside
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.recovery import Plan
@@ -62,10 +63,9 @@ class Situation:
 
 _START = "start the job, or: ckptfsm doctor --fix"
 _COMPLETE = "start the job: it completes the save, and doctor --fix cannot"
-_FALL_BACK = (
-    "ckptfsm verify {step}; a start, or ckptfsm doctor --fix, goes on from the newest whole one"
-)
-_PUT_BACK = "put a good copy back, or a step from quarantine; begin again only if there is none"
+_FALL_BACK = "put a good copy back, or start the job, or: ckptfsm doctor --fix"
+_PUT_BACK = "put a good copy back; begin again only if there is none"
+_PUT_BACK_OR_RESTORE = "put a good copy back, or: ckptfsm quarantine restore {name}"
 _BY_DAY = "look at .ckptfsm/quarantine when there is time: it may be the last copy"
 _MOVE_OUT = "look at it, then move it out of the root"
 _BROKEN, _REPAIRED, _NOTE = Severity.BROKEN, Severity.REPAIRED, Severity.NOTE
@@ -115,7 +115,7 @@ def examine(facts: Situation) -> list[Finding]:
 
 def _of_the_plan(facts: Situation) -> Iterator[Finding]:
     if isinstance(facts.decided, DamagedRoot):
-        yield _of_refusal(facts.decided, facts.intent)
+        yield _of_refusal(facts.decided, facts)
         return
     if facts.intent.unfinished and not facts.owner.may_live:
         words = "a fresh start" if facts.intent.target is None else "a rollback"
@@ -132,16 +132,22 @@ def _is_no_directory(facts: Situation, decision: Decision) -> bool:
     return unknown and there is not None and there.found == "no_directory"
 
 
-def _of_refusal(refused: DamagedRoot, intent: Intent) -> Finding:
+def _of_refusal(refused: DamagedRoot, facts: Situation) -> Finding:
     """A start would be refused. A rollback that cannot be completed must not end in a fresh start.
 
     Facts with evidence of checkpoints tell of a root where none of them can be used.
     """
-    hopeless = intent.unfinished != "fresh" and "evidence" in refused.facts
-    if intent.unfinished and not hopeless:
+    unfinished = facts.intent.unfinished
+    hopeless = unfinished != "fresh" and "evidence" in refused.facts
+    if unfinished and not hopeless:
         remedy = "do as the message says: nothing is lost, and no step has to be given up"
         return Finding("rollback-refused", _BROKEN, refused.message, remedy)
-    return Finding("nothing-to-resume-from", _BROKEN, refused.message, _PUT_BACK)
+    aside = {of: name for name in facts.quarantined if (of := parse_aside(name)) is not None}
+    if not aside:
+        return Finding("nothing-to-resume-from", _BROKEN, refused.message, _PUT_BACK)
+    newest = aside[max(aside, key=lambda of: (of.step, of.epoch, of.attempt))]
+    remedy = _PUT_BACK_OR_RESTORE.format(name=newest)
+    return Finding("nothing-to-resume-from", _BROKEN, refused.message, remedy)
 
 
 def _is_under_way(facts: Situation, decision: Decision) -> bool:
@@ -224,9 +230,11 @@ def _of_processes(facts: Situation) -> Finding:
     """Processes that write into the root. Those of a living job are its writers."""
     words = f"processes have files of the root open for writing: {'; '.join(facts.processes)}"
     if facts.owner.ownership is Ownership.ELSEWHERE:
-        remedy = "leave them alone if the owner lives, else end them before the job starts again"
+        remedy = "leave them alone if the owner lives, else end them before a start"
         return Finding("processes-left", _NOTE, words, remedy)
-    return Finding("processes-left", _BROKEN, words, "end them before the job starts again")
+    pids = " ".join(each.partition(" ")[0] for each in facts.processes)
+    remedy = f"look at each, then end them before a start: kill {pids}"
+    return Finding("processes-left", _BROKEN, words, remedy)
 
 
 def _of_the_disk(facts: Situation) -> Iterator[Finding]:

@@ -212,6 +212,17 @@ def test_a_link_is_told_of_once(tmp_path, capsys):
     assert codes(capsys, tmp_path) == {"name-not-a-directory"}
 
 
+def test_commands_are_told_for_the_root_if_it_is_elsewhere(tmp_path, capsys, monkeypatch):
+    """Catches: a printed command that repairs the root where the person happens to be."""
+    root = tmp_path / "the root"
+    _tracker("soon")(root)
+    told = ran(capsys, "doctor", "-r", root)[1].splitlines()[-1]
+    assert told == f"all commands work as printed in the root: cd '{root}'"
+    monkeypatch.chdir(root)
+    assert "all commands" not in ran(capsys, "doctor")[1]
+    assert "rebuilt from the journal as 20" in ran(capsys, "doctor", "--fix", "--yes")[1]
+
+
 def test_fix_asks_first(tmp_path, capsys, monkeypatch):
     _tracker("soon")(tmp_path / "root")
     monkeypatch.setattr(examining.typer, "confirm", lambda question: False)
@@ -221,7 +232,7 @@ def test_fix_asks_first(tmp_path, capsys, monkeypatch):
 
 def test_nothing_is_wrong_with_a_root_that_was_closed(tmp_path, capsys):
     real_root(tmp_path, 10, 20)
-    assert said(capsys, "doctor", "-r", tmp_path) == "nothing is wrong\n"
+    assert said(capsys, "doctor", "-r", tmp_path).startswith("nothing is wrong (")
 
 
 def test_a_save_in_flight_of_a_living_owner_is_no_damage(tmp_path, capsys, monkeypatch):
@@ -229,7 +240,7 @@ def test_a_save_in_flight_of_a_living_owner_is_no_damage(tmp_path, capsys, monke
     job = real_job(tmp_path)
     job.save(10)
     job.fork(job.request(20))
-    assert said(capsys, "doctor", "-r", tmp_path) == "nothing is wrong\n"
+    assert said(capsys, "doctor", "-r", tmp_path).startswith("nothing is wrong (")
     job.close()
 
 
@@ -318,7 +329,7 @@ def test_F29_the_writers_of_a_living_job_are_no_damage(tmp_path, capsys, monkeyp
     monkeypatch.setattr(situation, "processes_in", lambda root, besides: ("4711 writer",))
     job = real_job(tmp_path)
     job.save(10)
-    assert said(capsys, "doctor", "-r", tmp_path) == "nothing is wrong\n"
+    assert said(capsys, "doctor", "-r", tmp_path).startswith("nothing is wrong (")
     job.close()
     assert codes(capsys, tmp_path) == {"processes-left"}
 
@@ -374,7 +385,7 @@ def test_fix_keeps_to_the_layout_of_the_root(tmp_path, capsys):
     job.close()
     (tmp_path / TRACKER).write_text("")
     out = ran(capsys, "doctor", "--fix", "--yes", "-r", tmp_path)[1]
-    assert out.endswith("latest: 10\nnothing is wrong\n")
+    assert "\nlatest: 10\nnothing is wrong (" in out
     assert (tmp_path / "global_step_10").is_dir()
 
 

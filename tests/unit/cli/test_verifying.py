@@ -81,6 +81,24 @@ def test_a_checkpoint_that_is_pruned_while_it_is_verified_is_not_judged(
     job.close()
 
 
+@pytest.mark.parametrize(
+    ("damaged", "arguments", "way_out"),
+    [
+        ((20,), ("--all",), "start the job, or: ckptfsm rollback 10"),
+        ((20,), (), "see which one is good: ckptfsm verify --all"),
+        ((10,), ("10",), "nothing now, if the latest is good: ckptfsm verify 20"),
+        ((10, 20), ("--all",), "put a good copy back: no checkpoint of this root is good"),
+    ],
+)
+def test_the_way_out_stands_below_a_damaged_step(damaged, arguments, way_out, root, capsys):
+    """Catches: a rollback to a step that was not read, or that is damaged, too."""
+    for step in damaged:
+        shard = root / f"iter_00000{step}/__0_0.distcp"
+        shard.write_bytes(shard.read_bytes()[::-1])
+    out = ran(capsys, "verify", *arguments, "-r", root)[1].splitlines()
+    assert out[-2:] == [f"    do: {way_out}", "    see: docs/runbook/checkpoint-damaged.md"]
+
+
 def test_a_subset_reads_less_than_everything(root, capsys):
     whole, part = (
         json.loads(said(capsys, "verify", "--json", "--read-data-subset", share, "-r", root))[0]
