@@ -38,6 +38,9 @@ class Unread:
     def wait(self, timeout_s: float) -> Outcome | None:
         return self.outcome
 
+    def written_bytes(self) -> int:
+        return 0
+
     def kill(self, timeout_s: float) -> bool:
         self.outcome = self.outcome or Outcome(-9)
         return True

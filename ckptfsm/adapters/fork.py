@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfsm.adapters.notices import say
+from ckptfsm.adapters.shared_count import SharedCount
 from ckptfsm.core.errors import describe, first_os_error
 from ckptfsm.core.ports import ChildError, Outcome
 
@@ -61,8 +62,11 @@ _READ_BYTES = 1 << 16
 class Child:
     """A forked child, seen from its parent."""
 
-    def __init__(self, pid: int, pipe: int, *, group: bool) -> None:
+    def __init__(
+        self, pid: int, pipe: int, *, group: bool, count: SharedCount | None = None
+    ) -> None:
         self.pid = pid
+        self._count = count
         self._parent = os.getpid()
         self._pipe: int | None = pipe
         self._group = group
@@ -132,6 +136,10 @@ class Child:
         """Pid, state and kernel function of the child and its workers, see ``ports.WriterProcess``."""
         return ", ".join(stand(pid) for pid in [self.pid, *children_of(self.pid)])
 
+    def written_bytes(self) -> int:
+        """The count of the child and its workers, see ``ports.WriterProcess``."""
+        return 0 if self._count is None else self._count.value
+
     def _is_ours(self) -> bool:
         return os.getpid() == self._parent
 
@@ -175,10 +183,17 @@ class Child:
                 os.killpg(self.pid, signal.SIGKILL)
 
 
-def fork_child(job: Callable[[], Any], *, keep: Sequence[int], group: bool) -> Child:
+def fork_child(
+    job: Callable[[], Any],
+    *,
+    keep: Sequence[int],
+    group: bool,
+    count: SharedCount | None = None,
+) -> Child:
     """Fork a child that runs ``job`` and reports its (picklable) result or its error.
 
-    ``keep``: descriptors the child may keep. ``group``: put the child into a new process group. The
+    ``keep``: descriptors the child may keep. ``count``: the bytes that it writes, which ``job``
+    counts. ``group``: put the child into a new process group. The
     child can then be killed with everything it forks, and a Ctrl-C at the terminal does not reach
     it. A child without a group is a worker forked by such a child: no other thread of its parent
     holds a lock. Call within ``PosixDeferredSignals``, until the child is stored.
@@ -188,7 +203,7 @@ def fork_child(job: Callable[[], Any], *, keep: Sequence[int], group: bool) -> C
     (issue 112275): at a lock that threads of torch take when they free tensors.
     """
     for _ in range(_FORKS - 1 if group else 0):
-        child = _fork(job, keep, group)
+        child = _fork(job, keep, group, count)
         try:
             if child.begins(_BEGIN_S):
                 return child
@@ -200,10 +215,12 @@ def fork_child(job: Callable[[], Any], *, keep: Sequence[int], group: bool) -> C
             raise
         said = f"a child did not begin, and is forked anew; it was {where}"
         say(log.warning, "child_did_not_begin", said, where=where)
-    return _fork(job, keep, group)
+    return _fork(job, keep, group, count)
 
 
-def _fork(job: Callable[[], Any], keep: Sequence[int], group: bool) -> Child:
+def _fork(
+    job: Callable[[], Any], keep: Sequence[int], group: bool, count: SharedCount | None
+) -> Child:
     with _named("pipe2"):
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
     parent = os.getpid()
@@ -223,7 +240,7 @@ def _fork(job: Callable[[], Any], keep: Sequence[int], group: bool) -> Child:
     if group:
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)  # both sides set the group: neither may wait for the other
-    return Child(pid, read_end, group=group)
+    return Child(pid, read_end, group=group, count=count)
 
 
 def _forked() -> int:

@@ -402,6 +402,13 @@ class WriterProcess(Protocol):
         """Where the process and its workers hang, for people; "" if that cannot be told."""
         ...
 
+    def written_bytes(self) -> int:
+        """Bytes of shards that the process and its workers gave to the disk so far.
+
+        No message, no wait: a read of shared memory. 0 if that cannot be told.
+        """
+        ...
+
 
 Launch = Callable[[Storage, RankJob], WriterProcess]
 """Starts a rank's writer. The data may change once the writer ``holds_copy``."""

@@ -50,6 +50,7 @@ from ckptfsm.core.ports import Storage, Written
 from ckptfsm.disk.durable import make_dirs, storage_error
 from ckptfsm.disk.stock import COMMON, COMMON_KEY
 from ckptfsm.megatron.planning import Bucket, PartDraft
+from ckptfsm.writers.counted import for_worker
 from ckptfsm.writers.shard_file import ShardFile
 
 _DCP_VERSION = "1.0.0"  # written by FileSystemWriter of torch 2.x, ignored by its reader
@@ -135,11 +136,17 @@ class TorchDistPart:
         names = [f"__{self.rank}_{i}.distcp" for i in range(len(self.buckets))]
         workers = [
             fork_child(
-                _BucketJob(storage, join(location, self.directory), self.directory, name, bucket),
+                _BucketJob(
+                    for_worker(storage, number),
+                    join(location, self.directory),
+                    self.directory,
+                    name,
+                    bucket,
+                ),
                 keep=storage.descriptors(),
                 group=False,
             )
-            for name, bucket in zip(names, self.buckets, strict=True)
+            for number, (name, bucket) in enumerate(zip(names, self.buckets, strict=True))
         ]
         try:
             files, rows = self._write_common(storage, location)

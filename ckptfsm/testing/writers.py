@@ -19,6 +19,19 @@ from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
 from ckptfsm.writers.rank_writer import write_rank
 
 
+class PlainCount:
+    """A ``writers.counted.Count`` of a writer that lives in this process."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def adder(self, number: int = 0) -> Callable[[int], None]:
+        return self._add
+
+    def _add(self, count: int) -> None:
+        self.value += count
+
+
 class SimWriter:
     """The writer of one rank, see the module. ``calls`` counts its changing storage calls so far."""
 
@@ -29,6 +42,7 @@ class SimWriter:
         self._name = name
         self._hook = hook
         self._outcome: Outcome | None = None
+        self._count = PlainCount()
 
     @property
     def running(self) -> bool:
@@ -59,6 +73,9 @@ class SimWriter:
     def whereabouts(self) -> str:
         return ""
 
+    def written_bytes(self) -> int:
+        return self._count.value
+
     def finish(self) -> Outcome:
         """Write everything and end; a storage error ends the writer with exit code 1."""
         return self._write(self._hook)
@@ -72,7 +89,8 @@ class SimWriter:
             return self._outcome
         storage = FaultStorage(SimStorage(self._disk, self._name), before=hook)
         try:
-            outcome = Outcome(0, payload=write_rank(storage, self.job), complete=True)
+            payload = write_rank(storage, self.job, count=self._count)
+            outcome = Outcome(0, payload=payload, complete=True)
         except ProcessDead:
             outcome = Outcome(-signal.SIGKILL)
         except (CkptFsmError, OSError) as error:

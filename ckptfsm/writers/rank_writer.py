@@ -20,6 +20,7 @@ from typing import Any
 
 from ckptfsm.adapters.fork import Child, fork_child
 from ckptfsm.adapters.memory import OwnMemory
+from ckptfsm.adapters.shared_count import SharedCount
 from ckptfsm.core.documents import Receipt, encode_sealed
 from ckptfsm.core.errors import StorageError, WriterDied, describe, printable
 from ckptfsm.core.events import Event, Failed, ShardReported, WriterForked
@@ -27,6 +28,7 @@ from ckptfsm.core.layout import RECEIPTS, STAGING, begun_name, join, receipt_nam
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Launch, Outcome, PartJob, RankJob, Storage, Written
 from ckptfsm.disk.durable import fsync_tree_dirs, lookup, make_dirs, put, storage_error
+from ckptfsm.writers.counted import Count, counted
 from ckptfsm.writers.image import FromImages, InlineChunks, MemoryReader, copying_of
 from ckptfsm.writers.shard_file import ShardFile
 
@@ -50,17 +52,22 @@ class FilePart:
 
 
 def write_rank(
-    storage: Storage, job: RankJob, await_word: Callable[[], object] = str
+    storage: Storage,
+    job: RankJob,
+    await_word: Callable[[], object] = str,
+    count: Count | None = None,
 ) -> list[tuple[str, int, Any]]:
     """Write every part of a rank, then the receipts in order: (part, bytes, payload) for each.
 
     ``await_word`` returns when the receipts may be written: they must not vouch for a torn copy.
+    ``count`` is told the bytes of the shards while they are written.
     """
     written = []
+    shards = counted(storage, count)
     for part in job.parts:
         _require_mark(storage, job.of, job.location)
         write = _try_part if part.name in job.optional else _write_part
-        written.append((part, write(storage, job, part)))
+        written.append((part, write(shards, job, part)))
     await_word()
     told = []
     for part, result in written:
@@ -302,18 +309,20 @@ def launch_forked(storage: Storage, job: RankJob, memory: MemoryReader | None = 
         part.bound(InlineChunks(memory)) if isinstance(part, FromImages) else part
         for part in job.parts
     )
-    bound = _BoundJob(storage, replace(job, parts=parts))
-    return fork_child(bound, keep=storage.descriptors(), group=True)
+    count = SharedCount.for_children()
+    bound = _BoundJob(storage, replace(job, parts=parts), count)
+    return fork_child(bound, keep=storage.descriptors(), group=True, count=count)
 
 
 @dataclass(frozen=True, slots=True)
 class _BoundJob:
     storage: Storage
     job: RankJob
+    count: SharedCount
 
     def __call__(self) -> list[tuple[str, int, Any]]:
         try:
-            return write_rank(self.storage, self.job)
+            return write_rank(self.storage, self.job, count=self.count)
         except StorageError:
             raise
         except OSError as error:

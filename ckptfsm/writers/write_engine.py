@@ -46,6 +46,7 @@ from ckptfsm.adapters.memory import available_bytes, ranks_of_this_host
 from ckptfsm.adapters.notices import say
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.segments import Segment, Span, is_in_segment
+from ckptfsm.adapters.shared_count import COUNT_BYTES, SharedCount
 from ckptfsm.adapters.spawn import Spawned
 from ckptfsm.core.errors import describe
 from ckptfsm.core.layout import STAGING, receipt_name
@@ -93,7 +94,8 @@ class Reading:
     """The way in which the process gets the memory of a job.
 
     ``lent``: some of that memory can be changed by the trainer. ``awaited``: the trainer waits until
-    the process has it. ``copies`` tell the places of memory in the ``arena``.
+    the process has it. ``copies`` tell the places of memory in the ``arena``. ``count`` is where the
+    process counts the bytes that it writes; None if the kernel gives no memory for that.
     """
 
     buffer_bytes: int
@@ -102,6 +104,7 @@ class Reading:
     segments: tuple[Segment, ...] = ()
     arena: Arena | None = None
     copies: Sequence[Span] = ()
+    count: Segment | None = None
 
     @property
     def sources(self) -> tuple[Segment, ...]:
@@ -136,7 +139,7 @@ class WriteEngine:
         self._held_bytes = 0  # the process's memory for copies
         self._lent: list[Segment] = []
         self._arena: Arena | None = None  # with no copy that is still read
-        self._told = False
+        self._told = self._uncounted = False
         self._probe = ctypes.create_string_buffer(os.urandom(_PROBE_BYTES), _PROBE_BYTES)
 
     def start(self) -> None:
@@ -187,6 +190,7 @@ class WriteEngine:
         reading = self._reading(parts, ranges)
         if reading is None:
             return self._forked(storage, job, ranges)
+        reading = replace(reading, count=self._new_count())
         order = self._order(storage, job, reading)
         process = self._ready() if copying is not None else self._ordered(order, storage, reading)
         if process is None:
@@ -250,6 +254,17 @@ class WriteEngine:
                 return None
             buffers = max(CHUNK_BYTES, needed)
         return Reading(buffers, lent=lent, awaited=eager, segments=self._segments_of(ranges))
+
+    def _new_count(self) -> Segment | None:
+        """A segment for the count of written bytes. A save goes on without one."""
+        try:
+            return Segment(COUNT_BYTES)
+        except OSError as error:
+            if not self._uncounted:
+                said = f"the bytes that are written are not counted: {describe(error)}"
+                say(log.warning, "no_progress", said, error=describe(error))
+            self._uncounted = True
+            return None
 
     def _segments_of(self, ranges: Iterable[Range]) -> tuple[Segment, ...]:
         return tuple(s for s in self._lent if any(s.holds(*each) for each in ranges))
@@ -380,6 +395,7 @@ class WriteEngine:
             twice=settings.twice and reading.lent and not reading.awaited,
             segments=len(reading.sources),
             spans=reading.spans,
+            counted=reading.count is not None,
         )
 
     def take_back(self, process: Spawned) -> None:
@@ -409,7 +425,9 @@ class WriteEngine:
 
 def _descriptors(storage: Storage, reading: Reading) -> list[int]:
     """The descriptors that travel with an order."""
-    return [*storage.descriptors(), *(each.fileno() for each in reading.sources)]
+    counts = () if reading.count is None else (reading.count,)
+    segments = (*reading.sources, *counts)
+    return [*storage.descriptors(), *(each.fileno() for each in segments)]
 
 
 def _may_restart(job: RankJob) -> bool:
@@ -450,6 +468,8 @@ class WriteJob:
         self._process = process
         self._kept = tuple(parts)  # with their memory, until it was read
         self._lent, self._arena = reading.lent, reading.arena
+        self._counting = reading.count  # open as long as another process may need it
+        self._count = None if reading.count is None else SharedCount.of_segment(reading.count)
         self._later = later
         self._ordered = later is None
         self._again = again  # starts another process, once
@@ -502,6 +522,9 @@ class WriteJob:
         if self._later is not None:
             return "the copy of the accelerator's state"
         return self._process.whereabouts()
+
+    def written_bytes(self) -> int:
+        return 0 if self._count is None else self._count.value
 
     def _order_when_copied(self) -> None:
         """Give the process its order if the copies are made. An error of them ends the job."""
@@ -565,3 +588,5 @@ class WriteJob:
         arena, self._arena = self._arena, None
         if arena is not None:
             self._engine.take_back_arena(arena)
+        if self._counting is not None:
+            self._counting.close()

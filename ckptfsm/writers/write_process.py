@@ -22,6 +22,7 @@ from importlib import import_module
 from ckptfsm.adapters.memory import MemoryOf
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.adapters.segments import Descriptors, Span, SpanReader
+from ckptfsm.adapters.shared_count import SharedCount
 from ckptfsm.adapters.spawn import TrainersEnd, be_considerate
 from ckptfsm.core.errors import describe, first_os_error
 from ckptfsm.core.layout import join
@@ -57,6 +58,8 @@ class Hello:
 class Order:
     """A job for the process, sent with the descriptor of ``root``, then those of ``segments``.
 
+    If the written bytes are ``counted``, the descriptor of their count comes last.
+
     ``spans`` is the trainer's memory that is read through the segments, by the number of each.
     ``again``: a process that had this order is dead, and may have left files.
     ``buffer_bytes`` is the memory to use for it, ``threads`` the number that read the trainer's. If the
@@ -74,6 +77,7 @@ class Order:
     segments: int = 0
     spans: tuple[Span, ...] = ()
     again: bool = False
+    counted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +138,13 @@ class Server:
         return "" if found == probe.content else "another process was read"
 
     def _begin(self, order: Order, fds: list[int]) -> None:
+        count = SharedCount.of_descriptor(fds.pop()) if order.counted else None
         roots = len(fds) - order.segments
         for fd in fds[:roots]:
             self._keep(order.root, fd)
         segments = Descriptors(fds[roots:])
         self._confirmed = confirmed = threading.Event()  # here: the confirmation may be next
-        work = partial(self._run, order, segments, confirmed)
+        work = partial(self._run, order, segments, confirmed, count)
         threading.Thread(target=work, daemon=True, name="ckptfsm-job").start()
 
     def _keep(self, root: str, fd: int) -> None:
@@ -148,10 +153,18 @@ class Server:
         else:
             self._storages[root] = PosixStorage.of_descriptor(root, fd)
 
-    def _run(self, order: Order, segments: Descriptors, confirmed: threading.Event) -> None:
+    def _run(
+        self,
+        order: Order,
+        segments: Descriptors,
+        confirmed: threading.Event,
+        count: SharedCount | None,
+    ) -> None:
         try:
-            payload = self._write(order, segments, confirmed)
+            payload = self._write(order, segments, confirmed, count)
             segments.close()
+            if count is not None:
+                count.close()
         except BaseException as error:  # the trainer must hear of every error
             cause = first_os_error(error)
             words = describe(cause) if cause else ""
@@ -161,7 +174,11 @@ class Server:
         self._trainer.channel.send(Done(payload))
 
     def _write(
-        self, order: Order, segments: Descriptors, confirmed: threading.Event
+        self,
+        order: Order,
+        segments: Descriptors,
+        confirmed: threading.Event,
+        count: SharedCount | None,
     ) -> list[tuple[str, int, object]]:
         source = Prefetch(
             [t for part in order.job.parts if isinstance(part, FromImages) for t in part.turns],
@@ -184,7 +201,9 @@ class Server:
         storage = self._storages[order.root]
         if order.again:
             remove_files(storage, order.job)
-        return write_rank(storage, replace(order.job, parts=bound), await_word)
+            if count is not None:
+                count.reset()
+        return write_rank(storage, replace(order.job, parts=bound), await_word, count)
 
     def _memory(self, size: int) -> memoryview:
         """At least ``size`` bytes of memory, present, and kept for the next job."""

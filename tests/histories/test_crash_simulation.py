@@ -37,6 +37,7 @@ from ckptfsm.testing.fakes import FakeDraft, FakeDriver, fake_ports
 from ckptfsm.testing.faults import FaultStorage, crash_at, fail_at
 from ckptfsm.testing.harness import FakeJob, FakePart, HalfPart, check_root, fake_content
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
+from ckptfsm.testing.writers import PlainCount
 from ckptfsm.writers.plain_files import FilesDriver
 from ckptfsm.writers.rank_writer import write_rank
 
@@ -88,8 +89,9 @@ class InlineWriter:
     """A writer that has ended when it is launched; it dies with the job. See ``ports.Launch``."""
 
     def __init__(self, storage: Storage, job: RankJob) -> None:
+        self.count = PlainCount()
         try:
-            self._outcome = Outcome(0, write_rank(storage, job), complete=True)
+            self._outcome = Outcome(0, write_rank(storage, job, count=self.count), complete=True)
         except OSError as error:
             self._outcome = Outcome(1, error=ChildError(str(error), str(error), "storage"))
 
@@ -114,6 +116,9 @@ class InlineWriter:
 
     def whereabouts(self) -> str:
         return ""
+
+    def written_bytes(self) -> int:
+        return self.count.value
 
 
 class NamingDraft(FakeDraft):

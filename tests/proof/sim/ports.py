@@ -41,6 +41,7 @@ from ckptfsm.testing.fakes import FakeDraft, FakeDriver, FakeRequest, spec_of
 from ckptfsm.testing.harness import FakePart
 from ckptfsm.testing.invariants import Attempt
 from ckptfsm.testing.simfs import ProcessDead
+from ckptfsm.testing.writers import PlainCount
 from ckptfsm.writers.rank_writer import FilePart, write_rank
 from ckptfsm.writers.shard_file import ShardFile
 from proof.sim.site import Site
@@ -286,6 +287,7 @@ class WorldWriter:
         self._process = site.world.process(name, parent.host, parent, "writer")
         self._storage = WorldStorage(site, self._process)
         self._ended: Outcome | None = None
+        self._count = PlainCount()
         self._stubborn = site.chance(0.05)
         self._task = site.world.spawn(self._process, name, self._work)
 
@@ -318,6 +320,9 @@ class WorldWriter:
     def whereabouts(self) -> str:
         return ""
 
+    def written_bytes(self) -> int:
+        return self._count.value
+
     def _work(self) -> None:
         site = self._site
         lies = site.chance(site.stale * 0.1)
@@ -349,15 +354,15 @@ class WorldWriter:
         job, site = self._job, self._site
         several = len(job.parts) > 1 or any(isinstance(p, GroupShare) for p in job.parts)
         if not several or not site.chance(site.uneven):
-            return write_rank(self._storage, job)
+            return write_rank(self._storage, job, count=self._count)
         index = site.world.random.randrange(len(job.parts))
         how = site.world.random.choice(("late", "fails", "missing"))
         one = StruckPart(site, job, job.parts[index], how)
         if how != "missing":
             parts = (*job.parts[:index], one, *job.parts[index + 1 :])
-            return write_rank(self._storage, replace(job, parts=parts))
+            return write_rank(self._storage, replace(job, parts=parts), count=self._count)
         parts = (*job.parts[:index], *job.parts[index + 1 :])
-        written = write_rank(self._storage, replace(job, parts=parts))
+        written = write_rank(self._storage, replace(job, parts=parts), count=self._count)
         one.strike()
         written.insert(index, (one.name, 1, None))
         return written
