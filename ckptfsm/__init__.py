@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckptfsm.core.lifecycle import State
     from ckptfsm.core.parts import OptionalPart
     from ckptfsm.core.ports import OffloadHook
+    from ckptfsm.core.progress import Progress
     from ckptfsm.core.requests import RecoveryReport
     from ckptfsm.core.retention import (
         AllOf,
@@ -47,6 +48,7 @@ __all__ = [
     "load_config",
     "save_again",
     "SaveHandle",
+    "Progress",
     "Restored",
     "ReaderLease",
     "checkpoints",
@@ -101,6 +103,7 @@ _PLACES = MappingProxyType(
         "load_config": "ckptfsm.core.config",
         "save_again": "ckptfsm.core.config",
         "SaveHandle": "ckptfsm.ranks.handle",
+        "Progress": "ckptfsm.core.progress",
         "Restored": "ckptfsm.ranks.handle",
         "ReaderLease": "ckptfsm.disk.reader_lease",
         "checkpoints": "ckptfsm.disk.watching",

@@ -50,6 +50,7 @@ class CheckpointConfig(BaseModel):
       then), or ``fresh``.
     - ``verify``: how deep ``restore`` verifies.
     - ``engine``: how a save gets its copy of the state.
+    - ``progress``: how rank 0 shows the save in flight.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -121,6 +122,12 @@ class CheckpointConfig(BaseModel):
         default=False,
         description="read the state of a gated save a second time, and fail the save if it differs: "
         "finds changes between the readings that torch does not count",
+    )
+    progress: Literal["off", "auto", "log"] = Field(
+        default="off",
+        description="rank 0 shows the save in flight: on a line of the terminal, if standard error is "
+        "one and rich is installed, else in one log line at its end (`auto`), or in the log line alone "
+        "(`log`), see [progress](engine.md#progress)",
     )
     common_state: Literal["auto", "file"] = Field(
         default="auto",

@@ -33,14 +33,19 @@ class Agent:
     """The agent of one rank. At rank 0, ``report`` takes the reports of all ranks.
 
     ``begin`` wakes it for a save, ``rest`` lets it sleep, ``end`` ends it: from the training thread.
+    ``show`` is called after each look at the reports, to draw the progress of the save.
     """
 
     def __init__(
-        self, clock: Clock, mailbox: Mailbox, report: Callable[[Sequence[Event]], Any] | None
+        self,
+        clock: Clock,
+        mailbox: Mailbox,
+        report: Callable[[Sequence[Event]], Any] | None,
+        show: Callable[[], object] = str,
     ) -> None:
         self._clock = clock
         self._mailbox = mailbox
-        self._report = report
+        self._report, self._show = report, show
         self._writer: RankWriter | None = None
         self._posted: set[Event] = set()
         self._busy = threading.Event()
@@ -76,6 +81,7 @@ class Agent:
             while not self._over.is_set():
                 self._busy.wait()
                 self._look()
+                self._show()
                 self._over.wait(_PAUSE_S)
         except Exception as error:  # the rounds go on without the agent
             why = describe(error)

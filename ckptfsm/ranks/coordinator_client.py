@@ -68,7 +68,8 @@ class CoordinatorClient:
     """The client, see the module. ``start`` gives rank 0 its coordinator; ``stop`` ends its thread.
 
     ``hear`` runs the signal handlers that wait, and returns the exception of one. ``taken`` is the
-    number of news that this rank has taken.
+    number of news that this rank has taken. ``on_reports`` is called with all reports, at rank 0, on
+    the thread that brings them.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class CoordinatorClient:
     ) -> None:
         self.transport = transport
         self.taken = 0
+        self.on_reports: Callable[[Sequence[Event]], object] = _unheard
         self._effect_timeout_s = effect_timeout_s
         self._hear = hear
         self._coordinator: Coordinator | None = None
@@ -226,6 +228,7 @@ class CoordinatorClient:
         update = Update()
         if gathered is not None:
             if events:
+                self.on_reports(events)
                 self._submit(Coordinator.report, events)
             update = self.collect()
         shared: Update = self.transport.broadcast(update)
@@ -235,7 +238,7 @@ class CoordinatorClient:
         """At rank 0: a function that reports from any thread. Elsewhere None."""
         if self._coordinator is None or self._executor is None:
             return None
-        return partial(_report, self._coordinator, self._executor)
+        return partial(_report, self._coordinator, self._executor, self.on_reports)
 
     def forget_request(self) -> None:
         """Fail a request that timed out, once the disk answers again."""
@@ -314,8 +317,18 @@ class CoordinatorClient:
         return future
 
 
-def _report(coordinator: Coordinator, executor: Executor, events: Sequence[Event]) -> None:
+def _unheard(events: Sequence[Event]) -> None:
+    """Nothing is shown of them."""
+
+
+def _report(
+    coordinator: Coordinator,
+    executor: Executor,
+    on_reports: Callable[[Sequence[Event]], object],
+    events: Sequence[Event],
+) -> None:
     """Report on the coordinator's thread. An error of its own ends it, and is raised by ``poll``."""
+    on_reports(events)
     executor.submit(partial(coordinator.report, events))
 
 

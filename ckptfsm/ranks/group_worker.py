@@ -29,17 +29,27 @@ from ckptfsm.core.events import Event, Failed, WriterGone
 from ckptfsm.core.layout import join, planned_name
 from ckptfsm.core.parts import AttemptId, PartKind, PartSpec, check_parts
 from ckptfsm.core.ports import Clock, Draft, PartFinisher, PartJob, Ports, RankJob, Storage, Written
+from ckptfsm.core.progress import Progress
 from ckptfsm.core.requests import Accepted, Located
 from ckptfsm.disk.durable import make_dirs, read_document
 from ckptfsm.disk.receipts import Receipts
 from ckptfsm.disk.stock import MAX_METADATA_BYTES
 from ckptfsm.ranks.handle import Restored
 from ckptfsm.ranks.offload import OffloadTurn
+from ckptfsm.ranks.progress import ShareProgress
 from ckptfsm.ranks.proposal import Proposal, agree
 from ckptfsm.ranks.restoring import Restorer, warn_of_drops
 from ckptfsm.ranks.tickets import Reading, Ticket
 from ckptfsm.writers.image import ChunkSource, Copying, FromImages, Image, copying_of
-from ckptfsm.writers.plain_files import PLAIN_PARTS, FileTree, TreePart, UnmadePart, around, at_path
+from ckptfsm.writers.plain_files import (
+    PLAIN_PARTS,
+    FileTree,
+    TreePart,
+    UnmadePart,
+    around,
+    at_path,
+    planned_bytes,
+)
 from ckptfsm.writers.rank_writer import RankWriter
 from ckptfsm.writers.shard_file import ShardFile
 
@@ -60,6 +70,7 @@ class BaseGroupWorker:
         self._writer: RankWriter | None = None
         self._newest: AttemptId | None = None  # of the newest ticket
         self._begun = False  # its writer was forked, or its failure reported
+        self._progress: ShareProgress | None = None  # of the newest ticket
         self._reports: list[Event] = []  # of the newest ticket, without its writer's
         self._dying: list[RankWriter] = []
         self._number = 0
@@ -89,6 +100,8 @@ class BaseGroupWorker:
                 self._writer = None
             self._number = ticket.first_rank + self._ports.transport.rank
             self._begun, self._reports, self._newest = False, [], ticket.of
+            self._end_progress()
+            self._progress = None
             with OffloadTurn(self._ports.staging, self._ports.transport, ticket.of.step) as stage:
                 # nothing here may keep a reference: offload comes after all are dropped
                 self._write(
@@ -212,7 +225,8 @@ class BaseGroupWorker:
         job = RankJob(
             ticket.of, self._number, ticket.world_size, ticket.location, (share,), optional
         )
-        deadline = self._ports.clock.monotonic() + ticket.timeout_s
+        began = self._ports.clock.monotonic()
+        deadline = began + ticket.timeout_s
         storage = self._open(ticket.root)
         self._writer = RankWriter(
             storage,
@@ -222,6 +236,8 @@ class BaseGroupWorker:
             changed=str if draft is None else draft.changed,
             let_go=str if draft is None else draft.let_go,
         )
+        total = planned_bytes((share,)) or (draft.expected_bytes if draft is not None else None)
+        self._progress = ShareProgress(self._writer, self._ports.clock, began, total)
         self._begun = True
 
     def _to_finish(self, accepted: Accepted, shares: GroupParts) -> tuple[Unfinished, ...]:
@@ -245,6 +261,16 @@ class BaseGroupWorker:
         self._reports.append(Failed(of, "fork_failed", detail, self._number))
         self._begun = True
 
+    @property
+    def progress(self) -> Progress | None:
+        """The progress of the newest ticket's share on this rank, see ``SaveHandle`` (local)."""
+        return None if self._progress is None else self._progress()
+
+    def _end_progress(self) -> None:
+        """Keep the progress as it is: its writer is over."""
+        if self._progress is not None:
+            self._progress.end()
+
     # ----------------------------------------------------------------------------------- reports
 
     def poll(self, doomed: Sequence[AttemptId] = ()) -> list[Event]:
@@ -264,6 +290,7 @@ class BaseGroupWorker:
             if writer is not None and writer.of in doomed:
                 if writer not in self._dying:
                     self._dying.append(writer)
+                self._end_progress()
                 self._reports, self._writer = reports, None
             self._dying = [w for w in self._dying if not w.kill(timeout_s=0.0)]
             alive = [w.of for w in self._dying]
@@ -275,6 +302,7 @@ class BaseGroupWorker:
         with self._one_call.running():
             if self._writer is not None and not self._writer.wait(self._ports.clock, timeout_s):
                 self._writer.kill(timeout_s)
+            self._end_progress()
             self._writer = None
             self._ports.transport.close()
             self._ports.close_writers()

@@ -14,6 +14,7 @@ from ckptfsm.core.documents import TransitionRecord
 from ckptfsm.core.errors import CkptFsmError
 from ckptfsm.core.lifecycle import IN_FLIGHT, UNFINISHED, State
 from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.progress import Progress
 
 
 @dataclass(slots=True)
@@ -23,6 +24,9 @@ class SaveHandle:
     ``state`` is the checkpoint's state as this rank knows it; None for a skipped save. A save is
     acknowledged when ``state`` is ``tracked``, not before. ``blocked_by`` is the error of the disk
     that blocks the next effect, which is retried; None if nothing does.
+
+    ``progress`` tells how far this rank's shards are on their way to the disk. The call is local and
+    cheap. Other ranks have their own. None for a skipped save, and at a rank that writes no part.
     """
 
     step: int
@@ -31,6 +35,12 @@ class SaveHandle:
     _error: CkptFsmError | None = None
     _wait: Callable[[SaveHandle, float | None], None] | None = field(default=None, repr=False)
     blocked_by: CkptFsmError | None = None
+    _progress: Callable[[], Progress] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def progress(self) -> Progress | None:
+        """The progress of this rank's share now; after the save, as it was at its end."""
+        return self._progress() if self._progress is not None else None
 
     @property
     def skipped(self) -> bool:

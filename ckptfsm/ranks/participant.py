@@ -54,6 +54,7 @@ from ckptfsm.core.requests import (
 from ckptfsm.ranks.allocation import Allocation
 from ckptfsm.ranks.coordinator_client import CoordinatorClient, Update
 from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
+from ckptfsm.ranks.progress import ShowProgress
 from ckptfsm.ranks.reports import RankReports
 
 log = logging.getLogger("ckptfsm")
@@ -91,13 +92,14 @@ class Participant:
         self.owed: CkptFsmError | None = None  # of a save that is to be retried
         self.notes: list[Warning] = []
         self.reports = RankReports(ports, config, writers)
+        self.show = ShowProgress(config.progress, ports.transport.rank, ports.clock)
         self.allocation = Allocation(ports.clock, config.end_of_allocation)
         self._ports = ports
         self._config = config
         self._client = link
         self._hooks = tuple(hooks)
         self._meters = tuple(hook for hook in hooks if isinstance(hook, Meter))
-        self._rank = ports.transport.rank
+        self._rank, self._writers = ports.transport.rank, writers
         self._inbox: list[NumberedNews] = []
         self._handles: dict[AttemptId, SaveHandle] = {}
         # Attempts that failed, and steps without room for a save, since the last tracked save.
@@ -118,6 +120,7 @@ class Participant:
         """Note that the root was given back."""
         self._closed = self.calls.left = True
         self.reports.let_agent_go()
+        self.show.leave()
 
     def begin(self, view: View, update: Update) -> None:
         """Note the content of an opened root, and take the news of the opening."""
@@ -258,6 +261,7 @@ class Participant:
             update = self._client.exchange(sent)
             self.reports.taken(sent)
             self.take_update(update)
+        self.show.look()
         return Agreed(agreed[_EXPIRED], agreed[_INTERRUPTED])
 
     def _timed_save_due(self, now: float) -> bool:
@@ -306,6 +310,7 @@ class Participant:
             self._on_blocked(news)
             return
         self.view.apply(news)
+        self.show.take(news)
         handle = self._handles.get(news.of)
         if handle is not None:
             handle.state, handle.blocked_by = news.dest, None
@@ -323,6 +328,7 @@ class Participant:
     def _end(self, fatal: CkptFsmError) -> None:
         """Note that the coordinator is gone: no more news will come."""
         self.failures[None] = fatal
+        self.show.leave()
         for handle in self._handles.values():
             handle._error = handle._error or fatal
         self.reports.end()
@@ -446,8 +452,15 @@ class Participant:
         self.save_due = False
         self.reports.forget_sent(self.view.unfinished)
         handle = self.expect(accepted.of)
+        self.show.begin(accepted.of, self._writing_ranks(accepted), self.reports.progress_now)
         self.reports.begin_writing(storage, accepted, draft)
+        handle._progress = self.reports.progress
         return handle
+
+    def _writing_ranks(self, accepted: Accepted) -> int:
+        """The number of ranks that write a part of a save."""
+        everyone = range(self._writers)
+        return len({r for p in accepted.parts for r in (everyone if p.ranks is None else p.ranks)})
 
     def expect(self, of: AttemptId) -> SaveHandle:
         """The handle of an accepted save: from now on every rank raises its failure."""

@@ -24,10 +24,12 @@ from ckptfsm.core.layout import LAYOUTS
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Draft, Finalizer, Ports, RankJob, Storage
+from ckptfsm.core.progress import Progress
 from ckptfsm.core.requests import Accepted
 from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.handle import View
-from ckptfsm.writers.plain_files import around, at_path
+from ckptfsm.ranks.progress import ShareProgress
+from ckptfsm.writers.plain_files import around, at_path, planned_bytes
 from ckptfsm.writers.rank_writer import RankWriter, no_signal
 
 log = logging.getLogger("ckptfsm")
@@ -52,6 +54,7 @@ def _may_finalize(writer: RankWriter, part: Finalizer) -> None:
 class RankReports:
     """The writers and reports of this rank. ``outbox`` holds the reports to be sent.
 
+    ``progress`` tells that of the newest share; None if there is none.
     ``writers`` is the number of ranks of a checkpoint. ``source`` is called before each exchange,
     and adds the reports of other processes.
     """
@@ -61,6 +64,7 @@ class RankReports:
         self.source: Callable[[], None] | None = None
         self.agent: Agent | None = None
         self.outbox: list[Event] = []
+        self.progress: ShareProgress | None = None
         self._ports = ports
         self._config = config
         self._rank, self._world_size = ports.transport.rank, writers
@@ -81,6 +85,11 @@ class RankReports:
         if self.agent is not None:
             self.agent.end()
 
+    def progress_now(self) -> Progress | None:
+        """The progress of the newest share, from any thread."""
+        share = self.progress
+        return None if share is None else share()
+
     def begin_writing(
         self,
         storage: Storage,
@@ -94,6 +103,7 @@ class RankReports:
         of, specs = accepted.of, accepted.of_rank(self._rank)
         location = LAYOUTS[self._config.layout].working_dir(of, accepted.in_place)
         self._bystander = None if specs else of
+        self.progress, began = None, self._now()
         if not specs and self.agent is not None:
             self.agent.begin(None)
         if not specs:
@@ -115,6 +125,8 @@ class RankReports:
                 changed=draft.changed,
                 let_go=draft.let_go,
             )
+            total = planned_bytes(parts) or draft.expected_bytes or None
+            self.progress = ShareProgress(self.writer, self._ports.clock, began, total)
             if self.agent is not None:
                 self.agent.begin(self.writer)
             if self._ports.staging is not None:  # the state is about to be moved
@@ -199,6 +211,8 @@ class RankReports:
         """Drop writer and draft: the save is over for this rank."""
         if self.agent is not None:
             self.agent.rest()
+        if self.progress is not None:
+            self.progress.end()
         self.writer = self._draft = None
 
     def taken(self, events: Sequence[Event]) -> None:

@@ -84,6 +84,7 @@ class Session:
         self._participant = Participant(
             ports, config, self._client, self._one_call, hooks, self.writers
         )
+        self._client.on_reports = self._participant.show.hear
         self._gone = False
         self._storage: Storage
         try:
@@ -133,9 +134,9 @@ class Session:
         self._participant.begin(view, answer.update)
         mailbox = self._ports.mailbox()
         if mailbox is not None:
-            self._participant.reports.employ(
-                Agent(self._ports.clock, mailbox, self._client.reporter())
-            )
+            show = self._participant.show.look
+            agent = Agent(self._ports.clock, mailbox, self._client.reporter(), show)
+            self._participant.reports.employ(agent)
         self._note_recovery()
 
     def _open_locally(self) -> CkptFsmError | None:

@@ -16,6 +16,7 @@ from ckptfsm.core.layout import PRIVATE, join
 from ckptfsm.core.parts import OptionalPart, PartSpec, content_of
 from ckptfsm.core.ports import Finalizer, PartFinisher, PartJob, Storage, Survey, Written
 from ckptfsm.disk.durable import fsync_existing, walk_files
+from ckptfsm.writers.image import FromImages
 from ckptfsm.writers.rank_writer import FilePart
 
 
@@ -72,6 +73,22 @@ class UnmadePart:
 
 PLAIN_PARTS = (FilePart, TreePart, UnmadePart)
 """Kinds of shares that any process can write."""
+
+
+def planned_bytes(parts: Iterable[PartJob]) -> int | None:
+    """The bytes that a writer of these shares will write; None if only the writer will know.
+
+    Files of a ``TreePart`` are written already.
+    """
+    total = 0
+    for part in parts:
+        if isinstance(part, FilePart):
+            total += len(part.data)
+        elif isinstance(part, FromImages) and part.portable:
+            total += sum(image.size for turn in part.turns for image in turn)
+        elif not isinstance(part, PLAIN_PARTS):
+            return None
+    return total
 
 
 @contextmanager

@@ -136,6 +136,8 @@ class RankWriter:
 
     ``changed`` names data that was changed before the writer held its copy; "" if nothing was.
     ``let_go`` is called once the writer holds its copy. ``has_copy``: the trainer may change its data.
+    ``ended_at`` is the time at which the writer's end was seen. ``durable_bytes`` is the size of its
+    shards, if all are durable then.
     """
 
     def __init__(
@@ -150,6 +152,8 @@ class RankWriter:
     ) -> None:
         self.of = job.of
         self.payloads: dict[str, Any] = {}
+        self.ended_at: float | None = None
+        self.durable_bytes: int | None = None
         self._storage = storage
         self._rank, self._world_size, self._location = job.rank, job.world_size, job.location
         self._names = tuple(part.name for part in job.parts)  # not the parts: they hold the data
@@ -232,9 +236,11 @@ class RankWriter:
         """The last reports of a writer that ended or missed its deadline, else None."""
         outcome = self.process.poll()
         if outcome is not None:
+            self.ended_at = now
             return self._judge(outcome)
         if now < self._deadline:
             return None
+        self.ended_at = now
         where = self.process.whereabouts()
         self.process.kill(timeout_s=0.0)
         detail = f"rank {self._rank}: {missed_deadline(where)}"
@@ -276,6 +282,7 @@ class RankWriter:
         if problem:
             return (Failed(self.of, "receipt_missing", f"rank {rank}: {problem}", rank),)
         self.payloads = {name: payload for name, _, payload in outcome.payload}
+        self.durable_bytes = sum(count for _, count, _ in outcome.payload)
         return tuple(
             ShardReported(self.of, name, rank, size, count) for name, count, _ in outcome.payload
         )

@@ -75,6 +75,9 @@ class LateReader:
     def wait(self, timeout_s: float) -> Outcome | None:
         return self.outcome
 
+    def written_bytes(self) -> int:
+        return 0
+
     def kill(self, timeout_s: float) -> bool:
         self.outcome = Outcome(-9)
         return True
