@@ -29,7 +29,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ class Spawned:
         command = [
             *(sys.executable, "-I", "-S", "-c", _START.format(module=module, function=function)),
             *(str(theirs.fileno()), str(os.getpid()), str(threading.get_native_id())),
-            *_import_path(),
+            *import_path(),
         ]
         with theirs:
             try:
@@ -186,6 +186,11 @@ class Spawned:
         self._open, messages = self._channel.receive(timeout_s)
         return messages
 
+    @property
+    def is_open(self) -> bool:
+        """False once the process let go of the socket, and all its messages were read."""
+        return self._open
+
     def exitcode(self) -> int | None:
         """Its exit code once it has ended, negative for a signal; None while it runs."""
         if self._exitcode is None and os.getpid() == self._owner:
@@ -214,7 +219,7 @@ class Spawned:
         self._open = False
 
 
-def _import_path() -> list[str]:
+def import_path() -> list[str]:
     """The directories from which the trainer imports, for an interpreter without ``site``.
 
     The order is the trainer's: a module in site-packages must not stand before Python's of that name.
@@ -229,10 +234,11 @@ def _import_path() -> list[str]:
 class TrainersEnd:
     """The trainer as its spawned process sees it. ``channel`` is the way to it.
 
-    Made first in the process: from here on the process ends with its trainer.
+    Made first in the process: from here on the process ends with its trainer. ``last_act`` is called
+    then, on a thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last_act: Callable[[], object] = tuple) -> None:
         self.pid = int(sys.argv[2])
         self.channel = Channel(socket.socket(fileno=int(sys.argv[1])))
         if int(sys.argv[3]) == self.pid:  # before the look at the parent: it may be dead already
@@ -243,14 +249,17 @@ class TrainersEnd:
             os._exit(_ORPHANED)
         if os.getppid() != self.pid:
             os._exit(_ORPHANED)
-        threading.Thread(target=_end_with, args=(watched,), daemon=True).start()
+        threading.Thread(target=_end_with, args=(watched, last_act), daemon=True).start()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
 
 
-def _end_with(pidfd: int) -> None:
+def _end_with(pidfd: int, last_act: Callable[[], object]) -> None:
     _await_input(pidfd, None)
-    os._exit(_ORPHANED)
+    try:
+        last_act()
+    finally:
+        os._exit(_ORPHANED)
 
 
 def be_considerate(nice: int) -> None:

@@ -250,7 +250,7 @@ def test_a_package_that_is_not_on_the_path_is_found(monkeypatch):
     outer = str(Path(ckptfsm.__file__).resolve().parents[1])
     others = [entry for entry in sys.path if Path(entry).resolve() != Path(outer)]
     monkeypatch.setattr(sys, "path", ["", *others])
-    assert spawn._import_path()[0] == outer
+    assert spawn.import_path()[0] == outer
 
 
 def test_memory_of_another_process_is_read(echo):
