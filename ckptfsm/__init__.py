@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ckptfsm.core.config import CheckpointConfig, load_config, save_again
     from ckptfsm.core.documents import TransitionRecord
     from ckptfsm.core.errors import CkptFsmError, DamagedRoot, RootBusy, SaveFailed, SaveRefused
+    from ckptfsm.core.jobs import Job
     from ckptfsm.core.lifecycle import State
     from ckptfsm.core.parts import OptionalPart
     from ckptfsm.core.ports import OffloadHook
@@ -47,6 +48,7 @@ __all__ = [
     "CheckpointConfig",
     "load_config",
     "save_again",
+    "Job",
     "SaveHandle",
     "Progress",
     "Restored",
@@ -102,6 +104,7 @@ _PLACES = MappingProxyType(
         "CheckpointConfig": "ckptfsm.core.config",
         "load_config": "ckptfsm.core.config",
         "save_again": "ckptfsm.core.config",
+        "Job": "ckptfsm.core.jobs",
         "SaveHandle": "ckptfsm.ranks.handle",
         "Progress": "ckptfsm.core.progress",
         "Restored": "ckptfsm.ranks.handle",

@@ -32,6 +32,7 @@ from ckptfsm.core.documents import (
     Asked,
     CheckpointRecord,
     Holder,
+    JobRecord,
     Manifest,
     Part,
     Pin,
@@ -292,6 +293,7 @@ def json_schemas() -> dict[str, dict[str, Any]]:
         "pin": Pin,
         "asked": Asked,
         "answered": Answered,
+        "job": JobRecord,
     }
     schemas = {name: model.model_json_schema() for name, model in models.items()}
     schemas["journal-record"] = RECORD.json_schema()

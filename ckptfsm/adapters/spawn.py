@@ -235,13 +235,13 @@ class TrainersEnd:
     """The trainer as its spawned process sees it. ``channel`` is the way to it.
 
     Made first in the process: from here on the process ends with its trainer. ``last_act`` is called
-    then, on a thread.
+    then, on a thread. The kernel leaves a process with a last act its time for that.
     """
 
-    def __init__(self, last_act: Callable[[], object] = tuple) -> None:
+    def __init__(self, last_act: Callable[[], object] | None = None) -> None:
         self.pid = int(sys.argv[2])
         self.channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-        if int(sys.argv[3]) == self.pid:  # before the look at the parent: it may be dead already
+        if last_act is None and int(sys.argv[3]) == self.pid:  # before the look at the parent: it may be dead already
             _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         try:
             watched = os.pidfd_open(self.pid)
@@ -254,10 +254,11 @@ class TrainersEnd:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _end_with(pidfd: int, last_act: Callable[[], object]) -> None:
+def _end_with(pidfd: int, last_act: Callable[[], object] | None) -> None:
     _await_input(pidfd, None)
     try:
-        last_act()
+        if last_act is not None:
+            last_act()
     finally:
         os._exit(_ORPHANED)
 

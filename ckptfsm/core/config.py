@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ckptfsm.core.documents import first_problem
 from ckptfsm.core.errors import ConfigError
+from ckptfsm.core.jobs import Job
 from ckptfsm.core.preemption import unix_time
 from ckptfsm.core.recovery import Resume
 from ckptfsm.core.retention import KeepAll, Policy, parse_policy
@@ -51,6 +52,7 @@ class CheckpointConfig(BaseModel):
     - ``verify``: how deep ``restore`` verifies.
     - ``engine``: how a save gets its copy of the state.
     - ``progress``: how rank 0 shows the save in flight.
+    - ``on_tracked``: jobs that run after a checkpoint is tracked, see ``Job``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -176,6 +178,14 @@ class CheckpointConfig(BaseModel):
         default=600.0,
         description="a reader's lease that did not change for so long expires; seconds",
     )
+    on_tracked: tuple[Job, ...] = Field(
+        default=(),
+        description="jobs that run after a checkpoint is tracked, see [jobs](on-tracked.md)",
+    )
+    jobs_drain_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = Field(
+        default=0.0,
+        description="longest wait of `close` for jobs that wait or run, on rank 0; seconds",
+    )
 
     @field_validator("on_failure", mode="before")
     @classmethod
@@ -199,6 +209,14 @@ class CheckpointConfig(BaseModel):
             if name in ("SIGKILL", "SIGSTOP"):
                 raise ConfigError(f"no process hears {name}: name another signal")
         return names
+
+    @field_validator("on_tracked")
+    @classmethod
+    def _check_jobs(cls, jobs: tuple[Job, ...]) -> tuple[Job, ...]:
+        names = [job.name for job in jobs]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"two jobs of on_tracked have one name: {names}", key="on_tracked")
+        return jobs
 
     @field_validator("end_of_allocation", mode="before")
     @classmethod

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from enum import Enum
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -25,7 +26,7 @@ from pydantic import (
 )
 
 from ckptfsm.core.errors import DamagedRoot, NewerSchema, SaveFailed
-from ckptfsm.core.layout import MEGATRON
+from ckptfsm.core.layout import JOB_NAME, MEGATRON
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import MAX_STEP, AttemptId, PartKind, PartSpec
 from ckptfsm.core.recorded_metrics import MOST, MOST_LETTERS
@@ -185,6 +186,40 @@ class Answered(Document):
     nonce: str
     words: str
     kind: str = ""
+
+
+class JobState(Enum):
+    """The state of a job of ``on_tracked`` for a checkpoint. The last three are final."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    MISSED = "missed"
+
+
+JobName = Annotated[str, StringConstraints(pattern=f"^{JOB_NAME}$")]
+
+
+class JobRecord(Document):
+    """A job of ``on_tracked`` for one checkpoint. ``begun``: the number of attempts that began.
+
+    ``reason``: the last error, or why the job was missed. ``at`` is for people.
+    """
+
+    schema_version: Literal[1] = 1
+    step: Step
+    epoch: Number
+    attempt: Number
+    job: JobName
+    state: JobState
+    begun: Count = 0
+    reason: Annotated[str, StringConstraints(max_length=4000)] = ""
+    at: str = ""
+
+    @property
+    def of(self) -> AttemptId:
+        return AttemptId(self.step, self.epoch, self.attempt)
 
 
 class CheckpointRecord(Document):

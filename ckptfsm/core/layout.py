@@ -30,6 +30,7 @@ PINS = f"{PRIVATE}/pins"
 READERS = f"{PRIVATE}/readers"
 INBOX = f"{PRIVATE}/inbox"  # requests of people to the owner; made with the first one
 ANSWERS = f"{PRIVATE}/answers"
+JOBS = f"{PRIVATE}/jobs"  # states of the jobs of on_tracked; made with the first one
 # Names of earlier versions: files there are read and obeyed, new files are never written there.
 OLD_EPOCHS = f"{PRIVATE}/lease"
 OLD_READERS = f"{PRIVATE}/leases"
@@ -44,6 +45,7 @@ PLANNED = f"{PRIVATE}/planned"
 _ATTEMPT = re.compile(r"(\d{1,16})\.e(\d{1,9})\.a(\d{1,9})\Z")
 _EPOCH = re.compile(r"epoch-(\d{6,9})\Z")
 _REQUEST = re.compile(r"([0-9a-f]{32})\.json\Z")
+JOB_NAME = r"[a-z0-9][a-z0-9_-]{0,39}"
 _SEGMENT = re.compile(r"(\d{6,9})\.ndjson\Z")
 
 
@@ -201,6 +203,19 @@ def parse_request(name: str) -> str | None:
     """The nonce of a request's or an answer's name, or None."""
     found = _REQUEST.match(name)
     return found[1] if found else None
+
+
+def job_name(of: AttemptId, job: str) -> str:
+    """The state of a job for a checkpoint."""
+    return f"{JOBS}/{attempt_name(of)}.{job}.json"
+
+
+def parse_job(name: str) -> tuple[AttemptId, str] | None:
+    """The attempt and the job of a state's name, or None."""
+    first, dot, job = name.removesuffix(".json").rpartition(".")
+    of = parse_attempt(first)
+    ok = name.endswith(".json") and dot and re.fullmatch(JOB_NAME, job)
+    return (of, job) if ok and of is not None else None
 
 
 def tracker_text(step: int) -> bytes:

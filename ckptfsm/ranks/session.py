@@ -45,6 +45,7 @@ from ckptfsm.core.ports import Draft, Ports, Storage
 from ckptfsm.core.recorded_metrics import check_metrics
 from ckptfsm.core.recovery_rules import Result
 from ckptfsm.core.requests import Accepted, RecoveryReport
+from ckptfsm.jobs.beside import JobsBeside
 from ckptfsm.ranks.agent import Agent
 from ckptfsm.ranks.coordinator_client import Answer, CoordinatorClient, interrupted_rank, typed
 from ckptfsm.ranks.handle import SaveHandle, View, facts_of, named
@@ -86,6 +87,7 @@ class Session:
         )
         self._client.on_reports = self._participant.show.hear
         self._gone = False
+        self._jobs: JobsBeside | None = None
         self._storage: Storage
         try:
             problem = self._watch_signals()
@@ -120,7 +122,10 @@ class Session:
                 self._storage = self._ports.open_storage(True)
                 self._client.start(self._make_coordinator(self._storage), self._ports.executor())
                 report = self._client.ask(Coordinator.open)
-                answer = Answer((report, self._client.ask(_view_of)), update=self._client.collect())
+                view = self._client.ask(_view_of)
+                if self.config.on_tracked:
+                    self._jobs = JobsBeside(self.config, self._storage, report.epoch)
+                answer = Answer((report, view), update=self._client.collect())
             except Exception as error:  # the other ranks wait for the broadcast
                 answer = Answer(error=typed(error))
             except BaseException as error:  # a Ctrl-C: the other ranks wait here, too
@@ -232,6 +237,8 @@ class Session:
                 if not self._participant.closed:  # else an earlier close was interrupted
                     self.wait_until_finished(self.config.close_timeout_s)
                     self._agree(Coordinator.close)
+                    if self._jobs is not None:
+                        self._jobs.drain(self.config.jobs_drain_s, self._one_call.hear)
                 self._let_go(self.config.exit_timeout_s)
         except BaseException:
             self.abandon()
@@ -278,6 +285,8 @@ class Session:
         The storage stays open if the coordinator still works on the root after ``timeout_s``.
         """
         self._participant.end()
+        if self._jobs is not None:
+            self._jobs.stop()
         idle = self._client.abandon(timeout_s)
         self._client.stop()
         self._ports.close_writers()

@@ -34,6 +34,7 @@ TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "core/evidence": ("recovery", "histories"),
         "core/explaining": ("reading",),
         "core/findings": ("examining",),
+        "core/jobs": ("jobs",),
         "core/metrics": ("exporting", "metrics"),
         "core/notes": ("metrics",),
         "core/preemption": ("preemption",),

@@ -1,0 +1,286 @@
+"""Jobs that run after a checkpoint is tracked (``on_tracked``): settings, and all decisions about them.
+
+Each job has a record for each checkpoint. ``settle`` compares the records with the ledger, and says
+which change, which are removed, and which wait for a turn.
+
+Rules:
+
+- A job begins for a tracked checkpoint only, in the order of requests. A new job begins with the
+  newest checkpoint.
+- A record that waits or runs ends as done, failed or missed. So no checkpoint is passed over silently.
+- At most ``queue`` checkpoints wait for a job: older ones are missed.
+- An attempt counts from its begin. So a job that brings its trainer down does so at most ``attempts``
+  times.
+- A record goes with its checkpoint. Kept are the newest of each job, which tells where the job was,
+  and the last few that were missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ckptfsm.core.documents import JobName, JobRecord, JobState, first_problem
+from ckptfsm.core.errors import ConfigError, shorten
+from ckptfsm.core.lifecycle import Checkpoint, State
+from ckptfsm.core.parts import AttemptId
+
+KEPT_MISSED = 8  # records of checkpoints that are gone, for each job
+REASON_LETTERS = 2000
+_LONGEST_PAUSE_S = 3600.0
+_ENDED = (JobState.DONE, JobState.FAILED, JobState.MISSED)
+_NOT_CONFIGURED = "the job is no longer configured"
+_PASSED_OVER = "newer checkpoints came before its turn"
+_WITHDRAWN = "its checkpoint was withdrawn before its turn"
+_PRUNED = "its checkpoint was pruned before its turn"
+_INTERRUPTED = "its process was ended during the last attempt"
+_PLACEHOLDERS = ("path", "step")
+Key = tuple[AttemptId, str]
+
+
+class Job(BaseModel):
+    """A job that runs after a checkpoint is tracked, in a process beside the trainer.
+
+    - ``name``: lower-case letters, digits, ``_`` and ``-``.
+    - ``command``: ``"module:function"``, called with the path of the checkpoint, its step and its
+      metrics; or the arguments of a program, in which ``{path}`` and ``{step}`` are replaced.
+    - ``attempts``: the number of attempts, ``backoff_s`` the pause after the first; it doubles then.
+    - ``timeout_s``: an attempt that takes longer is killed, and has failed.
+    - ``every``: only steps that are multiples of it.
+    - ``queue``: checkpoints that may wait; with 1 a slow job takes the newest.
+    - ``environment``: variables of the process, beside the trainer's.
+
+    Raises ``ConfigError`` for bad values.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: JobName
+    command: str | tuple[str, ...]
+    attempts: Annotated[int, Field(ge=1, le=100)] = 3
+    backoff_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 30.0
+    timeout_s: Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)] = 3600.0
+    every: Annotated[int, Field(ge=1)] = 1
+    queue: Annotated[int, Field(ge=1, le=1000)] = 8
+    environment: Mapping[str, str] = {}
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            said = f"a job of on_tracked: {first_problem(error)}"
+            raise ConfigError(said, key="on_tracked") from error
+
+    @field_validator("command")
+    @classmethod
+    def _check_command(cls, command: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not isinstance(command, str):
+            if not command or not command[0]:
+                raise ValueError("a program needs a name")
+            return command
+        pieces = [word for half in command.split(":") for word in half.split(".")]
+        if command.count(":") != 1 or not all(word.isidentifier() for word in pieces):
+            raise ValueError(f"a function is named as 'module:function', not {command!r}")
+        return command
+
+
+def with_placeholders(command: Sequence[str], path: str, step: int) -> list[str]:
+    """The arguments of a program, with ``{path}`` and ``{step}`` replaced; other braces stay."""
+    values = dict(zip(_PLACEHOLDERS, (path, str(step)), strict=True))
+    return [_filled(word, values) for word in command]
+
+
+def _filled(word: str, values: Mapping[str, str]) -> str:
+    """``word``, with each placeholder replaced once: the path may have braces of its own."""
+    for name, value in values.items():
+        mark = "{" + name + "}"
+        if mark in word:
+            before, _, after = word.partition(mark)
+            return f"{_filled(before, values)}{value}{_filled(after, values)}"
+    return word
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The decisions about the records: those to put, those to remove, those that wait, first first."""
+
+    put: tuple[JobRecord, ...]
+    removed: tuple[JobRecord, ...]
+    waiting: tuple[JobRecord, ...]
+
+
+def key_of(record: JobRecord) -> Key:
+    return record.of, record.job
+
+
+def settle(
+    jobs: Sequence[Job],
+    records: Iterable[JobRecord],
+    checkpoints: Mapping[AttemptId, Checkpoint],
+    busy: JobRecord | None = None,
+    saved: Collection[AttemptId] = (),
+) -> Settled:
+    """Compare the records with the checkpoints of the ledger. ``busy`` is left as it is.
+
+    ``saved``: attempts that were tracked at some time, and may be gone since.
+    """
+    before = {key_of(each): each for each in records}
+    untouched = None if busy is None else key_of(busy)
+    configured = {job.name: job for job in jobs}
+    after = {
+        key: record
+        if key == untouched
+        else _fate(record, checkpoints.get(record.of), configured.get(record.job))
+        for key, record in before.items()
+    }
+    for job in jobs:
+        after |= {key_of(new): new for new in _new_ones(job, before, checkpoints, saved)}
+        after |= {key_of(late): late for late in _too_many(job, after.values(), untouched)}
+    for name in {job for _, job in after}:
+        of_job = [each for each in after.values() if each.job == name]
+        gone = [each for each in of_job if not _is_there(checkpoints.get(each.of))]
+        for record in _to_forget(gone, of_job):
+            del after[key_of(record)]
+    order = {job.name: number for number, job in enumerate(jobs)}
+    waiting = [
+        each
+        for key, each in after.items()
+        if each.state is JobState.WAITING and key != untouched and _is_tracked(each, checkpoints)
+    ]
+    return Settled(
+        tuple(each for key, each in after.items() if before.get(key) != each),
+        tuple(each for key, each in before.items() if key not in after),
+        tuple(sorted(waiting, key=lambda each: (turn(each.of), order[each.job]))),
+    )
+
+
+def turn(of: AttemptId) -> tuple[int, int]:
+    """The place of an attempt in the order of requests: steps may come again after a rollback."""
+    return of.epoch, of.attempt
+
+
+def _fate(record: JobRecord, checkpoint: Checkpoint | None, job: Job | None) -> JobRecord:
+    """The record as it is to be, now that its checkpoint is in this state, or gone."""
+    if record.state in _ENDED:
+        return record
+    if checkpoint is None:
+        return missed(record, _PRUNED)
+    if not _is_there(checkpoint):
+        return missed(record, _WITHDRAWN)
+    return record if job is not None else missed(record, _NOT_CONFIGURED)
+
+
+def _is_there(checkpoint: Checkpoint | None) -> bool:
+    """True if a checkpoint has its place; a prunable one may become tracked again."""
+    return checkpoint is not None and checkpoint.state in (State.TRACKED, State.PRUNABLE)
+
+
+def _is_tracked(record: JobRecord, checkpoints: Mapping[AttemptId, Checkpoint]) -> bool:
+    found = checkpoints.get(record.of)
+    return found is not None and found.state is State.TRACKED
+
+
+def _new_ones(
+    job: Job,
+    records: Mapping[Key, JobRecord],
+    checkpoints: Mapping[AttemptId, Checkpoint],
+    saved: Collection[AttemptId],
+) -> list[JobRecord]:
+    """Records for the checkpoints that were tracked after the job's last record.
+
+    Those that are gone by now are missed.
+    """
+    tracked = {of for of, checkpoint in checkpoints.items() if checkpoint.state is State.TRACKED}
+    last = max((turn(of) for of, name in records if name == job.name), default=None)
+    there = tracked if last is None else tracked.union(saved)
+    due = sorted((of for of in there if of.step % job.every == 0), key=turn)
+    new = due[-1:] if last is None else [of for of in due if turn(of) > last]
+    return [_fate(_first_record(of, job), checkpoints.get(of), job) for of in new]
+
+
+def _first_record(of: AttemptId, job: Job) -> JobRecord:
+    return JobRecord(
+        step=of.step, epoch=of.epoch, attempt=of.attempt, job=job.name, state=JobState.WAITING
+    )
+
+
+def _too_many(job: Job, records: Iterable[JobRecord], busy: Key | None) -> list[JobRecord]:
+    """The oldest of those that wait, missed, if more wait than the queue takes."""
+    waiting = sorted(
+        (
+            each
+            for each in records
+            if each.job == job.name and each.state is JobState.WAITING and key_of(each) != busy
+        ),
+        key=lambda each: turn(each.of),
+    )
+    return [missed(each, _PASSED_OVER) for each in waiting[: -job.queue]]
+
+
+def _to_forget(gone: Sequence[JobRecord], records: Sequence[JobRecord]) -> list[JobRecord]:
+    """The records of checkpoints that are gone, but for the job's newest and the last missed."""
+    newest = max((turn(each.of) for each in records), default=None)
+    lost = [each for each in gone if each.state is JobState.MISSED]
+    shown = sorted(lost, key=lambda each: turn(each.of))[-KEPT_MISSED:]
+    return [
+        each
+        for each in gone
+        if each.state in _ENDED and turn(each.of) != newest and each not in shown
+    ]
+
+
+def begin_again(jobs: Sequence[Job], records: Iterable[JobRecord]) -> list[JobRecord]:
+    """The records that change when a new process begins: those that an earlier process left running.
+
+    Such a job waits again, or has failed if that was its last attempt.
+    """
+    configured = {job.name: job for job in jobs}
+    changed = []
+    for record in records:
+        job = configured.get(record.job)
+        if record.state in _ENDED or job is None:
+            continue
+        if record.begun >= job.attempts:
+            changed.append(_with(record, JobState.FAILED, record.reason or _INTERRUPTED))
+        elif record.state is JobState.RUNNING:
+            changed.append(_with(record, JobState.WAITING, _INTERRUPTED))
+    return changed
+
+
+def begun(record: JobRecord) -> JobRecord:
+    """The record at the begin of its next attempt."""
+    fresh = _with(record, JobState.RUNNING, record.reason)
+    return fresh.model_copy(update={"begun": record.begun + 1})
+
+
+def given_back(record: JobRecord) -> JobRecord:
+    """The record of an attempt that the trainer's orderly end broke off: that does not count."""
+    left = max(0, record.begun - 1) if record.state is JobState.RUNNING else record.begun
+    return _with(record, JobState.WAITING, record.reason).model_copy(update={"begun": left})
+
+
+def after_attempt(record: JobRecord, job: Job, problem: str) -> JobRecord:
+    """The record after an attempt that ended with ``problem``, "" for success."""
+    if not problem:
+        return _with(record, JobState.DONE, "")
+    again = record.begun < job.attempts
+    return _with(record, JobState.WAITING if again else JobState.FAILED, problem)
+
+
+def missed(record: JobRecord, reason: str) -> JobRecord:
+    return _with(record, JobState.MISSED, reason)
+
+
+def pause_s(job: Job, attempts: int) -> float:
+    """Seconds from a failed attempt to the next, after so many attempts."""
+    longest = max(job.backoff_s, _LONGEST_PAUSE_S)
+    return min(longest, job.backoff_s * 2.0 ** min(attempts - 1, 30))
+
+
+def _with(record: JobRecord, state: JobState, reason: str) -> JobRecord:
+    return record.model_copy(
+        update={"state": state, "reason": shorten(reason, REASON_LETTERS), "at": ""}
+    )

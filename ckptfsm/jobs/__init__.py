@@ -1,0 +1,1 @@
+"""Runs the jobs of ``on_tracked`` beside the training."""

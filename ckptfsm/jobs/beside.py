@@ -1,0 +1,149 @@
+"""The trainer's side of the jobs: a thread that starts their process, and hears of it.
+
+Rules: no call of the trainer waits for the jobs, but ``close`` for at most ``jobs_drain_s`` and the end
+of the process. Each failure is a line in the log, and never an error of training.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from ckptfsm.adapters.notices import say
+from ckptfsm.adapters.spawn import Spawned, import_path
+from ckptfsm.core.config import CheckpointConfig
+from ckptfsm.core.documents import JobRecord, JobState
+from ckptfsm.core.errors import ConfigError, describe
+from ckptfsm.core.ports import Storage
+from ckptfsm.jobs.supervisor import Order, Stop, Told, Trouble
+
+log = logging.getLogger("ckptfsm")
+_STARTS = 3  # of the process, in the life of a manager
+_LISTEN_S = 5.0
+_HEAR_S = 0.1
+_END_S = 10.0  # to kill an attempt, and put its record
+_RENEWALS = 4  # of a lease before it would expire
+
+
+class JobsBeside:
+    """The jobs of a root, run by a process beside this one.
+
+    Raises ``ConfigError`` for a storage that no other process can use.
+    """
+
+    def __init__(self, config: CheckpointConfig, storage: Storage, epoch: int) -> None:
+        self._fds = [os.dup(fd) for fd in storage.descriptors()[:1]]
+        if not self._fds:
+            raise ConfigError("on_tracked needs a root on a disk", key="on_tracked")
+        self._order = Order(
+            storage.root,
+            epoch,
+            config.layout,
+            config.on_tracked,
+            min(60.0, config.reader_timeout_s / _RENEWALS),
+            tuple(import_path()),
+            str(Path.cwd()),
+        )
+        self._lock = threading.Lock()
+        self._stopped: Stop | None = None
+        self._process: Spawned | None = None
+        self._thread = threading.Thread(target=self._run, name="ckptfsm-jobs", daemon=True)
+        self._thread.start()
+
+    def drain(self, drain_s: float, hear: Callable[[], BaseException | None]) -> None:
+        """Wait for the jobs that wait or run, at most ``drain_s``, then end the process.
+
+        ``hear`` returns the exception of a signal's handler, which is raised at once.
+        """
+        if drain_s > 0:
+            self._ask(Stop(drain_s))
+            end = time.monotonic() + drain_s
+            while self._thread.is_alive() and time.monotonic() < end:
+                interruption = hear()
+                if interruption is not None:
+                    raise interruption
+                self._thread.join(_HEAR_S)
+        self.stop()
+
+    def stop(self) -> None:
+        """End the process now. A job that runs begins again with the next manager."""
+        process = self._ask(Stop(0.0))
+        self._thread.join(_END_S)
+        if process is not None:
+            process.kill()
+            self._thread.join(_END_S)
+
+    def _ask(self, stop: Stop) -> Spawned | None:
+        with self._lock:
+            self._stopped, process = stop, self._process
+            if process is not None and process.is_open:
+                with suppress(OSError):  # it has ended by itself
+                    process.send(stop)
+        return process
+
+    def _run(self) -> None:
+        try:
+            for _ in range(_STARTS):
+                try:
+                    status = self._employ()
+                except OSError as error:
+                    status = -1
+                    why = describe(error)
+                    said = f"the process of the jobs cannot be started: {why}"
+                    say(log.warning, "jobs_not_started", said, error=why)
+                if status == 0 or self._stopped is not None:
+                    return
+                said = f"the process of the jobs ended with {status}"
+                say(log.warning, "jobs_ended", said, status=status)
+        finally:
+            for fd in self._fds:
+                os.close(fd)
+
+    def _employ(self) -> int:
+        """Start the process and hear it until it has ended. Returns its exit status."""
+        with self._lock:
+            if self._stopped is not None:
+                return 0
+            self._process = process = Spawned("ckptfsm.jobs.supervisor", "main")
+            process.send(self._order, self._fds)
+        try:
+            while (status := process.exitcode()) is None:
+                for message in process.listen(_LISTEN_S):
+                    _pass_on(message)
+                if not process.is_open:
+                    time.sleep(0.01)
+            for message in process.listen(0.0):
+                _pass_on(message)
+            return status
+        finally:
+            process.kill()
+            process.close()
+
+
+def _pass_on(message: Told | Trouble) -> None:
+    if isinstance(message, Trouble):
+        said = f"the jobs wait: {message.words}"
+        say(log.warning, "jobs_wait", said, error=message.words)
+    else:
+        _say_record(message.record)
+
+
+def _say_record(record: JobRecord) -> None:
+    job, step, why = record.job, record.step, record.reason
+    facts = {"job": job, "step": step, "attempts": record.begun}
+    if record.state is JobState.DONE:
+        say(log.info, "job_done", f"step {step}: the job {job} is done", **facts)
+    elif record.state is JobState.MISSED:
+        said = f"step {step}: the job {job} was missed: {why}"
+        say(log.warning, "job_missed", said, error=why, **facts)
+    elif record.state is JobState.FAILED:
+        said = f"step {step}: the job {job} failed after {record.begun} attempts: {why}"
+        say(log.warning, "job_failed", said, error=why, **facts)
+    else:
+        said = f"step {step}: the job {job} failed, and is tried again: {why}"
+        say(log.warning, "job_tried_again", said, error=why, **facts)

@@ -1,0 +1,199 @@
+"""Jobs of ``on_tracked`` as real processes, beside trainers that close, die and come again."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cli_runs import said
+
+TRAINER = """
+import json, logging, sys
+from ckptfsm.core.config import make_config
+from ckptfsm.ranks.manager import Manager
+from ckptfsm.testing.fakes import fake_ports
+class Told(logging.Handler):
+    def emit(self, record):
+        if record.event.startswith("job"):
+            print(record.event, getattr(record, "step", ""), flush=True)
+logging.getLogger("ckptfsm").addHandler(Told())
+logging.getLogger("ckptfsm").setLevel("INFO")
+config = make_config({"retention": {"latest_n": 1}, **json.loads(sys.argv[2])})
+with Manager(fake_ports(sys.argv[1]), config) as manager:
+    print("open", manager.latest_step(), flush=True)
+    for line in sys.stdin:
+        manager.save(int(line), parts={"x": line.encode()}).wait()
+        print("saved", int(line), flush=True)
+"""
+# Each attempt writes its number and a child's into "begun", and goes on at a word in "go".
+HELD = "sleep 600 & echo {step} $$ $! > begun; read word < go; kill $!; cat {path}/x >> done"
+LIMIT_S = 120.0
+
+
+class Trainer:
+    def __init__(self, place: Path, **settings: object) -> None:
+        command = [sys.executable, "-c", TRAINER, str(place / "root"), json.dumps(settings)]
+        self.process = subprocess.Popen(
+            command, cwd=place, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self.words: list[str] = []
+
+    def hear(self, words: str) -> None:
+        """Read lines until these words come."""
+        assert self.process.stdout is not None
+        while True:
+            line = self.process.stdout.readline()
+            assert line, (words, self.words)
+            self.words.append(line.strip())
+            if line.strip() == words:
+                return
+
+    def save(self, step: int) -> None:
+        assert self.process.stdin is not None
+        print(step, file=self.process.stdin, flush=True)
+        self.hear(f"saved {step}")
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.communicate(timeout=LIMIT_S)
+
+    def end(self) -> int:
+        self.words += self.process.communicate(timeout=LIMIT_S)[0].splitlines()
+        return self.process.returncode
+
+
+@contextmanager
+def training(place: Path, text: str, **settings: object) -> Iterator[Trainer]:
+    job = {"name": "export", "command": ["sh", "-c", text], "backoff_s": 0.0}
+    trainer = Trainer(place, on_tracked=[{**job, **settings.pop("job", {})}], **settings)
+    try:
+        yield trainer
+    finally:
+        trainer.kill()
+
+
+def begun(place: Path) -> tuple[int, int, int]:
+    """Wait until an attempt begins. Returns its step, its process and that one's child."""
+    step, pid, child = map(int, (place / "begun").read_text().split())
+    return step, pid, child
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ended, _, _ = select.select([watched], [], [], LIMIT_S)
+    os.close(watched)
+    return bool(ended)
+
+
+def state(place: Path, name: str) -> tuple[str, int]:
+    found = json.loads((place / f"root/.ckptfsm/jobs/{name}.export.json").read_text())
+    return found["state"], found["begun"]
+
+
+def published(place: Path) -> list[str]:
+    return sorted(path.name for path in (place / "root").glob("iter_*"))
+
+
+def test_F2_a_trainer_that_is_killed_ends_its_job_and_the_next_begins_it_again(tmp_path, capsys):
+    """I7. Catches: an export that outlives its trainer and reads what the next one prunes, or that is
+    lost with it; a step that goes while its job runs; one that stays for ever after.
+    """
+    os.mkfifo(tmp_path / "begun")
+    os.mkfifo(tmp_path / "go")
+    with training(tmp_path, HELD) as first:
+        first.hear("open None")
+        first.save(1)
+        step, pid, child = begun(tmp_path)
+        assert step == 1
+        first.save(2)
+        assert published(tmp_path) == ["iter_0000001", "iter_0000002"]
+        assert "export: running" in said(capsys, "ls", "-r", tmp_path / "root")
+        first.kill()
+        assert is_gone(pid) and is_gone(child)
+        assert state(tmp_path, "1.e1.a1") == ("running", 1)
+        assert "export: interrupted" in said(capsys, "ls", "-r", tmp_path / "root")
+    with training(tmp_path, HELD) as second:
+        second.hear("open 2")
+        assert begun(tmp_path)[0] == 1, "again"
+        assert state(tmp_path, "1.e1.a1") == ("running", 2)
+        second.save(3)
+        assert published(tmp_path) == ["iter_0000001", "iter_0000003"]
+        (tmp_path / "go").write_text("on\n")
+        second.hear("job_done 1")
+        assert begun(tmp_path)[0] == 3
+        second.save(4)
+        assert published(tmp_path) == ["iter_0000003", "iter_0000004"]
+        (tmp_path / "go").write_text("on\n")
+        second.hear("job_done 3")
+        assert begun(tmp_path)[0] == 4
+    assert (tmp_path / "done").read_text().split() == ["1", "3"]
+    out = said(capsys, "ls", "-r", tmp_path / "root")
+    assert "JOBS" in out
+    assert "the job export was missed for step 2: its checkpoint was pruned before its turn" in out
+    assert "job export: interrupted" in said(capsys, "show", "4", "-r", tmp_path / "root")
+    assert "jobs of on_tracked" in said(capsys, "tree", "-r", tmp_path / "root")
+
+
+def test_close_waits_for_no_job(tmp_path):
+    """Catches: a program that hangs at its end in an upload, and a job that is lost by it."""
+    os.mkfifo(tmp_path / "begun")
+    os.mkfifo(tmp_path / "go")
+    with training(tmp_path, HELD) as trainer:
+        trainer.hear("open None")
+        trainer.save(1)
+        _, pid, child = begun(tmp_path)
+        assert trainer.end() == 0
+        assert is_gone(pid) and is_gone(child)
+    assert state(tmp_path, "1.e1.a1") == ("waiting", 0)
+    assert os.listdir(tmp_path / "root/.ckptfsm/readers") == []
+
+
+def test_close_drains_the_jobs_if_it_is_told_to(tmp_path):
+    with training(tmp_path, "cat {path}/x >> done", jobs_drain_s=LIMIT_S) as trainer:
+        trainer.hear("open None")
+        trainer.save(1)
+        assert trainer.end() == 0
+    assert "job_done 1" in trainer.words
+    assert (tmp_path / "done").read_text() == "1\n" and state(tmp_path, "1.e1.a1") == ("done", 1)
+
+
+def test_F1_a_process_of_jobs_that_is_killed_begins_again(tmp_path):
+    """Catches: jobs that end for good because the kernel had no memory left for their process."""
+    os.mkfifo(tmp_path / "begun")
+    os.mkfifo(tmp_path / "go")
+    with training(tmp_path, HELD) as trainer:
+        trainer.hear("open None")
+        trainer.save(1)
+        _, pid, _ = begun(tmp_path)
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(parent, signal.SIGKILL)
+        assert is_gone(pid)
+        trainer.hear("jobs_ended")
+        trainer.hear("job_tried_again 1")
+        assert begun(tmp_path)[0] == 1
+        assert state(tmp_path, "1.e1.a1") == ("running", 2)
+        (tmp_path / "go").write_text("on\n")
+        trainer.hear("job_done 1")
+        trainer.save(2)
+
+
+def test_training_goes_on_beside_a_job_that_fails(tmp_path):
+    with training(tmp_path, "exit 1", job={"attempts": 2}) as trainer:
+        trainer.hear("open None")
+        trainer.save(1)
+        trainer.hear("job_tried_again 1")
+        trainer.hear("job_failed 1")
+        trainer.save(2)
+        trainer.hear("job_failed 2")
+        assert trainer.end() == 0
+    assert state(tmp_path, "2.e1.a2") == ("failed", 2)

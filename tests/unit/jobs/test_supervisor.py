@@ -1,0 +1,463 @@
+"""The process that runs jobs, in the process of the test: roots and attempts are real.
+
+``look_s`` is 0: each ``work`` looks at the root. So a test says when a look comes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from real_roots import crashed, real_job
+
+from ckptfsm.adapters.clock import SystemClock
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.adapters.spawn import import_path
+from ckptfsm.core.documents import JobRecord, JobState
+from ckptfsm.core.errors import Fenced
+from ckptfsm.core.jobs import Job
+from ckptfsm.core.parts import AttemptId
+from ckptfsm.core.retention import LatestN
+from ckptfsm.disk.job_records import put_record, read_records
+from ckptfsm.jobs import supervisor as module
+from ckptfsm.jobs.supervisor import Order, Supervisor, Trouble
+
+WAIT_S = 60.0
+HELD = "echo {step} >> begun; read word < go; echo $word >> heard"
+
+
+class Shifted(SystemClock):
+    later = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.later
+
+
+class Work:
+    """A supervisor for ``root``, whose owner has epoch 1, and its messages."""
+
+    def __init__(self, root: Path, place: Path, *jobs: Job, epoch: int = 1) -> None:
+        self.place, self.told, self.clock = place, [], Shifted()
+        order = Order(
+            str(root),
+            epoch,
+            "megatron",
+            jobs,
+            60.0,
+            (str(place), *import_path()),
+            str(place),
+            look_s=0.0,
+        )
+        self.storage = PosixStorage(root)
+        self.supervisor = Supervisor(self.storage, order, self.told.append, self.clock)
+
+    @property
+    def records(self) -> list[tuple[int, str, str, int]]:
+        found = [(r.step, r.job, r.state.value, r.begun) for r in read_records(self.storage)]
+        return sorted(found)
+
+    @property
+    def words(self) -> list[str]:
+        return [
+            each.words
+            if isinstance(each, Trouble)
+            else f"{each.record.step} {each.record.job} {each.record.state.value}"
+            for each in self.told
+        ]
+
+    def work(self) -> None:
+        self.supervisor.work()
+
+    def finish(self) -> None:
+        """Work until nothing runs or waits."""
+        for _ in range(500):
+            self.work()
+            if self.supervisor.idle:
+                return
+            self.wait()
+        raise AssertionError(self.told)
+
+    def wait(self) -> None:
+        busy = self.supervisor._busy
+        if busy is not None and busy.process is not None:
+            ready, _, _ = select.select(busy.process.watched(), [], [], WAIT_S)
+            assert ready, "the attempt does not end"
+
+    def go(self, word: str = "on") -> None:
+        """Let an attempt of ``HELD`` go on."""
+        (self.place / "go").write_text(f"{word}\n")
+
+
+@pytest.fixture
+def make(tmp_path):
+    root, place, made = tmp_path / "root", tmp_path / "place", []
+    place.mkdir()
+    os.mkfifo(place / "go")
+
+    def started(*jobs: Job, epoch: int = 1) -> Work:
+        made.append(Work(root, place, *jobs, epoch=epoch))
+        return made[-1]
+
+    job = real_job(root, retention=LatestN(1))
+    yield started, job
+    for each in made:
+        each.supervisor.leave()
+        each.storage.close_root()
+    if job.coordinator._ownership is not None:
+        job.close()
+
+
+def shell(text: str, name: str = "export", **settings) -> Job:
+    return Job(name=name, command=("sh", "-c", text), **{"backoff_s": 0.0, **settings})
+
+
+def readers(job) -> list[str]:
+    return [name for name in job.storage.listdir(".ckptfsm/readers") if name.endswith(".json")]
+
+
+def published(job) -> list[str]:
+    return [name for name in job.storage.listdir("") if name.startswith("iter_")]
+
+
+def test_a_job_runs_under_a_lease_and_is_done(make):
+    """Catches: an export of a step that retention takes away meanwhile."""
+    start, job = make
+    work = start(
+        shell("ls $CKPTFSM_ROOT/.ckptfsm/readers > leases; ls {path} > files; echo {step} > step")
+    )
+    work.finish()
+    assert work.records == [] and work.words == []
+    job.save(10)
+    work.finish()
+    assert work.records == [(10, "export", "done", 1)] and work.words == ["10 export done"]
+    assert (work.place / "leases").read_text().startswith("10.job-")
+    assert "__0_0.distcp" in (work.place / "files").read_text()
+    assert (work.place / "step").read_text() == "10\n"
+    assert readers(job) == []
+    work.work()
+    assert work.words == ["10 export done"], "once"
+
+
+def test_a_job_that_fails_twice_then_works(make):
+    start, job = make
+    work = start(shell("echo x >> tries; test $(wc -l < tries) -eq 3 || { echo busy; exit 5; }"))
+    job.save(10)
+    work.finish()
+    assert work.records == [(10, "export", "done", 3)]
+    assert work.words == ["10 export waiting", "10 export waiting", "10 export done"]
+    assert work.told[0].record.reason == "exit status 5: busy" and work.told[2].record.reason == ""
+
+
+def test_the_lease_is_held_between_attempts(make):
+    """Catches: an upload that fails once, and whose step is gone at the second attempt."""
+    start, job = make
+    work = start(shell("echo x >> tries; test $(wc -l < tries) -ge 2", backoff_s=1000.0))
+    job.save(10)
+    work.work()
+    while work.words != ["10 export waiting"]:
+        work.wait()
+        work.work()
+    work.work()
+    assert len(readers(job)) == 1 and work.supervisor.group is None
+    job.save(20)
+    assert published(job) == ["iter_0000010", "iter_0000020"]
+    work.clock.later = 1000.0
+    work.finish()
+    assert work.records == [(10, "export", "done", 2), (20, "export", "done", 1)]
+
+
+def test_I7_retention_waits_for_the_job_that_runs_and_for_no_other(make):
+    """Catches: a step that is pruned under its job, and steps that pile up behind a slow one."""
+    start, job = make
+    work = start(shell(HELD, queue=5))
+    job.save(10)
+    work.work()
+    for step in (20, 30):
+        job.save(step)
+        work.work()
+    assert published(job) == ["iter_0000010", "iter_0000030"]
+    assert work.records == [
+        (10, "export", "running", 1),
+        (20, "export", "missed", 0),
+        (30, "export", "waiting", 0),
+    ]
+    assert work.words == ["20 export missed"]
+    assert work.told[0].record.reason == "its checkpoint was pruned before its turn"
+    work.go("first")
+    while (30, "export", "running", 1) not in work.records:
+        work.wait()
+        work.work()
+    assert (10, "export", "done", 1) in work.records
+    job.save(40)
+    assert published(job) == ["iter_0000030", "iter_0000040"]
+    work.work()
+    assert [row[:3] for row in work.records][:1] == [(20, "export", "missed")]
+
+
+def test_a_hanging_job_is_killed_after_its_time(make):
+    start, job = make
+    work = start(shell("echo here; read word < go", timeout_s=100.0, attempts=1))
+    job.save(10)
+    work.work()
+    work.clock.later = 99.0
+    work.work()
+    assert work.records == [(10, "export", "running", 1)]
+    work.clock.later = 200.0
+    work.work()
+    assert work.records == [(10, "export", "failed", 1)]
+    assert work.told[0].record.reason.startswith("killed after 100 s")
+    assert readers(job) == [] and work.supervisor.group is None
+
+
+def test_a_job_whose_process_is_killed_has_failed(make):
+    start, job = make
+    work = start(shell("kill -KILL $$", attempts=2))
+    job.save(10)
+    work.finish()
+    assert work.records == [(10, "export", "failed", 2)]
+    assert work.words == ["10 export waiting", "10 export failed"]
+    assert work.told[1].record.reason == "killed by SIGKILL"
+
+
+def test_jobs_run_one_after_the_other_in_their_order(make):
+    start, job = make
+    work = start(shell("echo a >> order", "a"), shell("echo b >> order", "b", every=20))
+    for step in (10, 20):
+        job.save(step)
+        work.finish()
+    assert (work.place / "order").read_text() == "a\na\nb\n"
+    assert work.records == [(20, "a", "done", 1), (20, "b", "done", 1)]
+
+
+def test_a_step_that_is_rolled_back_while_its_job_runs(make):
+    """Catches: a job that reads a directory which was moved away, and is done."""
+    start, job = make
+    job.policy = None
+    job.save(10)
+    job.coordinator.pin(10, "")
+    job.save(20)
+    work = start(shell(HELD))
+    work.work()
+    assert work.records == [(20, "export", "running", 1)]
+    job.coordinator.rollback(10)
+    work.clock.later = 61.0
+    work.work()
+    assert work.records == [(20, "export", "missed", 1)]
+    assert work.told[0].record.reason == "its checkpoint was withdrawn while it ran"
+    assert work.supervisor.group is None and readers(job) == []
+
+
+def test_another_attempt_at_the_step_is_another_checkpoint(make):
+    """Catches: a job that was promised for an attempt, and reads a later one at the same step.
+
+    The rollback and the second save come between the look and the lease.
+    """
+    start, job = make
+    job.save(10)
+    job.coordinator.pin(10, "")
+    job.save(20)
+    work = start(shell("cp {path}/.ckptfsm/manifest.json ."))
+    work.supervisor._look(0.0)
+    assert [each.step for each in work.supervisor._waiting] == [20]
+    job.coordinator.rollback(10)
+    job.save(20)
+    work.supervisor._attend(0.0)
+    assert readers(job) == [] and work.supervisor.group is None
+    work.finish()
+    found = {(r.of.attempt, r.state, r.reason) for r in read_records(work.storage)}
+    assert found == {
+        (2, JobState.MISSED, "its checkpoint was withdrawn before its turn"),
+        (3, JobState.DONE, ""),
+    }
+
+
+def test_a_step_that_is_pruned_between_the_look_and_the_lease_is_missed(make):
+    start, job = make
+    job.save(10)
+    work = start(shell("echo {step} >> ran"))
+    work.supervisor._look(0.0)
+    job.save(20)
+    work.supervisor._attend(0.0)
+    assert work.supervisor.group is None
+    work.finish()
+    assert work.records == [(10, "export", "missed", 0), (20, "export", "done", 1)]
+    assert (work.place / "ran").read_text() == "20\n"
+
+
+def test_steps_that_come_and_go_between_two_looks_are_missed(make):
+    """Catches: saves that are faster than the looks, of which no record tells."""
+    start, job = make
+    work = start(shell("true"))
+    job.save(10)
+    work.finish()
+    for step in (20, 30, 40):
+        job.save(step)
+    work.finish()
+    assert work.records == [
+        (20, "export", "missed", 0),
+        (30, "export", "missed", 0),
+        (40, "export", "done", 1),
+    ]
+
+
+def test_F9_a_directory_that_shows_late_is_waited_for_and_then_missed(make, tmp_path):
+    start, job = make
+    job.save(10)
+    work = start(shell("echo {step} >> ran"))
+    there, hidden = tmp_path / "root/iter_0000010", tmp_path / "hidden"
+    there.rename(hidden)
+    for _ in range(module._LOOKS - 1):
+        work.work()
+    assert work.records == [(10, "export", "waiting", 0)] and readers(job) == []
+    hidden.rename(there)
+    work.finish()
+    assert work.records == [(10, "export", "done", 1)]
+    job.save(20)
+    (tmp_path / "root/iter_0000020").rename(hidden)
+    for _ in range(module._LOOKS):
+        work.work()
+    assert (20, "export", "missed", 0) in work.records
+    assert work.told[-1].record.reason == "its directory was gone before its turn"
+    hidden.rename(tmp_path / "root/iter_0000020")
+
+
+def test_F2_the_next_process_begins_again(make):
+    """Catches: a job that is lost with its process, and a lease that keeps its step for ten minutes."""
+    start, job = make
+    job.save(10)
+    first = start(shell(HELD), shell("true", "other"))
+    first.work()
+    assert first.records == [(10, "export", "running", 1), (10, "other", "waiting", 0)]
+    assert len(readers(job)) == 1
+    busy, first.supervisor._busy = first.supervisor._busy, None  # as its death would
+    busy.process.kill()
+    put_record(first.storage, job_record(20, "export"), "dead")
+    (Path(first.storage.root) / ".ckptfsm/jobs/x.json.tmp-1-2.0").write_text("{")
+    second = start(shell("true"), shell("true", "other"))
+    second.work()
+    assert len(readers(job)) == 1, "that of the second"
+    second.finish()
+    assert [row for row in second.records if row[0] == 10] == [
+        (10, "export", "done", 2),
+        (10, "other", "done", 1),
+    ]
+    assert second.words[0] == "10 export waiting"
+    assert readers(job) == []
+    assert not [n for n in job.storage.listdir(".ckptfsm/jobs") if ".tmp-" in n]
+
+
+def job_record(step: int, job: str) -> JobRecord:
+    return JobRecord(step=step, epoch=1, attempt=1, job=job, state=JobState.DONE)
+
+
+def test_a_record_that_cannot_be_read_is_written_anew(make, tmp_path):
+    start, job = make
+    job.save(10)
+    jobs = tmp_path / "root/.ckptfsm/jobs"
+    jobs.mkdir()
+    (jobs / "10.e1.a1.export.json").write_text('{"schema_version":1')
+    (jobs / "5.e1.a1.export.json").write_bytes((jobs / "10.e1.a1.export.json").read_bytes())
+    (jobs / "notes.txt").write_text("x")
+    work = start(shell("true"))
+    work.finish()
+    assert work.records == [(10, "export", "done", 1)]
+    assert (jobs / "notes.txt").exists()
+
+
+def test_F12_an_older_owner_stops(make):
+    """Catches: two processes that run the jobs of one root."""
+    start, job = make
+    job.save(10)
+    work = start(shell(HELD))
+    work.work()
+    crashed(job)
+    again = real_job(Path(work.storage.root), retention=LatestN(1))
+    with pytest.raises(Fenced, match="another owner"):
+        work.work()
+    work.supervisor.leave()
+    assert work.records == [(10, "export", "running", 1)], "that of the next owner's process"
+    assert readers(again) == []
+    again.close()
+
+
+def test_F6_an_error_of_the_disk_is_told_once_and_tried_again(make, monkeypatch):
+    """Catches: a process that ends at the first error, and an attempt that begins unrecorded."""
+    start, job = make
+    job.save(10)
+    work = start(shell("echo {step} >> ran"))
+    real, refused = module.put_record, [OSError(errno.EIO, "bad disk")] * 4
+
+    def put(*arguments):
+        if refused:
+            raise refused.pop()
+        real(*arguments)
+
+    monkeypatch.setattr(module, "put_record", put)
+    for _ in range(4):
+        work.work()
+    assert not (work.place / "ran").exists()
+    work.finish()
+    assert work.words == ["OSError: [Errno 5] bad disk", "10 export done"]
+    assert (work.place / "ran").read_text() == "10\n"
+
+
+def test_an_end_that_cannot_be_recorded_is_recorded_later(make, monkeypatch):
+    """Catches: a job that is done, and is run again because its record was refused."""
+    start, job = make
+    job.save(10)
+    work = start(shell("echo {step} >> ran"))
+    work.work()
+    work.wait()
+    real, refused = module.put_record, [OSError(errno.ENOSPC, "disk full")] * 2
+
+    def put(storage, record, tag):
+        if refused and record.state is JobState.DONE:
+            raise refused.pop()
+        real(storage, record, tag)
+
+    monkeypatch.setattr(module, "put_record", put)
+    while refused:
+        work.work()
+        work.wait()
+    work.finish()
+    assert work.words == ["OSError: [Errno 28] disk full", "10 export done"]
+    assert (work.place / "ran").read_text() == "10\n" and readers(job) == []
+
+
+def test_the_end_of_the_trainer_gives_the_job_back(make):
+    start, job = make
+    job.save(10)
+    work = start(shell(HELD))
+    work.work()
+    work.supervisor.end()
+    assert work.records == [(10, "export", "waiting", 0)] and readers(job) == []
+    work.supervisor.end()
+
+
+def test_a_failure_to_start_is_a_failed_attempt(make):
+    start, job = make
+    work = start(shell("true", attempts=1))
+    work.supervisor._order = replace(work.supervisor._order, cwd=str(work.place / "gone"))
+    job.save(10)
+    work.finish()
+    assert work.records == [(10, "export", "failed", 1)]
+    assert "FileNotFoundError" in work.told[0].record.reason
+
+
+def test_metrics_and_attempt_are_those_of_the_journal(make):
+    """Catches: a function that is called with the metrics of the save alone."""
+    start, job = make
+    job.save(10)
+    job.coordinator.record_metrics(10, {"loss": 0.25})
+    work = start(Job(name="note", command="told_of:note"))
+    (work.place / "told_of.py").write_text(
+        "def note(path, step, metrics): open('told', 'w').write(repr((step, metrics)))\n"
+    )
+    work.finish()
+    assert (work.place / "told").read_text() == "(10, {'loss': 0.25})"
+    (record,) = read_records(work.storage)
+    assert record.of == AttemptId(10, 1, 1) and record.at.startswith("20")
