@@ -241,7 +241,8 @@ class TrainersEnd:
     def __init__(self, last_act: Callable[[], object] | None = None) -> None:
         self.pid = int(sys.argv[2])
         self.channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-        if last_act is None and int(sys.argv[3]) == self.pid:  # before the look at the parent: it may be dead already
+        if last_act is None and int(sys.argv[3]) == self.pid:
+            # before the look at the parent: it may be dead already
             _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         try:
             watched = os.pidfd_open(self.pid)

@@ -20,9 +20,10 @@ from ckptfsm.core.explaining import Surroundings, explain, explain_plan
 from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.inspection import gather_evidence
+from ckptfsm.disk.job_records import read_records
 from ckptfsm.disk.overview import Overview, look
 from ckptfsm.disk.situation import decide_start
-from ckptfsm.views.listing import as_json, lines_of, rows_of
+from ckptfsm.views.listing import as_json, lines_of, missed_lines, rows_of
 from ckptfsm.views.lives_of_step import lines_of_step
 from ckptfsm.views.reading import entered_at, read_lives
 from ckptfsm.views.records import Tail
@@ -89,7 +90,9 @@ def ls(
 def _list(storage: Storage, as_data: bool, height: int | None = None) -> None:
     """Print the list; of a list that is higher than ``height`` lines, the newest steps."""
     overview = look(storage)
-    rows = rows_of(overview, entered_at(storage, overview.history), SystemClock().unix())
+    jobs = read_records(storage)
+    since = entered_at(storage, overview.history)
+    rows = rows_of(overview, since, SystemClock().unix(), jobs)
     if as_data:
         put_json(
             {"root": overview.root, "owner": str(overview.owner), "checkpoints": as_json(rows)}
@@ -105,6 +108,8 @@ def _list(storage: Storage, as_data: bool, height: int | None = None) -> None:
     put(lines_of(shown, console().width) if shown else ["no checkpoints"])
     if len(shown) < len(rows):
         put([f"and {len(rows) - len(shown)} older ones"])
+    if height is None:
+        put(missed_lines(overview, jobs))
 
 
 def show(step: Step, root: Root = HERE) -> None:
@@ -113,7 +118,8 @@ def show(step: Step, root: Root = HERE) -> None:
         lives = [life for life in read_lives(storage) if life.step == step]
         if not lives:
             raise StepNotFoundError(f"the journal names no step {step}", step=step)
-        put(lines_of_step(storage, look(storage), lives))
+        jobs = sorted(read_records(storage), key=lambda each: each.job)
+        put(lines_of_step(storage, look(storage), lives, jobs))
 
 
 def tree(root: Root = HERE) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ckptfsm.core.documents import JobRecord, JobState
+from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.explaining import kept_by
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
@@ -13,8 +15,10 @@ from ckptfsm.disk.overview import Overview
 from ckptfsm.views.timeline import clean, clip, format_bytes, format_duration, parse_time
 
 UNKNOWN = "unknown"  # a directory that no checkpoint of the journal explains
-_HEADS = ("STEP", "STATE", "AGE", "SIZE", "RANKS", "PARTS", "KEPT BY")
-_LEFT = (False, True, False, False, False, True, True)
+_HEADS = ("STEP", "STATE", "AGE", "SIZE", "RANKS", "PARTS", "JOBS", "KEPT BY")
+_LEFT = (False, True, False, False, False, True, True, True)
+_JOBS = 6
+_NO_OWNER = (Ownership.ENDED, Ownership.RELEASED)
 _MIN_LAST = 8
 
 
@@ -35,16 +39,29 @@ class Row:
     parts: tuple[str, ...]
     kept_by: tuple[str, ...]
     note: str = ""
+    jobs: tuple[str, ...] = ()
 
 
-def rows_of(overview: Overview, since: Mapping[AttemptId, str], now: float) -> list[Row]:
+def rows_of(
+    overview: Overview,
+    since: Mapping[AttemptId, str],
+    now: float,
+    jobs: Sequence[JobRecord] = (),
+) -> list[Row]:
     """The rows of a root, oldest step first. ``since``: when each attempt entered its state.
 
-    ``now`` is in seconds since 1970.
+    ``now`` is in seconds since 1970. ``jobs`` are the records of jobs.
     """
+    told: dict[AttemptId, tuple[str, ...]] = {}
+    for record in sorted(jobs, key=lambda each: each.job):
+        words = f"{record.job}: {state_of_job(overview, record)}"
+        told[record.of] = (*told.get(record.of, ()), words)
     reasons = kept_by(overview.ledger)
     rows = [
-        _row(overview, checkpoint, _age(since.get(of, ""), now), reasons.get(of, ()))
+        replace(
+            _row(overview, checkpoint, _age(since.get(of, ""), now), reasons.get(of, ())),
+            jobs=told.get(of, ()),
+        )
         for of, checkpoint in overview.ledger.checkpoints.items()
     ]
     for name in overview.unknown:
@@ -53,6 +70,23 @@ def rows_of(overview: Overview, since: Mapping[AttemptId, str], now: float) -> l
         note = "see ckptfsm doctor"
         rows.append(Row(step, UNKNOWN, "", None, 0, 0, (), (), note))
     return sorted(rows, key=lambda row: (row.step, row.attempt))
+
+
+def state_of_job(overview: Overview, record: JobRecord) -> str:
+    """The state of a job; without an owner nothing runs, whatever its record says."""
+    if record.state is JobState.RUNNING and overview.owner.ownership in _NO_OWNER:
+        return "interrupted"
+    return "to retry" if record.state is JobState.WAITING and record.begun else record.state.value
+
+
+def missed_lines(overview: Overview, jobs: Sequence[JobRecord]) -> list[str]:
+    """A line for each job that was missed and has no row, as its checkpoint is gone."""
+    gone = [r for r in jobs if r.of not in overview.ledger.checkpoints]
+    lost = [r for r in gone if r.state is JobState.MISSED]
+    return [
+        clean(f"the job {r.job} was missed for step {r.step}: {r.reason}")
+        for r in sorted(lost, key=lambda r: (r.step, r.job))
+    ]
 
 
 def _row(
@@ -90,14 +124,20 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def lines_of(rows: Sequence[Row], width: int) -> list[str]:
     """The rows as lines of at most ``width`` characters, safe to print on a terminal."""
-    cells = [_HEADS, *(_cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(_HEADS))]
-    used = sum(widths[:-1]) + 2 * (len(widths) - 1)
-    widths[5] = max(len(_HEADS[5]), widths[5] - max(0, used + _MIN_LAST - width))
+    cells: list[tuple[str, ...]] = [_HEADS, *(_cells(row) for row in rows)]
+    left: tuple[bool, ...] = _LEFT
+    if not any(row.jobs for row in rows):
+        cells = [(*line[:_JOBS], *line[_JOBS + 1 :]) for line in cells]
+        left = (*_LEFT[:_JOBS], *_LEFT[_JOBS + 1 :])
+    widths = [max(len(line[i]) for line in cells) for i in range(len(left))]
+    for column in range(5, len(widths) - 1):
+        used = sum(widths[:-1]) + 2 * (len(widths) - 1)
+        least = len(cells[0][column])
+        widths[column] = max(least, widths[column] - max(0, used + _MIN_LAST - width))
     lines = []
     for line in cells:
         padded = [
-            clip(cell, widths[i]).ljust(widths[i]) if _LEFT[i] else cell.rjust(widths[i])
+            clip(cell, widths[i]).ljust(widths[i]) if left[i] else cell.rjust(widths[i])
             for i, cell in enumerate(line[:-1])
         ]
         lines.append(clip("  ".join([*padded, line[-1]]).rstrip(), width))
@@ -114,5 +154,6 @@ def _cells(row: Row) -> tuple[str, ...]:
         format_bytes(row.bytes) if row.bytes else "-",
         str(row.ranks or "-"),
         clean(",".join(row.parts)) or "-",
+        clean(", ".join(row.jobs)) or "-",
         clean(kept),
     )

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckptfsm.core.documents import JobRecord
 from ckptfsm.core.errors import DamagedRoot, describe
 from ckptfsm.core.ports import Storage
 from ckptfsm.disk.durable import lookup
 from ckptfsm.disk.inspection import read_manifest
 from ckptfsm.disk.overview import Overview
+from ckptfsm.views.listing import state_of_job
 from ckptfsm.views.reading import Life
 from ckptfsm.views.timeline import clean, describe_end, format_bytes, format_duration, place
 
 
-def lines_of_step(storage: Storage, overview: Overview, lives: Sequence[Life]) -> list[str]:
+def lines_of_step(
+    storage: Storage, overview: Overview, lives: Sequence[Life], jobs: Sequence[JobRecord] = ()
+) -> list[str]:
     """The attempts at a step, in order of request, and the files at its name. Safe to print."""
     lines: list[str] = []
     for lane in place(lives).lanes:
@@ -31,7 +35,14 @@ def lines_of_step(storage: Storage, overview: Overview, lives: Sequence[Life]) -
             lines.append(f"  shards: {format_bytes(life.shard_bytes)}")
         if life.reason:
             lines.append(f"  reason: {life.reason}" + (f" ({life.detail})" if life.detail else ""))
+        lines += [_job_line(overview, each) for each in jobs if str(each.of) == life.attempt]
     return [clean(line) for line in (*lines, *_at_its_name(storage, overview, lives[0].step))]
+
+
+def _job_line(overview: Overview, record: JobRecord) -> str:
+    attempts = f", {record.begun} attempts" if record.begun > 1 else ""
+    why = f": {record.reason}" if record.reason else ""
+    return f"  job {record.job}: {state_of_job(overview, record)}{attempts}, {record.at}{why}"
 
 
 def _at_its_name(storage: Storage, overview: Overview, step: int) -> list[str]:

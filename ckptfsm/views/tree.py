@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from ckptfsm.core.layout import (
     EPOCHS,
+    JOBS,
     JOURNAL,
     OLD_EPOCHS,
     OLD_READERS,
@@ -33,6 +34,7 @@ _MEANING: Mapping[str, str] = MappingProxyType(
         QUARANTINE: "withdrawn, never deleted by itself",
         PINS: "steps that people keep",
         READERS: "steps that readers hold",
+        JOBS: "jobs of on_tracked, by attempt and name",
         OLD_READERS: "steps that readers hold, as an earlier version named them",
     }
 )
