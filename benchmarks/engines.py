@@ -27,13 +27,18 @@ from benchmarks import limits
 from benchmarks.measure import MS, Figure, Options, in_unit, timed
 from benchmarks.sides import ManagerSide, Side, StockSide, TrainingState
 from ckptfsm import CheckpointManager, LatestN
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.core.lifecycle import State
 from ckptfsm.megatron.compat import cpu_devices, process_group
+from ckptfsm.views.reading import read_lives
+from ckptfsm.views.timeline import place
 
 ENGINES = ("fork", "eager", "gated")
 WORK_S = (0.0, 0.5)  # per GiB of state
 _STALL_TARGETS = {("eager", 0.0): 0.15, ("gated", 0.5): 0.03}
 _LOADABLE_TARGET = 0.5
 _WITH_TARGETS = ("eager", "gated")
+_STATES = (State.REQUESTED, State.FORKED, State.SHARDS_WRITTEN, State.FINALIZED)
 _PLACES = ("save()", "the pass", "before_update()", "the update")
 _CPU_TARGET = 0.5
 _RAW_TARGET = 1 / 0.9  # at least 0.9 of the raw device's rate
@@ -107,7 +112,10 @@ def compare(options: Options, open_sides: OpenSides) -> list[Figure]:
                     side.clear()
                     if number >= _WARM_UP_ROUNDS:
                         samples.setdefault(side.name, []).append(sample)
-        figures += _figures(samples, work_s)
+            figures += _figures(samples, work_s)
+            for side in sides:
+                if isinstance(side, ManagerSide):
+                    figures += _states(side, work_s)
     return figures
 
 
@@ -169,11 +177,11 @@ def _figures(samples: dict[str, list[Sample]], work_s: float) -> list[Figure]:
     for name, each in samples.items():
         stalls, loadable = [s.stall_s for s in each], [s.loadable_s for s in each]
         figures.append(in_unit(f"stall, {after}, {name}", "ms", MS, stalls))
-        for place, spent in zip(
+        for where, spent in zip(
             _PLACES, zip(*(s.places_s for s in each), strict=True), strict=True
         ):
             figures.append(
-                in_unit(f"share of the stall, {after}, {name}: {place}", "ms", MS, spent)
+                in_unit(f"share of the stall, {after}, {name}: {where}", "ms", MS, spent)
             )
         if name == "stock":
             figures.append(in_unit(f"until loadable, {after}, {name}", "ms", MS, loadable))
@@ -189,6 +197,21 @@ def _figures(samples: dict[str, list[Sample]], work_s: float) -> list[Figure]:
         wanted = _CPU_TARGET if ours else None
         figures.append(_over(title, used, least_cpu_s, wanted))
     return figures
+
+
+def _states(side: ManagerSide, work_s: float) -> list[Figure]:
+    """The time in each state from ``save`` to tracked, as the journal tells it."""
+    storage = PosixStorage(side.root, create=False)
+    lasted: dict[State, list[float]] = {state: [] for state in _STATES}
+    try:
+        for lane in place(read_lives(storage)).lanes[_WARM_UP_ROUNDS:]:
+            for entry, start, stop in lane.spans():
+                if entry.state in lasted:
+                    lasted[entry.state].append(stop - start)
+    finally:
+        storage.close_root()
+    after = f"{work_s:g} s of work, {side.name}"
+    return [in_unit(f"in {s.value}, {after}", "ms", MS, each) for s, each in lasted.items()]
 
 
 def _over(name: str, samples: Sequence[float], one: float, target: float | None) -> Figure:

@@ -117,7 +117,7 @@ class ManagerSide:
 
     def __init__(self, root: Path, manager: CheckpointManager, name: str = "ckptfsm") -> None:
         self.name = name
-        self._root = root
+        self.root = root
         self._manager = manager
         self._handle: SaveHandle | None = None
 
@@ -134,10 +134,10 @@ class ManagerSide:
     def clear(self) -> None:
         """Let retention finish; empty the trash by hand, since the manager does it at leisure."""
         deadline = time.monotonic() + _CLEAR_S
-        while len(list(self._root.glob("iter_*"))) > 1 and time.monotonic() < deadline:
+        while len(list(self.root.glob("iter_*"))) > 1 and time.monotonic() < deadline:
             self._manager.poll()
             time.sleep(0.001)
-        for directory in (self._root / TRASH).iterdir():
+        for directory in (self.root / TRASH).iterdir():
             try:
                 shutil.rmtree(directory)
             except FileNotFoundError:
