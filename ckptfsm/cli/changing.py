@@ -200,20 +200,20 @@ def ask(
     by = f"pid {os.getpid()} on {here.host}"
     with opened(root) as storage:
         overview = look(storage)
-        try:
-            asked = Asked(
-                nonce=uuid.uuid4().hex,
-                epoch=max(overview.owner.epoch, 1),
-                errand=errand,
-                step=step,
-                reason=reason,
-                name=name,
-                dry=dry,
-                metrics=dict(metrics or {}),
-                by=by,
-            )
-        except ValidationError as error:
-            raise ConfigError(first_problem(error)) from error
+    try:
+        asked = Asked(
+            nonce=uuid.uuid4().hex,
+            epoch=max(overview.owner.epoch, 1),
+            errand=errand,
+            step=step,
+            reason=reason,
+            name=name,
+            dry=dry,
+            metrics=dict(metrics or {}),
+            by=by,
+        )
+    except ValidationError as error:
+        raise ConfigError(first_problem(error)) from error
     if not overview.owner.may_live:
         with owned(root) as (coordinator, _):
             put([clean(carry_out(coordinator, asked))])

@@ -95,5 +95,5 @@ def _write(root: Path, output: Path, text: str) -> None:
 
 def _is_ours(name: str) -> bool:
     """True for a name in a root that the library, or a trainer's loader, reads."""
-    steps = (layout.parse_published(name) for layout in LAYOUTS.values())
-    return name in (PRIVATE, TRACKER) or any(step is not None for step in steps)
+    is_step = any(layout.is_published(name) for layout in LAYOUTS.values())
+    return is_step or name in (PRIVATE, TRACKER)

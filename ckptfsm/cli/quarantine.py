@@ -19,6 +19,7 @@ from ckptfsm.coordinator.admitting import admit, judge
 from ckptfsm.core.errors import ConfigError, DamagedRoot, StepExistsError
 from ckptfsm.core.layout import PRIVATE, QUARANTINE, Layout, parse_aside
 from ckptfsm.core.parts import MAX_STEP
+from ckptfsm.core.ports import Storage
 from ckptfsm.core.recovery_rules import Decision
 from ckptfsm.disk.durable import each_file, list_names, lookup
 from ckptfsm.disk.overview import look
@@ -140,13 +141,25 @@ def ls(root: Root = HERE, json: Json = False) -> None:
             of = parse_aside(name)
             life = lives.get(str(of)) if of is not None else None
             why = describe_end(life) + (f" ({life.detail})" if life.detail else "") if life else ""
-            files = [stat.size for _, stat in each_file(storage, f"{QUARANTINE}/{name}")]
-            rows.append((name, sum(files), why))
+            size = _size_of(storage, f"{QUARANTINE}/{name}")
+            if size is not None:
+                rows.append((name, size, why))
     if json:
         put_json([{"name": name, "bytes": size, "why": why} for name, size, why in rows])
         return
     lines = [clean(f"{name}  {format_bytes(size)}  {why}") for name, size, why in rows]
     put(lines or ["nothing is in quarantine"])
+
+
+def _size_of(storage: Storage, path: str) -> int | None:
+    """The bytes of a file, or of all files in a directory; None if it is dropped meanwhile."""
+    found = lookup(storage, path)
+    if found is None or found.kind != "dir":
+        return found.size if found is not None else None
+    try:
+        return sum(stat.size for _, stat in each_file(storage, path))
+    except FileNotFoundError:
+        return None
 
 
 def restore(name: Name, root: Root = HERE) -> None:

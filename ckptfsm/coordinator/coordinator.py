@@ -216,11 +216,7 @@ class Coordinator:
     def _layouts_of_names(self) -> list[str]:
         """The layouts in which an entry of the root has the name of a step."""
         names = list_names(self._storage, "")
-        return [
-            layout.name
-            for layout in LAYOUTS.values()
-            if any(layout.parse_published(name) is not None for name in names)
-        ]
+        return [layout.name for layout in LAYOUTS.values() if any(map(layout.is_published, names))]
 
     def _refuse_unfinishable(self, ledger: Ledger) -> None:
         """Refuse to open with an attempt that only another process can complete, which is kept for

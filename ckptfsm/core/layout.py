@@ -74,6 +74,10 @@ class Layout:
         step = int(digits)
         return step if step <= MAX_STEP and self.published_name(step) == name else None
 
+    def is_published(self, name: str) -> bool:
+        """True for the published name of a step."""
+        return self.parse_published(name) is not None
+
     def working_dir(self, of: AttemptId, in_place: bool) -> str:
         """The directory an attempt is written in: staging, or the final name if the trainer fixed
         the path.

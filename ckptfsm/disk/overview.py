@@ -117,7 +117,7 @@ def _layout_of(history: History, names: list[str]) -> Layout:
     """The layout that the journal names; without one, the layout in which a name is a step's."""
     if history.layout in LAYOUTS:
         return LAYOUTS[history.layout]
-    used = [each for each in LAYOUTS.values() if any(each.parse_published(n) for n in names)]
+    used = [each for each in LAYOUTS.values() if any(map(each.is_published, names))]
     return used[0] if used else MEGATRON
 
 

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from ckptfsm.core.layout import (
+    ANSWERS,
     EPOCHS,
+    INBOX,
     JOBS,
     JOURNAL,
     OLD_EPOCHS,
@@ -32,6 +34,8 @@ _MEANING: Mapping[str, str] = MappingProxyType(
         STAGING: "saves in flight",
         TRASH: "given up, deleted a little at a time",
         QUARANTINE: "withdrawn, never deleted by itself",
+        INBOX: "requests of people to the owner",
+        ANSWERS: "the owner's answers to them",
         PINS: "steps that people keep",
         READERS: "steps that readers hold",
         JOBS: "jobs of on_tracked, by attempt and name",

@@ -396,6 +396,47 @@ def test_ctrl_c_while_the_command_is_made_ready_has_status_130(tmp_path, capsys,
     assert ran(capsys, "ls", "-r", tmp_path) == (130, "", "")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    (
+        ("pin", "10", "--reason", "x" * 1001),
+        ("pin", "10", "--reason", "\udcff"),
+        ("pin", "99999999999999999999"),
+        ("rollback", "--yes", "--", "-1"),
+        ("record-metrics", "10", "x\udcff=1"),
+    ),
+)
+def test_F30_what_no_request_can_hold_is_a_bad_call(arguments, tmp_path, capsys):
+    real_root(tmp_path, 10)
+    status, _, err = ran(capsys, arguments[0], "-r", tmp_path, *arguments[1:])
+    assert status == 2 and "error: " in err.lower() and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "fields",
+    (
+        b'"errand": "pin", "step": 10, "reason": "\\ud800"',
+        b'"errand": "pin", "step": 10, "reason": "\\u0000\\n"',
+        b'"errand": "pin", "step": 99999999999999999999',
+        b'"errand": "record_metrics", "step": 10, "metrics": {"a": NaN}',
+        b'"errand": "record_metrics", "step": 10, "metrics": {"": 1}',
+        b'"errand": "drop", "name": "../../iter_0000010"',
+        b'"errand": "drop"',
+        b'"errand": "rollback"',
+    ),
+)
+def test_F30_a_hostile_request_does_not_stop_the_owner(fields, living, tmp_path):
+    nonce = "b" * 32
+    (tmp_path / INBOX).mkdir()
+    (tmp_path / ANSWERS).mkdir()
+    head = f'{{"schema_version": 1, "nonce": "{nonce}", "epoch": 1, '.encode()
+    (tmp_path / request_name(nonce)).write_bytes(head + fields + b"}")
+    living.coordinator.tick()
+    assert (tmp_path / ANSWERS / f"{nonce}.json").exists()
+    living.save(40)
+    assert steps(living) == [10, 20, 30, 40]
+
+
 def test_a_lease_keeps_a_step_while_the_command_runs(tmp_path, capsys):
     real_root(tmp_path, 10, 20)
     assert said(capsys, "lease", "10", "--ttl", "0", "-r", tmp_path) == f"{tmp_path}/iter_0000010\n"

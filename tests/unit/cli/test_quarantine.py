@@ -11,6 +11,7 @@ from cli_runs import ran, said
 from real_roots import crashed, real_job, real_root
 from strangers import newer_files, stock_saves
 
+from ckptfsm.cli import quarantine
 from ckptfsm.coordinator.admitting import admit
 from ckptfsm.coordinator.engine import Engine
 from ckptfsm.core.errors import OutcomeUnknown
@@ -92,6 +93,19 @@ def test_restore_and_adopt_refuse_a_root_with_a_living_owner(rolled_back, capsys
     status, _, err = ran(capsys, "quarantine", "restore", "30.e1.a3", "-r", rolled_back)
     assert status == 3 and "root_busy" in err
     job.close()
+
+
+def test_ls_tells_of_a_tracker_that_a_fresh_start_put_aside(tmp_path, capsys):
+    real_root(tmp_path, 10)
+    real_root(tmp_path, resume="fresh")
+    out = said(capsys, "quarantine", "ls", "-r", tmp_path)
+    assert "tracker." in out and "10.e1.a1" in out
+
+
+def test_ls_goes_on_while_a_directory_is_dropped(rolled_back, capsys, monkeypatch):
+    listed = quarantine.list_names
+    monkeypatch.setattr(quarantine, "list_names", lambda *given: ["9.e1.a9", *listed(*given)])
+    assert "20.e1.a2" in said(capsys, "quarantine", "ls", "-r", rolled_back)
 
 
 def test_drop_asks_and_deletes_for_good(rolled_back, capsys, monkeypatch):

@@ -100,6 +100,17 @@ def test_ls_prints_no_control_characters_and_keeps_to_the_width(tmp_path, capsys
     assert max(map(len, out.splitlines()[2:])) <= 80
 
 
+def test_a_root_of_verl_is_recognised_by_its_step_0(tmp_path, capsys):
+    (tmp_path / "global_step_0").mkdir()
+    assert "unknown" in said(capsys, "ls", "-r", tmp_path)
+
+
+def test_tree_names_the_meaning_of_requests(tmp_path, capsys):
+    real_root(tmp_path, 10)
+    (tmp_path / ".ckptfsm/inbox").mkdir()
+    assert "inbox/  requests of people to the owner" in said(capsys, "tree", "-r", tmp_path)
+
+
 def test_show_tells_states_times_and_files(tmp_path, capsys):
     real_root(tmp_path, 10)
     out = said(capsys, "show", "10", "-r", tmp_path)
