@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from shlex import quote
 from typing import Annotated
@@ -20,6 +21,7 @@ from ckptfsm.disk.situation import collect
 from ckptfsm.views.timeline import clean
 
 _SECOND_LOOK_S = 1.0
+_MOST_LOOKS = 3
 
 
 def add_to(app: typer.Typer) -> None:
@@ -68,6 +70,14 @@ def findings_of(storage: Storage) -> list[Finding]:
 
 
 def _once(storage: Storage) -> list[Finding]:
+    """The findings of one look, which begins again if an owner moved a file meanwhile."""
+    for _ in range(_MOST_LOOKS):
+        with suppress(FileNotFoundError):
+            return _examined(storage)
+    return _examined(storage)
+
+
+def _examined(storage: Storage) -> list[Finding]:
     try:
         return examine(collect(storage, look(storage)))
     except JournalCorrupt as error:

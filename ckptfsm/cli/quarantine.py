@@ -31,7 +31,7 @@ group = typer.Typer(help="Directories that were withdrawn. Nothing deletes them 
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command(epilog="Example: ckptfsm adopt iter_0000040 -r runs/demo")(adopt)
+    app.command(epilog="Example: ckptfsm adopt iter_0000045 -r runs/demo")(adopt)
     group.command("ls", epilog="Example: ckptfsm quarantine ls -r runs/demo")(ls)
     group.command("restore", epilog="Example: ckptfsm quarantine restore 40.e1.a4 -r runs/demo")(
         restore

@@ -344,7 +344,8 @@ def gather_evidence(storage: Storage, layout: Layout, ledger: Ledger) -> Evidenc
             strays.append(name)
             continue
         published[step] = there
-        if there.found != "no_directory" and storage.stat(name).device != device:
+        stat = lookup(storage, name)  # None: a reader of a living root comes late
+        if there.found != "no_directory" and stat is not None and stat.device != device:
             mounts.append(name)
     staging: dict[AttemptId, StagingEvidence] = {}
     for name in list_names(storage, STAGING):

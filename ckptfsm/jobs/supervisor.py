@@ -185,8 +185,10 @@ class Supervisor:
                 if isinstance(message, Stop):
                     until = self._clock.monotonic() + message.drain_s
                     self._look_at = self._read_at = 0.0
-            until = until if listening else 0.0
-            if until is not None and self._clock.monotonic() >= until:
+            if not listening and until is None:  # the trainer was killed: the attempt counts
+                self.leave()
+                return
+            if until is not None and (not listening or self._clock.monotonic() >= until):
                 break
             self.work()
             if until is not None and self.idle:

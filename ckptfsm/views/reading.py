@@ -162,7 +162,7 @@ def _sealed_segments(storage: Storage) -> list[Segment]:
 def entered_at(storage: Storage, history: History) -> dict[AttemptId, str]:
     """When each checkpoint entered its state, as journaled; without those that no record tells.
 
-    Of the older segments, only the lines of these states are read, and nothing is judged: for lists,
+    From the older segments, only the lines of these states are read, and nothing is judged: for lists,
     where a time is a remark.
     """
     found = dict(history.since)

@@ -292,6 +292,21 @@ MUTANTS = (
         why="an older one is pruned while a stock trainer's save is in the page cache only",
     ),
     mutant(
+        "adopted-by-a-person-without-fsync",
+        "coordinator.admitting:admit",
+        "fsync_tree_files(storage, name)  # a stock trainer leaves them in the page cache\n"
+        "fsync_tree_dirs(storage, name)\n"
+        'storage.fsync_dir("")',
+        "",
+        breaks="I2",
+        source="fsync",
+        killers=(
+            "tests:test_quarantine.py::"
+            "test_I2_the_tracker_names_an_adopted_step_once_its_files_are_durable",
+        ),
+        why="the tracker names a step that lies in the page cache only",
+    ),
+    mutant(
         "staging-without-fsync",
         "disk.publishing:Publisher.create_staging",
         'self.storage.fsync_dir(directory.rpartition("/")[0])  # whoever made it',

@@ -117,8 +117,8 @@ def content_of(root: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("stopped_at", ["order", "written"])
 def test_F13_a_stopped_writer_that_wakes_up_later_writes_nothing(tmp_path: Path, stopped_at: str):
-    """Catches: a writer of a dead trainer that goes on in the root of the next owner. It does not see
-    that its trainer is dead, and has the word for its receipt."""
+    """Catches: a writer of a dead trainer that goes on in the root of the next owner. The writer does
+    not see that its trainer is dead, and has the word for its receipt."""
     root = tmp_path / "root"
     command = [sys.executable, "-c", LATE, str(root), stopped_at]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as trainer:

@@ -37,6 +37,7 @@ TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "core/jobs": ("jobs",),
         "core/metrics": ("exporting", "metrics"),
         "core/notes": ("metrics",),
+        "core/progress": ("progress",),
         "core/preemption": ("preemption",),
         "core/recorded_metrics": ("recorded_metrics",),
         "core/recovery": ("recovery",),  # the other suites take minutes for each mutant that lives

@@ -80,6 +80,7 @@ _OF_NOBODY: Mapping[str, str] = MappingProxyType(
         "end_of_allocation": _WHEN,
         "agree_when_idle": _WHEN,
         "exchange_every": _WHEN,
+        "progress": "the workers write, and their driver does not see the bytes",
         "reshard_drops": "verl's own code loads, and leaves nothing out",
     }
 )

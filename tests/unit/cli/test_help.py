@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 from cli_runs import ran, said
-from real_roots import real_job
+from real_roots import real_job, real_root
 
 from ckptfsm.cli import app as application
 from ckptfsm.core.parts import PartSpec
@@ -42,12 +42,13 @@ def demo(tmp_path_factory) -> Path:
 
 def prepared(command: str, capsys) -> None:
     """Do to runs/demo what the example of a command takes for granted."""
-    if command in ("quarantine restore", "quarantine drop", "adopt"):
+    if command in ("quarantine restore", "quarantine drop"):
         said(capsys, "rollback", "35", "--yes", "-r", "runs/demo")
         (gone,) = Path("runs/demo/.ckptfsm/quarantine").iterdir()
-        assert command == "adopt" or gone.name == "40.e1.a4"
-        if command == "adopt":
-            gone.rename("runs/demo/iter_0000040")
+        assert gone.name == "40.e1.a4"
+    elif command == "adopt":
+        real_root(Path("runs/other"), 45, parts=TREE)
+        Path("runs/other/iter_0000045").rename("runs/demo/iter_0000045")
 
 
 def test_every_command_is_there():

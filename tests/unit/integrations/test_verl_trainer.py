@@ -436,6 +436,8 @@ def test_every_setting_has_an_effect_or_is_refused():
         "exit_timeout_s",
         "visibility_timeout_s",
         "reader_timeout_s",
+        "on_tracked",
+        "jobs_drain_s",
     }
     heeded = of_controller | set(trainer_module._WORKER_SETTINGS)
     assert heeded | set(trainer_module._OF_NOBODY) == set(CheckpointConfig.model_fields)
