@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import warnings
@@ -17,14 +18,16 @@ warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
 import torch  # noqa: E402  megatron-core warns while it is imported
 import torch.distributed as dist  # noqa: E402
 
-from ckptfsm import CheckpointManager, EveryNSteps, LatestN  # noqa: E402
+from ckptfsm import CheckpointManager, EveryNSteps, LatestN, SaveHandle  # noqa: E402
 from ckptfsm.adapters.posix_storage import PosixStorage  # noqa: E402
 from ckptfsm.core.ports import Storage  # noqa: E402
+from ckptfsm.core.progress import progress_text  # noqa: E402
 from ckptfsm.core.requests import RecoveryReport  # noqa: E402
 from ckptfsm.demo.model import ModelSpec, Trainer, initialize_parallel  # noqa: E402
 from ckptfsm.testing.faults import FaultStorage, pause_at  # noqa: E402
 
-BAR = 28
+BAR = 20
+COLUMNS = 79
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -54,12 +57,15 @@ def train_uninterrupted(trainer: Trainer, options: argparse.Namespace) -> None:
 def train_with_checkpoints(trainer: Trainer, options: argparse.Namespace) -> bool:
     """Train, saving every few steps. Returns True if a person stopped it before the end."""
     losses: dict[int, str] = {}
+    save: SaveHandle | None = None
+    show_saves()
     with CheckpointManager(
         options.root,
         retention=LatestN(options.keep) | EveryNSteps(options.keep_every),
         save_interval_steps=options.save_every,
         preemption_signals=("SIGINT", "SIGTERM"),
         exchange_every=1,
+        progress="log",
         open_storage=_PausingStorage(options) if options.pause_step else None,
     ) as checkpoints:
         if checkpoints.rank == 0 and checkpoints.recovery is not None:
@@ -72,10 +78,11 @@ def train_with_checkpoints(trainer: Trainer, options: argparse.Namespace) -> boo
             loss = trainer.train_step()
             losses[step] = loss.hex()
             if checkpoints.should_save(step):
-                checkpoints.save(step, trainer.sharded_state_dict(), metrics={"loss": loss})
+                metrics = {"loss": loss}
+                save = checkpoints.save(step, trainer.sharded_state_dict(), metrics=metrics)
             checkpoints.poll()
             record(options.losses, losses)
-            show(step, options.steps, loss, f"tracked: {checkpoints.latest_step()}")
+            show(step, options.steps, loss, note_of(checkpoints.latest_step(), save))
             if checkpoints.preempted:
                 return True
     return False
@@ -92,6 +99,23 @@ def print_recovery(report: RecoveryReport) -> None:
     sys.stdout.flush()
 
 
+def show_saves() -> None:
+    """Print the library's log line about each save, over the bar."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(f"\r  %(message)-{COLUMNS - 2}s"))
+    handler.addFilter(lambda record: getattr(record, "event", "") == "save_progress")
+    log = logging.getLogger("ckptfsm")
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+
+
+def note_of(tracked: int | None, save: SaveHandle | None) -> str:
+    """The save in flight and its progress, else the newest step that is tracked."""
+    if save is None or save.done or save.progress is None:
+        return f"tracked: {tracked}"
+    return f"saving {save.step}: {progress_text(save.progress)}"
+
+
 def show(step: int, steps: int, loss: float, note: str) -> None:
     """Draw the progress bar, on rank 0."""
     if dist.get_rank() != 0:
@@ -99,7 +123,8 @@ def show(step: int, steps: int, loss: float, note: str) -> None:
     done = BAR * step // steps
     end = "\n" if step == steps else ""
     bar = "#" * done + "." * (BAR - done)
-    print(f"\r  [{bar}] step {step}/{steps}  loss {loss:.4f}  {note}   ", end=end, flush=True)
+    line = f"  [{bar}] step {step}/{steps}  loss {loss:.4f}  {note}"
+    print(f"\r{line:<{COLUMNS}}", end=end, flush=True)
 
 
 def record(path: Path, losses: dict[int, str]) -> None:
