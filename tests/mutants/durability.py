@@ -301,8 +301,7 @@ MUTANTS = (
         breaks="I2",
         source="fsync",
         killers=(
-            "tests:test_quarantine.py::"
-            "test_I2_the_tracker_names_an_adopted_step_once_its_files_are_durable",
+            "tests:test_quarantine.py::test_I2_the_tracker_names_an_adopted_step_once_it_is_durable",
         ),
         why="the tracker names a step that lies in the page cache only",
     ),

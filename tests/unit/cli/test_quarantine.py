@@ -234,7 +234,7 @@ def test_adopt_completes_an_interrupted_rollback_first(tmp_path, capsys, monkeyp
     assert [p.name for p in (root / ".ckptfsm/quarantine").iterdir()] == ["20.e1.a2"]
 
 
-def test_I2_the_tracker_names_an_adopted_step_once_its_files_are_durable(tmp_path, monkeypatch):
+def test_I2_the_tracker_names_an_adopted_step_once_it_is_durable(tmp_path, monkeypatch):
     """Catches: a power loss that leaves a tracker at a torn checkpoint of a stock trainer."""
     disk = SimDisk()
     job = FakeJob(SimStorage(disk, "first"))
