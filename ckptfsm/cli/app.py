@@ -14,12 +14,16 @@ characters that move a cursor. Errors name the file and the reason, on standard 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_group
 
-from ckptfsm.cli import changing, demo_command, examining, exporting, quarantine, reading, verifying
-from ckptfsm.cli.terminal import say_error
 from ckptfsm.core.errors import (
     CkptFsmError,
     ConfigError,
@@ -30,8 +34,59 @@ from ckptfsm.core.errors import (
 
 DONE, WRONG, BAD_CALL, REFUSED, INTERRUPTED = 0, 1, 2, 3, 130
 
+# The module of each command, which is imported when the command is called, and a line for the list.
+COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "ls": ("reading", "List the checkpoints, and the reason that keeps each."),
+        "show": ("reading", "Show every attempt at a step: states, times, parts, end."),
+        "tree": ("reading", "Show the directories of a root, with the meaning of each."),
+        "log": ("reading", "Print the journal as sentences, oldest first."),
+        "explain": ("reading", "Explain why a checkpoint is kept, and when it may go."),
+        "verify": ("verifying", "Compare checkpoints with the digests in their manifests."),
+        "doctor": ("examining", "Find damage, and tell the way out."),
+        "timeline": ("exporting", "Draw the life of each checkpoint as a page."),
+        "trace": ("exporting", "Check the journal against the table of the life cycle."),
+        "export": ("exporting", "Print metrics of a root in the format of Prometheus."),
+        "pin": ("changing", "Keep a checkpoint from pruning until it is unpinned."),
+        "unpin": ("changing", "End a pin: retention decides anew."),
+        "prune": ("changing", "Delete checkpoints that retention has given up."),
+        "rollback": ("changing", "Make a step the latest again."),
+        "lease": ("changing", "Keep a step while this command runs, and print its path."),
+        "record-metrics": ("changing", "Add metrics to a checkpoint after its save."),
+        "adopt": ("quarantine", "Take a complete checkpoint from elsewhere into service."),
+        "quarantine": ("quarantine", "List, restore or drop directories that were withdrawn."),
+        "demo": ("demo_command", "Train a small GPT, kill it during a save, and recover."),
+    }
+)
+
+
+class _Commands(TyperGroup):
+    """The commands. Their list is of stand-ins; the real one is imported when it is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, stand_in, rest = super().resolve_command(ctx, args)
+        return name, stand_in if name is None else command(name), rest
+
+
+def command(name: str) -> Any:
+    """The command of this name, as its module declares it."""
+    return _declared_in(COMMANDS[name][0])[name]
+
+
+@cache
+def _declared_in(module: str) -> Mapping[str, Any]:
+    declared = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+    import_module(f"ckptfsm.cli.{module}").add_to(declared)
+    return get_group(declared).commands
+
+
+def _stand_in() -> None:
+    """Stands in the list for a command."""
+
+
 app = typer.Typer(
     name="ckptfsm",
+    cls=_Commands,
     help="See the checkpoints of a training job, and what happened to them.",
     no_args_is_help=True,
     add_completion=True,
@@ -39,13 +94,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-reading.add_to(app)
-verifying.add_to(app)
-examining.add_to(app)
-exporting.add_to(app)
-changing.add_to(app)
-quarantine.add_to(app)
-demo_command.add_to(app)
+for _name, (_, _line) in COMMANDS.items():
+    app.command(_name, help=_line)(_stand_in)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -55,6 +105,8 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else DONE
     except (CkptFsmError, OSError) as error:
+        from ckptfsm.cli.terminal import say_error
+
         say_error(error)
         return _status_of(error)
     return DONE

@@ -22,7 +22,6 @@ from ckptfsm.core.ports import Storage
 from ckptfsm.disk.inspection import gather_evidence
 from ckptfsm.disk.job_records import read_records
 from ckptfsm.disk.overview import Overview, look
-from ckptfsm.disk.situation import decide_start
 from ckptfsm.views.listing import as_json, lines_of, missed_lines, rows_of
 from ckptfsm.views.lives_of_step import lines_of_step
 from ckptfsm.views.reading import entered_at, read_lives
@@ -187,6 +186,8 @@ def _explain_step(storage: Storage, overview: Overview, step: int) -> list[str]:
 
 def _explain_resume(storage: Storage) -> list[str]:
     """The decisions of a start, made by the function that a start uses; nothing is carried out."""
+    from ckptfsm.disk.situation import decide_start  # here: a list needs no plans
+
     lines = []
     try:
         overview = look(storage)

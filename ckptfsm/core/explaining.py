@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptfsm.core.evidence import TrackerEvidence
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State, expected_reports
 from ckptfsm.core.parts import AttemptId
-from ckptfsm.core.recovery import Plan
 from ckptfsm.core.rollback import Intent
+
+if TYPE_CHECKING:
+    from ckptfsm.core.recovery import Plan
 
 RETENTION = "retention"  # kept by the policy of the trainer
 

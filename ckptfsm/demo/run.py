@@ -27,7 +27,9 @@ from ckptfsm.core.retention import CheckpointInfo, EveryNSteps, LatestN
 from ckptfsm.disk.inspection import read_tracker
 from ckptfsm.disk.ownership import open_root
 from ckptfsm.testing.conformance import JournalViolation, assert_journal_conforms
-from ckptfsm.views import read_lives, render_html, render_table
+from ckptfsm.views.picture import render_html
+from ckptfsm.views.reading import read_lives
+from ckptfsm.views.table import render_table
 
 _PAUSE_TIMEOUT_S = 120.0
 

@@ -162,8 +162,8 @@ def _sealed_segments(storage: Storage) -> list[Segment]:
 def entered_at(storage: Storage, history: History) -> dict[AttemptId, str]:
     """When each checkpoint entered its state, as journaled; without those that no record tells.
 
-    From the older segments, only the lines of these states are read, and nothing is judged: for lists,
-    where a time is a remark.
+    Only lines of these states are read in the older segments, and nothing is judged: for lists, where
+    a time is a remark.
     """
     found = dict(history.since)
     wanted = {of: c.state for of, c in history.ledger.checkpoints.items() if of not in found}

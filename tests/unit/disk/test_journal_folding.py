@@ -22,7 +22,7 @@ from ckptfsm.testing.conformance import assert_journal_conforms
 from ckptfsm.testing.faults import FaultStorage, crash_at
 from ckptfsm.testing.harness import FakeJob
 from ckptfsm.testing.simfs import ProcessDead, SimDisk, SimStorage
-from ckptfsm.views import read_lives
+from ckptfsm.views.reading import read_lives
 
 
 def run_again(disk: SimDisk, number: int, crash: int | None = None) -> FakeJob:

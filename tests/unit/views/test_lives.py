@@ -24,7 +24,10 @@ from ckptfsm.core.errors import JournalCorrupt
 from ckptfsm.core.layout import JOURNAL, PRIVATE, segment_name
 from ckptfsm.core.lifecycle import State
 from ckptfsm.disk.journal import JournalWriter, encode_line, read_segments
-from ckptfsm.views import describe_end, format_bytes, read_lives, render_html, render_table
+from ckptfsm.views.picture import render_html
+from ckptfsm.views.reading import read_lives
+from ckptfsm.views.table import render_table
+from ckptfsm.views.timeline import describe_end, format_bytes
 
 pytestmark = pytest.mark.damages_journal("journals made by hand, record by record")
 

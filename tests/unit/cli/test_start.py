@@ -1,0 +1,137 @@
+"""The start of a command: the packages that it needs, and those that it imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+import pytest
+from cli_runs import said
+from packaging.requirements import Requirement
+from real_roots import real_root
+
+from ckptfsm.cli import app
+from ckptfsm.core.parts import PartSpec
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[3]
+TREE = (PartSpec("state", kind="tree"),)  # the shards of the fake job are no torch_dist files
+HEAVY = {"torch", "megatron", "numpy", "nvidia_resiliency_ext"}
+RUN = """
+import sys
+
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {heavy!r}:
+            raise ImportError(f"{{name}} is not to be imported")
+
+sys.meta_path.insert(0, Refused())
+from ckptfsm.cli import main
+status = main({arguments!r})
+print("modules", *sys.modules)
+sys.exit(status)
+"""
+
+
+def run(*arguments: object) -> tuple[str, set[str]]:
+    """The output of a command in a fresh interpreter without torch, and the modules it imports."""
+    code = RUN.format(heavy=sorted(HEAVY), arguments=[str(each) for each in arguments])
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    out, _, modules = done.stdout.rpartition("modules ")
+    return out, set(modules.split())
+
+
+def test_help_imports_neither_a_room_nor_pydantic():
+    """Catches: a start that takes as long as the slowest command."""
+    out, modules = run("--help")
+    assert "record-metrics" in out
+    rooms = {name for name in modules if name.startswith("ckptfsm.")}
+    assert rooms == {"ckptfsm.cli", "ckptfsm.cli.app", "ckptfsm.core", "ckptfsm.core.errors"}
+    assert not modules & {"pydantic", "rich", "transitions", "prometheus_client"}
+
+
+def test_ls_imports_neither_the_coordinator_nor_plans_nor_pictures(tmp_path):
+    out, modules = run("ls", "-r", real_root(tmp_path, 10))
+    assert "10  tracked" in out
+    assert not modules & {
+        "rich",
+        "prometheus_client",
+        "ckptfsm.coordinator",
+        "ckptfsm.core.recovery",
+        "ckptfsm.views.picture",
+        "ckptfsm.cli.verifying",
+    }
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    (
+        ("show", "20"),
+        ("tree",),
+        ("log",),
+        ("explain", "--resume"),
+        ("verify", "--all", "--read-data-subset", "0%"),
+        ("doctor",),
+        ("timeline", "-o", "lives.html"),
+        ("trace",),
+        ("export", "--prometheus"),
+        ("pin", "10"),
+        ("prune", "--dry-run", "--keep-latest", "1"),
+        ("rollback", "10", "--yes"),
+        ("lease", "10", "--ttl", "0"),
+        ("record-metrics", "20", "val=1"),
+        ("quarantine", "ls"),
+    ),
+    ids=lambda arguments: arguments[0],
+)
+def test_commands_need_no_torch(arguments, tmp_path):
+    """Catches: a command that only works on a machine for training."""
+    root = real_root(tmp_path / "root", 10, 20, parts=TREE)
+    named = [str(tmp_path / each) if each.endswith(".html") else each for each in arguments]
+    run(*named, "-r", root)
+
+
+def test_the_command_line_names_no_package_of_a_trainer():
+    """Catches: torch among the packages that ``pip install ckptfsm[cli]`` brings, by any way."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*declared["dependencies"], *declared["optional-dependencies"]["cli"]]
+    found: dict[str, str] = {}
+    while wanted:
+        requirement = Requirement(wanted.pop())
+        marker = requirement.marker
+        if requirement.name in found or (marker is not None and not marker.evaluate({"extra": ""})):
+            continue
+        assert not requirement.extras, "the requirements of an extra are not followed here"
+        found[requirement.name] = str(requirement)
+        try:
+            wanted += requires(requirement.name) or []
+        except PackageNotFoundError:
+            assert requirement.name == "tomli"  # of older versions of Python
+    assert {"typer", "pydantic", "rich"} <= set(found)
+    assert not set(found) & {*HEAVY, "megatron-core", "nvidia-resiliency-ext", "ray", "verl"}
+
+
+def test_every_command_is_in_the_list_with_a_line_that_fits(capsys):
+    """Catches: a command that no list shows, or a line that is cut off with dots."""
+    for name, (module, _) in app.COMMANDS.items():
+        assert app._declared_in(module)[name].help, name
+    modules = {module for module, _ in app.COMMANDS.values()}
+    declared = {name for module in modules for name in app._declared_in(module)}
+    assert declared == set(app.COMMANDS)
+    listed = said(capsys, "--help").partition("Commands:")[2].splitlines()[1:]
+    assert [line.split()[0] for line in listed] == list(app.COMMANDS)
+    assert not any(line.endswith("...") for line in listed)
+
+
+def test_a_mistyped_command_is_answered_with_the_nearest_one(capsys):
+    status = app.run(["explian", "10"])
+    assert status == app.BAD_CALL and "Did you mean 'explain'" in capsys.readouterr().err
