@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from ckptfsm.core.backoff import pauses
-from ckptfsm.core.documents import FileEntry, Manifest, Receipt, part_records
+from ckptfsm.core.documents import FileEntry, Manifest, part_records
 from ckptfsm.core.errors import CkptFsmError, SaveFailed, ShardMissing, describe
-from ckptfsm.core.layout import MANIFEST, RECEIPTS, Layout, join, planned_name, receipt_name
+from ckptfsm.core.layout import MANIFEST, RECEIPTS, Layout, join, planned_name
 from ckptfsm.core.lifecycle import Checkpoint, expected_reports
-from ckptfsm.core.parts import FINISHED_BY_US, PartSpec
+from ckptfsm.core.parts import FINISHED_BY_US, AttemptId, PartSpec
 from ckptfsm.core.ports import Clock, PartFinisher, Storage
 from ckptfsm.disk.durable import (
     content_is,
@@ -29,7 +29,7 @@ from ckptfsm.disk.durable import (
     walk_files,
 )
 from ckptfsm.disk.inspection import check_sizes, dropped_parts
-from ckptfsm.disk.receipts import Receipts
+from ckptfsm.disk.receipts import CheckedReceipt, Receipts
 from ckptfsm.disk.stock import COMMON, MAX_METADATA_BYTES
 
 _FOREIGN_METADATA = (".metadata", "metadata.json")
@@ -38,13 +38,9 @@ _INTEGRITY, _TOKENIZER = "integrity.json", "tokenizer/"  # newer trainers' final
 
 @dataclass(frozen=True, slots=True)
 class ReceivedParts:
-    """The receipts of an attempt, and the optional parts that some rank left out, with the reason.
+    """The receipts of an attempt, and the optional parts that some rank left out, with the reason."""
 
-    ``entries`` are the receipts as files, by name.
-    """
-
-    receipts: Sequence[Receipt]
-    entries: Mapping[str, FileEntry]
+    receipts: Sequence[CheckedReceipt]
     dropped: Mapping[str, str]
 
 
@@ -80,18 +76,20 @@ class Assembly:
         for receipt in receipts:
             whole = all(there.get(entry.name) == entry.bytes for entry in receipt.files)
             if not whole and receipt.part not in dropped:
-                self._await_files(receipt, directory, deadline)
-        return ReceivedParts(receipts, mine.entries, dropped)
+                self._await_files(checkpoint.id, receipt, directory, deadline)
+        return ReceivedParts(receipts, dropped)
 
-    def _await_files(self, receipt: Receipt, directory: str, deadline: float) -> None:
+    def _await_files(
+        self, of: AttemptId, receipt: CheckedReceipt, directory: str, deadline: float
+    ) -> None:
         """Wait until all files of a receipt are whole. Raises ``ShardMissing`` at the deadline."""
         pause = pauses()
         while problem := check_sizes(self.storage, directory, receipt.files):
             if self.clock.monotonic() >= deadline:
                 raise ShardMissing(
                     f"part {receipt.part!r} of rank {receipt.rank}: {problem}",
-                    step=receipt.of.step,
-                    attempt=str(receipt.of),
+                    step=of.step,
+                    attempt=str(of),
                     part=receipt.part,
                     ranks=(receipt.rank,),
                 )
@@ -103,9 +101,8 @@ class Assembly:
         """The files of all receipts and the receipts themselves; a name may be claimed once."""
         files: dict[str, FileEntry] = {}
         for receipt in shares.receipts:
-            own = shares.entries[receipt_name(receipt.part, receipt.rank)]
             own_files = receipt.files if receipt.part not in shares.dropped else ()
-            for entry in (*own_files, own):
+            for entry in (*own_files, receipt.entry):
                 if entry.name in files:
                     raise SaveFailed(
                         f"{entry.name} is claimed by two receipts",

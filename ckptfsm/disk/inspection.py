@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
 from ckptfsm.adapters.notices import say
-from ckptfsm.core.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, Receipt, decode
+from ckptfsm.core.documents import MAX_DOCUMENT_BYTES, FileEntry, Manifest, decode
 from ckptfsm.core.errors import CkptFsmError, DamagedRoot, NewerSchema, describe
 from ckptfsm.core.evidence import (
     Evidence,
@@ -50,7 +50,7 @@ from ckptfsm.disk.durable import (
     read_document,
     walk_files,
 )
-from ckptfsm.disk.receipts import Receipts
+from ckptfsm.disk.receipts import CheckedReceipt, Receipts
 from ckptfsm.disk.stock import COMMON, inspect_stock
 
 log = logging.getLogger("ckptfsm")
@@ -263,7 +263,7 @@ def _is_cut_short(names: Iterable[str], checkpoint: Checkpoint) -> bool:
     )
 
 
-def dropped_parts(checkpoint: Checkpoint, receipts: Sequence[Receipt]) -> dict[str, str]:
+def dropped_parts(checkpoint: Checkpoint, receipts: Sequence[CheckedReceipt]) -> dict[str, str]:
     """The optional parts that a rank left out, and why. Raises ``DamagedRoot`` for a required one."""
     optional = {spec.name for spec in checkpoint.parts if spec.optional}
     dropped: dict[str, str] = {}

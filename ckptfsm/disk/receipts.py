@@ -5,9 +5,10 @@ late (F9).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import itemgetter
+from typing import Any, NamedTuple
 
 from ckptfsm.adapters.garbage import collection_paused
 from ckptfsm.adapters.posix_storage import digest_of
@@ -23,31 +24,48 @@ _LONGEST_PAUSE_S = 0.5  # between two looks for a missing receipt on a shared di
 _AT_ONCE = 1000  # receipts are parsed after they were read, so that no read is waited for meanwhile
 
 
+class CheckedReceipt(NamedTuple):
+    """A receipt of the attempt, in less memory than the document: there is one of each rank.
+
+    ``entry`` is the receipt as a manifest lists it: size and digest of the bytes that were checked.
+    """
+
+    part: str
+    rank: int
+    files: tuple[FileEntry, ...]
+    results: tuple[tuple[Any, ...], ...]
+    dropped: str
+    entry: FileEntry
+
+
 @dataclass(frozen=True, slots=True)
 class Receipts:
-    """The receipts of the attempt ``of``, which lies in the directory ``location``.
-
-    ``entries``: the receipts read so far as a manifest lists them, by name. Size and digest are
-    those of the bytes that were checked.
-    """
+    """The receipts of the attempt ``of``, which lies in the directory ``location``."""
 
     storage: Storage
     location: str
     of: AttemptId
     world_size: int
-    entries: dict[str, FileEntry] = field(default_factory=dict)
 
-    def read(self, part: str, rank: int) -> Receipt:
+    def read(self, part: str, rank: int) -> CheckedReceipt:
         """The receipt of a rank for a part. Raises ``DamagedRoot`` if it is not of this attempt."""
         path = f"{self.location}/{receipt_name(part, rank)}"
         return self._checked(part, rank, read_document(self.storage, path, MAX_DOCUMENT_BYTES))
 
-    def _checked(self, part: str, rank: int, data: bytes) -> Receipt:
+    def _checked(self, part: str, rank: int, data: bytes) -> CheckedReceipt:
         name = receipt_name(part, rank)
         path = f"{self.location}/{name}"
         receipt = decode(Receipt, data, path)
-        expected = (self.of, part, rank, self.world_size)
-        actual = (receipt.of, receipt.part, receipt.rank, receipt.world_size)
+        of = self.of
+        expected = (of.step, of.epoch, of.attempt, part, rank, self.world_size)
+        actual = (
+            receipt.step,
+            receipt.epoch,
+            receipt.attempt,
+            receipt.part,
+            receipt.rank,
+            receipt.world_size,
+        )
         if actual != expected:
             raise DamagedRoot(
                 f"the receipt is of {actual}, not of {expected}",
@@ -55,10 +73,10 @@ class Receipts:
                 rank=rank,
                 step=self.of.step,
             )
-        self.entries[name] = FileEntry(name=name, bytes=len(data), digest=digest_of(data))
-        return receipt
+        entry = FileEntry(name=name, bytes=len(data), digest=digest_of(data))
+        return CheckedReceipt(part, rank, receipt.files, receipt.results, receipt.dropped, entry)
 
-    def _present(self, part: str, ranks: Sequence[int]) -> Iterator[Receipt]:
+    def _present(self, part: str, ranks: Sequence[int]) -> Iterator[CheckedReceipt]:
         """The receipts of these ranks that are there."""
         found = self._documents(part, ranks)
         while documents := list(islice(found, _AT_ONCE)):
@@ -83,7 +101,7 @@ class Receipts:
 
     def arriving(
         self, shares: Collection[tuple[str, int]], clock: Clock, deadline: float
-    ) -> Iterator[Receipt]:
+    ) -> Iterator[CheckedReceipt]:
         """The receipts of ``shares`` (pairs of part and rank), each as soon as it appears.
 
         Raises ``ShardMissing`` if some are missing at ``deadline``.

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from ckptfsm.adapters.posix_storage import digest_of
 from ckptfsm.core import layout
 from ckptfsm.core.documents import (
     FileEntry,
@@ -48,7 +49,7 @@ from ckptfsm.disk.inspection import (
     read_manifest,
     read_tracker,
 )
-from ckptfsm.disk.receipts import Receipts
+from ckptfsm.disk.receipts import CheckedReceipt, Receipts
 from ckptfsm.testing.harness import FakeJob, FakePart, fake_content
 from ckptfsm.testing.simfs import SimDisk, SimStorage
 from ckptfsm.writers.rank_writer import write_rank
@@ -393,16 +394,20 @@ def test_F30_random_damage_is_a_finding_not_a_crash(disk: SimDisk, seed: int):
 
 
 def test_a_receipt_round_trip():
-    """Catches: write results that come back as something else."""
+    """Catches: results or files that come back as something else, a digest of other bytes."""
     rows = (("weights", 0, None, "__0_0.distcp", 0, 10), ("rng", None, 3, "__0_0.distcp", 10, 5))
+    files = (FileEntry(name="__0_0.distcp", bytes=15),)
     receipt = Receipt(
-        step=5, epoch=1, attempt=1, part="state", rank=0, world_size=2, files=(), results=rows
+        step=5, epoch=1, attempt=1, part="state", rank=0, world_size=2, files=files, results=rows
     )
     disk = SimDisk()
     storage = SimStorage(disk, "p")
     make_dirs(storage, f"{staging_dir(OF)}/.ckptfsm/receipts/state")
-    write_new(storage, f"{staging_dir(OF)}/{receipt_name('state', 0)}", encode(receipt))
-    assert receipts_in(storage).read("state", 0) == receipt
+    data, name = encode(receipt), receipt_name("state", 0)
+    write_new(storage, f"{staging_dir(OF)}/{name}", data)
+    entry = FileEntry(name=name, bytes=len(data), digest=digest_of(data))
+    found = receipts_in(storage).read("state", 0)
+    assert found == CheckedReceipt("state", 0, files, rows, "", entry)
 
 
 def test_F33_a_save_that_has_only_begun_is_no_evidence(disk: SimDisk):
