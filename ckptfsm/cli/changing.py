@@ -29,6 +29,7 @@ from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
 from ckptfsm.core.recorded_metrics import check_metrics
+from ckptfsm.core.recorded_policy import policy_of
 from ckptfsm.core.retention import AnyOf, EveryNSteps, LatestN, Policy, describe_tracked
 from ckptfsm.disk.inbox import read_answer, send, take_back
 from ckptfsm.disk.overview import Overview, look, owner_of
@@ -103,6 +104,7 @@ def prune(
     """Delete checkpoints that retention has given up. The latest, pinned and leased ones stay.
 
     A living owner uses the policy of its trainer. Without one, give --keep-latest or --keep-every.
+    --dry-run alone uses the policy that the last owner has recorded.
     """
     if dry_run is apply:
         raise typer.BadParameter("give --dry-run or --apply")
@@ -118,6 +120,8 @@ def prune(
         ask(root, wait, "prune", dry=dry_run)
     elif policies:
         _prune_without_owner(root, overview, AnyOf(tuple(policies)), dry=dry_run)
+    elif dry_run and (recorded := policy_of(overview.history.retention)) is not None:
+        _prune_without_owner(root, overview, recorded, dry=True)
     else:
         raise ConfigError("no owner lives: give --keep-latest or --keep-every", root=overview.root)
 

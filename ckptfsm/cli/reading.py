@@ -170,6 +170,7 @@ def _explain_step(storage: Storage, overview: Overview, step: int) -> list[str]:
         overview.pins,
         overview.readers,
         overview.owner.may_live,
+        overview.rules(),
     )
     lines = []
     for checkpoint in found:

@@ -81,6 +81,7 @@ from ckptfsm.core.lifecycle import (
 )
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Clock, Identity, PartFinisher, Storage
+from ckptfsm.core.recorded_policy import record_of
 from ckptfsm.core.requests import Blocked, FinalizersDue, News, NumberedNews
 from ckptfsm.core.retention import Policy, describe_tracked
 from ckptfsm.disk.assembly import Assembly
@@ -210,6 +211,7 @@ class Engine:
                 rolling_back_lowered=history.intent.lowered,
                 begun_afresh=history.intent.begun_afresh,
                 layout=self.layout.name,
+                retention=record_of(self._retention),
                 checkpoints=tuple(checkpoint_record(c) for c in checkpoints),
             )
         )

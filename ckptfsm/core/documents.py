@@ -251,6 +251,8 @@ class Seal(Document):
 class SegmentOpened(Document):
     """First record of a segment: the process, the sealed older segments, and the ledger at that
     time.
+
+    ``retention`` is for people, see ``recorded_policy``. Nothing is decided by it.
     """
 
     type: Literal["segment_opened"] = "segment_opened"
@@ -266,6 +268,7 @@ class SegmentOpened(Document):
     rolling_back_lowered: bool = False
     begun_afresh: bool = False
     layout: str = MEGATRON.name
+    retention: Mapping[str, Any] = Field(default_factory=dict)
     checkpoints: tuple[CheckpointRecord, ...]
 
 

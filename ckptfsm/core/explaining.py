@@ -6,7 +6,7 @@ The answers come from the same ledger that decides. Every sentence names the fac
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptfsm.core.evidence import TrackerEvidence
@@ -26,7 +26,8 @@ class Surroundings:
     """The facts about a root that explanations use.
 
     ``pins`` are the reasons of pins by step, ``readers`` the numbers of reader leases by step.
-    ``owned``: the owner of the root lives, or may live on another host.
+    ``owned``: the owner of the root lives, or may live on another host. ``rules`` are those of the
+    recorded policy, by step.
     """
 
     ledger: Ledger
@@ -34,13 +35,14 @@ class Surroundings:
     pins: Mapping[int, str]
     readers: Mapping[int, int]
     owned: bool
+    rules: Mapping[int, str] = field(default_factory=dict)
 
 
 def kept_by(ledger: Ledger) -> dict[AttemptId, tuple[str, ...]]:
     """The reasons that keep each tracked checkpoint: ``latest``, ``pin``, ``reader``, ``retention``.
 
-    The policy is in the trainer. So a tracked checkpoint that nothing else keeps is kept by the policy,
-    or the owner has not applied the policy yet.
+    The owner alone applies the policy. So a tracked checkpoint that nothing else keeps is kept by the
+    policy, or the owner has not applied the policy yet.
     """
     return {offer.of: offer.kept_by or (RETENTION,) for offer in ledger.offers(())}
 
@@ -158,10 +160,15 @@ def _its_end(checkpoint: Checkpoint, facts: Surroundings) -> list[str]:
         f"To end that: ckptfsm unpin {step}",
         "reader": f"It is kept by {facts.readers.get(step, 0)} reader lease(s). A lease ends when its "
         "reader gives it back, or some time after the reader has died.",
-        RETENTION: "It is kept by the retention policy of the trainer"
-        + (", or the owner has not applied the policy yet." if facts.owned else "."),
+        RETENTION: f"It is kept by the retention policy of the trainer{_by_rule(step, facts)}.",
     }
     return [told[reason] for reason in reasons]
+
+
+def _by_rule(step: int, facts: Surroundings) -> str:
+    if step in facts.rules:
+        return f": {facts.rules[step]}"
+    return ", or the owner has not applied the policy yet" if facts.owned else ""
 
 
 def _because(reason: str) -> str:

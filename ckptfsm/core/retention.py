@@ -118,6 +118,8 @@ class BestN(Policy):
 
     def __post_init__(self) -> None:
         _whole("BestN", self.n, at_least=0)
+        if not isinstance(self.metric, str):
+            raise ConfigError(f"BestN needs the name of a metric, not {self.metric!r}")
         if self.mode not in ("min", "max"):
             raise ConfigError(f"BestN mode must be 'min' or 'max', not {self.mode!r}")
 

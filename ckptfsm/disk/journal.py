@@ -52,6 +52,7 @@ from ckptfsm.core.ledger import Ledger, with_metrics
 from ckptfsm.core.lifecycle import FORGOTTEN, TABLE, Checkpoint, State, writing_ranks
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
+from ckptfsm.core.recorded_policy import PolicyRecord
 from ckptfsm.core.rollback import NO_INTENT, Intent
 from ckptfsm.disk.durable import list_names
 
@@ -133,6 +134,7 @@ class History:
     - ``known``: all attempts that the newest segment names.
     - ``since``: the time when an attempt entered its state, as journaled. For people. Empty for an
       attempt that has not moved since the snapshot of the newest segment.
+    - ``retention``: the record of the newest owner's policy; empty if there is none.
     """
 
     ledger: Ledger
@@ -144,6 +146,7 @@ class History:
     layout: str = ""
     lost: frozenset[AttemptId] = frozenset()
     since: Mapping[AttemptId, str] = field(default_factory=dict)
+    retention: PolicyRecord = field(default_factory=dict)
 
     @property
     def given_up(self) -> frozenset[AttemptId]:
@@ -343,6 +346,7 @@ def _replay(
         opened.layout,
         lost_without(ledger, intent),
         MappingProxyType({of: c.at for of, c in checkpoints.items() if c.at}),
+        opened.retention,
     )
 
 

@@ -28,6 +28,8 @@ from ckptfsm.core.layout import (
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.ports import Storage
+from ckptfsm.core.recorded_policy import rules_that_keep
+from ckptfsm.core.retention import describe_tracked
 from ckptfsm.disk.durable import list_names, lookup
 from ckptfsm.disk.inspection import read_tracker
 from ckptfsm.disk.journal import History, read_history
@@ -54,6 +56,10 @@ class Overview:
     pins: Mapping[int, str]
     readers: Mapping[int, int]
     unknown: tuple[str, ...]
+
+    def rules(self) -> dict[int, str]:
+        """The rules of the newest owner's policy that keep each step, in words."""
+        return rules_that_keep(self.history.retention, describe_tracked(self.ledger))
 
 
 def look(storage: Storage) -> Overview:

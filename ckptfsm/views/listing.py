@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptfsm.core.documents import JobRecord, JobState
 from ckptfsm.core.evidence import Ownership
-from ckptfsm.core.explaining import kept_by
+from ckptfsm.core.explaining import RETENTION, kept_by
 from ckptfsm.core.lifecycle import Checkpoint, State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.disk.overview import Overview
@@ -56,14 +56,13 @@ def rows_of(
     for record in sorted(jobs, key=lambda each: each.job):
         words = f"{record.job}: {state_of_job(overview, record)}"
         told[record.of] = (*told.get(record.of, ()), words)
-    reasons = kept_by(overview.ledger)
-    rows = [
-        replace(
-            _row(overview, checkpoint, _age(since.get(of, ""), now), reasons.get(of, ())),
-            jobs=told.get(of, ()),
-        )
-        for of, checkpoint in overview.ledger.checkpoints.items()
-    ]
+    reasons, rules = kept_by(overview.ledger), overview.rules()
+    rows = []
+    for of, checkpoint in overview.ledger.checkpoints.items():
+        row = _row(overview, checkpoint, _age(since.get(of, ""), now), reasons.get(of, ()))
+        rule = rules.get(row.step, "") if row.kept_by == (RETENTION,) else ""
+        note = ", ".join(filter(None, (rule, row.note)))
+        rows.append(replace(row, note=note, jobs=told.get(of, ())))
     for name in overview.unknown:
         step = overview.layout.parse_published(name)
         assert step is not None
@@ -106,7 +105,7 @@ def _row(
 
 
 def _note(overview: Overview, checkpoint: Checkpoint) -> str:
-    """The remark behind the reasons: a pin's reason, the reason of a failure."""
+    """The remark behind the reasons and a rule: a pin's reason, the reason of a failure."""
     if checkpoint.state in (State.FAILED, State.QUARANTINED):
         return checkpoint.reason
     adopted = "adopted" if checkpoint.provenance == "adopted" else ""

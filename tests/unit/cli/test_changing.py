@@ -75,6 +75,18 @@ def test_I7_prune_of_a_dead_root_never_takes_the_latest(tmp_path, capsys):
     assert said(capsys, *args, "--apply") == "nothing to prune: everything is kept\n"
 
 
+def test_a_dry_run_on_a_dead_root_uses_the_recorded_policy(tmp_path, capsys):
+    """Catches: a person who has to guess the policy of a job that has ended."""
+    job = real_job(tmp_path)
+    for step in (10, 20, 30):
+        job.save(step)
+    job.close()
+    real_job(tmp_path, retention=LatestN(2)).close()
+    assert said(capsys, "prune", "--dry-run", "-r", tmp_path) == "would prune: 10\n"
+    refused = ran(capsys, "prune", "--apply", "-r", tmp_path)
+    assert refused[0] == 2 and "give --keep-latest" in refused[2]
+
+
 def test_rollback_of_a_dead_root_puts_later_steps_into_quarantine(tmp_path, capsys):
     real_root(tmp_path, 10, 20, 30)
     out = said(capsys, "rollback", "10", "--yes", "-r", tmp_path)

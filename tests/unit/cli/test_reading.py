@@ -21,7 +21,7 @@ from ckptfsm.core.explaining import Surroundings, explain
 from ckptfsm.core.layout import TRACKER
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.parts import AttemptId, PartSpec
-from ckptfsm.core.retention import LatestN
+from ckptfsm.core.retention import EveryNSteps, LatestN
 from ckptfsm.views import reading
 
 
@@ -49,6 +49,24 @@ def test_ls_shows_the_reasons_that_keep_each_step(tmp_path, capsys):
     assert out[2].split() == ["STEP", "STATE", "AGE", "SIZE", "RANKS", "PARTS", "KEPT", "BY"]
     ends = {line.split()[0]: line.split("state")[-1].strip() for line in out[3:]}
     assert ends == {"10": "pin: best of May", "20": "retention", "30": "latest"}
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_the_rule_that_keeps_a_step_is_named(tmp_path, capsys, alive):
+    """Catches: a person who has to read the trainer's code to learn why a step is kept."""
+    job = real_job(tmp_path, retention=LatestN(2) | EveryNSteps(20))
+    for step in (10, 20, 30, 40):
+        job.save(step)
+    job.coordinator.pin(20, "")
+    if not alive:
+        job.close()
+    out = said(capsys, "ls", "-r", tmp_path).splitlines()
+    ends = {line.split()[0]: line.split("state")[-1].strip() for line in out[3:]}
+    assert ends == {"20": "pin", "30": "retention: the latest 2", "40": "latest"}
+    told = said(capsys, "explain", "30", "-r", tmp_path)
+    assert "It is kept by the retention policy of the trainer: the latest 2.\n" in told
+    if alive:
+        job.close()
 
 
 def test_ls_watch_shows_the_newest_that_fit_on_the_screen(tmp_path, capsys, monkeypatch):
