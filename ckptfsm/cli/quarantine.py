@@ -152,11 +152,11 @@ def ls(root: Root = HERE, json: Json = False) -> None:
 
 
 def _size_of(storage: Storage, path: str) -> int | None:
-    """The bytes of a file, or of all files in a directory; None if it is dropped meanwhile."""
-    found = lookup(storage, path)
-    if found is None or found.kind != "dir":
-        return found.size if found is not None else None
+    """The bytes of a directory, or of a file such as a tracker; None if it left meanwhile."""
     try:
+        found = storage.stat(path)
+        if found.kind != "dir":
+            return found.size
         return sum(stat.size for _, stat in each_file(storage, path))
     except FileNotFoundError:
         return None

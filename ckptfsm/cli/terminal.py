@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ckptfsm.core.errors import CkptFsmError, describe
+from ckptfsm.core.errors import CkptFsmError, describe, printable
 from ckptfsm.views.timeline import clean
 
 _GREEN, _RED, _YELLOW, _CYAN, _DIM = "32", "31", "33", "36", "2"
@@ -90,7 +90,8 @@ def coloured(line: str) -> str:
 
 
 def put_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Print JSON; bytes of a name that UTF-8 cannot hold come as escapes of JSON."""
+    sys.stdout.write(printable(json.dumps(value, indent=2, ensure_ascii=False)) + "\n")
 
 
 def say_error(error: Exception) -> None:

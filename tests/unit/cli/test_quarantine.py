@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from unittest.mock import Mock
 
@@ -250,3 +251,25 @@ def test_I2_the_tracker_names_an_adopted_step_once_it_is_durable(tmp_path, monke
     after = SimStorage(disk, "after")
     assert read_tracker(after).step == 40
     assert inspect_published(after, MEGATRON, 40).found == "stock"
+
+
+def test_ls_lists_files_links_and_any_name(rolled_back, capsys):
+    """Found by attack. Catches: a list that ends at a tracker that was put aside, or at a name."""
+    place = rolled_back / ".ckptfsm/quarantine"
+    (place / "tracker.1-2-3").write_text("30\n")
+    (place / "link").symlink_to("/nowhere")
+    (place / os.fsdecode(b"\xff")).mkdir()
+    found = json.loads(said(capsys, "quarantine", "ls", "--json", "-r", rolled_back))
+    sizes = {each["name"]: each["bytes"] for each in found}
+    assert sizes["tracker.1-2-3"] == 3 and sizes[os.fsdecode(b"\xff")] == 0
+    assert sorted(sizes)[:4] == ["20.e1.a2", "30.e1.a3", "link", "tracker.1-2-3"]
+    assert "tracker.1-2-3  0.00 MiB" in said(capsys, "quarantine", "ls", "-r", rolled_back)
+    said(capsys, "quarantine", "drop", "tracker.1-2-3", "--yes", "-r", rolled_back)
+    assert not (place / "tracker.1-2-3").exists()
+
+
+def test_ls_passes_over_a_directory_that_leaves_meanwhile(rolled_back, capsys, monkeypatch):
+    names = ["20.e1.a2", "21.e1.a9"]
+    monkeypatch.setattr(quarantine, "list_names", lambda storage, path: names)
+    told = said(capsys, "quarantine", "ls", "-r", rolled_back)
+    assert "20.e1.a2" in told and "21.e1.a9" not in told
