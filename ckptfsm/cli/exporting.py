@@ -14,6 +14,7 @@ from ckptfsm.cli.reading import HERE, Root, opened
 from ckptfsm.cli.terminal import put
 from ckptfsm.core.errors import ConfigError
 from ckptfsm.core.layout import LAYOUTS, PRIVATE, TRACKER
+from ckptfsm.disk.job_records import read_records
 from ckptfsm.disk.overview import look
 from ckptfsm.views.chrome_trace import chrome_trace
 from ckptfsm.views.metrics import metrics_of
@@ -66,7 +67,11 @@ def export(
         raise typer.BadParameter("choose a format: --prometheus")
     with opened(root) as storage:
         metrics = metrics_of(
-            look(storage), read_lives(storage), SystemClock().unix(), storage.free_bytes()
+            look(storage),
+            read_lives(storage),
+            SystemClock().unix(),
+            storage.free_bytes(),
+            read_records(storage),
         )
     from ckptfsm.adapters.prometheus import text_of  # here: it takes as long as all the rest
 

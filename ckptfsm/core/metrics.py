@@ -83,6 +83,7 @@ UNPOLLED = Family(
 FREE_BYTES = Family("ckptfsm_free_bytes", "Free space on the disk of the root.")
 OWNER_ALIVE = Family("ckptfsm_owner_alive", "1 if the owner of the root lives on this host.")
 CHECKPOINTS = Family("ckptfsm_checkpoints", "Checkpoints of the journal, by state.", "state")
+JOBS = Family("ckptfsm_jobs", "Records of the jobs of on_tracked, by state.", "state")
 
 IN_EXPORT = (
     LATEST_STEP,
@@ -95,6 +96,7 @@ IN_EXPORT = (
     FREE_BYTES,
     OWNER_ALIVE,
     CHECKPOINTS,
+    JOBS,
 )
 IN_TRAINER = (
     LATEST_STEP,

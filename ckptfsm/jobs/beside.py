@@ -26,7 +26,7 @@ log = logging.getLogger("ckptfsm")
 _STARTS = 3  # of the process, in the life of a manager
 _LISTEN_S = 5.0
 _HEAR_S = 0.1
-_END_S = 10.0  # to kill an attempt, and put its record
+_END_S = 30.0  # to kill an attempt, and put its record
 _RENEWALS = 4  # of a lease before it would expire
 
 

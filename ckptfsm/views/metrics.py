@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ckptfsm.core import metrics as names
+from ckptfsm.core.documents import JobRecord
 from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.metrics import Metric
@@ -15,7 +16,11 @@ from ckptfsm.views.timeline import parse_time, place
 
 
 def metrics_of(
-    overview: Overview, lives: Sequence[Life], now: float, free_bytes: int
+    overview: Overview,
+    lives: Sequence[Life],
+    now: float,
+    free_bytes: int,
+    jobs: Sequence[JobRecord] = (),
 ) -> list[Metric]:
     """The metrics of a root. ``now`` is in seconds since 1970."""
     states = Counter(c.state.value for c in overview.ledger.checkpoints.values())
@@ -26,6 +31,7 @@ def metrics_of(
         names.OWNER_ALIVE.of(overview.owner.ownership is Ownership.LIVES),
         names.CHECKPOINTS.each(states),
         names.FAILURES.each(failures),
+        names.JOBS.each(Counter(job.state.value for job in jobs)),
         *_latest(overview, lives, now),
     ]
     return [metric for metric in found if metric.values]

@@ -10,6 +10,7 @@ from mutants import (
     durability,
     engine,
     evaluators,
+    jobs,
     preemption,
     protocol,
     ranks,
@@ -29,6 +30,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *preemption.MUTANTS,
     *reading.MUTANTS,
     *evaluators.MUTANTS,
+    *jobs.MUTANTS,
 )
 
 

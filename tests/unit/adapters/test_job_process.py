@@ -56,12 +56,12 @@ def verdict(process: JobProcess) -> str:
     return found
 
 
-def is_gone(pid: int) -> bool:
+def is_gone(pid: int, within_s: float = WAIT_S) -> bool:
     try:
         watched = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
-    ended, _, _ = select.select([watched], [], [], WAIT_S)
+    ended, _, _ = select.select([watched], [], [], within_s)
     os.close(watched)
     return bool(ended)
 
@@ -112,7 +112,11 @@ def test_only_the_end_of_a_long_output_is_kept(start):
 def test_all_that_an_attempt_started_ends_with_it(start, tmp_path):
     """Catches: an upload in the background that reads a step which is pruned by now."""
     assert verdict(start("sh", "-c", "sleep 600 & echo $! > child")) == ""
-    assert is_gone(int((tmp_path / "child").read_text()))
+    child = int((tmp_path / "child").read_text())
+    killed = is_gone(child, 5.0)
+    if not killed:
+        os.kill(child, signal.SIGKILL)
+    assert killed
 
 
 def test_an_attempt_is_killed_with_all_it_started(start, tmp_path):

@@ -10,8 +10,11 @@ from cli_runs import ran, said
 from prometheus_client.parser import text_string_to_metric_families
 from real_roots import crashed, real_job, real_root
 
+from ckptfsm.adapters.posix_storage import PosixStorage
+from ckptfsm.core.documents import JobRecord, JobState
 from ckptfsm.core.layout import TRACKER
 from ckptfsm.core.retention import LatestN
+from ckptfsm.disk.job_records import begin_records, put_record
 
 
 def test_the_timeline_is_one_page_of_all_attempts(tmp_path, capsys):
@@ -140,3 +143,17 @@ def test_a_failed_output_leaves_nothing(tmp_path, capsys):
         status, _, err = ran(capsys, "timeline", "-r", root, "-o", output)
         assert status == 1 and "IsADirectoryError" in err
     assert sorted(tmp_path.iterdir()) == [place, root]
+
+
+def test_jobs_are_counted_by_state(tmp_path, capsys):
+    """Catches: uploads that fail for weeks, and no alert."""
+    storage = PosixStorage(str(real_root(tmp_path, 10, 20)))
+    begin_records(storage)
+    for step, name, state in ((10, "a", "FAILED"), (10, "b", "DONE"), (20, "a", "FAILED")):
+        record = JobRecord(step=step, epoch=1, attempt=1, job=name, state=JobState[state])
+        put_record(storage, record, "test")
+    storage.close_root()
+    text = said(capsys, "export", "--prometheus", "-r", tmp_path)
+    (jobs,) = [f for f in text_string_to_metric_families(text) if f.name == "ckptfsm_jobs"]
+    found = {sample.labels["state"]: sample.value for sample in jobs.samples}
+    assert found == {"done": 1, "failed": 2}

@@ -13,7 +13,9 @@ from cli_runs import ran, said
 from real_roots import crashed, real_job, real_root
 from strangers import newer_files
 
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import main
+from ckptfsm.core.documents import JobRecord, JobState
 from ckptfsm.core.errors import JournalCorrupt
 from ckptfsm.core.events import SaveRequested
 from ckptfsm.core.evidence import TrackerEvidence
@@ -22,6 +24,7 @@ from ckptfsm.core.layout import TRACKER
 from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.parts import AttemptId, PartSpec
 from ckptfsm.core.retention import EveryNSteps, LatestN
+from ckptfsm.disk.job_records import begin_records, put_record
 from ckptfsm.views import reading
 
 
@@ -127,6 +130,61 @@ def test_tree_names_the_meaning_of_requests(tmp_path, capsys):
     real_root(tmp_path, 10)
     (tmp_path / ".ckptfsm/inbox").mkdir()
     assert "inbox/  requests of people to the owner" in said(capsys, "tree", "-r", tmp_path)
+
+
+def with_jobs(root: Path, *records: tuple[AttemptId, str, JobState, int, str]) -> None:
+    storage = PosixStorage(root)
+    begin_records(storage)
+    for of, job, state, begun, reason in records:
+        record = JobRecord(
+            step=of.step,
+            epoch=of.epoch,
+            attempt=of.attempt,
+            job=job,
+            state=state,
+            begun=begun,
+            reason=reason,
+            at="2026-11-26T06:00:00.000+00:00",
+        )
+        put_record(storage, record, "test")
+    storage.close_root()
+
+
+def test_ls_show_and_tree_tell_the_states_of_jobs(tmp_path, capsys, monkeypatch):
+    """Catches: an export that failed, or was missed, and that no command shows."""
+    real_root(tmp_path, 10, 20)
+    first, second = AttemptId(10, 1, 1), AttemptId(20, 1, 2)
+    with_jobs(
+        tmp_path,
+        (first, "upload", JobState.FAILED, 3, "exit status 1: no\x1bnet"),
+        (first, "export", JobState.DONE, 1, ""),
+        (second, "export", JobState.RUNNING, 1, ""),
+        (second, "upload", JobState.WAITING, 1, "exit status 1"),
+        (AttemptId(5, 1, 9), "export", JobState.MISSED, 0, "its checkpoint was pruned"),
+        (AttemptId(4, 1, 8), "export", JobState.DONE, 1, ""),
+    )
+    narrow = said(capsys, "ls", "-r", tmp_path).splitlines()[2:5]
+    assert max(map(len, narrow)) <= 80 and "export: done" in narrow[1]
+    monkeypatch.setenv("COLUMNS", "120")
+    head, ten, twenty, missed = said(capsys, "ls", "-r", tmp_path).splitlines()[2:]
+    assert head.split()[5:] == ["PARTS", "JOBS", "KEPT", "BY"]
+    assert "  export: done, upload: failed  " in ten
+    assert "  export: interrupted, upload: to retry  " in twenty
+    assert missed == "the job export was missed for step 5: its checkpoint was pruned"
+    found = json.loads(said(capsys, "ls", "--json", "-r", tmp_path))["checkpoints"]
+    assert found[0]["jobs"] == ["export: done", "upload: failed"]
+    shown = said(capsys, "show", "10", "-r", tmp_path)
+    assert "  job upload: failed, 3 attempts, 2026-11-26T06:00:00.000+00:00: exit status 1" in shown
+    assert "\x1b" not in shown and "  job export: done, 2026" in shown
+    assert "jobs/  jobs of on_tracked, by attempt and name" in said(capsys, "tree", "-r", tmp_path)
+
+
+def test_a_job_of_a_living_owner_runs(tmp_path, capsys):
+    job = real_job(tmp_path)
+    job.save(10)
+    with_jobs(tmp_path, (AttemptId(10, 1, 1), "export", JobState.RUNNING, 1, ""))
+    assert "export: running" in said(capsys, "ls", "-r", tmp_path)
+    job.close()
 
 
 def test_show_tells_states_times_and_files(tmp_path, capsys):
