@@ -19,7 +19,6 @@ from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.explaining import Surroundings, explain, explain_plan
 from ckptfsm.core.parts import MAX_STEP
 from ckptfsm.core.ports import Storage
-from ckptfsm.disk.inspection import gather_evidence
 from ckptfsm.disk.job_records import read_records
 from ckptfsm.disk.overview import Overview, look
 from ckptfsm.views.listing import as_json, lines_of, missed_lines, rows_of
@@ -187,7 +186,7 @@ def _explain_step(storage: Storage, overview: Overview, step: int) -> list[str]:
 
 def _explain_resume(storage: Storage) -> list[str]:
     """The decisions of a start, made by the function that a start uses; nothing is carried out."""
-    from ckptfsm.disk.situation import decide_start  # here: a list needs no plans
+    from ckptfsm.disk.situation import decide_start, gathered  # here: a list needs no plans
 
     lines = []
     try:
@@ -196,7 +195,9 @@ def _explain_resume(storage: Storage) -> list[str]:
         return [f"A start would be refused: {error.summary()}", _WAY_OUT]
     if overview.owner.ownership is Ownership.LIVES:
         lines = [f"A start would be refused: {overview.owner}.", "If that process ended now:"]
-    evidence = gather_evidence(storage, overview.layout, overview.ledger)
+    elif overview.owner.ownership is Ownership.ELSEWHERE:
+        lines = [f"This holds if the owner has ended: {overview.owner}."]
+    evidence = gathered(storage, overview)
     decided = decide_start(overview, evidence)
     if isinstance(decided, DamagedRoot):
         return [*lines, f"A start would be refused: {decided.message}", _WAY_OUT]

@@ -34,9 +34,17 @@ def decide_start(
         return error
 
 
+def gathered(storage: Storage, overview: Overview) -> Evidence:
+    """The evidence of a root. A directory may leave meanwhile, as for a prune: then once more."""
+    try:
+        return gather_evidence(storage, overview.layout, overview.history.ledger)
+    except FileNotFoundError:
+        return gather_evidence(storage, overview.layout, overview.history.ledger)
+
+
 def collect(storage: Storage, overview: Overview) -> Situation:
     """The facts about a root. Raises ``OSError`` or ``NewerSchema``."""
-    evidence = gather_evidence(storage, overview.layout, overview.history.ledger)
+    evidence = gathered(storage, overview)
     return Situation(
         overview.ledger,
         evidence,

@@ -282,6 +282,23 @@ def test_a_prune_of_an_owner_on_another_host_is_no_damage(tmp_path, capsys, monk
     job.close()
 
 
+@pytest.mark.parametrize("command", (("doctor",), ("explain", "--resume")))
+def test_a_directory_that_leaves_during_the_look_is_no_error(
+    command, tmp_path, capsys, monkeypatch
+):
+    real_root(tmp_path, 10, 20)
+    stat, gone = PosixStorage.stat, ["iter_0000010"]
+
+    def and_leave(storage, path):
+        if path in gone and sys._getframe(1).f_code.co_name == "gather_evidence":
+            raise FileNotFoundError(errno.ENOENT, "gone", gone.pop())
+        return stat(storage, path)
+
+    monkeypatch.setattr(PosixStorage, "stat", and_leave)
+    said(capsys, *command, "-r", tmp_path)
+    assert not gone
+
+
 def test_a_save_of_an_owner_on_another_host_is_not_called_dead(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(examining, "_SECOND_LOOK_S", 0.0)
     job = _owned_elsewhere(tmp_path)
