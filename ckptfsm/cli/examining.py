@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from shlex import quote
 from typing import Annotated
 
 import typer
 
-from ckptfsm.cli.owning import owned
+from ckptfsm.cli.owning import OwnerEnded, owned
 from ckptfsm.cli.reading import HERE, RUNBOOK, Json, Root, opened
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.core.errors import ConfigError, JournalCorrupt, NewerSchema, RootBusy, describe
@@ -21,7 +20,6 @@ from ckptfsm.disk.situation import collect
 from ckptfsm.views.timeline import clean
 
 _SECOND_LOOK_S = 1.0
-_MOST_LOOKS = 3
 
 
 def add_to(app: typer.Typer) -> None:
@@ -33,6 +31,7 @@ def doctor(
     fix: Annotated[bool, typer.Option("--fix", help="Repair what a start would repair.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="With --fix: do not ask.")] = False,
     json: Json = False,
+    owner_ended: OwnerEnded = False,
 ) -> None:
     """Find damage, and tell the way out. Exit status 1 if a start cannot repair something.
 
@@ -44,7 +43,7 @@ def doctor(
             put(lines_of(found))
             if not yes and not typer.confirm("Open the root and repair it as a start would?"):
                 raise typer.Exit(_status_of(found))
-            put(_fix(root))
+            put(_fix(root, owner_ended))
             found = findings_of(storage)
     if json:
         put_json([{**asdict(each), "severity": each.severity.value} for each in found])
@@ -70,14 +69,6 @@ def findings_of(storage: Storage) -> list[Finding]:
 
 
 def _once(storage: Storage) -> list[Finding]:
-    """The findings of one look, which begins again if an owner moved a file meanwhile."""
-    for _ in range(_MOST_LOOKS):
-        with suppress(FileNotFoundError):
-            return _examined(storage)
-    return _examined(storage)
-
-
-def _examined(storage: Storage) -> list[Finding]:
     try:
         return examine(collect(storage, look(storage)))
     except JournalCorrupt as error:
@@ -101,10 +92,10 @@ def lines_of(found: list[Finding]) -> list[str]:
     return [clean(line) for line in lines]
 
 
-def _fix(root: Root) -> list[str]:
+def _fix(root: Root, owner_ended: bool) -> list[str]:
     """Open a root as a start does, and close it: recovery repairs, and journals its moves."""
     try:
-        with owned(root) as (_, report):
+        with owned(root, ended=owner_ended) as (_, report):
             pass
     except (RootBusy, ConfigError) as error:  # ConfigError: a save needs torch to be completed
         return [f"nothing was done: {describe(error)}"]

@@ -5,23 +5,44 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ckptfsm.adapters.clock import SystemClock
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.coordinator.coordinator import Coordinator, CoordinatorOptions
+from ckptfsm.core.errors import RootBusy
+from ckptfsm.core.evidence import Ownership
 from ckptfsm.core.requests import RecoveryReport
-from ckptfsm.disk.overview import look
+from ckptfsm.disk.overview import look, owner_of
+
+OwnerEnded = Annotated[
+    bool, typer.Option("--owner-ended", help="The owner, on another host, has ended for certain.")
+]
 
 
 @contextmanager
-def owned(root: Path) -> Iterator[tuple[Coordinator, RecoveryReport]]:
+def owned(root: Path, *, ended: bool = False) -> Iterator[tuple[Coordinator, RecoveryReport]]:
     """Open a root with recovery, and close it in order. Retention keeps everything meanwhile.
 
-    Raises ``RootBusy`` if the owner lives, and ``ConfigError`` if only a trainer can complete a save.
+    ``ended``: a person knows that an owner on another host has ended. Where the disk has no locks, a
+    living one would be fenced.
+
+    Raises ``RootBusy`` if the owner lives, or may live on another host, and ``ConfigError`` if only a
+    trainer can complete a save.
     """
     storage = PosixStorage(root, create=False)
     try:
+        owner = owner_of(storage)
+        if owner.ownership is Ownership.ELSEWHERE and not ended:
+            raise RootBusy(
+                f"{owner}: if it has ended for certain, give --owner-ended",
+                root=storage.root,
+                host=owner.host,
+                pid=owner.pid,
+            )
         coordinator = Coordinator(
             storage,
             clock=SystemClock(),

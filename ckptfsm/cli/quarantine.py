@@ -12,7 +12,7 @@ import typer
 from ckptfsm.adapters.identity import this_process
 from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli.changing import REFUSED, Wait, ask
-from ckptfsm.cli.owning import owned
+from ckptfsm.cli.owning import OwnerEnded, owned
 from ckptfsm.cli.reading import HERE, Json, Root, opened
 from ckptfsm.cli.terminal import put, put_json
 from ckptfsm.coordinator.admitting import admit, judge
@@ -49,6 +49,7 @@ def adopt(
         typer.Option(help="Its step, if its name does not tell.", min=0, max=MAX_STEP),
     ] = None,
     root: Root = HERE,
+    owner_ended: OwnerEnded = False,
 ) -> None:
     """Take a complete checkpoint into service, which the journal does not explain, and pin it.
 
@@ -64,11 +65,11 @@ def adopt(
     if given.is_relative_to(at):
         source = given.relative_to(at).as_posix()
         _refuse_inside(layout, source, found)
-        _start(root)
+        _start(root, owner_ended)
     else:
         source = f"adopt-{given.name}"
         _refuse_outside(given, at / source, at / layout.published_name(found))
-        _start(root)
+        _start(root, owner_ended)
         with opened(given.parent) as storage:
             judge(storage, layout, given.name, found)
         given.rename(at / source)
@@ -99,14 +100,14 @@ def _refuse_outside(given: Path, inside: Path, name: Path) -> None:
         raise ConfigError(f"copy it to {inside} first, and adopt that", file=str(given))
 
 
-def _start(root: Path) -> None:
+def _start(root: Path, owner_ended: bool) -> None:
     """Open a root as a start does, and close it: then nothing is interrupted, and no owner lives.
 
     The journal forgets checkpoints that were withdrawn. A root is left as it is if it has nothing to
     resume from: the directory may be the only one.
     """
     try:
-        with owned(root) as (_, report):
+        with owned(root, ended=owner_ended) as (_, report):
             _tell([each for each in report.decisions if each.actions])
     except DamagedRoot as error:
         if "evidence" not in error.facts:
@@ -162,7 +163,7 @@ def _size_of(storage: Storage, path: str) -> int | None:
         return None
 
 
-def restore(name: Name, root: Root = HERE) -> None:
+def restore(name: Name, root: Root = HERE, owner_ended: OwnerEnded = False) -> None:
     """Bring a complete checkpoint back from quarantine, and pin it. No owner may live.
 
     If it is newer than the latest, it becomes the latest.
@@ -173,7 +174,7 @@ def restore(name: Name, root: Root = HERE) -> None:
             raise ConfigError(
                 f"{name!r} is no checkpoint in quarantine", file=f"{QUARANTINE}/{name}"
             )
-    _start(root)
+    _start(root, owner_ended)
     _take_into_service(root, f"{QUARANTINE}/{name}", of.step)
 
 

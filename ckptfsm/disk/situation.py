@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from ckptfsm.core.errors import DamagedRoot
@@ -14,6 +15,8 @@ from ckptfsm.core.recovery import Plan, Resume, plan
 from ckptfsm.disk.durable import list_names
 from ckptfsm.disk.inspection import gather_evidence
 from ckptfsm.disk.overview import Overview
+
+_MOST_LOOKS = 3
 
 
 def decide_start(
@@ -36,10 +39,10 @@ def decide_start(
 
 def gathered(storage: Storage, overview: Overview) -> Evidence:
     """The evidence of a root. A directory may leave meanwhile, as for a prune: then once more."""
-    try:
-        return gather_evidence(storage, overview.layout, overview.history.ledger)
-    except FileNotFoundError:
-        return gather_evidence(storage, overview.layout, overview.history.ledger)
+    for _ in range(_MOST_LOOKS - 1):
+        with suppress(FileNotFoundError):
+            return gather_evidence(storage, overview.layout, overview.history.ledger)
+    return gather_evidence(storage, overview.layout, overview.history.ledger)
 
 
 def collect(storage: Storage, overview: Overview) -> Situation:

@@ -12,6 +12,9 @@ from cli_runs import ran, said
 from real_roots import crashed, real_job, real_root
 from strangers import newer_files, stock_saves
 
+from ckptfsm.adapters.clock import SystemClock
+from ckptfsm.adapters.identity import this_process
+from ckptfsm.adapters.posix_storage import PosixStorage
 from ckptfsm.cli import quarantine
 from ckptfsm.coordinator.admitting import admit
 from ckptfsm.coordinator.engine import Engine
@@ -107,6 +110,32 @@ def test_ls_goes_on_while_a_directory_is_dropped(rolled_back, capsys, monkeypatc
     listed = quarantine.list_names
     monkeypatch.setattr(quarantine, "list_names", lambda *given: ["9.e1.a9", *listed(*given)])
     assert "20.e1.a2" in said(capsys, "quarantine", "ls", "-r", rolled_back)
+
+
+@pytest.mark.parametrize(
+    "command",
+    (
+        ("adopt", "iter_0000040"),
+        ("quarantine", "restore", "20.e1.a2"),
+        ("doctor", "--fix", "--yes"),
+    ),
+)
+def test_F12_a_root_of_another_host_is_opened_only_on_a_person_s_word(command, tmp_path, capsys):
+    """Catches: a command on a login node that fences a living job, where the disk has no locks."""
+    elsewhere = this_process()._replace(host="elsewhere")
+    job = FakeJob(PosixStorage(tmp_path), identity=elsewhere, clock=SystemClock())
+    job.open()
+    for step in (10, 20):
+        job.save(step)
+    job.coordinator.rollback(10)
+    crashed(job)
+    stock(tmp_path / "iter_0000040")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("soon")
+    _, out, err = ran(capsys, *command, "-r", tmp_path)
+    assert "another host" in out + err and "--owner-ended" in out + err
+    assert [p.name for p in (tmp_path / ".ckptfsm/epochs").iterdir()] == ["epoch-000001"]
+    ran(capsys, *command, "--owner-ended", "-r", tmp_path)
+    assert [p.name for p in (tmp_path / ".ckptfsm/epochs").iterdir()] != ["epoch-000001"]
 
 
 def test_drop_asks_and_deletes_for_good(rolled_back, capsys, monkeypatch):
