@@ -393,4 +393,28 @@ MUTANTS = (
         source="order",
         killers=("tests:test_spawn.py::test_F3_it_ends_with_its_trainer",),
     ),
+    mutant(
+        "a-share-is-told-to-be-durable-while-it-is-written",
+        "ranks.progress:ShareProgress.__call__",
+        "progress_of(writer.process.written_bytes(), self._total, elapsed)",
+        "progress_of(writer.process.written_bytes(), self._total, elapsed, durable=True)",
+        breaks="I2",
+        source="order",
+        killers=(
+            "tests:test_progress_shown.py::test_the_handle_tells_bytes_while_the_writer_writes",
+        ),
+        why="a trainer that waits for its progress ends, and its checkpoint is lost",
+    ),
+    mutant(
+        "a-terminal-that-is-gone-ends-the-agent",
+        "ranks.progress:ShowProgress._write",
+        "except (OSError, ValueError) as error:",
+        "except ZeroDivisionError as error:",
+        breaks="F24",
+        source="F24",
+        killers=(
+            "tests:test_progress_shown.py::test_a_terminal_that_is_gone_ends_the_display_only",
+        ),
+        why="a closed window raises in the call of the trainer that polls",
+    ),
 )

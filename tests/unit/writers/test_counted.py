@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from refused_reads import refuse_reads
 
 from ckptfsm.adapters import segments
 from ckptfsm.adapters.posix_storage import PosixStorage
@@ -132,6 +134,19 @@ def test_each_job_of_a_process_counts_from_zero(storage, engine):
     second = launch(storage, job(FilePart("more", "more.txt", b"m" * 11)))
     assert ended(second) == second.written_bytes() == 11
     assert first.written_bytes() == len(NOTES.data), "its count stays as it was"
+
+
+def test_a_process_that_begins_again_counts_anew(storage, engine, monkeypatch):
+    """Catches: the bytes of a process that was killed, counted once more with those of the next."""
+    refuse_reads(monkeypatch)  # the copy in shared memory outlives the process
+    memory, part = state()
+    process = engine("eager")(storage, job(part, NOTES))
+    until(lambda: process.written_bytes() == TOTAL)
+    killed = process._process.pid
+    os.kill(killed, signal.SIGKILL)
+    assert ended(process) == process.written_bytes() == TOTAL
+    assert process._process.pid != killed
+    del memory
 
 
 def test_a_forked_writer_counts_while_it_writes(storage, tmp_path):
