@@ -181,6 +181,7 @@ class RankWriter:
                 self.look_at_copy()
             if self._end is None:
                 self._end = self._ended(now)
+                self.ended_at = None if self._end is None else now
         forked = [WriterForked(self.of, self._rank, self._world_size)] if self.has_copy else []
         return [*forked, *(self._end or ())]
 
@@ -236,11 +237,9 @@ class RankWriter:
         """The last reports of a writer that ended or missed its deadline, else None."""
         outcome = self.process.poll()
         if outcome is not None:
-            self.ended_at = now
             return self._judge(outcome)
         if now < self._deadline:
             return None
-        self.ended_at = now
         where = self.process.whereabouts()
         self.process.kill(timeout_s=0.0)
         detail = f"rank {self._rank}: {missed_deadline(where)}"
