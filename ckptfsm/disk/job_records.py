@@ -10,11 +10,11 @@ import json
 
 from ckptfsm.core.documents import MAX_SEGMENT_BYTES, JobRecord, decode, encode
 from ckptfsm.core.errors import DamagedRoot, NewerSchema
-from ckptfsm.core.layout import JOBS, JOURNAL, PRIVATE, job_name, parse_job, parse_segment
+from ckptfsm.core.layout import JOBS, JOURNAL, job_name, parse_job, parse_segment
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.ports import Storage
-from ckptfsm.disk.durable import TEMPORARY, list_names, make_dir, put
+from ckptfsm.disk.durable import TEMPORARY, list_names, make_dirs, put
 from ckptfsm.disk.journal import decode_line
 from ckptfsm.disk.trash import remove_marker
 
@@ -40,8 +40,7 @@ def read_records(storage: Storage) -> list[JobRecord]:
 
 def begin_records(storage: Storage) -> None:
     """Make the directory, and remove temporary files of dead writers."""
-    make_dir(storage, JOBS)
-    storage.fsync_dir(PRIVATE)
+    make_dirs(storage, JOBS)
     for name in list_names(storage, JOBS):
         if TEMPORARY in name:
             remove_marker(storage, f"{JOBS}/{name}")
