@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 from cli_runs import ran, said
 from real_roots import real_job, real_root
 
@@ -23,8 +22,8 @@ HELD_ON = {"lease"}  # goes on until its time is over, or Ctrl-C
 
 def commands() -> Iterator[str]:
     """Every command, as a person types it."""
-    for name, command in typer.main.get_command(application.app).commands.items():
-        inside = getattr(command, "commands", None)
+    for name in application.COMMANDS:
+        inside = getattr(application.command(name), "commands", None)
         yield from [name] if inside is None else (f"{name} {each}" for each in inside)
 
 
