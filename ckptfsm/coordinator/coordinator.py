@@ -77,7 +77,7 @@ from ckptfsm.core.lifecycle import (
 from ckptfsm.core.parts import FINISHED_BY_US, AttemptId
 from ckptfsm.core.ports import Clock, Identity, PartFinisher, Pending, Storage
 from ckptfsm.core.recorded_metrics import check_metrics
-from ckptfsm.core.recovery import Resume, forget_moved, plan
+from ckptfsm.core.recovery import Resume, forget_moved
 from ckptfsm.core.requests import (
     Located,
     NothingInFlight,
@@ -98,6 +98,7 @@ from ckptfsm.disk.inspection import (
 )
 from ckptfsm.disk.journal import History, newest_segment, read_again, read_history
 from ckptfsm.disk.ownership import RootOwnership, open_root
+from ckptfsm.disk.planning import plan_start
 from ckptfsm.disk.reader_lease import ReaderLeases
 from ckptfsm.disk.receipts import Receipts
 from ckptfsm.disk.trash import remove_marker, remove_some, sweep_temporaries
@@ -238,15 +239,7 @@ class Coordinator:
         self._refuse_other_layout(history)
         self._refuse_unfinishable(history.ledger)
         evidence = gather_evidence(self._storage, self._layout, history.ledger)
-        with collection_paused():
-            decided = plan(
-                history.ledger,
-                evidence,
-                ownership.epoch,
-                self._options.resume,
-                intent=history.intent,
-                lost=history.lost,
-            )
+        decided = plan_start(history, evidence, ownership.epoch, self._options.resume)
         settings = EngineSettings(
             self._finishers,
             self._options.retention,

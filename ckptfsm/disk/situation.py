@@ -11,10 +11,11 @@ from ckptfsm.core.evidence import Evidence
 from ckptfsm.core.findings import Situation
 from ckptfsm.core.layout import QUARANTINE, TRASH
 from ckptfsm.core.ports import Storage
-from ckptfsm.core.recovery import Plan, Resume, plan
+from ckptfsm.core.recovery import Plan, Resume
 from ckptfsm.disk.durable import list_names
 from ckptfsm.disk.inspection import gather_evidence
 from ckptfsm.disk.overview import Overview
+from ckptfsm.disk.planning import plan_start
 
 _MOST_LOOKS = 3
 
@@ -25,14 +26,7 @@ def decide_start(
     """The plan of a start, or the error with which it would be refused."""
     history = overview.history
     try:
-        return plan(
-            history.ledger,
-            evidence,
-            history.newest_epoch + 1,
-            resume,
-            intent=history.intent,
-            lost=history.lost,
-        )
+        return plan_start(history, evidence, history.newest_epoch + 1, resume)
     except DamagedRoot as error:
         return error
 
@@ -82,12 +76,11 @@ def _has_open(process: Path, root: Path) -> bool:
 def _is_below(descriptor: Path, root: Path) -> bool:
     """True if a descriptor writes a file below ``root``, or holds the lock there."""
     try:
-        target = descriptor.readlink()
-    except OSError:  # closed meanwhile
+        if root not in descriptor.readlink().parents:
+            return False
+        flags = (descriptor.parent.parent / "fdinfo" / descriptor.name).read_text()
+    except OSError:  # closed meanwhile: the other descriptors of its process still count
         return False
-    if root not in target.parents:
-        return False
-    flags = (descriptor.parent.parent / "fdinfo" / descriptor.name).read_text()
     mode = int(flags.partition("flags:")[2].split()[0], 8) & os.O_ACCMODE
     return mode != os.O_RDONLY
 

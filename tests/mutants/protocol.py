@@ -739,7 +739,7 @@ FENCES = (
     ),
     mutant(
         "a-refused-start-is-forgotten",
-        "coordinator.coordinator:Coordinator._recover",
+        "disk.planning:plan_start",
         "lost=history.lost",
         "lost=frozenset()",
         breaks="I8",

@@ -32,7 +32,6 @@ from proof.sim.site import Site
 from proof.sim.storage import WorldStorage
 from proof.sim.world import Process, World
 
-import ckptfsm.coordinator.coordinator as coordinator
 import ckptfsm.disk.durable as durable
 from ckptfsm.adapters.fork import Outcome
 from ckptfsm.coordinator.coordinator import Coordinator
@@ -45,6 +44,7 @@ from ckptfsm.core.ledger import Ledger
 from ckptfsm.core.lifecycle import State
 from ckptfsm.core.parts import AttemptId
 from ckptfsm.core.retention import CheckpointInfo, LatestN, Policy
+from ckptfsm.disk import planning
 from ckptfsm.disk.journal import JournalWriter
 from ckptfsm.disk.ownership import RootOwnership
 from ckptfsm.disk.protection import Protection
@@ -255,14 +255,14 @@ def test_F23_a_part_that_is_not_looked_for_is_found(monkeypatch):
 
 def test_I8_a_sound_root_that_is_given_up_is_found(monkeypatch):
     """Catches: judges that excuse any refusal once a harmless stray was planted."""
-    plan = coordinator.plan
+    plan = planning.plan
 
     def give_up(ledger: Ledger, evidence: Any, *others: Any, **keywords: Any) -> Any:
         if 900_000 in evidence.published or "iter_0900000" in evidence.strays:
             raise DamagedRoot("gives up because of a stray")
         return plan(ledger, evidence, *others, **keywords)
 
-    monkeypatch.setattr(coordinator, "plan", give_up)
+    monkeypatch.setattr(planning, "plan", give_up)
     assert first_failure(what="because of a stray").promise == "I8"
 
 
