@@ -2,8 +2,8 @@
 
 | status | meaning |
 | --- | --- |
-| 0 | done, and nothing was found wrong |
-| 1 | something is wrong with the root, or the command could not do its work |
+| 0 | done; ``doctor``: nothing is broken |
+| 1 | something is broken, so that a start cannot repair it, or the command could not do its work |
 | 2 | bad arguments, or a directory that is no root |
 | 3 | refused: a living owner, or a rule that keeps a checkpoint |
 | 130 | ended by Ctrl-C |

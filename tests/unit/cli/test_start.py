@@ -135,3 +135,11 @@ def test_every_command_is_in_the_list_with_a_line_that_fits(capsys):
 def test_a_mistyped_command_is_answered_with_the_nearest_one(capsys):
     status = app.run(["explian", "10"])
     assert status == app.BAD_CALL and "Did you mean 'explain'" in capsys.readouterr().err
+
+
+def test_the_statuses_of_the_page_are_those_of_the_module():
+    """Catches: two tables of exit statuses that tell a monitor different things."""
+    page = (ROOT / "docs/cli.md").read_text().partition("| exit status | meaning |")[2]
+    told = page.splitlines()[2:7]
+    table = [line.replace("``", "`") for line in (app.__doc__ or "").splitlines()]
+    assert [line for line in table if line.startswith("| ") and line[2].isdigit()] == told
