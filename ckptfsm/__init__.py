@@ -12,78 +12,45 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckptfsm.core.config import CheckpointConfig, load_config, save_again
-    from ckptfsm.core.documents import TransitionRecord
-    from ckptfsm.core.errors import CkptFsmError, DamagedRoot, RootBusy, SaveFailed, SaveRefused
-    from ckptfsm.core.jobs import Job
-    from ckptfsm.core.lifecycle import State
-    from ckptfsm.core.parts import OptionalPart
-    from ckptfsm.core.ports import OffloadHook
-    from ckptfsm.core.progress import Progress
-    from ckptfsm.core.requests import RecoveryReport
-    from ckptfsm.core.retention import (
-        AllOf,
-        AnyOf,
-        BestN,
-        CheckpointInfo,
-        EveryNSeconds,
-        EveryNSteps,
-        KeepAll,
-        LatestN,
-        Policy,
-        Steps,
-    )
-    from ckptfsm.disk.reader_lease import ReaderLease
-    from ckptfsm.disk.watching import checkpoints, wait_for_new_checkpoint
-    from ckptfsm.megatron.checkpoint_manager import CheckpointManager
-    from ckptfsm.megatron.foreign import ForeignRequest
-    from ckptfsm.megatron.torch_group_worker import GroupWorker
-    from ckptfsm.ranks.controller import Controller
-    from ckptfsm.ranks.handle import Restored, SaveHandle
-    from ckptfsm.ranks.tickets import GroupPart, GroupSave, Reading, Ticket
-    from ckptfsm.writers.plain_files import FileTree
-
-__all__ = [
-    "CheckpointManager",
-    "CheckpointConfig",
-    "load_config",
-    "save_again",
-    "Job",
-    "SaveHandle",
-    "Progress",
-    "Restored",
-    "ReaderLease",
-    "checkpoints",
-    "wait_for_new_checkpoint",
-    "State",
-    "TransitionRecord",
-    "RecoveryReport",
-    "CkptFsmError",
-    "SaveFailed",
-    "SaveRefused",
-    "RootBusy",
-    "DamagedRoot",
-    "ForeignRequest",
-    "FileTree",
-    "OptionalPart",
-    "OffloadHook",
-    "Controller",
-    "GroupPart",
-    "GroupSave",
-    "Ticket",
-    "Reading",
-    "GroupWorker",
-    "Policy",
-    "CheckpointInfo",
-    "LatestN",
-    "EveryNSteps",
-    "EveryNSeconds",
-    "BestN",
-    "Steps",
-    "KeepAll",
-    "AnyOf",
-    "AllOf",
-]
+    from ckptfsm.core.config import CheckpointConfig as CheckpointConfig
+    from ckptfsm.core.config import load_config as load_config
+    from ckptfsm.core.config import save_again as save_again
+    from ckptfsm.core.documents import TransitionRecord as TransitionRecord
+    from ckptfsm.core.errors import CkptFsmError as CkptFsmError
+    from ckptfsm.core.errors import DamagedRoot as DamagedRoot
+    from ckptfsm.core.errors import RootBusy as RootBusy
+    from ckptfsm.core.errors import SaveFailed as SaveFailed
+    from ckptfsm.core.errors import SaveRefused as SaveRefused
+    from ckptfsm.core.jobs import Job as Job
+    from ckptfsm.core.lifecycle import State as State
+    from ckptfsm.core.parts import OptionalPart as OptionalPart
+    from ckptfsm.core.ports import OffloadHook as OffloadHook
+    from ckptfsm.core.progress import Progress as Progress
+    from ckptfsm.core.requests import RecoveryReport as RecoveryReport
+    from ckptfsm.core.retention import AllOf as AllOf
+    from ckptfsm.core.retention import AnyOf as AnyOf
+    from ckptfsm.core.retention import BestN as BestN
+    from ckptfsm.core.retention import CheckpointInfo as CheckpointInfo
+    from ckptfsm.core.retention import EveryNSeconds as EveryNSeconds
+    from ckptfsm.core.retention import EveryNSteps as EveryNSteps
+    from ckptfsm.core.retention import KeepAll as KeepAll
+    from ckptfsm.core.retention import LatestN as LatestN
+    from ckptfsm.core.retention import Policy as Policy
+    from ckptfsm.core.retention import Steps as Steps
+    from ckptfsm.disk.reader_lease import ReaderLease as ReaderLease
+    from ckptfsm.disk.watching import checkpoints as checkpoints
+    from ckptfsm.disk.watching import wait_for_new_checkpoint as wait_for_new_checkpoint
+    from ckptfsm.megatron.checkpoint_manager import CheckpointManager as CheckpointManager
+    from ckptfsm.megatron.foreign import ForeignRequest as ForeignRequest
+    from ckptfsm.megatron.torch_group_worker import GroupWorker as GroupWorker
+    from ckptfsm.ranks.controller import Controller as Controller
+    from ckptfsm.ranks.handle import Restored as Restored
+    from ckptfsm.ranks.handle import SaveHandle as SaveHandle
+    from ckptfsm.ranks.tickets import GroupPart as GroupPart
+    from ckptfsm.ranks.tickets import GroupSave as GroupSave
+    from ckptfsm.ranks.tickets import Reading as Reading
+    from ckptfsm.ranks.tickets import Ticket as Ticket
+    from ckptfsm.writers.plain_files import FileTree as FileTree
 
 logging.getLogger("ckptfsm").addHandler(logging.NullHandler())
 # transitions logs parts of every move at INFO, a level that trainers show: 14 lines for each save.
@@ -91,16 +58,10 @@ if (parts_of_moves := logging.getLogger("transitions")).level == logging.NOTSET:
     parts_of_moves.setLevel(logging.WARNING)
 
 
-BESIDE_TORCH = MappingProxyType(
-    {
-        "CheckpointManager": "ckptfsm.megatron.checkpoint_manager",
-        "ForeignRequest": "ckptfsm.megatron.foreign",
-        "GroupWorker": "ckptfsm.megatron.torch_group_worker",
-    }
-)
+# The module of each public name, by topic.
 _PLACES = MappingProxyType(
     {
-        **BESIDE_TORCH,
+        "CheckpointManager": "ckptfsm.megatron.checkpoint_manager",
         "CheckpointConfig": "ckptfsm.core.config",
         "load_config": "ckptfsm.core.config",
         "save_again": "ckptfsm.core.config",
@@ -114,31 +75,37 @@ _PLACES = MappingProxyType(
         "State": "ckptfsm.core.lifecycle",
         "TransitionRecord": "ckptfsm.core.documents",
         "RecoveryReport": "ckptfsm.core.requests",
-        **dict.fromkeys(
-            ("CkptFsmError", "SaveFailed", "SaveRefused", "RootBusy", "DamagedRoot"),
-            "ckptfsm.core.errors",
-        ),
+        "CkptFsmError": "ckptfsm.core.errors",
+        "SaveFailed": "ckptfsm.core.errors",
+        "SaveRefused": "ckptfsm.core.errors",
+        "RootBusy": "ckptfsm.core.errors",
+        "DamagedRoot": "ckptfsm.core.errors",
+        "ForeignRequest": "ckptfsm.megatron.foreign",
         "FileTree": "ckptfsm.writers.plain_files",
         "OptionalPart": "ckptfsm.core.parts",
         "OffloadHook": "ckptfsm.core.ports",
         "Controller": "ckptfsm.ranks.controller",
-        **dict.fromkeys(("GroupPart", "GroupSave", "Ticket", "Reading"), "ckptfsm.ranks.tickets"),
-        **dict.fromkeys(
-            (
-                "Policy",
-                "CheckpointInfo",
-                "LatestN",
-                "EveryNSteps",
-                "EveryNSeconds",
-                "BestN",
-                "Steps",
-                "KeepAll",
-                "AnyOf",
-                "AllOf",
-            ),
-            "ckptfsm.core.retention",
-        ),
+        "GroupPart": "ckptfsm.ranks.tickets",
+        "GroupSave": "ckptfsm.ranks.tickets",
+        "Ticket": "ckptfsm.ranks.tickets",
+        "Reading": "ckptfsm.ranks.tickets",
+        "GroupWorker": "ckptfsm.megatron.torch_group_worker",
+        "Policy": "ckptfsm.core.retention",
+        "CheckpointInfo": "ckptfsm.core.retention",
+        "LatestN": "ckptfsm.core.retention",
+        "EveryNSteps": "ckptfsm.core.retention",
+        "EveryNSeconds": "ckptfsm.core.retention",
+        "BestN": "ckptfsm.core.retention",
+        "Steps": "ckptfsm.core.retention",
+        "KeepAll": "ckptfsm.core.retention",
+        "AnyOf": "ckptfsm.core.retention",
+        "AllOf": "ckptfsm.core.retention",
     }
+)
+__all__ = list(_PLACES)
+
+BESIDE_TORCH = MappingProxyType(
+    {name: place for name, place in _PLACES.items() if place.startswith("ckptfsm.megatron.")}
 )
 _FIRST_NAMES = MappingProxyType({"Staging": "OffloadHook"})  # names that had another one first
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import ckptfsm
 from house.source import (
     MODULES,
     PACKAGE,
@@ -208,3 +209,20 @@ def test_the_checked_modules_exist():
     assert folders == set(ROOMS)
     assert not (DELETERS | set(LIBRARIES)) - set(MODULES)
     assert not {name for module in MODULES for name in imports(module)} & {"ckptfsm.core"}
+
+
+def test_public_names_are_the_same_for_people_and_for_type_checkers():
+    """Catches: a name that a type checker finds elsewhere, or not at all."""
+    (typed,) = (
+        node.body
+        for node in tree("__init__.py").body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    told = {
+        alias.asname or alias.name: node.module
+        for node in typed
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert told == dict(ckptfsm._PLACES)
+    assert list(ckptfsm.__all__) == list(ckptfsm._PLACES)
