@@ -104,9 +104,9 @@ def show_saves() -> None:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(f"\r  %(message)-{COLUMNS - 2}s"))
     handler.addFilter(lambda record: getattr(record, "event", "") == "save_progress")
-    log = logging.getLogger("ckptfsm")
-    log.setLevel(logging.INFO)
-    log.addHandler(handler)
+    library = logging.getLogger("ckptfsm")
+    library.setLevel(logging.INFO)
+    library.addHandler(handler)
 
 
 def note_of(tracked: int | None, save: SaveHandle | None) -> str:

@@ -50,7 +50,7 @@ WRITERS = (
     mutant(
         "a-killed-writer-is-polled-for-ever",
         "writers.rank_writer:RankWriter._ended",
-        "if outcome is not None:\n    self.ended_at = now\n    return self._judge(outcome)",
+        "if outcome is not None:\n    return self._judge(outcome)",
         "if outcome is not None and outcome.succeeded:\n    return self._judge(outcome)",
         breaks="I10",
         source="Megatron-LM #6970",

@@ -52,6 +52,7 @@ _TESTED_BY = {  # modules that have no test file of their name
     "protection": "coordinator",
     "engine": "coordinator",
     "torch_dist": "shared_memory",
+    "admitting": "quarantine",
     "plan_run": "coordinator",
     "receipts": "inspection",
     "shard_file": "rank_writer",

@@ -40,6 +40,7 @@ TESTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "core/progress": ("progress",),
         "core/preemption": ("preemption",),
         "core/recorded_metrics": ("recorded_metrics",),
+        "core/recorded_policy": ("recorded_policy",),
         "core/recovery": ("recovery",),  # the other suites take minutes for each mutant that lives
         "core/recovery_rules": ("recovery_rules", "recovery"),
         "core/recovery_refusals": ("recovery",),

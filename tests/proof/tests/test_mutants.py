@@ -36,6 +36,7 @@ ELSEWHERE = {
     'self.storage.fsync_dir(parent_of(f"{directory}/{MANIFEST}"))': "put did it before any retry",
     "storage.fsync_dir(EPOCHS)": "remove_marker does it again, in the line before",
     "storage.fsync_dir(job.location)": "make_dirs does it again, in the next line",
+    'fsync_existing(storage, f"{directory}/{name}")': "each call of fsync_tree_files is left out",
     "self._fsync_names(checkpoint, target)": "each of the two fsyncs in it is left out",
 }  # the calls that no separate mutant leaves out, and why
 
