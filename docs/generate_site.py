@@ -38,6 +38,7 @@ TAKEN = (
     "docs/**/*.md",
     "docs/*.svg",
     "docs/*.css",
+    "docs/screens/*",
     "specs/*.md",
     "specs/lifecycle.*",
     "specs/schemas/*",

@@ -1,10 +1,12 @@
-"""Take small screenshots of ``ckptfsm ls`` and ``ckptfsm timeline``, light and dark, to look at.
+"""Take the pictures of ``docs/screens``: ``ckptfsm ls --watch`` and ``ckptfsm timeline``.
 
 The roots have 10 and 10,000 checkpoints of a made-up job without torch: a save every half hour, with
-failures and crashes now and then. A root that was made before is used again. Needs Chromium, and some
-ten minutes of processor time for 10,000 saves.
+failures and crashes now and then. A root that was made before is used again. Needs Chromium, the
+extra ``ckptfsm[test]``, and some ten minutes of processor time for 10,000 saves.
 
-    python docs/screens.py [--out DIR] [--browser NAME]    write below DIR (default: build/screens)
+    python docs/screens.py [--roots DIR] [--out DIR] [--browser NAME]
+
+The roots are made below build/screens, the pictures in docs/screens, unless told otherwise.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -25,6 +28,8 @@ HERE = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE))
 
+import pexpect  # noqa: E402
+from rich._export_format import CONSOLE_SVG_FORMAT  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI  # noqa: E402
 from rich.text import Text  # noqa: E402
@@ -38,8 +43,11 @@ COUNTS = (10, 10_000)
 SCHEMES = {"light": ("1", DEFAULT_TERMINAL_THEME), "dark": ("0", MONOKAI)}
 INTERVAL_S = 1800.0
 PAUSE_S = 4 * 3600.0  # from a crash to the next start
-SIZE = (1200, 720)
-ROWS = 36  # of a terminal: the end of a long list is seen
+SIZE = (80, 24)  # of the terminal
+HEIGHTS = {10: 460, 10_000: 400}  # of the page's upper part, which is 1200 wide
+SCALE = 0.75
+CLEAR = "\x1b[2J"
+PATIENCE_S = 900.0
 
 
 class WallClock(SimClock):
@@ -121,21 +129,42 @@ def _train(job: FakeJob, steps: range, clock: WallClock) -> None:
 
 
 @cache
-def output(root: Path) -> str:
-    """The output of ``ckptfsm ls`` on a terminal. For a large root that takes seconds."""
-    environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": "110", "PYTHONPATH": str(HERE)}
-    environment.pop("NO_COLOR", None)
-    command = [sys.executable, "-m", "ckptfsm.cli", "ls", "-r", str(root)]
-    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return shown.stdout
+def watched(root: Path) -> str:
+    """The screen of ``ckptfsm ls --watch`` on a terminal. The job is said to be on a host node03."""
+    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(HERE)}
+    for name in ("NO_COLOR", "COLUMNS", "LINES"):
+        environment.pop(name, None)
+    command = ["-m", "ckptfsm.cli", "ls", "--watch", "2", "-r", str(root)]
+    shell = pexpect.spawn(
+        sys.executable,
+        command,
+        env=environment,
+        dimensions=SIZE[::-1],
+        timeout=PATIENCE_S,
+        encoding="utf-8",
+    )
+    try:
+        shell.expect_exact(CLEAR)
+        shell.expect_exact(CLEAR)  # the next list begins: the first one is complete
+        seen = str(shell.before)
+    finally:
+        shell.close(force=True)
+    head, _, rows = seen.replace("\x1b[H", "").replace("\r\n", "\n").partition("\n\n")
+    head = " ".join(head.split()).replace(str(root), "/data/runs/gpt")
+    return f"{head.replace(f' on {this_process().host},', ' on node03,')}\n\n{rows}"
 
 
-def listing(root: Path, theme_name: str) -> str:
-    """The end of ``ckptfsm ls``, as a page with the colours of a terminal."""
-    lines = [f"$ ckptfsm ls -r {root.name}", *output(root).splitlines(), "$ "][-ROWS:]
-    console = Console(record=True, width=120, file=StringIO(), force_terminal=True)
-    console.print(Text.from_ansi("\n".join(lines)))
-    return console.export_html(theme=SCHEMES[theme_name][1], inline_styles=True)
+def listing(root: Path, scheme: str) -> str:
+    """The screen of ``ckptfsm ls --watch`` as an SVG that asks no other host for a font."""
+    console = Console(record=True, width=SIZE[0], file=StringIO(), force_terminal=True)
+    console.print(Text.from_ansi(watched(root)))
+    without_fonts = re.sub(r"(?s)@font-face {{.*?}}\s*|<!--.*?-->", "", CONSOLE_SVG_FORMAT)
+    return console.export_svg(
+        title="ckptfsm ls --watch 2",
+        theme=SCHEMES[scheme][1],
+        code_format=without_fonts,
+        unique_id=f"ls-{scheme}",
+    )
 
 
 def timeline(root: Path, page: Path) -> None:
@@ -143,33 +172,36 @@ def timeline(root: Path, page: Path) -> None:
     subprocess.run(command, env={**os.environ, "PYTHONPATH": str(HERE)}, check=True)
 
 
-def photograph(browser: str, page: Path, picture: Path, scheme: str) -> None:
+def photograph(browser: str, page: Path, picture: Path, scheme: str, height: int) -> None:
     """The upper part of a page, as a browser shows it to a reader who prefers this scheme."""
     command = [browser, "--headless=new", "--disable-gpu", "--hide-scrollbars"]
     command += [f"--blink-settings=preferredColorScheme={SCHEMES[scheme][0]}"]
-    command += [f"--user-data-dir={page.parent / 'browser'}", f"--window-size={SIZE[0]},{SIZE[1]}"]
+    command += [f"--force-device-scale-factor={SCALE}", "--disable-lcd-text"]
+    command += [f"--user-data-dir={page.parent / 'browser'}", f"--window-size=1200,{height}"]
     command += ["--no-sandbox"] if os.geteuid() == 0 else []
     command += [f"--screenshot={picture}", page.resolve().as_uri()]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_S)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the screenshots. Returns the exit status."""
+    """Take the pictures. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python docs/screens.py")
-    parser.add_argument("--out", type=Path, default=HERE / "build/screens")
+    parser.add_argument("--roots", type=Path, default=HERE / "build/screens")
+    parser.add_argument("--out", type=Path, default=HERE / "docs/screens")
     parser.add_argument("--browser", default="chromium")
     options = parser.parse_args(arguments)
-    place = options.out.resolve()
-    place.mkdir(parents=True, exist_ok=True)
+    roots, out = options.roots.resolve(), options.out.resolve()
+    for place in (roots, out):
+        place.mkdir(parents=True, exist_ok=True)
     for count in COUNTS:
-        root = made_root(place, count)
-        lives = place / f"timeline-{count}.html"
+        root = made_root(roots, count)
+        lives = roots / f"timeline-{count}.html"
         timeline(root, lives)
         for scheme in SCHEMES:
-            listed = place / f"ls-{count}-{scheme}.html"
-            listed.write_text(listing(root, scheme), encoding="utf-8")
-            for page, name in ((listed, "ls"), (lives, "timeline")):
-                photograph(options.browser, page, place / f"{name}-{count}-{scheme}.png", scheme)
+            picture = out / f"timeline-{count}-{scheme}.png"
+            photograph(options.browser, lives, picture, scheme, HEIGHTS[count])
+            drawn = out / f"ls-{count}-{scheme}.svg"
+            drawn.write_text(listing(root, scheme), encoding="utf-8")
     return 0
 
 

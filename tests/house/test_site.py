@@ -99,7 +99,9 @@ def test_the_screenshots_show_a_root_with_a_past(tmp_path, capsys):
     assert [row[1] for row in rows] == ["tracked"] * 4 and rows[-1][-1] == "latest"
     assert all("0 ms" not in " ".join(row) for row in rows)
     shown = screens.listing(root, "dark")
-    assert re.search(r'<span style="color: #\w+[^>]*>tracked</span>', shown)
+    (style,) = set(re.findall(r'class="([\w-]+)"[^>]*>tracked</text>', shown))
+    assert re.search(rf"\.{style} {{ fill: #(?!ffffff|c5c8c6)\w+", shown)
+    assert "https://" not in shown and str(tmp_path) not in shown
 
 
 @pytest.mark.skipif(find_spec("zensical") is None, reason="needs ckptfsm[docs], on Python 3.11")
