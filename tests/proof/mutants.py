@@ -53,6 +53,7 @@ _TESTED_BY = {  # modules that have no test file of their name
     "engine": "coordinator",
     "torch_dist": "shared_memory",
     "admitting": "quarantine",
+    "planning": "situation",
     "plan_run": "coordinator",
     "receipts": "inspection",
     "shard_file": "rank_writer",
