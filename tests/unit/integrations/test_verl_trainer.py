@@ -24,6 +24,7 @@ from ckptfsm.core.errors import (
     SaveFailed,
     SaveFailedWarning,
 )
+from ckptfsm.core.jobs import Job
 from ckptfsm.integrations.verl import trainer as trainer_module
 from ckptfsm.integrations.verl.mirror import Copy, DirectoryMirror, HdfsMirror
 from ckptfsm.integrations.verl.trainer import Checkpoints, Options
@@ -130,6 +131,16 @@ def test_hooks_hear_of_a_save(run: Run):
     save(checkpoints, 1)
     checkpoints.poll(wait=True)
     assert [record.dest.value for record in heard][-1] == "tracked"
+
+
+def test_jobs_run_on_what_verl_saves(run: Run):
+    """Catches: jobs that are taken from the settings and never run under verl."""
+    job = Job(name="list", command=("sh", "-c", "ls {path} > {path}.listed"))
+    checkpoints = run.start(settings={**SETTINGS, "on_tracked": [job], "jobs_drain_s": 60.0})
+    save(checkpoints, 1)
+    checkpoints.poll(wait=True)
+    checkpoints.close()
+    assert "data.pt" in (run.root / "global_step_1.listed").read_text()
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
