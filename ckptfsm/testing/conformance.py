@@ -77,6 +77,7 @@ RULES: Mapping[str, str] = MappingProxyType(
 
 _PREFIX, _MIDDLE = b'{"crc":"', b'","record":'
 _BODY = len(_PREFIX) + 8 + len(_MIDDLE)
+_ADDED = {"retention"}  # the fields that journals of earlier versions do not have
 _ABSENT, _TRACKED, _PRUNABLE = State.ABSENT.value, State.TRACKED.value, State.PRUNABLE.value
 _FAILED, _QUARANTINED, _PRUNED = State.FAILED.value, State.QUARANTINED.value, State.PRUNED.value
 _IN_FLIGHT = frozenset(state.value for state in IN_FLIGHT)
@@ -222,13 +223,13 @@ def _bodies(data: bytes) -> Iterator[tuple[bytes | None, int]]:
 def _parsed(file: str, index: int, body: bytes) -> _Raw:
     """A record of any kind, validated by its model.
 
-    Raises also if a field with a default is missing.
+    Raises also if a field with a default is missing, unless journals of earlier versions have none.
     """
     try:
         record = RECORD.validate_json(body)
     except ValidationError as error:
         raise JournalViolation(file, index, "record", first_problem(error)) from None
-    missing = set(type(record).model_fields) - record.model_fields_set
+    missing = set(type(record).model_fields) - record.model_fields_set - _ADDED
     if missing:
         raise JournalViolation(file, index, "record", f"without {', '.join(sorted(missing))}")
     value: _Raw = record.model_dump(mode="json")

