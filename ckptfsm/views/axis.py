@@ -1,4 +1,4 @@
-"""Axes that map seconds to pixels: for the whole run without idle time, and for a single save."""
+"""Axes that map seconds to pixels: for all attempts without idle time, and for a single save."""
 
 from __future__ import annotations
 
@@ -34,34 +34,42 @@ class Axis:
         return max(span - idle, 1e-9) / max(self.pixels[-1] - self.pixels[0] - drawn, 1.0)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """(pixel, label) of round times, none in a break, none too close to the one before."""
-        step = _nice_step(self.rate() * _TICK_GAP)
-        digits = max(0, -math.floor(math.log10(step)))
+        """(pixel, label) of round times; no label overlaps another one or that of a break."""
+        least = self.rate() * _TICK_GAP * (1 - 1e-9)
+        count, size, unit = next(step for step in _STEPS if step[0] * step[1] >= least)
+        step = count * size
         found: list[tuple[float, str]] = []
+        taken = [(self.at(start) + 6, self.at(stop) - 6) for start, stop in self.breaks]
         t0, t1 = self.seconds[0], self.seconds[-1]
         edges = [t0, *(t for pair in self.breaks for t in pair), t1]
         for start, stop in zip(edges[::2], edges[1::2], strict=True):
-            first, last = math.ceil(start / step - 1e-9), math.floor(stop / step + 1e-9)
-            for n in range(first, min(last, first + 200) + 1):
-                x = self.at(n * step)
-                if not found or x - found[-1][0] >= _TICK_GAP * 0.7:
-                    found.append((x, f"{n * step:.{digits}f}"))
+            for n in range(math.ceil(start / step - 1e-9), math.floor(stop / step + 1e-9) + 1):
+                x, label = self.at(n * step), f"{n * count:.10g} {unit}"
+                half = len(label) * _LETTER / 2
+                if all(x + half < left or x - half > right for left, right in taken):
+                    taken.append((x - half - _LETTER, x + half + _LETTER))
+                    found.append((x, label))
         return found
 
 
-_TICK_GAP = 62.0  # pixels between ticks, about
+_TICK_GAP = 62.0  # pixels between ticks, at least
+_LETTER = 6.2  # pixels of a character of a label, about
+_STEPS = (  # (count, seconds of the unit, unit) from tick to tick
+    *((m * 10.0**power, 1, "s") for power in range(-4, 0) for m in (1, 2, 5)),
+    *(
+        (count, size, unit)
+        for size, unit in ((1, "s"), (60, "min"))
+        for count in (1, 2, 5, 10, 15, 30)
+    ),
+    *((count, 3600, "h") for count in (1, 2, 3, 6, 12)),
+    *((m * 10**power, 86400, "d") for power in range(7) for m in (1, 2, 5)),
+)
 _BREAK = 60.0  # pixels of a compressed idle time
 _MAX_BREAKS = 6
 
 
-def _nice_step(least: float) -> float:
-    """The smallest of 1, 2, 5 times a power of ten that is not below ``least``."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(m * power for m in (1, 2, 5, 10) if m * power >= least * (1 - 1e-9))
-
-
 def overview_axis(placed: Placed, left: float, right: float) -> Axis:
-    """The axis of the whole run.
+    """The axis of all attempts.
 
     Idle times of more than ten usual distances of saves are drawn short.
     """

@@ -28,8 +28,9 @@ S = State
 
 _MAX_LANES = 1000
 _WIDTH, _ROW, _BAR, _TOP = 1380, 26, 14, 74
-_OVER = (150.0, 756.0)  # left and right of the panel with the whole run
-_ZOOM = (796.0, 1140.0)  # left and right of the panel with the single saves
+_STEP_X, _NAME_X = 96, 104  # right of the steps, left of the attempts' names
+_OVER = (188.0, 766.0)  # left and right of the panel with all attempts in time
+_ZOOM = (806.0, 1140.0)  # left and right of the panel with the single saves
 _END_X = 1160
 _LEAST = 3.0  # pixels of the shortest state in the overview
 
@@ -66,7 +67,8 @@ li svg{vertical-align:-3px;margin-right:6px}
 .chart{display:block;width:100%;min-width:1080px;height:auto}
 text{fill:var(--fg);font:12px system-ui,sans-serif;font-variant-numeric:tabular-nums}
 .dim{fill:var(--dim);font-size:11px}.head{font-weight:600}.bad{fill:var(--bad)}
-.end{text-anchor:end}.mid{text-anchor:middle}
+.end{text-anchor:end}
+.mid{text-anchor:middle;stroke:var(--bg);stroke-width:6;paint-order:stroke}
 .stripe{fill:var(--stripe)}.down{fill:var(--down)}.grid{stroke:var(--grid)}
 .epoch{stroke:var(--dim);stroke-dasharray:4 3}
 .break{stroke:var(--dim);stroke-width:1.5;fill:none}
@@ -92,11 +94,10 @@ def _attribute(value: object) -> str:
 
 def render_html(lives: Sequence[Life]) -> str:
     """A complete HTML page: no scripts, no other files. Shows the newest ``_MAX_LANES`` attempts."""
-    shown = tuple(lives)[-_MAX_LANES:]
-    placed = place(shown)
+    older = max(0, len(lives) - _MAX_LANES)
     body = [_tag("h1", text="Lives of the checkpoints")]
-    if shown:
-        body += [_explain(placed, len(lives) - len(shown)), _legend(), _chart(placed)]
+    if lives:
+        body += [_explain(older), _legend(), _chart(place(lives, older))]
     else:
         body.append(_tag("p", text="There are no checkpoints in the journal."))
     policy = "default-src 'none'; style-src 'unsafe-inline'"
@@ -112,13 +113,13 @@ def render_html(lives: Sequence[Life]) -> str:
     )
 
 
-def _explain(placed: Placed, left_out: int) -> str:
+def _explain(older: int) -> str:
     said = (
-        "One lane per attempt, in order of request. Left: the whole run; states too short to see "
+        "One lane per attempt, in order of request. Left: attempts in time; states too short to see "
         "are widened, long idle times are cut (//). Right: the save alone, from its request on. "
-        f"Zero is {placed.origin or 'the first record'}. Hover over a bar for times."
+        "Hover over a bar for times."
     )
-    return _tag("p", text=said + (f" {left_out} older attempts are not drawn." if left_out else ""))
+    return _tag("p", text=said + (f" {older:,} older attempts are not drawn." if older else ""))
 
 
 def _legend() -> str:
@@ -156,13 +157,13 @@ def _chart(placed: Placed) -> str:
     bottom = _TOP + _ROW * len(placed.lanes)
     parts = [_stripe(row) for row in range(0, len(placed.lanes), 2)]
     parts += _downtimes(placed, over, bottom)
-    parts += _grid(over, bottom, "whole run, seconds since the first record")
-    parts += _grid(zoom, bottom, "the save alone, seconds since its request")
-    parts += _breaks(over, bottom)
     parts += _epochs(placed, over, bottom)
+    parts += _grid(over, bottom, f"time since {placed.origin or 'the first record'}")
+    parts += _grid(zoom, bottom, "the save alone, time since its request")
+    parts += _breaks(over, bottom)
     for row, lane in enumerate(placed.lanes):
         parts += _lane(lane, row, over, zoom)
-    parts.append(_tag("text", class_="head end", x=88, y=16, text="step"))
+    parts.append(_tag("text", class_="head end", x=_STEP_X, y=16, text="step"))
     parts.append(_tag("text", class_="head", x=_END_X, y=16, text="end"))
     name = f"Timeline of {len(placed.lanes)} checkpoint attempts"
     chart = _tag(
@@ -208,7 +209,7 @@ def _downtimes(placed: Placed, axis: Axis, bottom: int) -> Iterable[str]:
         width = max(width, 1.0)
         yield _tag("rect", title, class_="down", x=x, y=_TOP - 4, width=width, height=height)
         if not run.closed:
-            yield _mark(_MARKS[S.DISCARDED], x, 36, "mark bad", said)
+            yield _mark(_MARKS[S.DISCARDED], x, 46, "mark bad", said)
 
 
 def _epochs(placed: Placed, axis: Axis, bottom: int) -> Iterable[str]:
@@ -219,16 +220,16 @@ def _epochs(placed: Placed, axis: Axis, bottom: int) -> Iterable[str]:
         yield _tag("line", title, class_="epoch", x1=x, x2=x, y1=28, y2=bottom)
         label = f"epoch {run.epoch}"
         if x >= free:  # a crowded label is left to the line's tooltip
-            yield _tag("text", class_="dim", x=x + 8, y=40, text=label)
+            yield _tag("text", class_="dim", x=x + 8, y=36, text=label)
             free = x + 6 * len(label) + 12
 
 
 def _lane(lane: Lane, row: int, over: Axis, zoom: Axis) -> Iterable[str]:
     life, middle = lane.life, _TOP + row * _ROW + _ROW / 2
-    yield _tag("text", class_="end", x=88, y=middle + 4, text=f"step {life.step}")
+    yield _tag("text", class_="end", x=_STEP_X, y=middle + 4, text=f"step {life.step}")
     short = life.attempt.partition(".")[2]
     title = _tag("title", text=f"attempt {life.attempt}, {format_bytes(life.shard_bytes)}")
-    yield _tag("text", title, class_="dim", x=96, y=middle + 4, text=short)
+    yield _tag("text", title, class_="dim", x=_NAME_X, y=middle + 4, text=short)
     yield from _overview_bars(lane, middle, over)
     if not life.adopted:
         yield from _zoom_bars(lane, middle, zoom)

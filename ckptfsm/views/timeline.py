@@ -34,7 +34,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """All lives in seconds since the first record; ``origin`` is that record's wall-clock text."""
+    """Lives in seconds since a record; ``origin`` is that record's wall-clock text."""
 
     lanes: tuple[Lane, ...]
     runs: tuple[tuple[Run, float, float], ...]
@@ -58,9 +58,14 @@ def parse_time(text: str) -> float | None:
     return when.timestamp()
 
 
-def place(lives: Sequence[Life]) -> Placed:
-    runs = lives[0].resumed if lives else ()
-    known = [run.opened for run in runs] + [e.at for life in lives for e in life.entered]
+def place(lives: Sequence[Life], older: int = 0) -> Placed:
+    """The lives in time, but not the first ``older`` ones: time then begins with the next one."""
+    runs, lives = lives[0].resumed if lives else (), lives[older:]
+    known = [e.at for life in lives for e in life.entered]
+    if older:
+        runs = tuple(run for run in runs if run.epoch >= lives[0].entered[0].epoch)
+    else:
+        known = [run.opened for run in runs] + known
     origin = next((text for text in known if parse_time(text) is not None), "")
     zero = parse_time(origin) or 0.0
 

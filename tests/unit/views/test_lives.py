@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ from ckptfsm.core.errors import JournalCorrupt
 from ckptfsm.core.layout import JOURNAL, PRIVATE, segment_name
 from ckptfsm.core.lifecycle import State
 from ckptfsm.disk.journal import JournalWriter, encode_line, read_segments
+from ckptfsm.views import picture
+from ckptfsm.views.axis import Axis
 from ckptfsm.views.picture import render_html
 from ckptfsm.views.reading import read_lives
 from ckptfsm.views.table import render_table
@@ -342,9 +345,7 @@ def test_the_page_shows_lanes_states_restarts_and_the_crash(crashed):
     assert any(t.startswith("tracked (step 20") and "for 88.2 s so far" in t for t in titles)
     assert any(t.startswith("epoch 1 ended without closing") for t in titles)
     assert any(t.startswith("epoch 2 was closed") for t in titles)
-    bad = [a for _, a in parse(page).seen if a.get("class") == "mark bad"]
-    marks = [a for a in bad if ",36)" in str(a["transform"])]
-    assert len(marks) == 1
+    assert len(crash_marks(page)) == 1
 
 
 def test_every_bar_lies_inside_its_panel_and_can_be_seen(journal):
@@ -355,9 +356,9 @@ def test_every_bar_lies_inside_its_panel_and_can_be_seen(journal):
     seen = parse(render_html(read_lives(journal.storage))).seen
     bars = [a for tag, a in seen if tag == "rect" and a.get("class") == "bar" and a["y"] != "1"]
     edges = [(float(a["x"]), float(a["x"]) + float(a["width"])) for a in bars]
-    whole, alone = (150, 756), (796, 1140)  # the two panels, in pixels
+    whole, alone = (188, 766), (806, 1140)  # the two panels, in pixels
     for left, right in edges:
-        panel, least = (whole, 2.98) if left < 770 else (alone, 0.98)
+        panel, least = (whole, 2.98) if left < 780 else (alone, 0.98)
         assert right - left >= least
         assert left >= panel[0] and right <= panel[1] + 0.02
     assert len(edges) == 2 * 2 * len(GOOD)
@@ -372,7 +373,81 @@ def test_a_long_idle_time_is_cut_and_says_how_long_it_was(journal):
     assert "10.0 h" in texts(page, "text")
     bars = [a for _, a in parse(page).seen if a.get("class") == "bar" and a["y"] != "1"]
     starts = [float(a["x"]) for a in bars if a["y"] == bars[0]["y"]]
-    assert max(x for x in starts if x < 757) - min(starts) > 10
+    assert max(x for x in starts if x < 767) - min(starts) > 10
+
+
+def test_the_picture_begins_with_the_first_attempt_drawn(crashed, monkeypatch):
+    """Catches: older attempts and epochs that are not drawn, and press all bars to the right."""
+    monkeypatch.setattr(picture, "_MAX_LANES", 1)
+    page = render_html(read_lives(crashed.storage))
+    shown = texts(page, "text")
+    assert f"time since {at(100.0)}" in shown and "2 s" in shown and "10 s" in shown
+    assert "epoch 2" in shown and "epoch 1" not in shown
+    assert any("3 older attempts are not drawn" in text for text in texts(page, "p"))
+    bars = [a for _, a in parse(page).seen if a.get("class") == "bar" and a["y"] != "1"]
+    assert float(bars[0]["x"]) == 188
+
+
+@pytest.mark.parametrize(
+    ("length", "first", "last"),
+    [
+        (0.01, "0 s", "0.01 s"),
+        (1.0, "0 s", "1 s"),
+        (100.0, "0 s", "90 s"),
+        (3600.0, "0 min", "60 min"),
+        (9 * 3600.0, "0 h", "9 h"),
+        (20.8 * 86400, "0 d", "20 d"),
+        (2e11, "0 d", "2000000 d"),
+    ],
+)
+def test_ticks_are_round_times_in_a_unit_that_fits(length, first, last):
+    """Catches: days that are counted in seconds, a step that no unit has, too few ticks."""
+    ticks = Axis((0.0, length), (188.0, 766.0)).ticks()
+    assert (ticks[0], ticks[-1][1]) == ((188.0, first), last)
+    assert 4 <= len(ticks) <= 10
+    counts = [float(label.split()[0]) for _, label in ticks]
+    assert counts == pytest.approx([n * counts[1] for n in range(len(ticks))])
+
+
+def boxes(page: str, class_: str) -> list[tuple[str, float, float, float]]:
+    """The texts of a class with their left end, right end and baseline, in pixels, about."""
+    parser = parse(page)
+    words = iter(texts(page, "text"))
+    found = []
+    for tag, attributes in parser.seen:
+        if tag == "text" and (text := next(words)) and attributes["class"] == class_:
+            x, length = float(attributes["x"]), 6.2 * len(text)
+            left = x - length / 2 if "mid" in class_ else x
+            found.append((text, left, left + length, float(attributes["y"])))
+    return found
+
+
+def test_no_label_lies_over_another_one(journal):
+    """Catches: the length of an idle time over a tick, a crash over an epoch, a name in the bars."""
+    epochs, number = range(7, 12), 2340
+    for epoch in epochs:
+        begin = (epoch - 7) * 1_203_400.0
+        journal.begin(epoch, begin, ())
+        for begin in (begin, begin + 3600, begin + 7200):
+            number += 1
+            journal.walk((number, epoch, number), GOOD, begin)
+    page = render_html(read_lives(journal.storage))
+    above = sorted((left, right) for _, left, right, y in boxes(page, "dim mid") if left < 780)
+    assert all(right <= left for (_, right), (left, _) in pairwise(above))
+    labels = [text for text, *_ in boxes(page, "dim mid")]
+    assert labels.count("13.8 d") == len(epochs) - 1 and "0 h" in labels
+    names = [box for box in boxes(page, "dim") if box[0].startswith("e11.")]
+    assert [name for name, *_ in names] == ["e11.a2353", "e11.a2354", "e11.a2355"]
+    assert all(right < 188 for _, _, right, _ in names)
+    (epoch_line,) = {y for text, _, _, y in boxes(page, "dim") if text.startswith("epoch")}
+    marks = {str(a["transform"]).rstrip(")").rpartition(",")[2] for a in crash_marks(page)}
+    assert marks and all(float(y) - 5 > epoch_line for y in marks)
+
+
+def crash_marks(page: str) -> list[dict[str, str | None]]:
+    """The attributes of the crash marks, which stand above the lanes."""
+    bad = [a for _, a in parse(page).seen if a.get("class") == "mark bad"]
+    return [a for a in bad if ",46)" in str(a["transform"])]
 
 
 def test_missing_or_backward_times_never_make_a_negative_width(journal):
