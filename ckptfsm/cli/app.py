@@ -101,15 +101,15 @@ for _name, (_, _line) in COMMANDS.items():
 def run(arguments: Sequence[str]) -> int:
     """Run a command. Returns the exit status."""
     try:
-        app(list(arguments), prog_name="ckptfsm")
+        status = app(list(arguments), prog_name="ckptfsm")
     except SystemExit as error:
-        return error.code if isinstance(error.code, int) else DONE
+        status = error.code
     except (CkptFsmError, OSError) as error:
         from ckptfsm.cli.terminal import say_error
 
         say_error(error)
         return _status_of(error)
-    return DONE
+    return status if isinstance(status, int) else DONE
 
 
 def _status_of(error: Exception) -> int:
